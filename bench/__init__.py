@@ -1,1 +1,1 @@
-"""Benchmarks against a real server: `python -m bench` (or `make bench`). History: docs/benchmarks.md."""
+"""Benchmarks against a real server: `python -m bench` (or `make bench`). Method and latest run: docs/benchmarks.md."""

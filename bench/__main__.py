@@ -21,7 +21,8 @@ HERE = Path(__file__).parent
 LATEST = HERE / "out" / "latest.json"
 BUSY_LOAD = 0.5
 CASES = cases.CASES | engine.CASES | deletes.CASES | queue_depth.CASES | goodput.CASES | fan_out.CASES
-HISTORY = HERE.parent / "docs" / "benchmarks.md"
+HISTORY = HERE / "history"
+PAGE = HERE.parent / "docs" / "benchmarks.md"
 
 
 def main() -> int:
@@ -64,7 +65,9 @@ def main() -> int:
     print(figures.table(report))
     figures.keep(report, LATEST)
     if arguments.markdown:
-        figures.append(report, HISTORY)
+        figures.keep(report, HISTORY / figures.history_name(report))
+        if not arguments.only:
+            PAGE.write_text(figures.with_latest(PAGE.read_text(), report))
     return 0
 
 
@@ -79,10 +82,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=2.5, help="length of one measurement (default %(default)s)")
     parser.add_argument("--frontends", type=int, default=1, help="frontend processes (default %(default)s)")
     parser.add_argument("--shards", type=int, default=1, help="WAL shards (default %(default)s)")
-    parser.add_argument("--markdown", action="store_true", help=f"add the run to {HISTORY.relative_to(HERE.parent)}")
+    parser.add_argument(
+        "--markdown",
+        action="store_true",
+        help=f"keep the run in {HISTORY.relative_to(HERE.parent)}; a full one also in {PAGE.relative_to(HERE.parent)}",
+    )
     arguments = parser.parse_args()
     if arguments.quick and arguments.markdown:
-        parser.error("a quick run does not belong into the history")
+        parser.error("figures of --quick do not compare, so --markdown does not keep them; leave one of the two out")
     return arguments
 
 

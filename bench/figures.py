@@ -1,13 +1,16 @@
-"""Figures: what a case returns, how a run is shown and how it is kept."""
+"""Figures of a run: their types, their units, their tables, and the files that keep them."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 MS = 1000.0
 MIB = float(1 << 20)
+LATEST_RUN: Final = "<!-- The latest full run; `python -m bench --markdown` writes it. -->\n"
+"""Line of docs/benchmarks.md behind which the latest full run is."""
 
 
 class Figure(msgspec.Struct, frozen=True):
@@ -32,7 +35,7 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """One run: bench/out/latest.json is this as JSON."""
+    """One run. `bench/out/latest.json` and the files of `bench/history` are this as JSON."""
 
     date: str
     version: str
@@ -44,7 +47,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def show(name: str, value: float) -> str:
-    """A value as a person reads it, its unit taken from its name."""
+    """Return a value as people read it. Its name ends with its unit."""
     label = name.rpartition("_")[0]
     if name.endswith("_us"):
         return f"{label} {value / MS:.2f} ms"
@@ -66,7 +69,7 @@ def show(name: str, value: float) -> str:
 
 
 def table(report: Report) -> str:
-    """The run as plain text."""
+    """Return the run as plain text."""
     lines = []
     for figure in report.figures:
         shown = ", ".join(show(name, value) for name, value in figure.values.items())
@@ -80,7 +83,7 @@ def table(report: Report) -> str:
 
 
 def markdown(report: Report) -> str:
-    """The run as a section of docs/benchmarks.md."""
+    """Return the run as a section of docs/benchmarks.md."""
     machine = ", ".join(f"{name} {value}" for name, value in report.machine.items())
     layout = ", ".join(f"{name} {value}" for name, value in report.layout.items())
     lines = [f"## {report.date}, version {report.version}", "", f"Machine: {machine}.", f"Layout: {layout}.", ""]
@@ -97,12 +100,18 @@ def markdown(report: Report) -> str:
 
 
 def keep(report: Report, path: Path) -> None:
-    """Writes the run as JSON."""
+    """Write the run as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 
 
-def append(report: Report, path: Path) -> None:
-    """Adds the run to the history."""
-    with path.open("a") as history:
-        history.write("\n" + markdown(report))
+def history_name(report: Report) -> str:
+    """Return the name of the run's file in `bench/history`, after its time: `2026-11-22T0342.json`."""
+    return report.date[: len("2026-11-22T03:42")].replace(":", "") + ".json"
+
+
+def with_latest(page: str, report: Report) -> str:
+    """Return docs/benchmarks.md with this run instead of the one before."""
+    method, found, _former_run = page.partition(LATEST_RUN)
+    assert found, f"the page has no line {LATEST_RUN!r}"
+    return method + LATEST_RUN + markdown(report)

@@ -26,7 +26,7 @@ from topics.client import (
     NotFoundError,
     SeenJobs,
 )
-from topics.client.shift import extend_every_s, extend_patience_s
+from topics.client.shift import extend_every_s, extend_timeout_s
 
 AT_ONCE = Backoff(first_ms=1, max_ms=2)
 JOBS = list(range(20))
@@ -369,8 +369,8 @@ def test_leases_are_extended_within_what_the_service_makes_of_them(lease_ms: int
 
 @pytest.mark.parametrize(("lease_ms", "patience_s"), [(30_000, 2.5), (9_000, 1), (1_500, 0.5), (0, 1 / 30)])
 def test_an_extension_that_hangs_leaves_time_for_another(lease_ms: int, patience_s: float) -> None:
-    assert extend_patience_s(lease_ms) == pytest.approx(patience_s)
-    assert extend_every_s(lease_ms) + extend_patience_s(lease_ms) < max(lease_ms, 100) / 1000
+    assert extend_timeout_s(lease_ms) == pytest.approx(patience_s)
+    assert extend_every_s(lease_ms) + extend_timeout_s(lease_ms) < max(lease_ms, 100) / 1000
 
 
 def test_the_back_off_doubles_up_to_its_bound() -> None:

@@ -17,7 +17,7 @@ from tests.contract.stream import follow
 from tests.contract.timing import now_ms, undisturbed, until_ms
 from tests.contract.working import Work, ask, claim, counts, queue, seqs, until_counts
 from tests.harness import Service, poll
-from topics.core.jobs import PEEK_LOOK_MAX
+from topics.core.leases import PEEK_LOOK_MAX
 from topics.frontend.queues.dead_letter_moves import LOOK_MAX
 from topics.frontend.queues.queue_access import LOOKS_MAX
 
@@ -351,7 +351,7 @@ def test_a_claimer_that_is_gone_takes_nothing_from_its_window(
     # Long enough for whoever is to notice that they are gone.
     queue(client, topic, *range(4), claim_jitter_ms=3000)
     body = json.dumps({"node": "gone", "max": 4, "lease_ms": FOREVER_MS}).encode()
-    head = f"POST /v0/topics/{topic}/claim HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\n"
+    head = f"POST /v0/topics/{topic}/claim HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     for _ in range(4):
         with socket.create_connection(("127.0.0.1", service.port)) as gone:
             gone.sendall(b"%bContent-Length: %d\r\n\r\n%b" % (head.encode(), len(body), body))

@@ -1,7 +1,8 @@
 """Two hundred workers at one queue, half of them over `/work`, half polling: each job is done once, by turns.
 
 Run with `-s` it prints how evenly: Jain's index of jobs per worker, 1 when all did the same, 1/n when one did all; of
-each kind, of both together, and each kind's share of the jobs. docs/benchmarks.md keeps the figures.
+each kind, of both together, and each kind's share of the jobs. The figures are in
+bench/history/2026-11-22T0048-queue-crowd.md.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Crowd:
     async def stream(self, node: str) -> None:
         client = Client(self.port)
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        writer.write(f"GET /v0/topics/jobs/work?node={node}&max=1 HTTP/1.1\r\nHost: crowd\r\n\r\n".encode())
+        writer.write(f"GET /v0/topics/jobs/work?node={node}&max=1 HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         try:
             while True:
                 job = _JOB.match(await reader.readline())

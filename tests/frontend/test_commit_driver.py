@@ -29,7 +29,7 @@ from topics.shm.topic_messages import (
     StagesOver,
     TxnBegin,
     TxnEnd,
-    TxnLook,
+    TxnGet,
     TxnPending,
     TxnPendingReply,
     TxnReply,
@@ -46,7 +46,7 @@ STAGE_TTL_MS = 60_000
 PUBLISHED = AppendReply(5, 1, 5, False, False, "disk", 12, 0)
 OVER = TopicsError("fenced", "batch 7 is not being published", {"batch": 7})
 
-CallT = TypeVar("CallT", TxnBegin, TxnEnd, TxnLook, TxnPending, StagePublish, StagesOver)
+CallT = TypeVar("CallT", TxnBegin, TxnEnd, TxnGet, TxnPending, StagePublish, StagesOver)
 
 
 class Shards:
@@ -193,7 +193,7 @@ def test_a_batch_whose_end_was_answered_late_leaves_nothing(told: TxnReply, shar
         commits.stages._fs = files = Noted()
         os.makedirs(sinks_dir(str(tmp_path)))
         await ended_without_an_answer(shards, commits, stage)
-        look_id, _ = await shards.told(0, TxnLook)
+        look_id, _ = await shards.told(0, TxnGet)
         shards.answer(0, look_id, told)
         _, over = await shards.told(1, StagesOver)
         assert over == StagesOver(owned_by(1), owned_by(0), 7)
@@ -211,7 +211,7 @@ def test_a_late_driver_leaves_the_pins_of_a_sink_that_began_again_alone(shards: 
     async def test(commits: CommitDriver) -> None:
         stage = make_stage(commits, owned_by(1))
         await ended_without_an_answer(shards, commits, stage)
-        look_id, _ = await shards.told(0, TxnLook)
+        look_id, _ = await shards.told(0, TxnGet)
         shards.answer(0, look_id, TxnReply("pending", 7, [("other", owned_by(1))]))
         await until(lambda: not commits._finishing)
         assert not [call for shard in range(SHARDS) for _id, call in shards.calls(shard)]

@@ -647,7 +647,7 @@ def test_a_topic_that_is_polled_while_too_much_waits_is_watched_once(
     async def test(gateway: Gateway) -> None:
         shard.host("t", 9)
         for hour in range(1, 4):
-            posts = gateway._links[0].lane._posts.budget
+            posts = gateway.links[0].lane.posts.budget
             monkeypatch.setattr(posts, "limit", posts.limit._replace(most_count=0))
             gateway.watch(0, "t", None, lambda: None).cancel()
             gateway._watches.sweep(asyncio.get_running_loop().time() + 3600 * hour)

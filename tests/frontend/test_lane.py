@@ -29,11 +29,9 @@ class Road:
             assert self.offer()[1] is Fate.SENT
 
     def empty(self) -> list[int]:
-        arrived, position = [], 0
-        for message, position in self.ring.peek():  # noqa: B007
-            arrived.append(message[0])
-        self.ring.consume(position)
-        return arrived
+        arrived = [(message[0], position) for message, position in self.ring.peek()]
+        self.ring.consume(arrived[-1][1] if arrived else 0)
+        return [request_id for request_id, _position in arrived]
 
 
 def ids(waiters: list[Waiter]) -> list[int]:

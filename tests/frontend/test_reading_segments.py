@@ -424,11 +424,11 @@ def test_damage_costs_no_other_segment_what_is_known_of_it(hosting: Hosting) -> 
     read(hosting)
     damage(hosting.data_path("t", 11), WHERE["payload"])
     topic_id = hosting.topics["t"].topic.id
-    whole, damaged = (hosting.reader._stores.segments.get(topic_id, info) for info in hosting.segments("t")[:2])
+    whole, damaged = (hosting.reader.stores.segments.get(topic_id, info) for info in hosting.segments("t")[:2])
     with pytest.raises(TopicsError):
         read(hosting, 10, ALL._replace(verify=True))
-    assert hosting.reader._stores.segments.get(topic_id, hosting.segments("t")[0]) is whole
-    assert hosting.reader._stores.segments.get(topic_id, hosting.segments("t")[1]) is not damaged
+    assert hosting.reader.stores.segments.get(topic_id, hosting.segments("t")[0]) is whole
+    assert hosting.reader.stores.segments.get(topic_id, hosting.segments("t")[1]) is not damaged
 
 
 def test_one_long_record_is_read_without_those_behind_it(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -646,7 +646,7 @@ def test_a_cold_segment_without_a_cold_directory(hosting: Hosting) -> None:
     fill(hosting, 10, plain=True)
     hosting.checkpoint("t", records_max=10)
     hosting.relocate("t", 1)
-    hosting.reader._stores.cold = None
+    hosting.reader.stores.cold = None
     with pytest.raises(TopicsError) as refused:
         read(hosting)
     assert "TOPICS_COLD_DIR" in refused.value.message
@@ -692,7 +692,7 @@ class Counted(LocalStore):
 def cold_blocks(hosting: Hosting, blocks: int) -> Counted:
     """From now on so much is kept of what is fetched."""
     store = Counted(hosting.store)
-    hosting.reader._stores.cold = ColdTier(store, hosting.clock, COLD_TIMEOUT_MS, blocks * BLOCK_BYTES)
+    hosting.reader.stores.cold = ColdTier(store, hosting.clock, COLD_TIMEOUT_MS, blocks * BLOCK_BYTES)
     return store
 
 

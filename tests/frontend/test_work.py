@@ -118,14 +118,14 @@ def test_a_stream_that_is_refused_while_its_restarted_shard_is_asked_again_leave
         for length in (10_000, 1000, 100, 10, 1):
             while ring.push(*messages.encode_call(1, WorkClose("n" * length, 1))):
                 pass
-        lane = live.gateway._links[0].lane
+        lane = live.gateway.links[0].lane
         monkeypatch.setattr(gateway, "ROOM_WAIT_S", DEADLINE_S)
         worker = Worker(live)
         refused = asyncio.create_task(worker.ask())
         await until(lambda: lane.waiting == 1)
         live.restart_shard()
         await until(lambda: lane.waiting == 2)
-        lane._hasty.waiters[0].expires_s = 0.0
+        lane.hasty.waiters[0].expires_s = 0.0
         with pytest.raises(TopicsError) as error:
             await refused
         assert error.value.code == "throttled"
@@ -181,7 +181,7 @@ def test_a_worker_that_takes_something_now_and_then_is_not(tmp_path: Path, monke
         for _ in range(5):
             worker.wire.buffered_bytes -= 1
             left_bytes = worker.wire.buffered_bytes
-            await until(lambda: stream._stall is not None and stream._stall.progress_bytes == -left_bytes)  # noqa: B023
+            await until(lambda: stream._stall is not None and stream._stall.progress_bytes == -left_bytes)
             live.clock.ms += STALL_MAX_MS - 1
         worker.wire.read_on()
         await until(lambda: worker.wire.of("job"))
@@ -257,7 +257,7 @@ def test_dead_jobs_that_are_dealt_to_a_stream_which_never_begins_are_carried_awa
 
 def test_a_stream_that_is_over_leaves_no_listener_for_ever(tmp_path: Path) -> None:
     async def test(live: Live) -> None:
-        live.gateway._wait_s = 0.001
+        live.gateway.shard_wait_s = 0.001
         await deadly(live)
         worker, asked = await begun(live)
         worker.wire.vanish()

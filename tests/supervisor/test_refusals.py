@@ -153,7 +153,7 @@ def test_check_finds_everything_at_once(tmp_path: Path, taken: int) -> None:
     problems = {finding.subject: finding.problem for finding in check(busy, free(4096))}
     lock.release()
     assert problems[f"data directory {busy.data_dir}"] is None
-    assert f"as process {os.getpid()}" in (problems["lock"] or "")
+    assert f"(process {os.getpid()})" in (problems["lock"] or "")
     assert "are needed" in (problems["shared memory in /dev/shm"] or "")
     assert "Address already in use" in (problems[f"address 127.0.0.1:{taken}"] or "")
 
@@ -175,7 +175,7 @@ def test_check_looks_at_the_cold_directory(tmp_path: Path) -> None:
     both = settings(tmp_path, cold_dir=str(cold))
     assert of_cold(both) == CheckFinding(f"cold directory {cold}, on the device of the data directory", None)
     assert list(tmp_path.iterdir()) == []
-    assert of_cold(settings(tmp_path, cold_dir="/dev/shm/none")).subject.endswith(", on a device of its own")
+    assert of_cold(settings(tmp_path, cold_dir="/dev/shm/none")).subject.endswith(", on another device")
     cold.write_text("")
     assert of_cold(both).problem == f"{cold} is not a directory; choose another TOPICS_COLD_DIR"
 
@@ -194,7 +194,7 @@ def test_a_cold_directory_that_is_the_data_directory_by_another_name(tmp_path: P
     (tmp_path / "data").mkdir()
     (tmp_path / "cold").symlink_to(tmp_path / "data")
     problem = of_cold(settings(tmp_path, cold_dir=str(tmp_path / "cold"))).problem
-    assert problem == "is the data directory itself, by another name; choose another TOPICS_COLD_DIR"
+    assert problem == "is the data directory under another name; choose another TOPICS_COLD_DIR"
 
 
 def test_a_cold_directory_whose_disk_is_not_mounted(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_a_cold_directory_whose_disk_is_not_mounted(tmp_path: Path) -> None:
         if made is not None:
             made.mkdir()
         problem = of_cold(both).problem
-        assert problem == "nothing is in it, but segments have gone there; mount its disk or bring it back"
+        assert problem == "it is empty, but segments were moved there; mount its disk, or restore it"
     (cold / "topics" / topic.name).mkdir()
     assert of_cold(both).problem is None
 

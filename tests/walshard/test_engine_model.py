@@ -433,7 +433,6 @@ class Engine(RuleBasedStateMachine):
     def _lost_from_ram(self, name: str, model: Model) -> None:
         """What was in RAM and in no segment is gone, and a tombstone says so; the head is at least what it was."""
         view = self.rig.view(name)
-        assert view is not None
         assert view.head_seq >= model.head_seq
         kept = {seq for seq, _ in self.compaction.read(name)}
         gone = {seq for seq, (_, _, _, in_ram) in model.live.items() if in_ram and seq not in kept}
@@ -447,9 +446,7 @@ class Engine(RuleBasedStateMachine):
         model.ever_in_ram |= lost
 
     def _lost(self, name: str) -> set[int]:
-        hosted = self.rig.parts.catalog.find(name)
-        assert hosted is not None
-        topic = hosted.topic
+        topic = self.rig.hosted(name).topic
         entries = topic.index.entries(topic.earliest_seq, topic.head_seq) if topic.records else array("Q")
         gone = LOCATION_LOST | LOCATION_DELETED
         return {
@@ -463,7 +460,6 @@ class Engine(RuleBasedStateMachine):
     def everything_is_as_it_must_be(self) -> None:
         for name, model in self.models.items():
             view = self.rig.view(name)
-            assert view is not None
             assert view.head_seq == model.head_seq
             records = self.compaction.read(name)
             assert [seq for seq, _ in records] == sorted({seq for seq, _ in records})
@@ -516,17 +512,20 @@ class Engine(RuleBasedStateMachine):
         return gap
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")
-class TestEngine(Engine.TestCase):  # type: ignore[misc, valid-type]
-    @pytest.fixture(autouse=True)
-    def short_turns(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A few records take a delete several of them."""
-        monkeypatch.setattr(tag_search, "FOUND_MAX", 3)
-        monkeypatch.setattr(tag_search, "TURN_MS", 0)
-        monkeypatch.setattr(tag_search, "CATCH_UP_RECORDS", 2)
-        monkeypatch.setattr(relogging, "TURN_SEQS", 3)
-        monkeypatch.setattr(tag_search, "GATHERED_RECORDS", 1)
-        monkeypatch.setattr(tags, "_FORGET_FROM", 4)
+@pytest.fixture(autouse=True)
+def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A delete of a few records takes several turns."""
+    monkeypatch.setattr(tag_search, "FOUND_MAX", 3)
+    monkeypatch.setattr(tag_search, "TURN_MS", 0)
+    monkeypatch.setattr(tag_search, "CATCH_UP_RECORDS", 2)
+    monkeypatch.setattr(relogging, "TURN_SEQS", 3)
+    monkeypatch.setattr(tag_search, "GATHERED_RECORDS", 1)
+    monkeypatch.setattr(tags, "FORGET_FROM", 4)
 
-    settings = settings(max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None)
+
+Engine.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None)
+TestEngine = Engine.TestCase
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning"),
+]

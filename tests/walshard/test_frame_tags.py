@@ -44,9 +44,7 @@ def delete(rig: Rig, name: str, tag: bytes = b"x") -> int:
 
 
 def tags_of(rig: Rig, name: str) -> tags.TagIndex | None:
-    hosted = rig.parts.catalog.find(name)
-    assert hosted is not None
-    return hosted.topic.tags
+    return rig.hosted(name).topic.tags
 
 
 def test_an_idle_turn_reads_little_however_far_apart_the_frames_lie(rig: Rig) -> None:
@@ -116,7 +114,7 @@ def test_files_of_the_ram_log_that_are_gone_are_not_kept_open(rig: Rig) -> None:
 def test_topics_have_their_turn_and_who_is_thrown_out_keeps_no_memory(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deletes, "_BY_TAG_MAX", 2)
+    monkeypatch.setattr(deletes, "BY_TAG_MAX", 2)
     for name in "abc":
         rig.append(name, b"1", tag=b"x")
         assert delete(rig, name) == 1
@@ -132,7 +130,7 @@ def test_topics_have_their_turn_and_who_is_thrown_out_keeps_no_memory(
 
 
 def test_an_index_is_let_go_of_though_nothing_comes_any_more(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tags, "_FORGET_FROM", 8)
+    monkeypatch.setattr(tags, "FORGET_FROM", 8)
     rig.append("t", *[b"%d" % at for at in range(40)], tag=b"y")
     assert delete(rig, "t") == 0
     assert rig.call(DeleteRecords("t", 41, None, b"")).deleted == 40

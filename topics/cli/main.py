@@ -17,9 +17,9 @@ COMMANDS: Final = {
     "tail": ("tail", "print the last records of topics, and with -f what comes after them, as NDJSON"),
     "list": ("list_topics", "what topics there are, as a table or as NDJSON"),
     "delete": ("delete", "delete records of a topic, by seq and by tag, or the whole topic"),
-    "queue": ("queue", "claim, ack, nack and extend jobs of a queue; counts, redrive, peek"),
+    "queue": ("queue_commands", "claim, ack, nack and extend jobs of a queue; counts, redrive, peek"),
     "verify": (
-        "verify",
+        "verify_command",
         "check every frame, segment, index and snapshot of a data directory that no service uses; changes nothing",
     ),
     "spark": ("spark", "run a pipeline on Spark: export, rollup, replay or audit"),

@@ -1,7 +1,7 @@
-"""Acks of one queue, sent together: an HTTP request costs its client more than all the rest of a job that is short.
+"""Acks of one queue, sent together: for a short job the ack's HTTP request is most of the client's cost.
 
-An ack waits for no company: when none is under way it is sent, and what is done meanwhile is gathered for the next one.
-So one worker alone waits for its own ack only, and many share the requests of which there are as many as fit.
+An ack waits for nothing when none is in progress. Those that are added meanwhile go together in the next request. So a
+single worker waits for its own ack only, and many workers share a few requests.
 """
 
 from __future__ import annotations
@@ -14,67 +14,70 @@ from topics.api.answers import JobAnswer
 from topics.client.errors import LeaseLostError
 
 ACK_MAX_JOBS: Final = 1000
-PATIENCE_S: Final = 1.0
-"""One that hangs for longer, with its frontend perhaps, holds up no others."""
+HOLD_UP_MAX_S: Final = 1.0
+"""How long a request may hold up the next one: its frontend may hang."""
 
 Outcome = asyncio.Future[bool | None]
 
 
 class Acks:
-    """`settle` sends the ack of some jobs, no two of one seq, and says of each what `Shift` wants to know."""
+    """The acks that wait and those in progress.
+
+    `settle` sends the ack of some jobs, no two with the same seq, and returns for each what `Shift._settle` does.
+    """
 
     def __init__(self, topic: str, settle: Callable[[Sequence[JobAnswer]], Awaitable[list[bool | None]]]) -> None:
         self._topic = topic
         self._settle = settle
-        self._gathered: list[tuple[JobAnswer, Outcome]] = []
+        self._waiting: list[tuple[JobAnswer, Outcome]] = []
         self._latest: asyncio.Task[None] | None = None
-        """Whose end, or whose patience, the gathered ones wait for."""
-        self._under_way: set[asyncio.Task[None]] = set()
+        """The request that holds up the waiting acks."""
+        self._requests: set[asyncio.Task[None]] = set()
 
     async def add(self, job: JobAnswer) -> bool | None:
-        """What `settle` says of this job, or raises."""
+        """Ack a job; return or raise what `settle` does for it."""
         outcome: Outcome = asyncio.get_running_loop().create_future()
-        self._gathered.append((job, outcome))
+        self._waiting.append((job, outcome))
         if self._latest is None:
             self._send()
         return await outcome
 
     async def close(self) -> None:
-        """Gives up what is gathered or under way: LeaseLostError for who waits for it."""
-        gathered, self._gathered = self._gathered, []
-        self._give_up(gathered)
-        tasks = list(self._under_way)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Give up all acks that are not answered: their callers get a LeaseLostError."""
+        waiting, self._waiting = self._waiting, []
+        self._give_up(waiting)
+        requests = list(self._requests)
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
 
     def _send(self) -> None:
-        task = asyncio.create_task(self._carry_out())
-        self._latest = task
-        self._under_way.add(task)
-        timer = asyncio.get_running_loop().call_later(PATIENCE_S, self._over, task)
+        request = asyncio.create_task(self._request())
+        self._latest = request
+        self._requests.add(request)
+        timer = asyncio.get_running_loop().call_later(HOLD_UP_MAX_S, self._send_next, request)
 
         def ended(_: asyncio.Task[None]) -> None:
             timer.cancel()
-            self._under_way.discard(task)
-            self._over(task)
+            self._requests.discard(request)
+            self._send_next(request)
 
-        task.add_done_callback(ended)
+        request.add_done_callback(ended)
 
-    def _over(self, task: asyncio.Task[None]) -> None:
-        if self._latest is task:
+    def _send_next(self, request: asyncio.Task[None]) -> None:
+        if self._latest is request:
             self._latest = None
-            if self._gathered:
+            if self._waiting:
                 self._send()
 
-    async def _carry_out(self) -> None:
-        """One request, with all that was gathered until now: whoever came in the same round of the loop is in it."""
-        batch = self._take()
+    async def _request(self) -> None:
+        """Send what waits by now, acks added in the same round of the event loop included."""
+        batch = self._next_batch()
         try:
             settled = await self._settle([job for job, _ in batch])
-        except Exception as error:  # noqa: BLE001 — it is raised to everyone who waits
+        except Exception as error:  # noqa: BLE001 — every waiting caller gets it
             for _, outcome in batch:
-                if not outcome.done():  # by being cancelled: the job is done all the same
+                if not outcome.done():  # a cancelled caller: its job is acked all the same
                     outcome.set_exception(error)
         else:
             for (_, outcome), ours in zip(batch, settled, strict=True):
@@ -83,17 +86,17 @@ class Acks:
         finally:
             self._give_up(batch)
 
-    def _take(self) -> list[tuple[JobAnswer, Outcome]]:
-        """The next batch. Answers name seqs, so a job that was lost and came again is not beside its former lease."""
+    def _next_batch(self) -> list[tuple[JobAnswer, Outcome]]:
+        """Take the next batch. Answers name seqs, so two leases of one job, lost and claimed again, go in two."""
         batch: dict[int, tuple[JobAnswer, Outcome]] = {}
         rest: list[tuple[JobAnswer, Outcome]] = []
-        for entry in self._gathered:
+        for entry in self._waiting:
             seq = entry[0].seq
             if len(batch) < ACK_MAX_JOBS and seq not in batch:
                 batch[seq] = entry
             else:
                 rest.append(entry)
-        self._gathered = rest
+        self._waiting = rest
         return list(batch.values())
 
     def _give_up(self, entries: Sequence[tuple[JobAnswer, Outcome]]) -> None:

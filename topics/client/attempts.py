@@ -1,14 +1,17 @@
-"""When a request is sent again. Pure: answers and times come in, waits go out.
+"""When a request is sent again, and after which pause.
 
-What may be repeated: everything whose repetition has no further effect (reads, PUT, DELETE, writes with an idempotency
-key), and anything that was certainly not carried out: no connection was made, or the service says that it did nothing
-(429, `not_ready`, `shutting_down`, `storage_unavailable`). `shard_unavailable` and a broken connection leave it open.
+A request is repeated when a repeat has no further effect (reads, PUT, DELETE, writes with an idempotency key), and when
+it was certainly not carried out: no connection was made, or the service says that it did nothing (429, `not_ready`,
+`shutting_down`, `storage_unavailable`). After `shard_unavailable` or a broken connection it may have been carried out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+import time
+from collections.abc import Callable, Mapping
 
+import httpx
 import msgspec
 
 from topics.api.answers import Error
@@ -18,11 +21,11 @@ NOT_CARRIED_OUT = frozenset({"throttled", "not_ready", "shutting_down", "storage
 PASSES_BY_WAITING = frozenset(
     ("inflight_per_key", "connections", "body_bytes", "node_bytes", "scrapes", "long_polls", "cursor_reads")
 )
-"""What is under way, which ends by itself."""
+"""Limits on requests and connections in progress, which end by themselves."""
 
 
 class Retry(msgspec.Struct, frozen=True):
-    """For how long a request is repeated, and how long the pauses are: doubled from the first to the longest, each
+    """For how long a request is repeated, and the pauses between attempts: doubled from the first to the longest, each
     drawn from its upper half, but never shorter than `Retry-After`.
 
     `total_s` has to stay below the topics' `idempotency_window_ms` (120 s unless configured): a repeat after that
@@ -38,59 +41,72 @@ _decode_error = msgspec.json.Decoder(Error).decode
 
 
 class Attempts:
-    """One request's attempts. `random` gives 0 ≤ x < 1."""
+    """The attempts at one request, called `what` in errors. `draw` returns 0 ≤ x < 1."""
 
-    def __init__(self, retry: Retry, repeatable: bool, what: str, now_s: float) -> None:
+    def __init__(
+        self,
+        retry: Retry,
+        repeatable: bool,
+        what: str,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
         self._retry = retry
         self._repeatable = repeatable
         self._what = what
-        self._until_s = now_s + retry.total_s
+        self._clock = clock
+        self._draw = draw
+        self._until_s = clock() + retry.total_s
         self._pause_s = retry.pause_first_s
 
-    def no_answer(self, error: Exception, sent: bool, now_s: float, random: float) -> float:
-        """The connection failed, before (`sent` False) or after the request may have left: the pause before the next
-        attempt. UnreachableError when there is to be none.
-        """
-        if sent and not self._repeatable:
-            raise UnreachableError(f"{self._what}: {describe(error)}; it may have been carried out") from error
-        return self._pause(UnreachableError(f"{self._what}: {describe(error)}"), 0.0, now_s, random)
+    def pause_after_failure(self, error: Exception) -> float:
+        """Return the pause before the next attempt when there was no answer; UnreachableError when there is none."""
+        failure = f"{self._what}: {describe(error)}"
+        if not self._repeatable and may_have_left(error):
+            raise UnreachableError(f"{failure}; it may have been carried out") from error
+        return self._pause(UnreachableError(failure), 0.0)
 
-    def refused(self, status: int, headers: Mapping[str, str], body: bytes, now_s: float, random: float) -> float:
-        """An answer outside of 2xx: the pause before the next attempt. ApiError when there is to be none."""
+    def pause_after_refusal(self, status: int, headers: Mapping[str, str], body: bytes) -> float:
+        """Return the pause before the next attempt after an answer outside of 2xx; ApiError when there is none."""
         error = error_of(status, body)
         if status not in (429, 503) or not (self._repeatable or error.code in NOT_CARRIED_OUT):
             raise error
         limit = error.detail.get("limit")
         if limit is not None and limit not in PASSES_BY_WAITING:
-            # The other caps on resources (api §11) are not below their limit again for having waited.
+            # The other resource limits (api §11) count what stays: waiting does not help.
             raise error
-        return self._pause(error, _asked_for_s(headers, error), now_s, random)
+        return self._pause(error, _asked_for_s(headers, error))
 
-    def _pause(self, error: ClientError, at_least_s: float, now_s: float, random: float) -> float:
-        pause_s = max(self._pause_s * (0.5 + random / 2), at_least_s)
-        if now_s + pause_s > self._until_s:
+    def _pause(self, error: ClientError, at_least_s: float) -> float:
+        pause_s = max(self._pause_s * (0.5 + self._draw() / 2), at_least_s)
+        if self._clock() + pause_s > self._until_s:
             raise error
         self._pause_s = min(self._pause_s * 2, self._retry.pause_max_s)
         return pause_s
 
 
+def may_have_left(error: Exception) -> bool:
+    """Return whether the request may have reached the service before this error."""
+    return not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
+
+
 def error_of(status: int, body: bytes) -> ApiError:
-    """The error of an answer; one that is not in the envelope did not come from the service."""
+    """Return the error of an answer. One without the service's envelope came from something else, a proxy perhaps."""
     try:
         content = _decode_error(body).error
     except msgspec.DecodeError:
         text = body[:200].decode(errors="replace")
-        return api_error(status, "unknown", f"an answer that is not of this service: {text!r}", {})
+        return api_error(status, "unknown", f"the answer did not come from a topics service: {text!r}", {})
     return api_error(status, content.code, content.message, content.detail or {})
 
 
 def describe(error: Exception) -> str:
-    """An exception of the HTTP library, which may have no text of its own."""
+    """Return the text of an exception of the HTTP library, or its class where it has none."""
     return str(error) or type(error).__name__
 
 
 def _asked_for_s(headers: Mapping[str, str], error: ApiError) -> float:
-    """What the service asks to wait: the finer of `detail.retry_after_ms` and the header."""
+    """Return the pause that the service asks for: `detail.retry_after_ms`, or else the coarser header."""
     retry_after_ms = error.detail.get("retry_after_ms")
     if isinstance(retry_after_ms, int):
         return retry_after_ms / 1000

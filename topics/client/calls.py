@@ -18,14 +18,14 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 PAGE_SIZE: Final = 1000
-"""The most that one list may hold (api §0.8)."""
+"""The most entries that a page of a list may have (api §0.8)."""
 DIFF_MAX_BYTES: Final = 8 << 20
 
 _encode = msgspec.json.Encoder().encode
 
 
 class Call(msgspec.Struct, Generic[T_co], frozen=True):
-    """`repeatable`: sending it twice does no more than sending it once."""
+    """A request, and how its answer is decoded. `repeatable`: sending it twice has the effect of sending it once."""
 
     method: str
     path: str
@@ -35,17 +35,17 @@ class Call(msgspec.Struct, Generic[T_co], frozen=True):
     repeatable: bool = True
 
     def read(self, answer: bytes) -> T_co:
-        """The answer as its type; ServiceFaultError when it does not come from this service."""
+        """Return the answer as its type; ServiceFaultError when it did not come from a topics service."""
         try:
             return self.decode(answer)
         except msgspec.DecodeError as error:
             text = answer[:200].decode(errors="replace")
-            message = f"{self.method} {self.path}: the answer is not of this service: {error}: {text!r}"
+            message = f"{self.method} {self.path}: the answer did not come from a topics service: {error}: {text!r}"
             raise ServiceFaultError(200, "unknown", message, {}) from None
 
 
 class LeasedJob(Protocol):
-    """A job that can be settled: by its seq and, as the fence, the lease it was claimed under."""
+    """A claimed job. `lease_id` fences it: after the end of that lease it cannot be settled under it."""
 
     @property
     def seq(self) -> int: ...
@@ -54,27 +54,26 @@ class LeasedJob(Protocol):
     def lease_id(self) -> str: ...
 
 
-def path_of(kind: str, name: str, *more: str) -> str:
-    """`/v0/kind/name…`, the names quoted."""
-    return "/".join(["/v0", kind, *(quote(part, safe="") for part in (name, *more))])
+def path_of(*parts: str) -> str:
+    """Return the path `/v0/…` of these parts, quoted."""
+    return "/".join(["/v0", *(quote(part, safe="") for part in parts)])
 
 
 def new_key() -> str:
-    """An idempotency key that nobody else has."""
+    """Return an idempotency key that nobody else has."""
     return secrets.token_urlsafe(16)
 
 
 def _call(
     method: str,
-    path: str,
     answer: type[T],
+    *path: str,
     body: object = None,
     query: dict[str, str] | None = None,
-    *,
     repeatable: bool = True,
 ) -> Call[T]:
     content = None if body is None else _encode(body)
-    return Call(method, path, partial(msgspec.json.decode, type=answer), content, query or {}, repeatable)
+    return Call(method, path_of(*path), partial(msgspec.json.decode, type=answer), content, query or {}, repeatable)
 
 
 def _records(records: Iterable[Any]) -> list[Any]:
@@ -85,24 +84,23 @@ def _records(records: Iterable[Any]) -> list[Any]:
 
 
 def put_topic(topic: str, **config: Any) -> Call[answers.PutTopicAnswer]:
-    """Creates a topic or replaces its configuration; what is not given goes to its default."""
-    return _call("PUT", path_of("topics", topic), answers.PutTopicAnswer, config)
+    """Create a topic or replace its configuration; fields that are not given go to their defaults."""
+    return _call("PUT", answers.PutTopicAnswer, "topics", topic, body=config)
 
 
 def get_topic(topic: str, *, touch: bool = True) -> Call[answers.TopicState]:
-    """The topic as it is now; with `touch` this counts as reading it."""
-    return _call("GET", path_of("topics", topic), answers.TopicState, query={} if touch else {"touch": "false"})
+    """Return the topic as it is now; with `touch` this counts as a read of it."""
+    return _call("GET", answers.TopicState, "topics", topic, query={} if touch else {"touch": "false"})
 
 
 def list_topics(prefix: str = "", *, cursor: str | None = None) -> Call[answers.TopicList]:
-    """A page of the topics whose names begin with `prefix`; `cursor`: the `next_cursor` of the page before."""
-    return _call("GET", "/v0/topics", answers.TopicList, query={"prefix": prefix} | _page(cursor))
+    """Return a page of the topics whose names begin with `prefix`; `cursor` is the last page's `next_cursor`."""
+    return _call("GET", answers.TopicList, "topics", query={"prefix": prefix} | _page(cursor))
 
 
 def delete_topic(topic: str, *, if_empty: bool = False) -> Call[answers.DeleteTopicAnswer]:
-    """Deletes the topic and its records; `if_empty`: only when it has none."""
-    query = {"if_empty": "true"} if if_empty else {}
-    return _call("DELETE", path_of("topics", topic), answers.DeleteTopicAnswer, query=query)
+    """Delete the topic and its records; with `if_empty` only if it has none."""
+    return _call("DELETE", answers.DeleteTopicAnswer, "topics", topic, query={"if_empty": "true"} if if_empty else {})
 
 
 def _page(cursor: str | None) -> dict[str, str]:
@@ -124,11 +122,11 @@ def append(
     if_head_seq: int | None = None,
     producer: ProducerBody | None = None,
 ) -> Call[answers.AppendAnswer]:
-    """Writes all records or none. A record is a NewRecord, or just its `data`.
+    """Write all records or none. A record is a NewRecord, or just its `data`.
 
-    It is repeated until it is answered, under one idempotency key, so it is committed once. A key of your own makes
-    repeats of yours safe as well, over restarts of your program. A `producer` also keeps its writes in their order and
-    former lives of itself out: ConflictError `fenced` or `out_of_order`, whose `detail` says where it is.
+    The write is repeated under one idempotency key until it is answered, so it is committed once. A key of your own
+    makes your repeats safe as well, also after a restart of your program. A `producer` also keeps its writes in order
+    and shuts out its former lives: ConflictError `fenced` or `out_of_order`, with the service's count in `detail`.
     """
     if idempotency_key is None and producer is None:
         idempotency_key = new_key()
@@ -141,7 +139,7 @@ def append(
         if_head_seq=if_head_seq,
         producer=producer,
     )
-    return _call("POST", path_of("topics", topic), answers.AppendAnswer, body, {"return_seqs": "false"})
+    return _call("POST", answers.AppendAnswer, "topics", topic, body=body, query={"return_seqs": "false"})
 
 
 def diff(
@@ -156,7 +154,7 @@ def diff(
     wait_ms: int = 0,
     max_batch_bytes: int = DIFF_MAX_BYTES,
 ) -> Call[answers.DiffAnswer]:
-    """One page of what follows `from_seq` (api §3)."""
+    """Return one page of the records behind `from_seq` (api §3)."""
     body = requests.DiffBody(
         from_seq=from_seq if from_ts is None else 0,
         limit=limit,
@@ -167,40 +165,40 @@ def diff(
         max_batch_bytes=max_batch_bytes,
         from_ts=from_ts,
     )
-    return _call("POST", path_of("topics", topic, "diff"), answers.DiffAnswer, body)
+    return _call("POST", answers.DiffAnswer, "topics", topic, "diff", body=body)
 
 
 def delete_records(
     topic: str, *, before_seq: int | None = None, match: str | list[str] | None = None
 ) -> Call[answers.DeleteRecordsAnswer]:
-    """Deletes below a seq, by tag (`"x"`, `"x*"`, `["tag", "Eq", "x*"]`), or what is both."""
-    path, body = path_of("topics", topic, "delete"), requests.DeleteBody(before_seq, match)
-    # A repeat would take what was written since.
-    return _call("POST", path, answers.DeleteRecordsAnswer, body, repeatable=match is None)
+    """Delete records below a seq, with a tag (`"x"`, `"x*"`, `["tag", "Eq", "x*"]`), or those that fit both."""
+    body = requests.DeleteBody(before_seq, match)
+    # A repeat would also delete what was written since.
+    return _call("POST", answers.DeleteRecordsAnswer, "topics", topic, "delete", body=body, repeatable=match is None)
 
 
 def watch(
     positions: Mapping[str, int], options: Mapping[str, Any], *, lenient: bool = False
 ) -> Call[answers.WatchAnswer]:
-    """Makes a watch session over these topics, each from behind its seq (api §7); `lenient`: over those that exist."""
+    """Make a watch session over topics, each from behind its seq (api §7); `lenient` leaves out those that are gone."""
     body = {"topics": {name: {"from_seq": seq} for name, seq in positions.items()}, **options}
-    return _call("POST", "/v0/watch", answers.WatchAnswer, body, {"lenient": "true"} if lenient else {})
+    return _call("POST", answers.WatchAnswer, "watch", body=body, query={"lenient": "true"} if lenient else {})
 
 
 # -- queues (api §9)
 
 
 def claim(topic: str, node: str, max_jobs: int = 1, lease_ms: int | None = None) -> Call[answers.ClaimAnswer]:
-    """Leases up to so many jobs, at once: none when none is ready. Leases are the caller's affair (`work` keeps them).
-    An answer that is lost leaves its jobs leased.
+    """Lease up to so many of the jobs that are ready now, none perhaps. The caller has to extend the leases (`work`
+    does that itself). If the answer is lost its jobs stay leased until their deadline.
     """
     body = requests.ClaimBody(node, max_jobs, lease_ms)
-    return _call("POST", path_of("topics", topic, "claim"), answers.ClaimAnswer, body, repeatable=False)
+    return _call("POST", answers.ClaimAnswer, "topics", topic, "claim", body=body, repeatable=False)
 
 
 def ack(topic: str, node: str, jobs: Sequence[LeasedJob], *, repeatable: bool = False) -> Call[list[int]]:
-    """Claimed jobs are done; returns the seqs that were no longer leased. To a repeat those are missing that the first
-    attempt settled.
+    """Acknowledge claimed jobs; return the seqs that were no longer leased. After a repeat these include the jobs that
+    the first attempt settled.
     """
     return _settle("ack", topic, requests.JobsBody(node, *_fenced(jobs)), repeatable)
 
@@ -208,28 +206,24 @@ def ack(topic: str, node: str, jobs: Sequence[LeasedJob], *, repeatable: bool = 
 def nack(
     topic: str, node: str, jobs: Sequence[LeasedJob], delay_ms: int = 0, *, repeatable: bool = False
 ) -> Call[list[int]]:
-    """Gives claimed jobs back, to be delivered again after `delay_ms`; returns the seqs that were no longer leased."""
+    """Give claimed jobs back, to be delivered again after `delay_ms`; return the seqs that were no longer leased."""
     return _settle("nack", topic, requests.NackBody(node, *_fenced(jobs), delay_ms), repeatable)
 
 
 def extend(topic: str, node: str, jobs: Sequence[LeasedJob], *, lease_ms: int) -> Call[list[int]]:
-    """Leases last until now + `lease_ms`; returns the seqs that were no longer leased."""
+    """Extend leases to now + `lease_ms`; return the seqs that were no longer leased."""
     return _settle("extend", topic, requests.ExtendBody(node, *_fenced(jobs), lease_ms=lease_ms), True)
 
 
 def peek(topic: str, state: State | None = None, max_jobs: int = 100, from_seq: int = 0) -> Call[answers.PeekAnswer]:
-    """Shows jobs behind `from_seq`, and where each of them stands; touches no lease. Without a `state`: in any but
-    `done`.
-    """
-    return _call(
-        "POST", path_of("topics", topic, "peek"), answers.PeekAnswer, requests.PeekBody(state, from_seq, max_jobs)
-    )
+    """Return jobs behind `from_seq` and their states, without touching leases. Without `state`: all but `done` jobs."""
+    return _call("POST", answers.PeekAnswer, "topics", topic, "peek", body=requests.PeekBody(state, from_seq, max_jobs))
 
 
 def redrive(topic: str, dead_letter: str, max_jobs: int = 1000, from_seq: int = 0) -> Call[answers.RedriveAnswer]:
-    """Makes dead letters jobs again. Where the answer has a `next_from_seq` there may be more, behind that."""
+    """Make dead letters jobs again. `next_from_seq` in the answer says that there may be more behind that seq."""
     body = requests.RedriveBody(dead_letter, max_jobs, from_seq)
-    return _call("POST", path_of("topics", topic, "redrive"), answers.RedriveAnswer, body, repeatable=False)
+    return _call("POST", answers.RedriveAnswer, "topics", topic, "redrive", body=body, repeatable=False)
 
 
 def _fenced(jobs: Sequence[LeasedJob]) -> tuple[list[int], list[str]]:
@@ -256,28 +250,26 @@ def put_cursor(
     from_seq: int | None = None,
     tail: bool = False,
 ) -> Call[answers.PutCursorAnswer]:
-    """Makes it (`at_least_once`, 1), or changes what is given; `from_seq` or `tail` moves it, else it stays."""
-    path, body = (
-        path_of("topics", topic, "cursors", cursor),
-        requests.CursorBody(consistency, persist_every, from_seq, tail),
-    )
-    # A second move would undo what others have read since the first.
-    return _call("PUT", path, answers.PutCursorAnswer, body, repeatable=not tail and from_seq is None)
+    """Make the cursor (`at_least_once`, 1), or change what is given. Only `from_seq` and `tail` move it."""
+    body = requests.CursorBody(consistency, persist_every, from_seq, tail)
+    # A repeated move would undo what others have read since the first.
+    repeatable = not tail and from_seq is None
+    return _call("PUT", answers.PutCursorAnswer, "topics", topic, "cursors", cursor, body=body, repeatable=repeatable)
 
 
 def get_cursor(topic: str, cursor: str) -> Call[answers.CursorAnswer]:
-    """Where it stands."""
-    return _call("GET", path_of("topics", topic, "cursors", cursor), answers.CursorAnswer)
+    """Return the cursor's position."""
+    return _call("GET", answers.CursorAnswer, "topics", topic, "cursors", cursor)
 
 
 def list_cursors(topic: str, cursor: str | None = None) -> Call[answers.CursorListAnswer]:
-    """A page of the cursors of a topic; `cursor`: the `next_cursor` of the page before."""
-    return _call("GET", path_of("topics", topic, "cursors"), answers.CursorListAnswer, query=_page(cursor))
+    """Return a page of the cursors of a topic; `cursor` is the last page's `next_cursor`."""
+    return _call("GET", answers.CursorListAnswer, "topics", topic, "cursors", query=_page(cursor))
 
 
 def delete_cursor(topic: str, cursor: str) -> Call[answers.DeleteCursorAnswer]:
-    """Deletes it, if it is there."""
-    return _call("DELETE", path_of("topics", topic, "cursors", cursor), answers.DeleteCursorAnswer)
+    """Delete the cursor, if it is there."""
+    return _call("DELETE", answers.DeleteCursorAnswer, "topics", topic, "cursors", cursor)
 
 
 def read_cursor(
@@ -291,39 +283,41 @@ def read_cursor(
     include_tags: bool = True,
     include_meta: bool = True,
 ) -> Call[answers.ReadCursorAnswer]:
-    """The next page, which is this reader's alone; with `checkpoint=False` a look at it. The page's `tombstone` says
-    what was lost to cap or ttl.
+    """Return the next page and move the cursor behind it; `checkpoint=False` does not move it. The page's `tombstone`
+    says what was lost to cap or ttl.
 
     A read that moves the cursor is not repeated when its answer is lost (UnreachableError, or ServiceBusyError with the
-    code `shard_unavailable`): with `at_least_once` those records come again unless they had left the service whole,
+    code `shard_unavailable`). With `at_least_once` its records come again unless the whole answer had left the service,
     with `strictly_at_once` never.
     """
-    path = path_of("topics", topic, "cursors", cursor, "read")
     body = requests.ReadBody(max_bytes or 0, limit or 0, checkpoint, node, include_tags, include_meta)
-    return _call("POST", path, answers.ReadCursorAnswer, body, repeatable=not checkpoint)
+    path = ("topics", topic, "cursors", cursor, "read")
+    return _call("POST", answers.ReadCursorAnswer, *path, body=body, repeatable=not checkpoint)
 
 
 # -- transactions (api §6)
 
 
 def stage(topic: str, txn: str, records: Iterable[Any]) -> Call[answers.StageAnswer]:
-    """Keeps records back under a transaction. A repeat makes a second stage, which nobody commits."""
-    return _call("POST", path_of("stage", topic), answers.StageAnswer, requests.StageBody(txn, _records(records)))
+    """Stage records under a transaction, unseen until it commits. A repeat makes a second stage, which nobody commits
+    and which expires.
+    """
+    return _call("POST", answers.StageAnswer, "stage", topic, body=requests.StageBody(txn, _records(records)))
 
 
 def commit(sink: str, batch: int, stages: list[str]) -> Call[answers.CommitAnswer]:
-    """Publishes all stages, once for each batch of the sink."""
-    return _call("POST", path_of("txn", sink, "commit"), answers.CommitAnswer, requests.CommitBody(batch, stages))
+    """Publish all stages, once for each batch of the sink."""
+    return _call("POST", answers.CommitAnswer, "txn", sink, "commit", body=requests.CommitBody(batch, stages))
 
 
 def drop_stages(topic: str, txn: str) -> Call[answers.DropStagesAnswer]:
-    """Drops what a transaction keeps back in a topic."""
-    return _call("DELETE", path_of("stage", topic), answers.DropStagesAnswer, query={"txn": txn})
+    """Drop the stages of a transaction in a topic."""
+    return _call("DELETE", answers.DropStagesAnswer, "stage", topic, query={"txn": txn})
 
 
 def forget_sink(sink: str) -> Call[answers.ForgetSinkAnswer]:
-    """Forgets a sink: its next batch may have any number."""
-    return _call("DELETE", path_of("txn", sink), answers.ForgetSinkAnswer)
+    """Forget a sink: its next batch may have any number."""
+    return _call("DELETE", answers.ForgetSinkAnswer, "txn", sink)
 
 
 # -- sealed segments (docs/spark.md)
@@ -332,21 +326,19 @@ def forget_sink(sink: str) -> Call[answers.ForgetSinkAnswer]:
 def segments(
     topic: str, from_seq: int = 0, to_seq: int | None = None, *, pin_ttl_ms: int = 0
 ) -> Call[answers.Manifest]:
-    """Lists the segments with records from_seq + 1..to_seq; with `pin_ttl_ms` the files stay for so long."""
+    """List the segments with records from_seq + 1..to_seq; with `pin_ttl_ms` the files stay for so long."""
     query = {"from_seq": str(from_seq), "pin_ttl_ms": str(pin_ttl_ms)}
     if to_seq is not None:
         query["to_seq"] = str(to_seq)
     # A repeat makes another pin, which ends by itself.
-    return _call("GET", path_of("topics", topic, "segments"), answers.Manifest, query=query)
+    return _call("GET", answers.Manifest, "topics", topic, "segments", query=query)
 
 
 def renew_pin(topic: str, pin: str, pin_ttl_ms: int) -> Call[answers.PinRenewed]:
-    """Keeps the files for so long from now on, if the pin still holds."""
-    return _call(
-        "PUT", path_of("topics", topic, "pins", pin), answers.PinRenewed, query={"pin_ttl_ms": str(pin_ttl_ms)}
-    )
+    """Keep the pinned files for so long from now on, if the pin still holds."""
+    return _call("PUT", answers.PinRenewed, "topics", topic, "pins", pin, query={"pin_ttl_ms": str(pin_ttl_ms)})
 
 
 def end_pin(topic: str, pin: str) -> Call[answers.PinEnded]:
-    """Ends a pin before its time."""
-    return _call("DELETE", path_of("topics", topic, "pins", pin), answers.PinEnded)
+    """End a pin before its time."""
+    return _call("DELETE", answers.PinEnded, "topics", topic, "pins", pin)

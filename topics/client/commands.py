@@ -1,5 +1,5 @@
-"""What both clients offer, written once. A command makes a call (`calls.py`) or a walk (`walks.py`), and its owner
-carries that out: a `Client` returns the answer, an `AsyncClient` returns what to await for it.
+"""The commands of both clients, written once. A command makes a call (`calls.py`) or a walk (`walks.py`) and its owner
+carries it out: a `Client` returns the answer, an `AsyncClient` an awaitable for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Caller(Protocol):
-    """Carries out calls in the thread that asks."""
+    """Carries out calls in the calling thread."""
 
     def call(self, call: Call[T], /) -> T: ...
 
@@ -40,7 +40,7 @@ class AsyncService(AsyncCaller, Protocol):
 
 
 class Command(Protocol[P, T_co]):
-    """A method that returns the answer of a call, or what to await for it: its owner decides."""
+    """A method that returns the answer of a call, or an awaitable for it, depending on its owner."""
 
     @overload
     def __get__(self, owner: Caller, kind: type | None = None, /) -> Callable[P, T_co]: ...
@@ -49,7 +49,7 @@ class Command(Protocol[P, T_co]):
 
 
 class WalkCommand(Protocol[P, T_co]):
-    """A method that yields what a walk brings."""
+    """A method that yields the items of a walk."""
 
     @overload
     def __get__(self, owner: Caller, kind: type | None = None, /) -> Callable[P, Iterator[T_co]]: ...
@@ -58,43 +58,43 @@ class WalkCommand(Protocol[P, T_co]):
 
 
 def command(build: Callable[P, Call[T]]) -> Command[P, T]:
-    """The method that carries out what `build` makes."""
+    """Return a method that carries out the call that `build` makes."""
     return cast("Command[P, T]", _method(build, "call", 0))
 
 
 def topic_command(build: Callable[Concatenate[str, P], Call[T]]) -> Command[P, T]:
-    """A `command` whose first argument is the topic of its owner."""
+    """Return a `command` whose first argument is the topic of its owner."""
     return cast("Command[P, T]", _method(build, "call", 1))
 
 
 def member_command(build: Callable[Concatenate[str, str, P], Call[T]]) -> Command[P, T]:
-    """A `command` whose first arguments are the topic of its owner and its owner's name in it."""
+    """Return a `command` whose first arguments are the topic of its owner and the owner's name in it."""
     return cast("Command[P, T]", _method(build, "call", 2))
 
 
 def walk_command(build: Callable[P, Walk[T]]) -> WalkCommand[P, T]:
-    """The method that goes the way that `build` makes."""
+    """Return a method that goes through the walk that `build` makes."""
     return cast("WalkCommand[P, T]", _method(build, "_walk", 0))
 
 
 def _method(build: Callable[..., object], carry_out: str, known: int) -> object:
-    """`known`: how many of the arguments its owner has, in `_target`."""
+    """Return the method of a command. Its owner's `_target` supplies the first `known` arguments of `build`."""
 
     def method(self: Any, *args: Any, **options: Any) -> Any:
-        given = (*self._target[:known], *args) if known else args
-        return getattr(self, carry_out)(build(*given, **options))
+        return getattr(self, carry_out)(build(*self._target[:known], *args, **options))
 
     signature = inspect.signature(build)
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    method.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[own, *list(signature.parameters.values())[known:]]
-    )
+    parameters = [own, *list(signature.parameters.values())[known:]]
+    vars(method)["__signature__"] = signature.replace(parameters=parameters)
     method.__name__, method.__doc__ = build.__name__, build.__doc__
     return method
 
 
 class Commands:
     """The commands of a client."""
+
+    _target = ()
 
     put_topic = command(calls.put_topic)
     get_topic = command(calls.get_topic)
@@ -107,13 +107,40 @@ class Commands:
     list_cursors = walk_command(walks.list_cursors)
 
 
-class QueueCommands:
-    """The commands of a queue, for the worker that is called `node`."""
+class Member:
+    """A worker of a queue, or a cursor: a topic and a name in it, which its commands begin with."""
 
-    def __init__(self, topic: str, node: str) -> None:
+    def __init__(self, topic: str, name: str) -> None:
         self.topic = topic
-        self.node = node
-        self._target = (topic, node)
+        self._target = (topic, name)
+
+
+class SyncMember(Member):
+    """A member for programs with threads."""
+
+    def __init__(self, client: Caller, topic: str, name: str) -> None:
+        super().__init__(topic, name)
+        self._client = client
+
+    def call(self, call: Call[T]) -> T:
+        """Carry out a call through the client."""
+        return self._client.call(call)
+
+
+class AsyncMember(Member):
+    """A member for programs with an event loop."""
+
+    def __init__(self, client: AsyncCaller, topic: str, name: str) -> None:
+        super().__init__(topic, name)
+        self._client = client
+
+    async def call(self, call: Call[T]) -> T:
+        """Carry out a call through the client."""
+        return await self._client.call(call)
+
+
+class QueueCommands:
+    """The commands of a queue, for one worker."""
 
     claim = member_command(calls.claim)
     ack = member_command(calls.ack)
@@ -122,39 +149,23 @@ class QueueCommands:
     redrive = topic_command(calls.redrive)
 
 
-class CursorCommands:
+class CursorCommands(Member):
     """The commands of a named cursor: a read position that the server keeps (api §10)."""
-
-    def __init__(self, topic: str, name: str) -> None:
-        self.topic = topic
-        self.name = name
-        self._target = (topic, name)
 
     put = member_command(calls.put_cursor)
     get = member_command(calls.get_cursor)
     read = member_command(calls.read_cursor)
     delete = member_command(calls.delete_cursor)
 
-
-class Cursor(CursorCommands):
-    """A cursor for programs with threads."""
-
-    def __init__(self, client: Caller, topic: str, name: str) -> None:
-        super().__init__(topic, name)
-        self._client = client
-
-    def call(self, call: Call[T]) -> T:
-        """Carries out a call of this cursor."""
-        return self._client.call(call)
+    @property
+    def name(self) -> str:
+        """The cursor's name."""
+        return self._target[1]
 
 
-class AsyncCursor(CursorCommands):
-    """A cursor for programs with an event loop."""
+class Cursor(CursorCommands, SyncMember):
+    """A named cursor for programs with threads."""
 
-    def __init__(self, client: AsyncCaller, topic: str, name: str) -> None:
-        super().__init__(topic, name)
-        self._client = client
 
-    async def call(self, call: Call[T]) -> T:
-        """Carries out a call of this cursor."""
-        return await self._client.call(call)
+class AsyncCursor(CursorCommands, AsyncMember):
+    """A named cursor for programs with an event loop."""

@@ -1,4 +1,4 @@
-"""How a request of the client can fail, as types: one class for each thing a caller does about it."""
+"""The client's exceptions: one class for each thing that a caller can do about a failure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from topics.api.answers import TombstoneAnswer
 
 
 class ClientError(Exception):
-    """Whatever this client raises."""
+    """Base of everything that this client raises."""
 
 
 class ApiError(ClientError):
@@ -35,68 +35,60 @@ class NotFoundError(ApiError):
 
 
 class ConflictError(ApiError):
-    """409: the state of things is not what the request takes it to be."""
+    """409: the state on the server is not what the request assumes."""
 
 
 class TopicFullError(ApiError):
-    """422: a topic that discards nothing has no room."""
+    """422: a topic that discards nothing is full."""
 
 
 class ServiceBusyError(ApiError):
-    """429 or 503, and still so when the time for repeats was over."""
+    """429 or 503, still at the end of the time for repeats."""
 
 
 class ServiceFaultError(ApiError):
-    """500 and whatever else the service has no name for."""
+    """500, or an answer that is none of the API's."""
 
 
 class UnreachableError(ClientError):
-    """No answer within the time for repeats. What was not repeatable may have been carried out."""
+    """No answer within the time for repeats. A request that cannot be repeated may have been carried out."""
 
 
 class GapError(ClientError):
-    """Records between cursor and answer are gone and nobody asked for that; `tombstone` says which and why."""
+    """Records behind the cursor were lost to a cap, a ttl or damage; `tombstone` says which and why."""
 
     def __init__(self, topic: str, tombstone: TombstoneAnswer) -> None:
         super().__init__(
             f"topic {topic!r}: records {tombstone.gap_from} to {tombstone.gap_to} are gone (reason: "
-            f"{tombstone.reason}); read on from {tombstone.earliest_seq}, or ask for tombstones as values"
+            f"{tombstone.reason}); read on from {tombstone.earliest_seq}, or pass tombstones='yield'"
         )
         self.topic = topic
         self.tombstone = tombstone
 
 
-_BY_STATUS: dict[int, type[ApiError]] = {
-    400: InvalidRequestError,
-    401: NotAllowedError,
-    403: NotAllowedError,
-    404: NotFoundError,
-    405: InvalidRequestError,
-    406: InvalidRequestError,
-    409: ConflictError,
-    413: InvalidRequestError,
-    414: InvalidRequestError,
-    415: InvalidRequestError,
-    417: InvalidRequestError,
-    422: TopicFullError,
-    429: ServiceBusyError,
-    431: InvalidRequestError,
-    503: ServiceBusyError,
+_STATUSES: dict[type[ApiError], tuple[int, ...]] = {
+    InvalidRequestError: (400, 405, 406, 413, 414, 415, 417, 431),
+    NotAllowedError: (401, 403),
+    NotFoundError: (404,),
+    ConflictError: (409,),
+    TopicFullError: (422,),
+    ServiceBusyError: (429, 503),
 }
+_BY_STATUS = {status: kind for kind, statuses in _STATUSES.items() for status in statuses}
 
 
 def api_error(status: int, code: str, message: str, detail: dict[str, Any]) -> ApiError:
-    """The error of this status as its class."""
+    """Return an error of the class for this status."""
     return _BY_STATUS.get(status, ServiceFaultError)(status, code, message, detail)
 
 
 class LeaseLostError(ClientError):
-    """A job was settled too late: its lease had ended or its stream had broken, and it may be done once more."""
+    """A job was settled too late: its lease had ended or its stream had broken, so it may be done again."""
 
     def __init__(self, topic: str, seq: int) -> None:
         super().__init__(
             f"job {seq} of {topic!r} is no longer leased to this worker and may be done again; "
-            f"make its effect idempotent, or its lease_ms longer"
+            "make its effect idempotent, or its lease_ms longer"
         )
         self.topic = topic
         self.seq = seq

@@ -1,7 +1,7 @@
-"""Where a follower of topics stands, over every disconnect. Pure: the events of streams come in.
+"""The position of a follower of topics, across disconnects. Pure: the events of streams come in.
 
 The session lives on the server. A lost stream is opened again with the id of the last frame that was taken whole
-(Last-Event-ID); when the session itself is gone, because the service was restarted, a new one begins at `positions`.
+(Last-Event-ID). When the session itself is gone, because the service restarted, a new one begins at `positions`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from topics.client.walks import Item, Tombstones
 
 HEARTBEAT_MS = 5_000
 SILENCE_MAX_S = 3 * HEARTBEAT_MS / 1000
-"""A stream without a byte for this long is dead, whatever TCP believes."""
+"""A stream without a byte for this long is taken for dead, even if TCP reports nothing."""
 
 
 class TopicGone(msgspec.Struct, frozen=True):
-    """A topic that was followed was deleted; nothing more comes of it. If it was deleted while the service was away,
-    nobody saw its end: then `head_seq` is how far it was followed.
+    """The end of a followed topic, which was deleted: no more records of it follow.
+
+    `head_seq` is its last seq, or how far it was followed if it was deleted while the service could not be reached.
     """
 
     head_seq: int
@@ -37,7 +38,7 @@ class _RecordFrame(msgspec.Struct):
 
 
 class _TombstoneFrame(TombstoneAnswer, frozen=True, kw_only=True):
-    missed_estimate: int = 0  # which a frame does not say
+    missed_estimate: int = 0  # frames do not have it
     topic: str
 
 
@@ -48,7 +49,6 @@ class _EndFrame(msgspec.Struct):
 
 class _ErrorFrame(msgspec.Struct):
     code: Any
-    error: str = ""
 
 
 _record_frame = msgspec.json.Decoder(_RecordFrame).decode
@@ -58,7 +58,7 @@ _error_frame = msgspec.json.Decoder(_ErrorFrame).decode
 
 
 class Following:
-    """`positions` are what to start from to see everything that was not yielded yet."""
+    """A follower's session and its `positions`: the seqs behind which a new session finds all that was not yielded."""
 
     def __init__(self, positions: Mapping[str, int] | str, tombstones: Tombstones, options: dict[str, Any]) -> None:
         self.positions = {positions: 0} if isinstance(positions, str) else dict(positions)
@@ -69,15 +69,17 @@ class Following:
         self._began = False
 
     def ended(self) -> bool:
-        """Every topic was deleted."""
+        """Return whether every topic was deleted."""
         return not self.positions
 
     def session_call(self) -> Call[WatchAnswer]:
-        """Of the first session all topics have to exist; later one may have been deleted while there was none."""
+        """Return the call for a session. In the first one all topics have to exist; a later one leaves out those that
+        were deleted between the two.
+        """
         return calls.watch(self.positions, self._options, lenient=self._began)
 
-    def began(self, session: WatchAnswer) -> Iterator[tuple[str, TopicGone]]:
-        """What this session cannot bring any more."""
+    def begin(self, session: WatchAnswer) -> Iterator[tuple[str, TopicGone]]:
+        """Take over a new session; yield the topics that it has not."""
         self.wid = session.wid
         self._last_event_id = None
         self._began = True
@@ -86,20 +88,22 @@ class Following:
 
     @property
     def path(self) -> str:
-        """Where the session's stream is."""
+        """The path of the session's stream."""
         return f"/v0/watch/{self.wid}"
 
     def headers(self) -> dict[str, str]:
-        """Of the request for the session's stream."""
+        """Return the headers of a request for the session's stream."""
         headers = {"Accept": "text/event-stream"}
         return headers if self._last_event_id is None else headers | {"Last-Event-ID": self._last_event_id}
 
-    def session_gone(self) -> None:
-        """The stream was answered with 404."""
+    def forget_session(self) -> None:
+        """Forget a session that the service no longer knows (404)."""
         self.wid = None
 
     def take(self, event: str, data: str, id: str) -> Iterator[tuple[str, Item | TopicGone]]:
-        """What one frame brings. It is taken whole before its id counts: a disconnect inside it repeats nothing."""
+        """Yield the items of one frame. Its id counts after the last of them: nothing is repeated or left out when the
+        stream breaks in between.
+        """
         if event == "record":
             frame = _record_frame(data)
             for record in frame.records:

@@ -1,4 +1,4 @@
-"""An event loop for programs that have none: what has to go on while their own thread works."""
+"""An event loop for programs without one: it keeps leases while their own threads work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """An event loop in a thread of its own, and what is open in it."""
+    """An event loop in a thread of its own. Its end closes the context managers entered in it, last first."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -36,7 +36,7 @@ class LoopThread:
             self._loop.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Its result, waited for in this thread."""
+        """Run a coroutine in the loop and return its result; this thread waits."""
         return self.start(work).result()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -46,7 +46,7 @@ class LoopThread:
         self._loop.call_soon_threadsafe(function)
 
     async def enter(self, manager: Any) -> Any:
-        """Opens it, to be closed at the end."""
+        """Enter a context manager, which the end of the loop exits."""
         entered = await manager.__aenter__()
         self._open.append(manager)
         return entered

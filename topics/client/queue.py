@@ -1,4 +1,4 @@
-"""A queue as its workers see it: `for job in queue.work()`, with leases kept, retries and a quiet end."""
+"""A queue for its workers: `for job in queue.work()`, with leases extended, retries, and a clean stop."""
 
 from __future__ import annotations
 
@@ -12,22 +12,19 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self
 
-from topics.client.calls import Call
-from topics.client.commands import AsyncService, Caller, QueueCommands
+from topics.client.commands import AsyncMember, AsyncService, Caller, QueueCommands, SyncMember
 from topics.client.errors import ClientError, LeaseLostError
 from topics.client.loop_thread import LoopThread
 from topics.client.shift import Backoff, Shift, StreamedJob
-
-T = TypeVar("T")
 
 log = logging.getLogger("topics.worker")
 LEASE_MS: Final = 30_000
 
 
 class _Job:
-    """What both kinds of job have in common."""
+    """The parts that both kinds of job share: the claimed job, and whether it is settled."""
 
     def __init__(self, leased: StreamedJob, topic: str, shift: Shift) -> None:
         self._leased = leased
@@ -42,7 +39,7 @@ class _Job:
 
     @property
     def data(self) -> Any:
-        """What was produced, decoded at each call."""
+        """The job's data, decoded at each access."""
         return self.claimed.data
 
     @property
@@ -55,23 +52,23 @@ class _Job:
 
     @property
     def deliveries(self) -> int:
-        """How often it was handed out, this time included."""
+        """How often it was delivered, this time included."""
         return self.claimed.deliveries
 
     @property
     def key(self) -> str:
-        """Names this job for ever, whoever gets it and how often, also when it was a dead letter between: the
-        idempotency key of its effects.
+        """The job's name for ever, the idempotency key of its effects: the same at each delivery, also after it was a
+        dead letter.
         """
-        known = self.meta.get("$job_key")  # api §9: of one that a redrive brought back
-        # A router, or a program, may have brought a copy of it to another queue: there it is another job.
+        known = self.meta.get("$job_key")  # api §9: a redriven job has it
+        # In another queue, where a router or a program copied it, it is another job.
         if isinstance(known, str) and known.rsplit(":", 2)[0] == self.topic:
             return known
         return f"{self.topic}:{self._leased.epoch}:{self.claimed.seq}"
 
     @property
     def lost(self) -> bool:
-        """Its lease ended meanwhile: somebody else may be at it."""
+        """Whether its lease ended meanwhile, so that somebody else may do it."""
         return not self._settled and not self._shift.holds(self.claimed)
 
     def __repr__(self) -> str:
@@ -79,15 +76,15 @@ class _Job:
 
 
 class AsyncJob(_Job):
-    """A job in an `async for`. `async with job:` settles it at once: done, or failed and to be repeated."""
+    """A job of an `async for`. The end of an `async with job:` settles it: done, or failed and to be repeated."""
 
     async def ack(self) -> None:
-        """It is done. LeaseLostError when it may be done once more."""
+        """Acknowledge the job: it is done. LeaseLostError when it may be done again."""
         self._settled = True
         await self._shift.ack(self.claimed)
 
     async def nack(self, delay_ms: int | None = None) -> None:
-        """It is to be done again, by anyone, after the back-off or this delay."""
+        """Give the job back, to be done again by anyone after the back-off, or after this delay."""
         self._settled = True
         await self._shift.nack(self.claimed, delay_ms)
 
@@ -114,12 +111,12 @@ class AsyncJob(_Job):
         except LeaseLostError as lost:
             log.warning("%s", lost)
         except ClientError as trouble:
-            # The worker goes on: the lease, which is not kept any more, ends by itself.
+            # The worker goes on. The lease is no longer extended and ends by itself.
             log.error("%r could not be settled, it comes again when its lease ends: %s", self, trouble)
 
 
 class Job(_Job):
-    """A job in a `for`. `with job:` settles it at once: done, or failed and to be repeated."""
+    """A job of a `for`. The end of a `with job:` settles it: done, or failed and to be repeated."""
 
     def __init__(self, job: AsyncJob, loop: LoopThread) -> None:
         super().__init__(job._leased, job.topic, job._shift)
@@ -127,12 +124,12 @@ class Job(_Job):
         self._loop = loop
 
     def ack(self) -> None:
-        """It is done. LeaseLostError when it may be done once more."""
+        """Acknowledge the job: it is done. LeaseLostError when it may be done again."""
         self._settled = True
         self._loop.run(self._job.ack())
 
     def nack(self, delay_ms: int | None = None) -> None:
-        """It is to be done again, by anyone, after the back-off or this delay."""
+        """Give the job back, to be done again by anyone after the back-off, or after this delay."""
         self._settled = True
         self._loop.run(self._job.nack(delay_ms))
 
@@ -147,17 +144,14 @@ class Job(_Job):
         return isinstance(error, Exception)
 
 
-class AsyncQueue(QueueCommands):
-    """A queue for programs with an event loop."""
+class AsyncQueue(QueueCommands, AsyncMember):
+    """A queue for one worker with an event loop, called `node`."""
 
     def __init__(self, client: AsyncService, topic: str, node: str | None) -> None:
-        super().__init__(topic, node or _node())
-        self._client = client
+        self.node = node or _node()
+        super().__init__(client, topic, self.node)
+        self._service = client
         self._shifts: set[Shift] = set()
-
-    async def call(self, call: Call[T]) -> T:
-        """Carries out a call of this queue."""
-        return await self._client.call(call)
 
     async def work(
         self,
@@ -166,9 +160,9 @@ class AsyncQueue(QueueCommands):
         lease_ms: int = LEASE_MS,
         backoff: Backoff = Backoff(),  # noqa: B008 — frozen
     ) -> AsyncGenerator[AsyncJob, None]:
-        """Jobs, for ever or until `stop`. Each is acked when the next one is asked for, unless it was settled before;
-        the one at hand when the loop is left by an exception or `break` is repeated. With `max_jobs` > 1 jobs are
-        fetched ahead. An exception that is kept keeps the loop open: where that matters, use `contextlib.aclosing`.
+        """Yield jobs until `stop`. A job is acked when the next one is asked for, unless it was settled before. If an
+        exception or `break` ends the loop, its job is given back. With `max_jobs` > 1 jobs are fetched ahead. Python
+        closes the loop late while somebody keeps the exception: where that matters, use `contextlib.aclosing`.
         """
         async with self._shift(max_jobs, lease_ms, backoff) as shift:
             while (leased := await shift.next()) is not None:
@@ -177,7 +171,7 @@ class AsyncQueue(QueueCommands):
                     yield job
                 except GeneratorExit:
                     if not job._settled:
-                        with suppress(ClientError):  # it is given back with the stream
+                        with suppress(ClientError):  # the end of the stream gives it back
                             await job.nack()
                     raise
                 await job._end(None)
@@ -190,20 +184,20 @@ class AsyncQueue(QueueCommands):
         lease_ms: int = LEASE_MS,
         backoff: Backoff = Backoff(),  # noqa: B008 — frozen
     ) -> None:
-        """Hands jobs to `handler`, so many at a time, until `stop`; then those that were begun are finished. What it
-        raises is logged, and the job repeated.
+        """Give jobs to `handler`, so many at a time, until `stop`; then finish those that were begun. An exception of
+        the handler is logged, and its job repeated.
         """
         async with self._shift(concurrency, lease_ms, backoff) as shift:
             await _serve(shift, self.topic, handler, concurrency)
 
     def stop(self) -> None:
-        """Ends `work` and `run` when the jobs at hand are done. What was fetched ahead is given back."""
+        """End `work` and `run` after the jobs that were begun. Jobs fetched ahead are given back."""
         for shift in self._shifts:
             shift.stop()
 
     @asynccontextmanager
     async def _shift(self, max_jobs: int, lease_ms: int, backoff: Backoff) -> AsyncIterator[Shift]:
-        shift = Shift(self._client, self.topic, self.node, max_jobs=max_jobs, lease_ms=lease_ms, backoff=backoff)
+        shift = Shift(self._service, self.topic, self.node, max_jobs=max_jobs, lease_ms=lease_ms, backoff=backoff)
         self._shifts.add(shift)
         try:
             async with shift:
@@ -213,8 +207,8 @@ class AsyncQueue(QueueCommands):
 
 
 async def _serve(shift: Shift, topic: str, handler: Callable[[AsyncJob], Awaitable[object]], concurrency: int) -> None:
-    """Hands out the shift's jobs until it is to end. When one hand fails the others finish what they have begun, with
-    their leases kept, before its error is raised.
+    """Give the shift's jobs to `handler` until the shift stops. After an error the jobs that were begun are finished,
+    with their leases extended, before it is raised.
     """
 
     async def serve() -> None:
@@ -231,8 +225,8 @@ async def _serve(shift: Shift, topic: str, handler: Callable[[AsyncJob], Awaitab
             raise outcome
 
 
-class Queue(QueueCommands):
-    """A queue for programs with threads: a thread of its own keeps leases while the program works."""
+class Queue(QueueCommands, SyncMember):
+    """A queue for one worker with threads, called `node`. A thread of the queue's own extends leases meanwhile."""
 
     def __init__(
         self,
@@ -241,14 +235,10 @@ class Queue(QueueCommands):
         topic: str,
         node: str | None,
     ) -> None:
-        super().__init__(topic, node or _node())
-        self._client = client
+        self.node = node or _node()
+        super().__init__(client, topic, self.node)
         self._connect = connect
         self._serving: set[tuple[LoopThread, Shift]] = set()
-
-    def call(self, call: Call[T]) -> T:
-        """Carries out a call of this queue."""
-        return self._client.call(call)
 
     def work(
         self,
@@ -258,7 +248,7 @@ class Queue(QueueCommands):
         backoff: Backoff = Backoff(),  # noqa: B008 — frozen
         stop_on: Sequence[signal.Signals] = (),
     ) -> Generator[Job, None, None]:
-        """As `AsyncQueue.work`. `stop_on`: signals that `stop` it, to be had in the main thread only."""
+        """Yield jobs as `AsyncQueue.work` does. `stop_on`: signals that `stop` it (in the main thread only)."""
         with self._open(stop_on, max_jobs, lease_ms, backoff) as (loop, shift):
             while (leased := loop.run(shift.next())) is not None:
                 job = Job(AsyncJob(leased, self.topic, shift), loop)
@@ -266,7 +256,7 @@ class Queue(QueueCommands):
                     yield job
                 except GeneratorExit:
                     if not job._settled:
-                        with suppress(ClientError):  # it is given back with the stream
+                        with suppress(ClientError):  # the end of the stream gives it back
                             job.nack()
                     raise
                 if not job._settled:
@@ -282,8 +272,8 @@ class Queue(QueueCommands):
         backoff: Backoff = Backoff(),  # noqa: B008 — frozen
         stop_on: Sequence[signal.Signals] = (),
     ) -> None:
-        """Hands jobs to `handler` in so many threads, until `stop`; then those that were begun are finished. What it
-        raises is logged, and the job repeated.
+        """Give jobs to `handler`, in so many threads, until `stop`; then finish those that were begun. An exception of
+        the handler is logged, and its job repeated.
         """
         with (
             self._open(stop_on, threads, lease_ms, backoff) as (loop, shift),
@@ -292,13 +282,13 @@ class Queue(QueueCommands):
             ends: list[BaseException] = []
 
             def work(job: AsyncJob) -> Exception | None:
-                """What the handler raised. The loop settles the job, which costs this thread nothing."""
+                """Return what the handler raised. The loop settles the job, so this thread does not wait for that."""
                 mine = Job(job, loop)
                 try:
                     handler(mine)
-                except Exception as error:  # noqa: BLE001 — as a value: a future would make others of some of them
+                except Exception as error:  # noqa: BLE001 — returned: a future replaces some exceptions by others
                     return error
-                except BaseException as end:  # noqa: BLE001 — sys.exit: in the loop it would end that instead of us
+                except BaseException as end:  # noqa: BLE001 — sys.exit: raised in the loop it would end only that
                     loop.run(job._end(end))
                     ends.append(end)
                     loop.call(shift.stop)
@@ -315,7 +305,7 @@ class Queue(QueueCommands):
             try:
                 serving.result()
             except BaseException:
-                # Ctrl-C: as at a stop what was begun is finished, and nothing is handed to a pool that is gone.
+                # Ctrl-C: as after `stop`, jobs that were begun are finished, and the closed pool gets no more.
                 loop.call(shift.stop)
                 wait([serving])
                 raise
@@ -323,7 +313,7 @@ class Queue(QueueCommands):
                 raise ends[0]
 
     def stop(self) -> None:
-        """Ends `work` and `run` when the jobs at hand are done; from any thread, or a signal handler."""
+        """End `work` and `run` after the jobs that were begun; for any thread, and for signal handlers."""
         for loop, shift in list(self._serving):
             loop.call(shift.stop)
 
@@ -334,7 +324,7 @@ class Queue(QueueCommands):
         with LoopThread() as loop, ExitStack() as at_end:
             client = loop.run(loop.enter(self._connect()))
             shift = Shift(client, self.topic, self.node, max_jobs=max_jobs, lease_ms=lease_ms, backoff=backoff)
-            # It can be stopped before it begins: no signal is lost that comes from here on.
+            # Registered before it begins: a signal that comes from here on is not lost.
             self._serving.add((loop, shift))
             at_end.callback(self._serving.discard, (loop, shift))
             for number in stop_on:
@@ -344,5 +334,5 @@ class Queue(QueueCommands):
 
 
 def _node() -> str:
-    """Who this worker is: told apart from every other one, and found again by people."""
+    """Return a name for this worker: unique, and telling people where it runs."""
     return f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}"

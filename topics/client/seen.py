@@ -1,8 +1,8 @@
-"""Doing a job's effect once, though the job may come twice: what was done is remembered beside the effect.
+"""A job's effect once, though the job may come twice: the key of the job is stored together with the effect.
 
-Delivery is at least once. Where the effect is a record of this service, `job.key` as its `idempotency_key` is enough
-(within the window of the topic it goes to). Where it is a row of a local database, it and the memory of it are one
-transaction here.
+Delivery is at least once. When the effect is a record in this service, `job.key` as its `idempotency_key` is enough
+(within the idempotency window of its topic). When it is a row in a local database, the row and the key are written in
+one transaction here.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Protocol, Self
 
 
 class Keyed(Protocol):
-    """A job: its key names it for ever."""
+    """A job with a key that never changes."""
 
     @property
     def key(self) -> str: ...
 
 
 class SeenJobs:
-    """Keys of finished jobs, in an SQLite file. For any number of threads, one transaction after the other, as SQLite
-    writes anyway; several workers may have the same file open.
+    """Keys of finished jobs, in an SQLite file. Threads may share it, one transaction at a time; several workers may
+    have the same file open.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.db = sqlite3.connect(path, isolation_level=None, timeout=30.0, check_same_thread=False)
-        """For tables of the program's own. Threads take turns at `once` and `forget_before`, and not at this."""
-        # Re-entered by its own thread, so that a block within a block is SQLite's error and no deadlock.
+        """The connection, for tables of the program. Only `once` and `forget_before` lock it against other threads."""
+        # Re-entrant: `once` within `once` is an error of SQLite then, not a deadlock.
         self._turn = threading.RLock()
         self.db.execute("PRAGMA journal_mode = WAL")
         self.db.execute("CREATE TABLE IF NOT EXISTS topics_seen_jobs (key TEXT PRIMARY KEY, done_ms INTEGER NOT NULL)")
@@ -51,9 +51,9 @@ class SeenJobs:
 
     @contextmanager
     def once(self, job: Keyed) -> Iterator[sqlite3.Connection | None]:
-        """A transaction in which to have the effect, None when it was had before. Committed, with the key, at the end
-        of the block, and undone with it if the block raises. Other threads wait for the end of the block, and other
-        tasks of an event loop would fail: no `await` in it.
+        """Begin a transaction for the effect of a job; None if the job was done before. The end of the block commits
+        it, with the job's key; an exception rolls both back. Other threads wait for the end of the block. Never `await`
+        in it: other tasks of the event loop would fail.
         """
         db = self.db
         with self._turn:
@@ -64,11 +64,11 @@ class SeenJobs:
                 yield db if added else None
                 db.execute("COMMIT")
             except BaseException:
-                if db.in_transaction:  # some errors of SQLite have ended it themselves
+                if db.in_transaction:  # some errors of SQLite end it
                     db.execute("ROLLBACK")
                 raise
 
     def forget_before(self, done_ms: int) -> int:
-        """Drops keys of jobs finished before this time (ms since the epoch); how many."""
-        with self._turn:  # outside of another thread's transaction, which may be undone
+        """Drop the keys of jobs done before this time (ms since the epoch); return how many."""
+        with self._turn:  # not within another thread's transaction, which may be rolled back
             return self.db.execute("DELETE FROM topics_seen_jobs WHERE done_ms < ?", (done_ms,)).rowcount

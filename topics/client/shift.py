@@ -1,7 +1,7 @@
-"""One worker's shift at a queue: jobs come over one `/work` stream, their leases are kept while they are held.
+"""One worker's shift at a queue: jobs come over a `/work` stream, and their leases are extended while they are held.
 
-The service ties leases to the stream: when it breaks, everything leased over it is released at once and may be
-somebody else's. So jobs that were not begun are forgotten then, and those in hand are `lost`: settling them says so.
+The service ties leases to the stream: when it breaks, everything leased over it is released at once and may go to
+somebody else. So the shift forgets the jobs that were not begun, and those that were are `lost`: settling them says so.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import asyncio
 import logging
 import math
 import random
-import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from contextlib import aclosing
@@ -31,12 +30,12 @@ from topics.client.errors import LeaseLostError, ServiceBusyError, ServiceFaultE
 log = logging.getLogger("topics.worker")
 
 EXTENDS_PER_LEASE: Final = 3
-EXTEND_PATIENCE_S: Final = 1.0
-"""A service that is busy is not to be asked more often for that, unless the lease is shorter than it allows."""
+EXTEND_TIMEOUT_S: Final = 1.0
+"""The shortest time-out of an extension, so that a busy service is not asked more often; short leases need less."""
 LEASE_MS_RANGE: Final = (100, 86_400_000)
-"""What the service makes of a `lease_ms` outside of it is its bound (api §1)."""
+"""The service clamps `lease_ms` to this (api §1)."""
 SILENCE_MAX_S: Final = 45.0
-"""Three heartbeats: a stream that is silent for longer is dead, whatever TCP believes."""
+"""Three heartbeats: a stream that is silent for longer is taken for dead, even if TCP reports nothing."""
 EXTEND_MAX_JOBS: Final = 1000
 FOR_EVER: Final = Retry(total_s=math.inf)
 
@@ -44,41 +43,43 @@ _job = msgspec.json.Decoder(JobAnswer).decode
 
 
 class Backoff(msgspec.Struct, frozen=True):
-    """How long a job that failed rests: doubled with each delivery, drawn from the upper half."""
+    """The pause before a failed job is delivered again: doubled with each delivery, drawn from its upper half."""
 
     first_ms: int = 1_000
     max_ms: int = 300_000
 
     def delay_ms(self, deliveries: int, random: float) -> int:
-        """After delivery number `deliveries`; `random` gives 0 ≤ x < 1."""
+        """Return the pause after delivery number `deliveries`; 0 ≤ `random` < 1."""
         whole_ms = min(self.max_ms, self.first_ms << min(max(deliveries - 1, 0), 40))
         return int(whole_ms * (0.5 + random / 2))
 
 
 def extend_every_s(lease_ms: int) -> float:
-    """The pause between two extensions of a lease that was asked to be so long."""
+    """Return the pause between two extensions of a lease of this length."""
     shortest_ms, longest_ms = LEASE_MS_RANGE
     return max(shortest_ms, min(lease_ms, longest_ms)) / EXTENDS_PER_LEASE / 1000
 
 
-def extend_patience_s(lease_ms: int) -> float:
-    """How long an extension may take before it is sent again, over another connection: a frontend may hang, perhaps
-    the one that the next connection leads to as well. So there are several attempts before the lease ends, and at
-    least one more.
+def extend_timeout_s(lease_ms: int) -> float:
+    """Return how long an extension may take before it is sent again, over another connection. A frontend may hang, and
+    the next connection may lead to it as well: there is time for several attempts before the lease ends, or for one.
     """
     every_s = extend_every_s(lease_ms)
-    return min(every_s, max(EXTEND_PATIENCE_S, every_s / 4))
+    return min(every_s, max(EXTEND_TIMEOUT_S, every_s / 4))
 
 
 class StreamedJob(NamedTuple):
-    """A job as it came over a stream. `epoch` is the instance of its topic: with it a seq names it for ever."""
+    """A job from a stream. `epoch` is the instance of its topic, in which its seq names it for ever."""
 
     job: JobAnswer
     epoch: str
 
 
 class Shift:
-    """Begins with `async with`; its end closes the stream, which gives back whatever is still held."""
+    """The jobs of one worker, from `async with` to its end, which closes the stream: jobs still held are released.
+
+    It guarantees that a job is begun only while its lease is held, as far as this side can know.
+    """
 
     def __init__(
         self, client: AsyncService, topic: str, node: str, *, max_jobs: int, lease_ms: int, backoff: Backoff
@@ -88,31 +89,31 @@ class Shift:
         self._node = node
         self._query = {"node": node, "max": str(max_jobs), "lease_ms": str(lease_ms), "heartbeat_ms": "15000"}
         self._lease_ms = lease_ms
-        self._extend_every_s = extend_every_s(lease_ms)
-        self._extend_patience_s = extend_patience_s(lease_ms)
         self._backoff = backoff
         self._waiting: deque[StreamedJob] = deque()
         self._held: dict[int, JobAnswer] = {}
-        """Seq → job: leased to us, settled by nobody yet, `_waiting` ones included."""
+        """Seq → job: leased to this worker and not settled yet, `_waiting` ones included."""
         self._acks = Acks(topic, self._ack)
         self._settling: set[str] = set()
-        """Lease ids of those of which the answer is awaited."""
-        self._news = asyncio.Event()
+        """Lease ids of jobs whose settlement is not answered yet."""
+        self._changed = asyncio.Event()
+        """Set when `next` has to look again."""
         self._dealt = asyncio.Event()
-        """A job has come over the stream of the moment."""
+        """Set when a job has come over the current stream."""
         self._confirmed = False
-        """It is known which instance of the topic that stream is of."""
+        """Whether the topic's instance at the current stream is known."""
         self._stopping = False
         self._failure: Exception | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._reached = False
-        """The service has answered."""
+        """Whether the service has answered."""
         self._heard = False
-        """Something has come over the stream of the moment."""
+        """Whether anything has come over the current stream."""
 
     async def __aenter__(self) -> Self:
-        # Waits for nothing: a stop is heard also while the service is down. `next` says what cannot work.
-        self._tasks = [asyncio.create_task(self._watched(work)) for work in (self._listen(), self._keep())]
+        # Waits for nothing, so that a stop works also while the service is down. `next` raises what is wrong.
+        work = (self._receive_jobs(), self._keep_leases())
+        self._tasks = [asyncio.create_task(self._report_failure(one)) for one in work]
         return self
 
     async def __aexit__(
@@ -123,45 +124,46 @@ class Shift:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._acks.close()
-        self._drop()
+        self._forget_stream()
 
     def stop(self) -> None:
-        """No further job is begun."""
+        """Begin no further job."""
         self._stopping = True
-        self._news.set()
+        self._changed.set()
 
     async def next(self) -> StreamedJob | None:
-        """The next job, as soon as there is one; None once the shift is to end. Raises what ended the stream for
-        good: an ApiError, or UnreachableError when no service was ever reached.
+        """Return the next job as soon as there is one; None after `stop`. Raises what ended the stream for good: an
+        ApiError, or UnreachableError when no service was ever reached.
         """
         while True:
             if self._stopping:
                 return None
             while self._waiting and self._confirmed:
                 leased = self._waiting.popleft()
-                if self.holds(leased.job):  # by now it may be known to be somebody else's
+                if self.holds(leased.job):  # its lease may have been lost meanwhile
                     return leased
             if self._failure is not None:
                 raise self._failure
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
 
     def holds(self, job: JobAnswer) -> bool:
-        """Whether its lease is still ours, as far as we know."""
+        """Return whether this worker still holds the job's lease, as far as it knows."""
         return self._held.get(job.seq) is job
 
     async def ack(self, job: JobAnswer) -> None:
-        """It is done. LeaseLostError when somebody else may have been given it meanwhile."""
+        """Acknowledge a job. LeaseLostError when somebody else may have got it meanwhile."""
         settled = await self._acks.add(job)
         if settled is None:
-            # What is acked is deleted. With `on_ack: "keep"` it stays and nobody can tell: then this says too much.
-            look = calls.diff(self._topic, job.seq - 1, limit=1, include_meta=False)
-            settled = all(record.seq != job.seq for record in (await self._client.call(look)).records)
+            # An acked job is deleted, so its absence proves the ack. With `on_ack: "keep"` it stays, and an ack that
+            # was carried out is reported as lost.
+            found = await self._client.call(calls.diff(self._topic, job.seq - 1, limit=1, include_meta=False))
+            settled = all(record.seq != job.seq for record in found.records)
         if not settled:
             raise LeaseLostError(self._topic, job.seq)
 
     async def nack(self, job: JobAnswer, delay_ms: int | None = None) -> None:
-        """It is to be done again, after a pause that grows with its deliveries unless one is given."""
+        """Give a job back, to be done again after the back-off, or after `delay_ms`."""
         if delay_ms is None:
             delay_ms = self._backoff.delay_ms(job.deliveries, random.random())
         call = calls.nack(self._topic, self._node, [job], delay_ms=delay_ms)
@@ -172,8 +174,9 @@ class Shift:
         return await self._settle(jobs, calls.ack(self._topic, self._node, jobs))
 
     async def _settle(self, jobs: Sequence[JobAnswer], call: Call[list[int]]) -> list[bool | None]:
-        """Of each whether it was ours to settle; None when it was not at a repeat: the first attempt may have settled
-        it, or a shard that was killed may have forgotten the lease. Until the answer is there the leases are kept.
+        """Return for each job whether its lease was still held. None: it was not at the second attempt, so the first
+        one may have settled the job, or a killed shard may have forgotten the lease. Leases are extended until the
+        answer.
         """
         leases = {job.lease_id for job in jobs}
         self._settling |= leases
@@ -191,7 +194,7 @@ class Shift:
                     for job in jobs
                 ]
         finally:
-            # Also when it failed: who gave up settling them is done with them, and a kept lease would be for ever.
+            # Also after a failure: nobody settles these jobs any more, so their leases must not be extended for ever.
             self._settling -= leases
             for job in jobs:
                 if self.holds(job):
@@ -199,22 +202,22 @@ class Shift:
 
     # -- in the background
 
-    async def _watched(self, work: Coroutine[None, None, None]) -> None:
-        """Whatever ends it is raised to whoever asks for the next job: nobody else waits for these tasks."""
+    async def _report_failure(self, work: Coroutine[None, None, None]) -> None:
+        """Do `work`; `next` raises the error that ends it, since nobody waits for these tasks."""
         try:
             await work
         except Exception as error:  # noqa: BLE001
             self._failure = error
-            self._news.set()
+            self._changed.set()
 
-    async def _listen(self) -> None:
-        """Takes jobs from the stream, over every disconnect."""
+    async def _receive_jobs(self) -> None:
+        """Receive jobs from one stream after the other."""
         attempts: Attempts | None = None
         while True:
             trouble: Exception = httpx.RemoteProtocolError("the stream ended")
             self._heard = False
             try:
-                await self._take_stream()
+                await self._receive_stream()
             except httpx.TransportError as error:
                 trouble = error
             except (UnreachableError, ServiceBusyError) as error:
@@ -222,18 +225,19 @@ class Shift:
                     raise
                 trouble = error
             finally:
-                self._drop()
+                self._forget_stream()
             if attempts is None or self._heard:
-                attempts = Attempts(FOR_EVER, True, f"GET work of {self._topic}", time.monotonic())
-            pause_s = attempts.no_answer(trouble, True, time.monotonic(), random.random())
+                attempts = Attempts(FOR_EVER, True, f"GET work of {self._topic}")
+            pause_s = attempts.pause_after_failure(trouble)
             log.warning("the stream of jobs of %s broke (%s), again in %.1f s", self._topic, describe(trouble), pause_s)
             await asyncio.sleep(pause_s)
 
-    async def _take_stream(self) -> None:
-        """One stream, until it ends."""
+    async def _receive_stream(self) -> None:
+        """Receive jobs from one stream until it ends."""
         epoch = await self._epoch()
         self._reached = True
-        # At once: a busy service may let `_confirm` wait for longer than a lease, and what comes meanwhile is held.
+        # At once, beside `_confirm`: a busy service may delay that beyond the length of a lease, and jobs that have
+        # come are held and extended meanwhile.
         reading = asyncio.create_task(self._read_stream(epoch))
         confirming = asyncio.create_task(self._confirm(epoch))
         try:
@@ -255,55 +259,55 @@ class Shift:
                     self._held[job.seq] = job
                     self._waiting.append(StreamedJob(job, epoch))
                     self._dealt.set()
-                    self._news.set()
+                    self._changed.set()
 
     async def _confirm(self, epoch: str) -> bool:
-        """Lets the stream's jobs begin. The same instance before the stream and in it: so it is the stream's. False:
-        the topic was made anew between.
+        """Let the jobs of the stream begin if the topic is the same instance now as before the stream: then it is the
+        stream's as well. False: the topic was made again in between.
         """
         await self._dealt.wait()
         self._confirmed = await self._epoch() == epoch
-        self._news.set()
+        self._changed.set()
         return self._confirmed
 
     async def _epoch(self) -> str:
-        """The instance of the topic as it is now."""
+        """Return the topic's present instance."""
         return (await self._client.call(calls.get_topic(self._topic, touch=False))).epoch
 
-    def _drop(self) -> None:
-        """The stream is over, and with it every lease."""
+    def _forget_stream(self) -> None:
+        """Forget the jobs of a stream that ended, and with it their leases."""
         self._waiting.clear()
         self._held.clear()
         self._dealt.clear()
         self._confirmed = False
 
-    async def _keep(self) -> None:
-        """Extends the leases of everything held, well before they end."""
+    async def _keep_leases(self) -> None:
+        """Extend the leases of all held jobs, well before they end."""
         while True:
-            await asyncio.sleep(self._extend_every_s)
+            await asyncio.sleep(extend_every_s(self._lease_ms))
             while not await self._extend():
                 pass
 
     async def _extend(self) -> bool:
-        """False: some of it was not answered in time, and is to be extended again at once."""
+        """Extend all leases; False when an answer did not come in time, so that they are to be extended at once."""
         in_time = True
+        timeout_s = extend_timeout_s(self._lease_ms)
         jobs = list(self._held.values())
         for first in range(0, len(jobs), EXTEND_MAX_JOBS):
             part = jobs[first : first + EXTEND_MAX_JOBS]
             call = calls.extend(self._topic, self._node, part, lease_ms=self._lease_ms)
             try:
-                async with asyncio.timeout(self._extend_patience_s):
+                async with asyncio.timeout(timeout_s):
                     skipped = set(await self._client.call(call))
             except TimeoutError:
                 in_time = False
-                patience_s = self._extend_patience_s
-                log.warning("leases in %s could not be extended within %.2g s, again at once", self._topic, patience_s)
+                log.warning("leases in %s could not be extended within %.2g s, again at once", self._topic, timeout_s)
                 continue
             except (UnreachableError, ServiceBusyError, ServiceFaultError) as error:
                 log.warning("leases in %s could not be extended: %s", self._topic, error)
                 continue
             for job in part:
-                # One that is being settled is perhaps skipped for that.
+                # A job that is being settled may be skipped because of that.
                 if job.seq in skipped and self.holds(job) and job.lease_id not in self._settling:
                     del self._held[job.seq]
                     log.warning("the lease of job %d in %s is lost", job.seq, self._topic)

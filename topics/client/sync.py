@@ -1,8 +1,7 @@
-"""The client for programs with threads. What its methods raise: `errors.py`."""
+"""The client for programs with threads. `errors.py` has the exceptions of its methods."""
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -13,10 +12,10 @@ import httpx
 import httpx_sse
 
 from topics.client.asynchronous import AsyncClient
-from topics.client.attempts import Attempts, Retry
+from topics.client.attempts import Retry
 from topics.client.calls import Call
-from topics.client.commands import Commands, Cursor
-from topics.client.connection import http_options, may_have_left, refused_stream
+from topics.client.commands import Cursor
+from topics.client.connection import Connection, refused_stream, request_of, stream_timeout
 from topics.client.errors import NotFoundError
 from topics.client.follow import SILENCE_MAX_S, Following, TopicGone
 from topics.client.queue import Queue
@@ -25,8 +24,8 @@ from topics.client.walks import Item, Tombstones, Walk
 T = TypeVar("T")
 
 
-class Client(Commands):
-    """A service at `url`; `token` is its API key, if it wants one. Safe for use by several threads."""
+class Client(Connection):
+    """A client of the service at `url`; `token` is its API key, if it requires one. Threads may share it."""
 
     def __init__(
         self,
@@ -36,10 +35,9 @@ class Client(Commands):
         retry: Retry = Retry(),  # noqa: B008 — it is frozen
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._http = httpx.Client(**http_options(url, token))
-        self._again = partial(AsyncClient, url, token=token, retry=retry)
-        self._url = url.rstrip("/")
-        self._retry = retry
+        super().__init__(url, token, retry)
+        self._http = httpx.Client(**self._options)
+        self._connect_async = partial(AsyncClient, url, token=token, retry=retry)
         self._sleep = sleep
 
     def close(self) -> None:
@@ -54,68 +52,63 @@ class Client(Commands):
         self.close()
 
     def call(self, call: Call[T]) -> T:
-        """Carries out any call of `topics.client.calls`, with repeats."""
-        attempts = Attempts(self._retry, call.repeatable, f"{call.method} {self._url}{call.path}", time.monotonic())
-        headers = {} if call.body is None else {"Content-Type": "application/json"}
+        """Carry out any call of `topics.client.calls`, and repeat it where that is safe."""
+        attempts = self._attempts(call.method, call.path, call.repeatable)
         while True:
             try:
-                answer = self._http.request(
-                    call.method, call.path, content=call.body, params=call.query, headers=headers
-                )
+                answer = self._http.request(**request_of(call))
             except httpx.TransportError as error:
-                pause_s = attempts.no_answer(error, may_have_left(error), time.monotonic(), random.random())
+                pause_s = attempts.pause_after_failure(error)
             else:
                 if answer.is_success:
                     return call.read(answer.content)
-                pause_s = attempts.refused(
-                    answer.status_code, answer.headers, answer.content, time.monotonic(), random.random()
-                )
+                pause_s = attempts.pause_after_refusal(answer.status_code, answer.headers, answer.content)
             self._sleep(pause_s)
 
     def _walk(self, walk: Walk[T]) -> Iterator[T]:
-        while (call := walk.next_call()) is not None:
-            yield from walk.take(self.call(call))
+        call: Call[Any] | None = walk.first
+        while call is not None:
+            items, call = walk.take(self.call(call))
+            yield from items
 
     def queue(self, topic: str, *, node: str | None = None) -> Queue:
-        """A queue as a worker sees it; `node` is the worker's name, made up unless given."""
-        return Queue(self, self._again, topic, node)
+        """Return a queue for one worker, called `node`; without one its name is made up."""
+        return Queue(self, self._connect_async, topic, node)
 
     def cursor(self, topic: str, name: str) -> Cursor:
-        """A read position that the server keeps (api §10); `put` makes it."""
+        """Return a read position that the server keeps (api §10). Its `put` makes it."""
         return Cursor(self, topic, name)
 
     def follow(
         self, positions: Mapping[str, int] | str, *, tombstones: Tombstones = "raise", **options: Any
     ) -> Iterator[tuple[str, Item | TopicGone]]:
-        """(topic, record) of everything behind these seqs, live, over every disconnect, each once and in order.
+        """Yield (topic, record) of everything behind these seqs, live, each once and in order, across disconnects.
 
-        It ends when all topics are deleted (each says so with a TopicGone). Options are those of the watch session.
+        It ends when all topics are deleted (each with a TopicGone). Options are those of the watch session.
         """
         following = Following(positions, tombstones, options)
-        attempts: Attempts | None = None
+        attempts = None
         while not following.ended():
             if following.wid is None:
-                yield from following.began(self.call(following.session_call()))
-                if following.ended():
-                    return
+                yield from following.begin(self.call(following.session_call()))
+                continue
+            error: Exception = httpx.RemoteProtocolError("the stream ended")
             try:
                 for event in self._events(following):
                     attempts = None
                     yield from following.take(event.event, event.data, event.id)
                     if following.ended():
                         return
-                trouble: Exception = httpx.RemoteProtocolError("the stream ended")
             except NotFoundError:
-                following.session_gone()
+                following.forget_session()
                 continue
-            except httpx.TransportError as error:
-                trouble = error
-            if attempts is None:
-                attempts = Attempts(self._retry, True, f"GET {self._url}{following.path}", time.monotonic())
-            self._sleep(attempts.no_answer(trouble, True, time.monotonic(), random.random()))
+            except httpx.TransportError as broken:
+                error = broken
+            attempts = attempts or self._attempts("GET", following.path)
+            self._sleep(attempts.pause_after_failure(error))
 
     def _events(self, following: Following) -> Iterator[httpx_sse.ServerSentEvent]:
-        timeout = httpx.Timeout(5.0, read=SILENCE_MAX_S)
+        timeout = stream_timeout(SILENCE_MAX_S)
         with self._http.stream("GET", following.path, headers=following.headers(), timeout=timeout) as answer:
             if not answer.is_success:
                 raise refused_stream(answer.status_code, answer.read())

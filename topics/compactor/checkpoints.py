@@ -21,8 +21,7 @@ from typing import Final, NamedTuple
 
 from topics.compactor.follower import Follower, MarkedIndex
 from topics.compactor.segment_building import NO_ROOM, BufferOf, LogBuffers, SealAt, SegmentAppender
-from topics.core.backoff import doubled_ms
-from topics.core.clock import Clock
+from topics.core.clock import Clock, doubled_ms
 from topics.core.errors import TopicsError
 from topics.core.location import (
     ENTRY_WORDS,
@@ -320,12 +319,12 @@ def tell(follower: Follower, checkpoints: list[TopicCheckpoint]) -> None:
     except (TopicsError, OSError) as error:
         # The OSError is about shared memory: it says nothing about the disk or a file on it.
         raise Refused(f"shard {follower.shard}: {error}") from error
-    gone, refused = set(reply.gone), set(reply.refused)
+    deleted, refused = set(reply.deleted), set(reply.refused)
     for checkpoint in checkpoints:
         topic = follower.fold.topics.get(checkpoint.topic_id)
         if topic is None or checkpoint.topic_id in refused:
             continue
-        if checkpoint.topic_id in gone:
+        if checkpoint.topic_id in deleted:
             follower.fold.topic_delete(checkpoint.topic_id)
             follower.shrunk.add(checkpoint.topic_id)
             continue

@@ -30,7 +30,7 @@ from topics.compactor.relocation import Relocation
 from topics.compactor.rewriting import Rewriting
 from topics.compactor.segment_building import NO_ROOM, LogBuffers
 from topics.compactor.snapshots import Snapshots
-from topics.core.backoff import doubled_ms
+from topics.core.clock import doubled_ms
 from topics.core.errors import TopicsError
 from topics.log import get_logger
 from topics.shm.topic_messages import Trim

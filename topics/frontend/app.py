@@ -20,6 +20,7 @@ from topics.core.names import check_router_name, check_topic_name
 from topics.frontend.asgi import ROUTE, Receive, Scope, Send
 from topics.frontend.entry.access import Access
 from topics.frontend.entry.bodies import ClientGoneError
+from topics.frontend.entry.pages import Pages
 from topics.frontend.entry.responses import send_error
 from topics.frontend.live.websocket_route import WebSocketRoute, refuse
 from topics.frontend.operators.openapi import OpenApiRoutes
@@ -53,6 +54,7 @@ class App:
         diff: DiffRoute,
         websocket: WebSocketRoute,
         access: Access,
+        pages: Pages,
         cell: ProcessCell,
         observe: Callable[[Route, int], None],
     ) -> None:
@@ -61,6 +63,7 @@ class App:
         self._diff = diff
         self._websocket = websocket
         self._access = access
+        self._pages = pages
         self._cell = cell
         self._observe = observe
         documented = OpenApiRoutes(operations)
@@ -89,6 +92,7 @@ class App:
         started_ns = time.perf_counter_ns()
         route = Route.OTHER
         try:
+            self._pages.check(scope)
             if b"%2" in scope.get("raw_path", b""):
                 self._check_slashes(scope)
             if scope["method"] == "POST" and scope["path"].startswith(_TOPICS):

@@ -90,7 +90,7 @@ async def _serve(
 
     def beat() -> None:
         cell.set("heartbeat_ms", clock.now_ms())
-        cell.clock_offset_ms = expiry.look()  # also when nobody reads
+        cell.clock_offset_ms = expiry.trusted_offset_ms()  # also when nobody reads
         cell.set("connections", len(connections.open))
         reader.sweep()
         loop.call_later(HEARTBEAT_S, beat)

@@ -11,6 +11,7 @@ from topics.core.clock import Clock
 from topics.core.keys import KeyRing
 from topics.frontend.app import App
 from topics.frontend.entry.access import Access, KeyLimits
+from topics.frontend.entry.pages import Pages
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.session_client import SessionClient
 from topics.frontend.live.step_cache import KnownTopics
@@ -98,10 +99,11 @@ def build_app(process: Process, keys: KeyRing, gateway: Gateway, arenas: Arenas,
     hub = Hub(gateway, known, cell, running_clock)
     limits = KeyLimits(KeyCounts(shared.key_counts, shared.frontends, index), settings)
     access = Access(keys, settings.probe_auth, limits)
+    pages = Pages(settings, access)
     append = AppendRoute(gateway, settings, cell)
     places = process.cap("sse_connections", settings.max_sse_connections, "sse_admitted")
     observe = partial(shared.durations.observe, index)
-    services = Services(reader, append, hub, access, settings, catching_up, cell, running_clock, observe)
+    services = Services(reader, append, hub, access, pages, settings, catching_up, cell, running_clock, observe)
     websocket = WebSocketRoute(services, places)
     topics = TopicRoutes(known, arenas, gateway, hub, catching_up, routers, settings)
     watch = WatchRoutes(reader, SessionClient(gateway, arenas, clock), hub, access, settings, places, catching_up)
@@ -122,5 +124,5 @@ def build_app(process: Process, keys: KeyRing, gateway: Gateway, arenas: Arenas,
         *manifest_operations(manifest),
         *service_operations(ProbeRoutes(shared.control, clock), metrics, settings.probe_auth),
     ]
-    app = App(operations, append, diff, websocket, access, cell, observe)
+    app = App(operations, append, diff, websocket, access, pages, cell, observe)
     return Built(app, access, hub, diff, websocket, work, commits)

@@ -27,7 +27,7 @@ and a snapshot names those of the logs it goes with. So nothing has to happen at
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -91,13 +91,15 @@ def reshard(
     accept_data_loss: bool = False,
     starts: Mapping[str, WalPosition] | None = None,
     topic_names: Mapping[int, str] | None = None,
+    deleted_ids: Collection[int] = (),
     before_swap: Callable[[list[NewLog]], None] | None = None,
 ) -> list[str]:
     """Brings the logs into the layout of `shards` shards; `owner` is the shard of a topic name.
 
-    With a snapshot: `starts` are its positions by the path of the group, `topic_names` its live topics by id, and
-    `before_swap` is called with all new logs once they are on the disk (see above). Choose the snapshot after
-    `finish_swap`: an interrupted run may have left no `wal` to compare it with.
+    With a snapshot: `starts` are its positions by the path of the group, `topic_names` its live topics by id,
+    `deleted_ids` the topics that it knows as deleted, and `before_swap` is called with all new logs once they are on
+    the disk (see above). Choose the snapshot after `finish_swap`: an interrupted run may have left no `wal` to compare
+    it with.
 
     `progress` hears of the share that is done, 0 to 1. Returns lines for the operator. Raises what recovery raises
     (RefusedLog and its kinds, OSError) and WalWriteError or WalSyncError; the old logs are in force then.
@@ -117,7 +119,7 @@ def reshard(
             path, f"{path}: the log is missing, and the snapshot goes on in it; restore the whole data directory"
         )
     copy = _Copy(fs, new_root, shards, boot_id, owner, file_bytes)
-    copy.know(topic_names or {})
+    copy.know(topic_names or {}, deleted_ids)
     new_logs: list[NewLog] = []
     try:
         for position, group in enumerate(groups):
@@ -160,14 +162,17 @@ class _Copy:
         self._boot_id = boot_id
         self._owner = owner
         self._file_bytes = file_bytes
-        self._owners: dict[int, int] = {0: 0}
-        """Frames of no topic are of routers, which shard 0 keeps."""
+        self._owners: dict[int, int | None] = {0: 0}
+        """Frames of no topic are of routers, which shard 0 keeps. None: a deleted topic, whose frames are left out."""
         self._writers: dict[int, WalWriter] = {}
         for shard in range(shards):
             make_dirs(fs, layout.group_dir_in(root, shard, shards))
 
-    def know(self, topic_names: Mapping[int, str]) -> None:
-        """Topics whose creation is not in what will be copied."""
+    def know(self, topic_names: Mapping[int, str], deleted_ids: Collection[int]) -> None:
+        """Takes note of topics whose creation is not in what will be copied. The log may still speak of one that the
+        snapshot knows as deleted: the compactor hears of a deletion from the shard before it reads the frame.
+        """
+        self._owners |= dict.fromkeys(deleted_ids)
         for topic_id, name in topic_names.items():
             self._owners[topic_id] = self._owner(name)
 
@@ -189,7 +194,7 @@ class _Copy:
                 write_topic_ids = {topic_id}
             elif topic_id not in write_topic_ids:
                 write_topic_ids.add(topic_id)
-            if type_ == FrameType.TOPIC_CREATE:
+            if type_ == FrameType.TOPIC_CREATE and topic_id not in self._owners:
                 data_at = offset + HEADER_LEN + node_len + tag_len
                 body = msgspec.msgpack.decode(batch.buffer[data_at : data_at + data_len], type=_CreateName)
                 self._owners[topic_id] = self._owner(body.name)
@@ -213,9 +218,10 @@ class _Copy:
         for writer in self._writers.values():
             writer.close()
 
-    def _shard_of_write(self, batch: RecoveredFile, offset: int, topic_ids: set[int]) -> int:
+    def _shard_of_write(self, batch: RecoveredFile, offset: int, topic_ids: set[int]) -> int | None:
+        """Returns the shard that owns the topics of a write, None when all of them are deleted."""
         try:
-            shards = {self._owners[topic_id] for topic_id in topic_ids}
+            shards = {owner for topic_id in topic_ids if (owner := self._owners[topic_id]) is not None}
         except KeyError as missing:
             raise RefusedLog(
                 batch.path,
@@ -228,7 +234,7 @@ class _Copy:
                 f"{batch.path}: the write at offset {offset} is of topics that {self._shards} shards would part; "
                 f"start with the former TOPICS_WAL_SHARDS",
             )
-        return shards.pop()
+        return shards.pop() if shards else None
 
     def _writer(self, shard: int) -> WalWriter:
         writer = self._writers.get(shard)

@@ -271,10 +271,10 @@ def dealt_out(parts: Iterable[ShardPart], new_logs: Iterable[NewLog], owner: Cal
         for topic in state.topics:
             now = states[owner(topic.name)]
             now.topics.append(topic)
-            now.routers.takes_over(topic.id, state.routers)
+            now.routers.add_feeds(topic.id, state.routers)
         for name in state.deleted_names:
             states[owner(name)].deleted_names.append(name)
-        states[ROUTERS_SHARD].routers.knows(state.routers)
+        states[ROUTERS_SHARD].routers.add_routers(state.routers)
     for state in states.values():
         # Nobody knows whose they were; every shard may know of all.
         state.set_deleted_ids(deleted_ids)
@@ -287,6 +287,7 @@ class Move(NamedTuple):
 
     starts: dict[str, WalPosition]
     topic_names: dict[int, str]
+    deleted_ids: set[int]
     before_swap: Callable[[list[NewLog]], None]
 
 
@@ -305,10 +306,13 @@ def plan_move(fs: FileSystem, data_dir: str, owner: Callable[[str], int]) -> Mov
             start = read_first_start(fs, group.path)
             if start is not None:
                 paths[start.log_id] = group.path
-    topic_names = {topic.id: topic.name for part in snapshot.parts for topic in part.decoded().topics}
+    states = [part.decoded() for part in snapshot.parts]
+    topic_names = {topic.id: topic.name for state in states for topic in state.topics}
+    deleted_ids = {topic_id for state in states for topic_id in state.all_deleted_ids()}
 
     def before_swap(new_logs: list[NewLog]) -> None:
         remove_useless(fs, data_dir, snapshot.number)
         save_snapshot(fs, data_dir, encode_parts(dealt_out(snapshot.parts, new_logs, owner)))
 
-    return Move({paths[part.log_id]: part.position for part in snapshot.parts}, topic_names, before_swap)
+    starts = {paths[part.log_id]: part.position for part in snapshot.parts}
+    return Move(starts, topic_names, deleted_ids - topic_names.keys(), before_swap)

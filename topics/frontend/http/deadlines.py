@@ -1,4 +1,4 @@
-"""How long a connection waits for its client, and what follows when that time is over.
+"""Deadlines for clients: the time that a connection waits for each thing, and its decision when that is over.
 
     wait(awaited) ─▶ at_s …  the connection's timer fires …  verdict(buffered_bytes) ─▶ Verdict
 
@@ -34,7 +34,7 @@ class RunningClock:
     """A monotonic clock that stops while this process is suspended, for client time-outs. `run` keeps it going.
 
     `time_s` is the event loop's monotonic time in seconds. Hot paths compute `time_s() - suspended_s`, which may be too
-    late for a moment after a gap. Whoever judges a client asks `now_s` or `monotonic_ms`.
+    late for a moment after a gap. Code that judges a client calls `now_s` or `monotonic_ms`.
     """
 
     def __init__(self, time_s: Callable[[], float]) -> None:
@@ -82,19 +82,19 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     body_min_bytes_per_s: int = 64 * 1024
     keep_alive_timeout_ms: int = 75_000
     write_stall_timeout_ms: int = 45_000
-    """How long a client may read nothing of what waits for it. Longer than the 30 s (31 s at most) that an event stream
-    waits for its client: the stream then sends a last frame (api §7), which needs time to arrive."""
+    """The time in which a client must read some of what waits for it. Longer than the 30 s (31 s at most) that an event
+    stream waits for its client: the stream then sends a last frame (api §7), which needs time to arrive."""
     read_min_bytes_per_s: int = 16 * 1024
     """A client may take the time that an answer needs at this rate, plus `write_stall_timeout_ms`."""
     vanished_after_ms: int = 45_000
-    """How long the client's host may acknowledge nothing of what was sent (`vanished.py`)."""
+    """The time in which the client's host must acknowledge some of what was sent (`vanished.py`)."""
     linger_ms: int = 1_000
-    """How long input is read and dropped after a last answer, so that no reset overtakes the answer."""
+    """The time for which input is read and dropped after a last answer, so that no reset overtakes the answer."""
     discard_max_bytes: int = 256 * 1024
     """The rest of a body that is read and dropped after an early answer, to keep the connection. With a longer rest the
     connection is closed."""
     discard_timeout_ms: int = 5_000
-    """How long Hypercorn's connections read and drop such a rest before they are cut."""
+    """The time for which Hypercorn's connections read and drop such a rest before they are cut."""
     read_high_water_bytes: int = 64 * 1024
     """Unread body, or pipelined requests, that may wait in memory before reading pauses."""
     write_high_water_bytes: int = 64 * 1024
@@ -148,7 +148,7 @@ class Awaited(Enum):
 
 
 class Verdict(Enum):
-    """What a connection does when its deadline is checked."""
+    """The decision of a connection when its deadline is checked."""
 
     NOT_YET = 0  # the deadline has moved on to `at_s`
     CHECK_AGAIN = 1  # the client may be slow, but makes progress: `wait` says until when

@@ -22,7 +22,7 @@ from topics.frontend.shards.pending_calls import is_outcome_unknown
 from topics.shm.topic_messages import (
     SessionAbandon,
     SessionClose,
-    SessionLook,
+    SessionGet,
     SessionOpen,
     SessionPut,
 )
@@ -109,7 +109,7 @@ class SessionClient:
     async def get(self, wid: str) -> Session:
         """Return the session as it was created, without opening it. Raises `404 not_found`."""
         _check(wid)
-        return _decode((await self._gateway.call(self._owner(wid), SessionLook(wid))).body)
+        return _decode((await self._gateway.call(self._owner(wid), SessionGet(wid))).body)
 
     async def open(self, wid: str) -> Opened:
         """Begin a stream of the session, which ends with `close` or `abandon`. Raises `404 not_found`."""

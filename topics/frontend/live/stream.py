@@ -39,7 +39,7 @@ class TopicPhase(IntEnum):
 
 
 class StepOutcome(Enum):
-    """What is left to do after a step."""
+    """The work that is left after a step."""
 
     CURRENT = 0  # nothing until the topic changes
     WAITING = 1  # the same, but there are records that are not durable yet

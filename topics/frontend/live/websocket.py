@@ -24,6 +24,7 @@ from topics.frontend.asgi import DROPPED, RESERVATION, WRITE_BUFFER, Receive, Sc
 from topics.frontend.entry import limits, wire
 from topics.frontend.entry.access import Access
 from topics.frontend.entry.bodies import INLINE_BYTES_MAX, LONG_BYTES, MessageReservation, long_bodies, no_room, reserve
+from topics.frontend.entry.pages import Pages
 from topics.frontend.entry.stalled_clients import ReadProgress
 from topics.frontend.live.channels import StreamConnection
 from topics.frontend.live.delivery import Hub
@@ -71,6 +72,7 @@ class Services(NamedTuple):
     appends: AppendRoute
     hub: Hub
     access: Access
+    pages: Pages
     settings: Settings
     catching_up: CatchingUp
     cell: ProcessCell

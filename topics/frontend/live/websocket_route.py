@@ -53,14 +53,7 @@ class WebSocketRoute:
 
     def _admit(self, scope: Scope) -> ApiKey:
         """Return the key of a client that may open a socket, and count the socket."""
-        headers = scope["headers"]
-        origins = [value for name, value in headers if name == b"origin"]
-        hosts = [value for name, value in headers if name in (b"host", b":authority")]
-        if origins and not self._same_site(origins, hosts):
-            # Browsers let any page open a WebSocket to any address, also to this machine, without a CORS preflight.
-            shown = origins[0][:200].decode("latin-1")
-            message = f"pages of {shown!r} may not open a WebSocket here: add their origin to TOPICS_CORS_ORIGINS"
-            raise TopicsError("forbidden", message)
+        self._services.pages.check(scope)
         caller = self._services.access.authenticate(scope)
         if self._draining:
             raise TopicsError("shutting_down", "the service is stopping; ask again when it is back")
@@ -69,13 +62,6 @@ class WebSocketRoute:
             self._services.access.limits.release(caller, Counted.STREAMS)
             raise self._places.reached()
         return caller
-
-    def _same_site(self, origins: list[bytes], hosts: list[bytes]) -> bool:
-        allowed = self._services.settings.cors_origins or ()
-        origin = origins[0].decode("latin-1").lower()
-        if len(origins) == 1 and ("*" in allowed or origin in allowed):
-            return True
-        return len(origins) == 1 and len(hosts) >= 1 and origins[0].partition(b"://")[2].lower() == hosts[0].lower()
 
     def _end_forbidden(self) -> None:
         for socket in list(self._sockets):

@@ -55,7 +55,7 @@ from topics.shm.durations import Route
 from topics.shm.queue_messages import (
     CursorAdvance,
     CursorDelete,
-    CursorLook,
+    CursorGet,
     CursorMoved,
     CursorPassedOn,
     CursorPut,
@@ -82,7 +82,7 @@ class CursorTurns:
 
     def __init__(self, wait_s: float) -> None:
         """`wait_s` is the longest time that a reader waits."""
-        self._wait_s = wait_s
+        self.wait_s = wait_s
         self._turns: dict[tuple[str, str], CursorTurn] = {}
 
     def __len__(self) -> int:
@@ -115,7 +115,7 @@ class CursorTurns:
     async def _wait(self, turn: CursorTurn, topic: str, cursor: str) -> None:
         served = turn.served
         try:
-            async with asyncio.timeout(self._wait_s):
+            async with asyncio.timeout(self.wait_s):
                 await turn.lock.acquire()
         except TimeoutError:
             if turn.served == served:
@@ -165,8 +165,8 @@ class CursorRoutes:
         self._settings = settings
         self._cell = cell
         self._reads = itertools.count(1)
-        self._turns = CursorTurns(gateway.shard_wait_s)
-        self._moving = Budget(limits.CURSOR_PAGES)
+        self.turns = CursorTurns(gateway.shard_wait_s)
+        self.moving = Budget(limits.CURSOR_PAGES)
 
     async def put(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
@@ -187,7 +187,7 @@ class CursorRoutes:
     async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         name, cursor = _names(scope)
-        (found,) = (await self._gateway.call(self._owner(name), CursorLook(name, cursor))).cursors
+        (found,) = (await self._gateway.call(self._owner(name), CursorGet(name, cursor))).cursors
         await send_object(send, dict(scope["headers"]), 200, {"topic": name, **_shown(found)}, started_ns)
 
     async def list_all(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -196,7 +196,7 @@ class CursorRoutes:
         query = QueryParams(scope["query_string"])
         most = page_size(query)
         await reserve_room(scope, LIST_BYTES_MAX)
-        look = CursorLook(name, None, name_after(query.get("cursor"), check_topic_name), most + 1)
+        look = CursorGet(name, None, name_after(query.get("cursor"), check_topic_name), most + 1)
         found = (await self._gateway.call(self._owner(name), look)).cursors
         answer: dict[str, Any] = {"topic": name, "cursors": [_shown(one) for one in found[:most]]}
         if len(found) > most:
@@ -228,11 +228,11 @@ class CursorRoutes:
         await self._catching_up.one(name)
         most_bytes = max(options.max_batch_bytes, MAX_BATCH_BYTES[0])
         await reserve_room(scope, most_bytes)
-        moving = Reservation(self._moving)
+        moving = Reservation(self.moving)
         room = partial(_enter, moving, most_bytes, receive, self._gateway.shard_wait_s)
         try:
             if request.checkpoint:
-                async with self._turns.of(name, cursor) as turn:
+                async with self.turns.of(name, cursor) as turn:
                     page, seq, lost = await self._take(name, cursor, options, turn, room)
             else:
                 page, seq, lost = await self._peek(name, cursor, options, room)
@@ -264,7 +264,7 @@ class CursorRoutes:
         return page, cursor_seq, None
 
     async def _look(self, name: str, cursor: str, passed_seq: int = 0) -> CursorReply:
-        look = CursorLook(name, cursor, passed_seq=passed_seq)
+        look = CursorGet(name, cursor, passed_seq=passed_seq)
         (found,) = (await self._gateway.call(self._owner(name), look)).cursors
         return found
 

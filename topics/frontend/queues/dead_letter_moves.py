@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from topics.core.config import TopicConfig
-from topics.core.dead_letters import FROM, ORDER_KEY, Meta, came_back, died
+from topics.core.dead_letters import FROM, ORDER_KEY, Meta, dead_letter_meta, redriven_meta
 from topics.core.errors import TopicsError
 from topics.core.idempotency import KeyMark
 from topics.core.names import owner_shard
@@ -24,7 +24,7 @@ from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards.gateway import Gateway
 from topics.log import get_logger
 from topics.shm.append_messages import AppendReply, JobAttributes
-from topics.shm.queue_messages import Bury, Carry, Dealt, Exhume, Remove
+from topics.shm.queue_messages import Bury, Dealt, Release, Remove, Reserve
 from topics.storage.frame import lay_out
 
 RETRY_MS: Final = 1_000
@@ -103,7 +103,7 @@ class DeadLetters:
                 await self._gateway.call(shard, Bury(name, copied))
             for seqs, wait_ms in ((left, RETRY_MS), (unreadable, ASIDE_MS)):
                 if seqs:
-                    await self._gateway.call(shard, Exhume(name, seqs, wait_ms))
+                    await self._gateway.call(shard, Release(name, seqs, wait_ms))
         except TopicsError as error:
             # The shard gives them another chance when it has waited for us long enough.
             _log.warning("jobs could not be brought to the dead letters", topic=name, reason=error.message)
@@ -124,7 +124,7 @@ class DeadLetters:
                     unreadable.append(seq)
                     continue
                 for record in records:
-                    meta = died(record.meta, name, ref.view.topic_id, seq, deliveries, order_key)
+                    meta = dead_letter_meta(record.meta, name, ref.view.topic_id, seq, deliveries, order_key)
                     key = KeyMark.CARRIED + b"dead-letter:%d:%d" % (ref.view.topic_id, seq)
                     copies.append(DeadLetter(seq, record, meta, key))
             config = TopicConfig(durability=ref.config.durability)
@@ -169,13 +169,13 @@ class DeadLetters:
     async def _move_back(self, name: str, ref: TopicRef, letters: list[_Record]) -> tuple[int, TopicsError | None]:
         """How many of these are jobs again by our doing, and why the first of the others is not."""
         owner = owner_shard(ref.name, self._gateway.shards)
-        free = await self._gateway.call(owner, Carry(ref.name, [letter.seq for letter in letters]))
+        free = await self._gateway.call(owner, Reserve(ref.name, [letter.seq for letter in letters]))
         carried = set(free.seqs)
         copies = [
             DeadLetter(
                 letter.seq,
                 letter,
-                came_back(letter.meta),
+                redriven_meta(letter.meta),
                 KeyMark.CARRIED + b"redrive:%d:%d" % (ref.view.topic_id, letter.seq),
                 letter.meta.get(ORDER_KEY, ""),
             )
@@ -185,7 +185,7 @@ class DeadLetters:
         seqs, refusal = await self._append(name, copies, None)
         left = sorted(carried.difference(seqs))
         if left and ref.config.type == "queue":
-            self._gateway.post(owner, Exhume(ref.name, left, 0))
+            self._gateway.post(owner, Release(ref.name, left, 0))
         # Another redrive may have brought the same ones: who removes a record has moved it.
         return (await self._gateway.call(owner, Remove(ref.name, seqs))).count if seqs else 0, refusal
 

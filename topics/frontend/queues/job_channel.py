@@ -12,7 +12,7 @@ from topics.frontend.asgi import Receive
 from topics.frontend.entry.bodies import ClientGoneError
 from topics.frontend.live.push import gone_before
 from topics.frontend.shards.gateway import Gateway
-from topics.shm.queue_messages import Claim, Dealt, Exhume, Unclaim, Waiting, WorkClose
+from topics.shm.queue_messages import Claim, Dealt, Release, Unclaim, Waiting, WorkClose
 
 
 class _RestartedError(Exception):
@@ -112,7 +112,7 @@ class JobChannel:
             leases = list(range(dealt.first_lease_no, dealt.first_lease_no + len(dealt.seqs)))
             self._gateway.post(shard, Unclaim(claim.name, claim.node, dealt.seqs, leases))
         if dealt.dead:
-            self._gateway.post(shard, Exhume(claim.name, dealt.dead, 0))
+            self._gateway.post(shard, Release(claim.name, dealt.dead, 0))
 
     def _take(self, dealt: Dealt) -> None:
         listener = self._listeners.get(dealt.stream)

@@ -17,9 +17,9 @@ from topics.core.clock import STEP_MAX_MS, Clock
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError, topic_not_found
 from topics.core.floors import EvictReason, run_after
-from topics.core.live_scan import front_from, last_undeleted
 from topics.core.location import LOCATION_LOST
 from topics.core.names import owner_shard
+from topics.core.record_index import front_from, last_undeleted
 from topics.core.segment_list import SegmentInfo
 from topics.frontend.entry.responses import encode_json
 from topics.frontend.reads.cold import ColdMissError, ColdTier
@@ -137,15 +137,15 @@ class TopicReader:
         None when none ever left it.
         """
         self._arenas = arenas
-        self._stores = Stores(files, OpenSegments(files.data_dir), cold)
+        self.stores = Stores(files, OpenSegments(files.data_dir), cold)
         self._shards = shards
         self._clock = clock
         self._now_ms = 0
 
     def sweep(self) -> None:
         """Lets go of files that were removed; to be called now and then."""
-        self._stores.logs.sweep()
-        self._stores.segments.sweep()
+        self.stores.logs.sweep()
+        self.stores.segments.sweep()
 
     def now_ms(self) -> int:
         """Milliseconds since the epoch, for expiry: what has expired stays expired when the clock is corrected. A clock
@@ -262,8 +262,8 @@ class TopicReader:
 
     async def fetch(self, miss: ColdMissError) -> None:
         """Gets what a page lacked (`ColdTier.fetch`)."""
-        assert self._stores.cold is not None
-        await self._stores.cold.fetch(miss)
+        assert self.stores.cold is not None
+        await self.stores.cold.fetch(miss)
 
     def _steady(self, ref: TopicRef, look: Callable[[TopicRef], _T]) -> _T:
         """What `look` finds, which gets a new view of the topic each time it finds that its own is old."""
@@ -274,8 +274,8 @@ class TopicReader:
             except (MovedError, MismatchError, FileNotFoundError, EOFError) as error:
                 reason = error
             except CorruptSegment as damage:
-                self._stores.segments.forget(damage.path)
-                if self._stores.cold is None or not self._stores.cold.forget(_in_topics_dir(damage.path)):
+                self.stores.segments.forget(damage.path)
+                if self.stores.cold is None or not self.stores.cold.forget(_in_topics_dir(damage.path)):
                     raise _corrupt(ref, damage) from damage
                 reason = damage
             except OSError as error:
@@ -284,7 +284,7 @@ class TopicReader:
         raise _unreadable(ref, reason)
 
     def _source(self, ref: TopicRef) -> Source:
-        return Source(self._stores, ref.shard, ref.arena, ref.slot, ref.view)
+        return Source(self.stores, ref.shard, ref.arena, ref.slot, ref.view)
 
     def _read(
         self,

@@ -13,7 +13,7 @@ from topics.api.requests import GivenRouter
 from topics.core.errors import TopicsError, topic_not_found
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_router_name
-from topics.core.routers import Router, parse_router
+from topics.core.routers import Router, RouterSpec, parse_router
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import wire
 from topics.frontend.entry.access import caller_of
@@ -39,6 +39,30 @@ BEGIN_WAIT_S: Final = 2.0
 BEGIN_RETRY_S: Final = 0.001
 
 
+def _require(caller: ApiKey, needed: KeyScope, router: Router) -> None:
+    """Raise `403 forbidden` unless the caller may do this to a router. The error names no topic of it."""
+    caller.require(needed)
+    if not (caller.covers(router.spec.source) and caller.covers(router.spec.dest)):
+        raise TopicsError(
+            "forbidden",
+            f"router {router.name!r} has a topic outside the prefixes of this key",
+            {"name": router.name},
+        )
+
+
+def _visible_conflict(error: TopicsError, name: str, spec: RouterSpec, caller: ApiKey) -> TopicsError:
+    """Return a refused PUT's error without names of topics and routers that the caller may not see."""
+    detail = error.detail or {}
+    named = detail.get("cycle") or ([detail["source"]] if "source" in detail else [])
+    if all(map(caller.covers, named)):
+        return error
+    if error.code == "router_cycle":
+        message = f"router {name!r} would close a cycle through topics outside the prefixes of this key; allow_cycle"
+        return TopicsError(error.code, f"{message} permits that")
+    message = f"topic {spec.dest!r} already gets copies of a topic outside the prefixes of this key"
+    return TopicsError(error.code, f"{message}: a dest has one source", {"reason": detail["reason"]})
+
+
 class RouterRoutes:
     """The requests to `/v0/routers`, a method for each."""
 
@@ -59,12 +83,15 @@ class RouterRoutes:
         caller_of(scope).require(KeyScope.ADMIN, (spec.source, spec.dest))
         known, with_copies = self._sight.registry().by_name.get(name), True
         if known is not None:
-            caller_of(scope).require(KeyScope.ADMIN, (known.spec.source, known.spec.dest))
+            _require(caller_of(scope), KeyScope.ADMIN, known)
             # What was acknowledged before is forwarded by the router as it was.
             with_copies = await self._catching_up.one(known.spec.dest)
         if not spec.create_dest and self._reader.find(spec.dest) is None:
             raise topic_not_found(spec.dest)
-        reply = await self._gateway.call(REGISTRY_SHARD, PutRouter(name, spec))
+        try:
+            reply = await self._gateway.call(REGISTRY_SHARD, PutRouter(name, spec))
+        except TopicsError as error:
+            raise _visible_conflict(error, name, spec, caller_of(scope)) from None
         try:
             await self._gateway.call(self._reader.owner(spec.dest), EnsureTopic(spec.dest))
         except TopicsError:
@@ -92,7 +119,7 @@ class RouterRoutes:
         router = self._sight.registry().by_name.get(name)
         deleted, with_copies = False, True
         if router is not None:
-            caller_of(scope).require(KeyScope.DELETE, (router.spec.source, router.spec.dest))
+            _require(caller_of(scope), KeyScope.DELETE, router)
             with_copies = await self._catching_up.one(router.spec.dest)
             reply = await self._gateway.call(REGISTRY_SHARD, DeleteRouter(name))
             await self._sync(router.spec.dest)
@@ -145,7 +172,7 @@ class RouterRoutes:
         router = self._sight.registry().by_name.get(name)
         if router is None:
             raise TopicsError("router_not_found", f"router {name!r} does not exist", {"router": name})
-        caller.require(KeyScope.READ, (router.spec.source, router.spec.dest))
+        _require(caller, KeyScope.READ, router)
         return router
 
     def _shown(self, router: Router) -> dict[str, Any]:

@@ -74,17 +74,18 @@ class Gateway:
         self._incarnation = incarnation
         self._cell = cell
         self._arenas = arenas
-        self._wait_s = shard_wait_ms / 1000
+        self.shard_wait_s = shard_wait_ms / 1000
+        """The longest time that an answer may take."""
         self._wake = shared.frontend_wakes[index]
-        self._links = [_Link(shared, index, shard) for shard in range(shared.shards)]
+        self.links = [_Link(shared, index, shard) for shard in range(shared.shards)]
         self._last_id = incarnation << 40
-        self._unanswered = Unanswered()
+        self.unanswered = Unanswered()
         self._spills = Spills(shared.identity, index)
         self._signals: list[_Link] = []
         self._retry_timer: asyncio.TimerHandle | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._spilling: set[asyncio.Task[None]] = set()
-        self._watches = Watches(self._loop, arenas, self.post, lambda shard: self._links[shard].lane.crowded)
+        self._watches = Watches(self._loop, arenas, self.post, lambda shard: self.links[shard].lane.crowded)
         self._closed = False
         self.on_dealt: Callable[[Dealt], None] | None = None
         """The listener for jobs that a shard deals out."""
@@ -95,13 +96,8 @@ class Gateway:
         self.retry_after_ms = 100
 
     @property
-    def shard_wait_s(self) -> float:
-        """The longest time that an answer may take."""
-        return self._wait_s
-
-    @property
     def shards(self) -> int:
-        return len(self._links)
+        return len(self.links)
 
     def knows(self, name: str) -> bool:
         """Tell whether it is known that this topic exists."""
@@ -120,12 +116,12 @@ class Gateway:
     @property
     def fullness(self) -> float:
         """The fullness of the fullest request ring, 0 to 1; 1 when somebody waits for room."""
-        return max(link.lane.fullness for link in self._links)
+        return max(link.lane.fullness for link in self.links)
 
     def start(self) -> None:
         """Says hello to every shard and listens for answers."""
         self._spills.remove_leftovers()
-        for shard, link in enumerate(self._links):
+        for shard, link in enumerate(self.links):
             link.generation = link.cell.get("generation")
             self.post(shard, Hello(self._incarnation))
         self._loop.add_reader(self._wake.fd, self._on_wake)
@@ -141,7 +137,7 @@ class Gateway:
                 timer.cancel()
         for task in self._spilling:
             task.cancel()
-        self._unanswered.fail_all(_stopping)
+        self.unanswered.fail_all(_stopping)
 
     # -- requests
 
@@ -187,7 +183,7 @@ class Gateway:
         """The failure of a request that was sent and not answered."""
         return TopicsError(
             "shard_unavailable",
-            f"shard {shard} did not answer within {self._wait_s:g} s; whether a write took effect is not known, a"
+            f"shard {shard} did not answer within {self.shard_wait_s:g} s; whether a write took effect is not known, a"
             " repeat with the same idempotency key is safe",
         )
 
@@ -204,7 +200,7 @@ class Gateway:
         """Sends a request whose answer does not matter; kept, in order, for as long as the ring is full. False: it is
         not sent, being too long for the ring while /dev/shm has no room for it, or `may_be_lost` while too many wait.
         """
-        lane = self._links[shard].lane
+        lane = self.links[shard].lane
         if may_be_lost and lane.crowded:
             return False
         self._last_id = request_id = self._last_id + 1
@@ -233,10 +229,10 @@ class Gateway:
         if self._closed:
             fail(future, _stopping())
             return future
-        request = PendingCall(future, shard, self._loop.time() + self._wait_s, patient, on_late)
-        self._unanswered.add(request_id, request)
+        request = PendingCall(future, shard, self._loop.time() + self.shard_wait_s, patient, on_late)
+        self.unanswered.add(request_id, request)
         length = sum(map(len, parts))
-        if length <= self._links[shard].lane.message_max_bytes:
+        if length <= self.links[shard].lane.message_max_bytes:
             self._push(shard, self._waiter(request_id, parts, patient))
         else:
             self._submit_by_reference(shard, request_id, parts, length, kind, patient)
@@ -244,7 +240,7 @@ class Gateway:
 
     def _waiter(self, request_id: int, parts: list[Part], patient: bool) -> Waiter:
         now_s = self._loop.time()
-        expires_s = now_s + (self._wait_s if patient else ROOM_WAIT_S)
+        expires_s = now_s + (self.shard_wait_s if patient else ROOM_WAIT_S)
         return Waiter(parts, sum(map(len, parts)), request_id, now_s, expires_s, patient)
 
     def _submit_by_reference(
@@ -268,7 +264,7 @@ class Gateway:
         except OSError as error:
             self._spill_failed(request_id, error)
             return
-        request = self._unanswered.get(request_id)
+        request = self.unanswered.get(request_id)
         if request is not None:
             self._push(shard, self._waiter(request_id, self._spills.reference(kind, request_id), request.patient))
         else:  # it took too long: its client has been told
@@ -279,7 +275,7 @@ class Gateway:
         self._reject(request_id, f"shared memory has no room for a request so long ({error.strerror})")
 
     def _push(self, shard: int, waiter: Waiter) -> None:
-        link = self._links[shard]
+        link = self.links[shard]
         fate = link.lane.offer(waiter)
         if fate is Fate.SENT:
             self._signal(link)
@@ -293,7 +289,7 @@ class Gateway:
     def _retry(self) -> None:
         """Room may have come from a shard that has nothing to answer (this runs only while someone waits)."""
         self._retry_timer = None
-        for link in self._links:
+        for link in self.links:
             self._send_waiting(link)
 
     def _send_waiting(self, link: _Link) -> None:
@@ -304,7 +300,7 @@ class Gateway:
         for waiter in given_up:
             self._reject(waiter.request_id, f"the shard's ring has been full for {now_s - waiter.since_s:.2f} s")
         for waiter in sent:
-            request = self._unanswered.get(waiter.request_id)
+            request = self.unanswered.get(waiter.request_id)
             if request is not None:
                 request.throttled_s = now_s - waiter.since_s
         if sent:
@@ -315,7 +311,7 @@ class Gateway:
     def _reject(self, request_id: int, why: str) -> None:
         """Nothing of this request has reached a shard."""
         self._spills.drop(request_id)
-        request = self._unanswered.withdraw(request_id)
+        request = self.unanswered.withdraw(request_id)
         if request is None:
             return
         what = f"{why}; nothing of this request was done, send it again later"
@@ -342,11 +338,11 @@ class Gateway:
 
     def _on_wake(self) -> None:
         self._wake.drain()
-        for shard in range(len(self._links)):
+        for shard in range(len(self.links)):
             self._drain(shard)
 
     def _drain(self, shard: int) -> None:
-        link = self._links[shard]
+        link = self.links[shard]
         if link.replies.empty:
             return
         position = link.replies.consumed
@@ -380,11 +376,11 @@ class Gateway:
 
     def _answer(self, request_id: int, message: memoryview, decode: Callable[[memoryview], object]) -> None:
         self._spills.drop(request_id)
-        self._unanswered.answer(request_id, message, decode)
+        self.unanswered.answer(request_id, message, decode)
 
     def _check_generation(self, shard: int) -> None:
         """A shard that was started again knows of no watches."""
-        link = self._links[shard]
+        link = self.links[shard]
         generation = link.cell.get("generation")
         if generation != link.generation:
             link.generation = generation
@@ -395,10 +391,10 @@ class Gateway:
     def _sweep(self) -> None:
         self._sweep_timer = self._loop.call_later(SWEEP_S, self._sweep)
         now_s = self._loop.time()
-        for shard in range(len(self._links)):
+        for shard in range(len(self.links)):
             self._drain(shard)
             self._check_generation(shard)
-        self._unanswered.expire(now_s, self.no_answer)
+        self.unanswered.expire(now_s, self.no_answer)
         self._watches.sweep(now_s)
 
 

@@ -90,10 +90,10 @@ class Lane:
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
-        self._hasty = _Queue(limits.RING_WAITERS)
+        self.hasty = _Queue(limits.RING_WAITERS)
         self._patient = _Queue(limits.RING_WAITERS)
-        self._posts = _Queue(limits.RING_POSTS)
-        self._queues = (self._hasty, self._patient, self._posts)
+        self.posts = _Queue(limits.RING_POSTS)
+        self._queues = (self.hasty, self._patient, self.posts)
 
     @property
     def message_max_bytes(self) -> int:
@@ -102,12 +102,12 @@ class Lane:
     @property
     def waiting(self) -> int:
         """How many wait for room."""
-        return len(self._hasty.waiters) + len(self._patient.waiters) + len(self._posts.waiters)
+        return len(self.hasty.waiters) + len(self._patient.waiters) + len(self.posts.waiters)
 
     @property
     def crowded(self) -> bool:
         """True while as many posts wait as may: whoever can do without another one should."""
-        return not self._posts.has_room_for(1)
+        return not self.posts.has_room_for(1)
 
     @property
     def fullness(self) -> float:
@@ -119,9 +119,9 @@ class Lane:
         if not self.waiting and self._ring.push(*waiter.parts):
             return Fate.SENT
         if waiter.expires_s is None:
-            self._posts.add(waiter)
+            self.posts.add(waiter)
             return Fate.WAITS
-        queue = self._patient if waiter.patient else self._hasty
+        queue = self._patient if waiter.patient else self.hasty
         if self.crowded or not queue.has_room_for(waiter.length_bytes):
             return Fate.REFUSED
         queue.add(waiter)
@@ -131,12 +131,12 @@ class Lane:
         """Room may have come: (those who are sent, those whose time was over)."""
         sent: list[Waiter] = []
         given_up: list[Waiter] = []
-        for queue in (self._hasty, self._patient):
+        for queue in (self.hasty, self._patient):
             while queue.waiters:
                 first = queue.waiters[0]
                 expires_s = first.expires_s
                 assert expires_s is not None, "who waits without an end is a post"
-                if pressed and queue is self._hasty:
+                if pressed and queue is self.hasty:
                     expires_s = min(expires_s, first.since_s + PRESSED_WAIT_S)
                 if expires_s > now_s:
                     break
@@ -172,6 +172,9 @@ class Unanswered:
         self._requests: dict[int, PendingCall] = {}
         self._late: dict[int, OnLate] = {}
         """Listeners of expired requests. A shard that comes back answers all that is in its ring, so none stays."""
+
+    def __len__(self) -> int:
+        return len(self._requests)
 
     def add(self, request_id: int, request: PendingCall) -> None:
         self._requests[request_id] = request

@@ -28,7 +28,7 @@ from topics.shm.topic_messages import (
     TxnBegin,
     TxnEnd,
     TxnForget,
-    TxnLook,
+    TxnGet,
     TxnPending,
     TxnReply,
 )
@@ -208,7 +208,7 @@ class CommitDriver:
 
     async def look(self, sink: str) -> int | None:
         """The latest batch whose records are all visible, None for a sink that is not known."""
-        told = await self._gateway.call(self._owner(sink), TxnLook(sink))
+        told = await self._gateway.call(self._owner(sink), TxnGet(sink))
         if told.pending:
             await self._finished(sink, told)
         return None if told.outcome == "none" else told.batch
@@ -252,7 +252,7 @@ class CommitDriver:
             if error.code != "fenced":
                 raise
             # It is over: another frontend was faster, or nobody heard that it was. What it leaves goes all the same.
-            told = await self._gateway.call(self._owner(sink), TxnLook(sink))
+            told = await self._gateway.call(self._owner(sink), TxnGet(sink))
             if told.pending and told.batch == batch:
                 return records  # of a sink that was forgotten and begins again: its new batch needs its pins
             stages = [stage for stage in stages if stage not in told.pending]

@@ -110,7 +110,7 @@ class Catalog:
         """Hosts what the log says. FoldError when a topic belongs to another shard, or two share a name."""
         self._deleted_names = fold.deleted_names
         for topic_id in fold.created_ids:
-            self._ids.saw(topic_id)
+            self._ids.used(topic_id)
         for topic in fold.topics.values():
             if owner_shard(topic.name, self._shards) != self._shard:
                 raise FoldError(f"topic {topic.name!r} is in the log of shard {self._shard}, which does not own it")
