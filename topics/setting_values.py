@@ -21,7 +21,7 @@ COUNT_MAX: Final = 1_000_000_000
 
 
 class Variable(NamedTuple):
-    """How one setting is read: `parse` raises ValueError for a value that is not `allowed`."""
+    """The reader of one setting: `parse` raises ValueError for a value that is not `allowed`."""
 
     parse: Callable[[object], Any]
     allowed: str

@@ -162,7 +162,7 @@ class SettingsError(Exception):
 VARIABLES: Final[dict[str, Variable]] = {
     name: hint.__metadata__[0] for name, hint in get_type_hints(Settings, include_extras=True).items()
 }
-"""How each setting is read, by its field."""
+"""The readers of all settings, by field."""
 COMMAND_LINE_ONLY: Final = {"accept_data_loss": VARIABLES.pop("accept_data_loss")}
 """Flags that every start must say itself, so that they never stay behind in an environment or a file."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -141,6 +142,34 @@ def test_a_batch_of_one_shard_does_not_wait_for_another_that_still_replays(shard
 
     shards.ready(1)
     on_loop(shards, tmp_path, test)
+
+
+def test_out_of_files_at_a_start_the_unfinished_batches_are_asked_for_again(
+    shards: Shards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [OSError(errno.EMFILE, "Too many open files"), OSError(errno.EMFILE, "Too many open files")]
+    attach = Arenas.of
+
+    def attach_if_possible(arenas: Arenas, shard: int) -> object:
+        if shard == 1 and failures:
+            raise failures.pop()
+        return attach(arenas, shard)
+
+    async def test(commits: CommitDriver) -> None:
+        commits.start(janitor=False)
+        request_id, _ = await shards.told(1, TxnPending)
+        shards.answer(1, request_id, TxnPendingReply([(owned_by(1), 7, [("stage", owned_by(1))])]))
+        await shards.told(1, StagePublish)
+
+    monkeypatch.setattr(Arenas, "of", attach_if_possible)
+    monkeypatch.setattr(commits_module, "RETRY_S", 0.01)
+    shards.ready(0)
+    shards.ready(1)
+    with capture_logs() as logged:
+        on_loop(shards, tmp_path, test)
+    assert not failures
+    (line,) = [line for line in logged if "half published" in line["event"]]
+    assert (line["shard"], line["reason"]) == (1, "[Errno 24] Too many open files")
 
 
 def make_stage(commits: CommitDriver, topic: str) -> str:

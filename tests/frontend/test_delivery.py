@@ -23,6 +23,7 @@ from topics.frontend.entry.stalled_clients import STALL_CUT_MS, STALL_MAX_MS
 from topics.frontend.live import delivery, step_cache
 from topics.frontend.live.delivery import FAN_OUT_STEP
 from topics.frontend.live.heartbeats import PER_TURN_MAX
+from topics.frontend.live.step_cache import KnownTopics
 from topics.frontend.reads.reading import ReadPage
 
 
@@ -87,7 +88,7 @@ def test_a_stream_that_could_not_be_opened_leaves_nothing_to_those_behind_it(
         await live.write("t")
         with monkeypatch.context() as patch:
             good, _ = live.follow({"s": 0})
-            patch.setattr(live.hub._topics if failing == "find" else live.gateway, failing, no_file)
+            patch.setattr(KnownTopics if failing == "find" else live.gateway, failing, no_file)
             with pytest.raises(OSError, match="too many open files"):
                 live.follow({"s": 0, "t": 0})
         assert live.cell.get("sse_connections") == 1
@@ -156,8 +157,8 @@ def test_a_large_page_is_read_once_for_many_and_not_kept_beside_others(
         kept = 0
         while not all(wire.seqs() == [1] for wire in wires):
             await asyncio.sleep(0)
-            sight = live.hub._steps._cached.get("t")
-            kept = max(kept, sum(len(step.data) for step in sight.steps.values()) if sight is not None else 0)
+            cached = live.hub.steps._cached.get("t")
+            kept = max(kept, sum(len(step.data) for step in cached.steps.values()) if cached is not None else 0)
         assert reads() == len(groups)
         assert 100_000 < kept < 150_000, "one page"
 
@@ -904,8 +905,8 @@ def test_a_strong_stream_says_that_its_topic_has_become_ephemeral_and_goes_on_wh
         # One that is opened now, as that of a session may be, is told the same.
         late, _ = live.follow({"t": 0}, strong=True)
         await until(lambda: late.kinds() == ["error"])
-        made = live.hub._steps.made
-        await until(lambda: live.hub._steps.made > made + 4)  # tried again, by both
+        made = live.hub.steps.made
+        await until(lambda: live.hub.steps.made > made + 4)  # tried again, by both
         assert (strong.kinds()[2:], late.kinds()) == (["error"], ["error"])
         await live.put("t", durability="fsync")
         await until(lambda: strong.kinds()[3:] == ["caught-up"])

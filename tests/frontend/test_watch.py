@@ -116,7 +116,7 @@ def test_a_restarted_shard_goes_by_the_newest_stream_whoever_tells_first(tmp_pat
         new = await right.open(wid)
         live.restart_shard()
         for sessions in (left, right) if told_first == "old" else (right, left):
-            sessions._tell_restarted()
+            sessions.tell_restarted()
         right.close(new, {"t": 9})
         left.close(old, {"t": 7})
         again = await left.open(wid)
@@ -134,7 +134,7 @@ def test_an_older_stream_told_of_after_the_end_of_the_newer_changes_nothing(tmp_
         new = await right.open(wid)
         live.restart_shard()
         right.close(new, {"t": 9})
-        left._tell_restarted()
+        left.tell_restarted()
         left.close(old, {"t": 7})
         assert (await right.open(wid)).positions == {"t": 9}
 
@@ -310,7 +310,7 @@ def test_a_restarted_shard_with_a_full_ring_hears_of_the_open_streams(tmp_path: 
         opened = await sessions.open(wid)
         live.restart_shard()
         fill(live)
-        sessions._tell_restarted()
+        sessions.tell_restarted()
         live.shard_up = True
         known = live.rig.parts.sessions.by_wid
         await until(lambda: known[wid].stream == (0, opened.stream_no))

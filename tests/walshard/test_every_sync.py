@@ -167,8 +167,8 @@ def test_each_step_of_a_checkpoint_is_on_the_disk_before_the_next(
         left.append(machine.unsynced_segments)
         return found
 
-    sync_marks = compaction.compactor._marks.sync
-    monkeypatch.setattr(compaction.compactor._marks, "sync", looking_again)
+    sync_marks = compaction.compactor.marks.sync
+    monkeypatch.setattr(compaction.compactor.marks, "sync", looking_again)
     monkeypatch.setitem(alone, Checkpoint, looking)
     for number in range(topics):
         for tag in (b"x", b"y", b"x"):

@@ -15,6 +15,7 @@ from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.shm.topic_messages import DeleteRecords, PutTopic
 from topics.storage import layout
+from topics.walshard import setup
 from topics.walshard.handlers import deletes
 from topics.walshard.hosted import frame_tags
 
@@ -94,8 +95,9 @@ def test_a_log_file_that_was_cut_in_place_ends_no_turn(rig: Rig) -> None:
     assert refused.value.code == "storage_unavailable"
 
 
-def test_files_of_the_ram_log_that_are_gone_are_not_kept_open(rig: Rig) -> None:
-    rig.parts.ram_trim._file_bytes = rig.parts.ram_trim._next_after_bytes = 100_000
+def test_files_of_the_ram_log_that_are_gone_are_not_kept_open(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "RAM_FILE_BYTES", 100_000)
+    rig.restart_service()
     rig.call(PutTopic("e", TopicConfig(durability="ephemeral", cap_records=4), True))
     ram_dir = layout.ram_group_dir(rig.shared.ram_dir, 0)
     for at in range(3000):

@@ -403,11 +403,11 @@ class DurableMarks:
         self._shards = shards
         self._alive = alive
         self._one_by_one_max = one_by_one_max
-        self._doubted = set(range(shards))
+        self.doubted = set(range(shards))
 
     def doubt(self) -> None:
         """A sync of segments failed: it may have been the one that covered marks, so all shards mark again."""
-        self._doubted = set(range(self._shards))
+        self.doubted = set(range(self._shards))
 
     def sync(self, followers: Iterable[Follower]) -> list[tuple[Follower, int, SegmentInfo]]:
         """Puts every deletion that these followers have read onto the disk. Returns (follower, topic id, segment) of
@@ -426,7 +426,7 @@ class DurableMarks:
                     continue
                 index = follower.index_of(topic)
                 for info, seqs in index.deleted_in_segments():
-                    if follower.shard in self._doubted:
+                    if follower.shard in self.doubted:
                         self._mark_again(follower, topic_id, seqs)
                     marked.append((follower, topic_id, info))
                 seen.append(index)
@@ -436,7 +436,7 @@ class DurableMarks:
             for _, topic_id, info in marked:
                 directory = layout.topic_dir(self._data_dir, topic_id)
                 sync_segment(self._fs, directory, info.first_seq, info.version, cold=bool(info.flags & COLD))
-        self._doubted -= shards
+        self.doubted -= shards
         for index in seen:
             del index.deleted[:]
         return marked

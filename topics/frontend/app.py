@@ -78,7 +78,7 @@ class App:
             # the stream that is open: it has no HEAD.
             if method == "GET" and not one.is_stream:
                 of_path["HEAD"] = of_path["GET"]
-        self._router = Router(
+        self.router = Router(
             [Path(path, Resource(**of_path)) for path, of_path in methods.items()],
             redirect_slashes=False,
             default=_no_such_path,
@@ -108,7 +108,7 @@ class App:
                     self._access.admit(scope, _READ, (name,))
                     await self._diff(name, scope, receive, send)
                     return
-            await self._router(scope, receive, send)
+            await self.router(scope, receive, send)
         except TopicsError as error:
             await self._refuse(error, scope, send)
         except (ClientGoneError, ConnectionError):

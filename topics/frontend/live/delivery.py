@@ -54,7 +54,7 @@ class Hub:
         self._channels: dict[str, Channel] = {}
         self._ready: Scheduler[Channel] = Scheduler(lambda channel: topics.base_priority(channel.name))
         """Channels that have work."""
-        self._steps = StepCache(topics)
+        self.steps = StepCache(topics)
         self._failed: dict[tuple[StreamConnection, int], None] = {}
         self._kept = Budget(limits.KEPT_FRAMES)
         self._large_frames = LargeFrames[tuple[StreamConnection, int]](
@@ -239,7 +239,7 @@ class Hub:
         undurable, self._undurable = self._undurable, {}
         for channel in undurable:
             self._on_change(channel)
-        self._steps.clear()
+        self.steps.clear()
         if self._connections:
             self._tick_timer = self._loop.call_later(RETRY_AFTER_MS / 1000, self._tick)
 
@@ -250,7 +250,7 @@ class Hub:
         self._scheduled = False
         now_ms = self._clock.monotonic_ms()
         work = Slice(now_ms)
-        self._steps.begin()
+        self.steps.begin()
         until_s = self._loop.time() + SLICE_S
         try:
             while (channel := self._ready.take(now_ms)) is not None:
@@ -297,7 +297,7 @@ class Hub:
             channel.changed = False
             channel.todo = list(current)
         todo = channel.todo
-        steps = self._steps
+        steps = self.steps
         state: StreamState | None = None
         cost = 0
         while todo and cost < FAN_OUT_STEP:
@@ -345,7 +345,7 @@ class Hub:
             self._large_frames.cancel((connection, index))
             self._stall(connection, index, work.now_ms)
             return 1
-        step = self._steps.step(connection.state, index)
+        step = self.steps.step(connection.state, index)
         len_bytes = len(step.data)
         cost = 1 + PAGE_COST + len_bytes // COST_BYTES
         if not self._large_frames.admit((connection, index), len_bytes):

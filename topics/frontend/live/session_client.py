@@ -117,7 +117,7 @@ class SessionClient:
         # Among all streams of a session, over all frontends, the one opened last has the highest number.
         now = self._clock.monotonic_ms() << _STREAM_NO_SHIFT
         self._last_stream_no = stream_no = max(self._last_stream_no + 1, now)
-        self._tell_restarted()
+        self.tell_restarted()
         try:
             reply = await self._gateway.call(self._owner(wid), SessionOpen(wid, stream_no))
         except (TopicsError, asyncio.CancelledError) as error:
@@ -132,7 +132,7 @@ class SessionClient:
 
     def close(self, opened: Opened, positions: dict[str, int] | None) -> None:
         """Tell the shard, without waiting, that the stream has ended and sent everything up to `positions`."""
-        self._tell_restarted()
+        self.tell_restarted()
         wid, stream_no = opened.wid, opened.stream_no
         del self._open[stream_no]
         # Posted even if the ring is full: a session whose stream never ends is never dropped. Not in a task: it must
@@ -151,10 +151,10 @@ class SessionClient:
             self._gateway.post(self._owner(opened.wid), SessionAbandon(opened.wid, opened.stream_no))
 
     def _renew(self) -> None:
-        self._tell_restarted()
+        self.tell_restarted()
         self._timer = self._loop.call_later(RENEW_S, self._renew) if self._open else None
 
-    def _tell_restarted(self) -> None:
+    def tell_restarted(self) -> None:
         """Tell shards that were restarted which streams are open."""
         generations = self._current_generations()
         if generations != self._generations:

@@ -277,14 +277,13 @@ class CommitDriver:
             while True:
                 try:
                     await self._carry_out(sink, batch, stages)
-                except TopicsError as error:
-                    if error.code not in said:
-                        said.add(error.code)
-                        _log.warning(
-                            "a decided batch is not published yet", sink=sink, batch=batch, reason=error.message
-                        )
+                except (TopicsError, OSError) as error:
+                    code = error.code if isinstance(error, TopicsError) else "storage_unavailable"
+                    if code not in said:
+                        said.add(code)
+                        _log.warning("a decided batch is not published yet", sink=sink, batch=batch, reason=str(error))
                     # A shard that comes back is not waited for any longer than it takes.
-                    pause_s = RETRY_S if error.code in _PASSING else min(2 * pause_s, RETRY_MAX_S)
+                    pause_s = RETRY_S if code in _PASSING else min(2 * pause_s, RETRY_MAX_S)
                     await asyncio.sleep(pause_s)
                 else:
                     _log.info("an unfinished batch is published", sink=sink, batch=batch, stages=len(stages))
@@ -294,11 +293,23 @@ class CommitDriver:
 
     async def _resume(self, shard: int) -> None:
         """Each shard for itself: one may replay its log for minutes."""
+        failed = False
         while True:
             try:
                 answer = await self._gateway.call(shard, TxnPending(), patient=True)
             except TopicsError:
                 await asyncio.sleep(RETRY_S)  # it recovers
+                continue
+            except OSError as error:
+                if not failed:
+                    _log.warning(
+                        "batches that a crash left unfinished stay half published until their shard can be asked",
+                        shard=shard,
+                        reason=str(error),
+                        retry_ms=int(RETRY_S * 1000),
+                    )
+                failed = True
+                await asyncio.sleep(RETRY_S)
                 continue
             for sink, batch, stages in answer.batches:
                 self._finish_later(sink, batch, stages)
