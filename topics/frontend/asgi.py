@@ -1,4 +1,4 @@
-"""ASGI as this service speaks it: the types, and the names of what it puts into a scope."""
+"""The types of ASGI, and the keys that this service adds to scopes and messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 ROUTE: Final = "topics.route"
-"""Key of a scope: the request's `durations.Route`, None for one whose time says nothing."""
+"""Key of a scope: the `durations.Route` that the request is measured as; None for one whose duration says nothing."""
 
 
 class WriteBuffer(Protocol):
@@ -29,13 +29,14 @@ WRITE_BUFFER: Final = "topics.write_buffer"
 """Extension of a WebSocket's scope: its `WriteBuffer`."""
 
 Deliver = Callable[[Send, bytes], Awaitable[None]]
-"""Sends the whole body of an answer by the `send` it is given, and returns when nothing of it is in this process."""
+"""A function that sends the whole body of an answer by the given `send`. It returns when this process keeps no part of
+the body."""
 
 DELIVER: Final = "topics.deliver"
 """Extension of a scope: its `Deliver`, for an answer that counts only when it has left this process (api §10,
-`at_least_once`). ASGI's `send` returns earlier: what is kept here for a slow client is lost when the connection or the
-process ends. `Deliver` returns when the kernel has all of the body, and raises ConnectionResetError when the client
-never gets all of it. No server can know what the kernel still has when the client dies."""
+`at_least_once`). ASGI's `send` returns earlier: bytes that are kept here for a slow client are lost when the connection
+or the process ends. `Deliver` returns when the kernel has the whole body. It raises ConnectionResetError when the
+client never gets the whole body. Bytes that the kernel still has when the client dies are lost unnoticed."""
 
 RESERVATION: Final = "topics.reservation"
 """Key of a WebSocket message: its `bodies.MessageReservation`, which is held as long as the message is kept."""
