@@ -298,7 +298,7 @@ class Follower:
         return self._tail.log_id()
 
     def catch_up(self, until: WalPosition, alive: Callable[[], None]) -> None:
-        """Reads the log up to `until`; `alive` is called between batches, for it may take long.
+        """Reads the log up to `until`; `alive` is called between batches.
 
         Raises TailLost and FoldError: then this object is of no use any more. After an OSError another call goes on
         where this one stopped.

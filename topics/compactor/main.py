@@ -145,7 +145,7 @@ def build(
 
 
 def _check_cold(fs: FileSystem, cold_topics_dir: str) -> None:
-    """Logs an error when the cold directory is empty or unreadable. On the helper's thread, for it may hang."""
+    """Logs an error when the cold directory is empty or unreadable. On the helper's thread, because it may hang."""
     try:
         if fs.listdir(cold_topics_dir):
             return

@@ -48,7 +48,7 @@ AHEAD_BYTES: Final = 64 * 2**20
 copies, and its other work (`rewriting.ColdFetch`) does not wait long.
 """
 QUEUE_MIN: Final = 1024
-"""When this many segments wait, or twice as many as remained last time, those that no longer exist are dropped."""
+"""Segments that no longer exist are dropped when this many wait, or twice as many as remained last time."""
 REMOVED_MAX: Final = 1 << 16
 """The most names of superfluous objects that are kept; for more the cold directory itself is listed."""
 

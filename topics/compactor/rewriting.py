@@ -68,7 +68,7 @@ def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Content | No
     `old` is the `.data` of a cold segment, with at least what `live_pieces` names. Raises OSError, CorruptSegment,
     CorruptPostings, leaving nothing of a new version.
     """
-    # First, for without the postings all copying is in vain.
+    # First, because without the postings no copy is of use.
     postings = list(Postings.load(directory, info.first_seq, info.version).items())
     words, offsets, lengths, flags = _columns(directory, info)
     if old is None:
