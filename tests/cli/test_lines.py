@@ -119,7 +119,7 @@ def test_jobs_up_to_the_first_line_that_is_none() -> None:
     leases, bad = parse_jobs(LineBatch(3, [b'{"$seq":8,"lease_id":"l"}', b'{"$seq":9}', job]))
     assert leases == [Lease(8, "l")]
     assert bad is not None
-    assert str(bad).startswith("line 4: is no job like")
+    assert str(bad).startswith("line 4: is not a job like")
 
 
 def test_jobs_as_arguments() -> None:

@@ -101,14 +101,14 @@ class Shift:
         self._dealt = asyncio.Event()
         """Set when a job has come over the current stream."""
         self._confirmed = False
-        """Whether the topic's instance at the current stream is known."""
+        """True when it is known which instance of the topic the current stream is of."""
         self._stopping = False
         self._failure: Exception | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._reached = False
-        """Whether the service has answered."""
+        """True once the service has answered."""
         self._heard = False
-        """Whether anything has come over the current stream."""
+        """True once something has come over the current stream."""
 
     async def __aenter__(self) -> Self:
         # Waits for nothing, so that a stop works also while the service is down. `next` raises what is wrong.
