@@ -13,7 +13,6 @@ import random
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from contextlib import aclosing
-from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 import httpx
@@ -116,9 +115,7 @@ class Shift:
         self._tasks = [asyncio.create_task(self._report_failure(one)) for one in work]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.stop()
         for task in self._tasks:
             task.cancel()
