@@ -198,5 +198,5 @@ def test_a_checkpoint_older_than_what_was_written_is_refused(
     (tmp_path / "commits" / "0").unlink()
     (tmp_path / "commits" / ".0.crc").unlink(missing_ok=True)
     line = refusal(lambda: stream(spark, service, topic, f"{topic}-out", tmp_path))
-    assert "the query's checkpoint is older than what it has written" in line
+    assert "the query's checkpoint is older than its last write" in line
     assert topics.get_topic(f"{topic}-out").head_seq == 150
