@@ -252,7 +252,10 @@ def test_why_filters_are_pushed_only_on_request(topics: Client, topic: str, read
         ({"subscribe": "a", "startingOffsets": '{"a": 1.5}'}, "1.5 is not a position"),
         ({"subscribe": "a", "minPartitions": "0"}, "minPartitions='0' must be an integer of at least 1"),
         ({"subscribe": "a", "failOnDataLoss": "yes"}, "failOnDataLoss='yes' must be true or false"),
-        ({"subscribe": "a", "failOnDataLoss": "true", "tombstones": "rows"}, "failOnDataLoss=true contradicts tombstones=rows"),
+        (
+            {"subscribe": "a", "failOnDataLoss": "true", "tombstones": "rows"},
+            "failOnDataLoss=true contradicts tombstones=rows",
+        ),
         ({"subscribe": "a", "url": "localhost:4000"}, "does not name a service: give one like http://127.0.0.1:4000"),
         ({"subscribe": "a", "tombstones": "loud"}, "must be one of fail, rows, ignore"),
         ({"subscribePattern": "("}, "is not a regular expression"),

@@ -181,10 +181,7 @@ def _given_jobs(options: argparse.Namespace) -> Iterator[list[Lease]]:
 def parse_jobs(batch: LineBatch) -> tuple[list[Lease], BadLineError | None]:
     """Return the leases of claimed jobs up to the first bad line, and the error for that line."""
     leases = []
-    for number, line in enumerate(batch.lines, batch.first):
-        text = line.strip(b" \t\r")
-        if not text:
-            continue
+    for number, text in batch.numbered():
         try:
             leases.append(_lease(text))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

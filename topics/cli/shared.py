@@ -238,13 +238,11 @@ class LineBatch(NamedTuple):
     def last(self) -> int:
         return self.first + len(self.lines) - 1
 
-    def texts(self) -> list[bytes]:
-        """Return the lines that are not blank, stripped."""
-        return [text for line in self.lines if (text := line.strip(b" \t\r"))]
-
-    def before(self, number: int) -> LineBatch:
-        """Return the lines before that number."""
-        return LineBatch(self.first, self.lines[: number - self.first])
+    def numbered(self) -> Iterator[tuple[int, bytes]]:
+        """Yield (number, text) of the lines that are not blank, stripped."""
+        for number, line in enumerate(self.lines, self.first):
+            if text := line.strip(b" \t\r"):
+                yield number, text
 
 
 class Batcher:

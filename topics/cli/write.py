@@ -138,25 +138,23 @@ class _Writing:
         self._count = 0
         self._deduped = 0
         self._lines_done = 0
-        self._under_way: LineBatch | None = None
+        self._in_progress: str | None = None
         self._class_checked = False
         self.progress = _Progress()
 
     def write(self, batch: LineBatch) -> None:
         """Write a batch; BadLineError after the lines before the bad one were written."""
-        try:
-            records = parse(batch, whole_records=self._options.records, tag=self._options.tag)
-        except BadLineError as bad:
-            if bad.number > batch.first:
-                self.write(batch.before(bad.number))
-            raise
+        records, bad = parse(batch, whole_records=self._options.records, tag=self._options.tag)
+        last = batch.last if bad is None else bad.number - 1
         if records:
-            self._under_way = batch
-            self._append(records, batch)
-            self._under_way = None
-        self._lines_done = batch.last
+            self._in_progress = f"lines {batch.first} to {last}"
+            self._append(records, last)
+            self._in_progress = None
+        self._lines_done = last
+        if bad is not None:
+            raise bad
 
-    def _append(self, records: list[NewRecord], batch: LineBatch) -> None:
+    def _append(self, records: list[NewRecord], last_line: int) -> None:
         field = self._options.key_of
         written = self._client.append(
             self._options.topic,
@@ -164,7 +162,7 @@ class _Writing:
             node=self._options.node,
             create=not self._options.no_create,
             config=self._config or None,
-            idempotency_key=None if field is None else key_of(records[0], field, batch),
+            idempotency_key=None if field is None else key_of(records[0], field, last_line),
         )
         self._first_seq = written.first_seq if self._first_seq is None else min(self._first_seq, written.first_seq)
         self._last_seq = max(self._last_seq or 0, written.last_seq)
@@ -173,20 +171,17 @@ class _Writing:
         self._deduped += written.count if written.deduped and field is not None else 0
         wanted = self._config.get("durability", written.durability)
         if not self._class_checked and written.durability != wanted:
-            say(
-                "write",
-                f"topic {self._options.topic!r} exists and stays {written.durability}, not {self._options.durability}",
-            )
+            say("write", f"topic {self._options.topic!r} exists and stays {written.durability}, not {wanted}")
         self._class_checked = True
         self.progress.show(self._count)
 
     def state_after(self, error: BaseException) -> str:
         """Return which lines of the input are in the topic."""
         done = f"lines 1 to {self._lines_done} are written" if self._lines_done else "no line was written"
-        if self._under_way is None:
+        if self._in_progress is None:
             return done
-        rest = f"lines {self._under_way.first} to {self._under_way.last}"
-        return f"{done}, {rest} are not" if is_certain(error) else f"{done}; it is not known whether {rest} are"
+        unwritten, unknown = f"{self._in_progress} are not", f"it is not known whether {self._in_progress} are"
+        return f"{done}, {unwritten}" if is_certain(error) else f"{done}; {unknown}"
 
     def summary(self) -> None:
         line: dict[str, Any] = {"first_seq": self._first_seq, "last_seq": self._last_seq, "count": self._count}
@@ -202,37 +197,22 @@ def is_certain(error: BaseException) -> bool:
     return isinstance(error, BadLineError)
 
 
-def parse(batch: LineBatch, *, whole_records: bool, tag: str | None = None) -> list[NewRecord]:
-    """Return the records of a batch; BadLineError for the first line that is not one."""
-    texts = batch.texts()
-    try:
-        # The decoder does not check the encoding of strings.
-        b"\n".join(texts).decode()
-        if whole_records:
-            return [_new_record(_line(text), tag) for text in texts]
-        return [NewRecord(_raw(text), tag) for text in texts]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise _first_bad(batch, whole_records) from None
-
-
-def _first_bad(batch: LineBatch, whole_records: bool) -> BadLineError:
-    for number, line in enumerate(batch.lines, batch.first):
-        text = line.strip(b" \t\r")
-        if not text:
-            continue
+def parse(
+    batch: LineBatch, *, whole_records: bool, tag: str | None = None
+) -> tuple[list[NewRecord], BadLineError | None]:
+    """Return the records of a batch up to the first bad line, and the error for that line."""
+    records = []
+    for number, text in batch.numbered():
         try:
-            text.decode()
-            _raw(text)
+            text.decode()  # the JSON decoder does not check the encoding of strings
+            records.append(_new_record(_line(text), tag) if whole_records else NewRecord(_raw(text), tag))
         except UnicodeDecodeError as error:
-            return BadLineError(number, text, f"is not UTF-8 (byte {error.start})")
+            return records, BadLineError(number, text, f"is not UTF-8 (byte {error.start})")
+        except msgspec.ValidationError as error:
+            return records, BadLineError(number, text, f'is not a record like {{"data": …, "tag": …}} ({error})')
         except (msgspec.DecodeError, RecursionError) as error:
-            return BadLineError(number, text, f"is not JSON ({error})")
-        try:
-            if whole_records:
-                _line(text)
-        except msgspec.DecodeError as error:
-            return BadLineError(number, text, f'is not a record like {{"data": …, "tag": …}} ({error})')
-    raise AssertionError("a batch that cannot be parsed has a line that cannot be")
+            return records, BadLineError(number, text, f"is not JSON ({error})")
+    return records, None
 
 
 def _new_record(line: Line, tag: str | None) -> NewRecord:
@@ -247,7 +227,7 @@ def _new_record(line: Line, tag: str | None) -> NewRecord:
     )
 
 
-def key_of(record: NewRecord, field: str, batch: LineBatch) -> str:
+def key_of(record: NewRecord, field: str, line: int) -> str:
     """Return the idempotency key in a record's data: a text, or a number as it is spelled."""
     data = bytes(record.data)
     try:
@@ -255,10 +235,10 @@ def key_of(record: NewRecord, field: str, batch: LineBatch) -> str:
         value = _text_or_number(raw)
     except (msgspec.DecodeError, KeyError):
         reason = f"has no text or number in the field {field!r} of its data (--key-of)"
-        raise BadLineError(batch.last, data, reason) from None
+        raise BadLineError(line, data, reason) from None
     key = value if isinstance(value, str) else bytes(raw).decode()
     if not 0 < len(key) <= KEY_MAX_CHARS:
-        raise BadLineError(batch.last, data, f"the field {field!r} must have 1 to {KEY_MAX_CHARS} characters")
+        raise BadLineError(line, data, f"the field {field!r} must have 1 to {KEY_MAX_CHARS} characters")
     return key
 
 
