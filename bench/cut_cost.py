@@ -21,7 +21,7 @@ from typing import Final, NamedTuple, cast
 from topics.compactor.follower import Follower, LogTail, MarkedIndex, ShardLink
 from topics.compactor.segment_building import LogBuffers, SealAt, SegmentAppender
 from topics.core.config import TopicConfig
-from topics.core.control_bodies import CreateBody, encode_body
+from topics.core.control_bodies import CreateFrameBody, encode_body
 from topics.core.fold import Fold
 from topics.core.location import ENTRY_WORDS
 from topics.core.segment_list import SegmentInfo
@@ -57,7 +57,7 @@ class _LocatedIndex(MarkedIndex):
 
 
 def write_log(directory: str, records: int, batch: int, is_mixed: bool) -> WalPosition:
-    """Where it ends. `is_mixed`: lengths of 50 to 150 bytes, and every third record has a tag."""
+    """Write a log and return its end. `is_mixed`: lengths of 50 to 150 bytes, and every third record has a tag."""
     chance = random.Random(batch)
     writer = WalWriter(OsFileSystem(), directory, _IDENTITY, None)
     commit = writer.commit
@@ -70,7 +70,7 @@ def write_log(directory: str, records: int, batch: int, is_mixed: bool) -> WalPo
             _TS_MS,
             b"",
             b"",
-            encode_body(CreateBody(f"t{topic}", TopicConfig(), False)),
+            encode_body(CreateFrameBody(f"t{topic}", TopicConfig(), False)),
         )
         for topic in range(1, TOPICS + 1)
     ]
@@ -112,7 +112,7 @@ def recover(directory: str) -> Fold:
     fold = Fold(lambda _topic_id: _LocatedIndex())
     for batch in recover_group(OsFileSystem(), directory, _IDENTITY):
         fold_frames(fold, batch, False)
-    fold.settle()
+    fold.apply_pending()
     return fold
 
 

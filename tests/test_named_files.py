@@ -1,8 +1,10 @@
-"""Files that the documentation and the comments name are there: who follows a name finds what it means."""
+"""Files that the documentation and the comments name exist, and so do functions and classes named with a file."""
 
 from __future__ import annotations
 
+import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,18 +21,46 @@ SOMEBODY_ELSES = {"app.py", "job.py", "main.py", "worker.py"}
 
 
 def named(page: str) -> set[str]:
-    """`a/b.py` and `b.py`, in backquotes or as a path."""
-    return set(re.findall(r"`([\w/.-]+\.(?:py|md|service))`", page)) | set(
+    """Return the names of files in backquotes, such as `a/b.py` or `b.py:Class.method`, and those with a path."""
+    return set(re.findall(r"`([\w/.-]+\.(?:py|md|service))(?::[\w.]+)?`", page)) | set(
         re.findall(r"\b(?:topics|tests|docs|bench|examples|deploy)/[\w/-]+\.(?:py|md|service)\b", page)
     )
 
 
 def missing(page: str) -> list[str]:
+    return sorted(name for name in named(page) - SOMEBODY_ELSES if not matching(name))
+
+
+def matching(name: str) -> list[str]:
+    """Return the files of that name, which may lack the first folders."""
+    return [file for file in FILES if file == name or file.endswith(f"/{name.removeprefix('../')}")]
+
+
+def missing_definitions(page: str) -> list[str]:
+    """Return those of `a/b.py:name` and `a/b.py:Class.name` that no file of that name defines."""
+    pointers = re.findall(r"`([\w/.-]+\.py):([A-Za-z_][\w.]*)`", page)
     return sorted(
-        name
-        for name in named(page) - SOMEBODY_ELSES
-        if not any(file == name or file.endswith(f"/{name.removeprefix('../')}") for file in FILES)
+        f"{file}:{name}" for file, name in pointers if not any(name in definitions(one) for one in matching(file))
     )
+
+
+@cache
+def definitions(file: str) -> set[str]:
+    """Return the functions, classes and variables of a module, and `Class.name` for what a class defines."""
+    found = set()
+    for node in ast.parse((ROOT / file).read_text()).body:
+        found |= defined(node)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{name}" for item in node.body for name in defined(item)}
+    return found
+
+
+def defined(node: ast.stmt) -> set[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.AnnAssign):
+        return {ast.unparse(node.target)}
+    return {ast.unparse(target) for target in node.targets} if isinstance(node, ast.Assign) else set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -38,11 +68,29 @@ def test_every_file_that_is_named_exists(page: Path) -> None:
     assert not missing(page.read_text())
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_definition_that_is_named_exists(page: Path) -> None:
+    assert not missing_definitions(page.read_text()), "name what the file defines now"
+
+
 def test_the_guard_sees() -> None:
     assert missing("as `frontend/wires.py` and docs/decisions/9999-no.md say, not `core/fold.py`") == [
         "docs/decisions/9999-no.md",
         "frontend/wires.py",
     ]
+
+
+def test_the_guard_sees_definitions() -> None:
+    page = "`core/fold.py:Fold.finish`, `core/fold.py:Fold.begin`, `core/fold.py:Folds`, `nowhere.py:Fold`"
+    assert missing_definitions(page) == ["core/fold.py:Fold.begin", "core/fold.py:Folds", "nowhere.py:Fold"]
+
+
+def test_architecture_names_the_place_of_each_rule() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    section = page.split("\n## Where each rule is\n")[1].split("\n## ")[0]
+    rows = [row for row in section.splitlines() if row.startswith("| ") and not row.startswith("| question")]
+    assert len(rows) > 30
+    assert not [row for row in rows if not re.search(r"`[\w/]+\.py:\w", row)]
 
 
 def test_reliability_names_its_tests() -> None:

@@ -234,9 +234,9 @@ def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> N
         ("[server]\nport = 1", "{file}: server: there is no such setting"),
         ('api_keys = "k:x"', "{file}: api_keys: entry 1: its scopes must be"),
         ('api_keys = ["k"]', "{file}: api_keys: must be text: key[:scopes[:prefixes]],…"),
-        ("accept_data_loss = true", "{file}: accept_data_loss: only as the flag --accept-data-loss"),
+        ("accept_data_loss = true", "{file}: accept_data_loss: may be given only as the flag --accept-data-loss"),
         ("port = ", "TOPICS_CONFIG={file}: is not TOML: "),
-        ('config = "other.toml"', "config in {file}: a settings file cannot name another one"),
+        ('config = "other.toml"', "{file}: config: a settings file cannot name another one"),
     ],
 )
 def test_a_bad_file_says_where(tmp_path: Path, text: str, expected: str) -> None:

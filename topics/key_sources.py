@@ -1,4 +1,4 @@
-"""The keys that are valid now: those of the settings, and those of the keys file as it is at this moment."""
+"""Reads the valid API keys: those of the settings, and those that the keys file has now."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ FILE_BYTES_MAX: Final = 1 << 20
 
 
 def read_keys(settings: Settings, serial: int = 0) -> KeyRing:
-    """All keys, empty when nobody has to authenticate; `serial` becomes the ring's. SettingsError when the file
-    cannot be used, or repeats a key of TOPICS_API_KEYS.
+    """Returns all keys, none when nobody has to authenticate. `serial` becomes the ring's.
+
+    Raises SettingsError when the file cannot be used, or repeats a key of TOPICS_API_KEYS.
     """
     listed = settings.api_keys or ()
     path = settings.api_keys_file
@@ -33,7 +34,7 @@ def read_keys(settings: Settings, serial: int = 0) -> KeyRing:
 
 
 def _read(path: str) -> str:
-    # Non-blocking: a FIFO of that name must not hold up whoever reads it.
+    # Non-blocking: opening a FIFO of that name would wait for a writer.
     with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("is not a regular file")
@@ -43,12 +44,12 @@ def _read(path: str) -> str:
     try:
         return content.decode("ascii")
     except UnicodeDecodeError as error:
-        # Not its own words: they show what is there.
-        raise ValueError(f"has something other than ASCII at byte {error.start}") from None
+        # The decoder's own message would show bytes of the keys.
+        raise ValueError(f"has a byte that is not ASCII at offset {error.start}") from None
 
 
 def _others(filed: tuple[ApiKey, ...], listed: tuple[ApiKey, ...], place: str) -> tuple[ApiKey, ...]:
     known = {key.digest for key in listed}
     if any(key.digest in known for key in filed):
-        raise SettingsError([f"{place}: has a key that {PREFIX}API_KEYS has, too; keep it in one of them"])
+        raise SettingsError([f"{place}: has a key that is in {PREFIX}API_KEYS, too; keep it in one of them"])
     return filed

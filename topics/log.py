@@ -1,7 +1,7 @@
-"""Logs of all processes: one event a line on stderr, JSON or for people, with the process's role and index.
+"""The log of all processes: one event a line on stderr, as JSON or text, with the process's role and index.
 
-Events never carry a key, a token or a payload. Each line is one `write`, so processes that share a pipe or a
-file do not tear each other's lines.
+Events never carry a key, a token or a payload. Each line is one `write`, so lines of processes that share a pipe or a
+file never mix.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from structlog.typing import EventDict, FilteringBoundLogger, Processor
 _LEVELS: Final = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _encode = msgspec.json.Encoder(enc_hook=repr).encode
 
-# A process has one of these; `identify` changes it after the fork.
 _process: dict[str, Any] = {}
+"""Role and index of this process; `identify` sets them after the fork."""
 
 
 def get_logger() -> FilteringBoundLogger:
-    """A logger; its lines carry what `identify` said last."""
+    """Returns a logger whose lines carry role and index of the process."""
     logger: FilteringBoundLogger = structlog.get_logger()
     return logger
 
 
 def configure(level: str, format: str) -> None:
-    """Sets this process and those it forks up; `level` and `format` as in Settings."""
+    """Sets up the log of this process and of those it forks; `level` and `format` as in Settings."""
     render: Processor = (
         structlog.processors.JSONRenderer(serializer=lambda event, **_: _encode(event).decode())
         if format == "json"
-        # The default would show local variables, headers with keys among them, wherever a library for that is there.
+        # The default formatter may show local variables, and so the headers with keys.
         else structlog.dev.ConsoleRenderer(
             colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
         )
     )
-    # The console renderer prints exceptions itself, and better.
+    # The console renderer formats exceptions itself.
     trace: list[Processor] = [structlog.processors.format_exc_info] if format == "json" else []
     structlog.configure(
         processors=[
@@ -50,12 +50,12 @@ def configure(level: str, format: str) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
     )
-    # Libraries (asyncio, hypercorn) log through `logging`: what matters of it comes out in the same form.
+    # Libraries (asyncio, hypercorn) log through `logging`: their warnings and errors get the same form.
     logging.basicConfig(handlers=[_Forward()], level=max(_LEVELS[level], logging.WARNING), force=True)
 
 
 def identify(role: str, index: int | None = None) -> None:
-    """Every line of this process says who it is from now on; `index` where a role has several."""
+    """Sets the role that lines of this process carry, and the index where a role has several processes."""
     _process.clear()
     _process["role"] = role
     if index is not None:

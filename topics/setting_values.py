@@ -1,6 +1,6 @@
-"""How the value of a setting may be written, and what it is then: numbers, bytes with units, hosts, origins, keys.
+"""Parsers for the values of settings: numbers, bytes with units, hosts, origins, keys.
 
-A value comes as text from a flag or the environment, or as TOML has it from a file.
+A value is text when it comes from a flag or the environment; from a TOML file it has its TOML type.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from topics.core.keys import ApiKey, parse_list
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
 GIB: Final = 1024 * MIB
+PIB: Final = 1024 * 1024 * GIB
+COUNT_MAX: Final = 1_000_000_000
 
 
 class Variable(NamedTuple):
-    """How one setting is read: `parse` raises ValueError for everything that is not `allowed`."""
+    """The reader of one setting: `parse` raises ValueError for a value that is not `allowed`."""
 
     parse: Callable[[object], Any]
     allowed: str
@@ -30,6 +32,10 @@ def integer(minimum: int, maximum: int, help: str) -> Variable:
     return Variable(
         lambda raw: _within(_to_int(raw), minimum, maximum), f"an integer from {minimum} to {maximum}", help
     )
+
+
+def count(help: str) -> Variable:
+    return integer(0, COUNT_MAX, help)
 
 
 def byte_size(minimum: int, maximum: int, help: str) -> Variable:
@@ -81,7 +87,7 @@ def ratio(help: str) -> Variable:
 
 
 def address(help: str) -> Variable:
-    """(host, port or None)"""
+    """Parses a host to (host, port or None)."""
     return Variable(_split_host, "a host name or address, with or without :port", help)
 
 
@@ -91,6 +97,10 @@ def origins(help: str) -> Variable:
         " commas, or * for all"
     )
     return Variable(_split_origins, allowed, help)
+
+
+def hosts(help: str) -> Variable:
+    return Variable(_split_hosts, "host names without ports, separated by commas, or * for all", help)
 
 
 def keys(help: str) -> Variable:
@@ -104,8 +114,8 @@ def keys(help: str) -> Variable:
 
 def kill_point(help: str) -> Variable:
     def parse(raw: object) -> str:
-        whose, _, point = str(raw).partition(":")
-        if whose not in ("process", "service") or not point:
+        victim, _, point = str(raw).partition(":")
+        if victim not in ("process", "service") or not point:
             raise ValueError
         return str(raw)
 
@@ -113,7 +123,7 @@ def kill_point(help: str) -> Variable:
 
 
 def show_bytes(count: int) -> str:
-    """`64 MiB` for what is a whole number of them, else in smaller units."""
+    """Returns `64 MiB` or the like, in the largest unit that divides `count`."""
     for suffix, factor in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if count and count % factor == 0:
             return f"{count // factor} {suffix}"
@@ -142,7 +152,7 @@ def _within(value: int, minimum: int, maximum: int) -> int:
 
 
 def _split_host(raw: object) -> tuple[str, int | None]:
-    """(host, port or None) of `host`, `host:port`, `::1`, `[::1]` or `[::1]:port`."""
+    """Splits `host`, `host:port`, `::1`, `[::1]` or `[::1]:port` into (host, port or None)."""
     if not isinstance(raw, str) or not raw or any(c.isspace() or c in "/@\0" for c in raw):
         raise ValueError
     if raw.startswith("["):
@@ -159,10 +169,19 @@ def _split_host(raw: object) -> tuple[str, int | None]:
 
 
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9._~-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
+_HOST_NAME: Final = re.compile(r"[a-z0-9._-]+|[0-9a-f:.]+")
+
+
+def _split_hosts(raw: object) -> tuple[str, ...]:
+    """Splits a list of host names, or `*` alone."""
+    names = tuple(part.strip().lower() for part in raw.split(",")) if isinstance(raw, str) else ()
+    if names != ("*",) and not (names and all(map(_HOST_NAME.fullmatch, names))):
+        raise ValueError
+    return names
 
 
 def _split_origins(raw: object) -> tuple[str, ...]:
-    """Origins as browsers spell them, or `*` alone."""
+    """Splits a list of origins as browsers spell them, or `*` alone."""
     origins = tuple(part.strip().lower() for part in raw.split(",")) if isinstance(raw, str) else ()
     if origins != ("*",) and not (origins and all(map(_ORIGIN.fullmatch, origins))):
         raise ValueError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,8 +18,8 @@ from topics.client import NewRecord, Record, UnreachableError
 from topics.client.errors import api_error
 
 
-def record(seq: int, data: bytes, **rest: str) -> Record:
-    return Record(seq=seq, ts=9, raw=msgspec.Raw(data), **rest)  # type: ignore[arg-type]
+def record(seq: int, data: bytes, **rest: Any) -> Record:
+    return Record(seq=seq, ts=9, raw=msgspec.Raw(data), **rest)
 
 
 def test_data_is_printed_byte_for_byte() -> None:

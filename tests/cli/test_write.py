@@ -61,7 +61,7 @@ def test_a_pipe_that_trickles_is_written_promptly(shell: Shell, topics: Client, 
         for number in range(3):
             writing.stdin.write(b"%d\n" % number)
             expected = [b"%d" % earlier for earlier in range(number + 1)]
-            poll("the line to be in the topic", lambda: data_of(topics, topic) == expected, 30.0)  # noqa: B023
+            poll("the line to be in the topic", lambda: data_of(topics, topic) == expected, 30.0)
         writing.stdin.close()
         assert writing.wait(30) == 0
 
@@ -172,7 +172,7 @@ def test_nothing_is_lost_or_doubled_when_processes_are_killed(topic: str) -> Non
             writing.stdin.close()
             written = 0
             for pid in pids:
-                written = poll("more to be in the topic", lambda: head_above(topics, topic, written), 30.0)  # noqa: B023
+                written = poll("more to be in the topic", lambda: head_above(topics, topic, written), 30.0)
                 os.kill(pid, signal.SIGKILL)
                 assert written < len(numbers), "it was done before anything was killed"
             assert writing.wait(60) == 0

@@ -332,7 +332,7 @@ def test_an_asynchronous_worker_extends_in_time_as_well(small: Service, queue: s
         async with AsyncClient(url) as client:
             async for job in client.queue(queue).work(lease_ms=9_000):
                 deadline = job.claimed.deadline
-                await until("the lease to be extended", lambda: job.lost or leased(small, queue)[1] > deadline)  # noqa: B023
+                await until("the lease to be extended", lambda: job.lost or leased(small, queue)[1] > deadline)
                 assert not job.lost
                 assert leased(small, queue)[0] == 1
                 await job.ack()

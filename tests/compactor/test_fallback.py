@@ -46,7 +46,6 @@ def first_log_file(compaction: Compaction) -> int:
 def versions(compaction: Compaction) -> set[int]:
     """Of the first segment of topic t, as its files are."""
     view = compaction.rig.view("t")
-    assert view is not None
     names = layout.discover_segments(
         compaction.rig.fs, layout.topic_dir(compaction.rig.settings.data_dir, view.topic_id)
     )

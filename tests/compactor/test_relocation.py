@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.executors import Hanging
 from tests.harness import poll
 from tests.storage.faults import FaultyFileSystem
 from tests.walshard.compaction import Compaction
@@ -225,30 +225,6 @@ def test_a_topic_that_the_shard_does_not_mark_leaves_the_others_cold(
     tiers.compaction.upkeep()
     assert tiers.cold("u") == [1, 3, 5]
     assert (tiers.compaction.life.cell.get("segments_relocated"), tiers.failures()) == (6, 3)
-
-
-class Hanging(Executor):
-    """A helper that does nothing while it hangs, and then all of it, in order."""
-
-    def __init__(self) -> None:
-        self.hangs = False
-        self._waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
-
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._waiting.append((future, lambda: fn(*args, **kwargs)))
-        if not self.hangs:
-            self.go_on()
-        return future
-
-    def go_on(self) -> None:
-        self.hangs = False
-        while self._waiting:
-            future, call = self._waiting.pop(0)
-            try:
-                future.set_result(call())
-            except Exception as error:  # noqa: BLE001 — as an executor does
-                future.set_exception(error)
 
 
 def test_while_the_cold_directory_hangs_what_has_gone_takes_no_memory(

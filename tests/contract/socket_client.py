@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import Any, Self
 
 from websockets.sync.client import ClientConnection, connect
+from websockets.typing import Origin
 
 from tests.harness import Service
 
@@ -22,7 +23,7 @@ class Socket:
         opening = connect(
             service.url.replace("http", "ws") + "/v0/ws",
             additional_headers=headers,
-            origin=origin,  # type: ignore[arg-type]
+            origin=None if origin is None else Origin(origin),
             max_size=None,
             **options,
         )

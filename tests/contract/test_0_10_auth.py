@@ -101,6 +101,30 @@ def _id(key: TableKey) -> str:
 route = pytest.mark.parametrize("row", ROUTES, ids=lambda row: f"{row.method} {row.path}")
 
 
+# --- names outside the prefixes of a key
+
+
+def test_an_error_of_a_router_names_only_what_its_key_may_see(guarded: Service, root: httpx.Client) -> None:
+    hidden, dest, far = "out.source", "in.dest", "in.far"
+    ok(root.put("/v0/routers/out.fan-in", json={"source": hidden, "dest": dest}))
+    ok(root.put("/v0/routers/out.back", json={"source": far, "dest": hidden}))
+    caller = header(TableKey(frozenset(SCOPES), "covering"))
+    asked = {
+        "topic_exists_incompatible": {"source": "in.other", "dest": dest},
+        "router_cycle": {"source": dest, "dest": far},
+    }
+    for code, spec in asked.items():
+        refused(root.put("/v0/routers/in.new", json=spec), 409, code)
+        answer = root.put("/v0/routers/in.new", json=spec, headers=caller)
+        refused(answer, 409, code)
+        assert "out." not in answer.text, answer.text
+    ok(root.put("/v0/routers/in.half", json={"source": hidden, "dest": "in.half-dest"}))
+    for method in ("GET", "PUT", "DELETE"):
+        answer = root.request(method, "/v0/routers/in.half", json={"source": "in.a", "dest": "in.b"}, headers=caller)
+        refused(answer, 403, "forbidden")
+        assert "out." not in answer.text, answer.text
+
+
 # --- the table
 
 
@@ -445,14 +469,14 @@ def test_a_malformed_list_is_refused_by_position(entries: str, position: str, wh
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        ("", "there is no key in it"),
-        ("# nothing yet\n\n", "there is no key in it"),
+        ("", "it has no key"),
+        ("# nothing yet\n\n", "it has no key"),
         ("{k}:r\n\n# x\n{k}2:x\n", "line 4: its scopes must be"),
         ("{k}:r,{k}2:x\n", "line 1, entry 2: its scopes must be"),
         ("{k}\n{k}:r\n", "line 2: the same key as line 1"),
-        ("{k}\né\n", "has something other than ASCII at byte"),
+        ("{k}\né\n", "has a byte that is not ASCII at offset"),
         (None, "cannot be read: No such file or directory"),
-        ("{k}-listed", "has a key that TOPICS_API_KEYS has, too"),
+        ("{k}-listed", "has a key that is in TOPICS_API_KEYS, too"),
     ],
 )
 @pytest.mark.parametrize("command", ["run", "check"])

@@ -75,7 +75,7 @@ def test_what_readers_of_one_cursor_get_while_processes_are_killed(consistency: 
         for at, (role, index) in enumerate(kills):
             seen = readers.progress()  # before the write: they may have all of it before its answer is here
             write(service.client, "t", *range(BATCH * at, BATCH * (at + 1)))
-            poll("some to be read", lambda seen=seen: readers.progress() > seen, 30)  # type: ignore[misc]
+            poll("some to be read", lambda: readers.progress() > seen, 30)
             service.wait_healed(service.kill(role, index))
         poll("all to be read", lambda: look(service.client, "t")["cursor_seq"] == records, 60)
         readers.stop()
@@ -101,7 +101,7 @@ def test_at_least_once_is_persisted_with_exactly_every_nth_read() -> None:
             assert read(service.client, "t", limit=2) == [2 * at - 2, 2 * at - 1]
             # What was passed on is told to the shard behind the answer.
             wanted = 2 * (at - at % 3)
-            poll("it to be persisted", lambda wanted=wanted: look(service.client, "t")["persisted_seq"] == wanted)  # type: ignore[misc]
+            poll("it to be persisted", lambda: look(service.client, "t")["persisted_seq"] == wanted)
         poll("the frames to be counted", lambda: frames(service) >= before + 3)
         assert frames(service) == before + 3
         assert read(service.client, "t", limit=2, checkpoint=False) == [18, 19]

@@ -102,18 +102,18 @@ def test_limits_by_key_under_churn(start: Any, killing: bool) -> None:
                     if random_.random() < 0.5:
                         made = client.post("/v0/watch", json={"topics": {"t": {}}})
                         if made.status_code == 429:
-                            raise Refused
+                            raise RefusedError
                         stream = stack.enter_context(Stream(service.url, ok(made)["wid"], headers))
                         if stream.response.status_code == 429:
-                            raise Refused
+                            raise RefusedError
                         assert stream.response.status_code == 200
                     else:
                         stack.enter_context(Socket(service, key=key))
                     hold(key, 1)
                     stack.callback(hold, key, -1)
                     if client.post("/v0/topics/t/diff", json={"wait_ms": random_.randrange(60)}).status_code == 429:
-                        raise Refused
-            except (Refused, InvalidStatus):
+                        raise RefusedError
+            except (RefusedError, InvalidStatus):
                 with lock:
                     refusals += 1
             except (httpx.TransportError, OSError, EOFError, InvalidMessage, InvalidHandshake):
@@ -145,14 +145,14 @@ def test_limits_by_key_under_churn(start: Any, killing: bool) -> None:
             return all(stream.response.status_code == 200 for stream in streams)
 
     for key in ("one", "other"):
-        poll(f"every place of {key!r} to be free", lambda key=key: free(key), 20, 0.1)  # type: ignore[misc]
+        poll(f"every place of {key!r} to be free", lambda: free(key), 20, 0.1)
 
 
 PATIENCE_S = 30.0
 """A place is free again after that."""
 
 
-class Refused(Exception):  # noqa: N818 - what the test is about
+class RefusedError(Exception):
     """429."""
 
 
@@ -382,7 +382,7 @@ def test_long_bodies_wait_for_room_and_short_ones_need_none(start: Any) -> None:
         socket_ = stack.enter_context(Socket(service))
         for _ in range(4):
             upload = stack.enter_context(socket.create_connection(("127.0.0.1", service.port), timeout=20))
-            upload.sendall(b"POST /v0/topics/t HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+            upload.sendall(b"POST /v0/topics/t HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
             upload.sendall(b"Content-Length: %d\r\n\r\n" % (64 * 2**20) + b" " * 1_500_000)
 
         def all_is_held() -> bool:
@@ -407,7 +407,7 @@ def test_long_bodies_wait_for_room_and_short_ones_need_none(start: Any) -> None:
 
 def test_a_head_that_never_ends_is_cut(service: Service) -> None:
     with socket.create_connection(("127.0.0.1", service.port), timeout=20) as raw:
-        raw.sendall(b"GET /v0/health HTTP/1.1\r\nHost: x\r\nX-Slow: ")
+        raw.sendall(b"GET /v0/health HTTP/1.1\r\nHost: localhost\r\nX-Slow: ")
         answer = b"".join(iter(lambda: raw.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 408")
     envelope(answer.partition(b"\r\n\r\n")[2], "application/json", "request_timeout")

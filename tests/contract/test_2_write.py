@@ -24,6 +24,7 @@ from tests.contract.asking import (
     write,
     write_raw,
 )
+from tests.contract.socket_client import Socket
 from tests.harness import Service, poll
 
 
@@ -132,6 +133,20 @@ def test_what_inline_config_is_ignored_is_not_judged(client: httpx.Client, topic
     put(client, topic, ttl_ms=7_000_000)
     assert ok(client.post(f"/v0/topics/{topic}", json=body))["first_seq"] == 1
     assert state(client, topic)["config"]["ttl_ms"] == 7_000_000
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "9" * 5000], ids=["huge", "small", "long"])
+def test_inline_config_with_a_number_that_json_cannot_hold(service: Service, topic: str, number: str) -> None:
+    json_type = {"content-type": "application/json"}
+    body = f'{{"records": [{{"data": 1}}], "config": {{"ttl_ms": {number}}}}}'
+    path = f"/v0/topics/{topic}"
+    refused(service.client.post(path, content=body, headers=json_type), 400, "invalid_request")
+    with Socket(service) as ws:
+        ws.wire.send(f'{{"op": "publish", "request_id": 1, "topic": "{topic}", {body[1:]}')
+        assert ws.next("error")["code"] == "invalid_request"
+    config = f'{{"ttl_ms": {number}}}'
+    refused(service.client.put(path, content=config, headers=json_type), 400, "invalid_request")
+    missing(service.client, topic)
 
 
 def test_inline_config_counts_only_for_the_creating_write(client: httpx.Client, topic: str) -> None:

@@ -152,7 +152,7 @@ def test_a_longer_ttl_brings_nothing_back(client: httpx.Client, topic: str, ttl_
         write(client, name, 1, 2, 3)
     for name in names:
         # A diff tells nobody else: what it saw is not in the log when the new configuration comes.
-        poll("the records to expire", lambda name=name: diff(client, name)["earliest_seq"] == 4)  # type: ignore[misc]
+        poll("the records to expire", lambda: diff(client, name)["earliest_seq"] == 4)
         put(client, name, ttl_ms=ttl_ms)
         page = diff(client, name)
         assert (gap(page), page["earliest_seq"], page["records"]) == (("ttl", 1, 3), 4, []), name

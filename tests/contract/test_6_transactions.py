@@ -195,7 +195,7 @@ def test_an_unfinished_batch_is_finished_without_being_asked(topic: str) -> None
         (sinks / sink_name(topic)).write_bytes(encode_sink(decided))
         service.start()
         for name in names:
-            poll(f"{name} to be published", lambda name=name: exists(service, name))  # type: ignore[misc]
+            poll(f"{name} to be published", lambda: exists(service, name))
             assert data(service.client, name) == [name]
         left = Path(service.data_dir, "txn", "stages")
         poll("the stages to go", lambda: not list(left.iterdir()))

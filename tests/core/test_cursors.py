@@ -61,7 +61,7 @@ class CursorMachine(RuleBasedStateMachine):
             cursor.persisting()
             self.log_fails = fails
             if fails:
-                cursor.not_persisted()
+                cursor.persist_failed()
             else:
                 cursor.persisted(cursor.body())
 
@@ -79,7 +79,7 @@ class CursorMachine(RuleBasedStateMachine):
         if cursor.strict:
             if fails:  # the log does not have it: the reader gets an error
                 cursor.persisting()
-                cursor.give_back([(first, last)])
+                cursor.mark_missing([(first, last)])
                 return
             self.persist()
             assert cursor.logged_body() == cursor.body()

@@ -7,7 +7,17 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topics.core.dead_letters import BEFORE, DEAD_JOB_KEY, FROM, JOB_KEY, RESERVED, SRC_SEQ, came_back, died, job_key
+from topics.core.dead_letters import (
+    BEFORE,
+    DEAD_JOB_KEY,
+    FROM,
+    JOB_KEY,
+    RESERVED,
+    SRC_SEQ,
+    dead_letter_meta,
+    job_key,
+    redriven_meta,
+)
 
 QUEUES = ("a", "a:b", "c", "d")
 plain_meta = st.dictionaries(st.sampled_from(["k", "l", "$other"]), st.text(max_size=3))
@@ -25,26 +35,26 @@ def test_a_way_through_many_queues_goes_back_step_by_step_and_every_key_is_that_
     stages = []
     for epoch, queue in enumerate(queues, 1):
         stages.append((queue, job_key(meta, queue, epoch, 10 + epoch), meta))
-        meta = died(meta, queue, epoch, 10 + epoch, 3, "")
+        meta = dead_letter_meta(meta, queue, epoch, 10 + epoch, 3, "")
         assert (meta[FROM], meta[SRC_SEQ], meta[DEAD_JOB_KEY]) == (queue, str(10 + epoch), stages[-1][1])
         assert all(isinstance(value, str) for value in meta.values())
     for queue, key, before in reversed(stages):
         assert meta[FROM] == queue
-        meta = came_back(meta)
+        meta = redriven_meta(meta)
         assert said(meta) == said(before)
         assert job_key(meta, queue, 99, 99) == key
         # Another time the same way: it is the same job.
-        assert came_back(died(meta, queue, 98, 97, 1, "order")) == meta
+        assert redriven_meta(dead_letter_meta(meta, queue, 98, 97, 1, "order")) == meta
 
 
 @given(plain_meta, st.lists(st.sampled_from(QUEUES), max_size=12))
 def test_whatever_way_it_goes_what_is_said_of_it_stays_bounded(meta: dict[str, Any], queues: list[str]) -> None:
     first = dict(meta)
     for queue in queues:
-        meta = died(meta, queue, 1, 1, 1, "o")
+        meta = dead_letter_meta(meta, queue, 1, 1, 1, "o")
     assert len(meta.get(BEFORE, "")) < 200 * len(QUEUES)
     while FROM in meta:
-        meta = came_back(meta)
+        meta = redriven_meta(meta)
     assert said(meta) == first
 
 
@@ -55,10 +65,10 @@ def test_the_key_of_a_copy_in_another_queue_is_its_own() -> None:
 
 
 def test_what_was_dead_before_keys_were_carried_comes_back_without_one() -> None:
-    assert came_back({FROM: "a", SRC_SEQ: "1", "k": "v"}) == {"k": "v"}
+    assert redriven_meta({FROM: "a", SRC_SEQ: "1", "k": "v"}) == {"k": "v"}
 
 
 def test_none_of_it_may_be_written() -> None:
-    once = died({}, "a", 1, 1, 1, "o")
-    twice = died(once, "c", 1, 1, 1, "o")
-    assert set(once) | set(twice) | set(came_back(once)) < RESERVED
+    once = dead_letter_meta({}, "a", 1, 1, 1, "o")
+    twice = dead_letter_meta(once, "c", 1, 1, 1, "o")
+    assert set(once) | set(twice) | set(redriven_meta(once)) < RESERVED

@@ -12,13 +12,13 @@ import pytest
 from tests.core.list_index import ListIndex
 from topics.core.config import TopicConfig
 from topics.core.control_bodies import (
-    ConfigBody,
-    CreateBody,
+    ConfigFrameBody,
+    CreateFrameBody,
     DeleteFrameBody,
-    EvictBody,
-    HeadBody,
-    MarkBody,
-    SessionBody,
+    EvictFrameBody,
+    HeadFrameBody,
+    MarkFrameBody,
+    SessionFrameBody,
     encode_body,
     encode_idempotency,
 )
@@ -39,7 +39,7 @@ def floors(revision: int, earliest_seq: int, evict_floor: int, reason: EvictReas
 
 
 def evicted(revision: int, earliest_seq: int, reason: EvictReason, records: int) -> bytes:
-    return encode_body(EvictBody(floors(revision, earliest_seq, earliest_seq, reason, records)))
+    return encode_body(EvictFrameBody(floors(revision, earliest_seq, earliest_seq, reason, records)))
 
 
 def deleted(revision: int, earliest_seq: int, seqs: list[int], records: int, below_seq: int = 0) -> bytes:
@@ -53,7 +53,7 @@ def entries(first: int, count: int, ts: int = 5, file_no: int = 1) -> array[int]
 
 def new(config: TopicConfig | None = None) -> Fold:
     fold = Fold(lambda _topic_id: ListIndex(1))
-    fold.topic_create(T, encode_body(CreateBody("t", config or TopicConfig())))
+    fold.topic_create(T, encode_body(CreateFrameBody("t", config or TopicConfig())))
     return fold
 
 
@@ -66,7 +66,7 @@ def test_records_config_and_keys() -> None:
     fold = new()
     fold.idempotency(T, 1, 9, encode_idempotency(2, b"key"))
     fold.records(T, entries(1, 2))
-    fold.config_update(T, encode_body(ConfigBody(TopicConfig(cap_records=1))))
+    fold.config_update(T, encode_body(ConfigFrameBody(TopicConfig(cap_records=1))))
     fold.records(T, entries(3, 1))
     topic = topic_of(fold)
     assert (topic.head_seq, topic.earliest_seq, topic.records) == (3, 3, 1)
@@ -86,13 +86,13 @@ def test_a_watermark_keeps_its_reason() -> None:
 def test_frames_that_come_twice_change_nothing() -> None:
     fold = new()
     for _ in range(2):
-        fold.topic_create(T, encode_body(CreateBody("t", TopicConfig())))
+        fold.topic_create(T, encode_body(CreateFrameBody("t", TopicConfig())))
         fold.records(T, entries(1, 3))
     assert topic_of(fold).records == 3
     fold.topic_delete(T)
     fold.topic_delete(T)
-    fold.topic_create(T, encode_body(CreateBody("t", TopicConfig())))
-    fold.config_update(T, encode_body(ConfigBody(TopicConfig())))
+    fold.topic_create(T, encode_body(CreateFrameBody("t", TopicConfig())))
+    fold.config_update(T, encode_body(ConfigFrameBody(TopicConfig())))
     assert not fold.topics
 
 
@@ -106,15 +106,15 @@ def test_a_missing_record_is_refused() -> None:
 
 def test_a_topic_nobody_created_is_refused() -> None:
     with pytest.raises(FoldError, match="never created"):
-        new().config_update(T + 1, encode_body(ConfigBody(TopicConfig())))
+        new().config_update(T + 1, encode_body(ConfigFrameBody(TopicConfig())))
 
 
 def test_ram_records_are_read_first_and_come_behind_the_durable_ones() -> None:
     fold = Fold(lambda _topic_id: ListIndex(1))
     fold.records(T, entries(2, 4, file_no=9), in_ram=True)  # some of them were logged again
     fold.idempotency(T, 3, 5, encode_idempotency(2, b"ram"))
-    fold.topic_create(T, encode_body(CreateBody("t", TopicConfig(durability="ephemeral"))))
-    fold.head_watermark(T, 4096, encode_body(HeadBody(exact=False)))
+    fold.topic_create(T, encode_body(CreateFrameBody("t", TopicConfig(durability="ephemeral"))))
+    fold.head_watermark(T, 4096, encode_body(HeadFrameBody(exact=False)))
     fold.records(T, entries(1, 3))
     topic = topic_of(fold, ram_log_survived=True)
     assert (topic.head_seq, topic.records, topic.earliest_seq) == (5, 5, 1)
@@ -124,7 +124,7 @@ def test_ram_records_are_read_first_and_come_behind_the_durable_ones() -> None:
 
 def test_without_the_ram_log_an_ephemeral_topic_keeps_its_head_and_says_what_is_lost() -> None:
     fold = new(TopicConfig(durability="ephemeral"))
-    fold.head_watermark(T, 4096, encode_body(HeadBody(exact=False)))
+    fold.head_watermark(T, 4096, encode_body(HeadFrameBody(exact=False)))
     topic = topic_of(fold)
     assert (topic.head_seq, topic.earliest_seq, topic.evict_floor) == (4096, 4097, 4097)
     assert topic.evict_reason == EvictReason.RESTART
@@ -132,16 +132,16 @@ def test_without_the_ram_log_an_ephemeral_topic_keeps_its_head_and_says_what_is_
 
 def test_after_a_clean_stop_the_head_is_exact() -> None:
     fold = new(TopicConfig(durability="ephemeral"))
-    fold.head_watermark(T, 4096, encode_body(HeadBody(exact=False)))
-    fold.head_watermark(T, 10, encode_body(HeadBody(exact=True)))
+    fold.head_watermark(T, 4096, encode_body(HeadFrameBody(exact=False)))
+    fold.head_watermark(T, 10, encode_body(HeadFrameBody(exact=True)))
     assert topic_of(fold).head_seq == 10
 
 
 def test_with_the_ram_log_a_ceiling_is_only_a_ceiling() -> None:
     fold = Fold(lambda _topic_id: ListIndex(1))
     fold.records(T, entries(1, 3), in_ram=True)
-    fold.topic_create(T, encode_body(CreateBody("t", TopicConfig(durability="ephemeral"))))
-    fold.head_watermark(T, 4096, encode_body(HeadBody(exact=False)))
+    fold.topic_create(T, encode_body(CreateFrameBody("t", TopicConfig(durability="ephemeral"))))
+    fold.head_watermark(T, 4096, encode_body(HeadFrameBody(exact=False)))
     topic = topic_of(fold, ram_log_survived=True)
     assert (topic.head_seq, topic.head_ceiling) == (3, 4096)
 
@@ -149,8 +149,8 @@ def test_with_the_ram_log_a_ceiling_is_only_a_ceiling() -> None:
 def test_durable_records_around_a_lost_ephemeral_period_survive() -> None:
     fold = new()
     fold.records(T, entries(1, 2))
-    fold.config_update(T, encode_body(ConfigBody(TopicConfig(durability="ephemeral"))))
-    fold.head_watermark(T, 5, encode_body(HeadBody(exact=True)))
+    fold.config_update(T, encode_body(ConfigFrameBody(TopicConfig(durability="ephemeral"))))
+    fold.head_watermark(T, 5, encode_body(HeadFrameBody(exact=True)))
     fold.records(T, entries(6, 1))
     topic = topic_of(fold)
     assert (topic.head_seq, topic.records, topic.earliest_seq) == (6, 3, 1)
@@ -159,9 +159,9 @@ def test_durable_records_around_a_lost_ephemeral_period_survive() -> None:
 
 def test_sessions_come_and_go() -> None:
     fold = new()
-    fold.session(encode_body(SessionBody("a", b"x")))
-    fold.session(encode_body(SessionBody("b", b"y")))
-    fold.session(encode_body(SessionBody("a", None)))
+    fold.session(encode_body(SessionFrameBody("a", b"x")))
+    fold.session(encode_body(SessionFrameBody("b", b"y")))
+    fold.session(encode_body(SessionFrameBody("a", None)))
     assert set(fold.sessions) == {"b"}
 
 
@@ -202,8 +202,8 @@ def test_counts_of_a_topic_with_records_in_ram_are_counted_again() -> None:
     fold = Fold(lambda _topic_id: ListIndex(1))
     in_ram = array("Q", [word for seq in range(1, 6) for word in (seq, 5, 100 << 32, 1 | 1 << 32)])
     fold.records(T, in_ram, in_ram=True)
-    fold.topic_create(T, encode_body(CreateBody("t", TopicConfig(durability="ephemeral"))))
-    fold.head_watermark(T, 4096, encode_body(HeadBody(exact=False)))
+    fold.topic_create(T, encode_body(CreateFrameBody("t", TopicConfig(durability="ephemeral"))))
+    fold.head_watermark(T, 4096, encode_body(HeadFrameBody(exact=False)))
     fold.delete(T, deleted(1, 2, [1], 1))
     topic = topic_of(fold, ram_log_survived=True)
     assert (topic.earliest_seq, topic.records, topic.live_bytes) == (2, 4, 400)
@@ -211,7 +211,7 @@ def test_counts_of_a_topic_with_records_in_ram_are_counted_again() -> None:
 
 def test_floors_beyond_what_a_lost_ram_log_held() -> None:
     fold = new(TopicConfig(durability="ephemeral"))
-    fold.head_watermark(T, 4096, encode_body(HeadBody(exact=False)))
+    fold.head_watermark(T, 4096, encode_body(HeadFrameBody(exact=False)))
     fold.evict_watermark(T, evicted(1, 50, EvictReason.CAP, 20))
     topic = topic_of(fold)
     assert (topic.head_seq, topic.earliest_seq, topic.evict_floor, topic.records) == (4096, 4097, 4097, 0)
@@ -232,7 +232,7 @@ def segment(first_seq: int, last_seq: int, flags: int = 0, version: int = 0) -> 
 
 def marked(revision: int, records: int, *segments: SegmentInfo, earliest_seq: int = 1) -> bytes:
     return encode_body(
-        MarkBody(list(segments), floors(revision, earliest_seq, earliest_seq, EvictReason.NONE, records))
+        MarkFrameBody(list(segments), floors(revision, earliest_seq, earliest_seq, EvictReason.NONE, records))
     )
 
 
@@ -248,12 +248,12 @@ def story(fold: Fold) -> Iterator[None]:
     """A log, frame by frame: between any two there may be a snapshot."""
     for topic_id, name in ((T, "t"), (T + 1, "gone"), (T + 2, "ram")):
         durability: Literal["disk", "ephemeral"] = "ephemeral" if name == "ram" else "disk"
-        fold.topic_create(topic_id, encode_body(CreateBody(name, TopicConfig(durability=durability))))
+        fold.topic_create(topic_id, encode_body(CreateFrameBody(name, TopicConfig(durability=durability))))
         yield
     fold.idempotency(T, 1, 5, encode_idempotency(4, b"key"))
     fold.records(T, entries(1, 4))
     yield
-    fold.head_watermark(T + 2, 4096, encode_body(HeadBody(exact=False)))
+    fold.head_watermark(T + 2, 4096, encode_body(HeadFrameBody(exact=False)))
     yield
     fold.checkpoint_mark(T, 4, marked(1, 4, segment(1, 4)))
     yield
@@ -322,7 +322,7 @@ def _tell_from(fold: Fold, cut: int) -> None:
 
 def test_a_snapshot_without_its_segments_is_refused() -> None:
     fold = unlocated()
-    fold.topic_create(T, encode_body(CreateBody("t", TopicConfig())))
+    fold.topic_create(T, encode_body(CreateFrameBody("t", TopicConfig())))
     fold.records(T, entries(1, 4))
     with pytest.raises(FoldError, match="up to record 4, but its segments end at 0"):
         unlocated(fold.state())
@@ -331,12 +331,12 @@ def test_a_snapshot_without_its_segments_is_refused() -> None:
 def test_names_and_ids_of_deleted_topics_outlive_a_snapshot() -> None:
     fold = unlocated()
     for topic_id in (T, 2**60, 2**60 + 5):
-        fold.topic_create(topic_id, encode_body(CreateBody(f"t{topic_id}", TopicConfig())))
+        fold.topic_create(topic_id, encode_body(CreateFrameBody(f"t{topic_id}", TopicConfig())))
         fold.topic_delete(topic_id)
     again = unlocated(fold.state())
     assert again.created_ids == {T, 2**60, 2**60 + 5}
     assert again.deleted_names == fold.deleted_names
-    again.topic_create(T, encode_body(CreateBody("t", TopicConfig())))
+    again.topic_create(T, encode_body(CreateFrameBody("t", TopicConfig())))
     again.topic_delete(2**60)
     assert not again.topics
 
@@ -344,9 +344,9 @@ def test_names_and_ids_of_deleted_topics_outlive_a_snapshot() -> None:
 def test_records_that_were_in_ram_live_on_in_segments() -> None:
     """The topic was `ephemeral` for its first three; the service stopped, and the RAM log is gone."""
     fold = unlocated()
-    fold.topic_create(T, encode_body(CreateBody("t", TopicConfig(durability="ephemeral"))))
-    fold.head_watermark(T, 3, encode_body(HeadBody(exact=True)))
-    fold.config_update(T, encode_body(ConfigBody(TopicConfig())))
+    fold.topic_create(T, encode_body(CreateFrameBody("t", TopicConfig(durability="ephemeral"))))
+    fold.head_watermark(T, 3, encode_body(HeadFrameBody(exact=True)))
+    fold.config_update(T, encode_body(ConfigFrameBody(TopicConfig())))
     fold.records(T, entries(4, 1))
     fold.checkpoint_mark(T, 4, marked(1, 4, segment(1, 4)))
     topic = fold.topics[T]

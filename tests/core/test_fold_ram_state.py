@@ -5,22 +5,28 @@ from __future__ import annotations
 from tests.core.list_index import ListIndex
 from tests.core.test_fold import T, entries, evicted, new, topic_of
 from topics.core.config import TopicConfig
-from topics.core.control_bodies import CreateBody, HeadBody, RamStateBody, encode_body, encode_idempotency
+from topics.core.control_bodies import (
+    CreateFrameBody,
+    HeadFrameBody,
+    RamStateFrameBody,
+    encode_body,
+    encode_idempotency,
+)
 from topics.core.floors import EvictReason
 from topics.core.fold import Fold
 from topics.core.topic import Topic
 
 
-def folded(state: RamStateBody, first: int, count: int, before_creation: bool = True) -> Fold:
+def folded(state: RamStateFrameBody, first: int, count: int, before_creation: bool = True) -> Fold:
     fold = Fold(lambda _topic_id: ListIndex(1))
-    creation = encode_body(CreateBody("t", TopicConfig(durability="ephemeral")))
+    creation = encode_body(CreateFrameBody("t", TopicConfig(durability="ephemeral")))
     if not before_creation:
         fold.topic_create(T, creation)
     if count:
         fold.records(T, entries(first, count), in_ram=True)
     fold.ram_state(T, encode_body(state))
     fold.topic_create(T, creation)
-    fold.head_watermark(T, 4096, encode_body(HeadBody(exact=False)))
+    fold.head_watermark(T, 4096, encode_body(HeadFrameBody(exact=False)))
     return fold
 
 
@@ -30,7 +36,7 @@ def floors(topic: Topic) -> tuple[int, ...]:
 
 def test_the_log_may_begin_beyond_any_watermark() -> None:
     for before_creation in (True, False):
-        state = RamStateBody(9000, 8990, EvictReason.CAP, 7, 50, [])
+        state = RamStateFrameBody(9000, 8990, EvictReason.CAP, 7, 50, [])
         fold = folded(state, 8980, 40, before_creation)
         fold.evict_watermark(T, evicted(1, 100, EvictReason.TTL, 5))  # of long ago
         topic = topic_of(fold, ram_log_survived=True)
@@ -39,7 +45,7 @@ def test_the_log_may_begin_beyond_any_watermark() -> None:
 
 
 def test_what_is_said_after_it_counts_on() -> None:
-    fold = folded(RamStateBody(9000, 9000, EvictReason.CAP, 7, 50, []), 9000, 10)
+    fold = folded(RamStateFrameBody(9000, 9000, EvictReason.CAP, 7, 50, []), 9000, 10)
     fold.records(T, entries(9010, 5, ts=60), in_ram=True)
     fold.evict_watermark(T, evicted(1, 9012, EvictReason.CAP, 3))
     topic = topic_of(fold, ram_log_survived=True)
@@ -49,7 +55,7 @@ def test_what_is_said_after_it_counts_on() -> None:
 
 
 def test_an_empty_topic_keeps_its_head() -> None:
-    topic = topic_of(folded(RamStateBody(501, 501, EvictReason.TTL, 1, 50, []), 0, 0), ram_log_survived=True)
+    topic = topic_of(folded(RamStateFrameBody(501, 501, EvictReason.TTL, 1, 50, []), 0, 0), ram_log_survived=True)
     assert floors(topic) == (500, 501, 501, EvictReason.TTL, 1)
     assert topic.records == 0
 
@@ -57,8 +63,8 @@ def test_an_empty_topic_keeps_its_head() -> None:
 def test_the_latest_state_counts() -> None:
     fold = Fold(lambda _topic_id: ListIndex(1))
     for earliest in (10, 20):
-        fold.ram_state(T, encode_body(RamStateBody(earliest, earliest, EvictReason.CAP, 1, 5, [])))
-    fold.topic_create(T, encode_body(CreateBody("t", TopicConfig())))
+        fold.ram_state(T, encode_body(RamStateFrameBody(earliest, earliest, EvictReason.CAP, 1, 5, [])))
+    fold.topic_create(T, encode_body(CreateFrameBody("t", TopicConfig())))
     assert topic_of(fold, ram_log_survived=True).earliest_seq == 20
 
 
@@ -67,9 +73,9 @@ def test_keys_of_it_and_around_it_are_in_order_of_age() -> None:
     for ts, key in ((2, b"b"), (3, b"c")):
         fold.idempotency(T, ts, ts, encode_idempotency(1, key))
     keys = [(b"a", 1, 1, 1), (b"b", 2, 1, 2), (b"c", 3, 1, 3)]
-    fold.ram_state(T, encode_body(RamStateBody(1, 1, EvictReason.NONE, 1, 3, keys)))
+    fold.ram_state(T, encode_body(RamStateFrameBody(1, 1, EvictReason.NONE, 1, 3, keys)))
     fold.idempotency(T, 4, 4, encode_idempotency(1, b"d"))
-    fold.topic_create(T, encode_body(CreateBody("t", TopicConfig())))
+    fold.topic_create(T, encode_body(CreateFrameBody("t", TopicConfig())))
     window = topic_of(fold, ram_log_survived=True).idempotency
     assert [key for key, *_ in window.unexpired(5, 100)] == [b"a", b"b", b"c", b"d"]
     assert window.find(b"a", 11, 10) is not None
@@ -80,17 +86,17 @@ def test_keys_of_it_and_around_it_are_in_order_of_age() -> None:
 def test_durable_records_of_a_topic_that_left_them_behind_stay_gone() -> None:
     fold = Fold(lambda _topic_id: ListIndex(1))
     fold.records(T, entries(101, 20))
-    fold.ram_state(T, encode_body(RamStateBody(50, 50, EvictReason.CAP, 1, 5, [])))
-    fold.topic_create(T, encode_body(CreateBody("t", TopicConfig())))
+    fold.ram_state(T, encode_body(RamStateFrameBody(50, 50, EvictReason.CAP, 1, 5, [])))
+    fold.topic_create(T, encode_body(CreateFrameBody("t", TopicConfig())))
     fold.records(T, entries(1, 100))
-    fold.head_watermark(T, 4096, encode_body(HeadBody(exact=False)))
+    fold.head_watermark(T, 4096, encode_body(HeadFrameBody(exact=False)))
     assert floors(topic_of(fold, ram_log_survived=True)) == (120, 50, 50, EvictReason.CAP, 1)
 
 
 def test_the_state_of_a_deleted_topic_says_nothing() -> None:
     fold = new()
     fold.topic_delete(T)
-    fold.ram_state(T, encode_body(RamStateBody(50, 50, EvictReason.CAP, 1, 5, [])))
-    fold.topic_create(T, encode_body(CreateBody("t", TopicConfig())))
+    fold.ram_state(T, encode_body(RamStateFrameBody(50, 50, EvictReason.CAP, 1, 5, [])))
+    fold.topic_create(T, encode_body(CreateFrameBody("t", TopicConfig())))
     fold.finish(ram_log_survived=True)
     assert fold.topics == {}

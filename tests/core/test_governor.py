@@ -17,7 +17,7 @@ SAMPLES = st.builds(Sample, st.floats(0, 1e6), FRACTIONS, FRACTIONS)
 def ladder_at(*pressures: float) -> Ladder:
     ladder = Ladder()
     for pressure in pressures:
-        ladder.climb(pressure)
+        ladder.update(pressure)
     return ladder
 
 
@@ -94,7 +94,7 @@ def test_deferring_begins_above_08_and_ends_at_06() -> None:
     ladder = Ladder()
     seen = []
     for pressure in (0.79, 0.8, 0.81, 0.7, 0.61, 0.6, 0.7, 0.8, 0.9):
-        ladder.climb(pressure)
+        ladder.update(pressure)
         seen.append(ladder.deferring)
     assert seen == [False, False, True, True, True, False, False, False, True]
 

@@ -15,11 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.core.cost import lines_of
 from tests.core.list_index import ListIndex
 from topics.core import jobs
-from topics.core import jobs as lease_machine
+from topics.core import leases as lease_machine
 from topics.core.config import TopicConfig
 from topics.core.floors import EvictReason
 from topics.core.job import JobView, Now, QueueState, State
-from topics.core.jobs import CARRY_MS, Leases
+from topics.core.leases import CARRY_MS, Leases
 from topics.core.topic import Topic
 
 START = Now(1_700_000_000_000, 5_000)
@@ -100,7 +100,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def begin(self, keep: bool, deliveries_max: int, tidy: bool) -> None:
         self.patch = pytest.MonkeyPatch()
         if tidy:  # nothing that is over is kept
-            self.patch.setattr(jobs, "_room", lambda live: live)
+            self.patch.setattr(jobs, "_entries_max", lambda current: current)
         self.keep = keep
         self.deliveries_max = deliveries_max
         self.now = START
@@ -190,7 +190,7 @@ class LeaseMachine(RuleBasedStateMachine):
         jobs = self.model.jobs
         expected = [s for s in dict.fromkeys(seqs) if s in jobs and jobs[s].node == node and not jobs[s].held]
         lease_nos = [jobs[s].lease_no if s in jobs else 1 for s in seqs] if fence else None
-        marked = self.leases.owned(node, seqs, lease_nos)
+        marked = self.leases.leased_to(node, seqs, lease_nos)
         assert marked.seqs == expected
         rest = list(seqs)
         for seq in expected:
@@ -198,7 +198,7 @@ class LeaseMachine(RuleBasedStateMachine):
         assert sorted(marked.skipped) == sorted(rest)
         if lease_nos is not None:
             wrong = [lease_no + 1 for lease_no in lease_nos]
-            assert self.leases.owned(node, seqs, wrong).seqs == []
+            assert self.leases.leased_to(node, seqs, wrong).seqs == []
         return marked.seqs
 
     @rule(
@@ -230,7 +230,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def nack(self, node: str, picks: list[int], delay_ms: int) -> None:
         self.advance()
         seqs = self.owned(node, self.chosen(picks), False)
-        self.leases.give_back(seqs, delay_ms, self.now)
+        self.leases.release(seqs, delay_ms, self.now)
         for seq in seqs:
             job = self.model.jobs[seq]
             job.node, job.returned = "", True
@@ -317,7 +317,7 @@ class LeaseMachine(RuleBasedStateMachine):
         assert self.leases.carried_by(3, self.model.jobs) == seqs
         assert self.leases.carried_by(4, self.model.jobs) == []
         if back:
-            self.leases.give_back(seqs, 0, self.now)
+            self.leases.release(seqs, 0, self.now)
             for seq in seqs:
                 job = self.model.jobs[seq]
                 job.held, job.returned, job.node, job.until_ms = False, True, "", 0
@@ -339,7 +339,7 @@ class LeaseMachine(RuleBasedStateMachine):
         for job in self.model.jobs.values():
             if job.held:  # nobody knows of dead letters on their way any more
                 job.held, job.returned, job.node, job.until_ms = False, True, "", 0
-        self.leases.give_back(
+        self.leases.release(
             [
                 seq
                 for seq in sorted(self.model.jobs)
@@ -390,10 +390,10 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @invariant()
     def wakes_in_time(self) -> None:
-        """Nothing becomes ready by itself before `next_due_ms` says so."""
+        """Nothing becomes ready by itself before `due_in_ms` says so."""
         if not hasattr(self, "model"):
             return
-        due_ms = self.leases.next_due_ms(self.now)
+        due_ms = self.leases.due_in_ms(self.now)
         ends = [job.until_ms - self.now.mono_ms for job in self.model.jobs.values() if job.until_ms]
         ends += [
             job.due_ms - self.now.mono_ms
@@ -441,7 +441,7 @@ def test_a_claim_costs_the_jobs_it_hands_out_and_waiting_jobs_cost_nothing() -> 
     assert records.looked_at == 100_000
     assert (leases.ready, leases.in_flight) == (900_000, 100_000)
     records.looked_at = 0
-    leases.give_back([7, 99_999, 50_000], 0, START)
+    leases.release([7, 99_999, 50_000], 0, START)
     assert leases.lease(leases.take(16, 0, 0, START)[0], "n", 60_000, START, None).seqs == [
         7,
         50_000,
@@ -505,7 +505,7 @@ def test_a_claim_does_not_cost_the_jobs_that_are_scheduled() -> None:
 
         def claim_and_nack(leases: Leases = leases) -> None:
             got = leases.lease(leases.take(1, 0, 0, START)[0], "n", 1_000, START, None)
-            leases.give_back(got.seqs, 0, START)
+            leases.release(got.seqs, 0, START)
 
         claim_and_nack()
         most.append(max(lines_of(claim_and_nack) for _ in range(200)))
@@ -599,7 +599,7 @@ def test_jobs_that_are_gone_cost_nothing_though_nobody_claims(kind: str, end: st
         if kind in ("leased", "returned"):
             leases.lease(leases.take(50, 0, 0, START)[0], "n", 10**6, START, None)
         if kind == "returned":
-            leases.give_back(seqs, 0, START)
+            leases.release(seqs, 0, START)
         if end == "evicted" and kind != "behind":
             topic.evict_below(seqs[-1] + 1, EvictReason.CAP)
         elif end == "acknowledged":
@@ -613,7 +613,7 @@ def test_jobs_that_are_gone_cost_nothing_though_nobody_claims(kind: str, end: st
 
 def test_who_does_not_bring_a_dead_letter_away_loses_it_whatever_else_happened_meanwhile() -> None:
     leases = started(2)
-    leases.give_back(leases.lease(leases.take(1, 1, 0, START)[0], "n", 1_000, START, None).seqs, 0, START)
+    leases.release(leases.lease(leases.take(1, 1, 0, START)[0], "n", 1_000, START, None).seqs, 0, START)
     seqs, dead = leases.take(1, 1, 0, START)
     assert (seqs, dead) == ([2], [1])
     other = leases.lease(seqs, "n", 10 * CARRY_MS, START, None)

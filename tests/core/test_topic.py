@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,8 +17,8 @@ from topics.core.floors import EvictReason
 from topics.core.topic import Topic
 
 
-def make(**config: object) -> Topic:
-    return Topic(1, "t", TopicConfig(**config), ListIndex(1))  # type: ignore[arg-type]
+def make(**config: Any) -> Topic:
+    return Topic(1, "t", TopicConfig(**config), ListIndex(1))
 
 
 def append(topic: Topic, count: int, ts: int = 0, size: int = 100) -> None:

@@ -13,7 +13,7 @@ def test_ids_grow_whatever_the_clock_does(times: list[int], shard: int) -> None:
     assert given_out == sorted(set(given_out))
     again = TopicIds(shard)
     for topic_id in given_out:
-        again.saw(topic_id)
+        again.used(topic_id)
     assert again.next(0) > given_out[-1]
 
 

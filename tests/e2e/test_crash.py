@@ -111,7 +111,7 @@ def everything(client: httpx.Client, topic: str) -> Iterator[tuple[int, bytes, s
     cursor = 0
     while True:
         body = {"from_seq": cursor, "limit": 1000, "include_tags": True}
-        answer = whole(lambda body=body: client.post(f"/v0/topics/{topic}/diff", json=body))  # type: ignore[misc]
+        answer = whole(lambda: client.post(f"/v0/topics/{topic}/diff", json=body))
         page = answer.json()
         assert page["tombstone"] is None
         yield from ((record.seq, record.data, record.tag) for record in records_of(answer.content))

@@ -195,7 +195,7 @@ def reach(service: Service, ledger: Ledger, killed: Any) -> None:
             ledger.step(service.client)
             if ledger.steps % STEPS_PER_DELETE == 0:
                 before = snapshots(service)
-                poll("another snapshot", lambda: killed() or snapshots(service) > before, REACH_DEADLINE_S)  # noqa: B023
+                poll("another snapshot", lambda: killed() or snapshots(service) > before, REACH_DEADLINE_S)
     except httpx.TransportError:
         poll("the end of the service", killed)
 
@@ -217,7 +217,7 @@ def go_on(service: Service, ledger: Ledger) -> None:
         before = snapshots(service)
         for _ in range(3):
             ledger.step(service.client)
-        poll("another snapshot", lambda: snapshots(service) > before, REACH_DEADLINE_S)  # noqa: B023
+        poll("another snapshot", lambda: snapshots(service) > before, REACH_DEADLINE_S)
 
 
 def snapshots(service: Service) -> int:

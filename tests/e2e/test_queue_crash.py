@@ -134,7 +134,7 @@ def test_every_job_is_done_when_processes_are_killed(role: str, leases_durable: 
                 for _ in range(JOBS // KILLS // 50):
                     write(service.client, "q", *range(50))
                 seen = ledger.progress()
-                poll("some jobs to be done", lambda seen=seen: ledger.progress() > seen, 30)  # type: ignore[misc]
+                poll("some jobs to be done", lambda: ledger.progress() > seen, 30)
                 pid = service.kill(role, kill % 2 if role == "frontend" else 0)
                 service.wait_healed(pid)
             poll("every job to be done", lambda: state(service.client, "q")["count"] == 0, 60)

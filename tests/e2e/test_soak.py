@@ -62,7 +62,7 @@ def test_mixed_load_leaves_nothing_behind() -> None:
     first, end = middle[0], last[-1]
     growing = {}
     for pid, now_bytes in end.anonymous_bytes.items():
-        grown = growth_per_min(soaked.states, lambda state, pid=pid: state.anonymous_bytes[pid])  # type: ignore[misc]
+        grown = growth_per_min(soaked.states, lambda state: state.anonymous_bytes[pid])
         growing[named.get(pid, "supervisor")] = grown
         print(
             f"{named.get(pid, 'supervisor'):<14}{first.anonymous_bytes[pid] / MIB:8.1f} → {now_bytes / MIB:.1f} MiB"

@@ -73,11 +73,11 @@ def test_each_batch_once_and_all_or_none_whatever_is_killed() -> None:
                 role = chance.choice(["walshard", "walshard", "frontend", "frontend", "all"])
                 victim = service.pid if role == "all" else running(service, role, chance.randrange(2))
                 at = len(committed) + 1
-                poll("progress", lambda at=at: len(committed) >= at, 60)  # type: ignore[misc]
+                poll("progress", lambda: len(committed) >= at, 60)
                 time.sleep(chance.random() * 0.03)  # anywhere in the next batch
                 if role != "all":
                     os.kill(victim, signal.SIGKILL)
-                    poll("the killed one to be gone", lambda pid=victim: not is_running(pid))  # type: ignore[misc]
+                    poll("the killed one to be gone", lambda: not is_running(victim))
                     continue
                 service.kill_group()
                 with gate:

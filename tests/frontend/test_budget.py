@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -207,6 +208,9 @@ def test_a_budget_against_a_list_of_holders(steps: list[tuple[str, int, int]]) -
     def fits(size_bytes: int) -> bool:
         return sum(held) + size_bytes <= 10 or not sum(held)
 
+    def tell(who: int, entered: bool) -> None:
+        told.append((who, entered))
+
     def serve() -> None:
         while line and fits(line[0][1]):
             who, size_bytes = line.pop(0)
@@ -216,7 +220,7 @@ def test_a_budget_against_a_list_of_holders(steps: list[tuple[str, int, int]]) -
     for what, size_bytes, who in steps:
         hold, waits = holds[who], any(who == other for other, _ in line)
         if what in ("ask", "first") and not (waits or hold.closed) and not fits(size_bytes):
-            hold.line_up(size_bytes, lambda entered, who=who: told.append((who, entered)), what == "first")  # type: ignore[misc]
+            hold.line_up(size_bytes, partial(tell, who), what == "first")
             line.insert(0 if what == "first" else len(line), (who, size_bytes))
         elif what == "grow":
             entered = not (hold.closed or line) and fits(size_bytes)

@@ -18,12 +18,11 @@ from topics.core.job import JobView
 from topics.frontend.entry import limits
 from topics.frontend.entry.budget import Budget, Hold
 from topics.frontend.queues.job_records import ANSWER_BYTES_MAX, ASIDE_MS
-from topics.frontend.reads.cold import ColdTier
 from topics.shm import messages
 from topics.shm.arena import ArenaWriter
 from topics.shm.control import Role
 from topics.shm.messages import Call, MessageKind
-from topics.shm.queue_messages import Claim, Dealt, Exhume, Peek, Peeked, Unclaim, Waiting, WorkClose
+from topics.shm.queue_messages import Claim, Dealt, Peek, Peeked, Release, Unclaim, Waiting, WorkClose
 from topics.shm.topic_messages import CatchUp, CaughtUp, Expire
 
 LEASE_NO = 700
@@ -103,7 +102,7 @@ class SlowCold(ColdStore):
         self.before_read = lambda: self.gate.wait(DEADLINE_S)
         hosting.checkpoint("q", records_max=1)
         hosting.relocate("q", 1)
-        hosting.reader._stores.cold = ColdTier(self, hosting.clock, 60_000)
+        hosting.store = self
 
 
 def test_a_claim_is_answered_also_when_the_ring_has_no_room_for_what_did_not_fit(hosting: Hosting) -> None:
@@ -251,7 +250,7 @@ def test_a_frontend_names_a_job_that_cannot_be_read_once_whoever_meets_it(
     async def test(frontend: Frontend) -> None:
         shard = Shard(frontend)
 
-        async def claim(dealt: Dealt, put_aside: type[Unclaim | Exhume]) -> None:
+        async def claim(dealt: Dealt, put_aside: type[Unclaim | Release]) -> None:
             asking = asyncio.create_task(frontend.ask("POST", "/v0/topics/q/claim", {"node": "w"}))
             shard.answer(await shard.claimed(), dealt)
             await until(lambda: any(isinstance(call, put_aside) for _, call in shard.calls()))
@@ -260,7 +259,7 @@ def test_a_frontend_names_a_job_that_cannot_be_read_once_whoever_meets_it(
 
         for _ in range(2):
             await claim(Dealt(1, [1], LEASE_NO, DEADLINE_MS, [1], 0), Unclaim)
-            await claim(Dealt(1, [], 0, 0, [], 0, [1], [3], [""], "dead"), Exhume)
+            await claim(Dealt(1, [], 0, 0, [], 0, [1], [3], [""], "dead"), Release)
 
     queue(hosting, [Written(b"1"), Written(b"2")])
     hosting.checkpoint("q")

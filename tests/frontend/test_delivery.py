@@ -23,7 +23,8 @@ from topics.frontend.live import delivery, topic_views
 from topics.frontend.live.channels import BEATS_MAX
 from topics.frontend.live.delivery import FAN_OUT_STEP
 from topics.frontend.live.pulse import STALL_CUT_MS, STALL_MAX_MS
-from topics.frontend.reads.reading import ReadPage
+from topics.frontend.live.topic_views import TopicSight
+from topics.frontend.reads.reading import RecordPage
 
 
 def numbers(last: int, first: int = 1) -> list[int]:
@@ -87,7 +88,7 @@ def test_a_stream_that_could_not_be_opened_leaves_nothing_to_those_behind_it(
         await live.write("t")
         with monkeypatch.context() as patch:
             good, _ = live.follow({"s": 0})
-            patch.setattr(live.hub._topics if failing == "see" else live.gateway, failing, no_file)
+            patch.setattr(TopicSight if failing == "see" else live.gateway, failing, no_file)
             with pytest.raises(OSError, match="too many open files"):
                 live.follow({"s": 0, "t": 0})
         assert live.cell.get("sse_connections") == 1
@@ -129,7 +130,7 @@ def count_reads(live: Live, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int
     """How many pages have been read so far."""
     read_page, reads = live.reader.read_page, 0
 
-    def counted(*args: Any) -> ReadPage:
+    def counted(*args: Any) -> RecordPage:
         nonlocal reads
         reads += 1
         return read_page(*args)
@@ -156,7 +157,7 @@ def test_a_large_page_is_read_once_for_many_and_not_kept_beside_others(
         kept = 0
         while not all(wire.seqs() == [1] for wire in wires):
             await asyncio.sleep(0)
-            sight = live.hub._snapshot._sights.get("t")
+            sight = live.hub.snapshot._sights.get("t")
             kept = max(kept, sum(len(step.data) for step in sight.steps.values()) if sight is not None else 0)
         assert reads() == len(groups)
         assert 100_000 < kept < 150_000, "one page"
@@ -904,8 +905,8 @@ def test_a_strong_stream_says_that_its_topic_has_become_ephemeral_and_goes_on_wh
         # One that is opened now, as that of a session may be, is told the same.
         late, _ = live.follow({"t": 0}, strong=True)
         await until(lambda: late.kinds() == ["error"])
-        made = live.hub._snapshot.made
-        await until(lambda: live.hub._snapshot.made > made + 4)  # tried again, by both
+        made = live.hub.snapshot.made
+        await until(lambda: live.hub.snapshot.made > made + 4)  # tried again, by both
         assert (strong.kinds()[2:], late.kinds()) == (["error"], ["error"])
         await live.put("t", durability="fsync")
         await until(lambda: strong.kinds()[3:] == ["caught-up"])

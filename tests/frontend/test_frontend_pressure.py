@@ -31,7 +31,7 @@ def test_what_is_paused_for_the_pressure_does_not_keep_it_up(tmp_path: Path, mon
         wire, _ = live.follow(dict.fromkeys(names, 0))
         pressure = FrontendPressure(live.rig.shared.control, live.cell, live.hub, live.gateway)
         pressure._governor.pressure = 1.0
-        pressure._ladder.climb(1.0)
+        pressure._ladder.update(1.0)
         pressure._apply()
         for name in names:
             await live.write(name)

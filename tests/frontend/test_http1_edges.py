@@ -34,7 +34,7 @@ def test_a_head_longer_than_what_may_wait_of_anything_else_comes_in_pieces(loop:
         for end in (limits.read_high_water_bytes + 1, 100_000, 120_000):
             start = pending_bytes(server)
             client.send(head[start:end])
-            until(lambda end=end: pending_bytes(server) == end, "the piece")  # type: ignore[misc]
+            until(lambda: pending_bytes(server) == end, "the piece")
         assert client.send(head[120_000:]).answer().status == 200
 
 

@@ -26,7 +26,7 @@ def ask_for_long_answers(server: Server, stack: contextlib.ExitStack, *lens_byte
         client = stack.enter_context(server.client(receive_buffer_bytes=4096))
         client.get(f"/big?{len_bytes}")
         clients.append(client)
-        until(lambda count=count: len(server.app.scopes) == count, "the request")  # type: ignore[misc]
+        until(lambda: len(server.app.scopes) == count, "the request")
         server.settled(lambda: len(server.connections.open))
     return clients
 

@@ -176,7 +176,7 @@ def test_streams_of_all_connections_have_a_bound_together(monkeypatch: pytest.Mo
         asked = []
         for count, streams in enumerate(clients, start=1):
             asked.append(streams.ask("/big?3000000"))
-            until(lambda count=count: len(server.app.scopes) == count, "the request")  # type: ignore[misc]
+            until(lambda: len(server.app.scopes) == count, "the request")
             server.settled(lambda: server.connections.kept.held_bytes)
         while asked[0] not in clients[0].reset:
             clients[0].read()

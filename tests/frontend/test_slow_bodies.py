@@ -111,7 +111,7 @@ async def sink(message: Any) -> None:
 
 
 @pytest.mark.parametrize("pieces", [0, 1, 5])
-def test_http2_waits_no_longer(pieces: int) -> None:
+def test_http2_waits_no_longer(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
     client = Stalling(pieces)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -124,11 +124,8 @@ def test_http2_waits_no_longer(pieces: int) -> None:
             await hypercorn_deadlines.run(app, limits, AttendedClock(time.monotonic), {}, client.receive, sink)
         assert raised.value.code == "request_timeout"
 
-    drop_s, hypercorn_deadlines.DROP_S = hypercorn_deadlines.DROP_S, 0.02  # type: ignore[misc]
-    try:
-        asyncio.run(main())
-    finally:
-        hypercorn_deadlines.DROP_S = drop_s  # type: ignore[misc]
+    monkeypatch.setattr(hypercorn_deadlines, "DROP_S", 0.02)
+    asyncio.run(main())
 
 
 def test_http2_takes_what_came_while_the_process_was_stopped() -> None:

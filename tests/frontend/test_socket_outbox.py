@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
 
 import pytest
 
@@ -228,34 +228,38 @@ def test_a_client_that_takes_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(module, "TICK_S", 0.001)
 
     class Transport:
-        unsent = 1_000_000
-        aborted = False
+        def __init__(self) -> None:
+            self.unsent = 1_000_000
+            self.aborted = asyncio.Event()
 
         def get_write_buffer_size(self) -> int:
             return self.unsent
 
         def abort(self) -> None:
-            self.aborted = True
+            self.aborted.set()
 
     class Route:
         clock = TestClock()
 
-    async def never(*_: object) -> Any:
-        await asyncio.Event().wait()
-
     async def main() -> None:
         transport = Transport()
-        scope = {"extensions": {KEPT: transport}}
-        receive: Callable[[], Awaitable[Any]] = never
-        socket = module.Socket(Route(), b"", scope, receive, never)  # type: ignore[arg-type]
-        watching = asyncio.create_task(socket._watch_progress())
+
+        async def receive() -> Any:
+            await transport.aborted.wait()
+            return {"type": "websocket.disconnect", "code": 1006}
+
+        async def never(_: object) -> None:
+            await asyncio.Event().wait()
+
+        socket = module.Socket(cast(Any, Route()), b"", {"extensions": {KEPT: transport}}, receive, never)
+        running = asyncio.create_task(socket.run())
         for _ in range(70):
             await asyncio.sleep(0.003)
-            if watching.done():
+            if running.done():
                 break
             Route.clock.ms += 1000
             transport.unsent -= takes
-        assert transport.aborted is not takes
-        watching.cancel()
+        assert transport.aborted.is_set() is running.done() is not takes
+        running.cancel()
 
     asyncio.run(main())

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import socket
 import struct
+from functools import partial
 
 import pytest
 
@@ -37,7 +38,7 @@ def test_who_has_vanished_is_cut_and_its_stream_told(loop: str) -> None:
             client.get("/push").head()
         until(lambda: len(server.app.pushes) == 2, "the streams")
         lose_power(gone.socket)
-        server.call(*[lambda stream=stream: stream.write(b": hb\n\n") for stream in server.app.pushes])
+        server.call(*[partial(stream.write, b": hb\n\n") for stream in server.app.pushes])
         until(lambda: server.app.push_closed == 1, "one of them to be told")
         assert len(server.connections.open) == 1
         assert there.chunk() == b": hb\n\n"

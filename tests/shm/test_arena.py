@@ -183,8 +183,8 @@ def _write_for_ever(identity: str, ready: multiprocessing.synchronize.Event) -> 
         number += 1
         writer.publish(
             slot,
-            TopicView(  # type: ignore[call-arg]
-                *([number] * 11), ring.word, ring.capacity, *descriptor, 1, number, 0, 0, 0, number, number, number, 1
+            TopicView._make(
+                (*([number] * 11), ring.word, ring.capacity, *descriptor, 1, number, 0, 0, 0, number, number, number, 1)
             ),
         )
         if number == 1:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+from pyspark.errors import PySparkException
 from pyspark.sql.types import StructType
 
 from tests.harness import Service
@@ -35,7 +36,7 @@ def seqs(frame: DataFrame) -> list[int]:
 
 
 def refusal(action: Any) -> str:
-    with pytest.raises(Exception) as caught:  # noqa: PT011 — what kind is Spark's affair, the line is ours
+    with pytest.raises(PySparkException) as caught:
         action()
     return plainly(caught.value)
 

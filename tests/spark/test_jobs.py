@@ -181,9 +181,9 @@ def test_a_compaction_that_died_is_completed_by_the_next(
     jobs.run("export", "--topics", topic, "--out", str(lake), "--max-records", "4")
     with pytest.MonkeyPatch.context() as patch:
         # It dies: what would come next does not.
-        patch.setattr(compaction._Lake, "finish", lambda _lake: None)
+        patch.setattr(compaction.Lake, "finish", lambda _lake: None)
         if step == "before the plan":
-            patch.setattr(compaction._Lake, "_write_plan", lambda _lake, _plan: None)
+            patch.setattr(compaction.Lake, "write_plan", lambda _lake, _plan: None)
         compaction.compact(spark, str(lake), 1)
     plan_path = lake / "_compaction.json"
     assert plan_path.exists() == (step != "before the plan")

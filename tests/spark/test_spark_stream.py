@@ -130,9 +130,9 @@ def test_concurrent_writers_and_restarts_lose_and_double_nothing(stream: Stream,
             had = len(stream.batches)
             query = stream.start(available_now=False, subscribe=topic, maxOffsetsPerTrigger="400", minPartitions="2")
             disturb: Callable[[], Any] = next(disturbances, lambda: None)
-            poll("a batch", lambda had=had: len(stream.batches) > had, BATCH_S)  # type: ignore[misc]
+            poll("a batch", lambda: len(stream.batches) > had, BATCH_S)
             disturb()
-            poll("three batches", lambda had=had, query=query: len(stream.batches) > had + 2, BATCH_S)  # type: ignore[misc]
+            poll("three batches", lambda: len(stream.batches) > had + 2, BATCH_S)
             query.stop()
     finally:
         done.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,6 +55,8 @@ class FaultyFileSystem:
         self._matching_calls = 0
         self._crashed = False
         self._open_fds: set[int] = set()
+        self._buried_fds: set[int] = set()
+        self._closing = threading.Lock()
         self.log: list[str] = []
         self.struck = 0
 
@@ -62,10 +65,12 @@ class FaultyFileSystem:
         self._matching_calls = 0
 
     def bury(self) -> None:
-        """Closes what a crashed process left open."""
-        for fd in self._open_fds:
-            self._inner.close(fd)
-        self._open_fds.clear()
+        """Close what a process left open. A thread of it that still runs closes none of that a second time."""
+        with self._closing:
+            while self._open_fds:
+                fd = self._open_fds.pop()
+                self._inner.close(fd)
+                self._buried_fds.add(fd)
 
     def _strikes(self, call: str) -> int | None:
         """The error that this call meets, None if it goes through."""
@@ -105,15 +110,18 @@ class FaultyFileSystem:
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
         late = self._gate("open")
         fd = self._inner.open(path, flags, mode)
-        self._open_fds.add(fd)
+        with self._closing:
+            self._buried_fds.discard(fd)
+            self._open_fds.add(fd)
         if late:
             self._crash("open")
         return fd
 
     def close(self, fd: int) -> None:
-        if not self._crashed:
-            self._open_fds.discard(fd)
-            self._inner.close(fd)
+        with self._closing:
+            if not self._crashed and fd not in self._buried_fds:
+                self._open_fds.discard(fd)
+                self._inner.close(fd)
 
     def size_bytes(self, fd: int) -> int:
         self._gate("size_bytes")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Executor, Future
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,18 +18,6 @@ IDENTITY = WalIdentity(0, 1, "boot-1")
 LATER_BOOT = WalIdentity(0, 1, "boot-2")
 TOPIC_ID = 7
 TS_MS = 1_700_000_000_000
-
-
-class SynchronousExecutor(Executor):
-    """Runs what is submitted at once, in the caller's thread."""
-
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 — as any executor does
-            future.set_exception(error)
-        return future
 
 
 def appends(first_seq: int, payloads: list[bytes], topic_id: int = TOPIC_ID) -> bytes:

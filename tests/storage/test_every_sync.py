@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.executors import Inline
 from tests.storage.logs import (
     IDENTITY,
     TOPIC_ID,
-    SynchronousExecutor,
     appends,
     commit,
     kill,
@@ -60,7 +60,7 @@ def wal(tmp_path: Path) -> str:
 
 
 def test_a_log_from_its_first_file_to_its_end(fs: UnsyncedFileSystem, wal: str) -> None:
-    writer = open_writer(fs, wal, helper=SynchronousExecutor())
+    writer = open_writer(fs, wal, helper=Inline())
     assert made(fs) == ["fsync_dir data", *NEW_FILE, *CURRENT]
     commit(writer, appends(1, [b"1"]))
     assert made(fs) == []
@@ -81,7 +81,7 @@ def test_a_log_from_its_first_file_to_its_end(fs: UnsyncedFileSystem, wal: str) 
 
 
 def test_what_a_start_finds_and_removes(fs: UnsyncedFileSystem, wal: str) -> None:
-    writer = open_writer(fs, wal, helper=SynchronousExecutor())
+    writer = open_writer(fs, wal, helper=Inline())
     seq = 1
     while not os.path.exists(layout.log_path(wal, 2)):
         commit(writer, appends(seq, [LONG]))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from topics.core.config import TopicConfig
-from topics.core.control_bodies import CreateBody, encode_body
+from topics.core.control_bodies import CreateFrameBody, encode_body
 from topics.core.fold import Fold
 from topics.core.location import LOCATION_IN_RAM_LOG
 from topics.core.record_index import UnlocatedIndex
@@ -215,7 +215,9 @@ def test_a_fold_of_many_frames_is_that_of_each_by_itself(seed: int) -> None:
     chance = random.Random(seed)
     heads = dict.fromkeys(range(1, 6), 0)
     pieces = [
-        encode(FrameType.TOPIC_CREATE, 0, topic, 0, 1, b"", b"", encode_body(CreateBody(f"t{topic}", TopicConfig())))
+        encode(
+            FrameType.TOPIC_CREATE, 0, topic, 0, 1, b"", b"", encode_body(CreateFrameBody(f"t{topic}", TopicConfig()))
+        )
         for topic in heads
     ]
     for ts in range(60):

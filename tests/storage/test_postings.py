@@ -13,6 +13,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.cases import case
 from tests.storage.faults import ERRNOS, Crash, Fault, FaultyFileSystem
 from topics.core.tags import Match
 from topics.storage import layout
@@ -62,7 +63,7 @@ def test_every_byte_is_where_the_format_says(tmp_path: Path) -> None:
 @settings(deadline=None)
 @given(st.sampled_from([1, 2, 3, 128]), tag_lists, prefixes)
 def test_what_is_found_is_what_matches(block_tags: int, tags: list[bytes], wanted: bytes) -> None:
-    with TemporaryDirectory() as directory, patch.object(postings_module, "_BLOCK_TAGS", block_tags):
+    with TemporaryDirectory() as directory, patch.object(postings_module, "BLOCK_TAGS", block_tags):
         write_postings(OsFileSystem(), directory, FIRST_SEQ, len(tags), tagged(tags))
         postings = Postings.open(directory, FIRST_SEQ)
         assert (postings.first_seq, postings.records) == (FIRST_SEQ, len(tags))
@@ -109,12 +110,12 @@ def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
         assert not isinstance(caught.value, UnknownPostingsVersion)
 
 
-@pytest.mark.parametrize("length", [*range(len(golden()[0])), len(golden()[0]) + 1])
-def test_a_file_of_another_length_is_found(tmp_path: Path, length: int) -> None:
-    path = write_golden(str(tmp_path))
-    Path(path).write_bytes((golden()[0] + b"\0")[:length])
-    with pytest.raises(CorruptPostings):
-        Postings.open(str(tmp_path), FIRST_SEQ)
+def test_a_file_of_another_length_is_found(tmp_path: Path) -> None:
+    path, (content, _) = write_golden(str(tmp_path)), golden()
+    for length in (*range(len(content)), len(content) + 1):
+        Path(path).write_bytes((content + b"\0")[:length])
+        with case(length), pytest.raises(CorruptPostings):
+            Postings.open(str(tmp_path), FIRST_SEQ)
 
 
 def test_another_release_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.cases import case
 from tests.storage.faults import ERRNOS, Crash, Fault, FaultyFileSystem
 from tests.storage.logs import TOPIC_ID, TS_MS
 from tests.storage.segments import Record, logged, make_segment
@@ -303,10 +304,15 @@ def test_every_name_and_every_byte_is_synced_before_the_mark(directory: str) -> 
     assert fs.log == [*parents, *first, "pwritev", "pwritev", "fdatasync", "fdatasync"]
 
 
-@pytest.mark.parametrize("nth", range(1, count_calls() + 1))
 @pytest.mark.parametrize("error", [Fault.CRASH, Fault.TORN_CRASH, Fault.LATE_CRASH])
-def test_killed_at_any_call(directory: str, nth: int, error: int) -> None:
+def test_killed_at_any_call(tmp_path: Path, error: int) -> None:
     """Begun again without a mark, or reopened at the first mark: the same files in the end."""
+    for nth in range(1, count_calls() + 1):
+        with case(nth):
+            check_killed_at(layout.topic_dir(str(tmp_path / str(nth)), TOPIC_ID), nth, error)
+
+
+def check_killed_at(directory: str, nth: int, error: int) -> None:
     fs = FaultyFileSystem()
     marked = fill(fs, directory)
     whole = contents(directory)
@@ -383,7 +389,7 @@ def test_no_write_is_longer_than_the_system_takes(directory: str, monkeypatch: p
             written.append(sum(map(len, buffers)))
             return super().pwritev(fd, buffers, offset)
 
-    monkeypatch.setattr(segment_writer, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(segment_writer, "CHUNK_BYTES", 1000)
     records = [Record(b"1" * length) for length in (300, 300, 300, 1500, 10, 900, 1, 1, 1)]
     source = logged(records).flagged(6, LOCATION_DELETED)
     writer = SegmentWriter.create(Recording(), directory, 1)

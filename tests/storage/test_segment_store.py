@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import case
 from tests.storage.faults import Crash, Fault, FaultyFileSystem
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.segment_store import LocalStore
@@ -135,21 +137,25 @@ def test_the_calls_of_a_put(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "error", [errno.EIO, errno.ENOSPC, Fault.SHORT, Fault.CRASH, Fault.TORN_CRASH, Fault.LATE_CRASH]
 )
-@pytest.mark.parametrize("nth", range(1, len(CALLS_OF_A_PUT) + 1))
-@pytest.mark.parametrize("before", [None, b"before"])
-def test_a_put_that_fails_anywhere_can_be_repeated(tmp_path: Path, error: int, nth: int, before: bytes | None) -> None:
-    (tmp_path / "cold").mkdir()
-    store = store_at(tmp_path)
+def test_a_put_that_fails_anywhere_can_be_repeated(tmp_path: Path, error: int) -> None:
+    for nth, before in itertools.product(range(1, len(CALLS_OF_A_PUT) + 1), (None, b"before")):
+        with case(nth, before):
+            check_failed_put(tmp_path / f"{nth} {before!r}", Fault(nth, error), before)
+
+
+def check_failed_put(path: Path, fault: Fault, before: bytes | None) -> None:
+    (path / "cold").mkdir(parents=True)
+    store = store_at(path)
     if before is not None:
         store.put(NAME, [before])
     fs = FaultyFileSystem()
-    fs.arm(Fault(nth, error))
+    fs.arm(fault)
     with suppress(OSError, Crash):
-        store_at(tmp_path, fs).put(NAME, content())
+        store_at(path, fs).put(NAME, content())
     fs.bury()
     found = store.read_range(NAME, 0, store.len(NAME)) if store.exists(NAME) else None
     assert found in (before, b"something")
     assert store.list("") == ([] if found is None else [NAME])
     store.put(NAME, content())
     assert store.read_range(NAME, 0, 9) == b"something"
-    assert os.listdir(tmp_path / "cold/topics" / f"{7:016x}") == [NAME.partition("/")[2]]
+    assert os.listdir(path / "cold/topics" / f"{7:016x}") == [NAME.partition("/")[2]]

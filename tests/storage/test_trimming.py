@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.executors import Inline
 from tests.storage.faults import Crash, Fault, FaultyFileSystem
 from tests.storage.logs import (
     IDENTITY,
     LATER_BOOT,
     Place,
-    SynchronousExecutor,
     appends,
     commit,
     file_bytes,
@@ -270,7 +270,7 @@ def test_a_start_in_a_tail_that_was_saved_elsewhere(directory: str) -> None:
 
 
 def test_only_files_that_were_left_for_good_are_dropped(directory: str) -> None:
-    writer = open_writer(FaultyFileSystem(), directory, file_bytes=FILE_BYTES, helper=SynchronousExecutor())
+    writer = open_writer(FaultyFileSystem(), directory, file_bytes=FILE_BYTES, helper=Inline())
     places = [place for seq in range(1, 24) for place in commit(writer, appends(seq, [b'"xxxxxxxx"'] * 2))]
     while numbers(directory)[-1] == writer.file_no:  # until the spare is there
         places += commit(writer, appends(99, [b"1"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.cases import case
 from topics.storage.frame import lay_out
 from topics.storage.txn_files import (
     SINK_HEAD_LEN,
@@ -42,20 +43,18 @@ def test_a_sink_holds_its_batch_and_stages() -> None:
     assert decode_sink_head(SINK[:SINK_HEAD_LEN]) == (7, 2)
 
 
-@pytest.mark.parametrize("at", range(len(STAGE)))
-def test_every_changed_or_missing_byte_of_a_stage_is_found(at: int) -> None:
-    with pytest.raises(StageDamagedError):
-        decode_stage(STAGE[:at] + bytes([STAGE[at] ^ 0x10]) + STAGE[at + 1 :])
-    with pytest.raises(StageDamagedError):
-        decode_stage(STAGE[:at])
+def test_every_changed_or_missing_byte_of_a_stage_is_found() -> None:
+    for at in range(len(STAGE)):
+        for damaged in (STAGE[:at] + bytes([STAGE[at] ^ 0x10]) + STAGE[at + 1 :], STAGE[:at]):
+            with case(at, damaged), pytest.raises(StageDamagedError):
+                decode_stage(damaged)
 
 
-@pytest.mark.parametrize("at", range(len(SINK)))
-def test_every_changed_or_missing_byte_of_a_sink_is_found(at: int) -> None:
-    with pytest.raises(SinkDamagedError):
-        decode_sink(SINK[:at] + bytes([SINK[at] ^ 0x10]) + SINK[at + 1 :])
-    with pytest.raises(SinkDamagedError):
-        decode_sink(SINK[:at])
+def test_every_changed_or_missing_byte_of_a_sink_is_found() -> None:
+    for at in range(len(SINK)):
+        for damaged in (SINK[:at] + bytes([SINK[at] ^ 0x10]) + SINK[at + 1 :], SINK[:at]):
+            with case(at, damaged), pytest.raises(SinkDamagedError):
+                decode_sink(damaged)
 
 
 def test_names_of_stages_and_sinks() -> None:

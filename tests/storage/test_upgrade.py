@@ -13,7 +13,7 @@ from tests.storage.faults import FaultyFileSystem
 from tests.storage.logs import TS_MS, appends, commit, kill, open_writer, patch
 from topics.core.fold import Fold
 from topics.core.record_index import UnlocatedIndex
-from topics.core.routers import FeedBody, FeedRouter, Router, RouterSpec
+from topics.core.routers import FeedFrameBody, FeedRouter, Router, RouterSpec
 from topics.storage import layout
 from topics.storage.filesystem import LookOnlyFileSystem, OsFileSystem, boot_id
 from topics.storage.frame import FrameType, encode
@@ -37,7 +37,7 @@ def cursor(
     source_seq: int, source_id: int = SOURCE, dest_id: int = DEST, routers: int = 1, full: bool = False
 ) -> bytes:
     forwarding = [FeedRouter(Router(1, 1, "r", RouterSpec("source", "dest")), 0) for _ in range(routers)]
-    body = msgspec.msgpack.encode(FeedBody("source", source_id, source_seq, forwarding, full=full))
+    body = msgspec.msgpack.encode(FeedFrameBody("source", source_id, source_seq, forwarding, full=full))
     return encode(FrameType.ROUTER_CURSOR, 0, dest_id, 0, TS_MS, b"", b"", body)
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.storage.faults import FaultyFileSystem
 from tests.storage.logs import TOPIC_ID, TS_MS, appends, commit, kill, open_writer, topic_create
 from tests.storage.segments import Record, logged, make_segment
-from topics.core.control_bodies import DeleteFrameBody, MarkBody, encode_body
+from topics.core.control_bodies import DeleteFrameBody, MarkFrameBody, encode_body
 from topics.core.floors import Floors
 from topics.core.fold import Fold
 from topics.core.location import LOCATION_DELETED
@@ -45,7 +45,7 @@ def mark_frame(revision: int, head_seq: int, *segments: SegmentInfo) -> bytes:
     """Of a topic whose record 2 is deleted."""
     up_to_seq = segments[-1].last_seq
     floors = Floors(revision, 1, 1, 0, 1, head_seq - 1, 100 * (head_seq - 1))
-    body = encode_body(MarkBody(list(segments), floors))
+    body = encode_body(MarkFrameBody(list(segments), floors))
     return encode(FrameType.CHECKPOINT_MARK, 0, TOPIC_ID, up_to_seq, TS_MS, b"", b"", body)
 
 

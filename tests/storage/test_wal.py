@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.executors import Inline
 from tests.storage.faults import FaultyFileSystem
 from tests.storage.logs import (
     IDENTITY,
     LATER_BOOT,
     Place,
-    SynchronousExecutor,
     appends,
     commit,
     content_at,
@@ -77,8 +77,8 @@ def test_a_log_without_preallocation_takes_no_space_before_it_is_written(directo
     kill(writer)
 
 
-@pytest.mark.parametrize("helper", [None, SynchronousExecutor()])
-def test_a_full_file_is_ended_and_the_next_one_is_current(directory: str, helper: SynchronousExecutor | None) -> None:
+@pytest.mark.parametrize("helper", [None, Inline()])
+def test_a_full_file_is_ended_and_the_next_one_is_current(directory: str, helper: Inline | None) -> None:
     fs = FaultyFileSystem()
     writer = open_writer(fs, directory, file_bytes=1000, helper=helper)
     places: list[Place] = []
@@ -116,7 +116,7 @@ def test_a_finished_file_is_synced_before_the_next_gets_a_frame(directory: str) 
 
 def test_a_spare_is_made_beforehand(directory: str) -> None:
     fs = FaultyFileSystem()
-    writer = open_writer(fs, directory, file_bytes=1000, helper=SynchronousExecutor())
+    writer = open_writer(fs, directory, file_bytes=1000, helper=Inline())
     while not os.path.exists(layout.log_path(directory, 2)):
         commit(writer, appends(1, [b'"x"']))
     assert writer.file_no == 1
@@ -129,7 +129,7 @@ def test_a_spare_is_made_beforehand(directory: str) -> None:
 
 
 def test_a_group_larger_than_a_file_gets_a_file_of_its_size(directory: str) -> None:
-    writer = open_writer(OsFileSystem(), directory, file_bytes=1000, helper=SynchronousExecutor())
+    writer = open_writer(OsFileSystem(), directory, file_bytes=1000, helper=Inline())
     (small,) = commit(writer, appends(1, [b'"x"' * 150]))  # the spare is there, and too small
     (large,) = commit(writer, appends(2, [b'"%d"' % number for number in range(200)]))
     (after,) = commit(writer, appends(202, [b"1"]))

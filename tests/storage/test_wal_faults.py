@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from tests.executors import Inline
 from tests.storage.faults import CHANGING_CALLS, ERRNOS, Crash, Fault, FaultyFileSystem
 from tests.storage.logs import (
     IDENTITY,
     LATER_BOOT,
     Place,
-    SynchronousExecutor,
     appends,
     commit,
     content_at,
@@ -43,7 +43,7 @@ class Workload:
         self.acked: list[Place] = []
         self.failed: list[bytes] = []
         self.next_seq = 1
-        self.writer: WalWriter = open_writer(fs, directory, file_bytes=FILE_BYTES, helper=SynchronousExecutor())
+        self.writer: WalWriter = open_writer(fs, directory, file_bytes=FILE_BYTES, helper=Inline())
 
     def run(self) -> None:
         for number in range(9):
@@ -259,7 +259,7 @@ def test_a_group_whose_sync_failed_is_not_read_even_if_the_tail_cannot_be_saved(
     assert read_log(directory).content == acked.content
 
 
-class DeferredExecutor(SynchronousExecutor):
+class DeferredExecutor(Inline):
     """Runs what is submitted when somebody waits for it: as late as a thread may be."""
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:

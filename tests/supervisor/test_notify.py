@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import posix_ipc
 import pytest
 
 from tests.harness import poll
@@ -24,9 +25,9 @@ NOW_MS = 1_700_000_000_000
 
 @pytest.fixture
 def page() -> Iterator[ControlPage]:
-    page = ControlPage.create(f"/topics-test-notify-{os.getpid()}", shards=2, frontends=1)
-    yield page
-    page.unlink()
+    name = f"/topics-test-notify-{os.getpid()}"
+    yield ControlPage.create(name, shards=2, frontends=1)
+    posix_ipc.unlink_shared_memory(name)
 
 
 def live(page: ControlPage, role: Role, index: int, state: ProcessState, heartbeat_ms: int = NOW_MS) -> None:
@@ -151,7 +152,7 @@ def test_a_service_manager_hears_a_whole_life(start: Start, tmp_path: Path, abst
 def test_a_manager_that_has_gone_keeps_nobody_from_running(start: Start, tmp_path: Path) -> None:
     service = start(environ={"NOTIFY_SOCKET": str(tmp_path / "nobody"), "WATCHDOG_USEC": "30000"})
     service.wait_state("running")
-    event = "the service's manager could not be told something, it is said again"
+    event = "the service manager could not be notified, which will be repeated"
     poll("a word about it", lambda: service.log(event))
     assert service.stop() == 0
     assert len(service.log(event)) == 1

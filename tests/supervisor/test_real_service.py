@@ -137,7 +137,7 @@ def test_a_process_that_starts_again_knows_the_clock_that_its_former_life_truste
     control = ControlPage.attach(shm_names.shm_name(shm_names.identity(str(service.data_dir)), "control"))
     for role in (Role.FRONTEND, Role.WALSHARD):
         cell = control.cell(role, 0)
-        poll("the clock to be looked at", lambda: cell.clock_offset_ms is not None)  # noqa: B023
+        poll("the clock to be looked at", lambda: cell.clock_offset_ms is not None)
         pid = service.pid_of(role.name.lower())
         os.kill(pid, signal.SIGSTOP)  # it writes its cell no more
         assert cell.clock_offset_ms is not None
@@ -154,7 +154,7 @@ def test_a_process_that_starts_again_knows_the_clock_that_its_former_life_truste
     for role in (Role.FRONTEND, Role.WALSHARD):
         cell = control.cell(role, 0)
         beat_ms = cell.get("heartbeat_ms")
-        poll("it to beat on", lambda: cell.get("heartbeat_ms") > beat_ms + 300)  # noqa: B023
+        poll("it to beat on", lambda: cell.get("heartbeat_ms") > beat_ms + 300)
         assert cell.supervisor.get("restarts") == 1
     service.stop()
 

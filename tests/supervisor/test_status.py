@@ -304,5 +304,5 @@ def test_check_as_a_command(start: Start, tmp_path: Path) -> None:
     service.wait_state("running")
     answer = command("check", "--port", "0", data_dir=service.data_dir)
     assert answer.returncode == 1
-    assert f"FAIL lock: a service runs on it as process {service.process.pid}" in answer.stdout
+    assert f"FAIL lock: a service holds it (process {service.process.pid})" in answer.stdout
     assert service.stop() == 0

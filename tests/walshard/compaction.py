@@ -6,7 +6,8 @@ import os
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, cast
 
-from tests.walshard.rig import Inline, Rig
+from tests.executors import Inline
+from tests.walshard.rig import Rig
 from topics.compactor.compactor import Compactor
 from topics.compactor.main import build
 from topics.core.segment_list import COLD, SegmentInfo

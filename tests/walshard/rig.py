@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from concurrent.futures import Executor, Future
 from typing import Any
 
+from tests.executors import Inline
 from tests.storage.faults import FaultyFileSystem
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
@@ -51,7 +51,7 @@ def _assert_topic_shown(reader: ArenaReader, hosted: Hosted) -> None:
     for field in _SHOWN:
         assert getattr(view, field) == getattr(topic, field), f"{field} of {topic.name} is not what the shard knows"
     assert (view.base_seq, view.ring_word, view.ring_capacity) == (ring.base_seq, ring.word, ring.capacity)
-    assert (view.jobs_ready, view.jobs_in_flight, view.jobs_dead_lettered) == hosted._jobs(), topic.name
+    assert (view.jobs_ready, view.jobs_in_flight, view.jobs_dead_lettered) == hosted.job_counts(), topic.name
     assert reader.config(slot, view) == topic.config
     segments = reader.segments(slot, view)
     assert segments is not None
@@ -73,18 +73,6 @@ class TestClock:
         return self.ms
 
 
-class Inline(Executor):
-    """Runs a helper's work at once."""
-
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 — as an executor does
-            future.set_exception(error)
-        return future
-
-
 class Rig:
     """One shard, one frontend's ends of the rings. With more `shards`, `shard`, `cell` and `reader` are the first's."""
 
@@ -99,7 +87,7 @@ class Rig:
         self.replies: dict[int, Any] = {}
         self.notices: list[int] = []
         self.dealt: list[Dealt] = []
-        self._next_id = 0
+        self.next_id = 0
         self._shard_count = shards
         self.shared = SharedMemory.create(self.identity, shards, 1, 1 << 20)
         self._readers: dict[int, ArenaReader] = {}
@@ -161,11 +149,11 @@ class Rig:
         tag: bytes = b"",
         jobs: JobAttributes | None = None,
     ) -> int:
-        self._next_id += 1
+        self.next_id += 1
         laid_out = lay_out([(b"", tag, piece, b"") for piece in data])
         assert self.shared.rings[0][self.owner(name)].requests.push(
             *append_messages.encode_append(
-                self._next_id,
+                self.next_id,
                 name.encode(),
                 create,
                 if_head_seq,
@@ -177,12 +165,12 @@ class Rig:
                 jobs,
             )
         )
-        return self._next_id
+        return self.next_id
 
     def post_call(self, call: Call, shard: int = 0) -> int:
-        self._next_id += 1
-        assert self.shared.rings[0][shard].requests.push(*messages.encode_call(self._next_id, call))
-        return self._next_id
+        self.next_id += 1
+        assert self.shared.rings[0][shard].requests.push(*messages.encode_call(self.next_id, call))
+        return self.next_id
 
     def owner(self, name: str) -> int:
         """Which shard has this topic."""
@@ -285,9 +273,13 @@ class Rig:
             rest = reply.rest
         return deleted
 
-    def answer(self, request_id: int) -> Any:
+    def outcome(self, request_id: int) -> Any:
+        """The answer, or the error."""
         self.run()
-        reply = self.replies[request_id]
+        return self.replies[request_id]
+
+    def answer(self, request_id: int) -> Any:
+        reply = self.outcome(request_id)
         if isinstance(reply, TopicsError):
             raise reply
         return reply
@@ -314,9 +306,19 @@ class Rig:
             reader.close()
         self._readers.clear()
 
-    def view(self, name: str) -> TopicView | None:
+    def exists(self, name: str) -> bool:
+        return self.reader.look_up(name) is not None
+
+    def view(self, name: str) -> TopicView:
         found = self.reader.look_up(name)
-        return None if found is None else found[1]
+        assert found is not None, f"{name} does not exist"
+        return found[1]
+
+    def hosted(self, name: str) -> Hosted:
+        """What the first shard knows of a topic."""
+        hosted = self.parts.catalog.find(name)
+        assert hosted is not None, f"{name} does not exist"
+        return hosted
 
     def read(self, name: str) -> list[tuple[int, bytes]]:
         """(seq, data) of all live records, through the arena and the files."""

@@ -17,8 +17,8 @@ TTL_MS = 3 * SETTLE_MS
 
 
 def fill(rig: Rig) -> None:
-    for name, kind in (("t", "log"), ("q", "queue")):
-        rig.call(PutTopic(name, TopicConfig(ttl_ms=TTL_MS, type=kind), True))  # type: ignore[arg-type]
+    for name, config in (("t", TopicConfig(ttl_ms=TTL_MS)), ("q", TopicConfig(ttl_ms=TTL_MS, type="queue"))):
+        rig.call(PutTopic(name, config, True))
         rig.append(name, b"1", b"2")
     rig.clock.skew_ms += 5  # a correction as they come all the time
     rig.shard.sweep()
@@ -26,13 +26,11 @@ def fill(rig: Rig) -> None:
 
 def left(rig: Rig, name: str = "t") -> int:
     view = rig.view(name)
-    assert view is not None
     return view.records
 
 
 def last_ts(rig: Rig) -> int:
     view = rig.view("t")
-    assert view is not None
     return view.last_write_ts
 
 

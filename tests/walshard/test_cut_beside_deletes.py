@@ -60,9 +60,7 @@ class Beside:
 
     @property
     def view(self) -> TopicView:
-        view = self.rig.view("q")
-        assert view is not None
-        return view
+        return self.rig.view("q")
 
     def check(self, first_seq: int) -> None:
         """What lives is `first_seq` to the head, now and after every way to start again."""
@@ -84,9 +82,7 @@ class Beside:
 
     def hosted_live_size(self) -> tuple[int, int]:
         """As counted anew."""
-        hosted = self.rig.parts.catalog.find("q")
-        assert hosted is not None
-        topic = hosted.topic
+        topic = self.rig.hosted("q").topic
         return topic.index.live_size(topic.earliest_seq, topic.head_seq) if topic.records else (0, 0)
 
 

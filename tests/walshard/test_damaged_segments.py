@@ -72,7 +72,6 @@ def test_a_former_version_that_cannot_be_opened_for_now_is_not_passed_over(compa
     fill(compaction, 8)
     compaction.cut()
     view = compaction.rig.view("t")
-    assert view is not None
     info = compaction.segments("t")[0]
     files = SegmentFiles(compaction.rig.fs, compaction.rig.settings.data_dir, 64)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -89,7 +88,6 @@ def test_a_former_version_that_cannot_be_opened_for_now_is_not_passed_over(compa
 
 def segment_path(compaction: Compaction, first_seq: int, path_of: Callable[[str, int], str]) -> str:
     view = compaction.rig.view("t")
-    assert view is not None
     return path_of(layout.topic_dir(compaction.rig.settings.data_dir, view.topic_id), first_seq)
 
 
@@ -145,7 +143,6 @@ def test_a_damaged_segment_keeps_no_deletion_from_readers_and_no_snapshot_from_t
         assert compaction.compactor.cut()
     rig.boot()
     view = rig.view("t")
-    assert view is not None
     assert (view.earliest_seq, view.records) == (1, 12)
     if damage != "index gone":
         assert rig.call(DeleteRecords("t", 17, None, b"")).deleted == 8
@@ -211,7 +208,6 @@ def test_an_index_that_cannot_be_read_takes_down_nobody(compaction: Compaction, 
     fill(compaction, 20, tag=b"x")
     compaction.cut()
     view = rig.view("t")
-    assert view is not None
     path = layout.segment_idx_path(layout.topic_dir(rig.settings.data_dir, view.topic_id), 1)
     rig.boot()
     with open(path, "rb") as file:
@@ -225,14 +221,12 @@ def test_an_index_that_cannot_be_read_takes_down_nobody(compaction: Compaction, 
         rig.call(DeleteRecords("t", None, "eq", b"x"))
     fill(compaction, 5, start=21)
     view = rig.view("t")
-    assert view is not None
     assert (view.earliest_seq, view.records, view.evict_floor) == (4, 22, 4)
     rig.boot()
     fill(compaction, 5, start=26)
     rig.clock.ms += 10_001
     rig.call(Expire("t"))
     view = rig.view("t")
-    assert view is not None
     assert (view.earliest_seq, view.records, view.live_bytes) == (31, 0, 0)
 
 
@@ -273,7 +267,6 @@ def test_marks_are_read_where_they_are_written_when_an_index_was_replaced(compac
     fill(compaction, 7, start=2, tag=b"x")
     compaction.cut()
     view = rig.view("t")
-    assert view is not None
     rig.parts.files.ts_at(view.topic_id, compaction.segments("t")[0], 2)
     path = Path(segment_path(compaction, 1, layout.segment_idx_path))
     copy = path.with_suffix(".copy")

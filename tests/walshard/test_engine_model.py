@@ -32,7 +32,7 @@ from topics.core.errors import TopicsError
 from topics.core.location import LOCATION_DELETED, LOCATION_LOST
 from topics.frontend.reads.cold import ColdMissError, ColdTier
 from topics.frontend.reads.files import LogFiles
-from topics.frontend.reads.reading import ReadPage, TopicReader
+from topics.frontend.reads.reading import RecordPage, TopicReader
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards.arenas import Arenas
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic, Expire, PutTopic
@@ -168,7 +168,7 @@ class Frontend:
         store = LocalStore(OsFileSystem(), layout.topics_dir(cold_dir))
         self.reader = TopicReader(self._arenas, files, 1, rig.clock, ColdTier(store, rig.clock, COLD_TIMEOUT_MS))
 
-    def page(self, name: str, from_seq: int, limit: int, now_ms: int) -> ReadPage:
+    def page(self, name: str, from_seq: int, limit: int, now_ms: int) -> RecordPage:
         """With whatever waiting it takes."""
         reader, options = self.reader, PageOptions(limit, 1 << 20)
         while True:
@@ -433,7 +433,6 @@ class Engine(RuleBasedStateMachine):
     def _lost_from_ram(self, name: str, model: Model) -> None:
         """What was in RAM and in no segment is gone, and a tombstone says so; the head is at least what it was."""
         view = self.rig.view(name)
-        assert view is not None
         assert view.head_seq >= model.head_seq
         kept = {seq for seq, _ in self.compaction.read(name)}
         gone = {seq for seq, (_, _, _, in_ram) in model.live.items() if in_ram and seq not in kept}
@@ -447,9 +446,7 @@ class Engine(RuleBasedStateMachine):
         model.ever_in_ram |= lost
 
     def _lost(self, name: str) -> set[int]:
-        hosted = self.rig.parts.catalog.find(name)
-        assert hosted is not None
-        topic = hosted.topic
+        topic = self.rig.hosted(name).topic
         entries = topic.index.entries(topic.earliest_seq, topic.head_seq) if topic.records else array("Q")
         gone = LOCATION_LOST | LOCATION_DELETED
         return {
@@ -463,7 +460,6 @@ class Engine(RuleBasedStateMachine):
     def everything_is_as_it_must_be(self) -> None:
         for name, model in self.models.items():
             view = self.rig.view(name)
-            assert view is not None
             assert view.head_seq == model.head_seq
             records = self.compaction.read(name)
             assert [seq for seq, _ in records] == sorted({seq for seq, _ in records})
@@ -497,7 +493,7 @@ class Engine(RuleBasedStateMachine):
         between = model.head_seq * 2 // 3
         self._gap(self.frontend.page(name, between, limit, now_ms), between, model)
 
-    def _gap(self, page: ReadPage, cursor: int, model: Model) -> set[int]:
+    def _gap(self, page: RecordPage, cursor: int, model: Model) -> set[int]:
         """The tombstone of a page is the one that is due (api §3.3); returns its seqs."""
         is_due = cursor + 1 < model.evict_floor
         tombstone = page.tombstone
@@ -516,17 +512,20 @@ class Engine(RuleBasedStateMachine):
         return gap
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")
-class TestEngine(Engine.TestCase):  # type: ignore[misc, valid-type]
-    @pytest.fixture(autouse=True)
-    def short_turns(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A few records take a delete several of them."""
-        monkeypatch.setattr(tag_search, "FOUND_MAX", 3)
-        monkeypatch.setattr(tag_search, "TURN_MS", 0)
-        monkeypatch.setattr(tag_search, "CATCH_UP_RECORDS", 2)
-        monkeypatch.setattr(relogging, "TURN_SEQS", 3)
-        monkeypatch.setattr(tag_search, "GATHERED_RECORDS", 1)
-        monkeypatch.setattr(tags, "_FORGET_FROM", 4)
+@pytest.fixture(autouse=True)
+def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A delete of a few records takes several turns."""
+    monkeypatch.setattr(tag_search, "FOUND_MAX", 3)
+    monkeypatch.setattr(tag_search, "TURN_MS", 0)
+    monkeypatch.setattr(tag_search, "CATCH_UP_RECORDS", 2)
+    monkeypatch.setattr(relogging, "TURN_SEQS", 3)
+    monkeypatch.setattr(tag_search, "GATHERED_RECORDS", 1)
+    monkeypatch.setattr(tags, "FORGET_FROM", 4)
 
-    settings = settings(max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None)
+
+Engine.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None)
+TestEngine = Engine.TestCase
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning"),
+]

@@ -16,7 +16,7 @@ from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.compactor.checkpoints import SYNC_ONE_BY_ONE_MAX
 from topics.core.config import TopicConfig
-from topics.core.routers import FeedBody, RouterSpec
+from topics.core.routers import FeedFrameBody, RouterSpec
 from topics.shm.messages import Call
 from topics.shm.queue_messages import CursorDelete, CursorPut
 from topics.shm.topic_messages import (
@@ -167,8 +167,8 @@ def test_each_step_of_a_checkpoint_is_on_the_disk_before_the_next(
         left.append(machine.unsynced_segments)
         return found
 
-    sync_marks = compaction.compactor._marks.sync
-    monkeypatch.setattr(compaction.compactor._marks, "sync", looking_again)
+    sync_marks = compaction.compactor.marks.sync
+    monkeypatch.setattr(compaction.compactor.marks, "sync", looking_again)
     monkeypatch.setitem(alone, Checkpoint, looking)
     for number in range(topics):
         for tag in (b"x", b"y", b"x"):
@@ -192,7 +192,7 @@ def test_where_a_dest_stands_is_on_the_disk_whenever_its_routers_change(
     log_cursor = feeds.log_cursor
     on_disk: list[bool] = []
 
-    def looking(feed: Feed, body: FeedBody, *, sync: bool = False) -> Steps[bool]:
+    def looking(feed: Feed, body: FeedFrameBody, *, sync: bool = False) -> Steps[bool]:
         logged = yield from log_cursor(feed, body, sync=sync)
         on_disk.append(not machine.unsynced_logs)
         return logged

@@ -16,7 +16,6 @@ from topics.core.config import Durability, TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_IN_RAM_LOG, any_flagged
-from topics.shm.arena import TopicView
 from topics.shm.topic_messages import DeleteRecords, PutTopic, Watch
 from topics.walshard.handlers import relogging
 
@@ -39,15 +38,9 @@ def put(rig: Rig, name: str, config: TopicConfig) -> None:
     rig.call(PutTopic(name, config, True))
 
 
-def view_of(rig: Rig, name: str) -> TopicView:
-    view = rig.view(name)
-    assert view is not None
-    return view
-
-
 def floors(rig: Rig, name: str) -> tuple[int, int, int, int]:
     """(head_seq, earliest_seq, evict_floor, records)"""
-    view = view_of(rig, name)
+    view = rig.view(name)
     return view.head_seq, view.earliest_seq, view.evict_floor, view.records
 
 
@@ -65,8 +58,8 @@ def test_what_a_record_in_ram_evicted_stays_evicted_without_it(compaction: Compa
     assert floors(rig, "t") == (4, 2, 2, 3)
     restart(compaction)
     assert [seq for seq, _ in compaction.read("t")] == [2, 3]
-    assert view_of(rig, "t").evict_floor == 2
-    assert view_of(rig, "t").evict_reason == EvictReason.CAP
+    assert rig.view("t").evict_floor == 2
+    assert rig.view("t").evict_reason == EvictReason.CAP
 
 
 def test_so_does_what_a_tighter_cap_evicted(compaction: Compaction) -> None:
@@ -102,7 +95,7 @@ def test_and_when_a_router_brought_it(compaction: Compaction) -> None:
     assert floors(rig, "d") == (4, 2, 2, 3)
     restart(compaction)
     assert (1, b"1") not in compaction.read("d")
-    assert view_of(rig, "d").evict_floor >= 2
+    assert rig.view("d").evict_floor >= 2
 
 
 def test_evictions_among_records_in_ram_cost_the_durable_log_nothing(rig: Rig) -> None:
@@ -170,10 +163,10 @@ def test_the_gap_that_a_router_leaves_in_an_ephemeral_dest_is_not_given_out_agai
     restart(compaction)
     rig.run()
     rig.append("other", b"1", config=EPHEMERAL)
-    head_seq = view_of(rig, "d").head_seq
+    head_seq = rig.view("d").head_seq
     rig.boot()
     rig.run()
-    assert view_of(rig, "d").head_seq == head_seq
+    assert rig.view("d").head_seq == head_seq
 
 
 def test_a_delete_that_leaves_only_what_was_lost_leaves_nothing(compaction: Compaction) -> None:
@@ -189,7 +182,7 @@ def test_a_delete_that_leaves_only_what_was_lost_leaves_nothing(compaction: Comp
     assert (reply.deleted, reply.earliest_seq) == (3, head_seq + 1)
     left = (head_seq, head_seq + 1, head_seq + 1, 0)
     assert floors(rig, "t") == left
-    assert view_of(rig, "t").evict_reason == EvictReason.RESTART
+    assert rig.view("t").evict_reason == EvictReason.RESTART
     for _ in range(2):
         rig.boot()
         assert floors(rig, "t") == left
@@ -251,7 +244,7 @@ def synced(rig: Rig) -> None:
 
 
 def durable_seq(rig: Rig) -> int:
-    return view_of(rig, "t").durable_seq
+    return rig.view("t").durable_seq
 
 
 @pytest.mark.parametrize("durability", ["memory", "disk", "fsync"])
@@ -266,7 +259,7 @@ def test_what_was_in_ram_is_durable_with_the_change_of_class(
     rig.append("t", b"2", b"3", key=b"k")
     synced(rig)
     assert durable_seq(rig) == 1
-    rig.post_call(Watch(7, "t", view_of(rig, "t").topic_id, 3))
+    rig.post_call(Watch(7, "t", rig.view("t").topic_id, 3))
     rig.run()
     rig.notices.clear()
     put(rig, "t", TopicConfig(durability=durability))
@@ -287,8 +280,7 @@ def test_no_location_is_in_the_ram_log_afterwards(rig: Rig) -> None:
     put(rig, "t", TopicConfig())
     rig.append("t", b"4")
     for _ in range(2):
-        hosted = rig.parts.catalog.find("t")
-        assert hosted is not None
+        hosted = rig.hosted("t")
         assert not any_flagged(hosted.ring.entries(1, 4), LOCATION_IN_RAM_LOG)
         assert [data for _, data in rig.read("t")] == [b"1", b"2", b"3", b"4"]
         rig.boot()
@@ -324,13 +316,13 @@ def test_a_change_of_class_that_stops_half_way(
         assert reply.rest is not None
         assert reply.rest.turns == turns
         call = reply.rest
-    assert view_of(rig, "t").durable_seq == 0
+    assert rig.view("t").durable_seq == 0
     if ends == "shard":
         rig.boot()
         assert rig.read("t") == [(1, b"1"), (2, b"2"), (3, b"3"), (4, b"4")]
         return
     restart(compaction)
-    view = view_of(rig, "t")
+    view = rig.view("t")
     assert compaction.read("t") == [(1, b"1"), (2, b"2")]
     assert (view.head_seq, view.earliest_seq, view.evict_floor, view.records) == (4096, 1, 1, 2)
     assert view.jobs_ready == 0, "they are still delayed"

@@ -25,18 +25,17 @@ from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.job import JobPhase
-from topics.core.jobs import CARRY_MS, Leases
+from topics.core.leases import CARRY_MS, Leases
 from topics.shm.append_messages import AppendReply
-from topics.shm.arena import TopicView
 from topics.shm.messages import Call
 from topics.shm.queue_messages import (
     Ack,
     Bury,
     Claim,
     Dealt,
-    Exhume,
     Extend,
     Nack,
+    Release,
     Remove,
     Unclaim,
     WorkClose,
@@ -79,18 +78,10 @@ def together(rig: Rig, *calls: Call) -> list[Any]:
     return [rig.replies.get(id) for id in ids]
 
 
-def view(rig: Rig) -> TopicView:
-    found = rig.view("q")
-    assert found is not None
-    return found
-
-
 def check_counts(rig: Rig) -> None:
     """The counts are those of what is there."""
-    hosted = rig.parts.catalog.find("q")
-    assert hosted is not None
-    topic = hosted.topic
-    shown = view(rig)
+    topic = rig.hosted("q").topic
+    shown = rig.view("q")
     assert (shown.records, shown.live_bytes) == (topic.records, topic.live_bytes)
     there = topic.index.live_size(topic.earliest_seq, topic.head_seq) if topic.records else (0, 0)
     assert (topic.records, topic.live_bytes) == there
@@ -98,9 +89,7 @@ def check_counts(rig: Rig) -> None:
 
 def check_machine(rig: Rig) -> Leases:
     """Each live job is in one place, and wherever it is looked for there."""
-    hosted = rig.parts.catalog.find("q")
-    assert hosted is not None
-    topic = hosted.topic
+    topic = rig.hosted("q").topic
     leases = topic.queue
     assert leases is not None
     live = set(topic.live_from(topic.earliest_seq, topic.records + 1))
@@ -139,18 +128,18 @@ def test_a_job_is_removed_or_acknowledged_and_counted_once(rig: Rig, config: dic
     keeps = config.get("on_ack") == "keep"
     assert (acked.count, acked.skipped) == ((1, []) if ack_first else (0, [1]))
     assert removed.count == (0 if ack_first and not keeps else 1)
-    assert (view(rig).records, view(rig).jobs_ready, view(rig).jobs_in_flight) == (2, 2, 0)
+    assert (rig.view("q").records, rig.view("q").jobs_ready, rig.view("q").jobs_in_flight) == (2, 2, 0)
     check_counts(rig)
     assert claim(rig, 5).seqs == [2, 3]
     rig.boot()
-    assert view(rig).records == 2
+    assert rig.view("q").records == 2
 
 
 def test_the_last_job_removed_and_acknowledged_leaves_an_empty_queue(rig: Rig) -> None:
     queue(rig, 1)
     claim(rig, 1)
     together(rig, Remove("q", [1]), Ack("q", "w", [1], None))
-    assert (view(rig).records, view(rig).jobs_ready) == (0, 0)
+    assert (rig.view("q").records, rig.view("q").jobs_ready) == (0, 0)
     rig.append("q", b"2")
     assert claim(rig, 1).seqs == [2]
 
@@ -175,8 +164,8 @@ def test_a_dead_letter_is_buried_once(rig: Rig, other: Remove | Bury, bury_first
     calls: list[Call] = [Bury("q", [1]), other]
     first, second = together(rig, *(calls if bury_first else reversed(calls)))
     assert (first.count, second.count) == (1, 0)
-    assert view(rig).records == 1
-    assert view(rig).jobs_dead_lettered == int(bury_first or isinstance(other, Bury))
+    assert rig.view("q").records == 1
+    assert rig.view("q").jobs_dead_lettered == int(bury_first or isinstance(other, Bury))
     check_counts(rig)
 
 
@@ -192,7 +181,7 @@ def test_what_a_stream_acknowledged_as_it_ended_is_done(rig: Rig, config: dict[s
     acked, _, claimed = together(rig, Ack("q", "s", [1], None), end, Claim("q", "b", 5, MINUTE_MS, 1))
     assert acked.count == 1
     assert claimed.seqs == [2]
-    assert (view(rig).jobs_ready, view(rig).jobs_in_flight) == (0, 1)
+    assert (rig.view("q").jobs_ready, rig.view("q").jobs_in_flight) == (0, 1)
     check_counts(rig)
 
 
@@ -202,7 +191,7 @@ def test_what_a_stream_put_off_as_it_ended_is_nobodys_until_then(rig: Rig, end: 
     rig.call(WorkOpen("q", 7, "s", 1, MINUTE_MS))
     nacked, _, claimed = together(rig, Nack("q", "s", [1], None, 5_000), end, Claim("q", "b", 5, MINUTE_MS, 1))
     assert (nacked.count, claimed.seqs) == (1, [])
-    assert (view(rig).jobs_ready, view(rig).jobs_in_flight) == (0, 0)
+    assert (rig.view("q").jobs_ready, rig.view("q").jobs_in_flight) == (0, 0)
     rig.clock.ms += 5_001
     mine = claim(rig, 5, "b")
     assert (mine.seqs, mine.deliveries) == ([1], [2])
@@ -216,9 +205,9 @@ def test_streams_that_end_together_are_one_commit(rig: Rig, fs: FaultyFileSystem
     fs.log.clear()
     together(rig, *[WorkClose("q", stream) for stream in range(1, 6)])
     assert fs.log.count("pwritev") == 1
-    assert (view(rig).jobs_ready, view(rig).jobs_in_flight) == (5, 0)
+    assert (rig.view("q").jobs_ready, rig.view("q").jobs_in_flight) == (5, 0)
     rig.boot()
-    assert (view(rig).jobs_ready, view(rig).jobs_in_flight) == (5, 0)
+    assert (rig.view("q").jobs_ready, rig.view("q").jobs_in_flight) == (5, 0)
 
 
 # -- a disk that fails
@@ -238,7 +227,7 @@ def test_a_group_that_the_log_refuses_is_undone_from_its_end(rig: Rig, fs: Fault
     )
     assert all(isinstance(reply, TopicsError) for reply in replies)
     fs.arm(None)
-    assert (view(rig).records, view(rig).jobs_ready, view(rig).jobs_in_flight) == (2, 1, 1)
+    assert (rig.view("q").records, rig.view("q").jobs_ready, rig.view("q").jobs_in_flight) == (2, 1, 1)
     rig.clock.ms += MINUTE_MS
     again = claim(rig, 5)
     assert (again.seqs, again.deliveries) == ([1, 2], [2, 1])
@@ -452,7 +441,7 @@ class Groups(RuleBasedStateMachine):
                 if not carried:
                     return None
                 seqs = [carried[pick % len(carried)] for pick in picked]
-                return Bury("q", seqs) if what == "bury" else Exhume("q", seqs, 30)
+                return Bury("q", seqs) if what == "bury" else Release("q", seqs, 30)
         self.lives += 1
         self.streams.clear()
         return Hello(self.lives)
@@ -513,7 +502,7 @@ class Groups(RuleBasedStateMachine):
                 assert reply.count == len(there)
                 self.remove(there)
                 self.model.buried += len(there)
-            case Exhume():
+            case Release():
                 for seq in set(call.seqs):
                     if seq in jobs and jobs[seq].carried:
                         jobs[seq].free()
@@ -579,7 +568,7 @@ class Groups(RuleBasedStateMachine):
         assert [seq for seq, _ in self.rig.read("q")] == sorted(jobs)
         check_counts(self.rig)
         check_machine(self.rig)
-        shown = view(self.rig)
+        shown = self.rig.view("q")
         assert shown.jobs_ready == sum(self.model.ready(seq, self.rig.clock.ms) for seq in jobs)
         assert shown.jobs_in_flight == sum(bool(job.node) for job in jobs.values())
         assert shown.jobs_dead_lettered == self.model.buried

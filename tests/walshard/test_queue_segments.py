@@ -19,12 +19,12 @@ from topics.shm.queue_messages import (
     Claim,
     CursorAdvance,
     CursorDelete,
-    CursorLook,
+    CursorGet,
     CursorPut,
     Dealt,
-    Exhume,
     Extend,
     Nack,
+    Release,
     Remove,
 )
 from topics.shm.topic_messages import DeleteRecords, PutTopic
@@ -74,12 +74,11 @@ class Pair:
         """Everything that can be seen of a queue is the same."""
         self.both(lambda rig: _seen(rig, name))
         assert self.rigs[0].read(name) == self.compaction.read(name)
-        self.call(CursorLook(name, None))
+        self.call(CursorGet(name, None))
 
 
 def _seen(rig: Rig, name: str) -> Any:
     view = rig.view(name)
-    assert view is not None
     jobs = (view.jobs_ready, view.jobs_in_flight, view.jobs_dead_lettered)
     return view.head_seq, view.earliest_seq, view.evict_floor, view.records, view.live_bytes, jobs
 
@@ -157,7 +156,7 @@ def test_whatever_happens_a_snapshot_says_what_the_log_says(pair: Pair, seed: in
                             DeleteRecords(name, chance.randrange(1, 12), None, b""),
                             Remove(name, sorted(chance.sample(range(1, 40), 3))),
                             Bury(name, dead[name]),
-                            Exhume(name, dead[name], 100),
+                            Release(name, dead[name], 100),
                         )
                     )
                 )
@@ -204,7 +203,7 @@ def move_on(pair: Pair, name: str, cursor: str, by: int) -> None:
     """A reader's step, each with the revision that it was told."""
 
     def step(rig: Rig) -> Any:
-        found = [one for one in rig.call(CursorLook(name, None)).cursors if one.cursor == cursor]
+        found = [one for one in rig.call(CursorGet(name, None)).cursors if one.cursor == cursor]
         if not found:
             return None
         moved = rig.call(CursorAdvance(name, cursor, found[0].revision, found[0].seq, found[0].seq + by, next(reads)))
@@ -232,7 +231,7 @@ def test_jobs_cursors_and_counters_are_there_when_the_log_behind_them_is_gone(pa
     dealt = rig.call(Claim("q", "w", 1, MINUTE_MS, 1))
     assert (dealt.seqs, dealt.dead) == ([101], list(range(41, 51)))
     rig.call(Bury("q", list(range(41, 46))))
-    rig.call(Exhume("q", list(range(46, 51)), MINUTE_MS))
+    rig.call(Release("q", list(range(46, 51)), MINUTE_MS))
     directory = layout.wal_dir(rig.settings.data_dir)
     before = set(list_log_files(rig.fs, directory))
     for _ in range(4):
@@ -244,11 +243,10 @@ def test_jobs_cursors_and_counters_are_there_when_the_log_behind_them_is_gone(pa
         restart()
         compaction.begin_again()
         view = rig.view("q")
-        assert view is not None
         assert (view.earliest_seq, view.records) == (31, 203 - 35)
         # Leased are 31..40, 51..101; five wait for a minute, one for its time, one behind another of its key.
         assert (view.jobs_in_flight, view.jobs_ready, view.jobs_dead_lettered) == (61, 100, 5)
-        (cursor,) = rig.call(CursorLook("q", "c")).cursors
+        (cursor,) = rig.call(CursorGet("q", "c")).cursors
         assert (cursor.seq, cursor.persisted_seq) == (77, 77)
         compaction.cut()
     assert rig.call(Ack("q", "w", [30, 31, 41, 51], None)).skipped == [30, 41]
@@ -264,7 +262,7 @@ def test_an_ack_of_jobs_in_segments_looks_into_few_files_and_marks_them(pair: Pa
     rig.call(PutTopic("q", TopicConfig(type="queue"), True))
     rig.append("q", *[b"%d" % n for n in range(1, 41)])
     compaction.cut()
-    assert rig.view("q").base_seq == 41  # type: ignore[union-attr]
+    assert rig.view("q").base_seq == 41
     assert rig.call(Claim("q", "w", 40, MINUTE_MS, 1)).seqs == list(range(1, 41))
     odd = list(range(1, 41, 2))
     assert rig.call(Ack("q", "w", odd, None)).count == 20
@@ -278,7 +276,6 @@ def test_an_ack_of_jobs_in_segments_looks_into_few_files_and_marks_them(pair: Pa
     assert rig.call(Claim("q", "w", 40, MINUTE_MS, 1)).seqs == even
     assert rig.call(Ack("q", "w", even, None)).count == 20
     view = rig.view("q")
-    assert view is not None
     assert (view.earliest_seq, view.records, view.live_bytes) == (41, 0, 0)
     compaction.cut()
     compaction.cut()

@@ -13,7 +13,6 @@ from tests.storage.faults import Fault, FaultyFileSystem
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
-from topics.shm.arena import TopicView
 from topics.shm.control import Role
 from topics.shm.queue_messages import (
     Ack,
@@ -21,14 +20,14 @@ from topics.shm.queue_messages import (
     Bury,
     Claim,
     CursorAdvance,
-    CursorLook,
+    CursorGet,
     CursorPassedOn,
     CursorPut,
     Dealt,
-    Exhume,
     Extend,
     Nack,
     Peek,
+    Release,
     Remove,
     Unclaim,
     Waiting,
@@ -72,14 +71,8 @@ def ack(rig: Rig, *seqs: int, name: str = "q", node: str = "w") -> AckReply:
     return reply
 
 
-def view(rig: Rig, name: str = "q") -> TopicView:
-    found = rig.view(name)
-    assert found is not None
-    return found
-
-
 def counts(rig: Rig, name: str = "q") -> tuple[int, int, int]:
-    now = view(rig, name)
+    now = rig.view(name)
     return now.jobs_ready, now.jobs_in_flight, now.jobs_dead_lettered
 
 
@@ -103,9 +96,9 @@ def test_claims_and_acks_of_many_consumers_are_one_commit(rig: Rig) -> None:
     assert [rig.replies[id].count for id in acks] == [5] * 20
     assert [rig.replies[id].count for id in again] == [0] * 20
     assert rig.cell.get("wal_batches") == batches + 1
-    assert (view(rig).records, view(rig).earliest_seq) == (0, 101)
+    assert (rig.view("q").records, rig.view("q").earliest_seq) == (0, 101)
     rig.boot()
-    assert (view(rig).records, view(rig).earliest_seq, view(rig).head_seq) == (0, 101, 100)
+    assert (rig.view("q").records, rig.view("q").earliest_seq, rig.view("q").head_seq) == (0, 101, 100)
 
 
 def test_acks_and_appends_of_one_group_mix(rig: Rig) -> None:
@@ -119,7 +112,7 @@ def test_acks_and_appends_of_one_group_mix(rig: Rig) -> None:
     rig.run()
     assert [type(rig.replies[id]).__name__ for id in ids] == ["AckReply", "AppendReply", "AckReply"]
     assert [seq for seq, _ in rig.read("q")] == [3, 4]
-    assert view(rig).earliest_seq == 3
+    assert rig.view("q").earliest_seq == 3
 
 
 def test_a_capped_queue_may_evict_what_is_acked_in_the_same_group(rig: Rig) -> None:
@@ -150,7 +143,7 @@ def test_a_long_answer_ends_the_group_before_the_journal_is_full(rig: Rig) -> No
         rig.outbox.flush()
         rig.take_replies()
     assert all(rig.replies[id].skipped == unknown for id in ids)
-    assert view(rig).records == 10_000 - 60
+    assert rig.view("q").records == 10_000 - 60
 
 
 # -- restarts
@@ -209,7 +202,7 @@ def test_kept_jobs_give_way_to_a_group_and_stay_away(rig: Rig, fs: FaultyFileSys
     assert rig.replies[ids[2]].code == "topic_full", "one is left that could go, and two are wanted"
     for life in range(2):
         assert [seq for seq, _ in rig.read("q")] == [3, 4, 5, 6]
-        assert (view(rig).records, view(rig).earliest_seq, view(rig).evict_floor) == (4, 3, 1)
+        assert (rig.view("q").records, rig.view("q").earliest_seq, rig.view("q").evict_floor) == (4, 3, 1)
         if not life:
             assert counts(rig) == (2, 1, 0)
             rig.restart_service()
@@ -278,7 +271,7 @@ def test_dead_letters_are_counted_over_restarts(rig: Rig) -> None:
     assert (dealt.seqs, dealt.dead, dealt.dead_deliveries, dealt.dead_letter) == ([3], [1, 2], [1, 1], "dead")
     assert counts(rig) == (0, 1, 0)
     assert rig.call(Bury("q", [1, 3])).count == 1
-    rig.call(Exhume("q", [2, 3], 1_000))
+    rig.call(Release("q", [2, 3], 1_000))
     assert counts(rig) == (0, 1, 1)
     assert claim(rig, 5).dead == []
     rig.clock.ms += 1_001
@@ -741,7 +734,7 @@ def test_a_stream_is_dealt_to_again_when_the_disk_is_back(rig: Rig, fs: FaultyFi
 def test_of_two_readers_one_moves_a_cursor(rig: Rig, fs: FaultyFileSystem) -> None:
     rig.append("t", b"1", b"2", b"3", b"4")
     rig.call(CursorPut("t", "c", "strictly_at_once", 1, None, False))
-    (cursor,) = rig.call(CursorLook("t", "c")).cursors
+    (cursor,) = rig.call(CursorGet("t", "c")).cursors
     ids = [rig.post_call(CursorAdvance("t", "c", cursor.revision, 0, to, 1)) for to in (2, 3)]
     ids.append(rig.post_call(CursorAdvance("t", "c", cursor.revision, 2, 4, 1)))
     rig.run()
@@ -754,10 +747,10 @@ def test_of_two_readers_one_moves_a_cursor(rig: Rig, fs: FaultyFileSystem) -> No
     rig.run()
     assert all(isinstance(rig.replies[id], TopicsError) for id in failing)
     fs.arm(None)
-    (cursor,) = rig.call(CursorLook("t", None)).cursors
+    (cursor,) = rig.call(CursorGet("t", None)).cursors
     assert (cursor.seq, cursor.persisted_seq) == (0, 0)
     rig.restart_service()
-    (after,) = rig.call(CursorLook("t", "c")).cursors
+    (after,) = rig.call(CursorGet("t", "c")).cursors
     assert (after.seq, after.consistency) == (0, "strictly_at_once")
     assert not rig.call(CursorAdvance("t", "c", cursor.revision, 0, 1, 1)).moved
 
@@ -765,14 +758,14 @@ def test_of_two_readers_one_moves_a_cursor(rig: Rig, fs: FaultyFileSystem) -> No
 def test_a_clean_end_logs_a_cursor_up_to_the_first_answer_that_was_not_passed_on(rig: Rig) -> None:
     rig.append("t", b"1", b"2", b"3", b"4")
     rig.call(CursorPut("t", "c", "at_least_once", 10, None, False))
-    (cursor,) = rig.call(CursorLook("t", "c")).cursors
+    (cursor,) = rig.call(CursorGet("t", "c")).cursors
     for read, seq in enumerate((1, 2, 3)):
         assert rig.call(CursorAdvance("t", "c", cursor.revision, seq - 1, seq, read)).moved
     for read in (0, 2):
         rig.call(CursorPassedOn("t", "c", cursor.revision, read, True))
-    (cursor,) = rig.call(CursorLook("t", "c")).cursors
+    (cursor,) = rig.call(CursorGet("t", "c")).cursors
     assert (cursor.seq, cursor.persisted_seq) == (3, 0)
     rig.shard.close()
     rig.restart_service()
-    (after,) = rig.call(CursorLook("t", "c")).cursors
+    (after,) = rig.call(CursorGet("t", "c")).cursors
     assert (after.seq, after.persisted_seq) == (1, 1)

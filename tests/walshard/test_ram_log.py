@@ -5,24 +5,22 @@ from __future__ import annotations
 import errno
 import os
 import random
-import shutil
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.storage.faults import Fault, FaultyFileSystem
+from tests.walshard.killing import at_every_line, is_killed_at_line, serve
 from tests.walshard.rig import Rig
-from tests.walshard.test_killed_anywhere import NOT_REACHED, in_a_process, kill_at_line, serve
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.shm.append_messages import AppendReply
-from topics.shm.arena import TopicView
 from topics.shm.topic_messages import DeleteTopic, PutTopic, SessionClose, SessionOpen, SessionPut
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
 from topics.walshard import setup
+from topics.walshard.commit.ram_trim import RamTrim
 
 FILE_BYTES = 64 * 1024
 EPHEMERAL = TopicConfig(durability="ephemeral")
@@ -56,14 +54,8 @@ def ram_bytes(rig: Rig) -> int:
     return sum(os.stat(os.path.join(directory, name)).st_size for name in os.listdir(directory))
 
 
-def view(rig: Rig, name: str) -> TopicView:
-    found = rig.view(name)
-    assert found is not None
-    return found
-
-
 def floors(rig: Rig, name: str) -> tuple[int, ...]:
-    found = view(rig, name)
+    found = rig.view(name)
     return (
         *(found.head_seq, found.earliest_seq, found.evict_floor, found.evict_reason, found.evict_run_seq),
         *(found.records, found.live_bytes, found.last_write_ts),
@@ -81,11 +73,11 @@ def test_megabytes_through_a_capped_topic_leave_a_bounded_log(rig: Rig) -> None:
     for round in range(1, 11):
         churn(rig, 8)
         most = max(most, ram_bytes(rig))
-        assert view(rig, "busy").head_seq == round * (8 * FILE_BYTES // len(BLOCK))
+        assert rig.view("busy").head_seq == round * (8 * FILE_BYTES // len(BLOCK))
     assert rig.parts.logs.ram is not None
     assert rig.parts.logs.ram.bytes_written > 5 << 20
     assert most <= 5 * FILE_BYTES
-    head_seq = view(rig, "busy").head_seq
+    head_seq = rig.view("busy").head_seq
     kept = [(seq, BLOCK) for seq in range(head_seq - 19, head_seq + 1)]
     before = floors(rig, "busy")
     assert rig.read("busy") == kept
@@ -124,7 +116,7 @@ def test_what_is_live_is_all_kept_when_it_is_much(rig: Rig) -> None:
         name = noise.choices(list(configs), weights=[8, 4, 2, 1])[0]
         rig.append(name, b'"%d%s"' % (number, b"y" * 900), config=configs[name])
         written[name] += 1
-        live = sum(view(rig, name).live_bytes for name in configs if written[name]) if number % 100 == 0 else live
+        live = sum(rig.view(name).live_bytes for name in configs if written[name]) if number % 100 == 0 else live
         most = max(most, ram_bytes(rig) - 2 * live)
     assert most <= 10 * FILE_BYTES
     before = {name: (rig.read(name), floors(rig, name)) for name in configs}
@@ -152,20 +144,20 @@ def test_a_topic_whose_records_are_all_gone_keeps_its_head_floors_and_clock(rig:
 @pytest.mark.parametrize("by_cap", [False, True])
 def test_a_burst_that_is_over_leaves_no_large_ring(rig: Rig, by_cap: bool) -> None:
     rig.append("t", b"0", config=TopicConfig(durability="ephemeral", ttl_ms=0 if by_cap else 1000))
-    small = view(rig, "t")
+    small = rig.view("t")
     for _ in range(4):
         rig.append("t", *[b"1"] * 4096)
-    during = view(rig, "t")
+    during = rig.view("t")
     assert during.ring_capacity == 32768
-    used_bytes = rig.parts.catalog._arena.used_bytes
+    used_bytes = rig.parts.catalog.arena.used_bytes
     rig.clock.ms += 5000
     rig.append("t", *[b"%d" % number for number in range(100)])
     if by_cap:
         rig.call(PutTopic("t", TopicConfig(durability="ephemeral", cap_records=100), False))
     rig.shard.sweep()
-    after = view(rig, "t")
+    after = rig.view("t")
     assert small.ring_capacity < after.ring_capacity <= 256
-    assert rig.parts.catalog._arena.used_bytes < used_bytes - 400_000
+    assert rig.parts.catalog.arena.used_bytes < used_bytes - 400_000
     kept = [(seq, b"%d" % (seq - after.earliest_seq)) for seq in range(after.earliest_seq, after.head_seq + 1)]
     assert len(kept) == 100
     assert rig.read("t") == kept
@@ -173,7 +165,7 @@ def test_a_burst_that_is_over_leaves_no_large_ring(rig: Rig, by_cap: bool) -> No
     old = rig.reader.locations(during, during.head_seq, during.head_seq)
     assert old is None or old.ts == [1_700_000_000_000]
     rig.shard.sweep()
-    assert view(rig, "t") == after, "nothing is moved twice"
+    assert rig.view("t") == after, "nothing is moved twice"
     assert rig.append("t", *[b"2"] * 4000).first_seq == after.head_seq + 1
     assert len(rig.read("t")) == (100 if by_cap else 4100)
     rig.boot()
@@ -297,20 +289,21 @@ def test_a_service_without_ram_records_makes_no_ram_log(rig: Rig) -> None:
 def test_an_error_while_trimming_costs_nothing_but_time(rig: Rig, fs: FaultyFileSystem, calls: set[str]) -> None:
     rig.append("quiet", b'"q"', config=EPHEMERAL)
     churn(rig, 5)
-    head_seq = view(rig, "busy").head_seq
+    head_seq = rig.view("busy").head_seq
     for round in range(16):
         fs.arm(Fault(1 + round % 2 + (round * 17 if "pwritev" in calls else 0), errno.EIO, calls=frozenset(calls)))
         for _ in range(130):
-            try:
-                assert rig.append("busy", BLOCK).first_seq == head_seq + 1
+            reply = rig.outcome(rig.post_append("busy", [BLOCK]))
+            if isinstance(reply, TopicsError):
+                assert reply.code == "storage_unavailable"
+            else:
+                assert reply.first_seq == head_seq + 1
                 head_seq += 1
-            except TopicsError as error:
-                assert error.code == "storage_unavailable"  # noqa: PT017 — nothing else may come
         fs.arm(None)
     assert fs.struck > 1
     churn(rig, 40)
     assert ram_bytes(rig) <= 12 * FILE_BYTES
-    head_seq = view(rig, "busy").head_seq
+    head_seq = rig.view("busy").head_seq
     assert [seq for seq, _ in rig.read("busy")] == list(range(head_seq - 19, head_seq + 1))
     before = floors(rig, "busy")
     rig.boot()
@@ -328,24 +321,22 @@ def prepare(rig: Rig) -> None:
     rig.call(SessionPut("w", b"body"))
     rig.clock.ms += 2000
     rig.shard.sweep()
-    trim = rig.parts.ram_trim
-    trim._next_after_bytes = 1 << 40
-    while len(files(rig)) < 9:
-        rig.append("busy", BLOCK, config=CAPPED)
-    trim._next_after_bytes = 1
+    with pytest.MonkeyPatch.context() as not_yet:
+        not_yet.setattr(RamTrim, "due", False)
+        while len(files(rig)) < 9:
+            rig.append("busy", BLOCK, config=CAPPED)
 
 
-def check_kill_at(n: int, data_dir: str) -> None:
+def check_kill_at(n: int, data_dir: str) -> bool:
     rig = Rig(data_dir)
     try:
         prepare(rig)
         before = {name: floors(rig, name) for name in ("quiet", "gone")}
-        head_seq = view(rig, "busy").head_seq
+        head_seq = rig.view("busy").head_seq
         id = rig.post_append("busy", [b'"last"'])
         later = rig.post_append("quiet", [b'"3"'])
-        ending = in_a_process(lambda: kill_at_line(n, lambda: serve(rig)))
-        assert ending in (0, -signal.SIGKILL)
-        if ending == 0:
+        is_killed = is_killed_at_line(n, lambda: serve(rig))
+        if not is_killed:
             assert files(rig)[0] > 1, "nothing was trimmed"
         rig.take_replies()
         rig.boot()
@@ -369,20 +360,9 @@ def check_kill_at(n: int, data_dir: str) -> None:
         assert len(rig.read("busy")) == 20
     finally:
         rig.close()
-    if ending == 0:
-        os._exit(NOT_REACHED)
+    return is_killed
 
 
 @pytest.mark.timeout(600)
 def test_a_kill_at_every_line_of_a_trimming(tmp_path: Path) -> None:
-    stride = int(os.environ.get("TOPICS_KILL_STRIDE", "31"))
-    n, ending = 1 + random.Random(stride).randrange(stride), 0
-    points = 0
-    while ending == 0:
-        data_dir = str(tmp_path / str(n))
-        ending = in_a_process(lambda n=n, data_dir=data_dir: check_kill_at(n, data_dir))  # type: ignore[misc]
-        assert ending in (0, NOT_REACHED), f"killed at line event {n}"
-        shutil.rmtree(data_dir)
-        points += 1
-        n += stride
-    assert n > 500, f"only {n} line events: has the work shrunk?"
+    at_every_line(tmp_path, 31, 500, check_kill_at)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import random
-import shutil
-import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.walshard.compaction import Compaction
+from tests.walshard.killing import at_every_line, is_killed_at_line, serve
 from tests.walshard.rig import Rig
-from tests.walshard.test_killed_anywhere import NOT_REACHED, in_a_process, kill_at_line, serve
 from topics.core.config import TopicConfig
 from topics.core.floors import EvictReason
 from topics.shm.topic_messages import DeleteRecords, PutTopic
@@ -22,9 +19,8 @@ LIVE = {seq: b"%d" % seq for seq in (3, 4, 6, 7, 8, 9)}
 """1 and 2 are evicted, 5 is deleted; 3 and 4 are durable from the first."""
 
 
-def check_kill_at(n: int, data_dir: str, whole: bool) -> None:
-    """Exits with NOT_REACHED when the work has fewer lines than n. `whole`: the service dies, not the shard alone."""
-    relogging.TURN_SEQS = 2  # type: ignore[misc]
+def check_kill_at(n: int, data_dir: str, whole: bool) -> bool:
+    """Return False when the work has fewer lines than n. `whole`: the service dies, not the shard alone."""
     rig = Rig(data_dir, segment_max_events="6")
     compaction = Compaction(rig)
     try:
@@ -47,9 +43,8 @@ def check_kill_at(n: int, data_dir: str, whole: bool) -> None:
                 rig.take_replies()
                 rest = rig.replies[next_id].rest
 
-        ending = in_a_process(lambda: kill_at_line(n, work))
-        assert ending in (0, -signal.SIGKILL)
-        rig._next_id += 100  # that process has used some
+        is_killed = is_killed_at_line(n, work)
+        rig.next_id += 100  # that process has used some
         if whole:
             rig.restart_service()
         else:
@@ -57,10 +52,9 @@ def check_kill_at(n: int, data_dir: str, whole: bool) -> None:
             rig.run()
         compaction.begin_again()
         found = dict(compaction.read("t"))
-        if not whole or ending == 0:
+        if not (whole and is_killed):
             assert found == LIVE
         view = rig.view("t")
-        assert view is not None
         assert list(found.items()) == list(LIVE.items())[: len(found)], "the first of them"
         assert {3, 4} <= found.keys()
         assert (view.records, view.earliest_seq, view.evict_floor) == (len(found), 3, 3)
@@ -77,19 +71,11 @@ def check_kill_at(n: int, data_dir: str, whole: bool) -> None:
             assert rig.append("t", b"6", b"7", b"8", key=b"k").deduped or whole
     finally:
         rig.close()
-    if ending == 0:
-        os._exit(NOT_REACHED)
+    return is_killed
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("whole", [False, True], ids=["shard", "service"])
-def test_every_line(tmp_path: Path, whole: bool) -> None:
-    stride = int(os.environ.get("TOPICS_KILL_STRIDE", "61"))
-    n, ending = 1 + random.Random(stride).randrange(stride), 0
-    while ending == 0:
-        data_dir = str(tmp_path / str(n))
-        ending = in_a_process(lambda n=n, data_dir=data_dir: check_kill_at(n, data_dir, whole))  # type: ignore[misc]
-        assert ending in (0, NOT_REACHED), f"killed at line event {n}"
-        shutil.rmtree(data_dir)
-        n += stride
-    assert n > 500, f"only {n} line events: has the work shrunk?"
+def test_every_line(tmp_path: Path, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relogging, "TURN_SEQS", 2)
+    at_every_line(tmp_path, 61, 500, partial(check_kill_at, whole=whole))

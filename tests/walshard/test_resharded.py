@@ -77,18 +77,16 @@ def found(data_dir: str) -> Content:
     try:
         compaction = Compaction(rig)
         content = {name: compaction.read(name) for name in NAMES[1:]}
-        assert rig.view(NAMES[0]) is None
+        assert not rig.exists(NAMES[0])
         for name in NAMES[1:]:
             assert rig.append(name, b'"behind"', key=name.encode()).deduped
             view = rig.view(name)
-            assert view is not None
             assert view.records == len(content[name])
         compaction.cut()
         assert {name: compaction.read(name) for name in NAMES[1:]} == content
         # Its name is known, though its log is not what it was.
         rig.append(NAMES[0], b"1")
         view = rig.view(NAMES[0])
-        assert view is not None
         assert view.recreated
         rig.call(DeleteTopic(NAMES[0], False))
         return content

@@ -31,6 +31,8 @@ from topics.shm.topic_messages import (
 )
 from topics.storage.frame import FLAG_MORE, Bytes, FrameType, lay_out, scan
 from topics.storage.layout import group_dir, log_path
+from topics.walshard import setup
+from topics.walshard.routers.copier import Copier
 from topics.walshard.routers.feeds import Feeds
 from topics.walshard.routers.links import Ended
 from topics.walshard.routers.page import PAGE_RECORDS
@@ -55,12 +57,12 @@ def put(rig: Rig, name: str, **config: Any) -> None:
 def append_tagged(rig: Rig, name: str, *records: tuple[bytes, bytes]) -> None:
     """(tag, data) each."""
     laid_out = lay_out([(b"", tag, data, b"") for tag, data in records])
-    rig._next_id += 1
+    rig.next_id += 1
     message = append_messages.encode_append(
-        rig._next_id, name.encode(), True, None, b"", None, laid_out.offset_len, laid_out.flags, laid_out.buffer
+        rig.next_id, name.encode(), True, None, b"", None, laid_out.offset_len, laid_out.flags, laid_out.buffer
     )
     assert rig.shared.rings[0][0].requests.push(*message)
-    rig.answer(rig._next_id)
+    rig.answer(rig.next_id)
 
 
 def feeds(rig: Rig) -> Feeds:
@@ -89,7 +91,6 @@ def most_copies_in_a_step(rig: Rig, other_requests: bool) -> int:
         assert rig.step()
         rig.take_replies()
         view = rig.view("b")
-        assert view is not None
         most, copied = max(most, view.head_seq - copied), view.head_seq
     return most
 
@@ -111,7 +112,7 @@ def test_copies_and_their_cursor_are_one_write_of_the_dest(rig: Rig) -> None:
     assert types[-5:] == [FrameType.APPEND] * 4 + [FrameType.ROUTER_CURSOR]
     content = Path(log_path(group_dir(rig.settings.data_dir, 0, 1), 1)).read_bytes()
     frames = scan(content, 0, len(content)).frames
-    copies = [frame for frame in frames if frame[2] == FrameType.APPEND and frame[4] == rig.view("b").topic_id]  # type: ignore[union-attr]
+    copies = [frame for frame in frames if frame[2] == FrameType.APPEND and frame[4] == rig.view("b").topic_id]
     assert all(frame[3] & FLAG_MORE for frame in copies), "the cursor ends the write"
     rig.append("b", b"own")
     for end in (rig.boot, rig.restart_service):
@@ -140,13 +141,11 @@ def test_a_source_keeps_nothing_that_was_copied(rig: Rig) -> None:
         rig.append("a", b"%d" % at)
     rig.shard.sweep()
     view = rig.view("a")
-    assert view is not None
     assert (view.base_seq, view.earliest_seq) == (50, 50)
     rig.call(DeleteRouter("r"))
     rig.call(SyncRouters("b", 0, 0))
     rig.append("a", b"50")
     view = rig.view("a")
-    assert view is not None
     assert view.base_seq == 51
     assert len(rig.read("b")) == 50
 
@@ -158,19 +157,20 @@ def test_what_a_source_evicted_before_a_crash_and_a_copy_is_a_gap(
     put(rig, "a", cap_records=2)
     route(rig, "r", "a", "b")
     rig.append("a", b"1")
-    monkeypatch.setattr(rig.shard.routing._copier, "next_write", lambda *_: None)
-    rig.append("a", b"2", b"3", b"4", b"5")
+    with monkeypatch.context() as before_copying:
+        before_copying.setattr(Copier, "next_write", lambda *_: None)
+        rig.append("a", b"2", b"3", b"4", b"5")
     end(rig)
     rig.run()
     assert rig.read("b") == [(1, b"1"), (4, b"4"), (5, b"5")]
     rig.call(DeleteRecords("b", 2, None, b""))
     view = rig.view("b")
-    assert view is not None
     assert (view.evict_floor, view.evict_reason, view.head_seq) == (4, EvictReason.SOURCE_TRIM, 5)
 
 
-def test_the_ram_log_is_trimmed_and_keeps_what_only_it_has(rig: Rig) -> None:
-    rig.parts.ram_trim._file_bytes = rig.parts.ram_trim._next_after_bytes = 100_000
+def test_the_ram_log_is_trimmed_and_keeps_what_only_it_has(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "RAM_FILE_BYTES", 100_000)
+    rig.restart_service()
     put(rig, "e", durability="ephemeral")
     route(rig, "r", "a", "b")
     route(rig, "s", "a", "quiet", filter="rare")
@@ -264,7 +264,6 @@ def test_copies_find_room_where_records_have_expired(rig: Rig) -> None:
     assert rig.read("b") == rig.read("c") == [(3, b"3"), (4, b"4")]
     for name in "bc":
         view = rig.view(name)
-        assert view is not None
         assert (view.evict_reason, view.evict_run_seq) == (EvictReason.TTL, 1)
     rig.restart_service()
     rig.run()
@@ -382,7 +381,6 @@ def test_a_source_that_is_deleted_leaves_a_gap_once(rig: Rig) -> None:
         rig.run()
         assert rig.read("b") == [(1, b"1"), (2, b"2")]
         view = rig.view("b")
-        assert view is not None
         assert (view.head_seq, view.records) == (5, 2)
     rig.call(DeleteRecords("b", 2, None, b""))
     rig.append("b", b"own")
@@ -406,7 +404,6 @@ def test_a_gap_becomes_durable_and_so_does_what_follows(rig: Rig) -> None:
         rig.append("a", data)
         seconds_pass(rig, 3)
         view = rig.view("b")
-        assert view is not None
         assert (view.head_seq, view.durable_seq) == (head_seq, head_seq)
 
 
@@ -461,8 +458,9 @@ def test_what_was_deleted_while_it_waited_is_known_to_a_life_that_begins_with_ro
     rig.run()
     rig.call(DeleteRecords("a", None, "eq", b"x"))
     # The shard ends after it made room, and before anything is copied into it.
-    monkeypatch.setattr(rig.shard.routing._copier, "next_write", lambda *_: None)
-    rig.call(DeleteRecords("b", 3, None, b""))
+    with monkeypatch.context() as before_copying:
+        before_copying.setattr(Copier, "next_write", lambda *_: None)
+        rig.call(DeleteRecords("b", 3, None, b""))
     end(rig)
     rig.run()
     assert rig.read("b") == [(3, b"3"), (4, b"5")]
@@ -514,7 +512,6 @@ def test_whatever_happens_a_full_dest_gets_what_lives_when_there_is_room(tmp_pat
                 rig.call(CatchUp("b"))
                 assert rig.read("b") == copies, f"step {step}"
                 view = rig.view("b")
-                assert view is not None
                 assert (view.head_seq, view.evict_floor) == (head_b, 1), f"step {step}"
         assert left_out > 5
     finally:
@@ -539,15 +536,15 @@ def test_a_source_is_copied_from_its_first_record_on_whatever_its_first_group_ev
     rig.shard.sweep()
     for name in ("a", "unrouted"):
         view = rig.view(name)
-        assert view is not None
         assert (view.base_seq, view.earliest_seq) == (19, 19), name
 
 
 def test_what_the_first_group_after_a_crash_evicts_is_copied(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     put(rig, "a", cap_records=2)
     route(rig, "r", "a", "b")
-    monkeypatch.setattr(rig.shard.routing._copier, "next_write", lambda *_: None)
-    rig.append("a", b"1", b"2")
+    with monkeypatch.context() as before_copying:
+        before_copying.setattr(Copier, "next_write", lambda *_: None)
+        rig.append("a", b"1", b"2")
     rig.post_append("a", [b"3", b"4"])
     rig.boot()
     rig.run()

@@ -4,17 +4,14 @@ client has read of a dest stays as it was. Then the shard starts again, or the w
 
 from __future__ import annotations
 
-import os
-import random
-import shutil
-import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.walshard.killing import at_every_line, is_killed_at_line, serve
 from tests.walshard.rig import Rig
-from tests.walshard.test_killed_anywhere import NOT_REACHED, in_a_process, kill_at_line, serve
 from tests.walshard.test_routing import append_tagged, put, route
 from topics.core.routers import RouterSpec
 from topics.shm.topic_messages import CatchUp, DeleteRecords, PutRouter
@@ -22,8 +19,8 @@ from topics.shm.topic_messages import CatchUp, DeleteRecords, PutRouter
 DESTS = ("b", "c", "wide")
 
 
-def check_kill_at(n: int, data_dir: str, whole_service: bool) -> None:
-    """Exits with NOT_REACHED when the work has fewer lines than n."""
+def check_kill_at(n: int, data_dir: str, whole_service: bool) -> bool:
+    """Return False when the work has fewer lines than n."""
     rig = Rig(data_dir)
     try:
         put(rig, "wide", durability="fsync")
@@ -43,9 +40,8 @@ def check_kill_at(n: int, data_dir: str, whole_service: bool) -> None:
         rig.post_call(DeleteRecords("a", 4, None, b""))
         rig.post_call(PutRouter("r", RouterSpec("a", "b", preserve_node=False)))
         rig.post_append("a", [b"7"])
-        ending = in_a_process(lambda: kill_at_line(n, lambda: serve_and_sweep(rig)))
-        assert ending in (0, -signal.SIGKILL)
-        if not whole_service or ending == 0:
+        is_killed = is_killed_at_line(n, lambda: serve_and_sweep(rig))
+        if not (whole_service and is_killed):
             rig.take_replies()
             rig.boot()
             rig.run()
@@ -56,21 +52,20 @@ def check_kill_at(n: int, data_dir: str, whole_service: bool) -> None:
             rig.call(CatchUp(dest))
         for dest in DESTS:
             assert rig.read(dest)[: len(before[dest])] == before[dest]
-        source = [b"%d" % at for at in range(rig.parts.catalog.find("a").topic.head_seq)]  # type: ignore[union-attr]
+        source = [b"%d" % at for at in range(rig.hosted("a").topic.head_seq)]
         assert len(source) == 8 if not whole_service else len(source) >= 4
         for dest in ("b", "c"):
             copied = [data for _, data in rig.read(dest) if b"own" not in data]
-            assert copied == source, f"{dest} after {ending}"
+            assert copied == source, f"{dest} after the kill"
         assert rig.read("b") == rig.read("c")
         payloads = [data.partition(b',"meta"')[0] for _, data in rig.read("wide")]
         assert payloads == source
     finally:
         rig.close()
-    if ending == 0:
-        os._exit(NOT_REACHED)
+    return is_killed
 
 
-def check_full_kill_at(n: int, data_dir: str, whole_service: bool) -> None:
+def check_full_kill_at(n: int, data_dir: str, whole_service: bool) -> bool:
     """The same of a dest that is full: what was deleted while it waited never comes, and what is read keeps its seq."""
     rig = Rig(data_dir)
     try:
@@ -84,10 +79,9 @@ def check_full_kill_at(n: int, data_dir: str, whole_service: bool) -> None:
         rig.post_append("a", [b"8"])
         rig.post_call(DeleteRecords("a", 4, None, b""))
         rig.post_call(DeleteRecords("b", 4, None, b""))
-        ending = in_a_process(lambda: kill_at_line(n, lambda: serve_and_sweep(rig)))
-        assert ending in (0, -signal.SIGKILL)
+        is_killed = is_killed_at_line(n, lambda: serve_and_sweep(rig))
         seen = dict(rig.read("b"))
-        if not whole_service or ending == 0:
+        if not (whole_service and is_killed):
             rig.take_replies()
             rig.boot()
             rig.run()
@@ -99,23 +93,21 @@ def check_full_kill_at(n: int, data_dir: str, whole_service: bool) -> None:
             rig.call(CatchUp("b"))
             page = rig.read("b")
             for seq, data in page:
-                assert seen.setdefault(seq, data) == data, f"seq {seq} after {ending}"
+                assert seen.setdefault(seq, data) == data, f"seq {seq} after the kill"
             view = rig.view("b")
-            assert view is not None
             assert view.evict_floor == 1
             if not page:
                 break
             rig.call(DeleteRecords("b", view.head_seq + 1, None, b""))
-        head_seq = rig.parts.catalog.find("a").topic.head_seq  # type: ignore[union-attr]
+        head_seq = rig.hosted("a").topic.head_seq
         copied = {1: b"0", 2: b"1"} | seen
         kept = [b"%d" % at for at in range(head_seq) if at not in (3, 5)]
         # The work deleted 2, before or after it was copied; and what was the third copy, perhaps before we looked.
         possible = [dict(enumerate(one, 1)) for one in (kept, [data for data in kept if data != b"2"])]
-        assert any({3: one[3]} | copied == one for one in possible), f"{copied} after {ending}"
+        assert any({3: one[3]} | copied == one for one in possible), f"{copied} after the kill"
     finally:
         rig.close()
-    if ending == 0:
-        os._exit(NOT_REACHED)
+    return is_killed
 
 
 def serve_and_sweep(rig: Rig) -> None:
@@ -127,15 +119,5 @@ def serve_and_sweep(rig: Rig) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("whole_service", [False, True])
 @pytest.mark.parametrize(("check", "lines_min"), [(check_kill_at, 3000), (check_full_kill_at, 1500)])
-def test_every_line(
-    tmp_path: Path, check: Callable[[int, str, bool], None], lines_min: int, whole_service: bool
-) -> None:
-    stride = int(os.environ.get("TOPICS_KILL_STRIDE", "197"))
-    n, ending = 1 + random.Random(stride).randrange(stride), 0
-    while ending == 0:
-        data_dir = str(tmp_path / str(n))
-        ending = in_a_process(lambda n=n, data_dir=data_dir: check(n, data_dir, whole_service))  # type: ignore[misc]
-        assert ending in (0, NOT_REACHED), f"killed at line event {n}"
-        shutil.rmtree(data_dir)
-        n += stride
-    assert n > lines_min, f"only {n} line events: has the work shrunk?"
+def test_every_line(tmp_path: Path, check: Callable[..., bool], lines_min: int, whole_service: bool) -> None:
+    at_every_line(tmp_path, 197, lines_min, partial(check, whole_service=whole_service))

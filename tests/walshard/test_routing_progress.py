@@ -37,7 +37,6 @@ def test_a_router_is_shown_at_the_head_of_its_source_as_soon_as_that_is_made(rig
     assert shown.source_topic_id == 0, "the source does not exist yet"
     put(rig, "a")
     source, shown = rig.view("a"), board.find(router.id)
-    assert source is not None
     assert shown is not None
     assert (shown.source_topic_id, shown.source_seq) == (source.topic_id, source.head_seq)
 
@@ -70,8 +69,6 @@ def test_copies_become_durable_with_their_originals_while_their_router_waits(tmp
             rig.shard.sweep()
             rig.run()
         source, dest = rig.view("a"), rig.view("b")
-        assert source is not None
-        assert dest is not None
         assert (source.head_seq, source.durable_seq) == (2, 2)
         assert (dest.head_seq, dest.durable_seq) == (1, 1)
     finally:
@@ -150,7 +147,6 @@ def test_what_waits_for_room_in_the_dest_is_not_pending(rig: Rig) -> None:
     rig.call(DeleteRecords("b", 2, None, b""))
     assert catch_up(rig) == ALL
     view = rig.view("b")
-    assert view is not None
     assert view.head_seq > 1
 
 

@@ -40,9 +40,7 @@ def compaction(tmp_path: Path) -> Iterator[Compaction]:
 
 
 def hosted(rig: Rig, name: str) -> Any:
-    found = rig.parts.catalog.find(name)
-    assert found is not None
-    return found
+    return rig.hosted(name)
 
 
 def check_places(rig: Rig) -> None:
@@ -119,7 +117,6 @@ def test_a_full_dest_holds_up_no_checkpoint_and_copies_from_segments(compaction:
         if step == 12:
             compaction.cut()
         view = rig.view("b")
-        assert view is not None
         rig.call(DeleteRecords("b", view.head_seq + 1, None, b""))
         for _ in range(3):
             rig.clock.ms += 2000
@@ -151,7 +148,6 @@ def after_all_is_taken(compaction: Compaction) -> list[tuple[int, bytes]]:
     """`b` is emptied, and has time to take more: what it has then."""
     rig = compaction.rig
     view = rig.view("b")
-    assert view is not None
     rig.call(DeleteRecords("b", view.head_seq + 1, None, b""))
     rig.clock.ms += 2000
     rig.shard.sweep()
@@ -255,7 +251,6 @@ def test_a_full_dest_is_read_without_the_cold_directory(
     rig = compaction.rig
     cold_backlog(compaction, **cap)
     view = rig.view("b")
-    assert view is not None
     had = view.records
     assert had < 10
     if "cap_bytes" in cap and life != "same":
@@ -350,7 +345,6 @@ def test_marks_of_one_message_know_of_each_others_floors(compaction: Compaction)
         assert {f"b{at}": compaction.read(f"b{at}") for at in range(4)} == expected
         for at in range(4):
             view = rig.view(f"b{at}")
-            assert view is not None
             assert view.records == 3
     verified(rig)
 

@@ -56,7 +56,6 @@ def test_records_leave_the_ring_for_segments_and_stay_what_they_are(compaction: 
         (17, 20, 0),
     ]
     view = compaction.rig.view("t")
-    assert view is not None
     assert (view.base_seq, view.head_seq, view.records) == (21, 23, 23)
 
 
@@ -118,7 +117,6 @@ def test_deletes_by_tag_wherever_the_records_are(compaction: Compaction, cut_bef
         assert numbers(compaction) == [27, 29]
         compaction.cut()
     view = compaction.rig.view("t")
-    assert view is not None
     assert (view.records, view.evict_floor) == (2, 1)
 
 
@@ -128,10 +126,8 @@ def test_deletes_after_the_snapshot_are_read_back(compaction: Compaction) -> Non
     compaction.rig.append("t", b"21", tag=b"y")
     compaction.rig.call(DeleteRecords("t", 15, "eq", b"x"))
     view = compaction.rig.view("t")
-    assert view is not None
     compaction.rig.boot()
     again = compaction.rig.view("t")
-    assert again is not None
     assert (again.records, again.live_bytes, again.earliest_seq) == (view.records, view.live_bytes, view.earliest_seq)
     assert numbers(compaction) == list(range(15, 22))
 
@@ -149,7 +145,6 @@ def test_caps_and_expiry_take_from_segments(compaction: Compaction) -> None:
     rig.call(Expire("t"))
     assert numbers(compaction) == [26]
     view = rig.view("t")
-    assert view is not None
     assert (view.earliest_seq, view.evict_floor) == (26, 26)
     compaction.cut()
     assert [info.first_seq for info in compaction.segments("t")] == [26]
@@ -167,7 +162,6 @@ def test_a_delete_right_after_an_eviction_is_read_back(compaction: Compaction) -
     rig.boot()
     assert numbers(compaction) == [3, 5, 6]
     view = rig.view("t")
-    assert view is not None
     assert (view.records, view.evict_floor) == (3, 3)
 
 
@@ -195,11 +189,9 @@ def test_memory_of_the_ring_is_given_back(tmp_path: Path, compaction: Compaction
     for _ in range(64):
         compaction.rig.append("t", *[b"1"] * 500)
     view = compaction.rig.view("t")
-    assert view is not None
     assert view.ring_capacity == 32768
     compaction.cut()
     view = compaction.rig.view("t")
-    assert view is not None
     assert view.ring_capacity == 16
     assert len(compaction.read("t")) == 32_000
     compaction.rig.close()
@@ -210,7 +202,6 @@ def test_what_cannot_be_is_refused_and_changes_nothing(compaction: Compaction) -
     compaction.cut()
     fill(compaction, 4, start=21)
     view = compaction.rig.view("t")
-    assert view is not None
     last = compaction.segments("t")[-1]
     wrong = [
         [last.__class__(21, 30, 1, 1, 10, 0, 0)],  # beyond the head
@@ -235,7 +226,6 @@ def test_a_deleted_topic_and_its_namesake(compaction: Compaction) -> None:
     compaction.rig.restart_service()
     assert numbers(compaction) == [1, 2, 3]
     view = compaction.rig.view("t")
-    assert view is not None
     assert view.recreated
 
 
@@ -254,7 +244,6 @@ def test_records_of_an_ephemeral_topic_that_became_durable(compaction: Compactio
         restart()
         assert numbers(compaction) == list(range(1, 13))
         view = rig.view("t")
-        assert view is not None
         assert (view.records, view.head_seq, view.earliest_seq) == (12, 12, 1)
 
 
@@ -310,7 +299,6 @@ def test_a_delete_while_records_are_on_their_way(compaction: Compaction, shard_d
         compaction.cut()
     assert numbers(compaction) == list(range(2, 21, 2))
     view = compaction.rig.view("t")
-    assert view is not None
     assert (view.records, view.base_seq) == (10, 21)
     if restarts:
         compaction.rig.restart_service()
@@ -347,7 +335,6 @@ def test_a_delete_while_a_segment_is_rewritten(compaction: Compaction, shard_die
     compaction.rig.restart_service()
     assert numbers(compaction) == left
     view = compaction.rig.view("t")
-    assert view is not None
     assert (view.evict_floor, view.records) == (1, 2)
 
 

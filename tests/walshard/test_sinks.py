@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import random
-import shutil
-import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.storage.faults import FaultyFileSystem
 from tests.walshard.compaction import Compaction
+from tests.walshard.killing import MODULES, at_every_line, is_killed_at_line, serve
 from tests.walshard.rig import Rig
-from tests.walshard.test_killed_anywhere import MODULES, NOT_REACHED, in_a_process, kill_at_line
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
-from topics.frontend.txn.commit_driver import Stages
+from topics.frontend.txn.coordinator import Stages
 from topics.shm.messages import Call
 from topics.shm.topic_messages import (
     PutTopic,
@@ -26,7 +23,7 @@ from topics.shm.topic_messages import (
     TxnBegin,
     TxnEnd,
     TxnForget,
-    TxnLook,
+    TxnGet,
     TxnPending,
 )
 from topics.storage import layout
@@ -61,7 +58,7 @@ def publish_calls(sink: str, batch: int, stages: StageList) -> list[Call]:
 
 
 def drive(rig: Rig, sink: str, batch: int, stages: StageList) -> None:
-    """As `frontend/txn/commit_driver.py` does, without it."""
+    """As `frontend/txn/coordinator.py` does, without it."""
     for call in publish_calls(sink, batch, stages):
         rig.call(call)
     rig.call(TxnEnd(sink, batch))
@@ -72,12 +69,12 @@ def drive(rig: Rig, sink: str, batch: int, stages: StageList) -> None:
 
 
 def data(rig: Rig, topic: str) -> list[bytes]:
-    return [] if rig.view(topic) is None else [piece for _seq, piece in rig.read(topic)]
+    return [piece for _seq, piece in rig.read(topic)] if rig.exists(topic) else []
 
 
 def test_a_batch_is_published_once_and_remembered(rig: Rig) -> None:
     stages = stage(rig, ("a", [b"1", b"2"]), ("b", [b"3"]), ("a", [b"4"]))
-    assert rig.call(TxnLook("s")).outcome == "none"
+    assert rig.call(TxnGet("s")).outcome == "none"
     assert rig.call(TxnBegin("s", 0, stages)).outcome == "begun"
     assert (data(rig, "a"), data(rig, "b")) == ([], [])
     drive(rig, "s", 0, stages)
@@ -134,9 +131,7 @@ def test_pins_outlast_windows_and_restarts_and_go_with_the_batch(rig: Rig) -> No
 
 
 def pins(rig: Rig) -> int:
-    hosted = rig.parts.catalog.find("a")
-    assert hosted is not None
-    return sum(len(stages) for _sink, _batch, stages in hosted.topic.idempotency.pinned())
+    return sum(len(stages) for _sink, _batch, stages in rig.hosted("a").topic.idempotency.pinned())
 
 
 def after_a_cut(rig: Rig) -> int:
@@ -161,7 +156,7 @@ def test_pins_of_batches_that_are_over_leave_the_snapshots(rig: Rig, left: str) 
             rig.call(TxnBegin(sink, 1, stage(rig, ("b", [b"3"]))))
         # Nothing more than two stages came since the last one.
         assert compaction.cut()
-        (topic,) = [one for one in compaction.compactor._followers[0].fold.topics.values() if one.name == "a"]
+        (topic,) = [one for one in compaction.compactor.followers[0].fold.topics.values() if one.name == "a"]
         assert topic.idempotency.pinned() == []
     rig.restart_service()
     assert pins(rig) == 0
@@ -247,7 +242,7 @@ def test_a_stage_that_is_not_there_or_not_whole_decides_nothing(rig: Rig) -> Non
     stages_of(rig).drop([one])
     with pytest.raises(TopicsError, match="there is no stage"):
         rig.call(TxnBegin("s", 0, stages))
-    assert rig.call(TxnLook("s")).outcome == "none"
+    assert rig.call(TxnGet("s")).outcome == "none"
     stages = stage(rig, ("a", [b"1"]))
     path = Path(rig.settings.data_dir, "txn", "stages", f"{stages[0][0]}.stage")
     path.write_bytes(path.read_bytes()[:-1] + b"\0")
@@ -281,14 +276,14 @@ def test_a_sink_can_be_forgotten_once_its_batch_is_over(rig: Rig) -> None:
 
 
 def test_asking_for_sinks_that_are_not_costs_no_memory(rig: Rig) -> None:
-    assert [rig.call(TxnLook(f"s{number}")).outcome for number in range(50)] == ["none"] * 50
+    assert [rig.call(TxnGet(f"s{number}")).outcome for number in range(50)] == ["none"] * 50
     assert not rig.parts.sinks._known
     stages = stage(rig, ("a", [b"1"]))
     rig.call(TxnBegin("s1", 5, stages))
     drive(rig, "s1", 5, stages)
-    assert rig.call(TxnLook("s1")).outcome == "committed"
+    assert rig.call(TxnGet("s1")).outcome == "committed"
     rig.call(TxnForget("s1"))
-    assert rig.call(TxnLook("s1")).outcome == "none"
+    assert rig.call(TxnGet("s1")).outcome == "none"
     assert not rig.parts.sinks._known
 
 
@@ -318,8 +313,8 @@ def commit(rig: Rig, batch: int, contents: list[tuple[str, list[bytes]]]) -> Non
 CONTENTS = [("a", [b"1", b"2"]), ("b", [b"3"]), ("a", [b"4"])]
 
 
-def check_kill_at(n: int, data_dir: str, whole_service: bool) -> None:
-    """Exits with NOT_REACHED when the work has fewer lines than n."""
+def check_kill_at(n: int, data_dir: str, whole_service: bool) -> bool:
+    """Return False when the work has fewer lines than n."""
     rig = Rig(data_dir)
     try:
         rig.append("a", b"0")
@@ -328,14 +323,13 @@ def check_kill_at(n: int, data_dir: str, whole_service: bool) -> None:
         for call in publish_calls("s", 7, stages):
             rig.post_call(call)
         rig.post_call(TxnEnd("s", 7))
-        ending = in_a_process(lambda: kill_at_line(n, lambda: serve(rig), KILLED_IN))
-        assert ending in (0, -signal.SIGKILL)
+        is_killed = is_killed_at_line(n, lambda: serve(rig), KILLED_IN)
         if whole_service:
             rig.restart_service()
         else:
             rig.boot()
             rig.run()
-        decided = rig.call(TxnLook("s"))
+        decided = rig.call(TxnGet("s"))
         if decided.outcome == "none":
             assert (data(rig, "a"), data(rig, "b")) == ([b"0"], [])
         for sink, batch, left in rig.call(TxnPending()).batches:
@@ -345,28 +339,14 @@ def check_kill_at(n: int, data_dir: str, whole_service: bool) -> None:
         commit(rig, 7, CONTENTS)
         commit(rig, 8, [("b", [b"5"])])
         assert (data(rig, "a"), data(rig, "b")) == ([b"0", b"1", b"2", b"4"], [b"3", b"5"])
-        told = rig.call(TxnLook("s"))
+        told = rig.call(TxnGet("s"))
         assert (told.outcome, told.batch, told.pending) == ("committed", 8, [])
     finally:
         rig.close()
-    if ending == 0:
-        os._exit(NOT_REACHED)
-
-
-def serve(rig: Rig) -> None:
-    while rig.shard.step():
-        pass
+    return is_killed
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("whole_service", [False, True])
 def test_killed_at_every_line_it_is_all_or_none_and_once(tmp_path: Path, whole_service: bool) -> None:
-    stride = int(os.environ.get("TOPICS_KILL_STRIDE", "101"))
-    n, ending = 1 + random.Random(stride).randrange(stride), 0
-    while ending == 0:
-        data_dir = str(tmp_path / str(n))
-        ending = in_a_process(lambda n=n, data_dir=data_dir: check_kill_at(n, data_dir, whole_service))  # type: ignore[misc]
-        assert ending in (0, NOT_REACHED), f"killed at line event {n}"
-        shutil.rmtree(data_dir)
-        n += stride
-    assert n > 500, f"only {n} line events: has the work shrunk?"
+    at_every_line(tmp_path, 101, 500, partial(check_kill_at, whole_service=whole_service))

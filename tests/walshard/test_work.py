@@ -11,7 +11,7 @@ from tests.core.cost import lines_of
 from tests.core.list_index import ListIndex
 from topics.core.config import TopicConfig
 from topics.core.job import Now
-from topics.core.jobs import Leases
+from topics.core.leases import Leases
 from topics.core.topic import Topic
 from topics.walshard.handlers.workers import Hand, Worker, Workers
 
@@ -56,14 +56,14 @@ def test_who_waits_longest_is_next() -> None:
     done(leases, 3, 1)
     assert dealt(workers, leases) == {3: [5]}
     workers.put(Worker((0, 4), "w4", 1, 1_000, once=False))
-    leases.give_back([5], 0, NOW)
+    leases.release([5], 0, NOW)
     assert dealt(workers, leases) == {1: [5]}, "it has been without a job for longest"
 
 
 def test_what_is_left_over_goes_to_the_next_ones_the_next_time() -> None:
     workers, leases = streams(3, most=2), leases_with(4)
     assert dealt(workers, leases) == {1: [1, 4], 2: [2], 3: [3]}
-    leases.give_back([1, 4], 0, NOW)
+    leases.release([1, 4], 0, NOW)
     assert dealt(workers, leases) == {2: [1], 3: [4]}
 
 

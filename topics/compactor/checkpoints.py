@@ -21,8 +21,7 @@ from typing import Final, NamedTuple
 
 from topics.compactor.follower import Follower, MarkedIndex
 from topics.compactor.segment_building import NO_ROOM, BufferOf, LogBuffers, SealAt, SegmentAppender
-from topics.core.backoff import doubled_ms
-from topics.core.clock import Clock
+from topics.core.clock import Clock, doubled_ms
 from topics.core.errors import TopicsError
 from topics.core.location import (
     ENTRY_WORDS,
@@ -320,12 +319,12 @@ def tell(follower: Follower, checkpoints: list[TopicCheckpoint]) -> None:
     except (TopicsError, OSError) as error:
         # The OSError is about shared memory: it says nothing about the disk or a file on it.
         raise Refused(f"shard {follower.shard}: {error}") from error
-    gone, refused = set(reply.gone), set(reply.refused)
+    deleted, refused = set(reply.deleted), set(reply.refused)
     for checkpoint in checkpoints:
         topic = follower.fold.topics.get(checkpoint.topic_id)
         if topic is None or checkpoint.topic_id in refused:
             continue
-        if checkpoint.topic_id in gone:
+        if checkpoint.topic_id in deleted:
             follower.fold.topic_delete(checkpoint.topic_id)
             follower.shrunk.add(checkpoint.topic_id)
             continue
@@ -404,11 +403,11 @@ class DurableMarks:
         self._shards = shards
         self._alive = alive
         self._one_by_one_max = one_by_one_max
-        self._doubted = set(range(shards))
+        self.doubted = set(range(shards))
 
     def doubt(self) -> None:
         """A sync of segments failed: it may have been the one that covered marks, so all shards mark again."""
-        self._doubted = set(range(self._shards))
+        self.doubted = set(range(self._shards))
 
     def sync(self, followers: Iterable[Follower]) -> list[tuple[Follower, int, SegmentInfo]]:
         """Puts every deletion that these followers have read onto the disk. Returns (follower, topic id, segment) of
@@ -427,7 +426,7 @@ class DurableMarks:
                     continue
                 index = follower.index_of(topic)
                 for info, seqs in index.deleted_in_segments():
-                    if follower.shard in self._doubted:
+                    if follower.shard in self.doubted:
                         self._mark_again(follower, topic_id, seqs)
                     marked.append((follower, topic_id, info))
                 seen.append(index)
@@ -437,7 +436,7 @@ class DurableMarks:
             for _, topic_id, info in marked:
                 directory = layout.topic_dir(self._data_dir, topic_id)
                 sync_segment(self._fs, directory, info.first_seq, info.version, cold=bool(info.flags & COLD))
-        self._doubted -= shards
+        self.doubted -= shards
         for index in seen:
             del index.deleted[:]
         return marked

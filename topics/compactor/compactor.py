@@ -30,7 +30,7 @@ from topics.compactor.relocation import Relocation
 from topics.compactor.rewriting import Rewriting
 from topics.compactor.segment_building import NO_ROOM, LogBuffers
 from topics.compactor.snapshots import Snapshots
-from topics.core.backoff import doubled_ms
+from topics.core.clock import doubled_ms
 from topics.core.errors import TopicsError
 from topics.log import get_logger
 from topics.shm.topic_messages import Trim
@@ -116,10 +116,10 @@ class Compactor:
         relocation: Relocation | None,
         life: Life,
     ) -> None:
-        self._followers = followers
+        self.followers = followers
         self._snapshots = snapshots
         self._checkpoints = checkpoints
-        self._marks = marks
+        self.marks = marks
         self._leftovers = leftovers
         self._rewriting = rewriting
         self._relocation = relocation
@@ -130,7 +130,7 @@ class Compactor:
 
     def follow(self, step_bytes: int) -> None:
         """Reads the logs on where there is that much to read: then a cut has less to do at one go."""
-        for follower in self._followers:
+        for follower in self.followers:
             until = follower.link.committed
             follower.link.take_notices()
             if until is not None and _bytes_between(follower.position, until) >= step_bytes:
@@ -142,16 +142,16 @@ class Compactor:
         """
         if self._relocation is not None:
             # First: a full disk makes rewriting fail, and this makes room.
-            step = self._relocation.step(self._followers)
+            step = self._relocation.step(self.followers)
             self._cell.add("segments_relocated", step.relocated)
             self._cell.add("failures", step.failed)
-        for follower in self._followers:
+        for follower in self.followers:
             # Records were deleted in them before they were sealed: nobody says so again.
             for sealed in follower.sealed:
                 self._rewriting.consider(follower, *sealed)
             follower.sealed.clear()
         for _ in range(LOOKS_PER_STEP):
-            if self._rewriting.step(self._followers):
+            if self._rewriting.step(self.followers):
                 self._cell.add("segments_rewritten")
             if self._rewriting.due_in_ms() != 0:
                 break
@@ -160,18 +160,18 @@ class Compactor:
     @property
     def new_bytes(self) -> int:
         """The bytes that a shard has written since its last cut, or try of one; the most of all shards."""
-        return max(follower.link.written_bytes - self._tried_bytes[follower.shard] for follower in self._followers)
+        return max(follower.link.written_bytes - self._tried_bytes[follower.shard] for follower in self.followers)
 
     @property
     def has_news(self) -> bool:
         """True if a snapshot would say anything new, or let files go, or if segments are old."""
-        for follower in self._followers:
+        for follower in self.followers:
             kept = self._snapshots.positions.get(follower.shard)
             if kept is None or follower.link.committed not in (None, kept):
                 return True
         if self._leftovers.waiting or (self._relocation is not None and self._relocation.waiting):
             return True
-        return any(map(self._checkpoints.has_old, self._followers))
+        return any(map(self._checkpoints.has_old, self.followers))
 
     def cut(self) -> bool:
         """Makes a cut. False when a shard could not take part, refused or failed, or nothing could be saved; the cut
@@ -183,7 +183,7 @@ class Compactor:
         begun_ms = self._clock.now_ms()
         parts: dict[int, ShardPart] = {}
         is_full = False
-        for follower in self._followers:
+        for follower in self.followers:
             self._tried_bytes[follower.shard] = written = follower.link.written_bytes
             until = follower.link.committed
             if until is None:
@@ -201,9 +201,9 @@ class Compactor:
         reached("snapshot.due")
         for shard in list(parts):
             try:
-                self._sync_marks(self._followers[shard])
+                self._sync_marks(self.followers[shard])
             except (OSError, Refused) as error:
-                is_full |= self._not_cut(self._followers[shard], error)
+                is_full |= self._not_cut(self.followers[shard], error)
                 del parts[shard]
         saved = False
         if self._snapshots.can_save(parts):
@@ -216,12 +216,12 @@ class Compactor:
                 is_full |= error.errno in NO_ROOM
         if is_full:
             self._make_room()
-        return saved and len(parts) == len(self._followers)
+        return saved and len(parts) == len(self.followers)
 
     def _not_cut(self, follower: Follower, error: OSError | Refused) -> bool:
         """Counts and logs the failure of one shard, which holds up no other. True: the disk is full."""
         if isinstance(error, OSError):
-            self._marks.doubt()
+            self.marks.doubt()
         self._cell.add("failures")
         log.error(
             "a checkpoint failed and will be repeated, the log stays as long as it is",
@@ -247,7 +247,7 @@ class Compactor:
         self._cell.add("segments_sealed", written.sealed)
 
     def _sync_marks(self, follower: Follower) -> None:
-        for _, topic_id, info in self._marks.sync([follower]):
+        for _, topic_id, info in self.marks.sync([follower]):
             self._rewriting.consider(follower, topic_id, info.first_seq)
 
     def _save_and_let_go(self, parts: dict[int, ShardPart], begun_ms: int, written_bytes: dict[int, int]) -> None:
@@ -267,7 +267,7 @@ class Compactor:
     def _trim(self, positions: dict[int, WalPosition]) -> None:
         for shard, position in positions.items():
             try:
-                self._followers[shard].link.call(Trim(position.file_no))
+                self.followers[shard].link.call(Trim(position.file_no))
             except TopicsError as error:
                 # The next trim removes those files as well.
                 self._cell.add("failures")
@@ -278,7 +278,7 @@ class Compactor:
     def look_at_all(self) -> None:
         """Looks for work that former lives left undone. Raises OSError."""
         self._leftovers.look_at_all()
-        for follower in self._followers:
+        for follower in self.followers:
             self._rewriting.consider_all(follower)
             if self._relocation is not None:
                 for topic in follower.fold.topics.values():
@@ -296,11 +296,11 @@ class Compactor:
     def _sweep(self, shards: Collection[int]) -> None:
         """Sweeps the topics of these shards, which are in the new snapshot as they are here."""
         for shard in shards:
-            follower = self._followers[shard]
+            follower = self.followers[shard]
             for topic_id in follower.shrunk:
                 self._leftovers.look_at(topic_id)
             follower.shrunk.clear()
-        complete = len(shards) == len(self._followers)
+        complete = len(shards) == len(self.followers)
 
         def in_snapshot(topic_id: int) -> bool:
             shard = self._shard_of(topic_id)
@@ -319,7 +319,7 @@ class Compactor:
         than a disk that stays full whatever is deleted.
         """
         synced: set[int] = set()
-        for follower in self._followers:
+        for follower in self.followers:
             until = follower.link.committed
             if until is None:
                 continue
@@ -333,7 +333,7 @@ class Compactor:
                 )
             else:
                 synced.add(follower.shard)
-        shrunk = set().union(*(self._followers[shard].shrunk for shard in synced))
+        shrunk = set().union(*(self.followers[shard].shrunk for shard in synced))
 
         def files_of(topic_id: int) -> TopicFiles | None:
             return self._files_of(topic_id) if self._shard_of(topic_id) in synced else None
@@ -357,7 +357,7 @@ class Compactor:
 
     def _shard_of(self, topic_id: int) -> int | None:
         """Returns the shard of a topic. None: no log ever created it."""
-        for follower in self._followers:
+        for follower in self.followers:
             if topic_id in follower.fold.topics or topic_id in follower.fold.created_ids:
                 return follower.shard
         return None
@@ -366,7 +366,7 @@ class Compactor:
         shard = self._shard_of(topic_id)
         if shard is None:
             return None
-        follower = self._followers[shard]
+        follower = self.followers[shard]
         topic = follower.fold.topics.get(topic_id)
         if topic is None:
             return TopicFiles(None, 0)

@@ -311,7 +311,7 @@ class Follower:
                 self.touched.add(topic_id)
                 if kind in _MAY_FREE_FILES:
                     self.shrunk.add(topic_id)
-        self.fold.settle()
+        self.fold.apply_pending()
 
     def look_up(self, topic: Topic) -> TopicView | None:
         """Returns the topic as its shard shows it now; None when the shard has deleted it."""

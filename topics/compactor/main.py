@@ -57,7 +57,7 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
         cell.set("state", ProcessState.READY)
         shards = [shared.control.cell(Role.WALSHARD, shard) for shard in range(shared.shards)]
         note = ClockNote(OsFileSystem(), settings.data_dir, boot_id(), shards, clock)
-        _serve(compactor, settings, life, note)
+        serve(compactor, settings, life, note)
     except Stopped as reason:
         log.info("stopped before everything was in segments, the next start reads more of the logs", reason=str(reason))
     except (TailLost, FoldError, RefusedLog, UnknownSnapshotVersion, OSError, Refused) as error:
@@ -175,7 +175,7 @@ def _follow(fs: FileSystem, data_dir: str, shared: SharedMemory, link: ShardLink
     return Follower(shared.identity, link, LogTail(directory, position), fold)
 
 
-def _serve(compactor: Compactor, settings: Settings, life: Life, note: ClockNote) -> None:
+def serve(compactor: Compactor, settings: Settings, life: Life, note: ClockNote) -> None:
     cell, clock = life.cell, life.clock
     times = CutTimes(settings.checkpoint_interval_ms, settings.checkpoint_wal_bytes, clock.monotonic_ms())
     upkeep_not_before_ms = 0

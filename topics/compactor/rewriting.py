@@ -22,8 +22,7 @@ import msgspec
 
 from topics.compactor.checkpoints import Refused, tell
 from topics.compactor.follower import Follower
-from topics.core.backoff import doubled_ms
-from topics.core.clock import Clock
+from topics.core.clock import Clock, doubled_ms
 from topics.core.location import LOCATION_DELETED
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.core.topic import Topic

@@ -1,20 +1,19 @@
-"""Clocks, passed in so that tests own the time, and the time by which records expire. Pure.
+"""Clocks, passed in so that tests own the time, the time by which records expire, and the pause before a retry. Pure.
 
-Commit times and schedules go by the wall clock. Only expiry goes by `ExpiryClock`: the wall clock may jump forward,
-because a virtual machine was resumed or somebody set it wrong, and every topic with a `ttl_ms` would lose its records
-at once and for good. The monotonic clock tells a jump from time that has passed:
+Commit times and schedules use the wall clock. Only expiry uses `ExpiryClock`: the wall clock may jump forward, because
+a virtual machine was resumed or somebody set it wrong, and every topic with a `ttl_ms` would lose its records at once
+and for good. The monotonic clock tells a jump from time that has passed:
 
-    wall            ┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄╭──────────────── forward by more than STEP_MAX_MS
-                                    │        ╭─────── after SETTLE_MS: this is the time
-    expires by      ────────────────┴────────╯        in between: as the monotonic clock has it
+    wall            ┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄╭──────────────── jumps forward by more than STEP_MAX_MS
+                                    │        ╭─────── after SETTLE_MS: the jump is trusted
+    expires by      ────────────────┴────────╯        in between: the monotonic clock goes on
 
-If somebody puts the wall clock back within that time, nothing has happened. The clock follows steps back and small
-steps at once.
+If somebody puts the wall clock back within SETTLE_MS, nothing has expired. Steps back and small steps count at once.
 
-A service that starts compares the wall clock with the time that the one before it trusted (`offset_at_start`). On the
-same boot of the machine the monotonic clock went on meanwhile, so the time without a service counts as time that has
-passed. After another boot nobody can tell: a wall clock more than AWAY_MAX_MS ahead of the last known time is held for
-SETTLE_MS as well.
+A service that starts compares the wall clock with the time that the service before it trusted (`offset_at_start`). On
+the same boot of the machine the monotonic clock kept running, so the time without a service counts as time that has
+passed. After another boot nobody can tell: a wall clock more than AWAY_MAX_MS ahead of the last known time is not
+trusted for SETTLE_MS either.
 """
 
 from __future__ import annotations
@@ -25,16 +24,14 @@ from typing import Final, NamedTuple, Protocol
 
 class Clock(Protocol):
     def now_ms(self) -> int:
-        """Milliseconds since the epoch; may step in either direction."""
-        ...
+        """Return milliseconds since the epoch; the value may step in either direction."""
 
     def monotonic_ms(self) -> int:
-        """Milliseconds since some start; never steps."""
-        ...
+        """Return milliseconds since some start; the value never steps."""
 
 
 class SystemClock:
-    """The one clock of production."""
+    """The clock that production uses."""
 
     def now_ms(self) -> int:
         return time.time_ns() // 1_000_000
@@ -43,20 +40,26 @@ class SystemClock:
         return time.monotonic_ns() // 1_000_000
 
 
+_DOUBLINGS_MAX: Final = 32
+
+
+def doubled_ms(first_ms: int, failures: int, longest_ms: int) -> int:
+    """Return the pause before a retry: `first_ms`, doubled for each of the `failures` before, at most `longest_ms`."""
+    return min(longest_ms, first_ms << min(failures, _DOUBLINGS_MAX))
+
+
 STEP_MAX_MS: Final = 60_000
-"""The two clocks may drift apart so far between two looks; NTP corrects a larger error by a step only."""
+"""The most that the two clocks may drift apart between two calls; NTP corrects a larger error by a step only."""
 SETTLE_MS: Final = 600_000
 """Time for somebody to notice a wrong clock and put it right."""
 AWAY_MAX_MS: Final = 600_000
-"""A machine needs time to boot, and data need time to move to another one. Expiry that comes too early by so much is
-little beside a hold at each boot.
+"""Time for a machine to boot, or for data to move to another one. Expiring so much too early is better than a hold at
+each boot.
 """
 
 
 class TrustedTime(NamedTuple):
-    """The time that a service trusted: `wall_ms` when the monotonic clock of that boot of its machine was at
-    `monotonic_ms`.
-    """
+    """The last time that a service trusted, on both clocks of one boot of its machine."""
 
     boot_id: str
     wall_ms: int
@@ -64,9 +67,7 @@ class TrustedTime(NamedTuple):
 
 
 def offset_at_start(last: TrustedTime | None, boot_id: str, clock: Clock) -> int | None:
-    """Returns the offset that a service trusts when it begins: wall minus monotonic time. None: it trusts the clock as
-    it is.
-    """
+    """Return the offset (wall minus monotonic time) that a new service trusts; None: it trusts the wall clock."""
     if last is None:
         return None
     mono_ms = clock.monotonic_ms()
@@ -84,10 +85,10 @@ class Warn(Protocol):
 
 
 class ExpiryClock:
-    """A `Clock` for expiry. Look at it now and then: everything between two looks counts as one step.
+    """A `Clock` for expiry. Ask it regularly: everything between two calls counts as one step.
 
-    `offset_ms` is the trusted wall time minus monotonic time. It is None before the first look, which trusts the clock.
-    A process that is started again is given the offset that it trusted before.
+    `offset_ms` is the trusted wall time minus monotonic time. It is None before the first call, which trusts the clock.
+    A restarted process passes in the offset that it trusted before.
     """
 
     def __init__(self, clock: Clock, warn: Warn, offset_ms: int | None = None) -> None:
@@ -95,39 +96,38 @@ class ExpiryClock:
         self._clock = clock
         self._warn = warn
         self._ahead_offset_ms = 0
-        """The offset at which somebody put the wall clock. The next field is when that was (monotonic), None while it
-        is trusted.
-        """
+        """Offset of a wall clock that was put forward and is not trusted yet."""
         self._ahead_since_ms: int | None = None
+        """Monotonic ms at which it was put forward; None while the wall clock is trusted."""
 
     def monotonic_ms(self) -> int:
         return self._clock.monotonic_ms()
 
-    def look(self) -> int:
-        """Returns the trusted wall time minus monotonic time, for the next life of this process."""
+    def trusted_offset_ms(self) -> int:
+        """Return the trusted wall time minus monotonic time, for this process after a restart."""
         self.now_ms()
         assert self.offset_ms is not None
         return self.offset_ms
 
     def now_ms(self) -> int:
-        """Milliseconds since the epoch."""
+        """Return milliseconds since the epoch."""
         return self.at(self._clock.now_ms(), self._clock.monotonic_ms())
 
     def at(self, wall_ms: int, mono_ms: int) -> int:
-        """`now_ms`, for a caller that has just looked at both clocks."""
+        """Return `now_ms` for a caller that has just read both clocks."""
         offset_ms = wall_ms - mono_ms
         trusted_ms = offset_ms if self.offset_ms is None else self.offset_ms
         forward_ms = offset_ms - trusted_ms
         if forward_ms <= STEP_MAX_MS:
             if self._ahead_since_ms is not None:
-                self._warn("the wall clock was put back, nothing has expired by the time it had")
+                self._warn("the wall clock was put back in time: nothing has expired by the later time")
         elif self._ahead_since_ms is None or abs(offset_ms - self._ahead_offset_ms) > STEP_MAX_MS:
             self._ahead_offset_ms, self._ahead_since_ms = offset_ms, mono_ms
-            self._warn("the wall clock was put forward, nothing expires by it yet", by_ms=forward_ms, yet_ms=SETTLE_MS)
+            self._warn("the wall clock was put forward: nothing expires by it yet", by_ms=forward_ms, wait_ms=SETTLE_MS)
             return mono_ms + trusted_ms
         elif mono_ms - self._ahead_since_ms < SETTLE_MS:
             return mono_ms + trusted_ms
         else:
-            self._warn("the wall clock has stayed where it was put, records expire by it now", by_ms=forward_ms)
+            self._warn("the wall clock stayed forward: records expire by it now", by_ms=forward_ms)
         self.offset_ms, self._ahead_since_ms = offset_ms, None
         return wall_ms

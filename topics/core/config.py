@@ -1,4 +1,4 @@
-"""A topic's configuration (api §1): the fields, their defaults, their clamps."""
+"""A topic's configuration (api §1): its fields, defaults and clamps. Pure."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name
 
 CLASSES: Final[tuple[Durability, ...]] = get_args(Durability)
-"""In this order wherever a number stands for one."""
+"""Durability classes, in the order of the numbers that stand for them."""
 PRIORITY_MAX: Final = 1000
 LEASE_MS: Final = (100, 86_400_000)
 CLAIM_JITTER_MS_MAX: Final = 5_000
-
-
 _FIELD: Final = re.compile(r"`\$\.([^`]*)`$")
-"""Where a value does not fit, as msgspec says it."""
+"""Path of the value that does not fit, at the end of an error of msgspec."""
 
 
 class TopicConfig(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One topic's whole configuration. Milliseconds and bytes, 0 = off."""
+    """One topic's whole configuration. 0 turns a bound in milliseconds, bytes or records off."""
 
     type: Literal["log", "queue"] = "log"
     ttl_ms: int = 0
@@ -46,7 +44,7 @@ class TopicConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     on_ack: Literal["delete", "keep"] = "delete"
 
     def echo(self) -> dict[str, Any]:
-        """The configuration as every answer shows it: all fields, `durable` as an alias of the class."""
+        """Return the configuration as every answer shows it: all fields, and `durable`, an alias of the class."""
         shown: dict[str, Any] = {}
         for field in self.__struct_fields__:
             if field == "durability":
@@ -58,25 +56,14 @@ class TopicConfig(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 _EXTENSIONS: Final = frozenset({"on_ack"})
-"""Ours, beyond the fields of api §1: shown only where they are not at their default."""
+"""Fields beyond those of api §1, shown only where they are not at their default."""
 _DEFAULTS: Final = {field.name: field.default for field in msgspec.structs.fields(TopicConfig)}
-
-
-_UNSIGNED = (
-    "ttl_ms",
-    "cap_records",
-    "cap_bytes",
-    "idempotency_window_ms",
-    "lease_ms",
-    "claim_jitter_ms",
-    "max_deliveries",
-)
+_UNSIGNED: Final = [name for name, default in _DEFAULTS.items() if type(default) is int]
 
 
 def parse_config(given: Any, topic: str) -> tuple[TopicConfig, bool]:
-    """(configuration, whether `type` was given) from a decoded JSON object; `400` names the field at fault.
-
-    `topic` is the name it is for: a queue may not be its own dead-letter topic.
+    """Return (the configuration in a decoded JSON object, whether it has a `type`); `400` names the field at fault.
+    `topic` is the topic's name: a queue may not be its own dead-letter topic.
     """
     if not isinstance(given, dict):
         raise invalid("config must be a JSON object", field="config")
@@ -109,9 +96,9 @@ def parse_config(given: Any, topic: str) -> tuple[TopicConfig, bool]:
 
 
 def incompatible_type(topic: str, existing: str, requested: str) -> TopicsError:
-    """A topic keeps the type it was created with."""
+    """Return the error of a request to change the type that a topic was created with."""
     return TopicsError(
         "topic_exists_incompatible",
-        f"topic {topic!r} is a {existing}, it cannot become a {requested}",
+        f"topic {topic!r} is a {existing} and cannot become a {requested}: delete it first, or leave the type out",
         {"existing_type": existing, "requested_type": requested},
     )

@@ -1,19 +1,20 @@
 """Named cursors of one topic (api §10): read positions that the server keeps. Pure.
 
-A reader reads from where the cursor is and then asks to move it on. It moves only if it is still where the reader found
-it, so of two readers one gets the records and the other tries again behind them: nothing is read twice, and there is
-no lock for a dead reader to keep. What differs is when a move is in the log:
+A reader reads from where the cursor is, then asks to advance it. The cursor advances only if it is still where the
+reader found it. So of two readers one gets the records and the other tries again behind them: nothing is read twice,
+and there is no lock that a dead reader could keep. The consistency says when a move is logged:
 
-    strictly_at_once   each move, and on the disk, before the reader may pass on what it read: nothing comes twice
-    at_least_once      when `persist_every` answers have been passed on since the last time, without those that have not
+    strictly_at_once   each move, on the disk before the reader may pass on what it read: no record comes twice
+    at_least_once      after every `persist_every` answers that were passed on; the log has the others as missing
 
-Between its move and the word that its answer was passed on, a read is *under way*. If that fails, or its frontend dies,
-what it read is *missing*, and read again before anything new; the log says so of all that is under way.
+Between its move and the word that its answer was passed on, a read is *under way*. If the answer fails, or its
+frontend dies, its records are *missing*: they are read again before anything new. The log has all records under way
+as missing.
 
     ├── read and passed on ──┤ missing ├── passed on ──┤ under way ├── passed on ──┤ not read yet …
                              └ the next read                                       └ front
 
-So a crash brings again what was under way, and what `persist_every` answers had at most, however long others take.
+So a crash repeats what was under way and at most `persist_every` answers, however long other readers take.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from topics.core.errors import TopicsError
 Stretch = tuple[int, int]
 """Records behind the first seq, up to the second."""
 CURSORS_MAX: Final = 10_000
-"""Of one topic."""
+"""The most cursors of one topic."""
 UNDER_WAY_MAX: Final = 1000
-"""Of one cursor: each may be a stretch in every CURSOR frame."""
+"""The most reads of one cursor that are under way: each may be a stretch in every CURSOR frame."""
 
 
 class CursorFrameBody(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Payload of a CURSOR frame, and what a snapshot holds of a cursor. A nil `consistency`: it was deleted. `missing`,
-    ascending and apart, was read before `seq` and is to be read again.
+    """Payload of a CURSOR frame, and a cursor in a snapshot. A nil `consistency` means that it was deleted. `missing`
+    stretches, ascending and apart, were read before `seq` and must be read again.
     """
 
     name: str
@@ -47,12 +48,14 @@ class CursorFrameBody(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def next_seq(self) -> int:
-        """Where the first read begins."""
+        """Position of the first read."""
         return self.missing[0][0] if self.missing else self.seq
 
 
 class NamedCursor:
-    """`revision` changes whenever it is moved by anything but a reader."""
+    """One cursor: its position, the reads under way, and what the log has of it. `revision` changes whenever anything
+    but a reader moves it.
+    """
 
     __slots__ = (
         "_front",
@@ -76,29 +79,29 @@ class NamedCursor:
         """The last seq that was ever read."""
         self._missing = list(body.missing)
         self._under_way: dict[tuple[int, int], Stretch] = {}
-        """By frontend, and its number of the read."""
+        """Reads under way, by frontend and its number of the read."""
         self._logged = body
-        """What the log has."""
+        """The cursor as the log has it."""
         self._passed_on = 0
-        """Answers since that was logged."""
+        """Answers that were passed on since it was logged."""
 
     @property
     def strict(self) -> bool:
-        """Whether no record may come twice."""
+        """True if no record may come twice."""
         return self.consistency == "strictly_at_once"
 
     @property
     def seq(self) -> int:
-        """Where the next read begins."""
+        """Position of the next read."""
         return self._missing[0][0] if self._missing else self._front
 
     @property
     def up_to_seq(self) -> int | None:
-        """Where it ends at the latest: others have read on from there."""
+        """The furthest that the next read may go: other readers have read on from there."""
         return self._missing[0][1] if self._missing else None
 
     def behind(self, passed_seq: int) -> tuple[int, int | None]:
-        """`seq` and `up_to_seq` for one who has read up to `passed_seq`."""
+        """Return `seq` and `up_to_seq` for a reader that has read up to `passed_seq`."""
         for begin, end in self._missing:
             if end > passed_seq:
                 return max(begin, passed_seq), end
@@ -106,22 +109,22 @@ class NamedCursor:
 
     @property
     def persisted_seq(self) -> int:
-        """Where it would begin after a crash."""
+        """Position of the first read after a crash."""
         return self._logged.next_seq
 
     def body(self) -> CursorFrameBody:
-        """As it is logged."""
-        seq, missing = _settled(self._front, (*self._missing, *self._under_way.values()))
+        """Return the cursor as it would be logged now."""
+        seq, missing = _joined(self._front, (*self._missing, *self._under_way.values()))
         return CursorFrameBody(self.name, self.consistency, self.persist_every, seq, tuple(missing))
 
     def logged_body(self) -> CursorFrameBody:
-        """What the log has."""
+        """Return the cursor as the log has it."""
         return self._logged
 
     def advance(self, revision: int, from_seq: int, to_seq: int, frontend: int, read: int) -> bool:
-        """Moves on what a reader found at `from_seq`; False when it is not there any more. `read` is the frontend's
-        number of this read: unless no record may come twice, it is under way until that was passed on or failed.
-        `throttled` when UNDER_WAY_MAX are.
+        """Move the cursor for a reader that found it at `from_seq`; False if it is not there any more. Unless the
+        cursor is strict, the read (`read` is its number at its frontend) is under way until it was passed on or failed.
+        Raises `throttled` if UNDER_WAY_MAX are.
         """
         if revision != self.revision or to_seq <= from_seq:
             return False
@@ -144,50 +147,50 @@ class NamedCursor:
         return True
 
     def passed_on(self, revision: int, frontend: int, read: int) -> None:
-        """The answer of that read was given to its connection."""
+        """Count a read whose answer was written to its connection."""
         if revision == self.revision and self._under_way.pop((frontend, read), None) is not None:
             self._passed_on += 1
 
     def failed(self, revision: int, frontend: int, read: int) -> None:
-        """The answer of that read never was."""
+        """Mark the records of a read missing: its answer did not get to its connection."""
         stretch = self._under_way.pop((frontend, read), None) if revision == self.revision else None
         if stretch is not None:
-            self.give_back([stretch])
+            self.mark_missing([stretch])
 
     def frontend_died(self, frontend: int) -> None:
-        """And with it all answers that it had not passed on."""
+        """Mark the records of all reads missing that were under way at a frontend."""
         reads = [read for read in self._under_way if read[0] == frontend]
         if reads:
-            self.give_back([self._under_way.pop(read) for read in reads])
+            self.mark_missing([self._under_way.pop(read) for read in reads])
 
-    def give_back(self, stretches: Iterable[Stretch]) -> None:
-        """These are to be read again."""
-        self._front, self._missing = _settled(self._front, (*self._missing, *stretches))
+    def mark_missing(self, stretches: Iterable[Stretch]) -> None:
+        """Have these stretches read again."""
+        self._front, self._missing = _joined(self._front, (*self._missing, *stretches))
 
     @property
     def unlogged(self) -> bool:
-        """Whether the log has it somewhere else."""
+        """True if the log has another state of the cursor."""
         return self.body() != self._logged
 
     @property
     def to_persist(self) -> bool:
-        """Whether it is to be logged where it is."""
+        """True if it must be logged now."""
         return (self.strict or self._passed_on >= self.persist_every) and self.unlogged
 
     def persisting(self) -> None:
-        """The next answers are counted from here: what is logged now covers those so far."""
+        """Count answers from here: the state that is being logged covers those so far."""
         self._passed_on = 0
 
     def persisted(self, body: CursorFrameBody) -> None:
-        """The log has it."""
+        """Note that the log has `body`."""
         self._logged = body
 
-    def not_persisted(self) -> None:
-        """The log does not have it: it is tried again with the next answer."""
+    def persist_failed(self) -> None:
+        """Have the cursor logged with the next answer: it could not be logged with this one."""
         self._passed_on += self.persist_every
 
     def configured(self, body: CursorFrameBody) -> None:
-        """The log says: it is this from now on, where it was. What is under way stays what it was."""
+        """Take a new configuration that is in the log. The position and the reads under way stay."""
         assert body.consistency is not None
         self.consistency = body.consistency
         self.persist_every = body.persist_every
@@ -195,8 +198,8 @@ class NamedCursor:
         self.persisted(body)
 
 
-def _settled(front: int, stretches: Iterable[Stretch]) -> tuple[int, list[Stretch]]:
-    """Front and what is missing before it: what nobody has read last was never read."""
+def _joined(front: int, stretches: Iterable[Stretch]) -> tuple[int, list[Stretch]]:
+    """Join stretches that touch; return the front, moved back over a stretch that ends there, and the others."""
     missing: list[Stretch] = []
     for begin, end in sorted(stretches):
         if missing and missing[-1][1] == begin:
@@ -209,7 +212,7 @@ def _settled(front: int, stretches: Iterable[Stretch]) -> tuple[int, list[Stretc
 
 
 class Cursors:
-    """All of one topic, by name."""
+    """All cursors of one topic, by name."""
 
     __slots__ = ("_by_name", "_revisions")
 
@@ -224,7 +227,7 @@ class Cursors:
         return iter(self._by_name.values())
 
     def get(self, topic: str, name: str) -> NamedCursor:
-        """`404 cursor_not_found` without it."""
+        """Return a cursor; `404 cursor_not_found` if there is none of that name."""
         cursor = self._by_name.get(name)
         if cursor is None:
             raise TopicsError(
@@ -235,16 +238,12 @@ class Cursors:
     def find(self, name: str) -> NamedCursor | None:
         return self._by_name.get(name)
 
-    def every(self) -> list[NamedCursor]:
-        """In the order of their names."""
-        return self.behind("", CURSORS_MAX)
-
     def behind(self, name: str, most: int) -> list[NamedCursor]:
-        """The first so many whose names follow this one, in order."""
+        """Return the first `most` cursors whose names follow `name`, in order."""
         return [self._by_name[one] for one in sorted(one for one in self._by_name if one > name)[:most]]
 
     def check_room(self, name: str) -> None:
-        """`429 throttled` for one more than there may be."""
+        """Refuse (`429 throttled`) a new cursor beyond CURSORS_MAX."""
         if name not in self._by_name and len(self._by_name) >= CURSORS_MAX:
             raise TopicsError(
                 "throttled",
@@ -253,7 +252,7 @@ class Cursors:
             )
 
     def logged(self, body: CursorFrameBody) -> None:
-        """The log says: it is now like this."""
+        """Apply a CURSOR frame of the log."""
         if body.consistency is None:
             self._by_name.pop(body.name, None)
             return
@@ -261,12 +260,12 @@ class Cursors:
         self._by_name[body.name] = NamedCursor(body, self._revisions)
 
     def restart(self, first_revision: int) -> None:
-        """A new life: what a reader of the former one knows of a cursor does not count in this one."""
+        """Give all cursors new revisions: what a reader knows from before the restart must not count."""
         self._revisions = first_revision
         for cursor in self._by_name.values():
             self._revisions += 1
             cursor.revision = self._revisions
 
     def bodies(self) -> list[CursorFrameBody]:
-        """For a snapshot: what the log has, not what is only in memory."""
-        return [cursor.logged_body() for cursor in self.every()]
+        """Return all cursors as the log has them, by name."""
+        return [cursor.logged_body() for cursor in self.behind("", CURSORS_MAX)]

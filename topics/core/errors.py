@@ -1,7 +1,4 @@
-"""Every way a request can fail, and the HTTP status each one has (api §0.6).
-
-The set is closed: a code is in `STATUS_BY_CODE` or it does not exist.
-"""
+"""All error codes of requests, each with its HTTP status (api §0.6). No other code exists."""
 
 from __future__ import annotations
 
@@ -44,11 +41,11 @@ STATUS_BY_CODE: dict[str, int] = {
 }
 
 RETRY_AFTER_S = {"throttled": 1, "not_ready": 1, "shutting_down": 1, "shard_unavailable": 1, "storage_unavailable": 1}
-"""Codes whose answer carries `Retry-After`, in seconds."""
+"""`Retry-After`, in seconds, of the codes whose answers carry it."""
 
 
 class TopicsError(Exception):
-    """One failed request: what the client branches on (`code`), reads (`message`) and computes with (`detail`)."""
+    """One failed request: a client branches on `code`, shows `message` and computes with `detail`."""
 
     def __init__(self, code: str, message: str, detail: dict[str, Any] | None = None) -> None:
         assert code in STATUS_BY_CODE, code
@@ -59,21 +56,21 @@ class TopicsError(Exception):
 
     @property
     def status(self) -> int:
-        """The HTTP status of this error."""
+        """HTTP status of this error."""
         return STATUS_BY_CODE[self.code]
 
 
 def invalid(message: str, **detail: Any) -> TopicsError:
-    """A request that can never succeed as it is."""
+    """Return the error of a request that can never succeed as it is."""
     return TopicsError("invalid_request", message, detail or None)
 
 
 def topic_not_found(name: str) -> TopicsError:
-    """The topic does not exist (any more)."""
+    """Return the error of a request for a topic that does not exist."""
     return TopicsError("topic_not_found", f"topic {name!r} does not exist", {"topic": name})
 
 
 def not_a_queue(name: str) -> TopicsError:
-    """The topic is a log."""
-    message = f"topic {name!r} is a log: only a topic that was made with type 'queue' has jobs"
+    """Return the error of a queue request for a log."""
+    message = f"topic {name!r} is a log: only a topic that was created with type 'queue' has jobs"
     return TopicsError("not_a_queue", message, {"topic": name})

@@ -1,4 +1,4 @@
-"""A topic's floors as its log has them, why records below them are gone (api §3.2), what a delete takes (api §5)."""
+"""A topic's floors as its log has them, the reasons of evictions (api §3.2), and the plan of a delete (api §5)."""
 
 from __future__ import annotations
 
@@ -9,29 +9,28 @@ import msgspec
 
 
 class EvictReason(IntEnum):
-    """The reason why records below evict_floor are gone; the names are the tombstone's `reason`."""
+    """The reason for which records below evict_floor were lost; the names are the tombstone's `reason`."""
 
     NONE = 0
     CAP = 1
     TTL = 2
     MIXED = 3
     RESTART = 4
-    """Records of an `ephemeral` topic are gone because the service was restarted."""
+    """The service was restarted, and the records were of an `ephemeral` topic."""
     SOURCE_TRIM = 5
-    """A router's source lost records before they were copied."""
+    """A router's source lost the records before they were copied."""
 
 
 def run_after(reason: EvictReason, last_reason: int, evict_floor: int, evict_run_seq: int) -> int:
-    """Returns the `evict_run_seq` of a topic when more is evicted for `reason`: a run has evictions of one reason."""
+    """Return the `evict_run_seq` of a topic after an eviction for `reason`: a run has evictions of one reason."""
     if last_reason == reason:
         return evict_run_seq
     return 1 if last_reason == EvictReason.NONE else evict_floor
 
 
 class Floors(msgspec.Struct, array_like=True, frozen=True):
-    """The state of a topic after a control frame that changed it (`core/topic.py` has the meanings).
-
-    `revision` counts such frames of a topic: a frame whose revision is not above the topic's changes nothing.
+    """The state of a topic after a control frame that changed it; `core/topic.py` explains the fields. `revision`
+    counts such frames of a topic: a frame whose revision is not above the topic's changes nothing.
     """
 
     revision: int = 0
@@ -43,7 +42,7 @@ class Floors(msgspec.Struct, array_like=True, frozen=True):
     live_bytes: int = 0
 
     def evicted(self, seq: int, reason: EvictReason) -> Floors:
-        """Returns floors with evict_floor at `seq` or above."""
+        """Return these floors after an eviction below `seq`."""
         if seq <= self.evict_floor:
             return self
         run_seq = run_after(reason, self.evict_reason, self.evict_floor, self.evict_run_seq)
@@ -51,8 +50,8 @@ class Floors(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Front(NamedTuple):
-    """The beginning of the live records, and the loss just before it: everything below `lost_below_seq` (0: nothing)
-    went for `lost_reason`.
+    """The first live record, and the loss just before it: everything below `lost_below_seq` (0: nothing) was lost for
+    `lost_reason`.
     """
 
     earliest_seq: int
@@ -61,9 +60,8 @@ class Front(NamedTuple):
 
 
 class Deletion(NamedTuple):
-    """The effect of one delete. It takes everything below `below_seq`, and `seqs`: so many records and bytes that were
-    live. `front` is where the live ones begin afterwards. The numbers are negative where the count was too low and is
-    put right.
+    """The effect of one delete: everything below `below_seq` and `seqs` go, of which `records` and `size_bytes` were
+    live (negative where the count was too low and is corrected). `front` is where the live records begin afterwards.
     """
 
     below_seq: int

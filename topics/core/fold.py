@@ -1,8 +1,8 @@
-"""The fold: what a shard's log says, one frame after the other. Pure; recovery and the compactor use the same.
+"""The fold: the state that a shard's log says, frame by frame. Pure; recovery and the compactor use the same.
 
-`core/control_bodies.py` says what is in the frames. A run of them may come twice (a file whose sync failed is copied
-into the next one): the second changes nothing. Floors whose revision is not above the topic's are passed over with all
-that their frame says.
+`core/control_bodies.py` has the bodies of the frames. A run of frames may come twice (a file whose sync failed is
+copied into the next one), and changes nothing the second time: a frame whose revision is not above the topic's is
+skipped.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from topics.core.control_bodies import (
-    RamStateBody,
-    SessionBody,
+    RamStateFrameBody,
+    SessionFrameBody,
     decode_config,
     decode_create,
     decode_delete,
@@ -46,52 +46,53 @@ from topics.core.topic import Topic
 
 
 class FoldError(Exception):
-    """The log contradicts itself: frames are valid, but their order cannot have been written by a shard."""
+    """The log contradicts itself: its frames are valid, but no shard can have written them in this order."""
 
 
 class Fold:
-    """Applies frames in log order.
+    """Applies frames in log order and owns the topics, sessions and routers that result.
 
-    Appends are gathered per topic and reach it in runs, so that the cost of a record is a few list operations.
-    The records of an `ephemeral` topic come from two logs: those in RAM follow all durable ones. In this order:
-    `restore`, if there is a snapshot, the RAM log, the durable one, `finish`. Or, for a snapshot, the durable log alone
-    and then `state`.
+    Appends are gathered per topic and reach it in runs, so that a record costs a few list operations. The records of
+    an `ephemeral` topic come from two logs: those in RAM follow all durable ones. Recovery calls `restore` if there is
+    a snapshot, feeds the RAM log, then the durable one, and calls `finish`. For a snapshot, feed the durable log alone,
+    then call `state`.
     """
 
     def __init__(self, make_index: Callable[[int], RecordIndex]) -> None:
-        """`make_index`: topic id → its index, empty, the next entry being that of seq 1."""
+        """`make_index` makes the index of a topic id, empty, its next entry being that of seq 1."""
         self._make_index = make_index
         self.topics: dict[int, Topic] = {}
-        self.sessions: dict[str, SessionBody] = {}
+        self.sessions: dict[str, SessionFrameBody] = {}
         self.created_ids: set[int] = set()
-        """Deleted topics as well: ids are never used again."""
+        """Ids of all topics, deleted ones too: an id is never used again."""
         self.deleted_names: set[str] = set()
-        """Whoever takes one again is `recreated`."""
+        """Names of deleted topics: a new topic of such a name is `recreated`."""
         self.routers = FoldedRouters()
         self._pending: dict[int, array[int]] = {}
+        """Entries of the durable log that their topics do not have yet."""
         self._in_ram: dict[int, array[int]] = {}
-        """Entries of the RAM log, which is read first. They wait for everything that is durable."""
+        """Entries of the RAM log. It is read first, but they go behind all durable ones."""
+        # What the RAM log says of topics before the durable log creates them:
         self._early_keys: dict[int, list[tuple[bytes, WriteOutcome]]] = {}
         self._early_attributes: dict[int, list[bytes]] = {}
-        self._ram_states: dict[int, RamStateBody] = {}
+        self._ram_states: dict[int, RamStateFrameBody] = {}
         self._ram = RamPeriods()
         self.lost_heads: set[int] = set()
-        """After `finish`: topics whose heads are what a watermark allows. The log has to say so (an exact one) before
-        there is a RAM log again: afterwards nobody could tell what was lost before it from what never was.
+        """After `finish`: topics whose head is the most that a watermark allows. An exact watermark must be logged
+        before there is a RAM log again: without it nobody could tell later which seqs were lost and which never were.
         """
         self._uncounted: set[int] = set()
         """Topics whose counts the durable log does not know: records came from RAM, or were lost with it."""
 
-    # -- a snapshot
+    # -- snapshots
 
     def state(self) -> ShardState:
-        """Everything that was folded so far. Between two whole writes of the durable log; nothing of a RAM log.
-
-        FoldError when the log lacks records.
+        """Return everything that was folded so far, at the end of a write of the durable log, without a RAM log. Raises
+        FoldError if the log lacks records.
         """
         topics = []
         for topic in self.topics.values():
-            self._settle(topic, at_end=True)
+            self._apply_pending(topic, at_end=True)
             topics.append(
                 FoldedTopic(
                     topic.id,
@@ -114,7 +115,7 @@ class Fold:
         return state
 
     def restore(self, state: ShardState) -> None:
-        """Before anything else: goes on where the fold that gave this state was. FoldError when it lacks records."""
+        """Start from the state that another fold returned. Raises FoldError if it lacks records."""
         assert not self.created_ids
         self.deleted_names = set(state.deleted_names)
         self.created_ids = state.all_deleted_ids()
@@ -131,7 +132,7 @@ class Fold:
         index.skip_to(kept.head_seq + 1)
         topic.head_seq = kept.head_seq
         topic.last_write_ts = kept.last_write_ts
-        self._note_count(topic.id, kept.floors)
+        self._check_count(topic.id, kept.floors)
         topic.logged(kept.floors)
         for key, *outcome in kept.keys:
             topic.idempotency.remember(key, WriteOutcome(*outcome))
@@ -147,7 +148,7 @@ class Fold:
     # -- frames
 
     def records(self, topic_id: int, entries: array[int], in_ram: bool = False) -> None:
-        """Take a run of Append frames of one topic: index entries in log order."""
+        """Gather a run of Append frames of one topic, as index entries in log order."""
         if not in_ram:
             self._topic(topic_id)
         waiting = self._in_ram if in_ram else self._pending
@@ -186,8 +187,8 @@ class Fold:
     def config_update(self, topic_id: int, data: bytes) -> None:
         topic = self._topic(topic_id)
         if topic is not None:
-            self._settle(topic)
-            # Its evictions, if any, are in the log themselves.
+            self._apply_pending(topic)
+            # The evictions that follow from it are in the log themselves.
             topic.config = decode_config(data).config
 
     def delete(self, topic_id: int, data: bytes) -> None:
@@ -195,28 +196,28 @@ class Fold:
         if topic is not None:
             body = decode_delete(data)
             seqs = decode_runs(body.runs)
-            self._gone(topic, seqs)
-            if self._begins(topic, body.floors.revision, body.floors.earliest_seq):
+            self._end_jobs(topic, seqs)
+            if self._is_news(topic, body.floors.revision, body.floors.earliest_seq):
                 self._flag_deleted(topic, seqs)
-                self._take(topic, body.floors)
+                self._apply_floors(topic, body.floors)
 
     def evict_watermark(self, topic_id: int, data: bytes) -> None:
         topic = self._topic(topic_id)
         if topic is not None:
             floors = decode_evict(data).floors
-            if self._begins(topic, floors.revision, floors.earliest_seq):
-                self._take(topic, floors)
+            if self._is_news(topic, floors.revision, floors.earliest_seq):
+                self._apply_floors(topic, floors)
 
     def checkpoint_mark(self, topic_id: int, up_to_seq: int, data: bytes) -> None:
         topic = self._topic(topic_id)
         if topic is not None:
             body = decode_mark(data)
-            if self._begins(topic, body.floors.revision, body.floors.earliest_seq):
+            if self._is_news(topic, body.floors.revision, body.floors.earliest_seq):
                 if up_to_seq > topic.head_seq:
                     self._uncounted.add(topic_id)
                 topic.index.checkpointed(up_to_seq, body.segments)
-                topic.reaches(up_to_seq)
-                self._take(topic, body.floors)
+                topic.extend_head(up_to_seq)
+                self._apply_floors(topic, body.floors)
                 topic.index.drop_before(topic.earliest_seq)
 
     def head_watermark(self, topic_id: int, seq: int, data: bytes) -> None:
@@ -254,10 +255,10 @@ class Fold:
                     topic.queue.finish(body.runs)
             if not body.keep:
                 seqs = body.seqs()
-                self._gone(topic, seqs)
-                if self._begins(topic, body.revision, body.earliest_seq):
+                self._end_jobs(topic, seqs)
+                if self._is_news(topic, body.revision, body.earliest_seq):
                     self._flag_deleted(topic, seqs)
-                    self._take(topic, body.floors_of(topic))
+                    self._apply_floors(topic, body.floors_of(topic))
 
     def cursor(self, topic_id: int, data: bytes) -> None:
         topic = self._topic(topic_id)
@@ -265,7 +266,7 @@ class Fold:
             fold_cursor(topic, data)
 
     def ram_state(self, topic_id: int, data: bytes) -> None:
-        """The latest one counts, and everything about the topic that the RAM log says after it."""
+        """Take the state that removed files of the RAM log had; the latest frame counts."""
         state = decode_ram_state(data)
         topic = self.topics.get(topic_id)
         if topic is not None:
@@ -274,14 +275,14 @@ class Fold:
             self._ram_states[topic_id] = state
 
     def router_cursor(self, topic_id: int, seq: int, data: bytes, in_ram: bool) -> None:
-        """`in_ram`: from the RAM log, which is read before the topic is known."""
+        """Take the cursor of a dest; the RAM log may have one before the durable log creates the dest."""
         feed = decode_feed(data)
         if not in_ram:
             topic = self._topic(topic_id)
             if topic is None:
                 return
             if feed.trimmed and topic.config.durability != "ephemeral":
-                self._settle(topic)
+                self._apply_pending(topic)
                 topic.skipped(seq, EvictReason(feed.trim_reason or EvictReason.SOURCE_TRIM))
         self.routers.cursor(topic_id, feed, in_ram)
 
@@ -293,25 +294,25 @@ class Fold:
             self.sessions[session.wid] = session
 
     def finish(self, ram_log_survived: bool) -> None:
-        """All logs are read. Without the RAM log, what `ephemeral` topics held is gone and their heads are what
-        the watermarks say; with it (one process crashed, not the service), the records themselves say it, or the last
-        exact watermark: up to there seqs were given out.
+        """Complete the topics once all logs are read. Without the RAM log, what `ephemeral` topics held is lost and
+        the watermarks say their heads. With it (only a process crashed), the records themselves say them, or the last
+        exact watermark: seqs up to there were assigned.
         """
         for topic in self.topics.values():
-            self._settle(topic, at_end=True)
+            self._apply_pending(topic, at_end=True)
             in_ram = self._in_ram.pop(topic.id, None)
             if in_ram is not None:
-                # What was logged again when the topic became durable is known by now, and left out.
+                # Records that were logged again when the topic became durable are known by now, and skipped.
                 self._uncounted.add(topic.id)
                 topic.last_write_ts = max(topic.last_write_ts, *in_ram[1::ENTRY_WORDS])
                 self._pending[topic.id] = in_ram
-                self._settle(topic, at_end=True)
+                self._apply_pending(topic, at_end=True)
             head_ceiling = self._ram.ceiling(topic.id) or 0
             topic.head_ceiling = head_ceiling
-            # Only where a loss was accepted: segments go on behind the end of the log, or were made when records were
-            # gone of which it does not say so any more.
+            # Only after an accepted loss: segments go on behind the end of the log, or were made after losses that the
+            # log does not mention any more.
             if topic.index.segments.last_seq > topic.head_seq:
-                topic.reaches(topic.index.segments.last_seq)
+                topic.extend_head(topic.index.segments.last_seq)
                 self._uncounted.add(topic.id)
             if topic.index.segments.dense_from_seq > topic.earliest_seq:
                 topic.missing_below(topic.index.segments.dense_from_seq)
@@ -319,51 +320,50 @@ class Fold:
             exact_head_seq = self._ram.exact_head(topic.id)
             lost_seq = exact_head_seq if ram_log_survived else head_ceiling
             if lost_seq > topic.head_seq:
-                self._lose(topic, lost_seq)
+                self._mark_lost(topic, lost_seq)
                 if lost_seq > exact_head_seq:
                     self.lost_heads.add(topic.id)
             if self._ram.has_deleted(topic.id):
-                # What was given up is not lost.
+                # A deleted record is not a lost one.
                 self._uncounted.add(topic.id)
                 deleted = list(seqs_of(self._ram.deleted_runs(topic)))
                 topic.index.flag_deleted(deleted[: bisect_right(deleted, topic.head_seq)])
             if topic.id in self._uncounted:
                 topic.recount()
-                topic.lay_open_lost()
-            # So far every reader of the log comes.
+            # Every reader of the log comes to this floor.
             topic.logged_floor = topic.evict_floor
-            # What the last writes evicted may not have been logged any more.
+            # The evictions of the last writes may not be in the log.
             topic.evict_over_cap()
 
     def is_counted(self, topic: Topic) -> bool:
-        """Whether `topic.records` is what the durable log alone says: none of them ever were in RAM only."""
+        """True if `topic.records` is what the durable log alone says: no record was ever in RAM only."""
         return topic.id not in self._uncounted and self._ram.ceiling(topic.id) is None
 
-    def settle(self) -> None:
-        """Every topic has the records that were fed so far, as far as they follow each other."""
+    def apply_pending(self) -> None:
+        """Hand every topic the records that were fed so far, as far as they follow each other."""
         for topic_id in list(self._pending):
             topic = self.topics.get(topic_id)
             if topic is None:
                 del self._pending[topic_id]
             else:
-                self._settle(topic)
+                self._apply_pending(topic)
 
     def _topic(self, topic_id: int) -> Topic | None:
-        """None for a topic that was deleted since."""
+        """Return the topic that a frame is of, None if it was deleted since."""
         topic = self.topics.get(topic_id)
         if topic is None and topic_id not in self.created_ids:
             raise FoldError(f"a frame names topic {topic_id:#x}, which the log never created")
         return topic
 
-    def _settle(self, topic: Topic, at_end: bool = False) -> None:
-        """Hands a topic the records gathered for it, in seq order. Seqs between them that were given out in RAM are
-        lost: gone with a former RAM log, deleted there, or, in logs of 0.1.0, never logged when the topic became
-        durable. A hole for which the log gives no reason is an error at the end: before, a frame may say more about it.
+    def _apply_pending(self, topic: Topic, at_end: bool = False) -> None:
+        """Hand a topic the records gathered for it, in seq order. Seqs between them that were assigned in RAM are
+        lost: with a former RAM log, deleted there, or, in logs of 0.1.0, not logged when the topic became durable. Any
+        other hole is an error `at_end`: until then a frame may explain it.
         """
         entries = self._pending.pop(topic.id, None)
         if entries is None:
             return
-        # Repeats (a file that was salvaged into the next one) and known records are left out.
+        # Without repeats (a file that was salvaged into the next one) and known records.
         entries = in_order(entries, topic.head_seq)
         while entries:
             expected = topic.head_seq + 1
@@ -376,51 +376,51 @@ class Fold:
                         f"topic {topic.name!r} ({topic.id:#x}): record {entries[0]} follows {expected - 1}, "
                         f"the records between are missing from the log"
                     )
-                self._lose(topic, entries[0] - 1)
+                self._mark_lost(topic, entries[0] - 1)
                 continue
             run = dense_run(entries)
             topic.restored(entries[: run * ENTRY_WORDS])
             entries = entries[run * ENTRY_WORDS :]
 
-    def _begins(self, topic: Topic, revision: int, earliest_seq: int) -> bool:
-        """Whether a frame with this revision says anything new; the topic has all records before it then."""
+    def _is_news(self, topic: Topic, revision: int, earliest_seq: int) -> bool:
+        """True if a frame with this revision says anything new; the topic has all records before the frame then."""
         if topic.queue is not None:
             topic.queue.forget_below(earliest_seq)
         if revision <= topic.revision:
             return False
-        self._settle(topic)
+        self._apply_pending(topic)
         return True
 
-    def _gone(self, topic: Topic, seqs: Sequence[int]) -> None:
-        """Also when the frame comes twice: so do those before it, which say that there are jobs."""
+    def _end_jobs(self, topic: Topic, seqs: Sequence[int]) -> None:
+        """End deleted jobs, also when the frame comes twice: so do those before it, which bring the jobs back."""
         if topic.queue is not None:
-            topic.queue.gone(seqs)
+            topic.queue.deleted(seqs)
 
     def _flag_deleted(self, topic: Topic, seqs: Sequence[int]) -> None:
         self._ram.deleted(topic.id, seqs)
         topic.index.flag_deleted(seqs[bisect_left(seqs, topic.earliest_seq) : bisect_right(seqs, topic.head_seq)])
 
-    def _take(self, topic: Topic, floors: Floors) -> None:
-        """Records of an `ephemeral` topic below the floor need not be in any log that is left."""
+    def _apply_floors(self, topic: Topic, floors: Floors) -> None:
         if floors.earliest_seq > topic.head_seq + 1:
+            # No log need have the records of an `ephemeral` topic below the floor.
             self._uncounted.add(topic.id)
-            topic.reaches(floors.earliest_seq - 1)
+            topic.extend_head(floors.earliest_seq - 1)
         elif floors.earliest_seq < topic.earliest_seq:
-            # They were taken for lost with the RAM log. If they were not, a segment has them: so it is in logs of
-            # release 0.1.0, whose compactor read the RAM log of a topic that was `ephemeral` no more.
+            # The fold took the records between for lost with the RAM log. If they were not, a segment has them: the
+            # compactor of release 0.1.0 read the RAM log of a topic that was no longer `ephemeral`.
             if topic.index.base_seq <= floors.earliest_seq:
                 topic.earliest_seq = floors.earliest_seq
             else:
                 floors = msgspec.structs.replace(topic.floors(), revision=floors.revision)
-        self._note_count(topic.id, floors)
+        self._check_count(topic.id, floors)
         topic.logged(floors)
 
-    def _note_count(self, topic_id: int, floors: Floors) -> None:
-        """Counts below 0, from a version that believed indexes more than the log: they are counted anew."""
+    def _check_count(self, topic_id: int, floors: Floors) -> None:
+        """Have a topic counted again if its counts are below 0: earlier versions trusted indexes more than the log."""
         if floors.records < 0 or floors.live_bytes < 0:
             self._uncounted.add(topic_id)
 
-    def _restore_ram_state(self, topic: Topic, state: RamStateBody) -> None:
+    def _restore_ram_state(self, topic: Topic, state: RamStateFrameBody) -> None:
         self._uncounted.add(topic.id)
         if state.earliest_seq > topic.head_seq + 1:
             topic.lost_below(state.earliest_seq, EvictReason(state.evict_reason))
@@ -430,8 +430,8 @@ class Fold:
             topic.idempotency.remember(key, WriteOutcome(*outcome))
         restore_consumers(topic, state.consumers)
 
-    def _lose(self, topic: Topic, last_seq: int) -> None:
-        """What was in RAM up to there is gone."""
+    def _mark_lost(self, topic: Topic, last_seq: int) -> None:
+        """Take the seqs up to `last_seq` for lost with the RAM log."""
         self._uncounted.add(topic.id)
         if topic.earliest_seq <= topic.head_seq:
             topic.restored(lost_entries(topic.head_seq + 1, last_seq, topic.last_write_ts, EvictReason.RESTART))

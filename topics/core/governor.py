@@ -1,4 +1,4 @@
-"""How hard a process is pressed, and what is done about it: pure, one sample every INTERVAL_MS.
+"""The pressure of a process and what follows from it, one sample every INTERVAL_MS. Pure.
 
     pressure      0 ─────── 0.2 ─────────── 0.4 ─────────── 0.6 ───── 0.8 ─────── 0.95 ─ 1
     frames        at once   │ coalesced, up to 20 ms ──────────────────────────────────▶
@@ -6,10 +6,10 @@
     deferring               .               .               ◀─ ends   │ begins ────────▶   negative priorities paused
     pressed                 .               .               .         .           │ ─▶     429 soon when a ring is full
 
-A process knows its own pressure (`Governor`); all act on that of the service, the greatest of all processes (`Ladder`).
+A process measures its own pressure (`Governor`). All processes act on that of the service, the greatest of them
+(`Ladder`).
 
-Only waiting is pressure: a process that is busy all the time and keeps up gets 0.2 and no more, so nothing is throttled
-for being well used.
+Only waiting is pressure: a process that is always busy but keeps up has 0.2 at most, so high use throttles nothing.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Final, NamedTuple
 
 INTERVAL_MS: Final = 100
 LATENCY_MS: Final = (5.0, 500.0)
-"""Waiting that is no pressure yet, and that is all of it; between them by its logarithm."""
+"""Latency of pressure 0 and of pressure 1; between them the pressure is linear in its logarithm."""
 FULL_FROM: Final = 0.5
-"""A queue that is less than half full says nothing."""
+"""Fullness of a queue up to which it is no pressure."""
 BUSY_FROM: Final = 0.5
 BUSY_MOST: Final = 0.2
 RISE: Final = 0.5
 FALL: Final = 0.25
-"""How much of the way to what was sampled the pressure goes at once."""
+"""Share of the way to the sampled pressure that one sample goes, up (RISE) or down (FALL)."""
 
 COALESCE_FROM: Final = 0.2
 COALESCE_MS_MAX: Final = 20.0
@@ -39,8 +39,8 @@ RETRY_AFTER_MS: Final = (100, 1000)
 
 
 class Sample(NamedTuple):
-    """What one interval was like: how long what is served had waited, how full (0 to 1) the fullest queue is, and how
-    much of the time was spent computing or waiting for the disk.
+    """Measurements of one interval: the wait of what is served, the fullness (0 to 1) of the fullest queue, and the
+    share of time spent computing or waiting for the disk.
     """
 
     latency_ms: float
@@ -49,7 +49,7 @@ class Sample(NamedTuple):
 
 
 def sampled_pressure(sample: Sample) -> float:
-    """0 to 1, of one interval alone."""
+    """Return the pressure, 0 to 1, of one interval alone."""
     quick_ms, slow_ms = LATENCY_MS
     latency = math.log(max(sample.latency_ms, quick_ms) / quick_ms) / math.log(slow_ms / quick_ms)
     waiting = min(1.0, max(latency, _part(sample.fullness, FULL_FROM)))
@@ -63,7 +63,7 @@ class Governor:
         self.pressure = 0.0
 
     def sample(self, sample: Sample) -> float:
-        """The pressure after one more interval."""
+        """Return the pressure after one more interval."""
         now = sampled_pressure(sample)
         self.pressure += (now - self.pressure) * (RISE if now > self.pressure else FALL)
         if self.pressure < 0.001:
@@ -72,20 +72,22 @@ class Governor:
 
 
 class Ladder:
-    """What a process does under the pressure of the service."""
+    """The measures that a process takes under the pressure of the service."""
 
     def __init__(self) -> None:
         self.coalesce_ms = 0.0
-        """Frames of one topic are at least so far apart."""
+        """Least time between two frames of one topic."""
         self.window_us = 0
-        """Groups begin at least so far apart."""
+        """Least time between the beginnings of two groups."""
         self.deferring = False
+        """True while topics of negative priority are paused."""
         self.pressed = False
+        """True while a request that finds a full ring is refused soon."""
         self.retry_after_ms = RETRY_AFTER_MS[0]
-        """What is refused should not come again sooner."""
+        """Time after which a refused request may be repeated."""
 
-    def climb(self, pressure: float) -> None:
-        """Up or down, as the pressure of the service is now."""
+    def update(self, pressure: float) -> None:
+        """Adapt the measures to the pressure of the service now."""
         self.coalesce_ms = COALESCE_MS_MAX * _part(pressure, COALESCE_FROM)
         least, most = WINDOW_US
         above = pressure > WINDOW_FROM
@@ -97,5 +99,5 @@ class Ladder:
 
 
 def _part(value: float, start: float) -> float:
-    """How much of the way from `start` to 1."""
+    """Return the share of the way from `start` to 1 that `value` has gone."""
     return min(1.0, max(0.0, (value - start) / (1 - start)))

@@ -1,21 +1,22 @@
-"""One job of a queue (api §9), where it stands, and what the log says of it; `jobs.py` has all jobs. Pure.
+"""One job of a queue (api §9): its phase, and its form in the log and in snapshots. `jobs.py` has all jobs. Pure.
 
                ┌────────────── due ──── DELAYED ◀── nack with a delay ──┐
                ▼                                                        │
-    BEHIND ─▶ READY ─┐     RETURNED ◀── expiry, nack, release ──────── LEASED ──▶ HELD ──▶ gone
+    BEHIND ─▶ READY ─┐     RETURNED ◀── expiry, nack, release ──────── LEASED ──▶ HELD ──▶ deleted, or done
                      ├──claim──▶ LEASED                                   ▲          │
-    fresh ───────────┘     RETURNED ──claim (first of all)────────────────┘          └─▶ as it was, or RETURNED
+    fresh ───────────┘     RETURNED ──claim (first of all)────────────────┘          └─▶ LEASED again, or RETURNED
 
     BEHIND     scheduled for later (`deliver_at_ms`), or not the first of its `order_key`
-    HELD       its end is being committed to the log, or it is on its way to the dead letters
+    HELD       its end is being committed to the log, or a frontend is carrying it to the dead letters
 
-Time is passed in. Leases and delays run on the monotonic clock. Clients are told, and the log has, the wall clock of
-that moment; after a restart nothing else is left. `deliver_at_ms` is a wall time by its nature.
+Time is passed in. Leases and delays run on the monotonic clock. Clients and the log get the wall clock of the same
+instant, which is all that is left after a restart. `deliver_at_ms` is a wall time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, TypeVar
 
@@ -46,8 +47,8 @@ class JobPhase(IntEnum):
 
 
 class JobView(NamedTuple):
-    """One job as a peek shows it. `at_ms` (wall) is the end of its lease or of its waiting, else 0. `node` has it, ""
-    is nobody.
+    """One job as a peek shows it. `at_ms` (wall) is the end of its lease or of its waiting, else 0. `node` is the
+    consumer that has it, "" for none.
     """
 
     seq: int
@@ -58,40 +59,27 @@ class JobView(NamedTuple):
     order_key: str
 
 
+@dataclass(slots=True, eq=False)
 class TrackedJob:
     """One job that is not fresh. `due_ms` (monotonic) is when its lease or delay ends, `deadline_ms` the same instant
     on the wall clock. A BEHIND job has a `due_ms` if it was written with a delay; then `deliver_at_ms` is that instant.
     """
 
-    __slots__ = (
-        "deadline_ms",
-        "deliver_at_ms",
-        "deliveries",
-        "due_ms",
-        "holder",
-        "lease_ms",
-        "lease_no",
-        "node",
-        "order_key",
-        "phase",
-    )
-
-    def __init__(self, deliver_at_ms: int = 0, order_key: str = "", due_ms: int = 0) -> None:
-        self.phase = JobPhase.BEHIND
-        self.deliver_at_ms = deliver_at_ms
-        self.order_key = order_key
-        self.node = ""
-        self.lease_no = 0
-        self.lease_ms = 0
-        self.deadline_ms = 0
-        self.due_ms = due_ms
-        self.deliveries = 0
-        self.holder: Holder | None = None
+    deliver_at_ms: int = 0
+    order_key: str = ""
+    due_ms: int = 0
+    phase: JobPhase = JobPhase.BEHIND
+    node: str = ""
+    lease_no: int = 0
+    lease_ms: int = 0
+    deadline_ms: int = 0
+    deliveries: int = 0
+    holder: Holder | None = None
 
 
-class LeaseBody(msgspec.Struct, frozen=True):
-    """Payload of a LEASE frame: how these jobs stand now. An empty `node` is nobody: they are back in the queue from
-    `deadline_ms` on. `stream` 0 is none.
+class LeaseFrameBody(msgspec.Struct, frozen=True):
+    """Payload of a LEASE frame: the leases of these jobs after it. An empty `node` is nobody: the jobs are back in the
+    queue from `deadline_ms` on. `stream` 0 is none.
     """
 
     node: str
@@ -112,7 +100,7 @@ class QueueState(msgspec.Struct, frozen=True):
     dead_lettered: int = 0
     done: list[Run] = []
     attributes: list[tuple[int, int, str]] = []
-    leases: list[LeaseBody] = []
+    leases: list[LeaseFrameBody] = []
 
 
 class ConsumerState(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -126,7 +114,7 @@ T = TypeVar("T")
 
 
 def deal(items: Sequence[T], wanted: Sequence[int]) -> list[list[T]]:
-    """Deals items round-robin: each taker gets one in turn until it has as many as it wanted or nothing is left."""
+    """Deal items round-robin: each taker gets one in turn until it has as many as it wanted or nothing is left."""
     hands: list[list[T]] = [[] for _ in wanted]
     hungry = [at for at, most in enumerate(wanted) if most]
     dealt = 0

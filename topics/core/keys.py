@@ -1,9 +1,9 @@
-"""API keys: what may be written in a list of them, and what one of them allows (api §0.10).
+"""API keys: the syntax of a list of keys, and the rights of a key (api §0.10). Pure.
 
     entry = key [ ":" scopes [ ":" prefixes ] ]     scopes = scope *( "+" scope )     prefixes = prefix *( "|" prefix )
 
-Only the SHA-256 of a key is kept. Nothing here repeats any part of an entry, not even of one that is malformed: a key
-with a colon in it looks like a bad scope.
+Only the SHA-256 of a key is kept. No error repeats any part of an entry, not even of a malformed one: a key with a
+colon in it looks like a bad scope.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from topics.core.errors import TopicsError
 
 
 class KeyScope(Flag):
-    """What a key may do; the routes that need which are in api §0.10."""
+    """Rights of a key; api §0.10 has the routes that need them."""
 
     NONE = 0
     READ = 1
@@ -41,12 +41,12 @@ _SCOPES: Final = {
     "rw": KeyScope.READ | KeyScope.WRITE,
 }
 _KEY: Final = re.compile(r"[!-+\--9;-~]+")
-"""Visible ASCII but comma and colon: what a header carries unchanged and a list can hold."""
+"""Visible ASCII without comma and colon: a header carries it unchanged, and a list can hold it."""
 _PREFIX: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:>-]{0,254}")
 
 
 class KeysError(ValueError):
-    """A list of keys that cannot be used; `problems` names the entries by their positions, never by what they say."""
+    """A list of keys cannot be used; `problems` names the entries by their positions, never by their content."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("; ".join(problems))
@@ -54,7 +54,7 @@ class KeysError(ValueError):
 
 
 class ApiKey:
-    """One key: the SHA-256 of it, its scopes, and the name prefixes it is limited to (none: it is not)."""
+    """One key: its SHA-256, its scopes, and the name prefixes it is limited to (none: all names)."""
 
     __slots__ = ("digest", "prefixes", "scopes")
 
@@ -68,15 +68,15 @@ class ApiKey:
         return f"ApiKey(scopes={self.scopes!r}, prefixes={self.prefixes!r})"
 
     def has(self, needed: KeyScope) -> bool:
-        """Whether it has every scope of `needed`."""
+        """True if it has every scope of `needed`."""
         return needed in self.scopes
 
     def covers(self, name: str) -> bool:
-        """Whether `name`, of a topic or a router, is within its prefixes."""
+        """True if `name`, of a topic or a router, is within its prefixes."""
         return not self.prefixes or name.startswith(self.prefixes)
 
     def require(self, needed: KeyScope, names: Iterable[str] = ()) -> None:
-        """`403 forbidden` unless it has all of `needed` and covers all of `names`."""
+        """Raise `403 forbidden` unless the key has all of `needed` and covers all of `names`."""
         if needed not in self.scopes:
             missing = [str(scope.name).lower() for scope in needed if scope not in self.scopes]
             raise TopicsError(
@@ -84,26 +84,25 @@ class ApiKey:
                 f"this key has no scope {' and '.join(missing)}, which the request needs",
                 {"missing_scopes": missing},
             )
-        if self.prefixes:
-            for name in names:
-                if not name.startswith(self.prefixes):
-                    raise TopicsError(
-                        "forbidden", f"name {name[:300]!r} is outside the prefixes of this key", {"name": name[:300]}
-                    )
+        for name in names:
+            if not self.covers(name):
+                raise TopicsError(
+                    "forbidden", f"name {name[:300]!r} is outside the prefixes of this key", {"name": name[:300]}
+                )
 
     def narrowed(self, prefix: str) -> tuple[str, ...]:
-        """Prefixes, none within another, of exactly those names that begin with `prefix` and that it covers."""
+        """Return prefixes, none within another, of exactly those names that begin with `prefix` and that it covers."""
         if self.covers(prefix):
             return (prefix,)
         return tuple(own for own in self.prefixes if own.startswith(prefix))
 
 
 ANYONE: Final = ApiKey(b"", KeyScope.ALL, ())
-"""Who asks when nobody has to authenticate."""
+"""The key of every request while authentication is off."""
 
 
 class KeyRing:
-    """All keys that are valid at one time. `serial` grows with each ring that follows another."""
+    """All keys that are valid at one time. `serial` grows with each ring that replaces another."""
 
     __slots__ = ("keys", "serial")
 
@@ -112,11 +111,11 @@ class KeyRing:
         self.serial = serial
 
     def find(self, key: bytes) -> ApiKey | None:
-        """The entry of a key as a client sent it. It takes as long for every key: all of them are compared."""
+        """Return the entry of a key as a client sent it. The time is the same for every key: all are compared."""
         return self.with_digest(hashlib.sha256(key).digest())
 
     def with_digest(self, digest: bytes) -> ApiKey | None:
-        """The entry that has this digest."""
+        """Return the entry of the key with this SHA-256."""
         found = None
         for candidate in self.keys:
             if hmac.compare_digest(candidate.digest, digest):
@@ -125,7 +124,7 @@ class KeyRing:
 
 
 def parse_entries(entries: Iterable[tuple[str, str]]) -> tuple[ApiKey, ...]:
-    """The keys of (place, entry) pairs; raises KeysError with a problem, led by its place, for each bad one."""
+    """Parse (place, entry) pairs; raise KeysError with a problem, led by its place, for each bad one."""
     keys: list[ApiKey] = []
     places: dict[bytes, str] = {}
     problems = []
@@ -146,12 +145,12 @@ def parse_entries(entries: Iterable[tuple[str, str]]) -> tuple[ApiKey, ...]:
 
 
 def parse_list(text: str) -> tuple[ApiKey, ...]:
-    """The keys of `entry,entry,…`, at least one; raises KeysError."""
+    """Parse `entry,entry,…`, at least one; raise KeysError."""
     return parse_entries((f"entry {at}", entry) for at, entry in enumerate(text.split(","), 1))
 
 
 def parse_lines(text: str) -> tuple[ApiKey, ...]:
-    """The keys of a file, at least one: a list in each line, empty lines and those that begin with # left out."""
+    """Parse a file: a list in each line, without empty lines and those that begin with #; raise KeysError if empty."""
     entries = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -160,7 +159,7 @@ def parse_lines(text: str) -> tuple[ApiKey, ...]:
         for at, entry in enumerate(listed, 1):
             entries.append((f"line {number}" + (f", entry {at}" if len(listed) > 1 else ""), entry))
     if not entries:
-        raise KeysError(["there is no key in it"])
+        raise KeysError(["it has no key"])
     return parse_entries(entries)
 
 
@@ -193,7 +192,7 @@ def _parse_prefixes(text: str) -> tuple[str, ...]:
         raise ValueError(
             "its prefixes must be beginnings of names (A-Z a-z 0-9 . _ : > -, no *), joined by |, or nothing for all"
         )
-    # What another one covers says nothing more.
+    # A prefix that another one covers is redundant.
     return tuple(
         sorted({own for own in prefixes if not any(own != other and own.startswith(other) for other in prefixes)})
     )

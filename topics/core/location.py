@@ -1,9 +1,9 @@
-"""An entry of a record index: where a record lies, and what has become of it.
+"""An entry of a record index: where a record lies, and whether it is deleted or lost.
 
     | seq u64 | ts u64 | offset u32 | len_bytes u32 | file_no u32 | flags u32 |       4 words of 64 bits
 
-In an `array("Q")` of entries words 2 and 3 are `offset | len_bytes << 32` and `file_no | flags << 32`. Flags of its
-frame (`storage/frame.py`, LOCATION_HAS_…) stand beside those below.
+In an `array("Q")` of entries words 2 and 3 are `offset | len_bytes << 32` and `file_no | flags << 32`. `flags` also has
+the flags of the record's frame (`storage/frame.py`, LOCATION_HAS_…).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ LOW_WORD: Final = 0xFFFF_FFFF
 LOCATION_IN_RAM_LOG: Final = 1
 LOCATION_DELETED: Final = 2
 LOCATION_LOST: Final = 32
-"""A seq whose record is gone for good though its neighbours live; `offset` is then an EvictReason."""
+"""Flag of a record that was lost though its neighbours live; `offset` is an EvictReason then."""
 LOCATION_GONE: Final = LOCATION_DELETED | LOCATION_LOST
 
 
 def file_flags_of(file_no: int, record_flags: bytes | bytearray, location_flags: int) -> array[int]:
-    """The last words of entries of frames in one file: a byte of record flags each, and flags that all of them have."""
+    """Return word 3 of entries of frames in one file, given a byte of record flags each, and flags that all have."""
     first = record_flags[0]
     if record_flags.count(first) == len(record_flags):
         return array("Q", [file_no | (first | location_flags) << FLAGS_SHIFT]) * len(record_flags)
@@ -38,27 +38,27 @@ def file_flags_of(file_no: int, record_flags: bytes | bytearray, location_flags:
 
 
 def flags_of(entries: array[int]) -> bytes:
-    """A byte for each entry: all flags there are fit into one."""
+    """Return the flags of each entry; all flags there are fit into a byte."""
     return entries.tobytes()[_FLAGS_AT::_ENTRY_LEN]
 
 
 def lengths_of(entries: array[int]) -> array[int]:
-    """u32: len_bytes of each entry."""
+    """Return len_bytes (u32) of each entry."""
     return array("I", entries.tobytes())[_LEN_AT_U32 :: 2 * ENTRY_WORDS]
 
 
 def offsets_of(entries: array[int]) -> array[int]:
-    """u32: offset of each entry."""
+    """Return the offset (u32) of each entry."""
     return array("I", entries.tobytes())[_OFFSET_AT_U32 :: 2 * ENTRY_WORDS]
 
 
 def any_flagged(entries: array[int], mask: int) -> bool:
-    """Whether an entry has any of these flags."""
+    """True if any entry has any of these flags."""
     return any(flags & mask for flags in set(flags_of(entries)))
 
 
 def lost_entries(first_seq: int, last_seq: int, ts: int, reason: int) -> array[int]:
-    """Entries of seqs whose records are gone, for an EvictReason; `ts` is that of the record before them."""
+    """Return entries of lost records, for an EvictReason; `ts` is that of the record before them."""
     count = last_seq + 1 - first_seq
     entries = array("Q", bytes(count * ENTRY_WORDS * 8))
     entries[0::4] = array("Q", range(first_seq, last_seq + 1))
@@ -69,7 +69,7 @@ def lost_entries(first_seq: int, last_seq: int, ts: int, reason: int) -> array[i
 
 
 def in_order(entries: array[int], head_seq: int) -> array[int]:
-    """Sorted by seq, what is not above `head_seq` left out; of several of one seq the last one."""
+    """Return the entries above `head_seq`, sorted by seq; of several of one seq the last one."""
     seqs = entries[0::4]
     count = len(seqs)
     if entries[0] == head_seq + 1 and seqs == array("Q", range(entries[0], entries[0] + count)):
@@ -82,7 +82,7 @@ def in_order(entries: array[int], head_seq: int) -> array[int]:
 
 
 def dense_run(entries: array[int]) -> int:
-    """How many entries from the start have consecutive seqs."""
+    """Count the entries from the start that have consecutive seqs."""
     seqs = entries[0::4]
     first = seqs[0]
     if seqs[-1] == first + len(seqs) - 1:

@@ -1,11 +1,11 @@
 """Names of topics and routers (api §0.3), the shard that owns a topic, and topic ids.
 
-A topic id is a u64 that is never used again. It is unique over all shards and over every change of their number:
+A topic id is a u64 that is never used again, by any shard and whatever their number becomes:
 
     | creation time, ms: 44 bits | shard: 8 bits | counter: 12 bits |
 
-A shard sees only its own topics, and after a change of the shard count not even all that it created. So the id carries
-the time: every topic that was created before has a smaller one.
+A shard sees only its own topics, and after a change of the shard count not even all that it created. So the id begins
+with the time: every topic that was created before has a smaller id.
 """
 
 from __future__ import annotations
@@ -22,29 +22,26 @@ _ROUTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:>-]{0,254}")
 
 
 def check_topic_name(name: str, field: str = "topic") -> str:
-    """Returns the name, or raises `400 invalid_request` for the `field` it came in. Sinks are named like topics."""
-    if _TOPIC.fullmatch(name) is None:
+    """Return the name, or raise `400 invalid_request` for its `field`. Sinks are named like topics."""
+    return _check(_TOPIC, name, field, "A-Z a-z 0-9 . _ : -")
+
+
+def check_router_name(name: str) -> str:
+    """Return the name, or raise `400 invalid_request`."""
+    return _check(_ROUTER, name, "router", "A-Z a-z 0-9 . _ : - >")
+
+
+def _check(pattern: re.Pattern[str], name: str, field: str, characters: str) -> str:
+    if pattern.fullmatch(name) is None:
         raise invalid(
-            f"{field} name {name[:300]!r} is not valid: 1 to 255 of A-Z a-z 0-9 . _ : -, starting with a letter or"
-            " digit",
+            f"{field} name {name[:300]!r} is not valid: 1 to 255 of {characters}, starting with a letter or digit",
             field=field,
         )
     return name
 
 
-def check_router_name(name: str) -> str:
-    """Returns the name, or raises `400 invalid_request`."""
-    if _ROUTER.fullmatch(name) is None:
-        raise invalid(
-            f"router name {name[:300]!r} is not valid: 1 to 255 of A-Z a-z 0-9 . _ : - >, starting with a letter or"
-            " digit",
-            field="router",
-        )
-    return name
-
-
 def owner_shard(name: str, shards: int) -> int:
-    """The shard that owns a topic. It is stable for a shard count, and anybody can compute it."""
+    """Return the shard that owns a topic. It depends on nothing but the name and the shard count."""
     return xxhash.xxh3_64_intdigest(name.encode()) % shards
 
 
@@ -54,7 +51,7 @@ _TIME_SHIFT: Final = 20
 
 
 class TopicIds:
-    """Gives out the ids of one shard, each once."""
+    """Assigns the topic ids of one shard, each once."""
 
     def __init__(self, shard: int) -> None:
         assert 0 <= shard < SHARDS_MAX
@@ -62,11 +59,12 @@ class TopicIds:
         self._time_ms = 0
         self._counter = 0
 
-    def saw(self, topic_id: int) -> None:
-        """The log has this id: it is never given out again, even if the clock stepped back."""
+    def used(self, topic_id: int) -> None:
+        """Assign only ids above this one, which the log has, even if the clock stepped back."""
         self._advance_to((topic_id >> _TIME_SHIFT) + 1)
 
     def next(self, now_ms: int) -> int:
+        """Return an id that was never assigned before."""
         self._advance_to(now_ms)
         self._counter += 1
         if self._counter >> _COUNTER_BITS:

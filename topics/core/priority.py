@@ -1,4 +1,4 @@
-"""How urgent a topic is: the one measure that schedules delivery and that clients are shown (api §1).
+"""The priority of a topic, by which delivery is scheduled and which clients are shown (api §1). Pure.
 
 effective priority = manual (−1000 … 1000), or by recency (500 halved every 30 s, 0 after 5 min)
                    + age (100 for each second it waits to be delivered, at most 1000 after 10 s)
@@ -20,11 +20,11 @@ RECENT_HALF_LIFE_MS: Final = 30_000
 RECENT_MS_MAX: Final = 300_000
 AGE_MAX: Final = 1000
 AGE_FULL_MS: Final = 10_000
-"""Who has waited so long is in the first band whatever its priority: even −1000 is not starved."""
+"""Wait after which anything is in the first band whatever its priority: even −1000 is not starved."""
 AGE_MS_PER_POINT: Final = AGE_FULL_MS // AGE_MAX
 
 FLOORS: Final = (750, 500, 250, 0)
-"""The least priority of each band but the last."""
+"""Least priority of each band but the last."""
 WEIGHTS: Final = (8, 4, 2, 1, 1)
 BANDS: Final = len(WEIGHTS)
 TOP: Final = 0
@@ -33,7 +33,7 @@ _ASCENDING: Final = sorted(FLOORS)
 
 
 def base_priority(config: TopicConfig, last_read_ms: int, now_ms: int) -> int:
-    """Manual, or by how recently it was read (wall clock, 0 = never): `priority`, `auto_priority` of api §1."""
+    """Return the priority without age: manual, or by the time of the last read (wall clock, 0 = never)."""
     if config.priority is not None:
         return config.priority
     idle_ms = max(0, now_ms - last_read_ms)
@@ -43,17 +43,17 @@ def base_priority(config: TopicConfig, last_read_ms: int, now_ms: int) -> int:
 
 
 def age(waited_ms: int) -> int:
-    """What waiting adds."""
+    """Return what a wait adds to a priority."""
     return min(AGE_MAX, max(0, waited_ms) // AGE_MS_PER_POINT)
 
 
 def below_zero_ms(base: int) -> int:
-    """How long something of this base priority waits until its age has brought it to zero."""
+    """Return the wait after which age has raised this base priority to zero."""
     return max(0, -base) * AGE_MS_PER_POINT
 
 
 def band_of(priority: int, waited_ms: int = 0) -> int:
-    """The band of an effective priority. `waited_ms` is what it has waited, 0 for one that does not."""
+    """Return the band of an effective priority, after a wait (0 for one that does not wait)."""
     if waited_ms >= AGE_FULL_MS:
         return TOP
     return LAST - bisect_right(_ASCENDING, priority)

@@ -1,15 +1,17 @@
-"""What the log says of queues and named cursors, how it is applied to a topic, and how kept jobs give way. Pure.
+"""The frames of queues and named cursors, their fold into a topic, and the deletion of kept jobs for room. Pure.
 
 Bodies (msgpack; `seq` of the frame is not used):
 
-    LEASE            topic_id     {"node": str, "deadline_ms": u64, "lease_ms": u64, "seqs": [u64], …}    LeaseBody
+    LEASE            topic_id     {"node": str, "deadline_ms": u64, "lease_ms": u64, "seqs": [u64], …}
+                                                                                 see LeaseFrameBody
     JOB_ATTRIBUTES   topic_id     [[seq, deliver_at_ms, order_key], …]           first frame of the write it belongs to
-    ACK              topic_id     {"runs": [[first_seq, last_seq], …], "keep": bool, "dead_lettered": u64, …}    AckBody
+    ACK              topic_id     {"runs": [[first_seq, last_seq], …], "keep": bool, "dead_lettered": u64, …}
+                                                                                 see AckFrameBody
     CURSOR           topic_id     {"name": str, "consistency": str | nil, "persist_every": u64, "seq": u64,
                                    "missing": [[after_seq, to_seq], …]}
 
-Each says how things are afterwards, and an ACK that deletes has a revision: a run of frames that comes twice changes
-nothing. No frame asks for a record, which may be marked, rewritten or gone when the log is read (`core/fold.py`).
+A frame has the state after it, and an ACK that deletes has a revision: a run of frames that comes twice changes
+nothing. No frame needs a record, which may be marked, rewritten or deleted when the log is read (`core/fold.py`).
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ import msgspec
 
 from topics.core.cursors import CursorFrameBody
 from topics.core.floors import Deletion, Floors
-from topics.core.job import ConsumerState, LeaseBody
-from topics.core.live_scan import living
+from topics.core.job import ConsumerState, LeaseFrameBody
+from topics.core.record_index import live_entries
 from topics.core.seq_set import Run, runs_of, seqs_of
 from topics.core.topic import Topic
 
@@ -31,13 +33,12 @@ JobRow = tuple[int, int, str]
 """(seq, deliver_at_ms, order_key)"""
 
 
-class AckBody(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Jobs that are over. `keep`: their records stay. Else they are deleted: so many `records` and `size_bytes` of the
-    log, and the live ones begin at `earliest_seq` then.
+class AckFrameBody(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Jobs that are over. If `keep`, their records stay. Else these are deleted: `records` and `size_bytes` fewer live.
 
-    `revision`, `earliest_seq` and `evict_…` are as in `Floors`. `dead_lettered` counts the jobs that went to the dead
-    letters so far; 0: as before. Unlike a DELETE, the body does not say what is left: an ack is one of many writes in a
-    group and does not know the others.
+    `revision`, `earliest_seq` and `evict_…` are as in `Floors`. `dead_lettered` is the number of all jobs that went to
+    the dead letters so far, 0 for no change. Unlike a DELETE, the body does not count what is left: an ack is one of
+    many writes in a group and does not know the others.
     """
 
     runs: list[Run]
@@ -52,48 +53,34 @@ class AckBody(msgspec.Struct, frozen=True, omit_defaults=True):
     evict_run_seq: int = 1
 
     @staticmethod
-    def removing(topic: Topic, deletion: Deletion, revision: int, dead_lettered: int) -> AckBody:
-        """Returns the body to log for this deletion."""
+    def removing(topic: Topic, deletion: Deletion, revision: int, dead_lettered: int) -> AckFrameBody:
+        """Return the body to log for this deletion."""
         floors = topic.floors_without(deletion)
-        return AckBody(
-            runs_of(deletion.seqs),
-            False,
-            dead_lettered,
-            revision,
-            deletion.records,
-            deletion.size_bytes,
-            deletion.earliest_seq,
-            floors.evict_floor,
-            floors.evict_reason,
-            floors.evict_run_seq,
-        )
+        taken = deletion.records, deletion.size_bytes, deletion.earliest_seq
+        evicted = floors.evict_floor, floors.evict_reason, floors.evict_run_seq
+        return AckFrameBody(runs_of(deletion.seqs), False, dead_lettered, revision, *taken, *evicted)
 
     def seqs(self) -> list[int]:
         return list(seqs_of(self.runs))
 
     def floors_of(self, topic: Topic) -> Floors:
-        """Returns the floors of a topic after this ack, if everything before it is known."""
-        floors = topic.floors()
-        if self.evict_floor > topic.evict_floor:
-            floors = msgspec.structs.replace(
-                floors,
-                evict_floor=self.evict_floor,
-                evict_reason=self.evict_reason,
-                evict_run_seq=self.evict_run_seq,
-            )
-        return msgspec.structs.replace(
-            floors,
-            revision=self.revision,
-            earliest_seq=max(topic.earliest_seq, self.earliest_seq),
-            # Of an `ephemeral` topic the durable log alone knows fewer than are gone now.
-            records=max(0, topic.records - self.records),
-            live_bytes=max(0, topic.live_bytes - self.size_bytes),
+        """Return the floors of a topic after this ack; the topic has everything before it."""
+        evicted: AckFrameBody | Floors = self if self.evict_floor > topic.evict_floor else topic.floors()
+        return Floors(
+            self.revision,
+            max(topic.earliest_seq, self.earliest_seq),
+            evicted.evict_floor,
+            evicted.evict_reason,
+            evicted.evict_run_seq,
+            # The durable log alone knows fewer records of an `ephemeral` topic than this ack may take.
+            max(0, topic.records - self.records),
+            max(0, topic.live_bytes - self.size_bytes),
         )
 
 
-_decode_lease = msgspec.msgpack.Decoder(LeaseBody).decode
+_decode_lease = msgspec.msgpack.Decoder(LeaseFrameBody).decode
 _decode_rows = msgspec.msgpack.Decoder(list[JobRow]).decode
-decode_ack = msgspec.msgpack.Decoder(AckBody).decode
+decode_ack = msgspec.msgpack.Decoder(AckFrameBody).decode
 _decode_cursor = msgspec.msgpack.Decoder(CursorFrameBody).decode
 
 
@@ -102,7 +89,7 @@ def consumer_state(topic: Topic) -> ConsumerState:
 
 
 def restore_consumers(topic: Topic, state: ConsumerState) -> None:
-    """Restores the state that `consumer_state` returned; the log goes on behind it."""
+    """Restore the state that `consumer_state` returned, before the rest of the log."""
     if state.queue is not None and topic.queue is not None:
         topic.queue.restore(state.queue)
     for body in state.cursors:
@@ -110,7 +97,7 @@ def restore_consumers(topic: Topic, state: ConsumerState) -> None:
 
 
 def fold_lease(topic: Topic, data: bytes) -> None:
-    """A body that names jobs which are gone means nothing (`Leases.start`)."""
+    """Apply a LEASE frame; `Leases.start` forgets those of its jobs that are deleted."""
     if topic.queue is not None:
         topic.queue.logged(_decode_lease(data))
 
@@ -125,18 +112,18 @@ def fold_cursor(topic: Topic, data: bytes) -> None:
     topic.cursors.logged(_decode_cursor(data))
 
 
-_LOOK: Final = 1024
-_STEP: Final = 100
-"""One part in so many of a cap is freed beyond what is missing, so that not every write has to ask for room."""
+_SEQS_PER_STEP: Final = 1024
+_SPARE_SHARE: Final = 100
+"""One part in so many of a cap is freed beyond what is missing, so that not every write has to free some."""
 
 
-def giving_way(topic: Topic, records: int, size_bytes: int, dying: Set[int]) -> list[int]:
-    """Returns the oldest acknowledged jobs (seqs, ascending) that have to go so that so many records and bytes fit.
+def done_jobs_to_drop(topic: Topic, records: int, size_bytes: int, dying: Set[int]) -> list[int]:
+    """Return the oldest acknowledged jobs (seqs, ascending) to delete so that so many records and bytes fit.
 
-    The queue refuses what does not fit (`discard: "reject"`) and keeps acknowledged jobs (`on_ack`). They stay until
-    cap or ttl takes them, but give way before a write is refused. They are done, so nobody loses anything: it is a
-    deletion, without a tombstone. Returns none when the write fits anyway, or would not fit if all of them went.
-    `dying` are on their way out already.
+    This is for a queue that refuses what does not fit (`discard: "reject"`) and keeps acknowledged jobs (`on_ack`).
+    They stay until cap or ttl takes them, but a write is refused only when deleting them is not enough. Nobody needs
+    them, so there is no tombstone. Returns none if the write fits anyway, or would not fit without all of them.
+    `dying` are being deleted already.
     """
     config, queue = topic.config, topic.queue
     if config.discard != "reject" or queue is None or not queue.done.count:
@@ -145,13 +132,13 @@ def giving_way(topic: Topic, records: int, size_bytes: int, dying: Set[int]) -> 
     over_bytes = topic.live_bytes + size_bytes - config.cap_bytes if config.cap_bytes else 0
     if over_records <= 0 and over_bytes <= 0:
         return []
-    most_records = over_records + config.cap_records // _STEP
-    most_bytes = over_bytes + config.cap_bytes // _STEP
+    most_records = over_records + config.cap_records // _SPARE_SHARE
+    most_bytes = over_bytes + config.cap_bytes // _SPARE_SHARE
     found: list[int] = []
     found_bytes = 0
     done = seqs_of(queue.done.runs())
-    while some := list(islice(done, _LOOK)):
-        for seq, offset_len in living(topic.index, some, topic.earliest_seq, topic.head_seq):
+    while some := list(islice(done, _SEQS_PER_STEP)):
+        for seq, offset_len in live_entries(topic.index, some, topic.earliest_seq, topic.head_seq):
             if seq in dying:
                 continue
             if len(found) >= most_records and found_bytes >= most_bytes:

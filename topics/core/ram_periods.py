@@ -1,6 +1,6 @@
-"""What the durable log says of records that are in RAM alone: how far heads may be, and which were deleted.
+"""Records that only the RAM log has, as the durable log knows them: the seqs they may have, and those deleted. Pure.
 
-A topic has such records while it is `ephemeral`. In logs of release 0.1.0 also afterwards, until segments have
+A topic has such records while it is `ephemeral`; in logs of release 0.1.0 also afterwards, until segments have
 everything before its head.
 """
 
@@ -14,7 +14,7 @@ from topics.core.topic import Topic
 
 
 class RamPeriods:
-    """By topic id, as the fold comes upon it."""
+    """The watermarks and deletions of all topics that ever had records in RAM alone, by topic id."""
 
     def __init__(self) -> None:
         self._ceilings: dict[int, int] = {}
@@ -22,23 +22,23 @@ class RamPeriods:
         self._deleted: dict[int, SeqSet] = {}
 
     def head(self, topic_id: int, seq: int, exact: bool) -> None:
-        """HEAD_WATERMARK: seqs up to there may have been given out; if `exact`, these and no others were."""
+        """Take a HEAD_WATERMARK: seqs up to it may have been assigned; if `exact`, these and no others were."""
         if exact:
             self._ceilings[topic_id] = self._exact_heads[topic_id] = seq
         else:
             self._ceilings[topic_id] = max(seq, self._ceilings.get(topic_id, 0))
 
     def ceiling(self, topic_id: int) -> int | None:
-        """No seq above it was given out in RAM; None for a topic that never had records there."""
+        """Return the last seq that may have been assigned in RAM; None for a topic that never had records there."""
         return self._ceilings.get(topic_id)
 
     def exact_head(self, topic_id: int) -> int:
-        """Every seq up to it was given out."""
+        """Return a seq up to which all were assigned."""
         return self._exact_heads.get(topic_id, 0)
 
     def deleted(self, topic_id: int, seqs: Sequence[int]) -> None:
-        """Deleted records (ascending), which a RAM log may still have: it is read from its beginning, and what is lost
-        with one is filled in at the end, behind the frames that say so.
+        """Remember deleted records (ascending) that the RAM log may still have. It is read from its beginning, and what
+        is lost with it is filled in at the end: after the frames that delete records of it.
         """
         if topic_id in self._ceilings:
             known = self._deleted.setdefault(topic_id, SeqSet())
@@ -49,7 +49,7 @@ class RamPeriods:
         return topic_id in self._deleted
 
     def deleted_runs(self, topic: Topic) -> list[Run]:
-        """Of those, what segments and floors do not say by now."""
+        """Return the deleted records that segments and floors do not tell by now."""
         known = self._deleted.get(topic.id)
         if known is None:
             return []
@@ -57,13 +57,13 @@ class RamPeriods:
         return known.runs()
 
     def forget(self, topic_id: int) -> None:
-        """The topic was deleted."""
+        """Forget a deleted topic."""
         self._ceilings.pop(topic_id, None)
         self._exact_heads.pop(topic_id, None)
         self._deleted.pop(topic_id, None)
 
     def restore(self, kept: FoldedTopic) -> None:
-        """As the snapshot has it."""
+        """Restore what a snapshot has of a topic."""
         if kept.deleted_in_ram:
             self._deleted[kept.id] = SeqSet(kept.deleted_in_ram)
         if kept.ephemeral_head_seq is not None:

@@ -1,18 +1,18 @@
-"""Routers (api §6): what one says, which may exist beside each other, what a copy is, and what the log says. Pure.
+"""Routers (api §6): their specs, the graph they may form, the origin of a copy, and their frames in the log. Pure.
 
-One place of the service has the registry (shard 0), because all routers together decide whether another may exist. A
-router forwards from its source to its dest. A dest has one source, so the way to a topic is a chain, or a cycle where
-one is allowed.
+A router forwards from its source to its dest. A dest has one source, so the routers that lead to a topic are a chain,
+or a cycle where one is allowed. Only shard 0 has the registry, because all routers together decide whether another may
+exist.
 
-The log says of routers, and `RouterState` folds it:
+The frames of routers, which `FoldedRouters` folds:
 
-    ROUTER_CREATE   0, seq = id              {"id": u64, "version": u64, "name": str, "spec": {…}, "counts_hops": bool}
-    ROUTER_DELETE   0, seq = id              -                      both only in the log of shard 0
-    ROUTER_CURSOR   dest, seq = its head     {"source": str, "source_topic_id": u64, "source_seq": u64, …}, see FeedBody
+    ROUTER_CREATE   0, seq = id           {"id": u64, "version": u64, "name": str, "spec": {…}, "counts_hops": bool}
+    ROUTER_DELETE   0, seq = id           -                      both only in the log of shard 0
+    ROUTER_CURSOR   dest, seq = its head  {"source": str, "source_topic_id": u64, "source_seq": u64, …}, a FeedFrameBody
 
 ROUTER_CREATE replaces a router of the same name. A ROUTER_CURSOR ends the write that holds the copies of one page, so
-copies and cursor are in the log together or not at all. The last cursor of a dest counts; one without routers says that
-nothing is copied into the dest any more.
+copies and cursor are in the log together or not at all. The last cursor of a dest counts; one without routers ends the
+feed of the dest.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from topics.core.names import check_router_name, check_topic_name
 from topics.core.tags import Match, parse_match
 
 HOPS_MAX: Final = 8
-"""A record passes a cycle at most so often, the first time included."""
+"""The most times that a record passes a cycle, the first time included."""
 META_KEY: Final = "_topics_router"
-"""The meta of copies that are made exactly once has it; no client may write it."""
+"""Key of the origin in the meta of copies that are made exactly once; no client may write it."""
 _META_START: Final = b',"meta":{'
 _OWN_META: Final = b'"_topics_router":{'
 _EPOCH: Final = 1
-"""A topic id is never used again, so each has one epoch."""
+"""Epoch of every topic: its id is never used again."""
 
 
 class RouterSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A router as a client describes it. `filter` is as it was given; `core/tags.py` says what it means."""
+    """A router as a client describes it. `filter` is as it was given; `core/tags.py` interprets it."""
 
     source: str
     dest: str
@@ -50,7 +50,7 @@ class RouterSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     guarantee: Guarantee = "at_least_once"
 
     def echo(self) -> dict[str, Any]:
-        """Returns all fields, as every answer shows them."""
+        """Return all fields, as every answer shows them."""
         return {field: getattr(self, field) for field in self.__struct_fields__}
 
     @property
@@ -59,8 +59,8 @@ class RouterSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Router(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A router as it is registered. `id` is never used again; `version` counts its changes. `counts_hops`: it closes a
-    cycle, so a record that passes it is one round nearer to its end.
+    """A registered router. `id` is never used again; `version` counts its changes. `counts_hops` is set if it closes a
+    cycle: a record that passes it has made one more round.
     """
 
     id: int
@@ -71,7 +71,7 @@ class Router(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def parse_router(name: str, given: dict[str, Any]) -> RouterSpec:
-    """Makes a spec from a decoded JSON object; `400 invalid_request` names what is wrong."""
+    """Parse a decoded JSON object; `400 invalid_request` names the field at fault."""
     check_router_name(name)
     try:
         fields = msgspec.convert(given, GivenRouter)
@@ -87,41 +87,42 @@ def parse_router(name: str, given: dict[str, Any]) -> RouterSpec:
 
 
 class RouterRegistry:
-    """All routers of a service, by name, and the graph they make."""
+    """All routers of a service, by name, and the graph they form."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, Router] = {}
         self._into: dict[str, dict[str, Router]] = {}
-        """The routers of each dest, by name."""
+        """Routers by dest, then by name."""
         self._from: dict[str, dict[str, Router]] = {}
+        """Routers by source, then by name."""
         self.last_id = 0
 
     def __len__(self) -> int:
         return len(self.by_name)
 
     def into(self, dest: str) -> list[Router]:
-        """Returns the routers that lead into a topic, oldest first; all have one source."""
+        """Return the routers that lead into a topic, oldest first; all have one source."""
         return sorted(self._into.get(dest, {}).values(), key=lambda router: router.id)
 
     def is_source(self, topic: str) -> bool:
-        """Whether routers copy from this topic."""
+        """True if routers copy from this topic."""
         return topic in self._from
 
     def from_source(self, source: str) -> list[Router]:
         return list(self._from.get(source, {}).values())
 
     def touching(self, topic: str) -> list[Router]:
-        """Returns the routers that go with a topic when it is deleted, by name."""
+        """Return the routers into and from a topic, by name: its deletion deletes them."""
         found = {router.name: router for router in (*self.into(topic), *self.from_source(topic))}
         return [found[name] for name in sorted(found)]
 
     def source_of(self, dest: str) -> str | None:
-        """Returns the one topic that is copied into `dest`, if any."""
+        """Return the one topic that is copied into `dest`, if any."""
         return next((router.spec.source for router in self._into.get(dest, {}).values()), None)
 
     def plan(self, name: str, spec: RouterSpec) -> tuple[Router, bool]:
-        """Returns (the router that `PUT` makes of this spec, whether it is new); call `put` with it once it is logged.
-        It is the very router that is there when nothing changes. Raises `409 topic_exists_incompatible` for a second
+        """Return (the router that `PUT` makes of this spec, whether it is new); call `put` with it once it is logged.
+        If nothing changes it is the registered object itself. Raises `409 topic_exists_incompatible` for a second
         source of a dest, and `409 router_cycle`.
         """
         old = self.by_name.get(name)
@@ -130,15 +131,15 @@ class RouterRegistry:
             if other.name != name and other.spec.source != spec.source:
                 raise TopicsError(
                     "topic_exists_incompatible",
-                    f"topic {spec.dest!r} already gets copies of {other.spec.source!r} through router {other.name!r}:"
-                    " a dest has one source",
+                    f"topic {spec.dest!r} already gets copies of {other.spec.source!r} through router {other.name!r};"
+                    " a dest has only one source",
                     {"reason": "router_dest_fan_in", "source": other.spec.source, "router": other.name},
                 )
         cycle = self._cycle(name, spec)
         if cycle is not None and not same_edge and not spec.allow_cycle:
             raise TopicsError(
                 "router_cycle",
-                f"router {name!r} would close the cycle {' > '.join(cycle)}; allow_cycle permits that",
+                f"router {name!r} would close the cycle {' > '.join(cycle)}; set allow_cycle to permit it",
                 {"cycle": cycle},
             )
         counts_hops = cycle is not None
@@ -156,7 +157,7 @@ class RouterRegistry:
         self.last_id = max(self.last_id, router.id)
 
     def remove(self, name: str) -> Router | None:
-        """Removes a router and returns it."""
+        """Remove a router; return it, None if there is none of that name."""
         router = self.by_name.pop(name, None)
         if router is not None:
             for index, topic in ((self._into, router.spec.dest), (self._from, router.spec.source)):
@@ -166,7 +167,7 @@ class RouterRegistry:
         return router
 
     def upstream(self, dest: str) -> Iterator[str]:
-        """Yields `dest`, its source, the source's source and so on, each once."""
+        """Yield `dest`, its source, the source's source and so on, each once."""
         seen: set[str] = set()
         topic: str | None = dest
         while topic is not None and topic not in seen:
@@ -175,7 +176,7 @@ class RouterRegistry:
             topic = self.source_of(topic)
 
     def _cycle(self, name: str, spec: RouterSpec) -> list[str] | None:
-        """Returns source, dest, …, source if an edge from source to dest closes that path."""
+        """Return source, dest, …, source if an edge from source to dest closes that path."""
         path = [spec.source]
         topic = spec.source
         while topic != spec.dest:
@@ -187,8 +188,8 @@ class RouterRegistry:
 
 
 def with_origin(payload: bytes, has_meta: bool, router: str, source: str, source_topic_id: int, seq: int) -> bytes:
-    """Returns a copy's payload (`"data":…` or `"data":…,"meta":{…}`) with its origin in its meta. It replaces the
-    origin of the original, if that is a copy as well.
+    """Return a copy's payload (`"data":…` or `"data":…,"meta":{…}`) with its origin in its meta, in place of the origin
+    that the original has if it is a copy as well.
     """
     key = f"router:{router}:{source_topic_id}:{_EPOCH}:{seq}"
     origin = (
@@ -197,7 +198,7 @@ def with_origin(payload: bytes, has_meta: bool, router: str, source: str, source
     if not has_meta:
         return payload + _META_START + origin + b"}"
     start = payload.rindex(_META_START) + len(_META_START)
-    # No JSON string can contain it, for its quotes would be escaped; and we write it last.
+    # No JSON string can contain it, because its quotes would be escaped. The origin is the last entry.
     own = payload.rfind(_OWN_META, start)
     kept = payload[start : own if own >= 0 else payload.rindex(b"}")].strip(b", \t\r\n")
     return payload[:start] + kept + (b"," if kept else b"") + origin + b"}"
@@ -208,20 +209,20 @@ ROUTERS_SHARD: Final = 0
 
 
 class FeedRouter(msgspec.Struct, array_like=True):
-    """A router at work: it forwards everything behind `from_seq` of the source, and has made so many copies."""
+    """One router of a feed: it forwards everything behind `from_seq` of the source, and has made so many copies."""
 
     router: Router
     from_seq: int
     forwarded_total: int = 0
 
 
-class FeedBody(msgspec.Struct, omit_defaults=True):
-    """How far one dest is with its source. `source_topic_id` is 0 while the source does not exist yet.
+class FeedFrameBody(msgspec.Struct, omit_defaults=True):
+    """The feed of one dest, and its position in the source. `source_topic_id` is 0 until the source exists.
 
     `trimmed` counts the seqs of the dest, up to that of the frame, that stand for records which were not copied: the
-    source had lost them, or there is another `trim_reason` (an EvictReason). `full` says that copies wait for room in
-    the dest: the source may lose or delete records meanwhile, and then they are not copied. `revision` counts the
-    cursors of a dest over both logs.
+    source had lost them, unless `trim_reason` is another EvictReason. While it is `full`, copies wait for room in the
+    dest, and records that the source loses or deletes meanwhile are not copied. `revision` counts the cursors of a dest
+    over both logs.
     """
 
     source: str
@@ -235,23 +236,23 @@ class FeedBody(msgspec.Struct, omit_defaults=True):
 
 
 class FoldedRouters(msgspec.Struct):
-    """All routers, and the feeds of dests by topic id: `feeds` as the durable log has them, `ram_feeds` as the RAM log
-    has those of `ephemeral` dests.
+    """All routers, and the feeds by the topic id of the dest: `feeds` from the durable log, `ram_feeds` (of `ephemeral`
+    dests) from the RAM log.
     """
 
     routers: dict[str, Router] = {}
     last_id: int = 0
-    feeds: dict[int, FeedBody] = {}
-    ram_feeds: dict[int, FeedBody] = {}
+    feeds: dict[int, FeedFrameBody] = {}
+    ram_feeds: dict[int, FeedFrameBody] = {}
 
-    def takes_over(self, topic_id: int, other: FoldedRouters) -> None:
-        """Takes over a topic with everything that `other` says of it as a dest."""
+    def add_feeds(self, topic_id: int, other: FoldedRouters) -> None:
+        """Add the feeds that `other` has of a dest."""
         for own, others in ((self.feeds, other.feeds), (self.ram_feeds, other.ram_feeds)):
             if topic_id in others:
                 own[topic_id] = others[topic_id]
 
-    def knows(self, other: FoldedRouters) -> None:
-        """Adds the routers of `other`."""
+    def add_routers(self, other: FoldedRouters) -> None:
+        """Add the routers of `other`."""
         self.routers |= other.routers
         self.last_id = max(self.last_id, other.last_id)
 
@@ -265,7 +266,7 @@ class FoldedRouters(msgspec.Struct):
             del self.routers[name]
         self.last_id = max(self.last_id, router_id)
 
-    def cursor(self, dest_topic_id: int, feed: FeedBody, in_ram: bool) -> None:
+    def cursor(self, dest_topic_id: int, feed: FeedFrameBody, in_ram: bool) -> None:
         feeds = self.ram_feeds if in_ram else self.feeds
         feeds[dest_topic_id] = feed
 
@@ -276,4 +277,4 @@ class FoldedRouters(msgspec.Struct):
 
 encode_router = msgspec.msgpack.Encoder().encode
 _decode_router = msgspec.msgpack.Decoder(Router).decode
-decode_feed = msgspec.msgpack.Decoder(FeedBody).decode
+decode_feed = msgspec.msgpack.Decoder(FeedFrameBody).decode

@@ -1,16 +1,15 @@
-"""What is delivered next: weighted fair between bands of priority, first come first served in a band, nobody starves.
+"""The order of delivery: weighted fair between bands of priority, first in first out in a band, no starvation. Pure.
 
-    ready   band 0  ▸ entry ▸ entry ▸ …          deficit round robin: a round gives each band weight × QUANTUM; within
-            band 1  ▸ …                          it the first band that has something left to spend is served, so what
-            …                                    is urgent never waits for the rest of a round
-    aging   slot t, t+1, t+2, … (50 ms each)     when each entry is to be looked at, for it may have reached a
-                                                 higher band by then
+    ready   band 0  ▸ entry ▸ entry ▸ …          deficit round robin: a round gives each band weight × QUANTUM, and the
+            band 1  ▸ …                          first band with some of that left is served, so urgent entries never
+            …                                    wait for the rest of a round
+    aging   slot t, t+1, t+2, … (50 ms each)     the moment at which each entry may have reached a higher band
 
-Every operation is O(1) however many entries are ready: an entry is not aged by a scan but filed under the moment at
-which waiting will have lifted it into the next band (`priority.py`), and a step moves at most PROMOTIONS_MAX of those.
+Every operation is O(1) however many entries are ready. No scan ages entries: each is filed under the moment at which
+waiting will have lifted it into the next band (`priority.py`), and one call lifts at most PROMOTIONS_MAX of them.
 
-Cost is in units of the caller's, known only after the work: a band may overdraw and then pays in the rounds to come.
-A band without work saves at most one round's worth.
+Cost is in units of the caller's, known only after the work: a band may overdraw, and pays in later rounds. A band
+without work saves at most one round's worth.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from topics.core.priority import AGE_FULL_MS, AGE_MS_PER_POINT, BANDS, FLOORS, L
 
 QUANTUM: Final = 64
 TURN_COST: Final = 1024
-"""Who has more to do than this goes to the end of its band between its turns."""
+"""Cost of a turn: an entry with more to do goes to the end of its band after each turn."""
 TICK_MS: Final = 50
 PROMOTIONS_MAX: Final = 64
 _SLOTS: Final = AGE_FULL_MS // TICK_MS + 2
@@ -34,7 +33,7 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 class _Entry(Generic[Item]):
-    """Something that waits, or is being served."""
+    """An item that waits, or is being served."""
 
     __slots__ = ("band", "base", "item", "since_ms", "slot", "spent")
 
@@ -44,18 +43,18 @@ class _Entry(Generic[Item]):
         self.base = 0
         self.band = LAST
         self.slot = -1
-        """Of the wheel; −1 for one that has nothing to wait for there."""
+        """Slot in the wheel; −1 while it is in none."""
         self.spent = 0
-        """In this turn."""
+        """Cost in this turn."""
 
 
 _Queue = OrderedDict[_Entry[Item], None]
-"""First in, first out, and any in between can go; the front of a plain dict is O(n) to find after many removals."""
+"""First in, first out, with removal from the middle; in a plain dict the front is O(n) to find after many removals."""
 
 
 class Scheduler(Generic[Item]):
-    """`base_of(item)` is its priority without age, asked when it becomes ready and as it ages. `now_ms` is monotonic
-    everywhere.
+    """Items that are ready, in bands of priority. `base_of(item)` is the priority without age, asked when the item
+    becomes ready and as it ages. `now_ms` is monotonic everywhere.
     """
 
     def __init__(self, base_of: Callable[[Item], int]) -> None:
@@ -65,17 +64,18 @@ class Scheduler(Generic[Item]):
         self._deficits = list(_ROUND)
         self._wheel: list[_Queue[Item]] = [OrderedDict() for _ in range(_SLOTS)]
         self._tick = 0
-        """The slot that is due next, counted from the beginning of time."""
+        """Number of the slot that is due next: time 0 is in slot 0."""
         self._serving: _Entry[Item] | None = None
         self.paused = False
-        """The last band is not served: who is in it waits until age lifts it out."""
+        """True while the last band is not served: its entries wait until age lifts them out."""
         self.waits = 0
-        self.waited_ms = 0
-        """Entries served for the first time, and how long they had waited together: those of base priority 0 and
-        above, since what is below may wait without anything being wrong.
+        """Number of entries that were served for the first time. Those below base priority 0 do not count: they may
+        wait without anything being wrong.
         """
+        self.waited_ms = 0
+        """Sum of their waits."""
 
-    # -- what is ready
+    # -- ready items
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -85,28 +85,28 @@ class Scheduler(Generic[Item]):
 
     @property
     def eligible(self) -> bool:
-        """Whether `take` would find something."""
+        """True if `take` would return an item."""
         return any(self._bands[: LAST if self.paused else BANDS])
 
     def depths(self) -> list[int]:
-        """How many wait in each band."""
+        """Return the number of items in each band."""
         return [len(band) for band in self._bands]
 
     def waiting_ms(self, item: Item, now_ms: int) -> int:
-        """How long this one has waited, 0 when it does not."""
+        """Return how long an item has waited, 0 if it does not wait."""
         entry = self._entries.get(item)
         return 0 if entry is None else max(0, now_ms - entry.since_ms)
 
     def band(self, item: Item) -> int:
-        """Where this one waits; KeyError when it does not."""
+        """Return the band of an item; KeyError if it does not wait."""
         return self._entries[item].band
 
     def mark(self, item: Item, now_ms: int, since_ms: int | None = None) -> None:
-        """There is work for `item` (since a while ago, perhaps). One that is ready already keeps its place and age."""
+        """Mark an item ready (since `since_ms`, or now). One that is ready already keeps its place and age."""
         if item in self._entries:
             return
         if not self._entries:
-            # After a time with nothing to do nobody owes anything; and nothing is filed in the wheel.
+            # After an idle time no band owes anything, and the wheel is empty.
             self._deficits = list(_ROUND)
             self._tick = now_ms // TICK_MS + 1
         entry = self._entries[item] = _Entry(item, now_ms if since_ms is None else since_ms)
@@ -114,7 +114,7 @@ class Scheduler(Generic[Item]):
         self._file(entry, now_ms)
 
     def discard(self, item: Item) -> None:
-        """Nothing is to be done for it any more."""
+        """Remove an item: there is no work for it any more."""
         entry = self._entries.pop(item, None)
         if entry is not None and entry is not self._serving:
             del self._bands[entry.band][entry]
@@ -123,7 +123,7 @@ class Scheduler(Generic[Item]):
     # -- serving
 
     def take(self, now_ms: int) -> Item | None:
-        """Who is to be served now; `served` must follow before the next `take`."""
+        """Return the item to serve now, None if there is none. Call `served` before the next `take`."""
         assert self._serving is None
         if not self._entries:
             return None
@@ -140,7 +140,9 @@ class Scheduler(Generic[Item]):
         return entry.item
 
     def served(self, cost: int, now_ms: int, *, more: bool, fresh: bool = False) -> None:
-        """What it cost, and whether there is `more` to do for it; `fresh`: which has come up only now."""
+        """End the turn of the item that `take` returned. It stays ready if there is `more` work, with age 0 if that is
+        `fresh`.
+        """
         entry, self._serving = self._serving, None
         assert entry is not None
         self._deficits[entry.band] -= cost
@@ -161,7 +163,7 @@ class Scheduler(Generic[Item]):
             self._bands[entry.band].move_to_end(entry, last=False)
 
     def age(self, now_ms: int) -> None:
-        """Lifts those into their band whose time has come: some at a time, the rest at the next call."""
+        """Lift entries that are due into their band: PROMOTIONS_MAX at most, the rest at the next call."""
         due_tick = now_ms // TICK_MS
         left = PROMOTIONS_MAX
         while self._tick <= due_tick:
@@ -169,12 +171,12 @@ class Scheduler(Generic[Item]):
             while slot and left:
                 entry, _ = slot.popitem(last=False)
                 entry.slot = -1
-                self._look_again(entry, now_ms)
+                self._promote(entry, now_ms)
                 left -= 1
             if slot:
                 return
             self._tick += 1
-            # After a long pause one turn of the wheel is all of it.
+            # After a long pause one turn of the wheel covers everything.
             self._tick = max(self._tick, due_tick - _SLOTS)
 
     # -- inside
@@ -196,32 +198,32 @@ class Scheduler(Generic[Item]):
                 self._deficits[band] = min(self._deficits[band] + missing * most, most)
 
     def _file(self, entry: _Entry[Item], now_ms: int) -> None:
-        """At the end of the band it belongs to now, and in the wheel for the next one."""
+        """Put an entry at the end of its band, and into the wheel for the next band."""
         entry.band = self._band_now(entry, now_ms)
         self._bands[entry.band][entry] = None
-        self._wheel_in(entry, self._tick)
+        self._put_on_wheel(entry, self._tick)
 
-    def _look_again(self, entry: _Entry[Item], now_ms: int) -> None:
-        """It should have reached a higher band by now; recency may have taken away some of what age has brought."""
+    def _promote(self, entry: _Entry[Item], now_ms: int) -> None:
+        """Move an entry to its band now, usually a higher one; recency may have taken away what age has added."""
         entry.base = self._base_of(entry.item)
         band = self._band_now(entry, now_ms)
         if band < entry.band:
             del self._bands[entry.band][entry]
             entry.band = band
             self._bands[band][entry] = None
-        self._wheel_in(entry, self._tick + 1)
+        self._put_on_wheel(entry, self._tick + 1)
 
     def _band_now(self, entry: _Entry[Item], now_ms: int) -> int:
         waited_ms = now_ms - entry.since_ms
         return priority.band_of(entry.base + priority.age(waited_ms), waited_ms)
 
-    def _wheel_in(self, entry: _Entry[Item], earliest_tick: int) -> None:
-        """To be looked at when age has brought it to the next band's floor, or it has waited long enough anyhow."""
+    def _put_on_wheel(self, entry: _Entry[Item], earliest_tick: int) -> None:
+        """File an entry under the moment at which age lifts it to the next band's floor, or to the top in any case."""
         if entry.band == TOP:
             return
         missing = FLOORS[entry.band - 1] - entry.base
         due_ms = entry.since_ms + min(missing * AGE_MS_PER_POINT, AGE_FULL_MS)
-        # Never a whole turn of the wheel ahead, however late `age` is: too early is looked at once more.
+        # Never a whole turn of the wheel ahead, however late `age` is: an early entry is filed once more.
         tick = min(max(-(-due_ms // TICK_MS), earliest_tick), self._tick + _SLOTS - 1)
         entry.slot = tick % _SLOTS
         self._wheel[entry.slot][entry] = None

@@ -1,7 +1,7 @@
-"""Which segments a topic has: what the log's CHECKPOINT_MARKs said of them. Pure.
+"""The segments of a topic, as the log's CHECKPOINT_MARKs list them. Pure.
 
 A segment is dense: its index has an entry for every seq first_seq..last_seq. Seqs may be missing between two segments
-only below the topic's `earliest_seq`: what was there is gone.
+only below the topic's `earliest_seq`, where no record lives.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Final
 import msgspec
 
 SEALED: Final = 1
-"""Nothing is ever appended to it, and it has tag postings."""
+"""Flag of a segment to which nothing is appended any more and which has tag postings."""
 COLD: Final = 2
-"""Its `.data` is in the cold directory; `.idx` and `.tags` are also here, and these count."""
+"""Flag of a segment whose `.data` is in the cold directory; `.idx` and `.tags` are also here, and these count."""
 _last_ts = attrgetter("last_ts")
 
 
@@ -33,25 +33,17 @@ class SegmentInfo(msgspec.Struct, array_like=True, frozen=True, order=False):
 
     @property
     def records(self) -> int:
-        """Entries in its index, dead ones included."""
+        """Number of entries in its index, dead ones included."""
         return self.last_seq - self.first_seq + 1
 
     @property
-    def words(self) -> tuple[int, int, int, int, int, int, int]:
-        """In the order of the arena's table."""
-        return (
-            self.first_seq,
-            self.last_seq,
-            self.first_ts,
-            self.last_ts,
-            self.data_bytes,
-            self.version,
-            self.flags,
-        )
+    def words(self) -> tuple[int, ...]:
+        """All fields, in the order of the arena's table."""
+        return msgspec.structs.astuple(self)
 
 
 class SegmentList:
-    """Segments of one topic, ascending by seq, without overlap."""
+    """The segments of one topic, ascending by seq, without overlap. `version` grows with every change."""
 
     __slots__ = ("_first_seqs", "_rows", "version")
 
@@ -59,12 +51,11 @@ class SegmentList:
         self._rows: list[SegmentInfo] = []
         self._first_seqs: list[int] = []
         self.version = 0
-        """Moves with every change."""
         for row in rows:
             self.put(row)
 
     def copy(self) -> SegmentList:
-        """The same rows, to be changed apart from these."""
+        """Return an independent copy."""
         other = SegmentList()
         other._rows, other._first_seqs, other.version = self._rows[:], self._first_seqs[:], self.version
         return other
@@ -77,34 +68,30 @@ class SegmentList:
 
     @property
     def last(self) -> SegmentInfo | None:
-        """The last segment, the only one that may be active."""
+        """Last segment, the only one that may be active."""
         return self._rows[-1] if self._rows else None
 
     @property
     def last_seq(self) -> int:
-        """The last seq that is in a segment; 0 without any."""
+        """Last seq that is in a segment; 0 without any."""
         return self._rows[-1].last_seq if self._rows else 0
 
     @property
     def sealed_last_seq(self) -> int:
-        """The last seq that is in a sealed segment: only the last segment is ever active. 0 without any."""
-        for row in reversed(self._rows):
-            if row.flags & SEALED:
-                return row.last_seq
-        return 0
+        """Last seq that is in a sealed segment (all but the last are sealed); 0 without any."""
+        return next((row.last_seq for row in reversed(self._rows) if row.flags & SEALED), 0)
 
     @property
     def dense_from_seq(self) -> int:
-        """From there on no seq is missing up to `last_seq`; 1 without any segment."""
+        """Seq from which none is missing up to `last_seq`; 1 without any segment."""
         at = len(self._rows) - 1
         while at > 0 and self._rows[at - 1].last_seq + 1 == self._rows[at].first_seq:
             at -= 1
         return self._rows[at].first_seq if self._rows else 1
 
     def put(self, info: SegmentInfo) -> SegmentInfo | None:
-        """Adds a segment, or takes it for the one of that first_seq; returns the one that was replaced.
-
-        An older state of a segment changes nothing, so marks may come again. ValueError when segments would overlap.
+        """Add a segment, or replace the one of that first_seq and return the replaced one. An older state of a segment
+        changes nothing, so marks may come again. Raises ValueError if segments would overlap.
         """
         at = bisect_right(self._first_seqs, info.first_seq)
         known = self._rows[at - 1] if at else None
@@ -125,26 +112,26 @@ class SegmentList:
         return known
 
     def at(self, seq: int) -> SegmentInfo | None:
-        """The segment that has this seq."""
+        """Return the segment that has this seq, None if none has."""
         at = bisect_right(self._first_seqs, seq)
         if at and self._rows[at - 1].last_seq >= seq:
             return self._rows[at - 1]
         return None
 
     def between(self, first_seq: int, last_seq: int) -> list[SegmentInfo]:
-        """Those that have any seq of first_seq..last_seq."""
+        """Return the segments that have any seq of first_seq..last_seq."""
         start = bisect_right(self._first_seqs, first_seq)
         if start and self._rows[start - 1].last_seq >= first_seq:
             start -= 1
         return self._rows[start : bisect_right(self._first_seqs, last_seq)]
 
     def around(self, ts: int) -> tuple[int, SegmentInfo | None]:
-        """(the last seq of those whose records were all committed before that time, 0 without any; the one behind)."""
+        """Return (last seq of the segments that end before `ts`, 0 without any; the first segment that does not)."""
         at = bisect_left(self._rows, ts, key=_last_ts)
         return self._rows[at - 1].last_seq if at else 0, self._rows[at] if at < len(self._rows) else None
 
     def drop_below(self, seq: int) -> list[SegmentInfo]:
-        """Forgets segments that end below `seq`; returns them."""
+        """Remove segments that end below `seq`; return them."""
         count = 0
         while count < len(self._rows) and self._rows[count].last_seq < seq:
             count += 1
@@ -157,5 +144,5 @@ class SegmentList:
 
 
 def _age(info: SegmentInfo) -> tuple[int, int, int]:
-    """A segment grows, is sealed, relocated, and rewritten: never the other way."""
+    """Return a key by which states of a segment ascend: it grows, is sealed, relocated and rewritten, never back."""
     return info.version, info.last_seq, info.flags

@@ -1,4 +1,4 @@
-"""Sets of seqs that lie mostly side by side: acknowledged jobs, the seqs of a deletion. Pure."""
+"""Sets of seqs that are mostly consecutive: acknowledged jobs, the seqs of a deletion. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Run = tuple[int, int]
 
 
 def runs_of(seqs: Iterable[int]) -> list[Run]:
-    """Returns ascending seqs as the fewest runs."""
+    """Return ascending seqs as the fewest runs."""
     runs: list[Run] = []
     first = last = -1
     for seq in seqs:
@@ -25,13 +25,13 @@ def runs_of(seqs: Iterable[int]) -> list[Run]:
 
 
 def seqs_of(runs: Iterable[Run]) -> Iterator[int]:
-    """Yields every seq of every run, in their order."""
+    """Yield every seq of every run, in their order."""
     for first, last in runs:
         yield from range(first, last + 1)
 
 
 class SeqSet:
-    """A set of seqs. It costs memory for its runs, not for its seqs, and every operation is O(log runs)."""
+    """A set of seqs. Its memory is that of its runs, not of its seqs, and every operation is O(log runs)."""
 
     __slots__ = ("_last_by_first", "count")
 
@@ -45,11 +45,11 @@ class SeqSet:
         return self.next_absent(seq) != seq
 
     def runs(self) -> list[Run]:
-        """Returns the runs, ascending, none touching the next."""
+        """Return the runs, ascending, none touching the next."""
         return list(self._last_by_first.items())
 
     def next_absent(self, seq: int) -> int:
-        """Returns the first seq from `seq` on that is not in the set."""
+        """Return the first seq from `seq` on that is not in the set."""
         runs = self._last_by_first
         at = runs.bisect_right(seq) - 1
         if at < 0:
@@ -58,7 +58,7 @@ class SeqSet:
         return max(seq, last + 1)
 
     def add(self, first: int, last: int) -> None:
-        """Adds all of first..last; some may be in the set already."""
+        """Add all of first..last; some may be in the set already."""
         assert first <= last
         runs = self._last_by_first
         at = runs.bisect_right(first) - 1
@@ -80,7 +80,7 @@ class SeqSet:
         self.count += last - first + 1
 
     def discard(self, seq: int) -> None:
-        """Removes `seq` if it is in the set."""
+        """Remove `seq` if it is in the set."""
         at = self._last_by_first.bisect_right(seq) - 1
         if at < 0:
             return
@@ -94,7 +94,7 @@ class SeqSet:
             self.add(seq + 1, last)
 
     def discard_below(self, seq: int) -> None:
-        """Removes everything below `seq`."""
+        """Remove everything below `seq`."""
         runs = self._last_by_first
         while runs:
             first, last = runs.peekitem(0)
@@ -110,9 +110,7 @@ class SeqSet:
 
 
 def encode_runs(seqs: Sequence[int]) -> list[int]:
-    """Encodes ascending seqs as small numbers: how many to pass over (from 1 on at first), how many follow each other,
-    and so on. The body of a DELETE has them (`core/control_bodies.py`).
-    """
+    """Encode ascending seqs for a DELETE frame: how many to pass over (from 1 on), how many to take, and so on."""
     runs: list[int] = []
     next_seq = 1
     for seq in seqs:

@@ -1,7 +1,7 @@
-"""What one shard's log says up to a place in it, without the records themselves: the body of a snapshot.
+"""The state of one shard up to a place in its log, without the records themselves: the body of a snapshot. Pure.
 
-Everything is a msgpack array in the order of the fields; a field that is added goes to the end and has a default, so
-that a release reads the snapshots of those before it.
+Each struct is a msgpack array in the order of its fields. A new field goes to the end and has a default, so that a
+release reads the snapshots of earlier ones.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from topics.core.seq_set import Run
 
 
 class FoldedTopic(msgspec.Struct, array_like=True):
-    """One topic. `keys` are (key, first_seq, records, ts), oldest first; `ephemeral_head_seq` is that of the last
-    HEAD_WATERMARK, None without any, `exact_head_seq` that of the last exact one. Segments may go beyond `head_seq`.
-    `deleted_in_ram`: deleted records that a RAM log may still have.
+    """One topic. `keys` are (key, first_seq, records, ts), oldest first. `ephemeral_head_seq` is the seq of the last
+    HEAD_WATERMARK (None without any), `exact_head_seq` that of the last exact one. `segments` may go beyond `head_seq`.
+    `deleted_in_ram` are deleted records that a RAM log may still have.
     """
 
     id: int
@@ -41,7 +41,7 @@ class FoldedTopic(msgspec.Struct, array_like=True):
 
 
 class ShardState(msgspec.Struct, array_like=True):
-    """`deleted_ids` are those of deleted topics, ascending, each as its distance to the one before."""
+    """One shard. `deleted_ids` are the ids of deleted topics, ascending, each as its distance to the one before."""
 
     topics: list[FoldedTopic] = []
     deleted_ids: list[int] = []

@@ -1,7 +1,7 @@
-"""Which records have which tag (api §5): what makes a delete by tag cost its matches, not the log.
+"""The tags of records (api §5), indexed so that a delete by tag costs its matches, not the log. Pure.
 
-Only records that are not in a sealed segment are indexed here (a segment has its own postings). Appends pay nothing:
-the index catches up when a delete asks for it, piece by piece.
+Only records that are not in a sealed segment are indexed here (a segment has its own postings). Appends cost nothing:
+the index catches up, piece by piece, when a delete needs it.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ from sortedcontainers import SortedDict
 
 from topics.core.errors import invalid
 
-_FORGET_FROM: Final = 4096
-"""Fewer entries are not worth it."""
+FORGET_FROM: Final = 4096
+"""Number of entries from which forgetting is worth it."""
 TagsOf = Callable[[int, int], tuple[list[tuple[int, bytes]], int]]
-"""(first_seq, last_seq) → (seq, tag) of the tagged records among them, ascending, and up to which seq these are all."""
+"""(first_seq, last_seq) → (seq, tag) of the tagged records among them, ascending, and the seq up to which that is all.
+"""
 
 
 class Match(NamedTuple):
-    """`eq`: the tag itself; `glob`: every tag that begins with it."""
+    """A condition on tags: `eq` is the tag itself, `glob` every tag that begins with it."""
 
     op: Literal["eq", "glob"]
     tag: bytes
 
     def covers(self, tag: bytes) -> bool:
-        """Whether a record with this tag matches."""
+        """True if a record with this tag matches."""
         return tag == self.tag if self.op == "eq" else tag.startswith(self.tag)
 
 
 def parse_match(given: object, field: str = "match") -> Match:
-    """From JSON: `["tag","Eq","x"]`, `["tag","Glob","x*"]`, or a bare string (a Glob when it ends in `*`);
-    `400 invalid_request` for the `field` it was given in.
+    """Parse `["tag","Eq","x"]`, `["tag","Glob","x*"]` or a bare string (a Glob if it ends in `*`); raise `400
+    invalid_request` for its `field`.
     """
     if isinstance(given, str):
         return Match("glob", given[:-1].encode()) if given.endswith("*") else Match("eq", given.encode())
@@ -51,7 +52,7 @@ def parse_match(given: object, field: str = "match") -> Match:
 
 
 class TagIndex:
-    """Tag → ascending seqs, from `next_seq` backwards to wherever it began."""
+    """Ascending seqs by tag, of all records from some seq up to `next_seq` - 1."""
 
     def __init__(self, first_seq: int) -> None:
         self._seqs: SortedDict[bytes, list[int]] = SortedDict()
@@ -59,14 +60,14 @@ class TagIndex:
         self.next_seq = first_seq
 
     def forget_below(self, base_seq: int) -> None:
-        """Starts over at `base_seq` when most of what it holds is below that."""
-        if self._entries > _FORGET_FROM and self._entries > 2 * (self.next_seq - base_seq):
+        """Start over at `base_seq` if most of the entries are below it."""
+        if self._entries > FORGET_FROM and self._entries > 2 * (self.next_seq - base_seq):
             self._seqs.clear()
             self._entries = 0
             self.next_seq = base_seq
 
     def catch_up(self, base_seq: int, last_seq: int, tags_of: TagsOf) -> None:
-        """Indexes what was appended since, up to `last_seq` or as far as `tags_of` comes in one go."""
+        """Index the records from `next_seq` up to `last_seq`, or as far as one call of `tags_of` goes."""
         first_seq = max(self.next_seq, base_seq)
         if first_seq > last_seq:
             return
@@ -82,15 +83,15 @@ class TagIndex:
         self.next_seq = last_seq + 1
 
     def matching(self, match: Match) -> list[bytes]:
-        """The tags that match."""
+        """Return the tags that match."""
         if match.op == "eq":
             return [match.tag]
         return list(self._seqs.irange(match.tag, _behind(match.tag), (True, False)))
 
     def seqs_of(self, tags: Sequence[bytes], start: int, most: int) -> tuple[list[int], int]:
-        """(seqs of the records with one of these tags, tag number `start` and behind; number of the tag to go on with).
+        """Return (seqs of records with one of these tags, from number `start` on; number of the tag to go on with).
 
-        So many or more, for it is all of each tag. They ascend; some may be gone already.
+        There are `most` or more, because no tag is split. They ascend; some may be deleted already.
         """
         found: list[int] = []
         while start < len(tags) and len(found) < most:
@@ -100,6 +101,6 @@ class TagIndex:
 
 
 def _behind(prefix: bytes) -> bytes | None:
-    """The first that is greater than all that begin with it; None: there is none."""
+    """Return the least bytes above all that begin with `prefix`; None if there are none."""
     kept = prefix.rstrip(b"\xff")
     return kept[:-1] + bytes((kept[-1] + 1,)) if kept else None

@@ -7,6 +7,7 @@ never half of each. (`struct.pack_into("<Q")` writes byte by byte and must not b
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import platform
@@ -33,7 +34,12 @@ class SharedObject:
         """Makes the object, zero-filled. `reserve_bytes` of it (default: all) are backed by memory at once, so that
         a full /dev/shm is an OSError here and not a SIGBUS at the first touch.
         """
-        shm = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, size=size_bytes, mode=0o600)
+        try:
+            shm = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, size=size_bytes, mode=0o600)
+        except ValueError as error:
+            # It is how posix_ipc words EFBIG.
+            why = f"shared memory of {size_bytes} bytes is above the file-size limit (ulimit -f, LimitFSIZE=)"
+            raise OSError(errno.EFBIG, why) from error
         try:
             os.posix_fallocate(shm.fd, 0, size_bytes if reserve_bytes is None else reserve_bytes)
         except OSError:

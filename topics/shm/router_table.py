@@ -27,7 +27,7 @@ from topics.shm.memory import SharedObject
 REGION_BYTES: Final = 64 * 1024 * 1024
 """Address space, not memory: only what is used is backed."""
 _HEADER_BYTES: Final = 4096
-_RESERVE_BYTES: Final = 64 * 1024
+GROW_BYTES: Final = 64 * 1024
 TABLE_BYTES: Final = _HEADER_BYTES + 2 * REGION_BYTES
 TABLE_RESERVE_BYTES: Final = _HEADER_BYTES
 _EPOCH: Final = 0
@@ -73,7 +73,7 @@ class RouterTableWriter:
     def reserve(self) -> None:
         """Room for the next change, or TopicsError: so that what was logged can always be shown."""
         region = self._words[_EPOCH] & 1
-        self._back(region, min(REGION_BYTES, self._words[_LENGTHS[region]] + _RESERVE_BYTES))
+        self._back(region, min(REGION_BYTES, self._words[_LENGTHS[region]] + GROW_BYTES))
 
     def _append(self, region: int, entries: bytes) -> None:
         length = self._words[_LENGTHS[region]]
@@ -87,7 +87,7 @@ class RouterTableWriter:
             raise TopicsError("storage_unavailable", f"the table of routers has no room beyond {REGION_BYTES} bytes")
         if length <= self._backed[region]:
             return
-        start, grow = self._backed[region], -(-(length - self._backed[region]) // _RESERVE_BYTES) * _RESERVE_BYTES
+        start, grow = self._backed[region], -(-(length - self._backed[region]) // GROW_BYTES) * GROW_BYTES
         grow = min(grow, REGION_BYTES - start)
         try:
             self._shared.reserve(_HEADER_BYTES + region * REGION_BYTES + start, grow)

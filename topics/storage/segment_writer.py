@@ -284,7 +284,7 @@ def _other_frames(topic_id: int) -> ValueError:
 
 
 _CHUNK_RECORDS: Final = 4096  # few enough to be hashed and joined while they are in the cache
-_CHUNK_BYTES: Final = 64 * 1024 * 1024
+CHUNK_BYTES: Final = 64 * 1024 * 1024
 """One write takes less than 2 GiB on Linux, and joined pieces take memory."""
 
 
@@ -437,13 +437,13 @@ class SegmentWriter:
 
 
 def _chunks(entries: array[int]) -> Iterator[array[int]]:
-    """Yields entries to be written at once: at most _CHUNK_BYTES, unless it is one record."""
+    """Yields entries to be written at once: at most CHUNK_BYTES, unless it is one record."""
     at = 0
     while at < len(entries):
         chunk = entries[at : at + _CHUNK_RECORDS * ENTRY_WORDS]
         lengths = lengths_of(chunk)
-        if sum(lengths) > _CHUNK_BYTES:
-            chunk = chunk[: max(1, bisect_right(list(accumulate(lengths)), _CHUNK_BYTES)) * ENTRY_WORDS]
+        if sum(lengths) > CHUNK_BYTES:
+            chunk = chunk[: max(1, bisect_right(list(accumulate(lengths)), CHUNK_BYTES)) * ENTRY_WORDS]
         yield chunk
         at += len(chunk)
 

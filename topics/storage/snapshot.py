@@ -271,10 +271,10 @@ def dealt_out(parts: Iterable[ShardPart], new_logs: Iterable[NewLog], owner: Cal
         for topic in state.topics:
             now = states[owner(topic.name)]
             now.topics.append(topic)
-            now.routers.takes_over(topic.id, state.routers)
+            now.routers.add_feeds(topic.id, state.routers)
         for name in state.deleted_names:
             states[owner(name)].deleted_names.append(name)
-        states[ROUTERS_SHARD].routers.knows(state.routers)
+        states[ROUTERS_SHARD].routers.add_routers(state.routers)
     for state in states.values():
         # Nobody knows whose they were; every shard may know of all.
         state.set_deleted_ids(deleted_ids)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from topics.core.fold import FoldError
-from topics.core.routers import FeedBody
+from topics.core.routers import FeedFrameBody
 from topics.core.shard_state import ShardState
 from topics.storage import layout
 from topics.storage.filesystem import LookOnlyFileSystem, boot_id
@@ -25,7 +25,7 @@ from topics.storage.snapshot import load
 
 class _Dest(NamedTuple):
     name: str
-    feed: FeedBody
+    feed: FeedFrameBody
 
 
 class RoutedCopies:
@@ -57,7 +57,7 @@ class RoutedCopies:
             f"intervals (2 minutes by default), stop it with SIGTERM, then start this version"
         )
 
-    def _is_settled(self, feed: FeedBody) -> bool:
+    def _is_settled(self, feed: FeedFrameBody) -> bool:
         # 0.1.0 logged the copies of a full dest at once, and had no more of them while it was full.
         if not feed.routers or feed.full or not feed.source_topic_id:
             return True

@@ -1,4 +1,4 @@
-"""Everything a start needs: what the machine must give, and what `run` would find, without starting anything."""
+"""The requirements of a start: what the machine must offer, and `topics-supervisor check`, which tests all of them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from topics.storage.lock import DataDirLocked, holder_pid, inspecting
 from topics.storage.logfile import RefusedLog
 from topics.storage.snapshot import UnknownSnapshotVersion
 from topics.storage.upgrade import check_upgrade
-from topics.supervisor.listeners import AddressError, listen, show
+from topics.supervisor.listeners import AddressError, close_all, listen, show
 
 OPEN_FILES_MIN: Final = 1024
-"""With fewer files a frontend could not even hold its rings, logs and a few hundred connections."""
+"""A frontend needs this many for its rings, logs and a few hundred connections."""
 
 StatVfs = Callable[[str], os.statvfs_result]
 
 
 def shared_memory_shortage(settings: Settings, statvfs: StatVfs = os.statvfs) -> str | None:
-    """Says why /dev/shm is too small for these settings, None when it is not."""
+    """Returns why /dev/shm is too small for these settings, None when it is large enough."""
     needed = SharedMemory.needed_bytes(settings.wal_shards, settings.frontends, settings.ring_bytes)
     figures = statvfs(SHM_ROOT)
     free = figures.f_bavail * figures.f_frsize
@@ -39,20 +39,13 @@ def shared_memory_shortage(settings: Settings, statvfs: StatVfs = os.statvfs) ->
     return (
         f"{SHM_ROOT} has {free / MIB:.1f} MiB free and {needed / MIB:.1f} MiB are needed with"
         f" TOPICS_WAL_SHARDS={settings.wal_shards}, TOPICS_FRONTENDS={settings.frontends} and"
-        f" TOPICS_RING_BYTES={settings.ring_bytes}; lower one of them or make it larger (mount -o remount,size=…"
+        f" TOPICS_RING_BYTES={settings.ring_bytes}; lower one of them or enlarge {SHM_ROOT} (mount -o remount,size=…"
         f" {SHM_ROOT}, or --shm-size for a container)"
     )
 
 
-def raise_open_files() -> int:
-    """Takes all open files this process may have, for itself and its children; returns their number."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    return most
-
-
 def open_files_shortage(most: int) -> str | None:
-    """Says why `most` open files are too few, None when they are not."""
+    """Returns why `most` open files are too few, None when they are enough."""
     if most == resource.RLIM_INFINITY or most >= OPEN_FILES_MIN:
         return None
     return (
@@ -60,41 +53,64 @@ def open_files_shortage(most: int) -> str | None:
     )
 
 
+def file_size_shortage(settings: Settings, most: int) -> str | None:
+    """Returns why files of at most `most` bytes are too small for these settings, None when they are large enough."""
+    needed = max(
+        SharedMemory.needed_bytes(settings.wal_shards, settings.frontends, settings.ring_bytes),
+        settings.wal_file_bytes,
+        settings.segment_max_bytes,
+    )
+    if most == resource.RLIM_INFINITY or most >= needed:
+        return None
+    return (
+        f"this process may write files of {most} bytes and {needed} are needed; raise the limit (ulimit -f, "
+        "LimitFSIZE=), best to unlimited"
+    )
+
+
+def raise_limit(limit: int) -> int:
+    """Raises a limit of this process and its children (resource.RLIMIT_…) to the highest allowed; returns it."""
+    _, most = resource.getrlimit(limit)
+    resource.setrlimit(limit, (most, most))
+    return most
+
+
 COLD_VARIABLE: Final = "TOPICS_COLD_DIR"
 COLD_TIMEOUT_S: Final = 5.0
-TOPICS_LOOKED_AT_MAX: Final = 10_000
-"""So many topics are looked at for segments that have gone to an empty cold directory."""
+TOPICS_SEARCHED_MAX: Final = 10_000
+"""The check searches at most this many topics for a cold segment."""
 
 
 class CheckFinding(NamedTuple):
-    """One result of the check: `problem` is None when all is well."""
+    """The result of checking one thing; `problem` is None when it is as a start needs it."""
 
     subject: str
     problem: str | None
 
 
 def check(settings: Settings, statvfs: StatVfs = os.statvfs) -> list[CheckFinding]:
-    """Looks at the data directory, its lock and its format, the cold directory if there is one, the shared memory, the
-    address and the limits.
+    """Checks the data directory, its lock and format, the cold directory if one is set, shared memory, address, limits.
 
-    A bad cold directory does not keep the service from starting: only its own records cannot be read, and older ones go
-    there later.
+    The service starts with a bad cold directory all the same: only reads of records in it fail, and no segments go
+    there meanwhile.
     """
     problem = _dir_problem(settings.data_dir, "TOPICS_DATA_DIR")
     findings = [CheckFinding(f"data directory {settings.data_dir}", problem)]
     if settings.cold_dir is not None:
-        findings.append(_cold_dir(settings.cold_dir, settings.data_dir))
+        findings.append(_cold_dir_finding(settings.cold_dir, settings.data_dir))
     findings.append(CheckFinding("lock", _lock_problem(settings.data_dir)))
     findings.append(CheckFinding("data format", _format_problem(settings.data_dir)))
     findings.append(CheckFinding(f"shared memory in {SHM_ROOT}", shared_memory_shortage(settings, statvfs)))
     findings.append(CheckFinding(f"address {show(settings.host, settings.port)}", _address_problem(settings)))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     findings.append(CheckFinding(f"open files ({most})", open_files_shortage(most)))
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    findings.append(CheckFinding("file size", file_size_shortage(settings, most)))
     return findings
 
 
 def _dir_problem(path: str, variable: str) -> str | None:
-    """Says why the directory could not be made or written; nothing is made."""
+    """Returns why the directory cannot be created or written. Creates nothing."""
     existing = _existing(path)
     if not os.path.isdir(existing):
         return f"{existing} is not a directory; choose another {variable}"
@@ -110,45 +126,46 @@ def _existing(path: str) -> str:
     return path
 
 
-def _cold_dir(cold_dir: str, data_dir: str) -> CheckFinding:
-    """Looks at a cold directory. It may be on a disk that hangs, so a thread looks, and has only so much time."""
+def _cold_dir_finding(cold_dir: str, data_dir: str) -> CheckFinding:
+    """Checks a cold directory. Its disk may hang, so a thread does it, with a time-out."""
     found: list[CheckFinding] = []
 
-    def look() -> None:
+    def check_directory() -> None:
         subject = f"cold directory {cold_dir}"
         with suppress(OSError):
             same = os.stat(_existing(cold_dir)).st_dev == os.stat(_existing(data_dir)).st_dev
-            subject += ", on the device of the data directory" if same else ", on a device of its own"
+            subject += ", on the device of the data directory" if same else ", on another device"
         problem = _dir_problem(cold_dir, COLD_VARIABLE) or _same_dir_problem(cold_dir, data_dir)
         found.append(CheckFinding(subject, problem or _missing_segments(cold_dir, data_dir)))
 
-    thread = Thread(target=look, daemon=True)
+    thread = Thread(target=check_directory, daemon=True)
     thread.start()
     thread.join(COLD_TIMEOUT_S)
     if found:
         return found[0]
     return CheckFinding(
         f"cold directory {cold_dir}",
-        f"it has not answered within {COLD_TIMEOUT_S:g} s; the service starts, but reads of what is in it would fail",
+        f"it has not answered within {COLD_TIMEOUT_S:g} s; the service would start, but reads of records in it would"
+        " fail",
     )
 
 
 def _same_dir_problem(cold_dir: str, data_dir: str) -> str | None:
     if not os.path.exists(cold_dir) or not os.path.exists(data_dir) or not os.path.samefile(cold_dir, data_dir):
         return None
-    return f"is the data directory itself, by another name; choose another {COLD_VARIABLE}"
+    return f"is the data directory under another name; choose another {COLD_VARIABLE}"
 
 
 def _missing_segments(cold_dir: str, data_dir: str) -> str | None:
-    """Says so if segments have gone there (the data directory has no more than an index of them), and it is empty."""
+    """Returns a problem if the directory is empty, but a topic has segments in it: an index without data here."""
     with suppress(OSError):
         if any(os.scandir(layout.topics_dir(cold_dir))):
             return None
     with suppress(OSError):
-        for topic in islice(os.scandir(layout.topics_dir(data_dir)), TOPICS_LOOKED_AT_MAX):
+        for topic in islice(os.scandir(layout.topics_dir(data_dir)), TOPICS_SEARCHED_MAX):
             files = set(os.listdir(topic))
             if any(file.endswith(".idx") and f"{file[:-4]}.data" not in files for file in files):
-                return "nothing is in it, but segments have gone there; mount its disk or bring it back"
+                return "it is empty, but segments were moved there; mount its disk, or restore it"
     return None
 
 
@@ -156,29 +173,27 @@ def _lock_problem(data_dir: str) -> str | None:
     try:
         pid = holder_pid(data_dir)
     except OSError as error:
-        return f"cannot be asked for: {error.strerror}; run this as the user of the service"
-    return None if pid is None else f"a service runs on it as process {pid}; stop it before you start another"
+        return f"cannot be read: {error.strerror}; run this as the user of the service"
+    return None if pid is None else f"a service holds it (process {pid}); stop that one before you start another"
 
 
 def _format_problem(data_dir: str) -> str | None:
-    """Why this release must not use the data; None when it may, and while a service runs: the lock's problem."""
+    """Returns why this release must not use the data. None when it may; also while a service holds the lock."""
     try:
         with suppress(DataDirLocked), inspecting(data_dir):
-            # Without `wal` the data are new, or a start of the release that wrote them has to come first.
+            # Without `wal` the data are new, or the release that wrote them has to start once more.
             if not has_mark(OsFileSystem(), data_dir) and os.path.isdir(layout.wal_dir(data_dir)):
                 check_upgrade(data_dir, accept_data_loss=False, progress=lambda _share: None)
     except (RefusedLog, UnknownSnapshotVersion) as error:
         return str(error)
     except OSError as error:
-        return f"cannot be told: {error}; run this as the user of the service"
+        return f"cannot be read: {error}; run this as the user of the service"
     return None
 
 
 def _address_problem(settings: Settings) -> str | None:
     try:
-        listeners = listen(settings.host, settings.port)
+        close_all(listen(settings.host, settings.port))
     except AddressError as error:
         return str(error)
-    for listener in listeners:
-        listener.close()
     return None

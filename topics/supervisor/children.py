@@ -1,4 +1,4 @@
-"""The supervisor's children: forking one, how long to wait before it is forked again, and whether a process runs."""
+"""The supervisor's children: how one is forked, and how long to wait before it is forked again."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from typing import Final, NamedTuple
 import psutil
 
 from topics import log
-from topics.core.backoff import doubled_ms
-from topics.core.clock import Clock
+from topics.core.clock import Clock, doubled_ms
 from topics.core.keys import KeyRing
 from topics.settings import Settings
 from topics.shm.control import EXIT_REFUSED, Cell, ProcessState
@@ -23,7 +22,7 @@ from topics.shm.instance import SharedMemory
 
 
 def is_running(pid: int) -> bool:
-    """False for a pid that is gone, and for a zombie, which only waits for its parent to notice."""
+    """True if the process runs; a zombie does not."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -33,9 +32,9 @@ def is_running(pid: int) -> bool:
 EXIT_CRASHED: Final = 70
 """Exit code of a child whose main raised; the log has the traceback."""
 RESTART_DELAY_MS: Final = (50, 5_000)
-"""First and longest pause before a restart, doubling in between; the first death of all is restarted at once."""
+"""The shortest and the longest pause before a restart; it doubles with each death. The first restart has none."""
 STABLE_AFTER_MS: Final = 10_000
-"""A child that lived so long starts over with its pauses."""
+"""After a life this long the pauses begin again with none."""
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NAME: Final = 15
 
@@ -59,13 +58,13 @@ class ChildMains(NamedTuple):
 
 
 class RestartDelay:
-    """The pause before the next start, which follows from how long the last lives were."""
+    """The pause before the next start, computed from the lengths of the last lives."""
 
     def __init__(self) -> None:
         self._deaths = 0
 
     def delay_ms(self, lived_ms: int) -> int:
-        """Called once a death."""
+        """Returns the pause after a life of `lived_ms`. Called once for each death."""
         if lived_ms >= STABLE_AFTER_MS:
             self._deaths = 0
         deaths, self._deaths = self._deaths, self._deaths + 1
@@ -74,7 +73,7 @@ class RestartDelay:
 
 
 class Child:
-    """One place in the service that a process fills, again and again.
+    """A child of the supervisor over all its lives: forks it, signals it, and notes its state in the control page.
 
     `cell` is the supervisor's part of the process's control cell (None for the one-off reshard child).
     """
@@ -84,9 +83,9 @@ class Child:
         self.index = index
         self.pid: int | None = None
         self.wanted = True
-        """True if it is started again when it ends."""
+        """True if it has to be started again when it ends."""
         self.due_ms: int | None = None
-        """When to start it (monotonic); None while it runs or is not wanted."""
+        """Monotonic ms at which to start it; None while it runs or is not wanted."""
         self._main = main
         self._cell = cell
         self._clock = clock
@@ -95,7 +94,7 @@ class Child:
         self._restart_delay = RestartDelay()
 
     def start(self) -> None:
-        """Forks it. A fork that fails counts as a life that ended at once."""
+        """Forks the process. A fork that fails counts as a life of 0 ms."""
         self._incarnation += 1
         incarnation = self._incarnation
         self._started_ms = self._clock.monotonic_ms()
@@ -113,7 +112,7 @@ class Child:
         _logger.info("process started", process=self.name, index=self.index, pid=self.pid, incarnation=incarnation)
 
     def died(self, exit_code: int) -> None:
-        """Its process ended unasked, and has been waited for; it is due again."""
+        """Notes that the process ended unasked (it has been waited for), and when to start it again."""
         now_ms = self._clock.monotonic_ms()
         lived_ms = now_ms - self._started_ms
         delay_ms = self._restart_delay.delay_ms(lived_ms)
@@ -126,29 +125,27 @@ class Child:
             lived_ms=lived_ms,
             restart_in_ms=delay_ms,
         )
-        self._gone(ProcessState.DEAD, exit_code)
+        self._end_life(ProcessState.DEAD, exit_code)
         self.due_ms = now_ms + delay_ms
 
     def stopped(self, exit_code: int) -> None:
-        """Its process ended for good, and has been waited for."""
+        """Notes that the process ended for good (it has been waited for)."""
         _logger.info("process stopped", process=self.name, index=self.index, pid=self.pid, exit=show_exit(exit_code))
-        self._gone(ProcessState.STOPPED, exit_code)
+        self._end_life(ProcessState.STOPPED, exit_code)
         self.wanted = False
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Asks it to end; it is not started again."""
+        """Asks the process to end; it is not started again."""
         self.wanted = False
         self.due_ms = None
-        if self.pid is not None:
-            # It has not been waited for, so the pid is still its own.
-            os.kill(self.pid, number)
+        self.send(number)
 
-    def tell(self, number: signal.Signals) -> None:
-        """Sends a signal that does not end it; a child that does not run gets none."""
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal, if the process runs."""
         if self.pid is not None:
-            os.kill(self.pid, number)
+            os.kill(self.pid, number)  # it has not been waited for, so the pid is still its own
 
-    def _gone(self, state: ProcessState, exit_code: int) -> None:
+    def _end_life(self, state: ProcessState, exit_code: int) -> None:
         self.pid = None
         self._note(pid=0, state=state, last_exit=exit_code, since_ms=self._clock.now_ms(), ended=self._incarnation)
 
@@ -159,13 +156,13 @@ class Child:
 
 
 def exit_code_of(wait_status: int) -> int:
-    """Returns the exit code, or 128 + signal as a shell has it."""
+    """Returns the exit code, for a signal 128 + its number, as shells do."""
     code = os.waitstatus_to_exitcode(wait_status)
     return code if code >= 0 else 128 - code
 
 
 def show_exit(exit_code: int) -> str:
-    """`SIGKILL` for 137, `refused` for EXIT_REFUSED, else the number."""
+    """Returns `SIGKILL` for 137, `refused (78)` for EXIT_REFUSED, else the number."""
     if exit_code == EXIT_REFUSED:
         return f"refused ({EXIT_REFUSED})"
     with contextlib.suppress(ValueError):
@@ -174,9 +171,9 @@ def show_exit(exit_code: int) -> str:
 
 
 def fork(name: str, index: int, main: Callable[[], int]) -> int:
-    """Runs `main` in a child that ends with its exit code; returns the child's pid, never comes back in the child.
+    """Runs `main` in a child, which exits with its result. Returns the child's pid; never returns in the child.
 
-    The caller has the signals of its loop blocked: none of them can reach the child before it is set up.
+    The caller has blocked its signals, so none can reach the child before it is set up.
     """
     parent_pid = os.getpid()
     pid = os.fork()
@@ -184,8 +181,10 @@ def fork(name: str, index: int, main: Callable[[], int]) -> int:
         return pid
     exit_code = EXIT_CRASHED
     try:
-        _settle(name, index, parent_pid)
-        exit_code = main()
+        if _set_up(name, index, parent_pid):
+            exit_code = main()
+        else:
+            _logger.info("not started: the supervisor ended during the fork")
     except BaseException:
         _logger.exception("process crashed")
     finally:
@@ -196,15 +195,17 @@ def fork(name: str, index: int, main: Callable[[], int]) -> int:
             os._exit(exit_code)
 
 
-def _settle(name: str, index: int, parent_pid: int) -> None:
+def _set_up(name: str, index: int, parent_pid: int) -> bool:
+    """Makes this process a child of the supervisor. False when that has ended meanwhile."""
     log.identify(name, index)
     _libc.prctl(_PR_SET_NAME, f"{name}-{index}".encode(), 0, 0, 0)
-    # A dead supervisor is a stop: what cannot be restarted any more drains and goes.
+    # When the supervisor dies, nothing restarts a child any more: it gets SIGTERM, drains and ends.
     if _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:
-        raise SystemExit("the supervisor died during the fork")
-    # A terminal sends SIGINT to all of us; the supervisor alone decides what it means.
+        return False
+    # A terminal sends SIGINT to the whole group; the supervisor alone acts on it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A hang-up waits until the child is ready for it (a frontend), or for ever: the child must not die of it.
+    # SIGHUP stays blocked until a frontend can handle it, in other children for ever: it would end them.
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGHUP})
+    return True

@@ -1,4 +1,4 @@
-"""`topics-supervisor`: run the service, check whether it could run, look at it, change its keys, stop it."""
+"""`topics-supervisor`: run the service, check whether it could run, show its status, reload its keys, stop it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn
 
 import msgspec
@@ -30,7 +30,7 @@ EXIT_DEGRADED: Final = 1
 EXIT_NOT_RUNNING: Final = 3
 EXIT_UNKNOWN: Final = 4
 STOP_MARGIN_MS: Final = 5_000
-RELOAD_PATIENCE_MS: Final = 10_000
+RELOAD_TIMEOUT_MS: Final = 10_000
 RATE_SAMPLE_S: Final = 0.1
 WATCH_INTERVAL_MS: Final = 1_000
 
@@ -39,8 +39,8 @@ _RUN_CODES = """exit codes:
   1  could not start: data directory, lock, shared memory, address, limits (the message says which)
   2  bad settings or usage
   4  stopped as asked, but a process had to be killed
-  78 the data cannot be used as they are: the log is corrupt and needs a decision (the log line says where and what
-     would be lost), or another release has written them (the log line says how to go on)"""
+  78 the data cannot be used as they are: the log is damaged and needs a decision (a log line says where, and what
+     would be lost), or another release wrote the data (a log line says how to go on)"""
 _CHECK_CODES = """exit codes:
   0  `run` would start
   1  something is in the way
@@ -52,13 +52,13 @@ _STATUS_CODES = """exit codes:
   3  not running
   4  cannot be known (no access, or a service of another version)"""
 _RELOAD_CODES = """exit codes:
-  0  every frontend goes by the keys as they are now
-  1  the former keys stay (the service's log says why), not done in time, or it belongs to another user
+  0  every frontend uses the keys as they are now
+  1  the former keys stay (the service's log says why), it took too long, or the service belongs to another user
   2  bad settings or usage
   3  not running"""
 _STOP_CODES = """exit codes:
   0  stopped, or nothing was running
-  1  still running after the grace, or it belongs to another user
+  1  still running after the grace, or the service belongs to another user
   2  bad settings or usage"""
 
 
@@ -75,14 +75,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read the output has seen enough.
+        # The reader of the output has closed it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_UNKNOWN
 
 
 def _run(settings: Settings, options: argparse.Namespace) -> int:
     for name in SECRET:
-        # The settings have its digest; the children need not inherit more.
+        # The settings hold its digest; the children must not inherit the secret itself.
         os.environ.pop(PREFIX + name.upper(), None)
     try:
         return serve(settings, _child_mains(), Notify.of(os.environ, SystemClock()))
@@ -92,7 +92,7 @@ def _run(settings: Settings, options: argparse.Namespace) -> int:
 
 
 def _child_mains() -> ChildMains:
-    """The mains of the real service. Imported only here: `status` and `stop` should not wait for a web framework."""
+    """Imports the mains of the real service; only here, for `status` and `stop` must not wait for a web framework."""
     from topics.compactor.main import run as run_compactor
     from topics.frontend.main import run as run_frontend
     from topics.supervisor import resharding
@@ -125,29 +125,29 @@ def _status(settings: Settings, options: argparse.Namespace) -> int:
             time.sleep(RATE_SAMPLE_S)
             status = reader.read()
     except (OSError, ValueError) as error:
-        return _cannot_tell(error)
+        return _status_unknown(error)
     _print_status(status, options)
     return {"running": 0, "stopped": EXIT_NOT_RUNNING}.get(status.state, EXIT_DEGRADED)
 
 
 def _watch(reader: StatusReader, options: argparse.Namespace) -> int:
-    """Until a signal ends it, which waits for the line that is being written: where an exception that interrupts
-    cannot be raised, in a destructor, Python drops it.
+    """Prints the status every second until a signal comes. Blocked signals never interrupt a line, and none is lost
+    (Python drops an exception that is raised in a destructor).
     """
     with Signals() as signals:
         while True:
             try:
                 status = reader.read()
             except (OSError, ValueError) as error:
-                return _cannot_tell(error)
+                return _status_unknown(error)
             _print_status(status, options)
             signal = signals.wait(WATCH_INTERVAL_MS)
             if signal is not None:
                 return 128 + signal
 
 
-def _cannot_tell(error: Exception) -> int:
-    print(f"topics-supervisor: cannot tell: {error}", file=sys.stderr)
+def _status_unknown(error: Exception) -> int:
+    print(f"topics-supervisor: status cannot be read: {error}", file=sys.stderr)
     return EXIT_UNKNOWN
 
 
@@ -162,9 +162,9 @@ def _print_status(status: Status, options: argparse.Namespace) -> None:
 
 def _reload(settings: Settings, options: argparse.Namespace) -> int:
     try:
-        pid = reload(settings.data_dir, RELOAD_PATIENCE_MS)
+        pid = reload(settings.data_dir, RELOAD_TIMEOUT_MS)
     except ReloadRefused:
-        reason = "the keys cannot be used; the former ones stay, the service's log says what is wrong"
+        reason = "the new keys cannot be used, the former ones stay; the service's log says what is wrong"
     except (OSError, ValueError) as error:
         reason = str(error)
     else:
@@ -193,44 +193,34 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"topics {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, help: str, codes: str) -> argparse.ArgumentParser:
-        return commands.add_parser(
-            name, help=help, description=help, epilog=codes, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+    def add(
+        command: Callable[[Settings, argparse.Namespace], int], help: str, codes: str, *names: str
+    ) -> argparse.ArgumentParser:
+        name, form = command.__name__.removeprefix("_"), argparse.RawDescriptionHelpFormatter
+        added = commands.add_parser(name, help=help, description=help, epilog=codes, formatter_class=form)
+        _add_settings(added, *names)
+        added.set_defaults(command=command)
+        return added
 
-    run = add("run", "run the service in the foreground", _RUN_CODES)
-    _add_settings(run, *VARIABLES)
+    run = add(_run, "run the service in the foreground", _RUN_CODES, *VARIABLES)
     run.add_argument(
         "--accept-data-loss", action="store_true", default=None, help=COMMAND_LINE_ONLY["accept_data_loss"].help
     )
-    run.set_defaults(command=_run)
-
-    looks = add("check", "say whether `run` would start", _CHECK_CODES)
-    _add_settings(looks, *VARIABLES)
-    looks.set_defaults(command=_check)
-
-    status = add("status", "show a running service", _STATUS_CODES)
-    _add_settings(status, "config", "data_dir")
+    add(_check, "say whether `run` would start", _CHECK_CODES, *VARIABLES)
+    status = add(_status, "show a running service", _STATUS_CODES, "config", "data_dir")
     status.add_argument("--json", action="store_true", help="one JSON object a line")
     status.add_argument("--watch", action="store_true", help="every second, until interrupted")
-    status.set_defaults(command=_status)
-
-    reloads = add("reload", "have a running service read its keys again", _RELOAD_CODES)
-    _add_settings(reloads, "config", "data_dir")
-    reloads.set_defaults(command=_reload)
-
-    stops = add("stop", "stop a running service gracefully", _STOP_CODES)
-    _add_settings(stops, "config", "data_dir", "shutdown_grace_ms")
-    stops.set_defaults(command=_stop)
+    add(_reload, "have a running service read its keys again", _RELOAD_CODES, "config", "data_dir")
+    add(_stop, "stop a running service gracefully", _STOP_CODES, "config", "data_dir", "shutdown_grace_ms")
     return parser
 
 
 def _add_settings(parser: argparse.ArgumentParser, *names: str) -> None:
-    """A flag for each setting, its help with the variable's name and the default. The value is checked by `load`."""
+    """Adds a flag for each setting; its help names the variable and the default. `load` checks the values."""
     defaults = {field.name: field.default for field in msgspec.structs.fields(Settings)}
     for name in names:
         if name in SECRET:
-            parser.add_argument("--" + name.replace("_", "-"), nargs="?", action=_NotHere, help=argparse.SUPPRESS)
+            parser.add_argument("--" + name.replace("_", "-"), nargs="?", action=_SecretFlag, help=argparse.SUPPRESS)
             continue
         default = defaults[name]
         switch = default is False
@@ -246,12 +236,12 @@ def _add_settings(parser: argparse.ArgumentParser, *names: str) -> None:
         )
 
 
-class _NotHere(argparse.Action):
-    """A flag that is refused, instead of taken for the beginning of another or repeated as unknown."""
+class _SecretFlag(argparse.Action):
+    """A flag that is refused with a reason; an unknown one would be repeated, or taken for an abbreviation."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         variable = PREFIX + self.dest.upper()
         parser.error(
             f"{self.option_strings[0]}: every user of this machine sees command lines; set {variable} or"
-            f" {variable}_FILE, and change what was just shown"
+            f" {variable}_FILE, and replace the keys that were just shown"
         )

@@ -1,8 +1,8 @@
-"""The service's address: bound by the supervisor for as long as the service lives, accepted on by the frontends.
+"""The listening sockets: the supervisor binds them as long as the service lives, frontends accept connections on them.
 
-Each frontend has a socket of its own on the one port, and the kernel deals connections out evenly. On one shared
-socket the process that wakes first takes a whole burst and keeps it. A frontend that dies leaves its socket, which the
-supervisor holds as well, to its successor: connections wait there for the few ms, none is refused.
+Each frontend has its own socket on the one port, so the kernel spreads connections evenly. (On one shared socket the
+process that wakes first takes a whole burst.) The supervisor keeps the socket of a dead frontend open for the next one:
+connections wait there for some ms, none is refused.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import socket
 from typing import Final
 
 BACKLOG: Final = 4096
-"""Connections the kernel keeps while all frontends are busy or being restarted (net.core.somaxconn may cut it)."""
+"""Connections that the kernel keeps waiting for a busy or restarting frontend (net.core.somaxconn may lower it)."""
 _NOT_HERE: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _WAY_OUT: Final = {
     errno.EADDRINUSE: "stop what listens there, or choose another TOPICS_PORT",
@@ -23,11 +23,11 @@ _WAY_OUT: Final = {
 
 
 class AddressError(Exception):
-    """The address cannot be listened on; the message names it and the way out."""
+    """The service cannot listen on the address; the message names it and the way out."""
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """One listening socket for each address that `host` stands for, all on one port (0 = a free one).
+    """Returns a listening socket for each address that `host` resolves to, all on one port (0 = a free one).
 
     Raises AddressError, leaving nothing open.
     """
@@ -46,27 +46,25 @@ def listen(host: str, port: int) -> list[socket.socket]:
                 continue
             break
         listeners.append(listener)
-        port = listener.getsockname()[1]
+        port = port_of(listeners)
     if refusal is not None and (not listeners or refusal.errno not in _NOT_HERE):
-        _close(listeners)
-        number = refusal.errno or 0
-        way_out = _WAY_OUT.get(number, "correct TOPICS_HOST or TOPICS_PORT")
-        raise AddressError(f"cannot listen on {show(host, port)}: {os.strerror(number)}; {way_out}") from refusal
+        close_all(listeners)
+        raise _address_error(host, port, refusal) from refusal
     return listeners
 
 
 def listen_for(host: str, port: int, processes: int) -> list[list[socket.socket]]:
-    """What `listen` makes, for each of so many processes.
+    """Listens as `listen`, with sockets of its own for each process.
 
-    Sockets that share a port would share it with a second service as well: a first one that does not is bound to find
-    the port taken, and makes room.
+    Sockets with SO_REUSEPORT would share their port with a second service, too. So a socket without it checks first
+    that the port is free.
     """
     alone = listen(host, port)
     if processes == 1:
         return [alone]
     port = port_of(alone)
     addresses = [(listener.family, str(listener.getsockname()[0])) for listener in alone]
-    _close(alone)
+    close_all(alone)
     shared: list[list[socket.socket]] = []
     try:
         for _ in range(processes):
@@ -77,13 +75,19 @@ def listen_for(host: str, port: int, processes: int) -> list[list[socket.socket]
                 )
     except OSError as error:
         for listeners in shared:
-            _close(listeners)
-        way_out = _WAY_OUT.get(error.errno or 0, "correct TOPICS_HOST or TOPICS_PORT")
-        raise AddressError(f"cannot listen on {show(host, port)}: {error.strerror}; {way_out}") from error
+            close_all(listeners)
+        raise _address_error(host, port, error) from error
     return shared
 
 
-def _close(listeners: list[socket.socket]) -> None:
+def _address_error(host: str, port: int, error: OSError) -> AddressError:
+    number = error.errno or 0
+    way_out = _WAY_OUT.get(number, "correct TOPICS_HOST or TOPICS_PORT")
+    return AddressError(f"cannot listen on {show(host, port)}: {os.strerror(number)}; {way_out}")
+
+
+def close_all(listeners: list[socket.socket]) -> None:
+    """Closes these sockets."""
     for listener in listeners:
         listener.close()
 
@@ -94,12 +98,12 @@ def port_of(listeners: list[socket.socket]) -> int:
 
 
 def show(host: str, port: int) -> str:
-    """`host:port`, with brackets around an IPv6 address."""
+    """Returns `host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def write_port_file(path: str, address: str) -> None:
-    """Whoever waits for the file finds it whole or not at all."""
+    """Writes the address to the file, atomically: a reader finds all of it or no file. Raises AddressError."""
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
         with open(temporary, "w", encoding="ascii") as file:

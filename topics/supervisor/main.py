@@ -1,9 +1,10 @@
-"""The service from the first check to the last clean-up, in the order in which it happens."""
+"""The service from the first check to the last clean-up, top-down in the order in which it happens."""
 
 from __future__ import annotations
 
 import gc
 import os
+import resource
 from contextlib import ExitStack, suppress
 from itertools import chain
 from typing import Final
@@ -19,7 +20,13 @@ from topics.shm.instance import SharedMemory
 from topics.storage.clock_file import read_clock
 from topics.storage.filesystem import OsFileSystem, WritePath, boot_id, choose_write_path
 from topics.storage.lock import DataDirLock, DataDirLocked, DataDirNotWritable
-from topics.supervisor.check import StatVfs, open_files_shortage, raise_open_files, shared_memory_shortage
+from topics.supervisor.check import (
+    StatVfs,
+    file_size_shortage,
+    open_files_shortage,
+    raise_limit,
+    shared_memory_shortage,
+)
 from topics.supervisor.children import ChildMains, is_running
 from topics.supervisor.listeners import AddressError, listen_for, port_of, show, write_port_file
 from topics.supervisor.notify import Notify
@@ -27,7 +34,7 @@ from topics.supervisor.supervision import EXIT_OK, STOP, Signals, Supervisor
 
 LOCK_RETRY_MS: Final = 50
 LOCK_BRIEF_MS: Final = 500
-"""Longer than somebody who asks for the lock's state holds it."""
+"""Longer than a process that only reads the lock's state holds it."""
 
 _logger = log.get_logger()
 
@@ -44,17 +51,16 @@ def serve(
     statvfs: StatVfs = os.statvfs,
     clock: Clock | None = None,
 ) -> int:
-    """Runs the service until it is stopped; returns its exit code. `notify`: who hears of it.
+    """Runs the service until it is stopped; returns its exit code.
 
-    Raises SettingsError when the keys file cannot be used, StartError for what else is in the way, leaving nothing
-    behind.
+    Raises SettingsError when the keys file cannot be used, StartError for every other obstacle; nothing is left behind.
     """
     keys = read_keys(settings)
     clock = clock or SystemClock()
     log.configure(settings.log_level, settings.log_format)
     log.identify("supervisor")
     _logger.info("starting", version=__version__, pid=os.getpid(), settings=settings.masked())
-    _tell_who_may(settings, keys)
+    _log_authentication(settings, keys)
     with Signals() as signals, ExitStack() as behind:
         try:
             return _serve(settings, keys, mains, notify, statvfs, clock, signals, behind)
@@ -72,8 +78,12 @@ def _serve(
     signals: Signals,
     behind: ExitStack,
 ) -> int:
-    if shortage := open_files_shortage(raise_open_files()):
-        raise StartError(shortage)
+    for shortage in (
+        open_files_shortage(raise_limit(resource.RLIMIT_NOFILE)),
+        file_size_shortage(settings, raise_limit(resource.RLIMIT_FSIZE)),
+    ):
+        if shortage:
+            raise StartError(shortage)
     lock = _acquire(settings, signals, clock)
     if lock is None:
         return EXIT_OK
@@ -101,7 +111,7 @@ def _serve(
     _logger.info("listening", address=address, write_path=write_path.name.lower())
 
     reshard = _needs_reshard(settings, mains)
-    # What exists now is shared with the children page by page, as long as no collector touches it.
+    # The children share these objects' pages with us as long as no garbage collector writes to them.
     gc.collect()
     gc.freeze()
     exit_code = Supervisor(settings, keys, mains, shared, listeners, clock, signals, notify).run(reshard=reshard)
@@ -110,35 +120,35 @@ def _serve(
     return exit_code
 
 
-def _tell_who_may(settings: Settings, keys: KeyRing) -> None:
+def _log_authentication(settings: Settings, keys: KeyRing) -> None:
     if keys.keys:
         _logger.info("authentication is on", keys=len(keys.keys))
     else:
         _logger.warning(
-            "AUTHENTICATION IS OFF: whoever reaches this address may read, write and delete everything",
+            "AUTHENTICATION IS OFF: everybody who reaches this address may read, write and delete everything",
             host=settings.host,
             way_out=f"set {PREFIX}API_KEYS_FILE or {PREFIX}API_KEYS",
         )
 
 
 def _acquire(settings: Settings, signals: Signals, clock: Clock) -> DataDirLock | None:
-    """The lock, None when told to stop while waiting for it.
+    """Returns the lock, None when told to stop while waiting for it.
 
-    It waits for a killed predecessor only: its children inherited the lock and hold it until the last has drained,
-    so that no file ever has two writers.
+    It waits only for the children of a killed supervisor: they hold its lock until the last of them has drained, so no
+    file ever has two writers.
     """
     begun_ms = clock.monotonic_ms()
-    waiting = False
+    is_waiting = False
     while True:
         try:
             return DataDirLock.acquire(settings.data_dir)
         except DataDirLocked as refusal:
             orphans = refusal.pid is not None and not is_running(refusal.pid)
-            patience_ms = settings.shutdown_grace_ms if orphans else LOCK_BRIEF_MS if refusal.pid is None else 0
-            if clock.monotonic_ms() - begun_ms >= patience_ms:
+            wait_ms = settings.shutdown_grace_ms if orphans else LOCK_BRIEF_MS if refusal.pid is None else 0
+            if clock.monotonic_ms() - begun_ms >= wait_ms:
                 raise
-            if orphans and not waiting:
-                waiting = True
+            if orphans and not is_waiting:
+                is_waiting = True
                 _logger.warning("waiting for the processes of a killed service to end", supervisor_pid=refusal.pid)
         if signals.wait(LOCK_RETRY_MS) in STOP:
             return None
@@ -148,11 +158,11 @@ def _choose_write_path(settings: Settings) -> WritePath:
     try:
         return choose_write_path(settings.data_dir)
     except OSError as error:
-        raise StartError(f"data directory {settings.data_dir} takes no writes: {error}") from error
+        raise StartError(f"data directory {settings.data_dir} cannot be written: {error}") from error
 
 
 def _share(settings: Settings, statvfs: StatVfs) -> SharedMemory:
-    """The shared memory, in place of what a killed predecessor left: whoever holds the lock owns the names."""
+    """Creates the shared memory. Removes that of a killed service first: the holder of the lock owns the names."""
     identity = shm_names.identity(settings.data_dir)
     if stale := shm_names.unlink_all(identity):
         _logger.warning("removed shared memory of a service that was killed", objects=stale)
@@ -161,22 +171,22 @@ def _share(settings: Settings, statvfs: StatVfs) -> SharedMemory:
     try:
         return SharedMemory.create(identity, settings.wal_shards, settings.frontends, settings.ring_bytes)
     except OSError as error:
-        raise StartError(f"shared memory cannot be made in {shm_names.SHM_ROOT}: {error.strerror}") from error
+        raise StartError(f"shared memory cannot be created in {shm_names.SHM_ROOT}: {error.strerror}") from error
 
 
 def _trusted_offset_ms(settings: Settings, clock: Clock) -> int | None:
-    """Wall minus monotonic time as the service before this one trusted it; None: the clock is to be trusted."""
+    """Returns wall minus monotonic time as the previous service trusted it; None: trust the clock."""
     try:
         last = read_clock(OsFileSystem(), settings.data_dir)
     except (OSError, ValueError) as error:
-        _logger.warning("what time the last service went by cannot be read, the clock is trusted", reason=str(error))
+        _logger.warning("meta/clock.json cannot be read, so the wall clock is trusted", reason=str(error))
         return None
     offset_ms = offset_at_start(last, boot_id(), clock)
     if last is not None and offset_ms is not None:
         ahead_ms = clock.now_ms() - clock.monotonic_ms() - offset_ms
         if ahead_ms > STEP_MAX_MS:
             _logger.warning(
-                "the clock is ahead of the time that the last service went by: was it put forward, or nobody here?",
+                "the clock is ahead of the time that the last service went by: nothing expires by it for a while",
                 by_ms=ahead_ms,
                 same_boot=last.boot_id == boot_id(),
                 expiry_waits_ms=SETTLE_MS,

@@ -1,14 +1,14 @@
-"""What the service's manager is told: systemd, or whoever else hands out a `NOTIFY_SOCKET` (sd_notify(3)).
+"""Messages to the service manager (systemd, or another one that sets `NOTIFY_SOCKET`), see sd_notify(3).
 
-    READY=1               once, when every process that serves is ready: the logs are replayed
+    READY=1               once, when every frontend and shard is ready: the logs are replayed
     STATUS=…              in words, whenever they change
-    EXTEND_TIMEOUT_USEC=  while the start gets on: it may take as long as its log is
-    WATCHDOG=1            again and again, as long as no process that serves hangs
-    STOPPING=1            once, when it drains
+    EXTEND_TIMEOUT_USEC=  whenever the start makes progress: it takes longer the longer the log is
+    WATCHDOG=1            regularly, as long as no frontend or shard hangs
+    STOPPING=1            once, when the service drains
 
-A process that dies is no reason to be silent, it is started again. One that hangs is: nothing but a restart of all
-helps, and whoever waits for it waits for ever. The compactor serves nobody: it may take its time to start, or for one
-sync, and while it is dead everything goes on.
+A dead process does not stop the watchdog messages: the supervisor restarts it. A process that hangs does: only a
+restart of the whole service helps its clients. The compactor does not count: no client waits for it, and it may take
+long for its start or one sync.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from topics.shm.control import HEARTBEAT_STALE_MS, ControlPage, ProcessCell, Pro
 
 EVERY_MS: Final = 1000
 WATCHDOG_SHARE: Final = 3
-"""It is said so often in the time that systemd waits for it."""
+"""Messages within the time that systemd waits for one."""
 EXTENDED_BY_MS: Final = 60_000
-"""Longer than a replay shows no progress, however slow the disk is."""
+"""Longer than a replay goes without visible progress, even on a slow disk."""
 
 log = get_logger()
 
 
 class Announcements:
-    """What is to be said, from what the control page says; each line as systemd takes it."""
+    """The lines for systemd, derived from the control page. Remembers what was said."""
 
     def __init__(self, watched: bool) -> None:
         self._watched = watched
@@ -42,12 +42,12 @@ class Announcements:
         self._progress = -1
 
     def stopping(self) -> list[str]:
-        """The service drains: from now on it only says that it lives."""
+        """Returns the lines for the begin of a drain. From then on `lines` returns nothing but watchdog messages."""
         self._draining = True
-        return ["STOPPING=1", "STATUS=stopping: what is under way is finished"]
+        return ["STOPPING=1", "STATUS=stopping: finishing the requests in flight"]
 
     def lines(self, page: ControlPage, now_ms: int) -> list[str]:
-        """What has changed since they were asked for last. `now_ms`: the wall clock, as heartbeats have it."""
+        """Returns lines for the changes since the last call. `now_ms` is wall-clock time, like heartbeats."""
         states = {key: _state(cell) for key, cell in page.cells().items()}
         lines = []
         if self._watched and not _hanging(page, states, now_ms):
@@ -71,7 +71,7 @@ class Announcements:
 
 
 class Notify:
-    """Says it; does nothing where nobody listens. `due_ms` (monotonic) is when to `tell` again."""
+    """Sends the lines to the service manager; does nothing without one. `due_ms` (monotonic): when to `tell` again."""
 
     def __init__(self, address: str | None, watchdog_ms: int | None, clock: Clock) -> None:
         self._address = f"\0{address[1:]}" if address and address.startswith("@") else address
@@ -80,12 +80,12 @@ class Notify:
         self._every_ms = EVERY_MS if watchdog_ms is None else max(1, min(EVERY_MS, watchdog_ms // WATCHDOG_SHARE))
         self._refused = False
         self._unsaid: dict[str, str] = {}
-        """What the manager had no room for, by its name: it is not worked out again."""
+        """Lines that could not be sent, by their names. They are sent with the next ones."""
         self.due_ms: int | None = clock.monotonic_ms() if address else None
 
     @classmethod
     def of(cls, environ: MutableMapping[str, str], clock: Clock) -> Notify:
-        """As the manager has set the environment, from which its variables go: they are not for our children."""
+        """Creates it from the environment, and removes the manager's variables from there: children must not notify."""
         address = environ.pop("NOTIFY_SOCKET", None)
         watchdog_us, watched_pid = environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", "")
         watchdog_ms = None
@@ -94,7 +94,7 @@ class Notify:
         return cls(address, watchdog_ms, clock)
 
     def tell(self, page: ControlPage) -> None:
-        """What there is to say, if it is time to."""
+        """Sends the lines that are due."""
         now_ms = self._clock.monotonic_ms()
         if self.due_ms is None or now_ms < self.due_ms:
             return
@@ -104,7 +104,7 @@ class Notify:
             self._send(lines)
 
     def stopping(self) -> None:
-        """The service drains."""
+        """Says that the service drains."""
         if self.due_ms is not None:
             self._send(self._announcements.stopping())
 
@@ -115,10 +115,10 @@ class Notify:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as end:
                 end.sendto("\n".join(by_name.values()).encode(), self._address)
         except OSError as error:
-            by_name.pop("WATCHDOG", None)  # of that moment only
+            by_name.pop("WATCHDOG", None)  # it was true at that moment only
             self._unsaid = by_name
             if not self._refused:
-                log.warning("the service's manager could not be told something, it is said again", reason=str(error))
+                log.warning("the service manager could not be notified, which will be repeated", reason=str(error))
             self._refused = True
         else:
             self._unsaid = {}
@@ -126,7 +126,7 @@ class Notify:
 
 
 def _state(cell: ProcessCell) -> ProcessState:
-    """What a process says of itself counts only while it is the one that runs."""
+    """Returns a process's state. What it wrote itself counts only if its present life wrote it."""
     pid = cell.supervisor.get("pid")
     if not pid:
         return ProcessState(cell.supervisor.get("state"))
@@ -135,7 +135,7 @@ def _state(cell: ProcessCell) -> ProcessState:
 
 
 def _progress(page: ControlPage, states: dict[tuple[Role, int], ProcessState]) -> int:
-    """A number that becomes another one as the start gets on."""
+    """Returns a number that changes whenever the start makes progress."""
     ready = sum(state is ProcessState.READY for state in states.values())
     replayed = sum(page.cell(role, index).get("progress_ppm") for role, index in states if role is Role.WALSHARD)
     return ready * 10**9 + replayed + page.header.get("reshard_ppm")
@@ -151,11 +151,11 @@ def _words(page: ControlPage, states: dict[tuple[Role, int], ProcessState]) -> s
     ]
     if recovering:
         return f"reading logs: {', '.join(recovering)}"
-    waited_for = [
+    unready = [
         f"{role.name.lower()} {index}" for (role, index), state in states.items() if state is not ProcessState.READY
     ]
-    if waited_for:
-        return f"waiting for {', '.join(waited_for)}"
+    if unready:
+        return f"waiting for {', '.join(unready)}"
     return f"running: {page.shards} shards, {page.frontends} frontends"
 
 

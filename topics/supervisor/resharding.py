@@ -1,5 +1,5 @@
-"""The one-off process before any shard runs: it checks data of a former release, and brings the logs into the layout of
-this start's shard count.
+"""The one-off process before any shard runs: checks the data of a former release, and lays the logs out for this
+start's number of shards.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ _logger = log.get_logger()
 
 
 def is_needed(settings: Settings) -> bool:
-    """Whether the data are new, of another release, or were written under another shard count."""
+    """True if the data are new, of another release, or of another number of shards."""
     fs = OsFileSystem()
     try:
         marked = has_mark(fs, settings.data_dir)
     except RefusedLog:
-        return True  # the process says why
+        return True  # the process logs why
     return not marked or reshard.needs_reshard(fs, settings.data_dir, settings.wal_shards)
 
 
 def run(settings: Settings, shared: SharedMemory) -> int:
-    """The process. EXIT_REFUSED when a log must not be used as it is; killed at any moment, it can be repeated."""
+    """Runs the process; returns EXIT_REFUSED when a log must not be used as it is. It may be killed at any moment, and
+    repeated.
+    """
     header = shared.control.header
 
     def progress(share: float) -> None:
-        # While it runs this process is the only writer of that word.
+        # This process is the only writer of that word while it runs.
         header.set("reshard_ppm", int(share * 1e6))
 
     def owner(name: str) -> int:
@@ -71,5 +73,5 @@ def run(settings: Settings, shared: SharedMemory) -> int:
         _logger.error("the logs could not be prepared", reason=str(error))
         return 1
     for line in report:
-        _logger.warning("resharding", note=line)
+        _logger.warning("prepared the logs", note=line)
     return 0

@@ -1,7 +1,7 @@
-"""A running service as it looks from outside: its control page, its lock and the process table; and that as text.
+"""The status of a service, read from outside (control page, lock, process table), and that status as text.
 
-Nobody is asked, so the answer comes while a process is dead, hung or replaying its log. A process's word about itself
-counts only while that process runs.
+No process is asked, so there is an answer while one is dead, hung or replaying its log. What a process has written
+about itself counts only while it runs.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ _ENDED: Final = (ProcessState.DEAD, ProcessState.STOPPED)
 
 
 class SupervisorStatus(msgspec.Struct, frozen=True):
+    """CPU time and memory of the supervisor."""
+
     cpu_seconds: float
     rss_bytes: int
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
-    """One process; figures that are unknown while it is down are None. `last_exit` is 128 + n for signal n."""
+    """One child process. Figures that are unknown while it is down are None. `last_exit` is 128 + n for signal n."""
 
     role: str
     index: int
@@ -48,7 +50,7 @@ class ProcessStatus(msgspec.Struct, frozen=True):
 
 
 class ShardStatus(msgspec.Struct, frozen=True):
-    """A shard's figures, also those its last life left behind. `progress` is None but while it recovers."""
+    """The figures of a shard; while it is down, those of its last life. `progress` is None unless it recovers."""
 
     index: int
     topics: int
@@ -63,7 +65,7 @@ class ShardStatus(msgspec.Struct, frozen=True):
     commit_window_ms: float
     write_errors: int
     lag_bytes: int
-    """Bytes written to its log and in no snapshot yet: a restart reads them again."""
+    """Bytes of its log that are in no snapshot yet; a restart reads them again."""
     progress: float | None
 
 
@@ -83,7 +85,7 @@ class CompactorStatus(msgspec.Struct, frozen=True):
 
 
 class FrontendStatus(msgspec.Struct, frozen=True):
-    """A frontend's figures. `requests_per_s` is None without an earlier sample."""
+    """The figures of a frontend. `requests_per_s` is None without an earlier sample."""
 
     index: int
     connections: int
@@ -120,7 +122,7 @@ class Status(msgspec.Struct, frozen=True):
 
 
 class StatusReader:
-    """Reads one data directory's service as often as asked; remembers the last sample for the rates."""
+    """Reads the status of one data directory's service. Keeps the last sample, from which it computes rates."""
 
     def __init__(self, data_dir: str, clock: Clock) -> None:
         self._data_dir = data_dir
@@ -130,7 +132,7 @@ class StatusReader:
         self._requests: dict[int, tuple[int, int]] = {}
 
     def read(self) -> Status:
-        """The state right now. OSError or ValueError when it cannot be known (no access, another version)."""
+        """Returns the status now. OSError or ValueError when it cannot be read (no access, another version)."""
         pid = holder_pid(self._data_dir)
         if pid is None:
             return Status(state="stopped", data_dir=self._data_dir)
@@ -140,7 +142,7 @@ class StatusReader:
         return self._describe(pid, page)
 
     def _attach(self) -> ControlPage | None:
-        """The page of the service that runs now, None when it has not made one yet."""
+        """Returns the control page of the running service, None when it has not made one yet."""
         name = shm_names.shm_name(shm_names.identity(self._data_dir), "control")
         try:
             inode = os.stat(shm_names.SHM_ROOT + name).st_ino
@@ -155,15 +157,10 @@ class StatusReader:
         now_ms = self._clock.now_ms()
         header = page.header.read()
         processes = [_process(page, role, index, now_ms) for role, index in page.cells()]
-        alive = is_running(pid)
-        shards = [
-            _shard(page, process.index, process.state) for process in processes if process.role == _name(Role.WALSHARD)
-        ]
-        frontends = [
-            self._frontend(page, process.index) for process in processes if process.role == _name(Role.FRONTEND)
-        ]
+        shards = [_shard(page, process.index, process.state) for process in processes if process.role == "walshard"]
+        frontends = [self._frontend(page, process.index) for process in processes if process.role == "frontend"]
         return Status(
-            state=_overall(alive, ProcessState(header["state"]), processes, shards),
+            state=_overall(is_running(pid), ProcessState(header["state"]), processes, shards),
             data_dir=self._data_dir,
             pid=pid,
             uptime_ms=max(0, now_ms - header["started_ms"]) if header["started_ms"] else None,
@@ -175,7 +172,7 @@ class StatusReader:
             shared_memory_bytes=_shared_memory_bytes(shm_names.identity(self._data_dir)),
             write_path=WritePath(header["write_path"]).name.lower() if header["write_path"] else None,
             reshard_progress=header["reshard_ppm"] / 1e6 if header["state"] == ProcessState.RECOVERING else None,
-            supervisor=_supervisor(pid),
+            supervisor=_usage(pid),
             processes=processes,
             shards=shards,
             frontends=frontends,
@@ -187,24 +184,33 @@ class StatusReader:
         now_ms, requests = self._clock.monotonic_ms(), cell["requests"]
         rate = None
         if (before := self._requests.get(index)) is not None and now_ms > before[0]:
-            # A restarted frontend counts from zero.
-            rate = max(0, requests - before[1]) * 1000 / (now_ms - before[0])
+            rate = max(0, requests - before[1]) * 1000 / (now_ms - before[0])  # a restarted service counts from zero
         self._requests[index] = (now_ms, requests)
         return FrontendStatus(
             index=index,
-            connections=cell["connections"],
-            sse_connections=cell["sse_connections"],
-            requests=requests,
             requests_per_s=rate,
-            ready_topics=cell["ready_topics"],
             scheduling_ms=max(cell["scheduling_us"], cell["loop_lag_us"]) / 1000,
             coalesce_ms=cell["coalesce_us"] / 1000,
-            throttled=cell["throttled"],
+            **_figures(cell, "connections sse_connections requests ready_topics throttled"),
         )
 
 
-def _name(role: Role) -> str:
-    return role.name.lower()
+def _figures(cell: dict[str, int], fields: str) -> dict[str, int]:
+    """Returns figures that have the same names in the control page and in the status."""
+    return {field: cell[field] for field in fields.split()}
+
+
+def _usage(pid: int) -> SupervisorStatus | None:
+    """Returns the CPU time and memory of a process, None when it has ended."""
+    try:
+        process = psutil.Process(pid)
+        with process.oneshot():
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return None
+            times = process.cpu_times()
+            return SupervisorStatus(times.user + times.system, process.memory_info().rss)
+    except psutil.NoSuchProcess:
+        return None
 
 
 def _process(page: ControlPage, role: Role, index: int, now_ms: int) -> ProcessStatus:
@@ -212,32 +218,24 @@ def _process(page: ControlPage, role: Role, index: int, now_ms: int) -> ProcessS
     known, own = cell.supervisor.read(), cell.read()
     pid = known["pid"] or None
     state = ProcessState(known["state"])
-    cpu_seconds = rss_bytes = heartbeat_age_ms = None
-    if pid is not None:
-        try:
-            process = psutil.Process(pid)
-            with process.oneshot():
-                if process.status() == psutil.STATUS_ZOMBIE:
-                    raise psutil.NoSuchProcess(pid)
-                times = process.cpu_times()
-                cpu_seconds, rss_bytes = times.user + times.system, process.memory_info().rss
-        except psutil.NoSuchProcess:
-            # The supervisor has not noticed yet, or is gone itself.
-            pid, state = None, ProcessState.DEAD
+    heartbeat_age_ms = None
+    usage = None if pid is None else _usage(pid)
+    if pid is not None and usage is None:
+        pid, state = None, ProcessState.DEAD  # the supervisor has not noticed it yet, or has ended itself
     if pid is not None and own["pid"] == pid:
         state = ProcessState(own["state"]) or state
         if own["heartbeat_ms"]:
             heartbeat_age_ms = max(0, now_ms - own["heartbeat_ms"])
     return ProcessStatus(
-        role=_name(role),
+        role=role.name.lower(),
         index=index,
         pid=pid,
         state=state.name.lower(),
         uptime_ms=max(0, now_ms - known["since_ms"]) if pid is not None else None,
         restarts=known["restarts"],
         last_exit=known["last_exit"] if known["restarts"] or state in _ENDED else None,
-        cpu_seconds=cpu_seconds,
-        rss_bytes=rss_bytes,
+        cpu_seconds=None if usage is None else usage.cpu_seconds,
+        rss_bytes=None if usage is None else usage.rss_bytes,
         heartbeat_age_ms=heartbeat_age_ms,
         pressure=own["pressure_ppm"] / 1e6 if pid is not None else None,
     )
@@ -256,24 +254,20 @@ def _shard(page: ControlPage, index: int, state: str) -> ShardStatus:
     cell = page.cell(Role.WALSHARD, index).read()
     return ShardStatus(
         index=index,
-        topics=cell["topics"],
-        wal_file=cell["wal_file"],
-        wal_offset=cell["wal_offset"],
         wal_read_only=bool(cell["wal_read_only"]),
         unsynced_bytes=cell["wal_unsynced_bytes"],
-        queue_depth=cell["queue_depth"],
         fsyncs=cell["wal_fsyncs"],
         fsync_p50_us=latency_quantile_us(cell, 0.50),
         fsync_p99_us=latency_quantile_us(cell, 0.99),
         commit_window_ms=cell["commit_window_us"] / 1000,
-        write_errors=cell["write_errors"],
         lag_bytes=page.lag_bytes(index),
         progress=cell["progress_ppm"] / 1e6 if state == "recovering" else None,
+        **_figures(cell, "topics wal_file wal_offset queue_depth write_errors"),
     )
 
 
 def _overall(alive: bool, announced: ProcessState, processes: list[ProcessStatus], shards: list[ShardStatus]) -> str:
-    """Returns one word for all processes: the worst that is true."""
+    """Returns the state of the whole service: the worst that holds."""
     if not alive or announced in (ProcessState.DRAINING, ProcessState.STOPPED):
         return "draining"
     states = {process.state for process in processes}
@@ -285,18 +279,8 @@ def _overall(alive: bool, announced: ProcessState, processes: list[ProcessStatus
     return "running" if states == {"ready"} else "starting"
 
 
-def _supervisor(pid: int) -> SupervisorStatus | None:
-    try:
-        process = psutil.Process(pid)
-        with process.oneshot():
-            times = process.cpu_times()
-            return SupervisorStatus(times.user + times.system, process.memory_info().rss)
-    except psutil.NoSuchProcess:
-        return None
-
-
 def _listen_address(pid: int, port: int) -> str | None:
-    """Returns the address on which the supervisor really listens, None once it has closed the door."""
+    """Returns the address on which the supervisor listens now, None once it has closed its sockets."""
     try:
         connections = psutil.Process(pid).net_connections(kind="tcp")
     except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -326,33 +310,23 @@ def _allocated_bytes(path: str) -> int:
 
 
 def render(status: Status) -> str:
-    """Renders some lines, the first of which says it all."""
+    """Returns the status as text. The first line sums it up; a table follows for each kind of process."""
     if status.pid is None:
         return f"topics  {status.state}  {status.data_dir}\n"
-    blocks = [_summary(status)]
-    if status.processes:
-        heads = "process pid state uptime restarts last_exit cpu_s rss_mib pressure"
-        blocks.append(_table(heads, map(_process_row, status.processes)))
-    if status.shards:
-        blocks.append(
-            _table(
-                "shard topics wal_file wal_offset queue fsync_p50 fsync_p99 window_ms lag",
-                map(_shard_row, status.shards),
-            )
-        )
-    if status.frontends:
-        heads = "frontend connections sse requests req/s ready wait_ms coalesce_ms throttled"
-        blocks.append(_table(heads, map(_frontend, status.frontends)))
-    if status.compactor is not None:
-        heads = "compactor snapshots records segments dropped rewritten cold failures"
-        blocks.append(_table(heads, map(_compactor_row, [status.compactor])))
-    return "\n".join(blocks)
+    compactors = [] if status.compactor is None else [status.compactor]
+    tables = (
+        _table(_PROCESS_HEADS, [_process_row(process) for process in status.processes]),
+        _table(_SHARD_HEADS, [_shard_row(shard) for shard in status.shards]),
+        _table(_FRONTEND_HEADS, [_frontend_row(frontend) for frontend in status.frontends]),
+        _table(_COMPACTOR_HEADS, [_compactor_row(compactor) for compactor in compactors]),
+    )
+    return "\n".join([_summary(status), *filter(None, tables)])
 
 
 def _summary(status: Status) -> str:
     facts = [f"topics {status.version}", status.state, status.listen or "not listening", f"pid {status.pid}"]
-    if status.uptime_ms is not None:
-        facts.append(f"up {_duration(status.uptime_ms)}")
+    if (uptime := _duration(status.uptime_ms)) is not None:
+        facts.append(f"up {uptime}")
     facts.append(f"{status.topics} topics")
     if status.routers:
         facts.append(f"{status.routers} routers")
@@ -361,89 +335,96 @@ def _summary(status: Status) -> str:
     if status.write_path is not None:
         facts.append(f"writes by {status.write_path}")
     if status.reshard_progress is not None:
-        facts.append(f"resharding {status.reshard_progress:.0%}")
+        facts.append(f"preparing the logs {status.reshard_progress:.0%}")
     return "  ".join(facts) + f"\n{status.data_dir}\n"
 
 
-def _process_row(process: ProcessStatus) -> list[str]:
+_Row = list[str | int | None]
+"""Cells of a table; None is a figure that is unknown."""
+
+_PROCESS_HEADS: Final = "process pid state uptime restarts last_exit cpu_s rss_mib pressure"
+_SHARD_HEADS: Final = "shard topics wal_file wal_offset queue fsync_p50 fsync_p99 window_ms lag"
+_FRONTEND_HEADS: Final = "frontend connections sse requests req/s ready wait_ms coalesce_ms throttled"
+_COMPACTOR_HEADS: Final = "compactor snapshots records segments dropped rewritten cold failures"
+
+
+def _process_row(process: ProcessStatus) -> _Row:
     return [
         f"{process.role} {process.index}",
-        _or_dash(process.pid),
+        process.pid,
         process.state,
-        "-" if process.uptime_ms is None else _duration(process.uptime_ms),
-        str(process.restarts),
-        "-" if process.last_exit is None else show_exit(process.last_exit),
-        "-" if process.cpu_seconds is None else f"{process.cpu_seconds:.1f}",
-        "-" if process.rss_bytes is None else f"{process.rss_bytes / MIB:.0f}",
-        "-" if process.pressure is None else f"{process.pressure:.2f}",
+        _duration(process.uptime_ms),
+        process.restarts,
+        None if process.last_exit is None else show_exit(process.last_exit),
+        None if process.cpu_seconds is None else f"{process.cpu_seconds:.1f}",
+        None if process.rss_bytes is None else f"{process.rss_bytes / MIB:.0f}",
+        None if process.pressure is None else f"{process.pressure:.2f}",
     ]
 
 
-def _shard_row(shard: ShardStatus) -> list[str]:
+def _shard_row(shard: ShardStatus) -> _Row:
     notes = ["read-only"] if shard.wal_read_only else []
     if shard.progress is not None:
         notes.append(f"recovering {shard.progress:.0%}")
     return [
         " ".join([str(shard.index), *notes]),
-        str(shard.topics),
-        str(shard.wal_file),
-        str(shard.wal_offset),
-        str(shard.queue_depth),
-        "-" if shard.fsync_p50_us is None else f"{shard.fsync_p50_us} µs",
-        "-" if shard.fsync_p99_us is None else f"{shard.fsync_p99_us} µs",
+        shard.topics,
+        shard.wal_file,
+        shard.wal_offset,
+        shard.queue_depth,
+        None if shard.fsync_p50_us is None else f"{shard.fsync_p50_us} µs",
+        None if shard.fsync_p99_us is None else f"{shard.fsync_p99_us} µs",
         f"{shard.commit_window_ms:.1f}",
         f"{shard.lag_bytes / MIB:.1f} MiB",
     ]
 
 
-def _compactor_row(compactor: CompactorStatus) -> list[str]:
-    age_ms = compactor.snapshot_age_ms
+def _compactor_row(compactor: CompactorStatus) -> _Row:
+    age = _duration(compactor.snapshot_age_ms)
     return [
-        "no snapshot yet" if age_ms is None else f"{_duration(age_ms)} ago",
-        str(compactor.snapshots),
-        str(compactor.checkpointed_records),
-        str(compactor.segments_sealed),
-        str(compactor.segments_dropped),
-        str(compactor.segments_rewritten),
-        str(compactor.segments_relocated),
-        str(compactor.failures),
+        "no snapshot yet" if age is None else f"{age} ago",
+        compactor.snapshots,
+        compactor.checkpointed_records,
+        compactor.segments_sealed,
+        compactor.segments_dropped,
+        compactor.segments_rewritten,
+        compactor.segments_relocated,
+        compactor.failures,
     ]
 
 
-def _frontend(frontend: FrontendStatus) -> list[str]:
+def _frontend_row(frontend: FrontendStatus) -> _Row:
     return [
-        str(frontend.index),
-        str(frontend.connections),
-        str(frontend.sse_connections),
-        str(frontend.requests),
-        "-" if frontend.requests_per_s is None else f"{frontend.requests_per_s:.0f}",
-        str(frontend.ready_topics),
+        frontend.index,
+        frontend.connections,
+        frontend.sse_connections,
+        frontend.requests,
+        None if frontend.requests_per_s is None else f"{frontend.requests_per_s:.0f}",
+        frontend.ready_topics,
         f"{frontend.scheduling_ms:.1f}",
         f"{frontend.coalesce_ms:.1f}",
-        str(frontend.throttled),
+        frontend.throttled,
     ]
 
 
-def _table(heads: str, rows: map[list[str]]) -> str:
-    """Renders columns as wide as they need; the first to the left, the rest to the right."""
-    lines = [[head.replace("_", " ").upper() for head in heads.split()], *rows]
+def _table(heads: str, rows: list[_Row]) -> str:
+    """Returns a table with its first column aligned left and the others right; nothing without rows."""
+    if not rows:
+        return ""
+    lines = [[head.replace("_", " ").upper() for head in heads.split()]]
+    lines += [["-" if cell is None else str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "".join(
-        "  ".join(
-            cell.rjust(width) if at else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        + "\n"
-        for line in lines
-    )
+    text = ""
+    for first, *others in lines:
+        cells = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
+        text += "  ".join(cells) + "\n"
+    return text
 
 
-def _or_dash(value: int | None) -> str:
-    return "-" if value is None else str(value)
-
-
-def _duration(ms: int) -> str:
-    """`850 ms`, `12 s`, `3 min 5 s`, `2 h 10 min`, `4 d 3 h`."""
+def _duration(ms: int | None) -> str | None:
+    """Returns `850 ms`, `12 s`, `3 min 5 s`, `2 h 10 min`, `4 d 3 h`."""
+    if ms is None:
+        return None
     if ms < 1000:
         return f"{ms} ms"
     units = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))

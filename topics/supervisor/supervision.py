@@ -1,8 +1,8 @@
-"""The supervisor's loop: reap, restart, drain; and the signals that it waits for.
+"""The supervisor's loop (reap, restart, drain), and the signals it waits for.
 
-Signals are values that the supervisor asks for, instead of handlers that interrupt it. They stay blocked from before
-the first fork: a signal that arrives at any moment waits for the next `wait`, and none can hit a child that has not set
-itself up yet. A child starts with nothing pending and unblocks them itself; SIGHUP only when it can reload.
+The supervisor asks for signals as values; no handler interrupts it. They are blocked from before the first fork, so a
+signal waits for the next `wait`, and none can hit a child that is not set up yet. A child starts with none pending and
+unblocks them itself, SIGHUP only when it can reload.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from collections.abc import Callable
 from types import TracebackType
 from typing import Final, Self
 
@@ -21,6 +22,7 @@ from topics.settings import Settings, SettingsError
 from topics.shm.control import EXIT_REFUSED, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.supervisor.children import Child, ChildMains, exit_code_of
+from topics.supervisor.listeners import close_all
 from topics.supervisor.notify import Notify
 
 STOP: Final = frozenset({signal.SIGTERM, signal.SIGINT})
@@ -28,7 +30,7 @@ _WATCHED: Final = STOP | {signal.SIGHUP, signal.SIGCHLD}
 
 
 class Signals:
-    """Blocks the watched signals while it is entered, and hands them out one by one."""
+    """Blocks the watched signals while it is entered, and returns them one by one."""
 
     def __enter__(self) -> Self:
         self._before = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
@@ -37,14 +39,14 @@ class Signals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Who asks again for the stop that is over must not make its exit code another one, nor while the interpreter
-        # ends, which takes a while: what is ignored is dropped, also what is pending.
+        # A second stop request must not change the exit code of the finished stop, not even while the interpreter ends.
+        # Ignored signals are dropped, also those that are pending.
         for number in STOP:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
 
     def wait(self, timeout_ms: int | None) -> signal.Signals | None:
-        """Returns the next signal, or None after the time-out; without a time-out it waits for ever."""
+        """Returns the next signal, None after the time-out. Without a time-out it waits for ever."""
         if timeout_ms is None:
             return signal.Signals(signal.sigwaitinfo(_WATCHED).si_signo)
         info = signal.sigtimedwait(_WATCHED, max(0, timeout_ms) / 1000)
@@ -53,23 +55,25 @@ class Signals:
 
 EXIT_OK: Final = 0
 EXIT_FORCED: Final = 4
-"""The service stopped, but not every process did so by itself in time."""
+"""The service stopped, but a process had to be killed."""
 FRONTEND_SHARE: Final = (3, 4)
-"""A frontend is killed after this share of the grace. By its own account it has half (Settings.frontend_grace_ms); the
-rest is for the compactor's last cut, and for the shards to drain and sync.
+"""The share of the grace after which a frontend is killed. It gives up by itself after half of the grace
+(Settings.frontend_grace_ms). The rest is for the compactor's last cut, and for the shards to drain and sync.
 """
 COMPACTOR_SHARE: Final = (7, 8)
-"""The same share for the compactor, which has a quarter by its own account (Settings.compactor_grace_ms)."""
+"""The same share for the compactor. Its last cut may take a quarter of the grace (Settings.compactor_grace_ms)."""
 SAME_STOP_MS: Final = 1000
-"""A stop may come twice: `timeout` and others signal the process and then its group, and a terminal and its shell both
-do. Only a signal that comes later than this is from somebody who does not want to wait.
+"""A second stop signal within this time belongs to the first: `timeout` signals the process and then its group, a
+terminal and its shell both signal. A later one means: do not wait.
 """
 
 _logger = log.get_logger()
 
 
 class Supervisor:
-    """Runs the children until it is told to stop. The shared memory and listeners are made before."""
+    """Runs the children until it is told to stop. Owns them and their restarts; the caller owns the shared memory and
+    the listeners.
+    """
 
     def __init__(
         self,
@@ -91,60 +95,62 @@ class Supervisor:
         self._signals = signals
         self._notify = notify
         self._header = shared.control.header
-        self._frontends = [self._frontend(index) for index in range(settings.frontends)]
-        self._shards = [self._shard(index) for index in range(settings.wal_shards)]
-        self._compactor = self._compacting()
+        self._frontends = [self._new_frontend(index) for index in range(settings.frontends)]
+        self._shards = [self._new_shard(index) for index in range(settings.wal_shards)]
+        self._compactor = self._new_compactor()
         self._reshard: Child | None = None
         self._exit_code = EXIT_OK
-        # What is still to be stopped, a group after the other, and when a group's time is up. None: not stopping.
         self._stopping: list[tuple[list[Child], int]] | None = None
+        """(children, deadline) of the groups that still have to stop, in this order; None while the service runs."""
         self._signalled = False
+        """True if the first of these groups was told to stop."""
         self._stop_began_ms = 0
 
     def run(self, *, reshard: bool) -> int:
-        """Runs; returns the service's exit code once no child is left. `reshard`: the logs want another layout
-        first.
-        """
+        """Runs until no child is left; returns the service's exit code. `reshard`: prepare the logs first."""
         try:
             self._start(reshard)
             while not self._stopped():
                 self._on_signal(self._signals.wait(self._timeout_ms()))
                 self._reap()
                 self._start_due()
-                self._go_on_stopping()
+                self._stop_next_group()
                 self._notify.tell(self._shared.control)
         except BaseException:
-            # No restarts without this loop, so no service: nothing may outlive it.
-            self._kill_all()
+            self._kill_all()  # nothing would restart them
             raise
         return self._exit_code
 
     # -- starting
 
-    def _frontend(self, index: int) -> Child:
+    def _new_frontend(self, index: int) -> Child:
         def main(incarnation: int) -> int:
             self._close_listeners(but=index)
             listeners = self._listeners[index]
             return self._mains.frontend(self._settings, self._keys, self._shared, index, incarnation, listeners)
 
-        return Child("frontend", index, main, self._shared.control.cell(Role.FRONTEND, index).supervisor, self._clock)
+        return self._child(Role.FRONTEND, index, main)
 
-    def _shard(self, index: int) -> Child:
+    def _new_shard(self, index: int) -> Child:
         def main(incarnation: int) -> int:
             self._close_listeners()  # a shard that outlives the supervisor must not hold the port
             return self._mains.walshard(self._settings, self._shared, index, incarnation)
 
-        return Child("walshard", index, main, self._shared.control.cell(Role.WALSHARD, index).supervisor, self._clock)
+        return self._child(Role.WALSHARD, index, main)
 
-    def _compacting(self) -> Child:
+    def _new_compactor(self) -> Child:
         def main(incarnation: int) -> int:
             self._close_listeners()
             return self._mains.compactor(self._settings, self._shared, incarnation)
 
-        return Child("compactor", 0, main, self._shared.control.cell(Role.COMPACTOR, 0).supervisor, self._clock)
+        return self._child(Role.COMPACTOR, 0, main)
 
-    def _resharder(self) -> Child:
-        def main(incarnation: int) -> int:
+    def _child(self, role: Role, index: int, main: Callable[[int], int]) -> Child:
+        cell = self._shared.control.cell(role, index).supervisor
+        return Child(role.name.lower(), index, main, cell, self._clock)
+
+    def _new_resharder(self) -> Child:
+        def main(_incarnation: int) -> int:
             self._close_listeners()
             return self._mains.reshard(self._settings, self._shared)
 
@@ -156,7 +162,7 @@ class Supervisor:
         if reshard:
             _logger.info("preparing the logs", shards=self._settings.wal_shards)
             self._header.set("state", ProcessState.RECOVERING)
-            self._reshard = self._resharder()
+            self._reshard = self._new_resharder()
             self._reshard.start()
         else:
             self._start_shards()
@@ -173,7 +179,7 @@ class Supervisor:
         return [*self._frontends, *self._shards, self._compactor, *([self._reshard] if self._reshard else [])]
 
     def _timeout_ms(self) -> int | None:
-        """Returns the time until something is due that no signal announces."""
+        """Returns the time until the next deadline; None without one: then only a signal can bring work."""
         moments = [child.due_ms for child in self._children() if child.due_ms is not None]
         if self._stopping:
             moments.append(self._stopping[0][1])
@@ -194,7 +200,7 @@ class Supervisor:
             self._kill_all()
 
     def _reload(self) -> None:
-        """Gives good keys to the frontends, and to those that are forked later; bad ones change nothing."""
+        """Reads the keys again and has the frontends do so. Keys that cannot be used change nothing."""
         serial = self._keys.serial + 1
         try:
             self._keys = read_keys(self._settings, serial)
@@ -204,7 +210,7 @@ class Supervisor:
             _logger.info("keys reloaded", keys=len(self._keys.keys))
             self._header.set("keys_serial", serial)
             for child in self._frontends:
-                child.tell(signal.SIGHUP)
+                child.send(signal.SIGHUP)
         self._header.add("reloads")
 
     def _reap(self) -> None:
@@ -214,11 +220,11 @@ class Supervisor:
             pid, wait_status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            # As pid 1 of a container we inherit strangers, too.
+            # Other pids: as pid 1 of a container we inherit orphans.
             if (child := running.pop(pid, None)) is not None:
-                self._ended(child, exit_code_of(wait_status))
+                self._on_end(child, exit_code_of(wait_status))
 
-    def _ended(self, child: Child, exit_code: int) -> None:
+    def _on_end(self, child: Child, exit_code: int) -> None:
         if not child.wanted:
             child.stopped(exit_code)
         elif exit_code == EXIT_REFUSED:
@@ -232,7 +238,7 @@ class Supervisor:
         else:
             child.died(exit_code)
             if child in self._frontends:
-                # They end what it had: `walshard/handlers/frontends.py`.
+                # The shards end its watches and streams: `walshard/handlers/frontends.py`.
                 for wake in self._shared.shard_wakes:
                     wake.signal()
 
@@ -245,8 +251,8 @@ class Supervisor:
     # -- stopping
 
     def _stop(self, exit_code: int, reason: str) -> None:
-        """Begins to drain: frontends first, so that the shards are there for what is in flight; then the compactor, so
-        that they are there for its last cut.
+        """Begins to drain: frontends first, then the compactor. Both need the shards until they are done: for requests
+        in flight, and for the last cut.
         """
         self._exit_code = self._exit_code or exit_code
         if self._stopping is not None:
@@ -257,14 +263,14 @@ class Supervisor:
         self._close_listeners()
         self._stop_began_ms = now_ms = self._clock.monotonic_ms()
         grace_ms = self._settings.shutdown_grace_ms
-        behind = [*self._shards, *([self._reshard] if self._reshard else [])]
+        last = [*self._shards, *([self._reshard] if self._reshard else [])]
         self._stopping = [
             (self._frontends, now_ms + grace_ms * FRONTEND_SHARE[0] // FRONTEND_SHARE[1]),
             ([self._compactor], now_ms + grace_ms * COMPACTOR_SHARE[0] // COMPACTOR_SHARE[1]),
-            (behind, now_ms + grace_ms),
+            (last, now_ms + grace_ms),
         ]
 
-    def _go_on_stopping(self) -> None:
+    def _stop_next_group(self) -> None:
         while self._stopping:
             group, deadline_ms = self._stopping[0]
             if not self._signalled:
@@ -279,7 +285,7 @@ class Supervisor:
             self._signalled = False
 
     def _force(self, group: list[Child]) -> None:
-        """Kills what did not stop in time and waits for it: SIGKILL cannot be put off."""
+        """Kills the children that did not stop in time, and waits for them: SIGKILL cannot be ignored."""
         for child in group:
             if child.pid is not None:
                 _logger.error("process did not stop in time, killing it", process=child.name, index=child.index)
@@ -297,5 +303,4 @@ class Supervisor:
     def _close_listeners(self, but: int | None = None) -> None:
         for index, listeners in enumerate(self._listeners):
             if index != but:
-                for listener in listeners:
-                    listener.close()
+                close_all(listeners)

@@ -100,7 +100,7 @@ class ShardPressure:
         self._fullest = 0.0
         cell = self._cell
         cell.set("pressure_ppm", round(pressure * 1e6))  # first: the service's pressure is that of all cells
-        self._ladder.climb(max(pressure, self._control.pressure()))
+        self._ladder.update(max(pressure, self._control.pressure()))
         cell.set("busy_ppm", round(busy * 1e6))
         cell.set("commit_window_us", self._ladder.window_us)
         cell.set("deferring", int(self._ladder.deferring))

@@ -31,4 +31,4 @@ class StepClock:
     @property
     def trusted_offset_ms(self) -> int:
         """Wall minus monotonic time, for the next life of this process."""
-        return self._expiry.look()
+        return self._expiry.trusted_offset_ms()

@@ -17,7 +17,7 @@ from topics.core.tags import Match, parse_match
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
-_UTF8_STEP_BYTES: Final = 1 << 20
+UTF8_STEP_BYTES: Final = 1 << 20
 _FIELD: Final = re.compile(r"`\$\.?([^`]*)`$")
 _SURROGATES: Final = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[dD][c-fC-F][0-9a-fA-F]{2})?|\\u[dD][c-fC-F][0-9a-fA-F]{2}"
@@ -83,11 +83,21 @@ def given(raw: Optional) -> TypeGuard[msgspec.Raw]:
     return raw is not msgspec.UNSET and bytes(raw) != b"null"
 
 
+def decode_part(part: msgspec.Raw, field: str) -> Any:
+    """Decode a field that the decoder of its body passed on as it is; `400` names the field."""
+    try:
+        return msgspec.json.decode(part)
+    except msgspec.MsgspecError as error:
+        raise invalid(f"{field} is not accepted: {error}", field=field) from None
+    except RecursionError:
+        raise invalid(f"{field} is not accepted: its JSON is nested too deeply", field=field) from None
+
+
 def decode_meta(meta: msgspec.Raw, field: str) -> dict[str, str]:
     """A record's meta, in this field: an object of strings."""
     try:
         return _meta_decoder.decode(meta)
-    except msgspec.ValidationError as error:
+    except msgspec.MsgspecError as error:
         raise invalid(f"{field} must be an object whose values are strings: {error}", field=field) from None
 
 
@@ -151,9 +161,9 @@ def _unpaired_surrogate(body: bytes, position: int) -> int | None:
 
 def _check_utf8(body: bytes) -> None:
     utf8 = codecs.getincrementaldecoder("utf-8")()
-    for start in range(0, len(body), _UTF8_STEP_BYTES):
+    for start in range(0, len(body), UTF8_STEP_BYTES):
         pending = len(utf8.getstate()[0])
         try:
-            utf8.decode(body[start : start + _UTF8_STEP_BYTES], start + _UTF8_STEP_BYTES >= len(body))
+            utf8.decode(body[start : start + UTF8_STEP_BYTES], start + UTF8_STEP_BYTES >= len(body))
         except UnicodeDecodeError as error:
             raise not_json(body, f"invalid UTF-8 (byte {start - pending + error.start})") from None

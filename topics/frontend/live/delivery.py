@@ -52,7 +52,7 @@ class Hub:
         self._channels: dict[str, Channel] = {}
         self._ready: Scheduler[Channel] = Scheduler(lambda channel: topics.base_priority(channel.name))
         """Channels that have work."""
-        self._snapshot = TopicViews(topics)
+        self.snapshot = TopicViews(topics)
         self._failed: dict[tuple[StreamConnection, int], None] = {}
         self._kept = Budget(limits.KEPT_FRAMES)
         self._room: Room[tuple[StreamConnection, int]] = Room(self._kept, lambda waiter: self._line_up(*waiter))
@@ -246,7 +246,7 @@ class Hub:
         undurable, self._undurable = self._undurable, {}
         for channel in undurable:
             self._on_change(channel)
-        self._snapshot.clear()
+        self.snapshot.clear()
         if self._connections:
             self._tick_timer = self._loop.call_later(RETRY_AFTER_MS / 1000, self._tick)
 
@@ -257,7 +257,7 @@ class Hub:
         self._scheduled = False
         now_ms = self._clock.monotonic_ms()
         work = Slice(now_ms)
-        self._snapshot.begin()
+        self.snapshot.begin()
         until_s = self._loop.time() + SLICE_S
         try:
             while (channel := self._ready.take(now_ms)) is not None:
@@ -304,7 +304,7 @@ class Hub:
             channel.changed = False
             channel.todo = list(current)
         todo = channel.todo
-        snapshot = self._snapshot
+        snapshot = self.snapshot
         stream: Stream | None = None
         cost = 0
         while todo and cost < FAN_OUT_STEP:
@@ -352,7 +352,7 @@ class Hub:
             self._room.end((connection, index))
             self._stall(connection, index, work.now_ms)
             return 1
-        step = self._snapshot.step(connection.stream, index)
+        step = self.snapshot.step(connection.stream, index)
         len_bytes = len(step.data)
         cost = 1 + PAGE_COST + len_bytes // COST_BYTES
         if not self._room.enter((connection, index), len_bytes):

@@ -18,11 +18,11 @@ from topics.core.errors import TopicsError, invalid
 from topics.core.names import owner_shard
 from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import Gateway
-from topics.frontend.shards.pending_calls import is_outcome_unknown
+from topics.frontend.shards.pending_requests import is_outcome_unknown
 from topics.shm.topic_messages import (
     SessionAbandon,
     SessionClose,
-    SessionLook,
+    SessionGet,
     SessionOpen,
     SessionPut,
 )
@@ -107,7 +107,7 @@ class SessionUse:
     async def look(self, wid: str) -> Session:
         """The session as it was made, left alone. `404 not_found` for an unknown one."""
         _check(wid)
-        return _decode((await self._gateway.call(self._owner(wid), SessionLook(wid))).body)
+        return _decode((await self._gateway.call(self._owner(wid), SessionGet(wid))).body)
 
     async def open(self, wid: str) -> Opened:
         """A stream of the session begins here; `close` or `give_back` follows. `404 not_found` for an unknown one."""
@@ -115,7 +115,7 @@ class SessionUse:
         # Of all streams of a session, whatever frontends have them, the one opened last has the highest number.
         now = self._clock.monotonic_ms() << _STREAM_NO_SHIFT
         self._last_stream_no = stream_no = max(self._last_stream_no + 1, now)
-        self._announce()
+        self.announce()
         try:
             reply = await self._gateway.call(self._owner(wid), SessionOpen(wid, stream_no))
         except (TopicsError, asyncio.CancelledError) as error:
@@ -130,7 +130,7 @@ class SessionUse:
 
     def close(self, opened: Opened, positions: dict[str, int] | None) -> None:
         """The stream has ended and sent everything up to `positions`. The shard is told, nobody waits for it."""
-        self._announce()
+        self.announce()
         wid, stream_no = opened.wid, opened.stream_no
         del self._open[stream_no]
         # Posted, however full the ring is: a session whose stream never ends is never collected. And now, not in a
@@ -149,10 +149,10 @@ class SessionUse:
             self._gateway.post(self._owner(opened.wid), SessionAbandon(opened.wid, opened.stream_no))
 
     def _renew(self) -> None:
-        self._announce()
+        self.announce()
         self._timer = self._loop.call_later(RENEW_S, self._renew) if self._open else None
 
-    def _announce(self) -> None:
+    def announce(self) -> None:
         """Tells shards that were restarted of the streams that are open."""
         generations = self._current_generations()
         if generations != self._generations:

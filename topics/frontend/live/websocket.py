@@ -23,6 +23,7 @@ from topics.frontend.asgi import DROPPED, KEPT, SHARE, Message, Receive, Scope, 
 from topics.frontend.entry import limits, wire
 from topics.frontend.entry.access import Access
 from topics.frontend.entry.bodies import INLINE_BYTES_MAX, LONG_BYTES, Share, hold, long_bodies, no_room
+from topics.frontend.entry.pages import Pages
 from topics.frontend.entry.responses import send_error
 from topics.frontend.http.hypercorn_deadlines import Kept
 from topics.frontend.live.channels import StreamConnection
@@ -72,6 +73,7 @@ class Services(NamedTuple):
     appends: AppendRoute
     hub: Hub
     access: Access
+    pages: Pages
     settings: Settings
     catching_up: CatchingUp
     cell: ProcessCell
@@ -224,7 +226,7 @@ class Socket:
         topics_max = self._services.settings.max_watch_topics
         check_starts(starts, topics_max)
         self._key().require(KeyScope.READ, starts)
-        await self._services.catching_up.all(starts)
+        await self._services.catching_up.wait_for_all(starts)
         self._key().require(KeyScope.READ, starts)
         ended = self._ended()
         followed = len((self._subscriptions.keys() - ended) | starts.keys())
@@ -417,13 +419,7 @@ class WebSocketRoute:
 
     def _admit(self, scope: Scope) -> ApiKey:
         """Return the key of a client that may open a socket; its place is then taken."""
-        headers = scope["headers"]
-        origins = [value for name, value in headers if name == b"origin"]
-        hosts = [value for name, value in headers if name in (b"host", b":authority")]
-        if origins and not self._same_site(origins, hosts):
-            # Browsers let any page open a WebSocket to any address, also to this machine: no CORS asks before.
-            shown = origins[0][:200].decode("latin-1")
-            raise TopicsError("forbidden", f"pages of {shown!r} may not open a WebSocket here: TOPICS_CORS_ORIGINS")
+        self._services.pages.check(scope)
         caller = self._services.access.caller(scope)
         if self._draining:
             raise TopicsError("shutting_down", "the service is stopping; ask again when it is back")
@@ -432,13 +428,6 @@ class WebSocketRoute:
             self._services.access.limits.give_back(caller, Counted.STREAMS)
             raise self._places.reached()
         return caller
-
-    def _same_site(self, origins: list[bytes], hosts: list[bytes]) -> bool:
-        allowed = self._services.settings.cors_origins or ()
-        origin = origins[0].decode("latin-1").lower()
-        if len(origins) == 1 and ("*" in allowed or origin in allowed):
-            return True
-        return len(origins) == 1 and len(hosts) >= 1 and origins[0].partition(b"://")[2].lower() == hosts[0].lower()
 
     def _end_forbidden(self) -> None:
         for socket in list(self._sockets):

@@ -54,7 +54,7 @@ class FrontendPressure:
         pressure = self._governor.sample(Sample(max(lag_ms, waited_ms), fullness, busy))
         cell = self._cell
         cell.set("pressure_ppm", round(pressure * 1e6))  # first: the service's pressure is that of all cells
-        self._ladder.climb(max(pressure, self._control.pressure()))
+        self._ladder.update(max(pressure, self._control.pressure()))
         self._apply()
         cell.set("busy_ppm", round(busy * 1e6))
         cell.set("loop_lag_us", round(lag_ms * 1000))

@@ -77,7 +77,7 @@ class AppendRoute:
         config, create = None, request.create
         if wire.given(request.config):
             try:
-                config = parse_config(msgspec.json.decode(request.config), name)[0]
+                config = parse_config(wire.decode_part(request.config, "config"), name)[0]
             except TopicsError:
                 # Of a topic that exists it is ignored, whatever it is (api §2).
                 if not self._gateway.knows(name):
@@ -93,7 +93,7 @@ class AppendRoute:
             key,
             config,
             records,
-            patient=request.disable_backpressure,
+            unthrottled=request.disable_backpressure,
             jobs=self._job_attributes(name, request.records),
         )
 

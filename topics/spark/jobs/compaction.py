@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def compact(spark: SparkSession, out: str, files_max: int) -> int:
     """Compact every day of more than `files_max` files; return how many."""
-    lake = _Lake(spark, out)
+    lake = Lake(spark, out)
     lake.finish()
     days = 0
     for topic in lake.directories(out, "topic="):
@@ -31,7 +31,7 @@ def compact(spark: SparkSession, out: str, files_max: int) -> int:
     return days
 
 
-class _Lake:
+class Lake:
     """The lake's directories, on any file system of Hadoop, and the plan of a compaction in it."""
 
     def __init__(self, spark: SparkSession, out: str) -> None:
@@ -57,7 +57,7 @@ class _Lake:
         new = f"{self._out}/_compacting/{'/'.join(day.rsplit('/', 2)[1:])}"
         frame = self._spark.read.parquet(*batches)
         frame.coalesce(1).write.mode("overwrite").parquet(new)
-        self._write_plan({"new": new, "place": f"{day}/batch=c{max(names)}", "old": batches})
+        self.write_plan({"new": new, "place": f"{day}/batch=c{max(names)}", "old": batches})
         self.finish()
 
     def finish(self) -> None:
@@ -77,7 +77,7 @@ class _Lake:
                 self._fs.delete(self._path(old), True)
         self._fs.delete(self._path(self._plan), False)
 
-    def _write_plan(self, plan: dict[str, Any]) -> None:
+    def write_plan(self, plan: dict[str, Any]) -> None:
         tmp = self._path(f"{self._plan}.tmp")
         stream = self._fs.create(tmp, True)
         stream.write(bytearray(json.dumps(plan).encode()))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
-from topics.core.control_bodies import EvictBody, HeadBody, encode_body
+from topics.core.control_bodies import EvictFrameBody, HeadFrameBody, encode_body
 from topics.core.floors import Floors
 from topics.storage import frame
 from topics.storage.frame import FrameType
@@ -25,7 +25,7 @@ from topics.walshard.hosted.hosted import Hosted
 
 def floor_frame(hosted: Hosted, floors: Floors, ts: int, flags: int = 0) -> bytes:
     """EVICT_WATERMARK: the floors as they are to be."""
-    body = encode_body(EvictBody(floors))
+    body = encode_body(EvictFrameBody(floors))
     return frame.encode(FrameType.EVICT_WATERMARK, flags, hosted.topic.id, floors.earliest_seq, ts, b"", b"", body)
 
 
@@ -86,7 +86,7 @@ class LostHeads:
 
 
 def _head_frame(hosted: Hosted, seq: int, exact: bool, ts: int, flags: int) -> bytes:
-    body = encode_body(HeadBody(exact))
+    body = encode_body(HeadFrameBody(exact))
     return frame.encode(FrameType.HEAD_WATERMARK, flags, hosted.topic.id, seq, ts, b"", b"", body)
 
 

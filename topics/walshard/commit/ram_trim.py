@@ -21,7 +21,7 @@ from array import array
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from topics.core.control_bodies import RamStateBody, encode_body
+from topics.core.control_bodies import RamStateFrameBody, encode_body
 from topics.core.job import ConsumerState
 from topics.core.location import ENTRY_WORDS, LOCATION_IN_RAM_LOG, LOW_WORD
 from topics.log import get_logger
@@ -95,7 +95,7 @@ class RamTrim:
             topic = hosted.topic
             if topic.config.durability != "ephemeral":
                 continue
-            state = RamStateBody(
+            state = RamStateFrameBody(
                 topic.earliest_seq,
                 topic.evict_floor,
                 topic.evict_reason,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from topics.core.config import TopicConfig
-from topics.core.control_bodies import CreateBody, encode_body, encode_idempotency
+from topics.core.control_bodies import CreateFrameBody, encode_body, encode_idempotency
 from topics.core.errors import TopicsError, not_a_queue, topic_not_found
 from topics.core.idempotency import (
     ProducerTurn,
@@ -272,5 +272,5 @@ def abandon(catalog: Catalog, hosted: Hosted, group: Draft) -> None:
 def create_frame(hosted: Hosted, ts: int, flags: int) -> bytes:
     """TOPIC_CREATE of a topic that is not hosted yet."""
     topic = hosted.topic
-    body = encode_body(CreateBody(topic.name, topic.config, topic.recreated))
+    body = encode_body(CreateFrameBody(topic.name, topic.config, topic.recreated))
     return frame.encode(FrameType.TOPIC_CREATE, flags, topic.id, 0, ts, b"", b"", body)

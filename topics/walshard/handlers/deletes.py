@@ -29,7 +29,7 @@ from topics.walshard.step_clock import StepClock
 
 log = get_logger()
 
-_BY_TAG_MAX: Final = 64
+BY_TAG_MAX: Final = 64
 """So many topics are looked at in an idle turn."""
 
 
@@ -164,7 +164,7 @@ class Deletes:
             return topic.plan_cut(last_seq + 1), None
         self._by_tag[topic.id] = None
         self._by_tag.move_to_end(topic.id)
-        if len(self._by_tag) > _BY_TAG_MAX:
+        if len(self._by_tag) > BY_TAG_MAX:
             self._let_go(next(iter(self._by_tag)))
         first_seq = max(call.from_seq, topic.earliest_seq)
         found = self._tags.find(topic, hosted.index, Match(call.op, call.pattern), first_seq, last_seq)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from topics.core.errors import TopicsError
-from topics.core.queue_log import giving_way
+from topics.core.queue_log import done_jobs_to_drop
 from topics.walshard.commit.draft import Draft, Steps
 from topics.walshard.handlers.deletes import Deletes
 from topics.walshard.handlers.queue_writes import QueueWrites
@@ -25,9 +25,9 @@ class MakeRoom:
         config = topic.config
         if not config.ttl_ms and (config.discard == "old" or topic.queue is None):
             return False
-        if topic.caps_see_expired(records, size_bytes, self._time.expiry_ms) and not self._deletes.was_refused(hosted):
+        if topic.must_expire_first(records, size_bytes, self._time.expiry_ms) and not self._deletes.was_refused(hosted):
             return True
-        return bool(giving_way(topic, records, size_bytes, self._writes.dying(hosted)))
+        return bool(done_jobs_to_drop(topic, records, size_bytes, self._writes.dying(hosted)))
 
     def make(self, hosted: Hosted, records: int, size_bytes: int) -> Steps[None]:
         """Has go what can, for so many records and bytes more. What has expired stays if the log cannot take that it
@@ -43,12 +43,12 @@ class MakeRoom:
 
     def expire(self, hosted: Hosted, records: int, size_bytes: int) -> Steps[None]:
         """Expires what a cap would find in the way of so many more, if that can be logged."""
-        if hosted.topic.caps_see_expired(records, size_bytes, self._time.expiry_ms):
+        if hosted.topic.must_expire_first(records, size_bytes, self._time.expiry_ms):
             yield from self._deletes.expire(hosted)
 
     def give_way(self, hosted: Hosted, records: int, size_bytes: int) -> Steps[bool]:
         """Lets acknowledged jobs go for so many more. False when that cannot be logged."""
-        seqs = giving_way(hosted.topic, records, size_bytes, self._writes.dying(hosted))
+        seqs = done_jobs_to_drop(hosted.topic, records, size_bytes, self._writes.dying(hosted))
         draft = Draft()
         self._writes.removal(draft, hosted, seqs)
         if draft:

@@ -10,13 +10,12 @@ import msgspec
 from topics.core.control_bodies import encode_body
 from topics.core.cursors import CursorFrameBody, NamedCursor
 from topics.core.errors import topic_not_found
-from topics.shm.asks import Done
+from topics.shm.asks import Deleted, Done
 from topics.shm.queue_messages import (
     CursorAdvance,
     CursorDelete,
-    CursorDeleted,
+    CursorGet,
     CursorList,
-    CursorLook,
     CursorMoved,
     CursorPassedOn,
     CursorPut,
@@ -39,7 +38,7 @@ class NamedCursors:
     @property
     def routes(self) -> dict[type, GroupHandler]:
         """The requests that are handled here in a group."""
-        return {CursorLook: self.look, CursorAdvance: self.advance, CursorPassedOn: self.passed_on}
+        return {CursorGet: self.look, CursorAdvance: self.advance, CursorPassedOn: self.passed_on}
 
     @property
     def alone_routes(self) -> dict[type, AloneHandler]:
@@ -62,7 +61,7 @@ class NamedCursors:
                     self._log(group, hosted, body, partial(cursor.persisted, body), None, sync=cursor.strict)
         yield group
 
-    def look(self, call: CursorLook, _frontend: int, _group: Draft) -> CursorList:
+    def look(self, call: CursorGet, _frontend: int, _group: Draft) -> CursorList:
         """Shows one cursor, or a page of them."""
         cursors = self._require(call.name).topic.cursors
         one = call.cursor
@@ -104,18 +103,18 @@ class NamedCursors:
             yield draft
         return CursorReply(cursor.name, consistency, persist_every, cursor.seq, persisted_seq, cursor.revision)
 
-    def delete(self, call: CursorDelete, _frontend: int) -> Steps[CursorDeleted]:
+    def delete(self, call: CursorDelete, _frontend: int) -> Steps[Deleted]:
         """Deletes a cursor; one that is not there, or whose topic is not, was deleted already (api §0.9)."""
         hosted = self._catalog.find(call.name)
         known = None if hosted is None else hosted.topic.cursors.find(call.cursor)
         if hosted is None or known is None:
-            return CursorDeleted(False)
+            return Deleted(False)
         cursors = hosted.topic.cursors
         body = CursorFrameBody(call.cursor, None)
-        draft = Draft(reply=CursorDeleted(True))
+        draft = Draft(reply=Deleted(True))
         self._log(draft, hosted, body, lambda: cursors.logged(body), None, sync=True)
         yield draft
-        return CursorDeleted(True)
+        return Deleted(True)
 
     def advance(self, call: CursorAdvance, frontend: int, group: Draft) -> CursorMoved:
         """Moves a cursor over what is being read, if nobody was faster."""
@@ -124,7 +123,7 @@ class NamedCursors:
         moved = cursor.advance(call.revision, call.from_seq, call.to_seq, frontend, call.read)
         reply = CursorMoved(moved, cursor.seq, cursor.up_to_seq, cursor.revision, moved and not cursor.strict)
         if moved and cursor.strict:
-            self._persist(group, hosted, cursor, lambda: cursor.give_back([(call.from_seq, call.to_seq)]))
+            self._persist(group, hosted, cursor, lambda: cursor.mark_missing([(call.from_seq, call.to_seq)]))
         return reply
 
     def passed_on(self, call: CursorPassedOn, frontend: int, group: Draft) -> Done:
@@ -137,7 +136,7 @@ class NamedCursors:
             cursor.passed_on(call.revision, frontend, call.read)
         else:
             cursor.failed(call.revision, frontend, call.read)
-        self._persist(group, hosted, cursor, cursor.not_persisted)
+        self._persist(group, hosted, cursor, cursor.persist_failed)
         return Done()
 
     def _require(self, name: str) -> Hosted:

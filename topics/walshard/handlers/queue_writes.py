@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 
 from topics.core.control_bodies import encode_body
-from topics.core.queue_log import AckBody
+from topics.core.queue_log import AckFrameBody
 from topics.storage import frame
 from topics.storage.frame import FLAG_MORE, Bytes, FrameType
 from topics.walshard.commit.draft import CommitFirst, Draft, LogWrite, nothing
@@ -83,7 +83,7 @@ class QueueWrites:
             if topic.queue is not None and total:
                 topic.queue.dead_lettered = total
 
-        body = AckBody.removing(topic, deletion, revision, total)
+        body = AckFrameBody.removing(topic, deletion, revision, total)
         self.add(group, hosted, [(FrameType.ACK, encode_body(body))], apply, undo)
         group.touch(hosted)
 

@@ -1,7 +1,7 @@
 """What a shard does with queue requests (api §9): they join the group commit as appends do.
 
 A claim reads and writes nothing but memory, unless its queue has `leases_durable`: then what is leased is logged before
-it is told. An ack is logged as what it is, the deletion of its jobs. The lease machine (`core/jobs.py`) changes as a
+it is told. An ack is logged as what it is, the deletion of its jobs. The lease machine (`core/leases.py`) changes as a
 request is prepared; what the log must have first is held until the commit, and `Operation.undo` takes it back.
 
 Streams and gathered claims are dealt to after each commit, in `deal`, and when the clock says so, in `tick`. While the
@@ -17,9 +17,9 @@ from typing import Final
 from topics.core.control_bodies import encode_body
 from topics.core.errors import not_a_queue, topic_not_found
 from topics.core.governor import INTERVAL_MS
-from topics.core.jobs import Leases, Marked
+from topics.core.leases import Leases, NamedJobs
 from topics.core.priority import below_zero_ms
-from topics.core.queue_log import AckBody
+from topics.core.queue_log import AckFrameBody
 from topics.core.seq_set import runs_of
 from topics.shm.asks import Done
 from topics.shm.control import ProcessCell
@@ -27,18 +27,18 @@ from topics.shm.queue_messages import (
     Ack,
     AckReply,
     Bury,
-    Carried,
-    Carry,
     Claim,
     Dealt,
-    Exhume,
     Extend,
     ExtendReply,
     Nack,
     Peek,
     Peeked,
+    Release,
     Remove,
     RemoveReply,
+    Reserve,
+    Reserved,
     Unclaim,
     Waiting,
     WorkClose,
@@ -170,9 +170,9 @@ class Queues:
             WorkOpen: self.open_work,
             WorkClose: self.close_work,
             Bury: self.bury,
-            Exhume: self.exhume,
+            Release: self.exhume,
             Peek: self.peek,
-            Carry: self.carry,
+            Reserve: self.carry,
             Remove: self.remove,
         }
 
@@ -191,7 +191,7 @@ class Queues:
         self._writes.removal(group, hosted, seqs, dead_letters=len(seqs))
         return RemoveReply(len(seqs))
 
-    def exhume(self, call: Exhume, frontend: int, group: Draft) -> Done:
+    def exhume(self, call: Release, frontend: int, group: Draft) -> Done:
         """Gives back jobs that did not get to the dead letters."""
         hosted, leases = self._queue(call.name, group)
         seqs = leases.carried_by(frontend, set(call.seqs) - self._writes.dying(hosted))
@@ -217,9 +217,9 @@ class Queues:
         self.changed(hosted)
         return hosted, leases
 
-    def _owned(self, hosted: Hosted, leases: Leases, call: Ack | Nack | Extend | Unclaim) -> Marked:
+    def _owned(self, hosted: Hosted, leases: Leases, call: Ack | Nack | Extend | Unclaim) -> NamedJobs:
         """The jobs it names that are its consumer's. Those whose removal is prepared in this group are nobody's."""
-        return leases.owned(call.node, call.seqs, call.lease_nos, self._writes.dying(hosted))
+        return leases.leased_to(call.node, call.seqs, call.lease_nos, self._writes.dying(hosted))
 
     def claim(self, call: Claim, frontend: int, group: Draft) -> Dealt | Waiting:
         """Leases jobs to a worker, or lets it wait for the end of a window."""
@@ -247,7 +247,7 @@ class Queues:
             self._writes.removal(group, hosted, seqs, undo=partial(leases.unhold, seqs))
         elif seqs:
             runs = runs_of(seqs)
-            bodies = [(FrameType.ACK, encode_body(AckBody(runs, keep=True)))]
+            bodies = [(FrameType.ACK, encode_body(AckFrameBody(runs, keep=True)))]
             self._writes.add(group, hosted, bodies, lambda: leases.finish(runs), partial(leases.unhold, seqs))
         return reply
 
@@ -257,16 +257,16 @@ class Queues:
         seqs, skipped = self._owned(hosted, leases, call)
         now = self._time.now
         if not hosted.topic.config.leases_durable:
-            leases.give_back(seqs, call.delay_ms, now)
+            leases.release(seqs, call.delay_ms, now)
             return AckReply(len(seqs), skipped, leases.ready, leases.in_flight)
         leases.hold(seqs)
         ready = leases.ready + (0 if call.delay_ms else len(seqs))
         reply = AckReply(len(seqs), skipped, ready, leases.in_flight)
         if seqs:
             seqs.sort()
-            bodies = [(FrameType.LEASE, encode_body(leases.freed(seqs, call.delay_ms, now)))]
-            give_back = partial(leases.give_back, seqs, call.delay_ms, now)
-            self._writes.add(group, hosted, bodies, give_back, partial(leases.unhold, seqs))
+            bodies = [(FrameType.LEASE, encode_body(leases.release_body(seqs, call.delay_ms, now)))]
+            release = partial(leases.release, seqs, call.delay_ms, now)
+            self._writes.add(group, hosted, bodies, release, partial(leases.unhold, seqs))
         return reply
 
     def extend(self, call: Extend, frontend: int, group: Draft) -> ExtendReply:
@@ -304,7 +304,7 @@ class Queues:
         self._release(group, hosted, leases, leases.leases_of(where), 0)
         return Done()
 
-    def carry(self, call: Carry, frontend: int, group: Draft) -> Carried:
+    def carry(self, call: Reserve, frontend: int, group: Draft) -> Reserved:
         """Takes jobs out of everybody's reach while a frontend brings them to another topic."""
         hosted = self._records(call.name, group)
         seqs = hosted.topic.live_of(sorted(set(call.seqs) - self._writes.dying(hosted)))
@@ -313,7 +313,7 @@ class Queues:
             leases.advance(self._time.now)
             seqs = leases.carry(seqs, frontend, self._time.now)
             self.changed(hosted)
-        return Carried(seqs)
+        return Reserved(seqs)
 
     def remove(self, call: Remove, frontend: int, group: Draft) -> RemoveReply:
         """Removes records that are in another topic now."""
@@ -333,7 +333,7 @@ class Queues:
         return hosted
 
     def _release(self, group: Draft, hosted: Hosted, leases: Leases, seqs: list[int], delay_ms: int) -> None:
-        leases.give_back(seqs, delay_ms, self._time.now)
+        leases.release(seqs, delay_ms, self._time.now)
         self.changed(hosted)
         self._writes.leases(group, hosted, seqs)
 
@@ -362,7 +362,7 @@ class Queues:
 
     def _unclaim(self, leases: Leases, seqs: list[int], dead: list[int]) -> None:
         leases.unclaim(seqs, 0, self._time.now)
-        leases.give_back(dead, 0, self._time.now)
+        leases.release(dead, 0, self._time.now)
 
     def _forget_if_empty(self, hosted: Hosted) -> None:
         workers = self._workers.get(hosted.topic.id)
@@ -370,7 +370,7 @@ class Queues:
             del self._workers[hosted.topic.id]
 
     def _set_timer(self, hosted: Hosted, leases: Leases, workers: Workers | None) -> None:
-        wait_ms = leases.next_due_ms(self._time.now)
+        wait_ms = leases.due_in_ms(self._time.now)
         at_ms = None if wait_ms is None else self._time.now.mono_ms + wait_ms
         if workers is not None and workers.window_ends_ms is not None:
             at_ms = workers.window_ends_ms if at_ms is None else min(at_ms, workers.window_ends_ms)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Final
 
-from topics.core.control_bodies import MarkBody, encode_body
+from topics.core.control_bodies import MarkFrameBody, encode_body
 from topics.core.errors import TopicsError
 from topics.core.floors import Floors
 from topics.core.segment_list import SegmentList
@@ -144,7 +144,7 @@ class Marks:
         floors = topic.floors()
         table = hosted.prepare_segments(segments)
         self._tables.append((hosted, table))
-        body = encode_body(MarkBody(checkpoint.segments, floors))
+        body = encode_body(MarkFrameBody(checkpoint.segments, floors))
         mark = frame.encode(FrameType.CHECKPOINT_MARK, 0, topic.id, checkpoint.up_to_seq, self._now_ms, b"", b"", body)
         return LogWrite([mark], partial(_apply, hosted, checkpoint, floors, table), sync=True)
 

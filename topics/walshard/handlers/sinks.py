@@ -1,5 +1,5 @@
 """The shard's part in transactions over topics (api §6): it keeps what its sinks have committed, and publishes stages
-of its topics. A frontend drives a commit from one to the other (`frontend/txn/commit_driver.py`).
+of its topics. A frontend drives a commit from one to the other (`frontend/txn/coordinator.py`).
 
 Every step may be asked for again, by anyone, at any time: what has been done stays done.
 """
@@ -22,7 +22,7 @@ from topics.shm.topic_messages import (
     TxnBegin,
     TxnEnd,
     TxnForget,
-    TxnLook,
+    TxnGet,
     TxnPending,
     TxnPendingReply,
     TxnReply,
@@ -70,7 +70,7 @@ class Sinks:
         `storage_unavailable`, which leaves open whether it has: the same call again is right in both cases.
         """
         routes: dict[type, GroupHandler] = {StagePublish: self.publish, StagesOver: self.stages_over}
-        return routes | dict.fromkeys((TxnBegin, TxnEnd, TxnForget, TxnLook, TxnPending), self.take)
+        return routes | dict.fromkeys((TxnBegin, TxnEnd, TxnForget, TxnGet, TxnPending), self.take)
 
     def take(self, call: SinkCall, _frontend: int, group: Draft) -> TxnReply | TxnPendingReply | Done:
         """Carries out a call about a sink: its file is replaced behind all that was published for it."""
@@ -83,7 +83,7 @@ class Sinks:
                 return self._end(call)
             case TxnForget():
                 return self._forget(call.sink)
-            case TxnLook():
+            case TxnGet():
                 return _as_known(self._find(call.sink))
             case TxnPending():
                 return TxnPendingReply(self._pending())

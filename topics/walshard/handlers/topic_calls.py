@@ -5,10 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from topics.core.config import TopicConfig, incompatible_type
-from topics.core.control_bodies import ConfigBody, encode_body
+from topics.core.control_bodies import ConfigFrameBody, encode_body
 from topics.core.errors import TopicsError
 from topics.log import get_logger
-from topics.shm.topic_messages import DeleteTopic, DeleteTopicReply, EnsureTopic, PutTopic, PutTopicReply
+from topics.shm.asks import Deleted
+from topics.shm.topic_messages import DeleteTopic, EnsureTopic, PutTopic, PutTopicReply
 from topics.storage import frame
 from topics.storage.frame import FrameType
 from topics.walshard.commit.draft import AloneHandler, Draft, LogWrite, Steps
@@ -85,7 +86,7 @@ class TopicCalls:
                 f"how far the routers into topic {call.name!r} are cannot be logged now; see the service's log",
             )
         now_ms = self._time.now.wall_ms
-        body = encode_body(ConfigBody(config))
+        body = encode_body(ConfigFrameBody(config))
         update = frame.encode(FrameType.CONFIG_UPDATE, 0, topic.id, 0, now_ms, b"", b"", body)
         relogged: Relogged | None = None
         if topic.config.durability == "ephemeral" and config.durability != "ephemeral":
@@ -118,11 +119,11 @@ class TopicCalls:
                 {"topic": call.name},
             ) from error
 
-    def delete(self, call: DeleteTopic, _frontend: int) -> Steps[DeleteTopicReply]:
+    def delete(self, call: DeleteTopic, _frontend: int) -> Steps[Deleted]:
         """Deletes a topic with everything in it."""
         hosted = self._catalog.find(call.name)
         if hosted is None:
-            return DeleteTopicReply(False)
+            return Deleted(False)
         yield from self._deletes.expire(hosted)
         topic = hosted.topic
         if call.if_empty and topic.records:
@@ -131,7 +132,7 @@ class TopicCalls:
                 f"topic {call.name!r} holds {topic.records} records",
                 {"topic": call.name, "count": topic.records},
             )
-        draft = Draft(reply=DeleteTopicReply(True))
+        draft = Draft(reply=Deleted(True))
 
         def apply(_file_no: int, _offset: int) -> None:
             self._catalog.retire(hosted)
@@ -140,4 +141,4 @@ class TopicCalls:
         end = frame.encode(FrameType.TOPIC_DELETE, 0, topic.id, 0, self._time.now.wall_ms, b"", b"", b"")
         draft.add(LogWrite([end], apply, sync=True))
         yield draft
-        return DeleteTopicReply(True)
+        return Deleted(True)

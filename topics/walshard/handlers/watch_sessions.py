@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from topics.core.control_bodies import SessionBody, encode_body
+from topics.core.control_bodies import SessionFrameBody, encode_body
 from topics.core.errors import TopicsError
 from topics.shm.asks import Done
 from topics.shm.topic_messages import (
     SessionAbandon,
     SessionClose,
-    SessionLook,
+    SessionGet,
     SessionOpen,
     SessionOpenReply,
     SessionPut,
@@ -50,23 +50,23 @@ class WatchSessions:
     """The watch sessions of one shard as its log has them. Times are monotonic ms."""
 
     def __init__(self) -> None:
-        self._sessions: dict[str, WatchSession] = {}
+        self.by_wid: dict[str, WatchSession] = {}
 
     def __len__(self) -> int:
-        return len(self._sessions)
+        return len(self.by_wid)
 
-    def recovered(self, sessions: dict[str, SessionBody], now_ms: int) -> None:
+    def recovered(self, sessions: dict[str, SessionFrameBody], now_ms: int) -> None:
         """A crash of the shard: streams may be open that it knows nothing of, so no position is exact."""
         for wid, session in sessions.items():
             assert session.body is not None
-            self._sessions[wid] = WatchSession(session.body, session.positions, False, now_ms)
+            self.by_wid[wid] = WatchSession(session.body, session.positions, False, now_ms)
 
     def put(self, wid: str, body: bytes, now_ms: int) -> None:
-        self._sessions[wid] = WatchSession(body, None, True, now_ms)
+        self.by_wid[wid] = WatchSession(body, None, True, now_ms)
 
     def look(self, wid: str) -> SessionOpenReply:
         """What `open` would answer; `404 not_found` for an unknown session."""
-        session = self._sessions.get(wid)
+        session = self.by_wid.get(wid)
         if session is None:
             raise TopicsError("not_found", f"no watch session {wid!r}: it was never made, or collected when idle")
         return SessionOpenReply(session.body, session.positions, session.exact and session.stream is None)
@@ -76,7 +76,7 @@ class WatchSessions:
         longer counts: told of after a newer one, it changes nothing, or its end could take positions back.
         """
         reply = self.look(wid)
-        session = self._sessions[wid]
+        session = self.by_wid[wid]
         if stream >= session.newest_stream:
             session.stream = (frontend, stream)
             session.newest_stream = stream
@@ -85,23 +85,25 @@ class WatchSessions:
 
     def abandoned(self, wid: str, frontend: int, stream: int, now_ms: int) -> None:
         """That stream never began; what the positions were worth before is not known any more."""
-        session = self._sessions.get(wid)
+        session = self.by_wid.get(wid)
         if session is not None and session.stream == (frontend, stream):
             session.stream = None
             session.idle_since_ms = now_ms
 
-    def closing(self, wid: str, frontend: int, stream: int, positions: dict[str, int] | None) -> SessionBody | None:
+    def closing(
+        self, wid: str, frontend: int, stream: int, positions: dict[str, int] | None
+    ) -> SessionFrameBody | None:
         """What to log when this stream ends; None when it is not the session's stream.
 
         One that was replaced, and is closed long after, may not take the positions back: they count as exact.
         """
-        session = self._sessions.get(wid)
+        session = self.by_wid.get(wid)
         if session is None or session.stream != (frontend, stream):
             return None
-        return SessionBody(wid, session.body, positions, exact=True)
+        return SessionFrameBody(wid, session.body, positions, exact=True)
 
     def closed(self, wid: str, positions: dict[str, int] | None, now_ms: int) -> None:
-        session = self._sessions[wid]
+        session = self.by_wid[wid]
         session.stream = None
         session.positions = positions
         session.exact = True
@@ -109,7 +111,7 @@ class WatchSessions:
 
     def frontend_died(self, frontend: int, now_ms: int) -> None:
         """Its streams ended without a word."""
-        for session in self._sessions.values():
+        for session in self.by_wid.values():
             if session.stream is not None and session.stream[0] == frontend:
                 session.stream = None
                 session.idle_since_ms = now_ms
@@ -118,17 +120,18 @@ class WatchSessions:
         """Sessions without a stream for longer than SESSION_TTL_MS."""
         return [
             wid
-            for wid, session in self._sessions.items()
+            for wid, session in self.by_wid.items()
             if session.stream is None and now_ms - session.idle_since_ms > SESSION_TTL_MS
         ]
 
     def remove(self, wid: str) -> None:
-        self._sessions.pop(wid, None)
+        self.by_wid.pop(wid, None)
 
-    def bodies(self) -> list[SessionBody]:
+    def bodies(self) -> list[SessionFrameBody]:
         """Everything as it would be logged now."""
         return [
-            SessionBody(wid, session.body, session.positions, session.exact) for wid, session in self._sessions.items()
+            SessionFrameBody(wid, session.body, session.positions, session.exact)
+            for wid, session in self.by_wid.items()
         ]
 
 
@@ -143,7 +146,7 @@ class SessionCalls:
     @property
     def routes(self) -> dict[type, GroupHandler]:
         """The requests that are handled here in a group."""
-        return {SessionLook: self.look, SessionOpen: self.open, SessionAbandon: self.abandon}
+        return {SessionGet: self.look, SessionOpen: self.open, SessionAbandon: self.abandon}
 
     @property
     def alone_routes(self) -> dict[type, AloneHandler]:
@@ -154,11 +157,11 @@ class SessionCalls:
         """Makes a session."""
         self._holdings.claim_session()
         now_ms = self._time.now.mono_ms
-        body = SessionBody(call.wid, call.body)
+        body = SessionFrameBody(call.wid, call.body)
         yield from self._log(body, lambda: self._sessions.put(call.wid, call.body, now_ms))
         return Done()
 
-    def look(self, call: SessionLook, _frontend: int, _group: Draft) -> SessionOpenReply:
+    def look(self, call: SessionGet, _frontend: int, _group: Draft) -> SessionOpenReply:
         """Shows a session without opening it."""
         return self._sessions.look(call.wid)
 
@@ -183,9 +186,11 @@ class SessionCalls:
     def collect(self) -> Steps[None]:
         """Ends sessions that had no stream for too long."""
         for wid in self._sessions.overdue(self._time.now.mono_ms):
-            yield from self._log(SessionBody(wid, None), partial(self._sessions.remove, wid))
+            yield from self._log(SessionFrameBody(wid, None), partial(self._sessions.remove, wid))
 
-    def _log(self, body: SessionBody, apply: Callable[[], None], undo: Callable[[], None] | None = None) -> Steps[None]:
+    def _log(
+        self, body: SessionFrameBody, apply: Callable[[], None], undo: Callable[[], None] | None = None
+    ) -> Steps[None]:
         entry = frame.encode(FrameType.SESSION, 0, 0, 0, self._time.now.wall_ms, b"", b"", encode_body(body))
         draft = Draft(reply=Done())
         draft.add(LogWrite([entry], lambda _file_no, _offset: apply(), undo=undo), in_ram=True)

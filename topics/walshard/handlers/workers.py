@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from topics.core.config import TopicConfig
 from topics.core.job import Holder, Now, deal
-from topics.core.jobs import LeasedSeqs, Leases
+from topics.core.leases import LeasedSeqs, Leases
 from topics.shm.queue_messages import Dealt
 
 

@@ -32,7 +32,7 @@ class Catalog:
     ) -> None:
         self._shard = shard
         self._shards = shards
-        self._arena = arena
+        self.arena = arena
         self._holdings = holdings
         self._files = files
         self._clock = clock
@@ -65,13 +65,13 @@ class Catalog:
             raise
 
     def _make(self, name: str, config: TopicConfig, now_ms: int) -> Hosted:
-        ring = LocationRing(self._arena.heap, 1)
+        ring = LocationRing(self.arena.heap, 1)
         try:
             recreated = name in self._deleted_names
             topic_id = self._ids.next(now_ms)
             index = TopicIndex(topic_id, ring, self._files)
             index.copied_seq = 0  # until it is known that no router copies it
-            return Hosted(self._arena, Topic(topic_id, name, config, index, recreated), index, self._holdings)
+            return Hosted(self.arena, Topic(topic_id, name, config, index, recreated), index, self._holdings)
         except Exception:
             ring.release()
             raise
@@ -110,14 +110,14 @@ class Catalog:
         """Hosts what the log says. FoldError when a topic belongs to another shard, or two share a name."""
         self._deleted_names = fold.deleted_names
         for topic_id in fold.created_ids:
-            self._ids.saw(topic_id)
+            self._ids.used(topic_id)
         for topic in fold.topics.values():
             if owner_shard(topic.name, self._shards) != self._shard:
                 raise FoldError(f"topic {topic.name!r} is in the log of shard {self._shard}, which does not own it")
             if topic.name in self._by_name:
                 raise FoldError(f"two topics in the log of shard {self._shard} are called {topic.name!r}")
             assert isinstance(topic.index, TopicIndex)
-            self.host(Hosted(self._arena, topic, topic.index, self._holdings))
+            self.host(Hosted(self.arena, topic, topic.index, self._holdings))
 
     def relocate(self, moved: Moved) -> None:
         """Frames of the durable log lie elsewhere now: every location that names them follows."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from topics.core.floors import EvictReason
-from topics.core.routers import FeedBody, FeedRouter, FoldedRouters, Router, encode_router
+from topics.core.routers import FeedFrameBody, FeedRouter, FoldedRouters, Router, encode_router
 from topics.core.topic import Topic
 from topics.log import get_logger
 from topics.shm.router_board import RouterBoardWriter, RouterProgress
@@ -38,7 +38,7 @@ class Hindrance(Enum):
 class Feed:
     """One dest and its routers. It owns the cursor: `source_seq` moves with the copies, in one write of the log."""
 
-    def __init__(self, hosted: Hosted, body: FeedBody) -> None:
+    def __init__(self, hosted: Hosted, body: FeedFrameBody) -> None:
         self.hosted = hosted
         self.source = body.source
         self.source_topic_id = body.source_topic_id
@@ -86,17 +86,19 @@ class Feed:
         room_records, room_bytes = room(self.topic)
         return records > room_records or size_bytes > room_bytes
 
-    def body(self) -> FeedBody:
+    def body(self) -> FeedFrameBody:
         """The feed as it is now, as the next cursor says it."""
         routers = [FeedRouter(one.router, one.from_seq, one.forwarded_total) for one in self.routers]
-        return FeedBody(self.source, self.source_topic_id, self.source_seq, routers, self.revision + 1, full=self.full)
+        return FeedFrameBody(
+            self.source, self.source_topic_id, self.source_seq, routers, self.revision + 1, full=self.full
+        )
 
-    def cursor_frame(self, body: FeedBody, head_seq: int, ts: int) -> bytes:
+    def cursor_frame(self, body: FeedFrameBody, head_seq: int, ts: int) -> bytes:
         """ROUTER_CURSOR: the end of a write, or a write of its own."""
         data = encode_router(body)
         return frame.encode(FrameType.ROUTER_CURSOR, 0, self.topic.id, head_seq, ts, b"", b"", data)
 
-    def moved(self, body: FeedBody, in_ram: bool = False) -> None:
+    def moved(self, body: FeedFrameBody, in_ram: bool = False) -> None:
         """This cursor is in the log."""
         self.source_topic_id, self.source_seq, self.routers = body.source_topic_id, body.source_seq, body.routers
         self.revision, self.full = body.revision, body.full
@@ -108,7 +110,7 @@ class Feed:
 
     def cursor_operation(
         self,
-        body: FeedBody,
+        body: FeedFrameBody,
         now_ms: int,
         *,
         sync: bool = False,
@@ -163,7 +165,7 @@ class Feeds:
     def start(self, hosted: Hosted, source: str, sight: SourceSight | None, routers: list[Router]) -> Steps[bool]:
         """Begins to copy into a dest, behind the head of its source. Logged: a restart begins at the same place."""
         head_seq = 0 if sight is None else sight.head_seq
-        body = FeedBody(
+        body = FeedFrameBody(
             source, 0 if sight is None else sight.topic_id, head_seq, [FeedRouter(one, head_seq) for one in routers]
         )
         feed = Feed(hosted, body)
@@ -217,7 +219,7 @@ class Feeds:
         if not siblings:
             del self.by_source[feed.source]
 
-    def log_cursor(self, feed: Feed, body: FeedBody, *, sync: bool = False) -> Steps[bool]:
+    def log_cursor(self, feed: Feed, body: FeedFrameBody, *, sync: bool = False) -> Steps[bool]:
         """Logs how far a feed is, in the durable log."""
         draft = Draft([feed.cursor_operation(body, self._now_ms(), sync=sync)])
         yield draft
@@ -253,7 +255,7 @@ class Feeds:
                 frames.append(feed.cursor_frame(body, feed.topic.head_seq, now_ms))
         return frames
 
-    def _log_and_show(self, feed: Feed, body: FeedBody) -> Steps[bool]:
+    def _log_and_show(self, feed: Feed, body: FeedFrameBody) -> Steps[bool]:
         if not (yield from self.log_cursor(feed, body, sync=True)):
             return False
         self.show_progress(feed)
@@ -264,7 +266,7 @@ class Feeds:
         self.by_source.setdefault(feed.source, {})[feed.topic.id] = feed
 
 
-def _is_later(in_ram: FeedBody, durable: FeedBody) -> bool:
+def _is_later(in_ram: FeedFrameBody, durable: FeedFrameBody) -> bool:
     """Whether the RAM log has the later cursor of the same feed. That of a feed which was stopped may have a higher
     revision, but not the same routers in the same versions.
     """

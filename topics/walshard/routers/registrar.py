@@ -10,11 +10,11 @@ from collections.abc import Callable
 from topics.core.errors import TopicsError
 from topics.core.routers import ROUTERS_SHARD, FoldedRouters, Router, RouterRegistry, encode_router
 from topics.log import get_logger
-from topics.shm.asks import Done
+from topics.shm.asks import Deleted, Done
 from topics.shm.control import ProcessCell
 from topics.shm.messages import Reply
 from topics.shm.router_table import Change, RouterTableWriter
-from topics.shm.topic_messages import DeleteRouter, DeleteRouterReply, PutRouter, PutRouterReply, RemoveRouters
+from topics.shm.topic_messages import DeleteRouter, PutRouter, PutRouterReply, RemoveRouters
 from topics.storage import frame
 from topics.storage.frame import FLAG_MORE, FrameType
 from topics.walshard.commit.draft import AloneHandler, Draft, LogWrite, Steps
@@ -76,10 +76,10 @@ class Registrar:
         yield Draft([LogWrite([entry], apply, sync=True)], reply=reply)
         return reply
 
-    def delete(self, call: DeleteRouter, _frontend: int) -> Steps[DeleteRouterReply]:
+    def delete(self, call: DeleteRouter, _frontend: int) -> Steps[Deleted]:
         """Removes a router by its name."""
         router = self._registry.by_name.get(call.name)
-        reply = DeleteRouterReply(router is not None)
+        reply = Deleted(router is not None)
         yield from self._remove([] if router is None else [router], reply)
         return reply
 
