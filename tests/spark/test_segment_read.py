@@ -18,7 +18,7 @@ from topics.spark.columns import ColumnBuilder
 from topics.spark.http_read import ROWS_PER_BATCH, ReadPlan
 from topics.spark.offsets import Gap, Range
 from topics.spark.options import Directories, ReadOptions, read_options
-from topics.spark.segment_scan import OpenSegment
+from topics.spark.segment_scan import SegmentScan
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.segment_reader import SegmentReader
@@ -57,7 +57,7 @@ def read(
     """(records, gaps, rows of each batch)"""
     records, gaps, sizes = [], [], []
     plan = ReadPlan(options, ColumnBuilder(StructType([]), options), None)
-    with OpenSegment(Directories(str(root), None), segment, one.topic, plan, True) as files:
+    with SegmentScan(Directories(str(root), None), segment, one.topic, plan, True) as files:
         for item in files.read(one.from_seq, one.to_seq):
             if isinstance(item, Gap):
                 gaps.append(item)

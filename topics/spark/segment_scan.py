@@ -69,7 +69,7 @@ def check_directories(directories: Directories, segments: Iterable[ManifestSegme
             )
 
 
-class OpenSegment:
+class SegmentScan:
     """Index and data of one segment, open, and which of its records a reader wants.
 
     FileNotFoundError when a file is not there; OSError when it cannot be read.
@@ -92,7 +92,7 @@ class OpenSegment:
         self._data_path = os.path.join(data_root, segment.data_path)
         self._data_fd = os.open(self._data_path, os.O_RDONLY | os.O_CLOEXEC)
 
-    def __enter__(self) -> OpenSegment:
+    def __enter__(self) -> SegmentScan:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -340,7 +340,7 @@ class _PartReader:
 
     def _from_file(self, segment: ManifestSegment, from_seq: int, to_seq: int) -> Iterator[pa.RecordBatch | Gap]:
         topic, plan = self._range.topic, self._plan
-        with OpenSegment(self._directories, segment, topic, plan, self._sealed.dedupe_node) as files:
+        with SegmentScan(self._directories, segment, topic, plan, self._sealed.dedupe_node) as files:
             for item in files.read(from_seq, to_seq):
                 self._renewal.renew_when_due()
                 yield item if isinstance(item, Gap) else plan.columns.batch(topic, item)
