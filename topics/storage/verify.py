@@ -523,8 +523,8 @@ class _Check:
                     self._report.note(f"{layout.segment_data_path(directory, *name)}: {why}")
             self._listed(topic_id, directory, known)
         for name in names:
-            for path_of in (layout.segment_data_path, layout.segment_idx_path, layout.segment_tags_path):
-                self._done(path_of(directory, *name))
+            for path in layout.segment_paths(directory, *name).values():
+                self._done(path)
 
     def _listed(self, topic_id: int, directory: str, known: Known) -> None:
         findings = len(self._report.damage)
