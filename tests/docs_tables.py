@@ -1,4 +1,4 @@
-"""Print the tables of the documentation that are made from the code: `python -m tests.docs_tables` writes them into it."""
+"""Print the tables of the documentation that come from the code: `python -m tests.docs_tables` writes them there."""
 
 from __future__ import annotations
 
