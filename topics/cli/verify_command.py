@@ -9,7 +9,8 @@ from typing import Final
 import msgspec
 
 from topics.storage.lock import DataDirLocked
-from topics.storage.verify import NotADataDir, Report, verify
+from topics.storage.segment_check import Report
+from topics.storage.verify import NotADataDir, verify
 
 EXIT_DAMAGE: Final = 1
 EXIT_USAGE: Final = 2
