@@ -16,7 +16,7 @@ from bench.figures import Figure
 from bench.idle_streams import IdleStreams, idle
 from bench.load import Outcome, Plan, closed_loop
 from bench.machine import Cores
-from bench.overload import Overload, endure
+from bench.overload import Overload, run_overload
 from bench.slow_reader import SlowReader, undisturbed
 from bench.watchers import WatchPlan, deliver
 from bench.worker_library import LibraryPlan, serve
@@ -33,7 +33,7 @@ DURABILITIES = ("disk", "fsync")
 
 
 class Bench(NamedTuple):
-    """What a case works with: a pool of one process for load, how long a measurement lasts, who runs where."""
+    """The means of a case: a pool of one process for load, the length of a measurement, the cores of each side."""
 
     pool: ProcessPoolExecutor
     cores: Cores
@@ -57,7 +57,7 @@ class Bench(NamedTuple):
         return self.pool.submit(closed_loop, plan).result()
 
     def fill(self, service: Service, topics: list[str], records: int) -> None:
-        """So many records of 100 bytes, evenly over the topics, in large writes."""
+        """Write so many records of 100 bytes, evenly over the topics, in large writes."""
         rounds = records // (FILL_BATCH * len(topics))
         before = self._heads(service, topics)
         self.run(service, [[wire.write(topic, FILL_BATCH)] for topic in topics], rounds)
@@ -223,13 +223,13 @@ def overload(bench: Bench) -> list[Figure]:
     figures = []
     with bench.service() as service:
         plan = Overload(service.port, seconds=2 * bench.seconds)
-        endured = bench.pool.submit(endure, plan).result()
-        assert not endured.odd, endured.odd
-        assert not endured.missing, endured.missing
-        for priority, (p50_us, p99_us) in endured.delivery_us.items():
+        outcome = bench.pool.submit(run_overload, plan).result()
+        assert not outcome.odd, outcome.odd
+        assert not outcome.missing, outcome.missing
+        for priority, (p50_us, p99_us) in outcome.delivery_us.items():
             what = "automatic" if priority is None else f"{priority:+d}"
             figures.append(Figure("overload", f"priority {what}", {"p50_us": p50_us, "p99_us": p99_us}))
-        peak = max(sight.pressure for sight in endured.during)
+        peak = max(sight.pressure for sight in outcome.during)
         figures.append(Figure("overload", "960 streams, 24 writers", {"peak pressure": peak}))
     return figures
 

@@ -41,12 +41,12 @@ class Client:
 
     def __init__(self, port: int) -> None:
         self.asked = 0
-        """How many requests it has sent."""
+        """Number of requests that it has sent."""
         self._port = port
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, method: str, path: str, body: bytes | None = None) -> Answer:
-        head = f"{method} {path} HTTP/1.1\r\nHost: crowd\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n"
         if body is not None:
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         return await self.send(head.encode() + b"Accept: application/json\r\n\r\n" + (body or b""))
@@ -103,7 +103,7 @@ class Watcher(asyncio.Protocol):
 
     def open(self, path: str, from_id: str | None = None) -> None:
         resume = f"Last-Event-ID: {from_id}\r\n" if from_id else ""
-        self._transport.write(f"GET {path} HTTP/1.1\r\nHost: crowd\r\n{resume}\r\n".encode())
+        self._transport.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{resume}\r\n".encode())
 
     def data_received(self, chunk: bytes) -> None:
         now_ns = time.perf_counter_ns()
@@ -149,9 +149,11 @@ class Writer:
         self.topic = topic
         self.statuses: Counter[int] = Counter()
         self.odd: list[str] = []
-        """What the contract does not allow: other errors, a 429 without its fields, an acked record not there."""
+        """Answers that the contract does not allow: other errors, a 429 without its fields, an acked record that is
+        missing.
+        """
         self.refused_ms: array[float] = array("d")
-        """How long each refusal took to come."""
+        """Time until each refusal came, in ms."""
         self.write_max_ms = 0.0
         """The longest that any answer took."""
         self.acked = 0
@@ -249,7 +251,7 @@ class Observer:
         return sight
 
     async def run(self) -> None:
-        """Until it is told to stop."""
+        """Look again and again until it is told to stop."""
         while not self.stopped:
             await self.look()
             await asyncio.sleep(0.1)
@@ -311,7 +313,7 @@ async def _frontend_of(client: Client) -> str:
 
 
 async def _requests(client: Client) -> dict[str, int]:
-    """By frontend."""
+    """Return the number of requests, by frontend."""
     found: dict[str, int] = (await client.ask("GET", "/v0/metrics")).json["topics_frontend_requests_total"]
     return found
 

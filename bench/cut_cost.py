@@ -57,7 +57,7 @@ class _LocatedIndex(MarkedIndex):
 
 
 def write_log(directory: str, records: int, batch: int, is_mixed: bool) -> WalPosition:
-    """Where it ends. `is_mixed`: lengths of 50 to 150 bytes, and every third record has a tag."""
+    """Write a log and return its end. `is_mixed`: lengths of 50 to 150 bytes, and every third record has a tag."""
     chance = random.Random(batch)
     writer = WalWriter(OsFileSystem(), directory, _IDENTITY, None)
     commit = writer.commit

@@ -40,7 +40,7 @@ def scaled(bench: Bench, records: int) -> tuple[int, str]:
 
 
 def wait_absorbed(service: Service) -> None:
-    """Until all records are in segments and the snapshot says so."""
+    """Wait until all records are in segments and the snapshot says so."""
 
     def absorbed() -> bool:
         return all(shard["lag_bytes"] < 1 << 16 for shard in service.status()["shards"])
@@ -49,7 +49,7 @@ def wait_absorbed(service: Service) -> None:
 
 
 def checkpoint(bench: Bench) -> list[Figure]:
-    """How fast the compactor turns a log into segments, nobody writing; and what writers feel of it."""
+    """Measure how fast the compactor turns a log into segments while nobody writes, and how it slows writers down."""
     records, label = scaled(bench, MILLION)
     topics = [f"log-{n}" for n in range(FILL_CONNECTIONS)]
     with service_with(bench, NO_CHECKPOINTS) as service:

@@ -1,4 +1,4 @@
-"""What routers cost: one source, and as many dests as copy it.
+"""The cost of routers: one source, and as many dests as copy it.
 
 The case asks over HTTP alone. So this file, and `__main__.py` that names it, measure any version with the same API:
 copy both into its checkout.
@@ -25,7 +25,7 @@ DESTS: Final = (0, 1, 10, 100)
 WRITERS: Final = 4
 BATCH: Final = 100
 WARM_UP_BATCHES: Final = 10
-"""What each writer sends before the clock starts."""
+"""Batches that each writer sends before the clock starts."""
 COPIES_MAX: Final = 8_000_000
 """The writers stop early when their records make so many copies: all of them stay in memory and in the log."""
 ARRIVED_DEADLINE_S: Final = 120.0
@@ -33,7 +33,7 @@ LOOK_EVERY_S: Final = 0.02
 
 
 class Meters(NamedTuple):
-    """What only grows: the clock, the CPU time of all processes of the service, the bytes written to its logs."""
+    """Meters that only grow: the clock, the CPU time of all processes of the service, the bytes written to its logs."""
 
     at_s: float
     cpu_s: float
@@ -101,7 +101,7 @@ def _read_metric(service: Service, name: str) -> float:
 
 
 def _wait_arrived(service: Service, copies: int) -> None:
-    """Asks no topic: whoever reads a dest has it copied at once, which is not what is measured here."""
+    """Wait for the copies and ask no topic: a read of a dest has it copied at once, which is not measured here."""
 
     def arrived() -> bool:
         return _read_metric(service, "topics_router_copies_total") >= copies

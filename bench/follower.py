@@ -27,13 +27,13 @@ class Follower:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._unread = b""
         self._chunk_bytes = 0
-        """Of the chunk whose size has been read, the end of line included."""
+        """Bytes of the chunk whose size has been read, the end of line included."""
         self.next_seq: dict[str, int] = {}
-        """Of each topic, what has to come next."""
+        """Seq that has to come next, by topic."""
         self.records = 0
         self.tombstones = 0
         self.odd: list[str] = []
-        """What is missing, came twice or out of order, and what ended a stream."""
+        """Records that are missing, came twice or out of order, and events that ended a stream."""
 
     async def begin(self, client: Client) -> None:
         """Makes the session, at the heads."""
@@ -61,7 +61,7 @@ class Follower:
         await asyncio.get_running_loop().sock_connect(end, ("127.0.0.1", self._port))
         self._streams = reader, writer = await asyncio.open_connection(sock=end)
         resume = f"Last-Event-ID: {self._last_id}\r\n" if self._last_id else ""
-        writer.write(f"GET {self._path} HTTP/1.1\r\nHost: follower\r\n{resume}\r\n".encode())
+        writer.write(f"GET {self._path} HTTP/1.1\r\nHost: localhost\r\n{resume}\r\n".encode())
         return await reader.readuntil(b"\r\n\r\n")
 
     def close(self) -> None:

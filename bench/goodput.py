@@ -1,5 +1,5 @@
-"""What is still done when ten times as many writers ask as it takes to keep the service busy, and do not take no for an
-answer: a request that is refused comes again at once.
+"""Writes that are still done when ten times as many writers ask as it takes to keep the service busy, and do not take
+no for an answer: a request that is refused comes again at once.
 """
 
 from __future__ import annotations

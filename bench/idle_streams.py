@@ -17,17 +17,16 @@ from bench.load import percentiles
 
 OPENING_AT_ONCE = 32
 WINDOWS_MAX = 3
-"""How often heartbeats are measured while they come too late: any process that is held up for a moment delays them all,
-and what the server does not keep up with is late each time.
+"""Times that heartbeats are measured while they come too late. Any process that is held up for a moment delays them all
+once; heartbeats that the server cannot keep up with are late each time.
 """
 LATE_MAX = 0.05
-"""Of the interval, in the mean."""
+"""Part of the interval by which heartbeats may be late, in the mean."""
 
 
 class IdleStreams(NamedTuple):
-    """So many streams of one topic that nobody writes to, with a heartbeat each second; after `seconds` of that, as
-    many of writes to another topic that one stream follows. `pids` and `shared_objects` are what the service consists
-    of.
+    """Streams of one topic that nobody writes to, with a heartbeat each second; after `seconds` of that, as many
+    seconds of writes to another topic that one stream follows. `pids` and `shared_objects` are those of the service.
     """
 
     port: int
@@ -40,7 +39,7 @@ class IdleStreams(NamedTuple):
 
 
 class Heartbeats(NamedTuple):
-    """How many each stream got at least, the mean time between two in ms, and the longest that any stream was silent,
+    """Heartbeats that each stream got at least, the mean time between two in ms, and the longest silence of any stream,
     from the first moment to the last.
     """
 
@@ -115,7 +114,7 @@ async def _idle(plan: IdleStreams) -> Idled:
 
 
 async def _heartbeats(streams: list[Watcher], seconds: float) -> Heartbeats:
-    # Whoever was opened first has had some already; from here on nobody may miss one.
+    # Streams that were opened first have had some already; from here on no stream may miss one.
     from_s = time.perf_counter()
     for stream in streams:
         stream.heartbeats_s.clear()

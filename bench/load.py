@@ -21,7 +21,7 @@ LATENCY_MAX_US = 60_000_000
 
 
 class Plan(NamedTuple):
-    """What to send. Each connection goes round its own requests, for `duration_s` or `rounds` times."""
+    """Requests to send. Each connection goes round its own requests, for `duration_s` or `rounds` times."""
 
     port: int
     connections: list[list[bytes]]
@@ -31,7 +31,7 @@ class Plan(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came back: answers counted and timed after the warm-up, and the latencies in µs."""
+    """The answers of a plan: counted and timed after the warm-up, and the latencies in µs."""
 
     answers: int
     seconds: float

@@ -15,7 +15,9 @@ SYNC_FILE_BYTES = 4 << 20
 
 
 class Cores(NamedTuple):
-    """Who runs where: the load generator has a core of its own where frontend and shard can have one each as well."""
+    """The cores of each side: the load generator has a core of its own where frontend and shard can have one each as
+    well.
+    """
 
     server: set[int]
     load: set[int]
@@ -81,7 +83,7 @@ def fdatasync_us(directory: Path, seconds: float) -> list[float]:
 
 
 class Memory(NamedTuple):
-    """What a service occupies, in bytes. Page cache under mapped log files is not in it: the kernel takes it back."""
+    """Memory of a service in bytes. Page cache under mapped log files is not in it: the kernel takes it back."""
 
     anonymous: int
     shared_objects: int

@@ -30,13 +30,13 @@ class Overload(NamedTuple):
     frontends: int = 1
     pids: tuple[int, ...] = ()
     shared_objects: tuple[Path, ...] = ()
-    """What the service consists of, to see what it holds meanwhile; the floods have a cap, so nothing is retained."""
+    """Shared memory of the service, to see what it holds meanwhile; the floods have a cap, so nothing is retained."""
     name: str = "load"
-    """Of the topics that are watched: another one for each plan of the same service."""
+    """Prefix of the watched topics; another one for each plan of the same service."""
 
 
-class Endured(NamedTuple):
-    """What came of it. `delivery_us` are (p50, p99) by priority, of all streams of it; `missing` are records that a
+class OverloadOutcome(NamedTuple):
+    """The result. `delivery_us` are (p50, p99) by priority, of all streams of it; `missing` are records that a
     stream has not got after all, `odd` what the contract does not allow.
     """
 
@@ -54,12 +54,12 @@ class Endured(NamedTuple):
     """The longest that a refusal took to come; 0 if there was none."""
 
 
-def endure(plan: Overload) -> Endured:
+def run_overload(plan: Overload) -> OverloadOutcome:
     """Runs the plan in this process."""
-    return uvloop.run(_endure(plan))
+    return uvloop.run(_run_overload(plan))
 
 
-async def _endure(plan: Overload) -> Endured:
+async def _run_overload(plan: Overload) -> OverloadOutcome:
     loop = asyncio.get_running_loop()
     client, observer = Client(plan.port), Observer(plan.port)
     through = await readers(plan.port, plan.frontends) if plan.frontends > 1 else []
@@ -114,7 +114,7 @@ async def _endure(plan: Overload) -> Endured:
         watcher.close()
     for reader in through:
         reader.close()
-    return Endured(
+    return OverloadOutcome(
         dict(statuses),
         [problem for writer in writers + floods for problem in writer.odd],
         missing,

@@ -65,7 +65,7 @@ class Connection:
         self._socket.sendall(request)
 
     def receive(self) -> bytes:
-        """What comes next."""
+        """Return the next bytes that come."""
         chunk = self._socket.recv(1 << 16)
         if not chunk:
             raise LoadError("the server closed a connection")
@@ -85,7 +85,7 @@ Latencies = dict[str, dict[str, tuple[float, float]]]
 
 
 def ask_in_turns(plan: DepthPlan) -> Latencies:
-    """Runs the plan in this process. What is acknowledged is written anew: the queues stay as deep as they are."""
+    """Runs the plan in this process. Acknowledged jobs are written again, so the queues keep their depth."""
     found: dict[str, dict[str, array[int]]] = {queue: defaultdict(lambda: array("Q")) for queue in plan.queues}
     with Connection(plan.port) as connection:
         for _ in range(plan.rounds):
@@ -159,21 +159,21 @@ def refill(plan: RefillPlan) -> dict[str, tuple[float, float]]:
 
 
 def _frontend_of(port: int, connection: Connection) -> int:
-    """Which of them has this connection: the one whose count of requests goes up by what it is asked."""
+    """Return the frontend of this connection: the one whose count of requests goes up with them."""
     before = _requests(connection)
     for _ in range(ASK_MAX):
-        connection.ask(b"GET /v0/health HTTP/1.1\r\nHost: bench\r\n\r\n")
+        connection.ask(b"GET /v0/health HTTP/1.1\r\nHost: localhost\r\n\r\n")
     grown = [after - count for count, after in zip(before, _requests(connection), strict=True)]
     return grown.index(max(grown))
 
 
 def _requests(connection: Connection) -> list[int]:
-    body, _ = connection.ask(b"GET /v0/metrics HTTP/1.1\r\nHost: bench\r\n\r\n")
+    body, _ = connection.ask(b"GET /v0/metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
     return [int(count) for count in re.findall(rb"\ntopics_frontend_requests_total\{[^}]*\} (\d+)", body)]
 
 
 def _refills(plan: RefillPlan, stream: Connection, acks: Connection) -> tuple[float, float]:
-    stream.send(f"GET /v0/topics/{plan.queue}/work?node=w&max=1 HTTP/1.1\r\nHost: bench\r\n\r\n".encode())
+    stream.send(f"GET /v0/topics/{plan.queue}/work?node=w&max=1 HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
     took_us = array("Q")
     seq = _next_job(stream)
     for _ in range(plan.rounds):
@@ -233,7 +233,7 @@ def _write_asking(queue: str) -> bytes:
 
 
 def lease_many(service: Service, queue: str, count: int) -> None:
-    """So many leases of a worker that does nothing with them."""
+    """Lease so many jobs to a worker that does nothing with them."""
     for _ in range(count // CLAIM_MAX):
         answer = service.client.post(f"/v0/topics/{queue}/claim", json={"node": "holder", "max": CLAIM_MAX})
         assert answer.raise_for_status().json()["count"] == CLAIM_MAX

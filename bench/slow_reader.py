@@ -27,7 +27,7 @@ class SlowReader(NamedTuple):
     every_s: float = 0.02
     seconds: float = 3.0
     name: str = "read.by.many"
-    """Of the topic: another one for each plan of the same service."""
+    """Name of the topic; another one for each plan of the same service."""
 
 
 class Undisturbed(NamedTuple):

@@ -30,8 +30,8 @@ FLOOR_OF = 6
 ALLOWED = frozenset({200, 201})
 """After the 429s, which are waited for."""
 RECEIVE_BYTES = 65536
-"""Of a client that is to stall: little enough to be full soon, and as much as a packet of the loopback holds, or it
-would go on at a packet in each fifth of a second.
+"""Receive buffer of a client that is to stall: little enough to be full soon, and as much as a packet of the loopback
+holds, or it would go on at a packet in each fifth of a second.
 """
 BALLAST = b'{"records":[{"data":"%b"}]}' % (b"x" * 900_000)
 BALLASTS = 10
@@ -58,7 +58,7 @@ ENDS: list[tuple[str, dict[str, Any]]] = [
     ("nack", {"delay_ms": 20}),
     ("extend", {"lease_ms": 200}),
 ]
-"""What a worker may do with a job; or nothing at all."""
+"""Requests that a worker may make about a job; it may also make none."""
 _JOB = re.compile(rb'data: \{"\$seq":(\d+),.*?"lease_id":"(lease_[0-9a-f]+)"')
 
 
@@ -72,8 +72,8 @@ class Soak(NamedTuple):
 
 
 class State(NamedTuple):
-    """What the service held at one moment; `descriptors` without those of log files and segments: frontends keep these
-    mapped, up to a bound of their own, and there are the more of them the more is written.
+    """Resources of the service at one moment. `descriptors` leaves out those of log files and segments: frontends keep
+    these mapped, up to a bound of their own, and their number grows with what is written.
     """
 
     at_s: float
@@ -95,16 +95,16 @@ class Soaked(NamedTuple):
     statuses: dict[str, dict[int, int]]
     delivered: int
     stalls: int
-    """How often one stopped reading for good, and read on."""
+    """Number of times that one stopped reading for good, and read on."""
     stalled_over: int
-    """Tombstones it got: what a topic had no room for while its stream was not written to."""
+    """Tombstones that it got for records that a topic evicted while its stream was not written to."""
     odd: list[str]
 
 
 def growth_per_min(states: Sequence[State], value: Callable[[State], float]) -> float:
-    """How much a value grows in a minute over the last two thirds, in what is left between two pages or two cuts: the
-    least of each few samples, and of these the median of the slopes between any two. So neither a sawtooth nor a few
-    outliers are taken for growth, and growth is not taken for either.
+    """Return how much a value grows in a minute over the last two thirds. It takes the least of each few samples, which
+    is what is left between two pages or two cuts, and of these the median of the slopes between any two. So neither a
+    sawtooth nor a few outliers are taken for growth, and growth is not taken for either.
     """
     settled = states[len(states) // 3 :]
     floors = [min(settled[at : at + FLOOR_OF], key=value) for at in range(0, len(settled), FLOOR_OF)]
@@ -240,7 +240,7 @@ class _Run:
             follower.close()
 
     async def _stops_reading(self, follower: Follower) -> None:
-        """Stops until its stream is not written to any more, and the topic has let go of what comes next; reads on."""
+        """Stop until its stream is not written to any more, and the topic has evicted the next record; read on."""
         client = Client(self._plan.port)
         self._followers.append(follower)
         await follower.begin(client)
@@ -262,8 +262,8 @@ class _Run:
         client.close()
 
     async def _left_behind(self, client: Client, follower: Follower) -> None:
-        """Until the topic has let go of what the follower has not read, and of what is on the way to it; while it is
-        written to.
+        """Wait until the topic has evicted the records that the follower has not read, and those on the way to it,
+        while it is written to.
         """
         far = 2 * CONFIG["cap_records"]
         while asyncio.get_running_loop().time() < self._end_s:
@@ -290,7 +290,7 @@ class _Run:
         while loop.time() < self._end_s:  # at once: its connections are there from then on
             await asyncio.gather(*[writer.run(loop.time() + FLOOD_S) for writer in writers])
             if not any(writer.statuses[429] for writer in writers):
-                continue  # whoever was held up brought too little
+                continue  # a writer that was held up brought too little
             await asyncio.sleep(max(0.0, min(FLOOD_EVERY_S, self._end_s - loop.time())))
         for writer in writers:
             self._odd += writer.odd
@@ -339,7 +339,7 @@ class _Run:
         client = Client(self._plan.port)
         while await self._turns(0.1):
             reader, writer = await asyncio.open_connection("127.0.0.1", self._plan.port)
-            writer.write(f"GET /v0/topics/{queue}/work?node=works&max=2 HTTP/1.1\r\nHost: crowd\r\n\r\n".encode())
+            writer.write(f"GET /v0/topics/{queue}/work?node=works&max=2 HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._dice.uniform(0.2, 2)):
                     while line := await reader.readline():

@@ -82,7 +82,7 @@ def fill(service: Service, records: int) -> None:
 
 
 def session() -> SparkSession:
-    """As on a small machine; the environment is `spark_environment`'s."""
+    """Make a session as on a small machine; the environment is that of `spark_environment`."""
     from pyspark.sql import SparkSession
 
     from topics.spark import SMALL, register
@@ -99,7 +99,7 @@ def session() -> SparkSession:
 def measure(
     spark: SparkSession, service: Service, root: Path, records: int, readings: int
 ) -> dict[str, tuple[float, float]]:
-    """Of each way to read: seconds to count, seconds of a query that needs every column."""
+    """Return the seconds of a count and of a query that needs every column, by way of reading."""
     http = {"url": service.url, "subscribe": TOPIC}
     files = http | {"mode": "segments", "dataDir": str(service.data_dir)}
     plain = spark.read.format("topics").options(**files).load().drop("meta")

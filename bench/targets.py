@@ -1,4 +1,4 @@
-"""What the figures are held against: ratios taken in one run, and bounds for machines like the one they were set on."""
+"""The targets of the figures: ratios taken in one run, and bounds for machines like the one they were set on."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ BOUNDS = [
 
 
 def targets(figures: list[Figure]) -> list[Target]:
-    """The bounds whose figures are all at hand."""
+    """Return the targets whose figures were all measured."""
     known = {(figure.case, figure.what, name): value for figure in figures for name, value in figure.values.items()}
     found = []
     for bound in BOUNDS:

@@ -24,7 +24,7 @@ _SENT = re.compile(rb'"sent_ns":(\d{1,20})\}')
 STAMP_BYTES = 64
 """A stamp is shorter than this: the rest of a chunk that may hold the beginning of one."""
 END_BYTES = 1024
-"""What follows the last stamp of a frame is shorter than this."""
+"""The rest of a frame behind its last stamp is shorter than this."""
 SETTLE_WRITES = 20
 DRAIN_DEADLINE_S = 20.0
 OPENING_AT_ONCE = 100
@@ -154,7 +154,7 @@ class _Watcher(asyncio.Protocol):
         self._transport = cast(asyncio.WriteTransport, transport)
 
     def open(self, path: str) -> None:
-        request = f"GET {path} HTTP/1.1\r\nHost: bench\r\nAccept: text/event-stream\r\n\r\n"
+        request = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAccept: text/event-stream\r\n\r\n"
         self._transport.write(request.encode())
 
     def data_received(self, chunk: bytes) -> None:
@@ -166,11 +166,11 @@ class _Watcher(asyncio.Protocol):
             self.caught_up = b"event: caught-up" in self._end
 
     def has(self, stamp: bytes) -> bool:
-        """Whether this was the stamp of the last record to come."""
+        """Return whether this is the stamp of the record that came last."""
         return stamp in self._end
 
     def latencies_us(self) -> array[int]:
-        """Of all records so far, in their order."""
+        """Return the latencies of all records so far, in their order."""
         assert self._arrivals is not None
         found: array[int] = array("Q")
         rest = b""

@@ -19,7 +19,8 @@ def write_body(batch: int, first: int = 0) -> bytes:
 def post(path: str, body: bytes) -> bytes:
     """One keep-alive request."""
     head = (
-        f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
 

@@ -31,7 +31,7 @@ PEER_NAMES: Final = {True: "topics Queue.run", False: "topics AsyncQueue.run"}
 
 
 class LibraryPlan(NamedTuple):
-    """So many hands (threads, or jobs at a time in one event loop) at the jobs of `topic`, for `duration_s`."""
+    """The load: so many hands (threads, or jobs at a time in one loop) at the jobs of `topic`, for `duration_s`."""
 
     port: int
     topic: str

@@ -22,7 +22,7 @@ def show(record: Record) -> None:
 
 
 def wait_for(topics: Client, topic: str, wait_s: float) -> None:
-    """Until the topic is there; NotFoundError when it is not after `wait_s`."""
+    """Wait until the topic is there; NotFoundError when it is not after `wait_s`."""
     end = time.monotonic() + wait_s
     while True:
         try:
@@ -35,7 +35,7 @@ def wait_for(topics: Client, topic: str, wait_s: float) -> None:
 
 
 def follow(topics: Client, topic: str, position: int, count: int, *, quiet: bool) -> int:
-    """How many events there were: `count` of them, or all until the topic was deleted."""
+    """Show `count` events, or all until the topic is deleted; return how many there were."""
     seen = 0
     for _, item in topics.follow({topic: position}, tombstones="yield"):
         if isinstance(item, Tombstone):

@@ -44,7 +44,7 @@ class Batch(NamedTuple):
     events: list[Event]
 
     def records(self) -> list[NewRecord]:
-        """What to write; the lines' own bytes, since printing them anew could change them."""
+        """Return the records to write, with the lines' own bytes: printing them again could change them."""
         return [NewRecord(msgspec.Raw(event.line), tag=event.folder) for event in self.events]
 
 

@@ -38,7 +38,7 @@ def dead_letters(queue: str) -> str:
 
 
 def make_queue(topics: Client, queue: str, attempts: int) -> None:
-    """Where there is none: a PUT replaces the whole configuration, and somebody may have changed it since.
+    """Make the queue where there is none: a PUT replaces the whole configuration, and somebody may have changed it.
 
     Leases and counts of deliveries are logged as well: a job that kills its worker ends among the dead letters.
     """

@@ -56,7 +56,7 @@ LITERARY: Final = (
     r"who(so)?ever|whomever",
     r"at hand|in vain|for want of|of old|so to speak|as it were|at one go|of its own accord",
     r"(?<!there )(is|are|was|were) no more(?=[.,;:)]|$| and| or| but)",
-    r"(has|have|had) (?!to )(\w+ )?go",
+    r"(has|have|had) (?!to |let )(\w+ )?go",
     r"lets? (it |them )?go(?! of)|lets go",
     r"one's place|(its|their) stead",
     r"(see|sees|seen|seeing) to(?! it)(?! be)",

@@ -21,7 +21,7 @@ COUNT_MAX: Final = 1_000_000_000
 
 
 class Variable(NamedTuple):
-    """How one setting is read: `parse` raises ValueError for a value that is not `allowed`."""
+    """The reader of one setting: `parse` raises ValueError for a value that is not `allowed`."""
 
     parse: Callable[[object], Any]
     allowed: str
@@ -99,6 +99,10 @@ def origins(help: str) -> Variable:
     return Variable(_split_origins, allowed, help)
 
 
+def hosts(help: str) -> Variable:
+    return Variable(_split_hosts, "host names without ports, separated by commas, or * for all", help)
+
+
 def keys(help: str) -> Variable:
     def parse(raw: object) -> tuple[ApiKey, ...]:
         if not isinstance(raw, str):
@@ -165,6 +169,15 @@ def _split_host(raw: object) -> tuple[str, int | None]:
 
 
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9._~-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
+_HOST_NAME: Final = re.compile(r"[a-z0-9._-]+|[0-9a-f:.]+")
+
+
+def _split_hosts(raw: object) -> tuple[str, ...]:
+    """Splits a list of host names, or `*` alone."""
+    names = tuple(part.strip().lower() for part in raw.split(",")) if isinstance(raw, str) else ()
+    if names != ("*",) and not (names and all(map(_HOST_NAME.fullmatch, names))):
+        raise ValueError
+    return names
 
 
 def _split_origins(raw: object) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from topics.setting_values import (
     choice,
     count,
     flag,
+    hosts,
     integer,
     keys,
     kill_point,
@@ -87,6 +88,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_routers: Annotated[int, count("most routers of the service; 0 = no limit")] = 10_000
     max_total_bytes: Annotated[int, byte_size(0, PIB, "most live bytes of all topics together; 0 = no limit")] = 0
     max_metric_topics: Annotated[int, count("most topics with metrics of their own; 0 = none")] = 10_000
+    allowed_hosts: Annotated[
+        tuple[str, ...] | None, hosts("host names under which it is served without API keys, beside those of loopback")
+    ] = None
     cors_origins: Annotated[tuple[str, ...] | None, origins("origins whose web pages may call the API")] = None
     wal_file_bytes: Annotated[int, byte_size(1 * MIB, 1 * GIB, "size of one WAL file")] = 64 * MIB
     checkpoint_interval_ms: Annotated[int, integer(10, DAY_MS, "longest time from a write to its checkpoint")] = 60_000
@@ -158,7 +162,7 @@ class SettingsError(Exception):
 VARIABLES: Final[dict[str, Variable]] = {
     name: hint.__metadata__[0] for name, hint in get_type_hints(Settings, include_extras=True).items()
 }
-"""How each setting is read, by its field."""
+"""The readers of all settings, by field."""
 COMMAND_LINE_ONLY: Final = {"accept_data_loss": VARIABLES.pop("accept_data_loss")}
 """Flags that every start must say itself, so that they never stay behind in an environment or a file."""
 

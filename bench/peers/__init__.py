@@ -1,1 +1,1 @@
-"""What else a Python user might pick, at the same work on the same machine."""
+"""Other systems that a Python user might pick, at the same work on the same machine."""

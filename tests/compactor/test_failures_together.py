@@ -83,15 +83,15 @@ def test_a_refusal_hides_no_error_of_the_disk(
     machine.is_full()
     machine.fs.room_bytes += 500
     compactor = machine.compaction.compactor
-    assert compactor._marks._doubted == set()
+    assert compactor.marks.doubted == set()
     machine.rig.append("new", BIG)
     machine.rig.append("small", b"2")
     machine.delete("big")
-    spilled = fill_shared_memory(machine, compactor._followers[0].link, tmp_path, monkeypatch)
+    spilled = fill_shared_memory(machine, compactor.followers[0].link, tmp_path, monkeypatch)
     assert not machine.compaction.cut()
     assert not spilled.is_symlink(), "somebody met it"
     assert machine.files_of("big") == []
-    assert compactor._marks._doubted == {0}
+    assert compactor.marks.doubted == {0}
     assert machine.compaction.cut()
 
 
@@ -109,16 +109,16 @@ def test_full_shared_memory_is_no_full_disk(
     if what == "checkpoint":
         machine.rig.append("t", b"3")
     else:
-        compactor._marks.doubt()
+        compactor.marks.doubt()
         machine.rig.call(DeleteRecords("t", None, "eq", b"x"))
-    spilled = fill_shared_memory(machine, compactor._followers[0].link, tmp_path, monkeypatch)
+    spilled = fill_shared_memory(machine, compactor.followers[0].link, tmp_path, monkeypatch)
     if what == "marks":
         # The mark of the deletion in the log made the topic due, for which nothing is to be told.
-        assert compactor._marks._doubted == {0}
+        assert compactor.marks.doubted == {0}
     assert not machine.compaction.cut()
     assert not spilled.is_symlink(), "somebody met it"
     assert machine.files_of("gone"), "nothing is removed before its time"
-    assert compactor._marks._doubted == (set() if what == "checkpoint" else {0})
+    assert compactor.marks.doubted == (set() if what == "checkpoint" else {0})
     for _ in range(2):
         assert machine.compaction.cut()
     assert machine.files_of("gone") == []
@@ -129,7 +129,7 @@ def test_an_error_keeps_nothing_of_what_was_to_be_written(machine: Machine) -> N
     """Each of them would hold its topic's records until the cut is over."""
     machine.rig.append("t", b"1")
     compactor = machine.compaction.compactor
-    (follower,) = compactor._followers
+    (follower,) = compactor.followers
     until = follower.link.committed
     assert until is not None
     follower.catch_up(until, lambda: None)

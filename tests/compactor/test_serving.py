@@ -57,7 +57,7 @@ def test_upkeep_waits_for_the_first_cut(tmp_path: Path) -> None:
         life = Serving(rig, 3 * INTERVAL_MS // STEP_MS)
         before = life.cell.get("snapshots")
         note = ClockNote(rig.fs, rig.settings.data_dir, "this boot", [], rig.clock)
-        main._serve(compactor, rig.settings, cast(Any, life), note)
+        main.serve(compactor, rig.settings, cast(Any, life), note)
         assert {cuts > before for cuts, rewritten in life.seen if rewritten} == {True}
         assert {rewritten for cuts, rewritten in life.seen if cuts == before} == {0}
         assert life.seen[-1][1] == 2
@@ -85,7 +85,7 @@ def test_upkeep_and_tidying_do_not_wait_for_a_long_interval(tmp_path: Path, monk
         tidied: list[int] = []
         monkeypatch.setattr(compactor, "tidy", lambda: tidied.append(rig.clock.ms - begun_ms))
         note = ClockNote(rig.fs, rig.settings.data_dir, "this boot", [], rig.clock)
-        main._serve(compactor, rig.settings, cast(Any, life), note)
+        main.serve(compactor, rig.settings, cast(Any, life), note)
         assert [rewritten for _, rewritten in life.seen[:60]] == [0] * 60
         assert life.seen[-1][1] == 2
         assert tidied == [60_000, 120_000]

@@ -21,7 +21,7 @@ def connect(service: Service) -> socket.socket:
 
 def head(topic: str, length: int, route: str = "") -> bytes:
     return (
-        f"POST /v0/topics/{topic}{route} HTTP/1.1\r\nHost: x\r\n"
+        f"POST /v0/topics/{topic}{route} HTTP/1.1\r\nHost: localhost\r\n"
         f"Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
     ).encode()
 

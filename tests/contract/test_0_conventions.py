@@ -304,7 +304,7 @@ def test_a_head_request_has_no_body(client: httpx.Client) -> None:
 
 
 def test_a_body_declared_above_the_limit_is_413_before_it_is_sent(service: Service, topic: str) -> None:
-    head = f"POST /v0/topics/{topic} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST /v0/topics/{topic} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", service.port), timeout=10) as raw:
         raw.sendall(f"{head}Content-Length: {(64 << 20) + 1}\r\n\r\n".encode())
         answer = b"".join(iter(lambda: raw.recv(65536), b""))

@@ -50,7 +50,7 @@ def ask(service: Service) -> socket.socket:
     client = connected(service)
     body = b'{"max_bytes":8388608}'
     client.sendall(
-        b"POST /v0/topics/long/cursors/c/read HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+        b"POST /v0/topics/long/cursors/c/read HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
     )
     poll("the cursor to move", lambda: look(service.client, "long")["cursor_seq"] == LONG_PAGE)

@@ -382,7 +382,7 @@ def test_long_bodies_wait_for_room_and_short_ones_need_none(start: Any) -> None:
         socket_ = stack.enter_context(Socket(service))
         for _ in range(4):
             upload = stack.enter_context(socket.create_connection(("127.0.0.1", service.port), timeout=20))
-            upload.sendall(b"POST /v0/topics/t HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+            upload.sendall(b"POST /v0/topics/t HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
             upload.sendall(b"Content-Length: %d\r\n\r\n" % (64 * 2**20) + b" " * 1_500_000)
 
         def all_is_held() -> bool:
@@ -407,7 +407,7 @@ def test_long_bodies_wait_for_room_and_short_ones_need_none(start: Any) -> None:
 
 def test_a_head_that_never_ends_is_cut(service: Service) -> None:
     with socket.create_connection(("127.0.0.1", service.port), timeout=20) as raw:
-        raw.sendall(b"GET /v0/health HTTP/1.1\r\nHost: x\r\nX-Slow: ")
+        raw.sendall(b"GET /v0/health HTTP/1.1\r\nHost: localhost\r\nX-Slow: ")
         answer = b"".join(iter(lambda: raw.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 408")
     envelope(answer.partition(b"\r\n\r\n")[2], "application/json", "request_timeout")

@@ -16,7 +16,7 @@ from tests.contract.asking import envelope
 from tests.harness import Service, poll
 
 GOOD = {
-    "Host": "test",
+    "Host": "localhost",
     "Connection": "Upgrade",
     "Upgrade": "websocket",
     "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",

@@ -212,7 +212,8 @@ def test_bytes_that_are_no_http(fuzzed: Service) -> None:
     """Garbage, and requests that are cut, mutated or doubled: an answer or an end, at once."""
     rng = random.Random(SEED)
     whole = (
-        b"POST /v0/topics/raw HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 23\r\n\r\n"
+        b"POST /v0/topics/raw HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Content-Length: 23\r\n\r\n"
         b'{"records":[{"data":1}]}'
     )
     for _ in range(REQUESTS // 5):

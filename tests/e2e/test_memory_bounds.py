@@ -137,7 +137,7 @@ def test_bodies_of_any_size_that_never_end_have_a_bound_together(service: Servic
     they have gone, others have the room, and the memory.
     """
     clients, fit = 400, KEPT_MIB
-    headers = ("Host: test", "Content-Type: application/json", f"Content-Length: {MIB}")
+    headers = ("Host: localhost", "Content-Type: application/json", f"Content-Length: {MIB}")
     request = "\r\n".join(("POST /v0/topics/t HTTP/1.1", *headers, "", "")).encode() + b" " * (MIB - 1)
 
     def send(end: socket.socket) -> None:

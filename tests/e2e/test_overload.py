@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from bench.idle_streams import LATE_MAX, IdleStreams, idle
-from bench.overload import Endured, Overload, endure
+from bench.overload import Overload, OverloadOutcome, run_overload
 from bench.slow_reader import SlowReader, Undisturbed, undisturbed
 from tests.harness import Service, poll
-from topics.frontend.shards.pending_calls import ROOM_WAIT_S
+from topics.frontend.shards.pending_requests import ROOM_WAIT_S
 
 IDLE_BYTES_MAX = 30_000
 HELD_SLACK_BYTES = 6 << 20
@@ -41,23 +41,23 @@ def pair() -> Iterator[Service]:
         yield service
 
 
-def nothing_but_what_is_documented(endured: Endured) -> None:
-    assert endured.odd == []
-    assert endured.missing == []
-    assert set(endured.statuses) <= {200, 201, 429}
+def nothing_but_what_is_documented(outcome: OverloadOutcome) -> None:
+    assert outcome.odd == []
+    assert outcome.missing == []
+    assert set(outcome.statuses) <= {200, 201, 429}
 
 
-def gave_way_and_recovered(endured: Endured) -> None:
+def gave_way_and_recovered(outcome: OverloadOutcome) -> None:
     """Up the ladder while it lasted, down again afterwards, all of it to be seen in the metrics."""
-    assert endured.before.pressure < 0.2
-    assert max(sight.pressure for sight in endured.during) > 0.4
-    assert max(sight.coalesce_ms for sight in endured.during) > 5
-    assert max(sight.window_ms for sight in endured.during) >= 0.5
-    after = endured.after
+    assert outcome.before.pressure < 0.2
+    assert max(sight.pressure for sight in outcome.during) > 0.4
+    assert max(sight.coalesce_ms for sight in outcome.during) > 5
+    assert max(sight.window_ms for sight in outcome.during) >= 0.5
+    after = outcome.after
     assert (after.pressure < 0.05, after.deferring, after.coalesce_ms, after.window_ms) == (True, False, 0, 0)
 
 
-def endure_looked_at(service: Service, plan: Overload) -> tuple[Endured, list[dict[str, Any]]]:
+def overload_looked_at(service: Service, plan: Overload) -> tuple[OverloadOutcome, list[dict[str, Any]]]:
     """The plan run, and what `status` said again and again meanwhile."""
     over = threading.Event()
 
@@ -70,10 +70,10 @@ def endure_looked_at(service: Service, plan: Overload) -> tuple[Endured, list[di
     with ThreadPoolExecutor(1) as pool:
         looks = pool.submit(look)
         try:
-            endured = endure(plan)
+            outcome = run_overload(plan)
         finally:
             over.set()
-        return endured, looks.result()
+        return outcome, looks.result()
 
 
 def shows_the_ladder(status: dict[str, Any]) -> bool:
@@ -90,38 +90,38 @@ def test_more_than_two_frontends_and_two_shards_can_do(pair: Service) -> None:
     for name in ("load", "again", "once-more"):
         topics = ((1000, 4), (None, 4), (-1000, 4))
         plan = Overload(pair.port, topics, watchers=30, floods=48, seconds=4.0, frontends=2, name=name)
-        endured, statuses = endure_looked_at(pair, plan)
-        nothing_but_what_is_documented(endured)
-        p99_us = {priority: p99 for priority, (_, p99) in endured.delivery_us.items()}
+        outcome, statuses = overload_looked_at(pair, plan)
+        nothing_but_what_is_documented(outcome)
+        p99_us = {priority: p99 for priority, (_, p99) in outcome.delivery_us.items()}
         shown = any(shows_the_ladder(status) for status in statuses)
         if shown and p99_us[-1000] >= 5 * p99_us[1000]:
             break  # else it has not had the time of the machine that it takes
     else:
         pytest.fail(f"{p99_us}, the ladder was {'' if shown else 'not '}shown by the last of {statuses}")
-    gave_way_and_recovered(endured)
+    gave_way_and_recovered(outcome)
 
 
 def test_more_to_write_than_fits_is_refused_in_time(small: Service) -> None:
     plan = Overload(small.port, ((1000, 2), (-1000, 2)), watchers=4, floods=600, seconds=4.0)
     plan = plan._replace(pids=tuple(small.family()), shared_objects=tuple(small.shared_memory()))
     # The first time it may grow to what it needs for such a load; the second time it has that.
-    runs = [endure(plan), endure(plan._replace(name="again"))]
+    runs = [run_overload(plan), run_overload(plan._replace(name="again"))]
     if grown_bytes(*runs) > HELD_SLACK_BYTES:
         # The first one may have been held up before it had grown. What grows with each load does so again.
-        runs.append(endure(plan._replace(name="once-more")))
+        runs.append(run_overload(plan._replace(name="once-more")))
     refused = 0
-    for endured in runs:
-        nothing_but_what_is_documented(endured)
-        gave_way_and_recovered(endured)
-        assert endured.statuses.get(429, 0) > 0
+    for outcome in runs:
+        nothing_but_what_is_documented(outcome)
+        gave_way_and_recovered(outcome)
+        assert outcome.statuses.get(429, 0) > 0
         # Somebody else's, whose own service has ended and who looks for it on its port: the other tests run meanwhile.
-        strangers = endured.after.requests - endured.before.requests - endured.asked
-        counted = endured.after.throttled - endured.before.throttled
-        assert 0 <= counted - endured.statuses[429] <= strangers, f"{strangers} requests were not of this test"
-        assert any(sight.deferring for sight in endured.during)
+        strangers = outcome.after.requests - outcome.before.requests - outcome.asked
+        counted = outcome.after.throttled - outcome.before.throttled
+        assert 0 <= counted - outcome.statuses[429] <= strangers, f"{strangers} requests were not of this test"
+        assert any(sight.deferring for sight in outcome.during)
         refused += counted
     # The longest of all, so that one process that is held up is enough to exceed it: in one run, and not in each.
-    assert min(endured.refused_max_ms for endured in runs) <= ROOM_WAIT_S * 1000 + REFUSAL_SLACK_MS
+    assert min(outcome.refused_max_ms for outcome in runs) <= ROOM_WAIT_S * 1000 + REFUSAL_SLACK_MS
     grown = grown_bytes(*runs[-2:])
     assert grown <= HELD_SLACK_BYTES, f"{grown / runs[-1].asked:.0f} bytes for each of {runs[-1].asked} requests"
 
@@ -132,7 +132,7 @@ def test_more_to_write_than_fits_is_refused_in_time(small: Service) -> None:
     assert poll("no pressure", quiet)["frontends"][0]["throttled"] == refused
 
 
-def grown_bytes(former: Endured, later: Endured) -> int:
+def grown_bytes(former: OverloadOutcome, later: OverloadOutcome) -> int:
     """What the service held more, at most, while the same load was repeated."""
     return max(later.held_bytes) - max(former.held_bytes)
 

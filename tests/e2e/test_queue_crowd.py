@@ -80,7 +80,7 @@ class Crowd:
     async def stream(self, node: str) -> None:
         client = Client(self.port)
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        writer.write(f"GET /v0/topics/jobs/work?node={node}&max=1 HTTP/1.1\r\nHost: crowd\r\n\r\n".encode())
+        writer.write(f"GET /v0/topics/jobs/work?node={node}&max=1 HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         try:
             while True:
                 job = _JOB.match(await reader.readline())

@@ -16,7 +16,7 @@ PAGES = ("/v0/openapi.json", "/v0/docs", "/v0/docs.js", "/v0/docs.css")
 def test_the_table_has_every_route(hosting: Hosting) -> None:
     async def test(frontend: Frontend) -> None:
         served = set()
-        for route in frontend.app._router.routes:
+        for route in frontend.app.router.routes:
             assert isinstance(route, Route), f"{route} is not in the table of scopes"
             assert isinstance(route.endpoint, Resource), f"{route} is not in the table of scopes"
             served |= {(method, route.path) for method in route.endpoint._methods if method != "HEAD"}

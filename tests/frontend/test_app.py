@@ -15,15 +15,14 @@ from tests.frontend.live import until
 from topics import settings as settings_module
 from topics.core.config import TopicConfig
 from topics.core.keys import KeyRing
-from topics.frontend.asgi import ROOM, SHARE
+from topics.frontend.asgi import RESERVATION, ROOM
 from topics.frontend.entry import limits
-from topics.frontend.entry.bodies import LONG_BYTES, Share, long_bodies, medium_bodies
-from topics.frontend.entry.budget import Budget, Hold
+from topics.frontend.entry.bodies import LONG_BYTES, MessageReservation, long_bodies, medium_bodies
+from topics.frontend.entry.budget import Budget, Reservation
 from topics.frontend.live import websocket, websocket_commands
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.websocket_commands import Command
 from topics.frontend.reads import node_sets as node_sets_module
-from topics.frontend.shards.gateway import Gateway
 from topics.frontend.wiring import Process, build_app
 from topics.shm import messages
 from topics.shm.control import ProcessState, Role
@@ -37,13 +36,12 @@ class Frontend:
     """An app on one loop, and requests to it."""
 
     def __init__(self, hosting: Hosting, shard_wait_ms: int) -> None:
-        shared = hosting.shared
         self.hosting = hosting
-        self.cell = shared.control.cell(Role.FRONTEND, 0)
-        self.gateway = Gateway(shared, 0, 1, hosting.arenas, self.cell, shard_wait_ms)
-        settings = settings_module.load({}, {"data_dir": "unused", "wal_shards": 1, "frontends": 1})
-        process = Process(shared, 0, 1, settings, hosting.clock, hosting.clock)
-        built = build_app(process, KeyRing(()), self.gateway, hosting.arenas, hosting.reader)
+        given = {"data_dir": hosting.data_dir, "wal_shards": 1, "frontends": 1, "cold_read_timeout_ms": 60_000}
+        settings = settings_module.load({}, given | {"shard_wait_ms": shard_wait_ms})
+        process = Process(hosting.shared, 0, 1, settings, hosting.clock, hosting.clock)
+        built = build_app(process, KeyRing(()), hosting.store)
+        self.cell, self.gateway, self.reader = process.cell, built.gateway, built.reader
         self.app, self.access, self.diff = built.app, built.access, built.diff
         self.append = built.app._append
         self.key_counts = built.access.limits._counts
@@ -51,7 +49,7 @@ class Frontend:
         """The client closes its connection."""
 
     async def ask(
-        self, method: str, path: str, body: Any = None, place: Hold | None = None
+        self, method: str, path: str, body: Any = None, place: Reservation | None = None
     ) -> tuple[int, dict[bytes, bytes], Any]:
         """(status, headers, decoded body). `place`: where there is room for it on a connection of HTTP/2."""
         path, _, query = path.partition("?")
@@ -209,11 +207,11 @@ def test_a_long_poll_that_waits_for_room_ends_with_its_time_and_at_a_stop(hostin
 
     async def test(frontend: Frontend) -> None:
         room = Budget(limits.CONNECTION_ANSWERS._replace(most_bytes=8 << 20))
-        place, other = Hold(room), Hold(room)
+        place, other = Reservation(room), Reservation(room)
         wait_ms = 30_000 if end == "drain" else 100
         poll = asyncio.create_task(frontend.ask("POST", "/v0/topics/t/diff", {"wait_ms": wait_ms}, place))
         watch = await frontend.watching("t")
-        await other.take(8 << 20)
+        await other.replace(8 << 20)
         hosting.write("t", [Written(b"1")])
         frontend.notify(watch)
         await until(lambda: place in room.waiting or poll.done())
@@ -225,7 +223,7 @@ def test_a_long_poll_that_waits_for_room_ends_with_its_time_and_at_a_stop(hostin
         assert not room.waiting
         other.close()
         assert room.held_bytes < 1000, "no more than the answer, which nobody has taken here"
-        _, _, body = await frontend.ask("POST", "/v0/topics/t/diff", {"wait_ms": 30_000}, Hold(room))
+        _, _, body = await frontend.ask("POST", "/v0/topics/t/diff", {"wait_ms": 30_000}, Reservation(room))
         assert [record["$seq"] for record in body["records"]] == [1]
         assert frontend.cell.get("long_polls") == 0
 
@@ -264,10 +262,10 @@ def test_a_long_poll_goes_on_in_a_topic_that_is_made_again_while_it_waits_for_ro
 
     async def test(frontend: Frontend) -> None:
         room = Budget(limits.CONNECTION_ANSWERS._replace(most_bytes=8 << 20))
-        place, other = Hold(room), Hold(room)
+        place, other = Reservation(room), Reservation(room)
         poll = asyncio.create_task(frontend.ask("POST", "/v0/topics/t/diff", {"wait_ms": 30_000}, place))
         watch = await frontend.watching("t")
-        await other.take(8 << 20)
+        await other.replace(8 << 20)
         hosting.retire("t")
         frontend.notify(watch)
         await until(lambda: place in room.waiting)
@@ -309,7 +307,7 @@ def test_a_fault_is_a_500_that_shows_nothing(hosting: Hosting, monkeypatch: pyte
         raise RuntimeError("secret of the inside")
 
     async def test(frontend: Frontend) -> None:
-        monkeypatch.setattr(hosting.reader, "read_page", fault)
+        monkeypatch.setattr(frontend.reader, "read_page", fault)
         status, _, body = await frontend.ask("POST", "/v0/topics/t/diff", {})
         assert (status, body["error"]["code"]) == (500, "internal")
         assert "secret" not in body["error"]["message"]
@@ -395,11 +393,11 @@ def test_when_a_topic_was_read_is_told_by_the_wall_clock(hosting: Hosting) -> No
             ("POST", "/v0/topics/t/diff", {}),
         )
         for read in reads:
-            hosting.reader.now_ms()
+            frontend.reader.now_ms()
             hosting.clock.skew_ms += 86_400_000
             status, _, _ = await frontend.ask(*read)
             assert status == 200
-            assert hosting.reader.now_ms() == hosting.clock.monotonic_ms()
+            assert frontend.reader.now_ms() == hosting.clock.monotonic_ms()
             status, _, answer = await frontend.ask("GET", "/v0/topics/t?touch=false")
             assert answer["last_read_ts"] == hosting.clock.now_ms()
 
@@ -435,12 +433,12 @@ def test_a_long_message_is_counted_until_it_is_answered(
             sent.put_nowait({"type": "websocket.receive", "text": text})
             assert msgspec.json.decode((await received.get())["text"]) == {"op": "pong", "request_id": 1}
         # One that was counted as it came is not counted again, but as far as it is longer in UTF-8.
-        share: Share | None = Share()
+        share: MessageReservation | None = MessageReservation()
         assert share is not None
         assert share.reach(LONG_BYTES)
         came_bytes = long_bodies.held_bytes + medium_bodies.held_bytes
         medium_bytes = medium_bodies.held_bytes
-        sent.put_nowait({"type": "websocket.receive", "text": text, SHARE: share})
+        sent.put_nowait({"type": "websocket.receive", "text": text, RESERVATION: share})
         del share
         await received.get()
         assert counted.pop() == LONG_BYTES

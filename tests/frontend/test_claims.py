@@ -16,14 +16,13 @@ from tests.frontend.test_reading_segments import damage
 from topics.core.config import TopicConfig
 from topics.core.job import JobView
 from topics.frontend.entry import limits
-from topics.frontend.entry.budget import Budget, Hold
+from topics.frontend.entry.budget import Budget, Reservation
 from topics.frontend.queues.job_records import ANSWER_BYTES_MAX, ASIDE_MS
-from topics.frontend.reads.cold import ColdTier
 from topics.shm import messages
 from topics.shm.arena import ArenaWriter
 from topics.shm.control import Role
 from topics.shm.messages import Call, MessageKind
-from topics.shm.queue_messages import Claim, Dealt, Exhume, Peek, Peeked, Unclaim, Waiting, WorkClose
+from topics.shm.queue_messages import Claim, Dealt, Peek, Peeked, Release, Unclaim, Waiting, WorkClose
 from topics.shm.topic_messages import CatchUp, CaughtUp, Expire
 
 LEASE_NO = 700
@@ -103,7 +102,7 @@ class SlowCold(ColdStore):
         self.before_read = lambda: self.gate.wait(DEADLINE_S)
         hosting.checkpoint("q", records_max=1)
         hosting.relocate("q", 1)
-        hosting.reader._stores.cold = ColdTier(self, hosting.clock, 60_000)
+        hosting.store = self
 
 
 def test_a_claim_is_answered_also_when_the_ring_has_no_room_for_what_did_not_fit(hosting: Hosting) -> None:
@@ -136,10 +135,10 @@ def test_jobs_whose_answer_finds_no_room_go_back_before_their_lease_is_over(host
     async def test(frontend: Frontend) -> None:
         shard = Shard(frontend)
         room = Budget(limits.CONNECTION_ANSWERS._replace(most_bytes=ANSWER_BYTES_MAX))
-        other = Hold(room)
-        await other.take(ANSWER_BYTES_MAX)
+        other = Reservation(room)
+        await other.replace(ANSWER_BYTES_MAX)
         claim = {"node": "w", "max": 2, "lease_ms": 100}
-        asked = asyncio.create_task(frontend.ask("POST", "/v0/topics/q/claim", claim, Hold(room)))
+        asked = asyncio.create_task(frontend.ask("POST", "/v0/topics/q/claim", claim, Reservation(room)))
         claim_id = await shard.claimed()
         shard.answer(claim_id, Dealt(1, [1, 2], LEASE_NO, DEADLINE_MS, [1, 1], 5))
         status, _, answer = await asked
@@ -148,7 +147,7 @@ def test_jobs_whose_answer_finds_no_room_go_back_before_their_lease_is_over(host
         assert (await shard.told(Unclaim))[1] == Unclaim("q", "w", [1, 2], [LEASE_NO, LEASE_NO + 1])
         assert not room.waiting
         other.close()
-        asked = asyncio.create_task(frontend.ask("POST", "/v0/topics/q/claim", claim, Hold(room)))
+        asked = asyncio.create_task(frontend.ask("POST", "/v0/topics/q/claim", claim, Reservation(room)))
         claim_id = await shard.claimed()
         shard.answer(claim_id, Dealt(1, [1, 2], LEASE_NO, DEADLINE_MS, [1, 1], 5))
         status, _, answer = await asked
@@ -162,8 +161,8 @@ def test_a_peek_reads_no_records_before_there_is_room_for_them(hosting: Hosting)
     async def test(frontend: Frontend) -> None:
         shard = Shard(frontend)
         room = Budget(limits.CONNECTION_ANSWERS._replace(most_bytes=ANSWER_BYTES_MAX))
-        other, place = Hold(room), Hold(room)
-        await other.take(1)
+        other, place = Reservation(room), Reservation(room)
+        await other.replace(1)
         asked = asyncio.create_task(frontend.ask("POST", "/v0/topics/q/peek", {}, place))
         peek_id, _ = await shard.told(Peek)
         shard.answer(peek_id, Peeked([JobView(1, "waiting", 0, 0, "", "")], 1, False))
@@ -251,7 +250,7 @@ def test_a_frontend_names_a_job_that_cannot_be_read_once_whoever_meets_it(
     async def test(frontend: Frontend) -> None:
         shard = Shard(frontend)
 
-        async def claim(dealt: Dealt, put_aside: type[Unclaim | Exhume]) -> None:
+        async def claim(dealt: Dealt, put_aside: type[Unclaim | Release]) -> None:
             asking = asyncio.create_task(frontend.ask("POST", "/v0/topics/q/claim", {"node": "w"}))
             shard.answer(await shard.claimed(), dealt)
             await until(lambda: any(isinstance(call, put_aside) for _, call in shard.calls()))
@@ -260,7 +259,7 @@ def test_a_frontend_names_a_job_that_cannot_be_read_once_whoever_meets_it(
 
         for _ in range(2):
             await claim(Dealt(1, [1], LEASE_NO, DEADLINE_MS, [1], 0), Unclaim)
-            await claim(Dealt(1, [], 0, 0, [], 0, [1], [3], [""], "dead"), Exhume)
+            await claim(Dealt(1, [], 0, 0, [], 0, [1], [3], [""], "dead"), Release)
 
     queue(hosting, [Written(b"1"), Written(b"2")])
     hosting.checkpoint("q")
@@ -326,7 +325,7 @@ def test_a_claim_whose_stream_was_reset_before_its_answer_gives_its_jobs_back(ho
 
     async def test(frontend: Frontend) -> None:
         shard = Shard(frontend)
-        place = Hold(Budget(limits.CONNECTION_ANSWERS))
+        place = Reservation(Budget(limits.CONNECTION_ANSWERS))
         claim = {"node": "w", "max": 2}
         asked = asyncio.create_task(frontend.ask("POST", "/v0/topics/q/claim", claim, place))
         shard.answer(await shard.claimed(), Dealt(1, [1, 2], LEASE_NO, DEADLINE_MS, [1, 1], 0))

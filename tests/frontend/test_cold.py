@@ -173,7 +173,7 @@ def test_a_tier_that_hangs_holds_few_threads_and_its_readers_only_so_long() -> N
         # It answers again: what hung is there, and there is room for others. Who gave up waiting is not read for.
         store.gate.set()
         await until(lambda: not any(thread.is_alive() for thread in store.threads))
-        tier._timeout_ms = 10_000
+        tier.timeout_ms = 10_000
         await tier.fetch(miss(0, 10, "another"))
         assert len(store.calls) == IN_FLIGHT_MAX + 1
         for name, _, _ in store.calls:

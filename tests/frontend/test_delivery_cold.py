@@ -93,7 +93,7 @@ def test_a_tier_that_does_not_answer_is_said_once_and_tried_again(tmp_path: Path
         assert (error["code"], error["topics"]) == (429, ["old"])
         assert f"{SHORT_MS} ms" in error["error"]
         reads = live.store.reads
-        live.tier._timeout_ms = COLD_TIMEOUT_MS
+        live.tier.timeout_ms = COLD_TIMEOUT_MS
         gate.set()
         await delivered(wire, numbers(RECORDS), "old")
         assert len(wire.of("error")) == 1
@@ -162,7 +162,7 @@ def asked(fault: Callable[[], None]) -> Callable[[Live], Awaitable[None]]:
             await live.reader.fetch_page(live.reader.get("old"), 0, OPTIONS, live.clock.now_ms())
         assert (refused.value.code, refused.value.status) == ("storage_unavailable", 503)
         live.store.before_read = lambda: None
-        live.tier._timeout_ms = COLD_TIMEOUT_MS
+        live.tier.timeout_ms = COLD_TIMEOUT_MS
         page = await live.reader.fetch_page(live.reader.get("old"), 85, OPTIONS, live.clock.now_ms())
         assert (page.count, page.cold_segments) == (5, 1)
 
@@ -186,7 +186,7 @@ def test_a_page_is_refused_when_the_tier_hangs(tmp_path: Path) -> None:
 
 def test_a_stream_gets_past_own_records_that_are_more_than_what_is_kept_of_the_tier(tmp_path: Path) -> None:
     async def test(live: Live) -> None:
-        live.reader._stores.cold = ColdTier(live.store, live.clock, COLD_TIMEOUT_MS, 3 * BLOCK_BYTES)
+        live.reader.stores.cold = ColdTier(live.store, live.clock, COLD_TIMEOUT_MS, 3 * BLOCK_BYTES)
         await live.put("old", dedupe_node=True)
         await live.write("old", 48, node=b"me", data=b'"%b"' % (b"x" * (BLOCK_BYTES // 8)))
         await live.write("old")

@@ -32,7 +32,7 @@ def small_pieces() -> Iterator[None]:
 def cut(body: bytes) -> AppendBody:
     """In pieces, or _UncutError."""
     with small_pieces():
-        return long_bodies._Cutter(body, RECORDS_MAX, RECORD_MAX_BYTES).decode(wire.append_decoder)
+        return long_bodies.Cutter(body, RECORDS_MAX, RECORD_MAX_BYTES).decode(wire.append_decoder)
 
 
 def plain(request: AppendBody) -> dict[str, Any]:
@@ -147,8 +147,8 @@ def test_what_can_be_cut_is(data: Any, separators: tuple[str, str]) -> None:
 def test_a_guess_that_is_right_costs_no_walk() -> None:
     body = json.dumps({"records": [{"data": {"n": n}, "tag": "t"} for n in range(40)]}).encode()
     walked = []
-    with small_pieces(), patch.object(long_bodies._Cutter, "_walk", lambda *_: walked.append(1)):
-        found = long_bodies._Cutter(body, RECORDS_MAX, RECORD_MAX_BYTES).decode(wire.append_decoder)
+    with small_pieces(), patch.object(long_bodies.Cutter, "_walk", lambda *_: walked.append(1)):
+        found = long_bodies.Cutter(body, RECORDS_MAX, RECORD_MAX_BYTES).decode(wire.append_decoder)
     assert len(found.records) == 40
     assert not walked
 
@@ -164,8 +164,8 @@ def test_a_batch_without_bound_is_given_up_early() -> None:
 def test_msgspec_says_where_a_value_ends() -> None:
     """What cutting value by value stands on; a version that says it otherwise decodes long bodies whole."""
     for text, end in ((b'{"data":1} , 2', 11), (b"1]", 1), (b'"a"\n\n]', 5), (b"[1,{}],", 6)):
-        cutter = long_bodies._Cutter(b"  " + text, RECORDS_MAX, RECORD_MAX_BYTES)
-        assert cutter._end_of_value(2) == 2 + end
+        cutter = long_bodies.Cutter(b"  " + text, RECORDS_MAX, RECORD_MAX_BYTES)
+        assert cutter.end_of_value(2) == 2 + end
     for text in (b'{"data":', b"1", b"nul,", b"[1,]", b'"\\x",'):
-        with pytest.raises(long_bodies._UncutError):
-            long_bodies._Cutter(text, RECORDS_MAX, RECORD_MAX_BYTES)._end_of_value(0)
+        with pytest.raises(long_bodies.UncutError):
+            long_bodies.Cutter(text, RECORDS_MAX, RECORD_MAX_BYTES).end_of_value(0)

@@ -16,8 +16,8 @@ from topics.core.keys import KeyRing
 from topics.frontend.asgi import Receive, Send
 from topics.frontend.entry import limits
 from topics.frontend.entry.access import Access, KeyLimits
-from topics.frontend.live import session_use as module
-from topics.frontend.live.session_use import SESSION_TTL_MS, Follow, Session, SessionUse
+from topics.frontend.live import session_client as module
+from topics.frontend.live.session_client import SESSION_TTL_MS, Follow, Session, SessionClient
 from topics.frontend.live.watch import WatchRoutes, accepts_event_stream
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.shards import gateway
@@ -51,14 +51,14 @@ def test_accept(accept: bytes, allowed: bool) -> None:
     assert accepts_event_stream(accept) is allowed
 
 
-async def refusal(sessions: SessionUse, wid: str) -> TopicsError:
+async def refusal(sessions: SessionClient, wid: str) -> TopicsError:
     with pytest.raises(TopicsError) as raised:
         await sessions.open(wid)
     return raised.value
 
 
-def sessions_of(live: Live) -> SessionUse:
-    return SessionUse(live.gateway, live.arenas, live.clock)
+def sessions_of(live: Live) -> SessionClient:
+    return SessionClient(live.gateway, live.arenas, live.clock)
 
 
 def test_a_session_comes_back_as_it_was_made(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_restarted_shard_goes_by_the_newest_stream_whoever_tells_first(tmp_pat
         new = await right.open(wid)
         live.restart_shard()
         for sessions in (left, right) if told_first == "old" else (right, left):
-            sessions._announce()
+            sessions.tell_restarted()
         right.close(new, {"t": 9})
         left.close(old, {"t": 7})
         again = await left.open(wid)
@@ -134,7 +134,7 @@ def test_an_older_stream_told_of_after_the_end_of_the_newer_changes_nothing(tmp_
         new = await right.open(wid)
         live.restart_shard()
         right.close(new, {"t": 9})
-        left._announce()
+        left.tell_restarted()
         left.close(old, {"t": 7})
         assert (await right.open(wid)).positions == {"t": 9}
 
@@ -170,7 +170,7 @@ def test_a_restarted_shard_hears_of_the_open_streams(tmp_path: Path, monkeypatch
         wid, idle_wid = await sessions.create(SESSION), await sessions.create(SESSION)
         opened = await sessions.open(wid)
         live.restart_shard()
-        known = live.rig.parts.sessions._sessions
+        known = live.rig.parts.sessions.by_wid
         assert known[wid].stream is None
         await until(lambda: known[wid].stream == (0, opened.stream_no))
         live.clock.ms += SESSION_TTL_MS + 1
@@ -198,7 +198,7 @@ def test_the_end_of_a_stream_is_told_however_full_the_ring_is(tmp_path: Path) ->
         sessions = sessions_of(live)
         wid = await sessions.create(SESSION)
         opened = await sessions.open(wid)
-        known = live.rig.parts.sessions._sessions
+        known = live.rig.parts.sessions.by_wid
         assert known[wid].stream == (0, opened.stream_no)
         fill(live)
         sessions.close(opened, {"t": 9})
@@ -223,7 +223,7 @@ def test_a_stream_that_nobody_waits_for_is_abandoned_however_full_the_ring_is(tm
         opening.cancel()
         await asyncio.wait([opening])
         live.shard_up = True
-        known = live.rig.parts.sessions._sessions
+        known = live.rig.parts.sessions.by_wid
         await until(lambda: known[wid].newest_stream)
         await until(lambda: known[wid].stream is None)
 
@@ -241,7 +241,7 @@ def cram(live: Live) -> None:
 
 def posts(live: Live) -> int:
     """How many wait for room, nobody awaiting them."""
-    return len(live.gateway._links[0].lane._posts.waiters)
+    return len(live.gateway.links[0].requests.posts.messages)
 
 
 def test_a_stream_that_is_refused_by_a_full_ring_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_clients_that_do_not_wait_for_a_full_ring_fill_it_with_their_ends_up_to_
             await asyncio.wait([opening])
         assert posts(live) == 20
         live.shard_up = True
-        known = live.rig.parts.sessions._sessions
+        known = live.rig.parts.sessions.by_wid
         await until(lambda: not posts(live) and known[wid].stream is None)
         assert (await sessions.open(wid)).session == SESSION
 
@@ -294,9 +294,9 @@ def test_where_too_much_waits_a_stream_ends_without_its_positions(
         fill(live)
         for opened in streams:
             sessions.close(opened, positions)
-        assert live.gateway._links[0].lane._posts.budget.held_bytes < 100_000 + 70_000 + 50 * 100
+        assert live.gateway.links[0].requests.posts.budget.held_bytes < 100_000 + 70_000 + 50 * 100
         live.shard_up = True
-        known = live.rig.parts.sessions._sessions
+        known = live.rig.parts.sessions.by_wid
         await until(lambda: all(known[wid].stream is None for wid in wids))
         assert {known[wid].exact for wid in wids} == {True, False}
 
@@ -310,9 +310,9 @@ def test_a_restarted_shard_with_a_full_ring_hears_of_the_open_streams(tmp_path: 
         opened = await sessions.open(wid)
         live.restart_shard()
         fill(live)
-        sessions._announce()
+        sessions.tell_restarted()
         live.shard_up = True
-        known = live.rig.parts.sessions._sessions
+        known = live.rig.parts.sessions.by_wid
         await until(lambda: known[wid].stream == (0, opened.stream_no))
 
     on_loop(tmp_path, test)
@@ -329,9 +329,9 @@ def test_the_end_of_a_stream_whose_positions_are_too_long_for_the_ring(
     async def test(live: Live) -> None:
         sessions = sessions_of(live)
         wid = await sessions.create(SESSION)
-        live.gateway._links[0].lane._ring.message_max_bytes = 16 * 1024
+        live.gateway.links[0].requests._ring.message_max_bytes = 16 * 1024
         sessions.close(await sessions.open(wid), positions)
-        known = live.rig.parts.sessions._sessions
+        known = live.rig.parts.sessions.by_wid
         await until(lambda: known[wid].stream is None)
         assert known[wid].positions == (positions if room else None)
         assert [name for name in objects(live.rig.identity) if "spill" in name] == []
@@ -347,7 +347,7 @@ def test_a_session_whose_end_cannot_be_logged_is_collected(tmp_path: Path) -> No
         assert isinstance(live.rig.fs, FaultyFileSystem)
         live.rig.fs.arm(Fault(1, errno.ENOSPC, always=True, calls=frozenset(["pwritev"])))
         sessions.close(opened, {"t": 9})
-        known = live.rig.parts.sessions._sessions
+        known = live.rig.parts.sessions.by_wid
         await until(lambda: known[wid].stream is None)
         assert not known[wid].exact
 
@@ -365,7 +365,7 @@ def test_a_stream_that_sent_nothing_leaves_the_session_as_it_was(tmp_path: Path,
             live.gateway.post(0, Hello(2))  # its frontend dies
         opened = await sessions.open(wid)
         assert opened.exact is exact
-        sessions.give_back(opened)
+        sessions.abandon(opened)
         again = await sessions.open(wid)
         assert (again.positions, again.exact) == ({"t": 9}, exact)
         assert again.stream_no > opened.stream_no
@@ -392,7 +392,7 @@ def test_a_stream_that_cannot_be_resumed_gives_its_session_back(
         scope = {"headers": [], "method": "GET", "path_params": {"wid": wid}}
         with pytest.raises(TopicsError, match="the shard reads its log"):
             await routes.stream(scope, cast(Receive, None), cast(Send, None))
-        known = live.rig.parts.sessions._sessions
+        known = live.rig.parts.sessions.by_wid
         await until(lambda: known[wid].stream is None)
 
     on_loop(tmp_path, test)

@@ -76,7 +76,7 @@ def test_half_a_pair_that_is_cut_short_is_that() -> None:
 
 
 def test_bad_utf8_far_into_a_long_body_is_found_where_it_is() -> None:
-    text = "é" * (wire._UTF8_STEP_BYTES // 2 + 100)  # the step ends inside a character
+    text = "é" * (wire.UTF8_STEP_BYTES // 2 + 100)  # the step ends inside a character
     start = len(b'{"records":[{"data":"')
     for before in (text, "x" + text):
         body = write_of(b'"' + before.encode() + b'\xff"')

@@ -5,14 +5,14 @@ from __future__ import annotations
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.shm import messages
-from topics.shm.topic_messages import Hello, PutTopic, SessionClose, SessionLook, SessionOpenReply, Watch
+from topics.shm.topic_messages import Hello, PutTopic, SessionClose, SessionGet, SessionOpenReply, Watch
 
 
 def test_calls_replies_errors_and_notices() -> None:
     for call in (
         PutTopic("t", TopicConfig(), True),
         Watch(3, "t", 1, 2),
-        SessionLook("w"),
+        SessionGet("w"),
         SessionClose("w", 1, {"t": 5}),
         Hello(4),
     ):

@@ -181,9 +181,9 @@ def test_a_compaction_that_died_is_completed_by_the_next(
     jobs.run("export", "--topics", topic, "--out", str(lake), "--max-records", "4")
     with pytest.MonkeyPatch.context() as patch:
         # It dies: what would come next does not.
-        patch.setattr(compaction._Lake, "finish", lambda _lake: None)
+        patch.setattr(compaction.Lake, "finish", lambda _lake: None)
         if step == "before the plan":
-            patch.setattr(compaction._Lake, "_write_plan", lambda _lake, _plan: None)
+            patch.setattr(compaction.Lake, "write_plan", lambda _lake, _plan: None)
         compaction.compact(spark, str(lake), 1)
     plan_path = lake / "_compaction.json"
     assert plan_path.exists() == (step != "before the plan")
@@ -245,10 +245,12 @@ def test_a_live_rollup_counts_late_events(topics: Client, jobs: Jobs, topic: str
 
 def test_what_is_wrong_is_one_line_before_spark_starts(jobs: Jobs, tmp_path: Path) -> None:
     checkpoint = ["--checkpoint", str(tmp_path)]
-    assert "where to? Give --to-topic" in jobs.refusal("rollup", "--lake", "x")
+    assert "nowhere to write: give --to-topic" in jobs.refusal("rollup", "--lake", "x")
     assert "a live roll-up needs --checkpoint" in jobs.refusal("rollup", "--topics", "x", "--to-parquet", "y")
-    assert "it would read what it writes" in jobs.refusal("replay", "--from-topic", "x", "--to-topic", "x", *checkpoint)
-    assert "go with --from-topic" in jobs.refusal(
+    assert "the job would read what it writes" in jobs.refusal(
+        "replay", "--from-topic", "x", "--to-topic", "x", *checkpoint
+    )
+    assert "need --from-topic" in jobs.refusal(
         "replay", "--lake", "x", "--data-dir", "y", "--to-topic", "z", *checkpoint
     )
     assert "--token-file /nowhere: No such file" in jobs.refusal(

@@ -63,7 +63,7 @@ def test_every_byte_is_where_the_format_says(tmp_path: Path) -> None:
 @settings(deadline=None)
 @given(st.sampled_from([1, 2, 3, 128]), tag_lists, prefixes)
 def test_what_is_found_is_what_matches(block_tags: int, tags: list[bytes], wanted: bytes) -> None:
-    with TemporaryDirectory() as directory, patch.object(postings_module, "_BLOCK_TAGS", block_tags):
+    with TemporaryDirectory() as directory, patch.object(postings_module, "BLOCK_TAGS", block_tags):
         write_postings(OsFileSystem(), directory, FIRST_SEQ, len(tags), tagged(tags))
         postings = Postings.open(directory, FIRST_SEQ)
         assert (postings.first_seq, postings.records) == (FIRST_SEQ, len(tags))

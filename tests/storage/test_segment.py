@@ -389,7 +389,7 @@ def test_no_write_is_longer_than_the_system_takes(directory: str, monkeypatch: p
             written.append(sum(map(len, buffers)))
             return super().pwritev(fd, buffers, offset)
 
-    monkeypatch.setattr(segment_writer, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(segment_writer, "CHUNK_BYTES", 1000)
     records = [Record(b"1" * length) for length in (300, 300, 300, 1500, 10, 900, 1, 1, 1)]
     source = logged(records).flagged(6, LOCATION_DELETED)
     writer = SegmentWriter.create(Recording(), directory, 1)

@@ -78,3 +78,20 @@ print(exit_code_of(os.waitpid(fork("child", 0, main), 0)[1]))
 """
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert answer.stdout == "7\n"
+
+
+def test_a_child_whose_supervisor_died_during_the_fork_ends_without_a_traceback() -> None:
+    program = """
+import os
+from topics import log
+from topics.supervisor.children import fork
+log.configure("info", "json")
+os.getppid = lambda: 1
+pid = fork("child", 0, lambda: print("main ran"))
+os.waitpid(pid, 0)
+"""
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    said = answer.stdout + answer.stderr
+    assert "the supervisor ended during the fork" in said
+    assert "Traceback" not in said
+    assert "main ran" not in said

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import posix_ipc
 import pytest
 
 from tests.harness import poll
@@ -24,9 +25,9 @@ NOW_MS = 1_700_000_000_000
 
 @pytest.fixture
 def page() -> Iterator[ControlPage]:
-    page = ControlPage.create(f"/topics-test-notify-{os.getpid()}", shards=2, frontends=1)
-    yield page
-    page.unlink()
+    name = f"/topics-test-notify-{os.getpid()}"
+    yield ControlPage.create(name, shards=2, frontends=1)
+    posix_ipc.unlink_shared_memory(name)
 
 
 def live(page: ControlPage, role: Role, index: int, state: ProcessState, heartbeat_ms: int = NOW_MS) -> None:

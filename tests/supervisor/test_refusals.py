@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.harness import poll
+from tests.harness import COMMAND, poll
 from tests.supervisor.conftest import Start
 from topics.settings import Settings, load
 from topics.shm.instance import SharedMemory
 from topics.storage.lock import DataDirLock
-from topics.supervisor.check import CheckFinding, check, open_files_shortage, shared_memory_shortage
+from topics.supervisor.check import CheckFinding, check, file_size_shortage, open_files_shortage, shared_memory_shortage
 from topics.supervisor.listeners import AddressError, listen, listen_for, port_of
 
 
@@ -142,8 +143,34 @@ def test_too_few_open_files() -> None:
     assert open_files_shortage(-1) is None  # RLIM_INFINITY
 
 
+def test_too_small_files(tmp_path: Path) -> None:
+    assert file_size_shortage(settings(tmp_path), -1) is None  # RLIM_INFINITY
+    assert file_size_shortage(settings(tmp_path), 1 << 40) is None
+    for most in (0, 1000, 1_000_000):
+        shortage = file_size_shortage(settings(tmp_path), most)
+        assert shortage is not None
+        assert f"may write files of {most} bytes and " in shortage
+        assert "LimitFSIZE" in shortage
+
+
+@pytest.mark.parametrize("most", [1000, 1_000_000])
+def test_a_start_under_a_small_limit_of_file_size_is_refused_in_a_sentence(tmp_path: Path, most: int) -> None:
+    limited = ["prlimit", f"--fsize={most}", str(COMMAND), "run"]
+    answer = subprocess.run(
+        limited,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"TOPICS_DATA_DIR": str(tmp_path)},
+    )
+    assert answer.returncode == 1
+    assert f"may write files of {most} bytes" in answer.stdout + answer.stderr
+    assert "Traceback" not in answer.stdout + answer.stderr
+
+
 def test_check_finds_nothing_where_a_start_would_work_and_makes_nothing(tmp_path: Path) -> None:
-    assert [finding.problem for finding in check(settings(tmp_path))] == [None] * 6
+    assert [finding.problem for finding in check(settings(tmp_path))] == [None] * 7
     assert list(tmp_path.iterdir()) == []
 
 

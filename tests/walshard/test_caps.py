@@ -15,8 +15,9 @@ from tests.storage.faults import Fault, FaultyFileSystem
 from tests.walshard.rig import Rig
 from topics.core.config import CLASSES, TopicConfig
 from topics.core.errors import TopicsError
+from topics.core.names import owner_shard
 from topics.shm.arena import ArenaReader
-from topics.shm.control import CELL_WORDS, HELD_FIELDS, ProcessCell, Role
+from topics.shm.control import Role
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic, PutTopic, SessionClose, SessionOpen, SessionPut
 from topics.walshard.handlers.watch_sessions import SESSION_TTL_MS
 
@@ -53,7 +54,7 @@ def refused(rig: Rig, ask: Callable[[], object]) -> dict[str, Any] | None:
 
 def says(rig: Rig) -> dict[str, int]:
     """What the cell says the shard holds."""
-    return {field: rig.cell.get(field) for field in HELD_FIELDS}
+    return {field: rig.cell.get(field) for field in holds(rig, 0)}
 
 
 def holds(rig: Rig, sessions: int) -> dict[str, int]:
@@ -163,21 +164,21 @@ def test_the_cap_counts_what_the_log_brings_back(make: MakeRig) -> None:
     assert refused(rig, lambda: rig.append("c", b"1")) == {"limit": "topics", "max": 2}
 
 
-def test_other_shards_count_also_while_they_are_down(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = make(max_topics="3")
-    # A second shard's words, as its own process would leave them.
-    other = ProcessCell(memoryview(bytearray(CELL_WORDS * 8)).cast("Q"), Role.WALSHARD)
-    holdings = rig.parts.holdings
-    monkeypatch.setattr(holdings, "_every", [*holdings._every, other])
-    monkeypatch.setattr(holdings._topics, "_every", holdings._every)
+def test_other_shards_count_also_while_they_are_down(make: MakeRig) -> None:
+    rig = make(max_topics="3", shards=2)
+    one, two = [name for name in "abcdefgh" if owner_shard(name, 2) == 0][:2]
+    # The words of the second shard, as a process of its own would leave them.
+    rig.every.pop()
+    other = rig.shared.control.cell(Role.WALSHARD, 1)
+    other.set("generation", 0)
     other.set("progress_ppm", 500_000)
     with pytest.raises(TopicsError) as error:
-        rig.append("a", b"1")
+        rig.append(one, b"1")
     assert (error.value.code, error.value.detail) == ("not_ready", {"replay_progress": 0.75})
     other.set("generation", 1)
     other.set("topics", 2)
-    assert rig.append("a", b"1").created
-    assert refused(rig, lambda: rig.append("b", b"1")) == {"limit": "topics", "max": 3}
+    assert rig.append(one, b"1").created
+    assert refused(rig, lambda: rig.append(two, b"1")) == {"limit": "topics", "max": 3}
 
 
 def test_total_bytes_are_capped(make: MakeRig) -> None:

@@ -17,6 +17,7 @@ from topics.shm.location_ring import LocationRing
 from topics.shm.messages import Call
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic
 from topics.walshard.hosted import tag_search
+from topics.walshard.hosted.frame_tags import FrameTags
 
 RECORDS = 40
 Piece = tuple[list[tuple[int, bytes]], int]
@@ -159,7 +160,7 @@ def test_more_deletes_than_keep_what_they_found_do_not_stop_each_other(
         assert rig.delete(DeleteRecords(name, None, "eq", b"none")) == 0
     monkeypatch.setattr(tag_search, "TURN_MS", 0)
     monkeypatch.setattr(tag_search, "GATHERED_RECORDS", 1)
-    monkeypatch.setattr(tag_search, "_LEFT_MAX", 2)
+    monkeypatch.setattr(tag_search, "LEFT_MAX", 2)
     calls = [DeleteRecords(name, None, "glob", b"%b-" % name.encode()) for name in ("t", "u", "v")]
     deleted = turns = 0
     while calls:
@@ -172,19 +173,18 @@ def test_more_deletes_than_keep_what_they_found_do_not_stop_each_other(
 
 
 def test_tags_that_could_not_be_read_are_not_counted_twice(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    frames = rig.parts.deletes._tags._frames
-    tagged = frames.tagged
+    tagged = FrameTags.tagged
     reads = 0
 
-    def fails_once(topic: Topic, ring: LocationRing, first_seq: int, last_seq: int) -> Piece:
+    def fails_once(frames: FrameTags, topic: Topic, ring: LocationRing, first_seq: int, last_seq: int) -> Piece:
         nonlocal reads
         reads += 1
-        piece = tagged(topic, ring, first_seq, last_seq)
+        piece = tagged(frames, topic, ring, first_seq, last_seq)
         if reads == 2:
             raise OSError("unreadable")
         return piece
 
-    monkeypatch.setattr(frames, "tagged", fails_once)
+    monkeypatch.setattr(FrameTags, "tagged", fails_once)
     with pytest.raises(TopicsError, match="cannot be read to delete them"):
         rig.call(DeleteRecords("t", None, "eq", b"x"))
     assert rig.delete(DeleteRecords("t", None, "eq", b"x")) == RECORDS
@@ -194,15 +194,14 @@ def test_tags_that_could_not_be_read_are_not_counted_twice(rig: Rig, monkeypatch
 
 def test_idle_turns_index_what_comes_behind_a_delete_by_tag(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tag_search, "IDLE_RECORDS", 5)
-    frames = rig.parts.deletes._tags._frames
-    tagged = frames.tagged
+    tagged = FrameTags.tagged
     asked: list[tuple[int, int]] = []
 
-    def counting(topic: Topic, ring: LocationRing, first_seq: int, last_seq: int) -> Piece:
+    def counting(frames: FrameTags, topic: Topic, ring: LocationRing, first_seq: int, last_seq: int) -> Piece:
         asked.append((first_seq, last_seq))
-        return tagged(topic, ring, first_seq, last_seq)
+        return tagged(frames, topic, ring, first_seq, last_seq)
 
-    monkeypatch.setattr(frames, "tagged", counting)
+    monkeypatch.setattr(FrameTags, "tagged", counting)
     rig.append("u", b"1", tag=b"x")
     assert not rig.shard.upkeep.idle(), "nobody has deleted by tag"
     assert rig.delete(DeleteRecords("t", 3, "eq", b"x")) == 2
@@ -228,18 +227,17 @@ def test_idle_turns_index_what_comes_behind_a_delete_by_tag(rig: Rig, monkeypatc
 
 
 def test_an_index_of_tags_that_starts_over_catches_up_in_turns(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tags, "_FORGET_FROM", 4)
+    monkeypatch.setattr(tags, "FORGET_FROM", 4)
     monkeypatch.setattr(tag_search, "TURN_MS", 0)
     assert rig.delete(DeleteRecords("t", None, "eq", b"none")) == 0
     rig.call(DeleteRecords("t", RECORDS - 15, None, b""))
-    frames = rig.parts.deletes._tags._frames
-    tagged = frames.tagged
+    tagged = FrameTags.tagged
     asked: list[int] = []
 
-    def counting(topic: Topic, ring: LocationRing, first_seq: int, last_seq: int) -> Piece:
+    def counting(frames: FrameTags, topic: Topic, ring: LocationRing, first_seq: int, last_seq: int) -> Piece:
         asked.append(last_seq - first_seq + 1)
-        return tagged(topic, ring, first_seq, last_seq)
+        return tagged(frames, topic, ring, first_seq, last_seq)
 
-    monkeypatch.setattr(frames, "tagged", counting)
+    monkeypatch.setattr(FrameTags, "tagged", counting)
     assert rig.delete(DeleteRecords("t", None, "eq", b"x")) == 16
     assert asked == [8, 8]

@@ -197,7 +197,7 @@ def test_nothing_is_durable_by_a_repeated_sync_of_a_read_only_log(rig: Rig, fs: 
 def test_configurations_that_are_not_logged_take_no_room(rig: Rig, fs: FaultyFileSystem) -> None:
     rig.append("t", b"1")
     fs.arm(Fault(1, errno.ENOSPC, always=True, calls=frozenset({"pwritev"})))
-    heap = rig.parts.catalog._arena.heap
+    heap = rig.parts.catalog.arena.heap
     refused = rig.post_call(PutTopic("t", TopicConfig(cap_records=5), type_given=False))
     rig.run()
     assert isinstance(rig.replies[refused], TopicsError)

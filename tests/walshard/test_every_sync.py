@@ -162,13 +162,13 @@ def test_each_step_of_a_checkpoint_is_on_the_disk_before_the_next(
         told.append(len(call.topics))
         return reply
 
-    def looking_again(followers: Any) -> Any:
-        found = sync_marks(followers)
+    def looking_again(follower: Any) -> Any:
+        found = sync_marks(follower)
         left.append(machine.unsynced_segments)
         return found
 
-    sync_marks = compaction.compactor._marks.sync
-    monkeypatch.setattr(compaction.compactor._marks, "sync", looking_again)
+    sync_marks = compaction.compactor.marks.sync
+    monkeypatch.setattr(compaction.compactor.marks, "sync", looking_again)
     monkeypatch.setitem(alone, Checkpoint, looking)
     for number in range(topics):
         for tag in (b"x", b"y", b"x"):

@@ -15,6 +15,7 @@ from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.shm.topic_messages import DeleteRecords, PutTopic
 from topics.storage import layout
+from topics.walshard import setup
 from topics.walshard.handlers import deletes
 from topics.walshard.hosted import frame_tags
 
@@ -94,8 +95,9 @@ def test_a_log_file_that_was_cut_in_place_ends_no_turn(rig: Rig) -> None:
     assert refused.value.code == "storage_unavailable"
 
 
-def test_files_of_the_ram_log_that_are_gone_are_not_kept_open(rig: Rig) -> None:
-    rig.parts.ram_trim._file_bytes = rig.parts.ram_trim._next_after_bytes = 100_000
+def test_files_of_the_ram_log_that_are_gone_are_not_kept_open(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "RAM_FILE_BYTES", 100_000)
+    rig.restart_service()
     rig.call(PutTopic("e", TopicConfig(durability="ephemeral", cap_records=4), True))
     ram_dir = layout.ram_group_dir(rig.shared.ram_dir, 0)
     for at in range(3000):
@@ -114,7 +116,7 @@ def test_files_of_the_ram_log_that_are_gone_are_not_kept_open(rig: Rig) -> None:
 def test_topics_have_their_turn_and_who_is_thrown_out_keeps_no_memory(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deletes, "_BY_TAG_MAX", 2)
+    monkeypatch.setattr(deletes, "BY_TAG_MAX", 2)
     for name in "abc":
         rig.append(name, b"1", tag=b"x")
         assert delete(rig, name) == 1
@@ -130,7 +132,7 @@ def test_topics_have_their_turn_and_who_is_thrown_out_keeps_no_memory(
 
 
 def test_an_index_is_let_go_of_though_nothing_comes_any_more(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tags, "_FORGET_FROM", 8)
+    monkeypatch.setattr(tags, "FORGET_FROM", 8)
     rig.append("t", *[b"%d" % at for at in range(40)], tag=b"y")
     assert delete(rig, "t") == 0
     assert rig.call(DeleteRecords("t", 41, None, b"")).deleted == 40

@@ -33,9 +33,9 @@ from topics.shm.queue_messages import (
     Bury,
     Claim,
     Dealt,
-    Exhume,
     Extend,
     Nack,
+    Release,
     Remove,
     Unclaim,
     WorkClose,
@@ -441,7 +441,7 @@ class Groups(RuleBasedStateMachine):
                 if not carried:
                     return None
                 seqs = [carried[pick % len(carried)] for pick in picked]
-                return Bury("q", seqs) if what == "bury" else Exhume("q", seqs, 30)
+                return Bury("q", seqs) if what == "bury" else Release("q", seqs, 30)
         self.lives += 1
         self.streams.clear()
         return Hello(self.lives)
@@ -502,7 +502,7 @@ class Groups(RuleBasedStateMachine):
                 assert reply.count == len(there)
                 self.remove(there)
                 self.model.buried += len(there)
-            case Exhume():
+            case Release():
                 for seq in set(call.seqs):
                     if seq in jobs and jobs[seq].carried:
                         jobs[seq].free()

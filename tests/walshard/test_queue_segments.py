@@ -19,12 +19,12 @@ from topics.shm.queue_messages import (
     Claim,
     CursorAdvance,
     CursorDelete,
-    CursorLook,
+    CursorGet,
     CursorPut,
     Dealt,
-    Exhume,
     Extend,
     Nack,
+    Release,
     Remove,
 )
 from topics.shm.topic_messages import DeleteRecords, PutTopic
@@ -74,7 +74,7 @@ class Pair:
         """Everything that can be seen of a queue is the same."""
         self.both(lambda rig: _seen(rig, name))
         assert self.rigs[0].read(name) == self.compaction.read(name)
-        self.call(CursorLook(name, None))
+        self.call(CursorGet(name, None))
 
 
 def _seen(rig: Rig, name: str) -> Any:
@@ -156,7 +156,7 @@ def test_whatever_happens_a_snapshot_says_what_the_log_says(pair: Pair, seed: in
                             DeleteRecords(name, chance.randrange(1, 12), None, b""),
                             Remove(name, sorted(chance.sample(range(1, 40), 3))),
                             Bury(name, dead[name]),
-                            Exhume(name, dead[name], 100),
+                            Release(name, dead[name], 100),
                         )
                     )
                 )
@@ -203,7 +203,7 @@ def move_on(pair: Pair, name: str, cursor: str, by: int) -> None:
     """A reader's step, each with the revision that it was told."""
 
     def step(rig: Rig) -> Any:
-        found = [one for one in rig.call(CursorLook(name, None)).cursors if one.cursor == cursor]
+        found = [one for one in rig.call(CursorGet(name, None)).cursors if one.cursor == cursor]
         if not found:
             return None
         moved = rig.call(CursorAdvance(name, cursor, found[0].revision, found[0].seq, found[0].seq + by, next(reads)))
@@ -231,7 +231,7 @@ def test_jobs_cursors_and_counters_are_there_when_the_log_behind_them_is_gone(pa
     dealt = rig.call(Claim("q", "w", 1, MINUTE_MS, 1))
     assert (dealt.seqs, dealt.dead) == ([101], list(range(41, 51)))
     rig.call(Bury("q", list(range(41, 46))))
-    rig.call(Exhume("q", list(range(46, 51)), MINUTE_MS))
+    rig.call(Release("q", list(range(46, 51)), MINUTE_MS))
     directory = layout.wal_dir(rig.settings.data_dir)
     before = set(list_log_files(rig.fs, directory))
     for _ in range(4):
@@ -246,7 +246,7 @@ def test_jobs_cursors_and_counters_are_there_when_the_log_behind_them_is_gone(pa
         assert (view.earliest_seq, view.records) == (31, 203 - 35)
         # Leased are 31..40, 51..101; five wait for a minute, one for its time, one behind another of its key.
         assert (view.jobs_in_flight, view.jobs_ready, view.jobs_dead_lettered) == (61, 100, 5)
-        (cursor,) = rig.call(CursorLook("q", "c")).cursors
+        (cursor,) = rig.call(CursorGet("q", "c")).cursors
         assert (cursor.seq, cursor.persisted_seq) == (77, 77)
         compaction.cut()
     assert rig.call(Ack("q", "w", [30, 31, 41, 51], None)).skipped == [30, 41]

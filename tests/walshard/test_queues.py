@@ -20,14 +20,14 @@ from topics.shm.queue_messages import (
     Bury,
     Claim,
     CursorAdvance,
-    CursorLook,
+    CursorGet,
     CursorPassedOn,
     CursorPut,
     Dealt,
-    Exhume,
     Extend,
     Nack,
     Peek,
+    Release,
     Remove,
     Unclaim,
     Waiting,
@@ -271,7 +271,7 @@ def test_dead_letters_are_counted_over_restarts(rig: Rig) -> None:
     assert (dealt.seqs, dealt.dead, dealt.dead_deliveries, dealt.dead_letter) == ([3], [1, 2], [1, 1], "dead")
     assert counts(rig) == (0, 1, 0)
     assert rig.call(Bury("q", [1, 3])).count == 1
-    rig.call(Exhume("q", [2, 3], 1_000))
+    rig.call(Release("q", [2, 3], 1_000))
     assert counts(rig) == (0, 1, 1)
     assert claim(rig, 5).dead == []
     rig.clock.ms += 1_001
@@ -734,7 +734,7 @@ def test_a_stream_is_dealt_to_again_when_the_disk_is_back(rig: Rig, fs: FaultyFi
 def test_of_two_readers_one_moves_a_cursor(rig: Rig, fs: FaultyFileSystem) -> None:
     rig.append("t", b"1", b"2", b"3", b"4")
     rig.call(CursorPut("t", "c", "strictly_at_once", 1, None, False))
-    (cursor,) = rig.call(CursorLook("t", "c")).cursors
+    (cursor,) = rig.call(CursorGet("t", "c")).cursors
     ids = [rig.post_call(CursorAdvance("t", "c", cursor.revision, 0, to, 1)) for to in (2, 3)]
     ids.append(rig.post_call(CursorAdvance("t", "c", cursor.revision, 2, 4, 1)))
     rig.run()
@@ -747,10 +747,10 @@ def test_of_two_readers_one_moves_a_cursor(rig: Rig, fs: FaultyFileSystem) -> No
     rig.run()
     assert all(isinstance(rig.replies[id], TopicsError) for id in failing)
     fs.arm(None)
-    (cursor,) = rig.call(CursorLook("t", None)).cursors
+    (cursor,) = rig.call(CursorGet("t", None)).cursors
     assert (cursor.seq, cursor.persisted_seq) == (0, 0)
     rig.restart_service()
-    (after,) = rig.call(CursorLook("t", "c")).cursors
+    (after,) = rig.call(CursorGet("t", "c")).cursors
     assert (after.seq, after.consistency) == (0, "strictly_at_once")
     assert not rig.call(CursorAdvance("t", "c", cursor.revision, 0, 1, 1)).moved
 
@@ -758,14 +758,14 @@ def test_of_two_readers_one_moves_a_cursor(rig: Rig, fs: FaultyFileSystem) -> No
 def test_a_clean_end_logs_a_cursor_up_to_the_first_answer_that_was_not_passed_on(rig: Rig) -> None:
     rig.append("t", b"1", b"2", b"3", b"4")
     rig.call(CursorPut("t", "c", "at_least_once", 10, None, False))
-    (cursor,) = rig.call(CursorLook("t", "c")).cursors
+    (cursor,) = rig.call(CursorGet("t", "c")).cursors
     for read, seq in enumerate((1, 2, 3)):
         assert rig.call(CursorAdvance("t", "c", cursor.revision, seq - 1, seq, read)).moved
     for read in (0, 2):
         rig.call(CursorPassedOn("t", "c", cursor.revision, read, True))
-    (cursor,) = rig.call(CursorLook("t", "c")).cursors
+    (cursor,) = rig.call(CursorGet("t", "c")).cursors
     assert (cursor.seq, cursor.persisted_seq) == (3, 0)
     rig.shard.close()
     rig.restart_service()
-    (after,) = rig.call(CursorLook("t", "c")).cursors
+    (after,) = rig.call(CursorGet("t", "c")).cursors
     assert (after.seq, after.persisted_seq) == (1, 1)

@@ -20,6 +20,7 @@ from topics.shm.topic_messages import DeleteTopic, PutTopic, SessionClose, Sessi
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
 from topics.walshard import setup
+from topics.walshard.commit.ram_trim import RamTrim
 
 FILE_BYTES = 64 * 1024
 EPHEMERAL = TopicConfig(durability="ephemeral")
@@ -148,7 +149,7 @@ def test_a_burst_that_is_over_leaves_no_large_ring(rig: Rig, by_cap: bool) -> No
         rig.append("t", *[b"1"] * 4096)
     during = rig.view("t")
     assert during.ring_capacity == 32768
-    used_bytes = rig.parts.catalog._arena.used_bytes
+    used_bytes = rig.parts.catalog.arena.used_bytes
     rig.clock.ms += 5000
     rig.append("t", *[b"%d" % number for number in range(100)])
     if by_cap:
@@ -156,7 +157,7 @@ def test_a_burst_that_is_over_leaves_no_large_ring(rig: Rig, by_cap: bool) -> No
     rig.shard.sweep()
     after = rig.view("t")
     assert small.ring_capacity < after.ring_capacity <= 256
-    assert rig.parts.catalog._arena.used_bytes < used_bytes - 400_000
+    assert rig.parts.catalog.arena.used_bytes < used_bytes - 400_000
     kept = [(seq, b"%d" % (seq - after.earliest_seq)) for seq in range(after.earliest_seq, after.head_seq + 1)]
     assert len(kept) == 100
     assert rig.read("t") == kept
@@ -320,11 +321,10 @@ def prepare(rig: Rig) -> None:
     rig.call(SessionPut("w", b"body"))
     rig.clock.ms += 2000
     rig.shard.sweep()
-    trim = rig.parts.ram_trim
-    trim._next_after_bytes = 1 << 40
-    while len(files(rig)) < 9:
-        rig.append("busy", BLOCK, config=CAPPED)
-    trim._next_after_bytes = 1
+    with pytest.MonkeyPatch.context() as not_yet:
+        not_yet.setattr(RamTrim, "due", False)
+        while len(files(rig)) < 9:
+            rig.append("busy", BLOCK, config=CAPPED)
 
 
 def check_kill_at(n: int, data_dir: str) -> bool:

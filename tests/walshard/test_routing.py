@@ -31,6 +31,8 @@ from topics.shm.topic_messages import (
 )
 from topics.storage.frame import FLAG_MORE, Bytes, FrameType, lay_out, scan
 from topics.storage.layout import group_dir, log_path
+from topics.walshard import setup
+from topics.walshard.routers.copier import Copier
 from topics.walshard.routers.feeds import Feeds
 from topics.walshard.routers.links import Ended
 from topics.walshard.routers.page import PAGE_RECORDS
@@ -155,8 +157,9 @@ def test_what_a_source_evicted_before_a_crash_and_a_copy_is_a_gap(
     put(rig, "a", cap_records=2)
     route(rig, "r", "a", "b")
     rig.append("a", b"1")
-    monkeypatch.setattr(rig.shard.routing._copier, "next_write", lambda *_: None)
-    rig.append("a", b"2", b"3", b"4", b"5")
+    with monkeypatch.context() as before_copying:
+        before_copying.setattr(Copier, "next_write", lambda *_: None)
+        rig.append("a", b"2", b"3", b"4", b"5")
     end(rig)
     rig.run()
     assert rig.read("b") == [(1, b"1"), (4, b"4"), (5, b"5")]
@@ -165,8 +168,9 @@ def test_what_a_source_evicted_before_a_crash_and_a_copy_is_a_gap(
     assert (view.evict_floor, view.evict_reason, view.head_seq) == (4, EvictReason.SOURCE_TRIM, 5)
 
 
-def test_the_ram_log_is_trimmed_and_keeps_what_only_it_has(rig: Rig) -> None:
-    rig.parts.ram_trim._file_bytes = rig.parts.ram_trim._next_after_bytes = 100_000
+def test_the_ram_log_is_trimmed_and_keeps_what_only_it_has(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "RAM_FILE_BYTES", 100_000)
+    rig.restart_service()
     put(rig, "e", durability="ephemeral")
     route(rig, "r", "a", "b")
     route(rig, "s", "a", "quiet", filter="rare")
@@ -454,8 +458,9 @@ def test_what_was_deleted_while_it_waited_is_known_to_a_life_that_begins_with_ro
     rig.run()
     rig.call(DeleteRecords("a", None, "eq", b"x"))
     # The shard ends after it made room, and before anything is copied into it.
-    monkeypatch.setattr(rig.shard.routing._copier, "next_write", lambda *_: None)
-    rig.call(DeleteRecords("b", 3, None, b""))
+    with monkeypatch.context() as before_copying:
+        before_copying.setattr(Copier, "next_write", lambda *_: None)
+        rig.call(DeleteRecords("b", 3, None, b""))
     end(rig)
     rig.run()
     assert rig.read("b") == [(3, b"3"), (4, b"5")]
@@ -537,8 +542,9 @@ def test_a_source_is_copied_from_its_first_record_on_whatever_its_first_group_ev
 def test_what_the_first_group_after_a_crash_evicts_is_copied(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     put(rig, "a", cap_records=2)
     route(rig, "r", "a", "b")
-    monkeypatch.setattr(rig.shard.routing._copier, "next_write", lambda *_: None)
-    rig.append("a", b"1", b"2")
+    with monkeypatch.context() as before_copying:
+        before_copying.setattr(Copier, "next_write", lambda *_: None)
+        rig.append("a", b"1", b"2")
     rig.post_append("a", [b"3", b"4"])
     rig.boot()
     rig.run()

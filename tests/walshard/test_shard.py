@@ -22,7 +22,7 @@ from topics.shm.topic_messages import (
     PutTopic,
     SessionAbandon,
     SessionClose,
-    SessionLook,
+    SessionGet,
     SessionOpen,
     SessionOpenReply,
     SessionPut,
@@ -289,12 +289,12 @@ def test_watchers_hear_of_changes_once_they_have_seen_the_present(rig: Rig) -> N
 
 def test_sessions_know_whether_their_positions_are_exact(rig: Rig) -> None:
     rig.call(SessionPut("w", b"body"))
-    assert rig.call(SessionLook("w")) == rig.call(SessionLook("w")) == SessionOpenReply(b"body", None, True)
+    assert rig.call(SessionGet("w")) == rig.call(SessionGet("w")) == SessionOpenReply(b"body", None, True)
     first = rig.call(SessionOpen("w", 1))
     assert (first.body, first.positions, first.exact) == (b"body", None, True)
-    assert not rig.call(SessionLook("w")).exact
+    assert not rig.call(SessionGet("w")).exact
     rig.call(SessionClose("w", 1, {"t": 4}))
-    assert rig.call(SessionLook("w")) == SessionOpenReply(b"body", {"t": 4}, True)
+    assert rig.call(SessionGet("w")) == SessionOpenReply(b"body", {"t": 4}, True)
     assert rig.call(SessionOpen("w", 2)).exact
     rig.post_call(Hello(2))
     after_crash = rig.call(SessionOpen("w", 3))
@@ -308,7 +308,7 @@ def test_sessions_know_whether_their_positions_are_exact(rig: Rig) -> None:
     rig.clock.ms += 300_001
     rig.shard.sweep()
     assert refusal(rig, rig.post_call(SessionOpen("w", 5))).code == "not_found"
-    assert refusal(rig, rig.post_call(SessionLook("w"))).code == "not_found"
+    assert refusal(rig, rig.post_call(SessionGet("w"))).code == "not_found"
 
 
 def test_an_answer_too_long_for_the_ring_goes_by_reference(rig: Rig) -> None:

@@ -14,7 +14,7 @@ from tests.walshard.killing import MODULES, at_every_line, is_killed_at_line, se
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
-from topics.frontend.txn.commit_driver import Stages
+from topics.frontend.txn.coordinator import Stages
 from topics.shm.messages import Call
 from topics.shm.topic_messages import (
     PutTopic,
@@ -23,7 +23,7 @@ from topics.shm.topic_messages import (
     TxnBegin,
     TxnEnd,
     TxnForget,
-    TxnLook,
+    TxnGet,
     TxnPending,
 )
 from topics.storage import layout
@@ -58,7 +58,7 @@ def publish_calls(sink: str, batch: int, stages: StageList) -> list[Call]:
 
 
 def drive(rig: Rig, sink: str, batch: int, stages: StageList) -> None:
-    """As `frontend/txn/commit_driver.py` does, without it."""
+    """As `frontend/txn/coordinator.py` does, without it."""
     for call in publish_calls(sink, batch, stages):
         rig.call(call)
     rig.call(TxnEnd(sink, batch))
@@ -74,7 +74,7 @@ def data(rig: Rig, topic: str) -> list[bytes]:
 
 def test_a_batch_is_published_once_and_remembered(rig: Rig) -> None:
     stages = stage(rig, ("a", [b"1", b"2"]), ("b", [b"3"]), ("a", [b"4"]))
-    assert rig.call(TxnLook("s")).outcome == "none"
+    assert rig.call(TxnGet("s")).outcome == "none"
     assert rig.call(TxnBegin("s", 0, stages)).outcome == "begun"
     assert (data(rig, "a"), data(rig, "b")) == ([], [])
     drive(rig, "s", 0, stages)
@@ -156,7 +156,7 @@ def test_pins_of_batches_that_are_over_leave_the_snapshots(rig: Rig, left: str) 
             rig.call(TxnBegin(sink, 1, stage(rig, ("b", [b"3"]))))
         # Nothing more than two stages came since the last one.
         assert compaction.cut()
-        (topic,) = [one for one in compaction.compactor._followers[0].fold.topics.values() if one.name == "a"]
+        (topic,) = [one for one in compaction.compactor.followers[0].fold.topics.values() if one.name == "a"]
         assert topic.idempotency.pinned() == []
     rig.restart_service()
     assert pins(rig) == 0
@@ -242,7 +242,7 @@ def test_a_stage_that_is_not_there_or_not_whole_decides_nothing(rig: Rig) -> Non
     stages_of(rig).drop([one])
     with pytest.raises(TopicsError, match="there is no stage"):
         rig.call(TxnBegin("s", 0, stages))
-    assert rig.call(TxnLook("s")).outcome == "none"
+    assert rig.call(TxnGet("s")).outcome == "none"
     stages = stage(rig, ("a", [b"1"]))
     path = Path(rig.settings.data_dir, "txn", "stages", f"{stages[0][0]}.stage")
     path.write_bytes(path.read_bytes()[:-1] + b"\0")
@@ -276,14 +276,14 @@ def test_a_sink_can_be_forgotten_once_its_batch_is_over(rig: Rig) -> None:
 
 
 def test_asking_for_sinks_that_are_not_costs_no_memory(rig: Rig) -> None:
-    assert [rig.call(TxnLook(f"s{number}")).outcome for number in range(50)] == ["none"] * 50
+    assert [rig.call(TxnGet(f"s{number}")).outcome for number in range(50)] == ["none"] * 50
     assert not rig.parts.sinks._known
     stages = stage(rig, ("a", [b"1"]))
     rig.call(TxnBegin("s1", 5, stages))
     drive(rig, "s1", 5, stages)
-    assert rig.call(TxnLook("s1")).outcome == "committed"
+    assert rig.call(TxnGet("s1")).outcome == "committed"
     rig.call(TxnForget("s1"))
-    assert rig.call(TxnLook("s1")).outcome == "none"
+    assert rig.call(TxnGet("s1")).outcome == "none"
     assert not rig.parts.sinks._known
 
 
@@ -329,7 +329,7 @@ def check_kill_at(n: int, data_dir: str, whole_service: bool) -> bool:
         else:
             rig.boot()
             rig.run()
-        decided = rig.call(TxnLook("s"))
+        decided = rig.call(TxnGet("s"))
         if decided.outcome == "none":
             assert (data(rig, "a"), data(rig, "b")) == ([b"0"], [])
         for sink, batch, left in rig.call(TxnPending()).batches:
@@ -339,7 +339,7 @@ def check_kill_at(n: int, data_dir: str, whole_service: bool) -> bool:
         commit(rig, 7, CONTENTS)
         commit(rig, 8, [("b", [b"5"])])
         assert (data(rig, "a"), data(rig, "b")) == ([b"0", b"1", b"2", b"4"], [b"3", b"5"])
-        told = rig.call(TxnLook("s"))
+        told = rig.call(TxnGet("s"))
         assert (told.outcome, told.batch, told.pending) == ("committed", 8, [])
     finally:
         rig.close()

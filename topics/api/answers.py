@@ -19,7 +19,7 @@ Ms = Annotated[int, msgspec.Meta(ge=0)]
 
 
 def _one_of(words: Any) -> msgspec.Meta:
-    """The document lists these words."""
+    """Words that the document lists."""
     return msgspec.Meta(extra_json_schema={"enum": sorted(get_args(words))})
 
 
@@ -29,7 +29,7 @@ Config = Annotated[dict[str, Any], _CONFIG]
 
 
 class Performance(msgspec.Struct, frozen=True, kw_only=True):
-    """How long it took (api §0.7); what does not apply is absent."""
+    """The times and costs of an answer (api §0.7); a member that does not apply is absent."""
 
     server_total_ms: float
     wal_append_ms: float = 0.0
@@ -38,11 +38,11 @@ class Performance(msgspec.Struct, frozen=True, kw_only=True):
     throttle_wait_ms: float = 0.0
     cold_segments_read: int = 0
     copies_pending: bool = False
-    """The shard of a router's dest did not answer: what its source has may not be there yet."""
+    """True if the shard of a router's dest did not answer: records of its source may be missing."""
 
 
 class Timed(msgspec.Struct, frozen=True, kw_only=True):
-    """What all answers have."""
+    """The members of all answers."""
 
     performance: Performance
 
@@ -51,7 +51,7 @@ class Timed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """Clients branch on `code`, people read `message`, programs compute with `detail`."""
+    """An error: clients branch on `code`, people read `message`, programs compute with `detail`."""
 
     code: str
     message: str
@@ -59,7 +59,7 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class Error(msgspec.Struct, frozen=True):
-    """Every answer that is no success (api §0.6)."""
+    """The body of every answer that is no success (api §0.6)."""
 
     error: Problem
 
@@ -103,7 +103,7 @@ class QueueCounts(msgspec.Struct, frozen=True):
 
 
 class TopicState(Timed, frozen=True, kw_only=True):
-    """A topic as it is. `epoch` names this instance of the topic: made anew, it has another one."""
+    """A topic as it is. `epoch` names this instance: a topic that is deleted and made again has another one."""
 
     topic: str
     type: Annotated[str, _one_of(Literal["log", "queue"])]
@@ -152,7 +152,7 @@ class DeleteTopicAnswer(Timed, frozen=True, kw_only=True):
 
 
 class AppendAnswer(Timed, frozen=True, kw_only=True):
-    """A write, records first_seq..last_seq, that is as durable as `durability` says; `seqs` unless `return_seqs=false`.
+    """A write of records first_seq..last_seq, as durable as `durability` says; `seqs` unless `return_seqs=false`.
     `deduped`: an earlier attempt had committed it.
     """
 
@@ -168,7 +168,7 @@ class AppendAnswer(Timed, frozen=True, kw_only=True):
 
 
 class Record(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """A record as it is delivered; what is absent is left out. `$ts` in ms since the epoch."""
+    """A record as it is delivered; absent members are left out. `$ts` is in ms since the epoch."""
 
     seq: Seq = msgspec.field(name="$seq")
     ts: Ms = msgspec.field(name="$ts")
@@ -177,7 +177,8 @@ class Record(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     node: str | None = msgspec.field(name="$node", default=None)
     tag: str | None = msgspec.field(name="$tag", default=None)
     meta: dict[str, Any] | None = None
-    """Strings, as writers give them; only what an exactly_once router adds is an object (`_topics_router`, api §6)."""
+    """Strings, as writers give them. Only `_topics_router`, which an exactly_once router adds, is an object (api §6).
+    """
 
     @property
     def data(self) -> Any:
@@ -186,7 +187,7 @@ class Record(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class TombstoneAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What is gone and was not asked to go (api §3.3): records gap_from..gap_to."""
+    """Records gap_from..gap_to, which were lost without anybody asking for it (api §3.3)."""
 
     gap_from: Seq
     gap_to: Seq
@@ -197,7 +198,7 @@ class TombstoneAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DiffAnswer(Timed, frozen=True, kw_only=True):
-    """What follows a cursor."""
+    """The records that follow a cursor."""
 
     topic: str
     records: list[Record]
@@ -266,7 +267,7 @@ class DeleteRouterAnswer(Timed, frozen=True, kw_only=True):
 
 
 class WatchedTopic(msgspec.Struct, frozen=True):
-    """Where a watch starts in a topic."""
+    """The start of a watch in one topic."""
 
     from_seq: Seq
     head_seq: Seq
@@ -286,7 +287,7 @@ class WatchAnswer(Timed, frozen=True, kw_only=True):
 
 
 class StageAnswer(Timed, frozen=True, kw_only=True):
-    """Records are kept back; `stage` names them in the commit."""
+    """Records that are kept back; `stage` names them in the commit."""
 
     topic: str
     txn: str
@@ -342,7 +343,7 @@ class JobAnswer(Record, frozen=True, gc=False, kw_only=True):
 
 
 class ClaimAnswer(Timed, frozen=True, kw_only=True):
-    """Ascending by seq; `ready` are left."""
+    """Claimed jobs, ascending by seq; `ready` are left."""
 
     topic: str
     claimed: list[JobAnswer]
@@ -351,7 +352,7 @@ class ClaimAnswer(Timed, frozen=True, kw_only=True):
 
 
 class SettledAnswer(Timed, frozen=True, kw_only=True):
-    """What ack, nack and extend have in common: `skipped` were not leased to this node, or not by these leases."""
+    """The common part of ack, nack and extend: `skipped` were not leased to this node, or not by these leases."""
 
     topic: str
     skipped: list[Seq]
@@ -381,7 +382,7 @@ class ExtendAnswer(SettledAnswer, frozen=True, kw_only=True):
 
 
 class RedriveAnswer(Timed, frozen=True, kw_only=True):
-    """So many dead letters are jobs again; `next_from_seq` only where it stopped before the end."""
+    """The number of dead letters that are jobs again; `next_from_seq` only if it stopped before the end."""
 
     topic: str
     source: str = msgspec.field(name="from")
@@ -403,7 +404,7 @@ class PeekedJob(Record, frozen=True, gc=False, kw_only=True):
 
 
 class PeekAnswer(Timed, frozen=True, kw_only=True):
-    """Ascending by seq; `next_from_seq` only where there may be more, behind that."""
+    """Jobs, ascending by seq; `next_from_seq` only where there may be more, behind that."""
 
     topic: str
     jobs: list[PeekedJob]
@@ -415,7 +416,7 @@ class PeekAnswer(Timed, frozen=True, kw_only=True):
 
 
 class CursorState(msgspec.Struct, frozen=True, kw_only=True):
-    """`cursor_seq` was read last; `persisted_seq` is what a crash would leave of it."""
+    """A named cursor: `cursor_seq` was read last, `persisted_seq` is its position after a crash."""
 
     cursor: str
     consistency: Annotated[str, _one_of(Consistency)]
@@ -483,7 +484,7 @@ class ManifestSegment(msgspec.Struct, frozen=True):
 
 
 class PinMade(msgspec.Struct, frozen=True):
-    """The files of the listed segments stay for so long."""
+    """A pin: the files of the listed segments stay for `ttl_ms`."""
 
     id: str
     ttl_ms: Ms

@@ -13,14 +13,14 @@ U64_MAX: Final = 2**64 - 1
 Count = Annotated[int, msgspec.Meta(ge=0, extra_json_schema={"maximum": U64_MAX})]
 """A u64. msgspec checks the lower bound, `wire.check_counts` the upper one."""
 Optional = msgspec.Raw | msgspec.UnsetType
-"""JSON that is kept as it is, where there is any."""
+"""JSON that is kept as it was sent; UNSET without any."""
 
 Durability = Literal["ephemeral", "memory", "disk", "fsync"]
 Guarantee = Literal["at_least_once", "exactly_once"]
 Consistency = Literal["strictly_at_once", "at_least_once"]
-"""What a named cursor promises: nothing comes twice, or nothing is left out, whatever crashes."""
+"""The promise of a named cursor: nothing comes twice, or nothing is left out, whatever crashes."""
 State = Literal["waiting", "leased", "scheduled", "behind", "dead", "done"]
-"""Where a job stands: a claim would get it; somebody has it; it waits for its time, or for another one of its
+"""The state of a job: a claim would get it; somebody has it; it waits for its time, or for another one of its
 `order_key`; it is being carried to or from the dead letters; it is acknowledged and stays.
 """
 
@@ -165,7 +165,7 @@ class CommitBody(msgspec.Struct, gc=False):
 
 
 class StartBody(msgspec.Struct, omit_defaults=True):
-    """Where to start in one topic: behind `from_seq`, at the head, or at the first record with `$ts >= from_ts`."""
+    """The start in one topic: behind `from_seq`, at the head, or at the first record with `$ts >= from_ts`."""
 
     from_seq: Count = 0
     tail: bool = False
@@ -173,7 +173,7 @@ class StartBody(msgspec.Struct, omit_defaults=True):
 
 
 class FollowBody(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """How records are to be delivered."""
+    """The delivery that a reader asks for."""
 
     node: str | list[str] | None = None
     limit: Count = 0
@@ -232,8 +232,8 @@ class PeekBody(msgspec.Struct, gc=False, omit_defaults=True):
 
 
 class CursorBody(msgspec.Struct, gc=False, omit_defaults=True):
-    """`PUT …/cursors/:name`. What is not sent stays as it is; without `from_seq` and `tail` the cursor stays where it
-    is. A new one is `at_least_once`, persisted with every read, and begins at 0.
+    """`PUT …/cursors/:name`. Fields that are not sent stay as they are; without `from_seq` and `tail` the cursor stays
+    where it is. A new one is `at_least_once`, persisted with every read, and begins at 0.
     """
 
     consistency: Consistency | None = None

@@ -13,7 +13,7 @@ from sortedcontainers import SortedDict
 
 from topics.core.errors import invalid
 
-_FORGET_FROM: Final = 4096
+FORGET_FROM: Final = 4096
 """Number of entries from which forgetting is worth it."""
 TagsOf = Callable[[int, int], tuple[list[tuple[int, bytes]], int]]
 """(first_seq, last_seq) → (seq, tag) of the tagged records among them, ascending, and the seq up to which that is all.
@@ -61,7 +61,7 @@ class TagIndex:
 
     def forget_below(self, base_seq: int) -> None:
         """Start over at `base_seq` if most of the entries are below it."""
-        if self._entries > _FORGET_FROM and self._entries > 2 * (self.next_seq - base_seq):
+        if self._entries > FORGET_FROM and self._entries > 2 * (self.next_seq - base_seq):
             self._seqs.clear()
             self._entries = 0
             self.next_seq = base_seq

@@ -1,13 +1,12 @@
-"""Append and its answer: the hot path of the rings, in a layout of its own.
+"""The encoding of appends and their answers, the hot path of the rings.
 
-A request, behind the head that all have (`messages.py`):
+A request, behind the head that all messages have (`messages.py`):
 
     | if_head_seq u64 | key_len u16 | reserved u16 | config_len u32 | name | key | config | jobs | pad to 8 |
     | offset_len u64 × count | record flags u8 × count | frames … |
 
-`jobs` is there with HAS_JOBS: its length as u32, then msgpack of `JobAttributes`.
-`frames` are unstamped Append frames (`storage/frame.py`); `offset_len` says where each begins in them and how
-long it is.
+`jobs`, with HAS_JOBS only: its length as u32, then msgpack of `JobAttributes`. `frames` are unstamped Append frames
+(`storage/frame.py`); `offset_len` has the offset and the length of each.
 
 A reply, behind the head:
 
@@ -43,11 +42,11 @@ _CLASS_SHIFT: Final = 4
 
 
 JobAttributes = list[tuple[int, int, int, str]]
-"""(position in the write, deliver_at_ms, delay_ms, order_key) of records that have any of them; 0 and "" are none."""
+"""(position in the write, deliver_at_ms, delay_ms, order_key) of records that have one of them; 0 and "" are none."""
 
 
 class AppendRequest(msgspec.Struct, frozen=True):
-    """An append as the shard sees it; `frames` is its own copy, to be stamped."""
+    """An append as the shard gets it; `frames` is its own copy, to be stamped."""
 
     name: str
     create: bool
@@ -62,6 +61,8 @@ class AppendRequest(msgspec.Struct, frozen=True):
 
 
 class AppendReply(msgspec.Struct, frozen=True):
+    """The answer to an append."""
+
     first_seq: int
     count: int
     head_seq: int
@@ -71,7 +72,7 @@ class AppendReply(msgspec.Struct, frozen=True):
     wal_us: int
     fsync_us: int
     throttled_us: int = 0
-    """How long the request waited for room in the ring; only its frontend knows."""
+    """The time for which the request waited for room in the ring; its frontend sets it."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -91,7 +92,7 @@ def encode_append(
     frames: bytes | bytearray,
     jobs: JobAttributes | None = None,
 ) -> list[Part]:
-    """The parts of an Append request, for `Ring.push`."""
+    """Returns the parts of an Append request, for `Ring.push`."""
     count = len(offset_len)
     config_body = b"" if config is None else _encoder.encode(config)
     flags = (
@@ -119,7 +120,7 @@ def encode_append(
 
 
 def decode_append(message: memoryview) -> AppendRequest:
-    """Copies everything out of the ring."""
+    """Decodes a request, copying everything out of the ring."""
     _kind, flags, name_len, count, _request_id = HEAD.unpack_from(message)
     if_head_seq, key_len, _reserved, config_len = _APPEND.unpack_from(message, HEAD_BYTES)
     at = HEAD_BYTES + _APPEND.size
@@ -166,7 +167,7 @@ def encode_append_reply(request_id: int, reply: AppendReply) -> bytearray:
 
 
 def add_times(reply: bytearray, wal_us: int, fsync_us: int) -> None:
-    """Puts the times of the commit into an encoded append reply; other kinds carry none."""
+    """Puts the times of the commit into an encoded append reply; replies of other kinds stay as they are."""
     if reply[0] == MessageKind.APPEND:
         _TIMES.pack_into(reply, HEAD_BYTES + _APPEND_REPLY.size - _TIMES.size, wal_us, fsync_us)
 

@@ -1,4 +1,4 @@
-"""How a request names the type of its answer, so that whoever sends it gets that type back."""
+"""The base of all messages between processes, and the type of answer that a request asks for."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import msgspec
 ReplyT = TypeVar("ReplyT")
 
 
+class Message(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A message in a ring: a msgpack array that begins with the name of its class."""
+
+
 class Asks(Generic[ReplyT]):
-    """A request that its shard answers with a `ReplyT`; `Asks[None]`: nobody waits for an answer."""
+    """Mixin of a request that its shard answers with a `ReplyT`; `Asks[None]`: nobody waits for an answer."""
 
     __slots__ = ()
     reply_type: ClassVar[Any] = type(None)
@@ -20,11 +24,17 @@ class Asks(Generic[ReplyT]):
         (cls.reply_type,) = get_args(cls.__dict__["__orig_bases__"][-1])
 
     def checked(self, reply: object) -> ReplyT:
-        """Return the reply, which has the type that this request asks for."""
+        """Returns the reply, which has the type that this request asks for."""
         assert isinstance(reply, self.reply_type), reply
         answer: ReplyT = reply
         return answer
 
 
-class Done(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The request was carried out; there is nothing to say about it."""
+class Done(Message, frozen=True):
+    """The request was carried out."""
+
+
+class Deleted(Message, frozen=True):
+    """False if there was nothing of that name."""
+
+    deleted: bool

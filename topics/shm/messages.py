@@ -1,12 +1,12 @@
-"""What frontends, the compactor and shards say to each other through the rings: how it is carried.
+"""The encoding of messages between frontends, the compactor and shards in the rings.
 
 A request begins with
 
     | kind u8 | flags u8 | name_len u16 | count u32 | request_id u64 |                        16 bytes, native order
 
-Append, the hot path, goes on in a layout of its own (`append_messages.py`). Every other request is one msgpack body, a
-member of `Call`; the modules `…_messages` have them by what they are about. With BY_REFERENCE set, the body is the
-path of a file in shared memory that holds the whole message: for what is too long for a ring.
+Append, the hot path, continues in a layout of its own (`append_messages.py`). Every other request has one msgpack body,
+a member of `Call` (`topic_messages.py`, `queue_messages.py`). With BY_REFERENCE set, the body is the path of a file in
+shared memory that holds the whole message, which is too long for a ring.
 
 A reply begins with
 
@@ -26,7 +26,7 @@ from typing import Any, Final
 import msgspec
 
 from topics.core.errors import TopicsError
-from topics.shm.asks import Asks, Done
+from topics.shm.asks import Asks, Deleted, Done
 from topics.shm.queue_messages import CursorAnswer, CursorCall, Dealt, QueueCall, QueueReply
 from topics.shm.topic_messages import (
     CheckpointReply,
@@ -49,6 +49,8 @@ Part = bytes | bytearray | memoryview
 
 
 class MessageKind(IntEnum):
+    """The kind of a message in a ring. CALL is every request but an append, and its reply."""
+
     APPEND = 1
     CALL = 2
     ERROR = 3
@@ -61,12 +63,24 @@ Call = TopicCall | RouterCall | WatchCall | TxnCall | CompactorCall | QueueCall 
 
 
 class ErrorReply(msgspec.Struct, array_like=True, frozen=True):
+    """A TopicsError in a ring."""
+
     code: str
     message: str
     detail: dict[str, Any] | None
 
 
-Reply = TopicReply | SessionOpenReply | RouterReply | CheckpointReply | SinkReply | Done | QueueReply | CursorAnswer
+Reply = (
+    Done
+    | Deleted
+    | TopicReply
+    | SessionOpenReply
+    | RouterReply
+    | CheckpointReply
+    | SinkReply
+    | QueueReply
+    | CursorAnswer
+)
 
 
 _call_encoder = msgspec.msgpack.Encoder()
@@ -77,13 +91,13 @@ _dealt_decoder = msgspec.msgpack.Decoder(Dealt)
 
 
 def head(message: memoryview) -> tuple[int, int, int]:
-    """(kind with BY_REFERENCE, request_id, count) of a request or reply."""
+    """Returns (kind with BY_REFERENCE, request_id, count) of a request or reply."""
     kind, _flags, _name_len, count, request_id = HEAD.unpack_from(message)
     return kind, request_id, count
 
 
 def encode_call(request_id: int, call: Call | Asks[Any]) -> list[Part]:
-    """Any other request."""
+    """Encodes a request other than an append."""
     return [HEAD.pack(MessageKind.CALL, 0, 0, 0, request_id), _call_encoder.encode(call)]
 
 
@@ -110,7 +124,7 @@ def decode_error(message: memoryview) -> TopicsError:
 
 
 def encode_reference(kind: int, request_id: int, path: str) -> list[Part]:
-    """A message that lies in a file."""
+    """Encodes a reference to a message in a file."""
     return [HEAD.pack(kind | BY_REFERENCE, 0, 0, 0, request_id), path.encode()]
 
 
@@ -119,7 +133,7 @@ def decode_reference(message: memoryview) -> str:
 
 
 def encode_notify(tokens: list[int]) -> bytearray:
-    """Topics (by the frontend's own tokens) that changed."""
+    """Encodes a notice: topics (by the frontend's own tokens) that changed."""
     return bytearray(HEAD.pack(MessageKind.NOTIFY, 0, 0, len(tokens), 0) + array("Q", tokens).tobytes())
 
 
@@ -129,12 +143,12 @@ def decode_notify(message: memoryview) -> list[int]:
 
 
 def encode_generation() -> bytearray:
-    """The shard has recovered: a new arena is current, watches must be made again."""
+    """Encodes a notice: the shard has recovered. It has a new arena, and knows no watches."""
     return bytearray(HEAD.pack(MessageKind.GENERATION, 0, 0, 0, 0))
 
 
 def encode_dealt(push_id: int, dealt: Dealt) -> bytearray:
-    """Jobs for a stream."""
+    """Encodes jobs for a stream."""
     return bytearray(HEAD.pack(MessageKind.DEALT, 0, 0, 0, push_id) + _call_encoder.encode(dealt))
 
 

@@ -1,7 +1,7 @@
-"""Requests to a shard about queues (api §9) and named cursors (api §10), and the answers; `messages.py` carries them.
+"""Requests to a shard about queues (api §9) and named cursors (api §10), and the answers; `messages.py` encodes them.
 
-A frontend knows its `/work` streams, and the claims that wait for their window, by numbers of its own that it never
-uses twice. Both get dealt jobs in a `Dealt` that nobody asked for at that moment.
+A frontend numbers its `/work` streams, and the claims that wait for their window, and never uses a number twice. Both
+get jobs in a `Dealt` that the shard sends by itself.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Literal
 import msgspec
 
 from topics.core.job import JobView, State
-from topics.shm.asks import Asks, Done
+from topics.shm.asks import Asks, Deleted, Done, Message
 
 
-class Dealt(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Leased jobs: ascending seqs, their leases `first_lease_no` and up.
+class Dealt(Message, frozen=True):
+    """Leased jobs: ascending seqs, their leases numbered from `first_lease_no` on.
 
-    `dead` were handed out `dead_deliveries` times, which is often enough: the frontend brings them, with their
-    `dead_order_keys` ("" for none), to `dead_letter` and then has the shard `Bury` them.
+    `dead` jobs have had all their deliveries (`dead_deliveries`): the frontend moves them, with their `dead_order_keys`
+    ("" for none), to the topic `dead_letter` and then has the shard `Bury` them.
     """
 
     stream: int
@@ -27,23 +27,23 @@ class Dealt(msgspec.Struct, tag=True, array_like=True, frozen=True):
     deadline_ms: int
     deliveries: list[int]
     ready: int
-    dead: list[int] = []
-    dead_deliveries: list[int] = []
-    dead_order_keys: list[str] = []
+    dead: list[int] = msgspec.field(default_factory=list)
+    dead_deliveries: list[int] = msgspec.field(default_factory=list)
+    dead_order_keys: list[str] = msgspec.field(default_factory=list)
     dead_letter: str = ""
     ended: bool = False
-    """The queue is gone, and the stream with it."""
+    """True if the queue was deleted, and its streams with it."""
     refused: bool = False
-    """The log cannot say who has jobs, so nobody gets any. A claim must not be told that there are none."""
+    """True if leases cannot be logged, so nobody gets jobs. A claim must not answer that there are none."""
 
 
-class Waiting(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class Waiting(Message, frozen=True):
     """The claim waits for its window: a `Dealt` follows within `wait_ms`."""
 
     wait_ms: int
 
 
-class AckReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class AckReply(Message, frozen=True):
     """The answer to an ack or nack."""
 
     count: int
@@ -52,43 +52,43 @@ class AckReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
     in_flight: int
 
 
-class ExtendReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class ExtendReply(Message, frozen=True):
     seqs: list[int]
     skipped: list[int]
     deadline_ms: int
 
 
-class Peeked(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """All jobs up to `up_to_seq`; `more`: there are records behind it."""
+class Peeked(Message, frozen=True):
+    """The matching jobs up to `up_to_seq`; `more`: there are records behind it."""
 
     jobs: list[JobView]
     up_to_seq: int
     more: bool
 
 
-class Carried(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class Reserved(Message, frozen=True):
     seqs: list[int]
 
 
-class RemoveReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class RemoveReply(Message, frozen=True):
     count: int
 
 
-QueueReply = Dealt | Waiting | AckReply | ExtendReply | Peeked | Carried | RemoveReply
+QueueReply = Dealt | Waiting | AckReply | ExtendReply | Peeked | Reserved | RemoveReply
 
 
-class Claim(msgspec.Struct, Asks[Dealt | Waiting], tag=True, array_like=True, frozen=True):
-    """Lease me at most `max` jobs. A nil `lease_ms` means the queue's own."""
+class Claim(Message, Asks[Dealt | Waiting], frozen=True):
+    """Lease at most `max` jobs to this node. A nil `lease_ms` means the queue's own."""
 
     name: str
     node: str
     max: int
     lease_ms: int | None
     stream: int
-    """The number under which the jobs come when the claim has to wait."""
+    """The `stream` of the later `Dealt` if the claim has to wait."""
 
 
-class Ack(msgspec.Struct, Asks[AckReply], tag=True, array_like=True, frozen=True):
+class Ack(Message, Asks[AckReply], frozen=True):
     """These jobs are done."""
 
     name: str
@@ -97,8 +97,8 @@ class Ack(msgspec.Struct, Asks[AckReply], tag=True, array_like=True, frozen=True
     lease_nos: list[int] | None
 
 
-class Nack(msgspec.Struct, Asks[AckReply], tag=True, array_like=True, frozen=True):
-    """Give these jobs to somebody else, after `delay_ms`."""
+class Nack(Message, Asks[AckReply], frozen=True):
+    """Make these jobs ready again after `delay_ms`."""
 
     name: str
     node: str
@@ -107,8 +107,8 @@ class Nack(msgspec.Struct, Asks[AckReply], tag=True, array_like=True, frozen=Tru
     delay_ms: int
 
 
-class Extend(msgspec.Struct, Asks[ExtendReply], tag=True, array_like=True, frozen=True):
-    """These leases end `lease_ms` from now."""
+class Extend(Message, Asks[ExtendReply], frozen=True):
+    """Extend these leases: they end `lease_ms` from now."""
 
     name: str
     node: str
@@ -117,10 +117,8 @@ class Extend(msgspec.Struct, Asks[ExtendReply], tag=True, array_like=True, froze
     lease_ms: int
 
 
-class Unclaim(msgspec.Struct, Asks[Done], tag=True, array_like=True, frozen=True):
-    """These leases never reached their consumer: they do not count as deliveries. The jobs are ready after
-    `delay_ms`.
-    """
+class Unclaim(Message, Asks[Done], frozen=True):
+    """Take back leases that never reached their consumer and so are no deliveries. Jobs are ready after `delay_ms`."""
 
     name: str
     node: str
@@ -129,8 +127,8 @@ class Unclaim(msgspec.Struct, Asks[Done], tag=True, array_like=True, frozen=True
     delay_ms: int = 0
 
 
-class WorkOpen(msgspec.Struct, Asks[Done], tag=True, array_like=True, frozen=True):
-    """Keep `max` jobs leased to this stream from now on. It is said again to change `max`, and to a restarted shard."""
+class WorkOpen(Message, Asks[Done], frozen=True):
+    """Keep `max` jobs leased to this stream. It is sent again to change `max`, and to a restarted shard."""
 
     name: str
     stream: int
@@ -139,30 +137,30 @@ class WorkOpen(msgspec.Struct, Asks[Done], tag=True, array_like=True, frozen=Tru
     lease_ms: int | None
 
 
-class WorkClose(msgspec.Struct, Asks[Done], tag=True, array_like=True, frozen=True):
-    """The stream is over: its jobs are free again, at once."""
+class WorkClose(Message, Asks[Done], frozen=True):
+    """The stream has ended: its jobs are ready again at once."""
 
     name: str
     stream: int
 
 
-class Bury(msgspec.Struct, Asks[RemoveReply], tag=True, array_like=True, frozen=True):
-    """These dead jobs are in the dead-letter topic now."""
+class Bury(Message, Asks[RemoveReply], frozen=True):
+    """Remove these dead jobs: they are in the dead-letter topic now."""
 
     name: str
     seqs: list[int]
 
 
-class Exhume(msgspec.Struct, Asks[Done], tag=True, array_like=True, frozen=True):
-    """These dead jobs could not be taken away: try again after `delay_ms`."""
+class Release(Message, Asks[Done], frozen=True):
+    """Release dead or reserved jobs that could not be moved: they may be dealt again after `delay_ms`."""
 
     name: str
     seqs: list[int]
     delay_ms: int
 
 
-class Peek(msgspec.Struct, Asks[Peeked], tag=True, array_like=True, frozen=True):
-    """Show me at most `max` jobs behind `from_seq`, of this state (nil: of any but "done"). Nothing moves."""
+class Peek(Message, Asks[Peeked], frozen=True):
+    """Return at most `max` jobs behind `from_seq`, of this state (nil: of any but "done"). Changes nothing."""
 
     name: str
     from_seq: int
@@ -170,29 +168,27 @@ class Peek(msgspec.Struct, Asks[Peeked], tag=True, array_like=True, frozen=True)
     max: int
 
 
-class Carry(msgspec.Struct, Asks[Carried], tag=True, array_like=True, frozen=True):
-    """Which of these records is free to be taken elsewhere? A queue keeps them from its consumers until then: by
-    `Remove`, or `Exhume`.
+class Reserve(Message, Asks[Reserved], frozen=True):
+    """Reserve those of these records that are free, to move them to another topic. A queue does not deal them until
+    they are released (`Release`) or removed (`Remove`).
     """
 
     name: str
     seqs: list[int]
 
 
-class Remove(msgspec.Struct, Asks[RemoveReply], tag=True, array_like=True, frozen=True):
-    """Delete exactly these records of any topic, as far as they are there."""
+class Remove(Message, Asks[RemoveReply], frozen=True):
+    """Delete exactly these records of a topic of any type, as far as they exist."""
 
     name: str
     seqs: list[int]
 
 
-QueueCall = Claim | Ack | Nack | Extend | Unclaim | WorkOpen | WorkClose | Bury | Exhume | Peek | Carry | Remove
+QueueCall = Claim | Ack | Nack | Extend | Unclaim | WorkOpen | WorkClose | Bury | Release | Peek | Reserve | Remove
 
 
-class CursorReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A cursor as it is: the next read begins at `seq`, and ends at `up_to_seq` at the latest. `revision` changes
-    whenever anything but a reader moves it.
-    """
+class CursorReply(Message, frozen=True):
+    """A cursor: the next read is (`seq`, `up_to_seq`] at most. `revision` changes unless a reader moves it."""
 
     cursor: str
     consistency: Literal["strictly_at_once", "at_least_once"]
@@ -204,18 +200,12 @@ class CursorReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
     up_to_seq: int | None = None
 
 
-class CursorList(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class CursorList(Message, frozen=True):
     cursors: list[CursorReply]
 
 
-class CursorDeleted(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    deleted: bool
-
-
-class CursorMoved(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """`moved`: the records belong to the reader, and if it is `under_way` CursorPassedOn has to follow. The cursor's
-    place is for another try, as in CursorReply.
-    """
+class CursorMoved(Message, frozen=True):
+    """`moved`: the records are the reader's; `under_way`: CursorPassedOn has to follow. The rest is for another try."""
 
     moved: bool
     seq: int
@@ -224,13 +214,11 @@ class CursorMoved(msgspec.Struct, tag=True, array_like=True, frozen=True):
     under_way: bool = False
 
 
-CursorAnswer = CursorReply | CursorList | CursorDeleted | CursorMoved
+CursorAnswer = CursorReply | CursorList | CursorMoved
 
 
-class CursorPut(msgspec.Struct, Asks[CursorReply], tag=True, array_like=True, frozen=True):
-    """Make a named cursor or change it. A nil field stays as it is; a new cursor is `at_least_once`, 1,
-    beginning at 0.
-    """
+class CursorPut(Message, Asks[CursorReply], frozen=True):
+    """Create a named cursor or change it. A nil field stays as it is; a new cursor is `at_least_once`, 1, from 0."""
 
     name: str
     cursor: str
@@ -240,14 +228,14 @@ class CursorPut(msgspec.Struct, Asks[CursorReply], tag=True, array_like=True, fr
     tail: bool
 
 
-class CursorDelete(msgspec.Struct, Asks[CursorDeleted], tag=True, array_like=True, frozen=True):
+class CursorDelete(Message, Asks[Deleted], frozen=True):
     name: str
     cursor: str
 
 
-class CursorLook(msgspec.Struct, Asks[CursorList], tag=True, array_like=True, frozen=True):
-    """Where is the cursor, or (a nil `cursor`) where are the first `most` whose names follow `after`? With
-    `passed_seq`: where would it be for a reader who has read up to there?
+class CursorGet(Message, Asks[CursorList], frozen=True):
+    """Return the cursor, or (a nil `cursor`) the first `most` whose names follow `after`; with `passed_seq`, as they
+    would be after a reader has read up to there.
     """
 
     name: str
@@ -257,10 +245,8 @@ class CursorLook(msgspec.Struct, Asks[CursorList], tag=True, array_like=True, fr
     passed_seq: int = 0
 
 
-class CursorAdvance(msgspec.Struct, Asks[CursorMoved], tag=True, array_like=True, frozen=True):
-    """A reader has read from `from_seq` to `to_seq`: move the cursor, if it is still there. The frontend has not used
-    the number `read` before.
-    """
+class CursorAdvance(Message, Asks[CursorMoved], frozen=True):
+    """Move the cursor from `from_seq` to `to_seq` for a reader. The frontend uses no number `read` twice."""
 
     name: str
     cursor: str
@@ -270,9 +256,9 @@ class CursorAdvance(msgspec.Struct, Asks[CursorMoved], tag=True, array_like=True
     read: int
 
 
-class CursorPassedOn(msgspec.Struct, Asks[Done], tag=True, array_like=True, frozen=True):
-    """The answer of a read was given to its connection, or not. It follows each CursorAdvance whose answer says so, or
-    never came: the shard may have moved the cursor all the same, or be about to.
+class CursorPassedOn(Message, Asks[Done], frozen=True):
+    """Say whether the answer of a read was passed to its connection. Follows a CursorAdvance whose answer asks for it,
+    or never came: the shard may have moved the cursor all the same, or do so soon.
     """
 
     name: str
@@ -282,4 +268,4 @@ class CursorPassedOn(msgspec.Struct, Asks[Done], tag=True, array_like=True, froz
     passed_on: bool
 
 
-CursorCall = CursorPut | CursorDelete | CursorLook | CursorAdvance | CursorPassedOn
+CursorCall = CursorPut | CursorDelete | CursorGet | CursorAdvance | CursorPassedOn

@@ -1,11 +1,10 @@
-"""Requests to a shard about topics, and the answers; `messages.py` carries them.
+"""Requests to a shard about topics, and the answers; `messages.py` encodes them.
 
-- Frontends: topics and their records (api §1, §5), routers (api §6), watchers and their sessions (api §7), and
-  transactions over topics (api §6).
-- The compactor: which records are in segments now, and which log files may go.
+Frontends ask about topics and their records (api §1, §5), routers (api §6), watches and sessions (api §7), and
+transactions over topics (api §6). The compactor says which records are in segments and which log files may go.
 
-A frontend watches a topic for all its streams, and is told by a notice. A session is what a client asked for. The shard
-that owns its id keeps it. The streams of a session are known by a number that grows from frontend to frontend.
+A frontend watches a topic once for all its streams; notices tell it of changes. A watch session is kept by the shard
+that owns its id. Its streams have numbers that grow from one frontend incarnation to the next.
 """
 
 from __future__ import annotations
@@ -17,25 +16,19 @@ import msgspec
 from topics.core.config import TopicConfig
 from topics.core.routers import Router, RouterSpec
 from topics.core.segment_list import SegmentInfo
-from topics.shm.asks import Asks, Done
+from topics.shm.asks import Asks, Deleted, Done, Message
 
 
-class PutTopicReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """`rest` is the next request, until all is done: a shard takes as much of a change of class as fits into a turn."""
+class PutTopicReply(Message, frozen=True):
+    """The topic now. `rest`: the next request, until all is done; a change of class may take several turns."""
 
     created: bool
     config: TopicConfig
     rest: PutTopic | None = None
 
 
-class DeleteTopicReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    deleted: bool
-
-
-class DeleteRecordsReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The number of deleted records, and the topic as it is now. `rest` is the next request, until all is done: a shard
-    takes as much of a delete as fits into one turn.
-    """
+class DeleteRecordsReply(Message, frozen=True):
+    """The number of deleted records, and the topic as it is now. `rest`: the next request, until all is done."""
 
     deleted: int
     earliest_seq: int
@@ -45,11 +38,11 @@ class DeleteRecordsReply(msgspec.Struct, tag=True, array_like=True, frozen=True)
     rest: DeleteRecords | None = None
 
 
-TopicReply = PutTopicReply | DeleteTopicReply | DeleteRecordsReply
+TopicReply = PutTopicReply | DeleteRecordsReply
 
 
-class PutTopic(msgspec.Struct, Asks[PutTopicReply], tag=True, array_like=True, frozen=True):
-    """Create a topic or replace its configuration. `turns` is for the `rest` of another one: how many it has had."""
+class PutTopic(Message, Asks[PutTopicReply], frozen=True):
+    """Create a topic or replace its configuration. `turns` is set in a `rest`: the turns the change has had."""
 
     name: str
     config: TopicConfig
@@ -57,22 +50,22 @@ class PutTopic(msgspec.Struct, Asks[PutTopicReply], tag=True, array_like=True, f
     turns: int = 0
 
 
-class EnsureTopic(msgspec.Struct, Asks[PutTopicReply], tag=True, array_like=True, frozen=True):
-    """Create a topic with the default configuration; an existing one stays as it is. Answered like PutTopic."""
+class EnsureTopic(Message, Asks[PutTopicReply], frozen=True):
+    """Create a topic with the default configuration; an existing one stays as it is."""
 
     name: str
 
 
-class DeleteTopic(msgspec.Struct, Asks[DeleteTopicReply], tag=True, array_like=True, frozen=True):
+class DeleteTopic(Message, Asks[Deleted], frozen=True):
     name: str
     if_empty: bool
 
 
-class DeleteRecords(msgspec.Struct, Asks[DeleteRecordsReply], tag=True, array_like=True, frozen=True):
+class DeleteRecords(Message, Asks[DeleteRecordsReply], frozen=True):
     """Delete records below `before_seq` that match (`core/tags.py`); a nil `op` matches every record.
 
-    The fields after `op` and its text are for the `rest` of another one: it begins at `from_seq` and ends at `last_seq`
-    (nil: the head at that moment), in the topic that has this id (0: whichever has the name).
+    The last three fields are set in a `rest`: it goes on at `from_seq`, up to `last_seq` (nil: the head), in the topic
+    with this id (0: any of that name).
     """
 
     name: str
@@ -84,8 +77,8 @@ class DeleteRecords(msgspec.Struct, Asks[DeleteRecordsReply], tag=True, array_li
     topic_id: int = 0
 
 
-class Expire(msgspec.Struct, Asks[Done], tag=True, array_like=True, frozen=True):
-    """A reader saw expired records at the front: move the floors now."""
+class Expire(Message, Asks[Done], frozen=True):
+    """Move the floors now: a reader saw expired records at the front."""
 
     name: str
 
@@ -93,57 +86,53 @@ class Expire(msgspec.Struct, Asks[Done], tag=True, array_like=True, frozen=True)
 TopicCall = PutTopic | EnsureTopic | DeleteTopic | DeleteRecords | Expire
 
 
-class PutRouterReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class PutRouterReply(Message, frozen=True):
     created: bool
     router: Router
 
 
-class DeleteRouterReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    deleted: bool
-
-
-class SyncRoutersReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class SyncRoutersReply(Message, frozen=True):
     begun: bool
 
 
-class CaughtUp(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """`done`: asking again now gains nothing. `pending`: there is room for more copies than were made. If it is not
-    `done` then, the source could not be read at this moment: ask again in a while.
+class CaughtUp(Message, frozen=True):
+    """`pending`: copies are left that cannot be made now. `done`: asking again does not help. Without `done` ask again,
+    at once or (`pending`: the source cannot be read at this moment) in a while.
     """
 
     done: bool
     pending: bool
 
 
-RouterReply = PutRouterReply | DeleteRouterReply | SyncRoutersReply | CaughtUp
+RouterReply = PutRouterReply | SyncRoutersReply | CaughtUp
 
 
-class PutRouter(msgspec.Struct, Asks[PutRouterReply], tag=True, array_like=True, frozen=True):
-    """To shard 0, like the next two: register a router, or change it."""
+class PutRouter(Message, Asks[PutRouterReply], frozen=True):
+    """To shard 0, like DeleteRouter and RemoveRouters: register a router, or change it."""
 
     name: str
     spec: RouterSpec
 
 
-class DeleteRouter(msgspec.Struct, Asks[DeleteRouterReply], tag=True, array_like=True, frozen=True):
+class DeleteRouter(Message, Asks[Deleted], frozen=True):
     name: str
 
 
-class RemoveRouters(msgspec.Struct, Asks[Done], tag=True, array_like=True, frozen=True):
-    """Remove these routers, as far as they are still there."""
+class RemoveRouters(Message, Asks[Done], frozen=True):
+    """Remove those of these routers that still exist."""
 
     router_ids: list[int]
 
 
-class SyncRouters(msgspec.Struct, Asks[SyncRoutersReply], tag=True, array_like=True, frozen=True):
-    """To the shard of a dest: do what the table of routers says now. Has this router (0: any) begun?"""
+class SyncRouters(Message, Asks[SyncRoutersReply], frozen=True):
+    """To the shard of a dest: apply the table of routers. The answer says whether this router (0: any) has begun."""
 
     dest: str
     router_id: int
     version: int
 
 
-class CatchUp(msgspec.Struct, Asks[CaughtUp], tag=True, array_like=True, frozen=True):
+class CatchUp(Message, Asks[CaughtUp], frozen=True):
     """To the shard of a dest: copy everything that its source has now."""
 
     dest: str
@@ -152,18 +141,16 @@ class CatchUp(msgspec.Struct, Asks[CaughtUp], tag=True, array_like=True, frozen=
 RouterCall = PutRouter | DeleteRouter | RemoveRouters | SyncRouters | CatchUp
 
 
-class SessionOpenReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The positions of the last SessionClose, None before the first. `exact`: they are all that was sent; else the
-    client's Last-Event-ID may know more.
-    """
+class SessionOpenReply(Message, frozen=True):
+    """The positions of the last SessionClose, None before. If not `exact`, a Last-Event-ID may be further."""
 
     body: bytes
     positions: dict[str, int] | None
     exact: bool
 
 
-class Watch(msgspec.Struct, Asks[None], tag=True, array_like=True, frozen=True):
-    """Notify me (with my `token`) of every change of this topic; at once if it is not as I have seen it."""
+class Watch(Message, Asks[None], frozen=True):
+    """Notify me (with my `token`) of every change of this topic; at once if it has changed since I saw it."""
 
     token: int
     name: str
@@ -171,40 +158,40 @@ class Watch(msgspec.Struct, Asks[None], tag=True, array_like=True, frozen=True):
     seen_head_seq: int
 
 
-class Unwatch(msgspec.Struct, Asks[None], tag=True, array_like=True, frozen=True):
+class Unwatch(Message, Asks[None], frozen=True):
     token: int
     name: str
 
 
-class Hello(msgspec.Struct, Asks[None], tag=True, array_like=True, frozen=True):
-    """A frontend has a new incarnation: the watches and streams of the former one are over."""
+class Hello(Message, Asks[None], frozen=True):
+    """A frontend has a new incarnation: end the watches and streams of the former one."""
 
     incarnation: int
 
 
-class SessionPut(msgspec.Struct, Asks[Done], tag=True, array_like=True, frozen=True):
+class SessionPut(Message, Asks[Done], frozen=True):
     """Keep a watch session; only frontends look into its `body`."""
 
     wid: str
     body: bytes
 
 
-class SessionLook(msgspec.Struct, Asks[SessionOpenReply], tag=True, array_like=True, frozen=True):
-    """How would a SessionOpen be answered now? Nothing begins or ends by asking."""
+class SessionGet(Message, Asks[SessionOpenReply], frozen=True):
+    """Answer as a SessionOpen would be answered now, without opening a stream."""
 
     wid: str
 
 
-class SessionOpen(msgspec.Struct, Asks[SessionOpenReply], tag=True, array_like=True, frozen=True):
-    """A stream of this session begins; `stream` identifies it (unique per frontend incarnation)."""
+class SessionOpen(Message, Asks[SessionOpenReply], frozen=True):
+    """Open a stream of this session; `stream` identifies it (unique in a frontend incarnation)."""
 
     wid: str
     stream: int
 
 
-class SessionClose(msgspec.Struct, Asks[Done], tag=True, array_like=True, frozen=True):
-    """The stream ended in order. `positions` are how far it has sent each topic, without topics that have ended; None:
-    neither it nor a stream before it has sent anything.
+class SessionClose(Message, Asks[Done], frozen=True):
+    """The stream ended in order. `positions`: the last seq sent of each topic, without deleted topics; None: neither it
+    nor a stream before it has sent anything.
     """
 
     wid: str
@@ -212,28 +199,28 @@ class SessionClose(msgspec.Struct, Asks[Done], tag=True, array_like=True, frozen
     positions: dict[str, int] | None
 
 
-class SessionAbandon(msgspec.Struct, Asks[None], tag=True, array_like=True, frozen=True):
-    """Nobody waits for the answer to that SessionOpen any more: no stream has begun."""
+class SessionAbandon(Message, Asks[None], frozen=True):
+    """Nobody waits for the answer to that SessionOpen any more: no stream was opened."""
 
     wid: str
     stream: int
 
 
-SessionCall = SessionPut | SessionLook | SessionOpen | SessionClose | SessionAbandon
+SessionCall = SessionPut | SessionGet | SessionOpen | SessionClose | SessionAbandon
 
 
 WatchCall = Watch | Unwatch | Hello | SessionCall
 
 
-class TxnReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A sink after the call: `batch` is its latest, `pending` the stages of it that are still to be published."""
+class TxnReply(Message, frozen=True):
+    """A sink after the call: `batch` is its latest one, `pending` those of its stages that are not published yet."""
 
     outcome: Literal["begun", "pending", "committed", "none"]
     batch: int
     pending: list[tuple[str, str]]
 
 
-class TxnPendingReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class TxnPendingReply(Message, frozen=True):
     """(sink, batch, stages) of each batch."""
 
     batches: list[tuple[str, int, list[tuple[str, str]]]]
@@ -242,15 +229,15 @@ class TxnPendingReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
 SinkReply = TxnReply | TxnPendingReply
 
 
-class TxnBegin(msgspec.Struct, Asks[TxnReply], tag=True, array_like=True, frozen=True):
-    """Decide a batch of a sink: from now on its stages, (id, topic) each, will be published."""
+class TxnBegin(Message, Asks[TxnReply], frozen=True):
+    """Decide a batch of a sink: its stages, (id, topic) each, will be published whatever happens."""
 
     sink: str
     batch: int
     stages: list[tuple[str, str]]
 
 
-class StagePublish(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class StagePublish(Message, frozen=True):
     """Append a stage of a decided batch, once; answered as an append."""
 
     name: str
@@ -259,57 +246,54 @@ class StagePublish(msgspec.Struct, tag=True, array_like=True, frozen=True):
     batch: int
 
 
-class TxnEnd(msgspec.Struct, Asks[Done], tag=True, array_like=True, frozen=True):
+class TxnEnd(Message, Asks[Done], frozen=True):
     """Every stage of the batch is published."""
 
     sink: str
     batch: int
 
 
-class StagesOver(msgspec.Struct, Asks[None], tag=True, array_like=True, frozen=True):
-    """The batch is over: the topic may forget the pins by which it publishes each stage once."""
+class StagesOver(Message, Asks[None], frozen=True):
+    """The batch is over: the topic may forget its pins, which have it publish each stage once."""
 
     name: str
     sink: str
     batch: int
 
 
-class TxnLook(msgspec.Struct, Asks[TxnReply], tag=True, array_like=True, frozen=True):
-    """Which batch has this sink committed?"""
+class TxnGet(Message, Asks[TxnReply], frozen=True):
+    """Return the batch that this sink has committed last."""
 
     sink: str
 
 
-class TxnForget(msgspec.Struct, Asks[TxnReply], tag=True, array_like=True, frozen=True):
-    """Nobody will use the sink any more."""
+class TxnForget(Message, Asks[TxnReply], frozen=True):
+    """Forget the sink: nobody will use it any more."""
 
     sink: str
 
 
-class TxnPending(msgspec.Struct, Asks[TxnPendingReply], tag=True, array_like=True, frozen=True):
-    """Which batches are decided and not over?"""
+class TxnPending(Message, Asks[TxnPendingReply], frozen=True):
+    """Return the batches that are decided and not over."""
 
 
-SinkCall = TxnBegin | TxnEnd | TxnLook | TxnForget | TxnPending
-
-
+SinkCall = TxnBegin | TxnEnd | TxnGet | TxnForget | TxnPending
 """To the shard that owns the sink."""
-
 
 TxnCall = SinkCall | StagePublish | StagesOver
 
 
-class CheckpointReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Topic ids: `gone` are deleted, `refused` could not be marked. All others of the request are marked."""
+class CheckpointReply(Message, frozen=True):
+    """Topic ids: `deleted` do not exist any more, `refused` could not be marked. All others of the request are."""
 
-    gone: list[int]
+    deleted: list[int]
     refused: list[int]
 
 
 class TopicCheckpoint(msgspec.Struct, array_like=True, frozen=True):
-    """One topic's records up to `up_to_seq` are in segments, on the disk; `segments` are those that are new or changed.
+    """One topic's records up to `up_to_seq` are in segments and synced. `segments`: those that are new or changed.
 
-    `up_to_seq` stays as it was when a segment was only sealed, rewritten or relocated.
+    `up_to_seq` is the former one when a segment was only sealed, rewritten or relocated.
     """
 
     topic_id: int
@@ -317,21 +301,21 @@ class TopicCheckpoint(msgspec.Struct, array_like=True, frozen=True):
     segments: list[SegmentInfo]
 
 
-class Checkpoint(msgspec.Struct, Asks[CheckpointReply], tag=True, array_like=True, frozen=True):
-    """From the compactor: log that these records are in segments, then let go of their locations."""
+class Checkpoint(Message, Asks[CheckpointReply], frozen=True):
+    """From the compactor: log that these records are in segments, then drop their locations."""
 
     topics: list[TopicCheckpoint]
 
 
-class Trim(msgspec.Struct, Asks[Done], tag=True, array_like=True, frozen=True):
+class Trim(Message, Asks[Done], frozen=True):
     """From the compactor: log files numbered below `file_no` hold nothing that two snapshots do not have."""
 
     file_no: int
 
 
-class MarkAgain(msgspec.Struct, Asks[Done], tag=True, array_like=True, frozen=True):
-    """From the compactor: mark these deletions in their segments once more, because a sync that should have covered the
-    marks may have failed. `runs` are (first_seq, last_seq) of records that the log says are deleted.
+class MarkAgain(Message, Asks[Done], frozen=True):
+    """From the compactor: mark these deletions in their segments again, for a sync of the marks may have failed.
+    `runs` are (first_seq, last_seq) of records that the log says are deleted.
     """
 
     topic_id: int

@@ -42,7 +42,7 @@ HEADER: Final = Struct("<8sIIQIII4x")
 CHECKSUM: Final = Struct("<Q")
 BODY_AT: Final = HEADER.size + CHECKSUM.size
 _U32_LEN: Final = 4
-_BLOCK_TAGS: Final = 128
+BLOCK_TAGS: Final = 128
 """One tag in so many is kept in memory: with 10,000 of them in a segment, less than a byte a record."""
 
 
@@ -110,10 +110,10 @@ class Postings:
         self._tag_count = tag_count
         text_ends = array("I")
         text_ends.frombytes(content[BODY_AT : self._list_ends_at])
-        self._block_ends = text_ends[_BLOCK_TAGS - 1 :: _BLOCK_TAGS]
-        if tag_count % _BLOCK_TAGS:
+        self._block_ends = text_ends[BLOCK_TAGS - 1 :: BLOCK_TAGS]
+        if tag_count % BLOCK_TAGS:
             self._block_ends.append(text_len)
-        self._firsts = [self._tag(number) for number in range(0, tag_count, _BLOCK_TAGS)]
+        self._firsts = [self._tag(number) for number in range(0, tag_count, BLOCK_TAGS)]
         """First tag of each block: most files do not have the wanted tag, and one comparison tells."""
 
     @classmethod
@@ -149,8 +149,8 @@ class Postings:
             return []
         # The text of a block may have the tag across two others, or inside one.
         numbers = range(self._tag_count)
-        low = max(0, block) * _BLOCK_TAGS
-        first = bisect_left(numbers, tag, lo=low, hi=min(self._tag_count, low + _BLOCK_TAGS), key=self._tag)
+        low = max(0, block) * BLOCK_TAGS
+        first = bisect_left(numbers, tag, lo=low, hi=min(self._tag_count, low + BLOCK_TAGS), key=self._tag)
         if match.op == "eq":
             last = first + (first < self._tag_count and self._tag(first) == tag)
         else:

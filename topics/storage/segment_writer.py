@@ -25,7 +25,7 @@ from topics.storage.segment import (
 from topics.storage.segment_convert import convert
 
 _CHUNK_RECORDS: Final = 4096  # few enough to be hashed and joined while they are in the cache
-_CHUNK_BYTES: Final = 64 * 1024 * 1024
+CHUNK_BYTES: Final = 64 * 1024 * 1024
 """The most bytes to write at once: Linux takes less than 2 GiB, and joined pieces take memory."""
 
 
@@ -175,13 +175,13 @@ class SegmentWriter:
 
 
 def _chunks(entries: array[int]) -> Iterator[array[int]]:
-    """Yield entries to be written at once: at most _CHUNK_BYTES, or one record."""
+    """Yield entries to be written at once: at most CHUNK_BYTES, or one record."""
     at = 0
     while at < len(entries):
         chunk = entries[at : at + _CHUNK_RECORDS * ENTRY_WORDS]
         lengths = lengths_of(chunk)
-        if sum(lengths) > _CHUNK_BYTES:
-            chunk = chunk[: max(1, bisect_right(list(accumulate(lengths)), _CHUNK_BYTES)) * ENTRY_WORDS]
+        if sum(lengths) > CHUNK_BYTES:
+            chunk = chunk[: max(1, bisect_right(list(accumulate(lengths)), CHUNK_BYTES)) * ENTRY_WORDS]
         yield chunk
         at += len(chunk)
 

@@ -44,13 +44,6 @@ def shared_memory_shortage(settings: Settings, statvfs: StatVfs = os.statvfs) ->
     )
 
 
-def raise_open_files() -> int:
-    """Raises the limit of open files, also for the children, to the highest allowed; returns it."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    return most
-
-
 def open_files_shortage(most: int) -> str | None:
     """Returns why `most` open files are too few, None when they are enough."""
     if most == resource.RLIM_INFINITY or most >= OPEN_FILES_MIN:
@@ -58,6 +51,28 @@ def open_files_shortage(most: int) -> str | None:
     return (
         f"this process may open {most} files and {OPEN_FILES_MIN} are needed; raise the limit (ulimit -n, LimitNOFILE=)"
     )
+
+
+def file_size_shortage(settings: Settings, most: int) -> str | None:
+    """Returns why files of at most `most` bytes are too small for these settings, None when they are large enough."""
+    needed = max(
+        SharedMemory.needed_bytes(settings.wal_shards, settings.frontends, settings.ring_bytes),
+        settings.wal_file_bytes,
+        settings.segment_max_bytes,
+    )
+    if most == resource.RLIM_INFINITY or most >= needed:
+        return None
+    return (
+        f"this process may write files of {most} bytes and {needed} are needed; raise the limit (ulimit -f, "
+        "LimitFSIZE=), best to unlimited"
+    )
+
+
+def raise_limit(limit: int) -> int:
+    """Raises a limit of this process and its children (resource.RLIMIT_…) to the highest allowed; returns it."""
+    _, most = resource.getrlimit(limit)
+    resource.setrlimit(limit, (most, most))
+    return most
 
 
 COLD_VARIABLE: Final = "TOPICS_COLD_DIR"
@@ -89,6 +104,8 @@ def check(settings: Settings, statvfs: StatVfs = os.statvfs) -> list[CheckFindin
     findings.append(CheckFinding(f"address {show(settings.host, settings.port)}", _address_problem(settings)))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     findings.append(CheckFinding(f"open files ({most})", open_files_shortage(most)))
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    findings.append(CheckFinding("file size", file_size_shortage(settings, most)))
     return findings
 
 

@@ -181,8 +181,10 @@ def fork(name: str, index: int, main: Callable[[], int]) -> int:
         return pid
     exit_code = EXIT_CRASHED
     try:
-        _set_up(name, index, parent_pid)
-        exit_code = main()
+        if _set_up(name, index, parent_pid):
+            exit_code = main()
+        else:
+            _logger.info("not started: the supervisor ended during the fork")
     except BaseException:
         _logger.exception("process crashed")
     finally:
@@ -193,15 +195,17 @@ def fork(name: str, index: int, main: Callable[[], int]) -> int:
             os._exit(exit_code)
 
 
-def _set_up(name: str, index: int, parent_pid: int) -> None:
+def _set_up(name: str, index: int, parent_pid: int) -> bool:
+    """Makes this process a child of the supervisor. False when that has ended meanwhile."""
     log.identify(name, index)
     _libc.prctl(_PR_SET_NAME, f"{name}-{index}".encode(), 0, 0, 0)
     # When the supervisor dies, nothing restarts a child any more: it gets SIGTERM, drains and ends.
     if _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:
-        raise SystemExit("the supervisor died during the fork")
+        return False
     # A terminal sends SIGINT to the whole group; the supervisor alone acts on it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # SIGHUP stays blocked until a frontend can handle it, in other children for ever: it would end them.
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGHUP})
+    return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 from contextlib import ExitStack, suppress
 from itertools import chain
 from typing import Final
@@ -19,7 +20,13 @@ from topics.shm.instance import SharedMemory
 from topics.storage.clock_file import read_clock
 from topics.storage.filesystem import OsFileSystem, WritePath, boot_id, choose_write_path
 from topics.storage.lock import DataDirLock, DataDirLocked, DataDirNotWritable
-from topics.supervisor.check import StatVfs, open_files_shortage, raise_open_files, shared_memory_shortage
+from topics.supervisor.check import (
+    StatVfs,
+    file_size_shortage,
+    open_files_shortage,
+    raise_limit,
+    shared_memory_shortage,
+)
 from topics.supervisor.children import ChildMains, is_running
 from topics.supervisor.listeners import AddressError, listen_for, port_of, show, write_port_file
 from topics.supervisor.notify import Notify
@@ -71,8 +78,12 @@ def _serve(
     signals: Signals,
     behind: ExitStack,
 ) -> int:
-    if shortage := open_files_shortage(raise_open_files()):
-        raise StartError(shortage)
+    for shortage in (
+        open_files_shortage(raise_limit(resource.RLIMIT_NOFILE)),
+        file_size_shortage(settings, raise_limit(resource.RLIMIT_FSIZE)),
+    ):
+        if shortage:
+            raise StartError(shortage)
     lock = _acquire(settings, signals, clock)
     if lock is None:
         return EXIT_OK

@@ -80,7 +80,7 @@ class ColdTier:
         """`timeout_ms`: how long a reader waits for it."""
         self._store = store
         self._clock = clock
-        self._timeout_ms = timeout_ms
+        self.timeout_ms = timeout_ms
         self._blocks: OrderedDict[tuple[str, int], _Block] = OrderedDict()
         self._blocks_max = cache_bytes // BLOCK_BYTES
         self._reads: dict[tuple[str, int], _RangedRead] = {}
@@ -125,9 +125,9 @@ class ColdTier:
             read.waiters += 1
         try:
             if reads:
-                _, late = await asyncio.wait([read.done for read in reads], timeout=self._timeout_ms / 1000)
+                _, late = await asyncio.wait([read.done for read in reads], timeout=self.timeout_ms / 1000)
                 if late:
-                    raise _unavailable(name, f"it has not answered within {self._timeout_ms} ms")
+                    raise _unavailable(name, f"it has not answered within {self.timeout_ms} ms")
         finally:
             for read in reads:
                 read.waiters -= 1

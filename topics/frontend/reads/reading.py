@@ -107,7 +107,7 @@ class TopicRef(NamedTuple):
     config: TopicConfig
 
 
-class ReadPage(msgspec.Struct, frozen=True):
+class RecordPage(msgspec.Struct, frozen=True):
     """`body` is `count` record objects joined by commas; everything up to `next_from_seq` has been examined."""
 
     body: bytes
@@ -137,15 +137,15 @@ class TopicReader:
         None when none ever left it.
         """
         self._arenas = arenas
-        self._stores = Stores(files, OpenSegments(files.data_dir), cold)
+        self.stores = Stores(files, OpenSegments(files.data_dir), cold)
         self._shards = shards
         self._clock = clock
         self._now_ms = 0
 
     def sweep(self) -> None:
         """Lets go of files that were removed; to be called now and then."""
-        self._stores.logs.sweep()
-        self._stores.segments.sweep()
+        self.stores.logs.sweep()
+        self.stores.segments.sweep()
 
     def now_ms(self) -> int:
         """Milliseconds since the epoch, for expiry: what has expired stays expired when the clock is corrected. A clock
@@ -227,7 +227,7 @@ class TopicReader:
         now_ms: int,
         up_to_seq: int | None = None,
         from_ts: int | None = None,
-    ) -> ReadPage:
+    ) -> RecordPage:
         """The records that follow `from_seq`, not beyond `up_to_seq`, and none before the first with `$ts >= from_ts`.
 
         Raises `topic_not_found` when the topic went away, `storage_unavailable` when a frame cannot be read;
@@ -243,7 +243,7 @@ class TopicReader:
         now_ms: int,
         up_to_seq: int | None = None,
         from_ts: int | None = None,
-    ) -> ReadPage:
+    ) -> RecordPage:
         """As `read_page`, waiting for the cold tier where it must; then `ref` is to be found again."""
         reason: Exception | None = None
         for _ in range(_COLD_TRIES):
@@ -262,8 +262,8 @@ class TopicReader:
 
     async def fetch(self, miss: ColdMissError) -> None:
         """Gets what a page lacked (`ColdTier.fetch`)."""
-        assert self._stores.cold is not None
-        await self._stores.cold.fetch(miss)
+        assert self.stores.cold is not None
+        await self.stores.cold.fetch(miss)
 
     def _steady(self, ref: TopicRef, look: Callable[[TopicRef], _T]) -> _T:
         """What `look` finds, which gets a new view of the topic each time it finds that its own is old."""
@@ -274,8 +274,8 @@ class TopicReader:
             except (MovedError, MismatchError, FileNotFoundError, EOFError) as error:
                 reason = error
             except CorruptSegment as damage:
-                self._stores.segments.forget(damage.path)
-                if self._stores.cold is None or not self._stores.cold.forget(_in_topics_dir(damage.path)):
+                self.stores.segments.forget(damage.path)
+                if self.stores.cold is None or not self.stores.cold.forget(_in_topics_dir(damage.path)):
                     raise _corrupt(ref, damage) from damage
                 reason = damage
             except OSError as error:
@@ -284,7 +284,7 @@ class TopicReader:
         raise _unreadable(ref, reason)
 
     def _source(self, ref: TopicRef) -> Source:
-        return Source(self._stores, ref.shard, ref.arena, ref.slot, ref.view)
+        return Source(self.stores, ref.shard, ref.arena, ref.slot, ref.view)
 
     def _read(
         self,
@@ -294,7 +294,7 @@ class TopicReader:
         now_ms: int,
         up_to_seq: int | None,
         from_ts: int | None,
-    ) -> ReadPage:
+    ) -> RecordPage:
         source = self._source(ref)
         if from_ts is not None:
             # In this very view: a record that comes between finding the start and reading may be too early.
@@ -346,7 +346,7 @@ class TopicReader:
                 if part.full:
                     ended = True
                     break
-        return ReadPage(
+        return RecordPage(
             bodies[0] if len(bodies) == 1 else b",".join(bodies),
             count,
             cursor,
@@ -411,7 +411,7 @@ PAGE_MEMBERS: Final = (
 """To be filled in with `page_values`, together with the rest of the answer: the records are copied once."""
 
 
-def page_values(page: ReadPage) -> tuple[bytes | int, ...]:
+def page_values(page: RecordPage) -> tuple[bytes | int, ...]:
     """The values of PAGE_MEMBERS for this page."""
     return (
         page.body,

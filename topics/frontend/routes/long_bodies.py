@@ -45,7 +45,7 @@ _skip: Final = msgspec.json.Decoder(msgspec.Raw).decode
 _records: Final = msgspec.json.Decoder(list[RecordBody])
 
 
-class _UncutError(Exception):
+class UncutError(Exception):
     """The body is to be decoded whole."""
 
 
@@ -53,13 +53,13 @@ def decode(decoder: msgspec.json.Decoder[BodyT], body: bytes, records_max: int, 
     """As `wire.decode`, and `batch_too_large` as soon as there are more than `records_max`. For threads: it rests."""
     if len(body) > WHOLE_BYTES_MAX:
         try:
-            return _Cutter(body, records_max, record_max_bytes).decode(decoder)
-        except _UncutError:
+            return Cutter(body, records_max, record_max_bytes).decode(decoder)
+        except UncutError:
             pass
     return wire.decode(decoder, body)
 
 
-class _Cutter:
+class Cutter:
     def __init__(self, body: bytes, records_max: int, record_max_bytes: int) -> None:
         self._body = body
         self._view = memoryview(body)
@@ -70,9 +70,9 @@ class _Cutter:
         body = self._body
         found = _RECORDS.search(body, 0, _FRAME_BYTES_MAX)
         if found is None:
-            raise _UncutError
+            raise UncutError
         start = at = found.end()
-        end = self._end_of_value(at)
+        end = self.end_of_value(at)
         joint = _JOINT.match(body, body.rfind(b"}", at, end + 1), end + _JOINT_BYTES_MAX)
         records: list[RecordBody] = []
         while True:
@@ -84,7 +84,7 @@ class _Cutter:
                 end = self._walk(at, self._records_max + 1 - len(records))
                 piece = self._piece(at, end)
                 if piece is None:
-                    raise _UncutError
+                    raise UncutError
             records += piece
             if len(records) > self._records_max:
                 raise TopicsError(
@@ -103,14 +103,14 @@ class _Cutter:
     def _frame(self, decoder: msgspec.json.Decoder[BodyT], start: int, end: int) -> BodyT:
         """All but what is between, which has to be the records and not what only looks like them."""
         if len(self._body) - end > _FRAME_BYTES_MAX:
-            raise _UncutError
+            raise UncutError
         stand_in = os.urandom(16).hex().encode()  # nobody can have sent it
         try:
             request = wire.decode(decoder, b'%b{"data":"%b"}%b' % (self._body[:start], stand_in, self._body[end:]))
         except TopicsError:
-            raise _UncutError from None
+            raise UncutError from None
         if [bytes(record.data).strip(b'"') for record in request.records] != [stand_in]:
-            raise _UncutError
+            raise UncutError
         return request
 
     def _piece(self, at: int, end: int) -> list[RecordBody] | None:
@@ -132,13 +132,13 @@ class _Cutter:
         """Where a piece from `at` on ends that has at most so many records, value by value."""
         start = at
         while True:
-            end = self._end_of_value(at)
+            end = self.end_of_value(at)
             records -= 1
             if self._body[end] != ord(",") or end - start >= PIECE_BYTES or not records:
                 return end
             at = end + 1
 
-    def _end_of_value(self, at: int) -> int:
+    def end_of_value(self, at: int) -> int:
         """Where something other than space follows the value at `at`."""
         try:
             _skip(self._view[at : at + self._value_max_bytes])
@@ -148,4 +148,4 @@ class _Cutter:
                 return at + int(ended[1]) - 1
         except RecursionError:
             pass
-        raise _UncutError
+        raise UncutError

@@ -9,37 +9,35 @@ import msgspec
 
 from topics.core.control_bodies import encode_body
 from topics.core.cursors import CursorFrameBody, NamedCursor
-from topics.core.errors import topic_not_found
-from topics.shm.asks import Done
+from topics.shm.asks import Deleted, Done
 from topics.shm.queue_messages import (
     CursorAdvance,
     CursorDelete,
-    CursorDeleted,
+    CursorGet,
     CursorList,
-    CursorLook,
     CursorMoved,
     CursorPassedOn,
     CursorPut,
     CursorReply,
 )
 from topics.storage.frame import FrameType
-from topics.walshard.commit.draft import AloneHandler, Draft, GroupHandler, Steps
-from topics.walshard.handlers.queue_writes import QueueWrites
+from topics.walshard.commit.draft import AloneHandler, Draft, GroupHandler, Steps, control_write
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
+from topics.walshard.step_clock import StepClock
 
 
 class NamedCursors:
     """The named cursors of one shard's topics: where each is, and what of that the log has to hold."""
 
-    def __init__(self, catalog: Catalog, writes: QueueWrites) -> None:
+    def __init__(self, catalog: Catalog, time: StepClock) -> None:
         self._catalog = catalog
-        self._writes = writes
+        self._time = time
 
     @property
     def routes(self) -> dict[type, GroupHandler]:
         """The requests that are handled here in a group."""
-        return {CursorLook: self.look, CursorAdvance: self.advance, CursorPassedOn: self.passed_on}
+        return {CursorGet: self.look, CursorAdvance: self.advance, CursorPassedOn: self.passed_on}
 
     @property
     def alone_routes(self) -> dict[type, AloneHandler]:
@@ -62,16 +60,16 @@ class NamedCursors:
                     self._log(group, hosted, body, partial(cursor.persisted, body), None, sync=cursor.strict)
         yield group
 
-    def look(self, call: CursorLook, _frontend: int, _group: Draft) -> CursorList:
+    def look(self, call: CursorGet, _frontend: int, _group: Draft) -> CursorList:
         """Shows one cursor, or a page of them."""
-        cursors = self._require(call.name).topic.cursors
+        cursors = self._catalog.require(call.name).topic.cursors
         one = call.cursor
         found = cursors.behind(call.after, call.most) if one is None else [cursors.get(call.name, one)]
         return CursorList([_shown(cursor, call.passed_seq) for cursor in found])
 
     def put(self, call: CursorPut, _frontend: int) -> Steps[CursorReply]:
         """Makes a cursor, or moves or configures one that is there."""
-        hosted = self._require(call.name)
+        hosted = self._catalog.require(call.name)
         topic = hosted.topic
         topic.cursors.check_room(call.cursor)
         known = topic.cursors.find(call.cursor)
@@ -104,22 +102,22 @@ class NamedCursors:
             yield draft
         return CursorReply(cursor.name, consistency, persist_every, cursor.seq, persisted_seq, cursor.revision)
 
-    def delete(self, call: CursorDelete, _frontend: int) -> Steps[CursorDeleted]:
+    def delete(self, call: CursorDelete, _frontend: int) -> Steps[Deleted]:
         """Deletes a cursor; one that is not there, or whose topic is not, was deleted already (api §0.9)."""
         hosted = self._catalog.find(call.name)
         known = None if hosted is None else hosted.topic.cursors.find(call.cursor)
         if hosted is None or known is None:
-            return CursorDeleted(False)
+            return Deleted(False)
         cursors = hosted.topic.cursors
         body = CursorFrameBody(call.cursor, None)
-        draft = Draft(reply=CursorDeleted(True))
+        draft = Draft(reply=Deleted(True))
         self._log(draft, hosted, body, lambda: cursors.logged(body), None, sync=True)
         yield draft
-        return CursorDeleted(True)
+        return Deleted(True)
 
     def advance(self, call: CursorAdvance, frontend: int, group: Draft) -> CursorMoved:
         """Moves a cursor over what is being read, if nobody was faster."""
-        hosted = self._require(call.name)
+        hosted = self._catalog.require(call.name)
         cursor = hosted.topic.cursors.get(call.name, call.cursor)
         moved = cursor.advance(call.revision, call.from_seq, call.to_seq, frontend, call.read)
         reply = CursorMoved(moved, cursor.seq, cursor.up_to_seq, cursor.revision, moved and not cursor.strict)
@@ -129,7 +127,7 @@ class NamedCursors:
 
     def passed_on(self, call: CursorPassedOn, frontend: int, group: Draft) -> Done:
         """What was read has left for its client, or failed to."""
-        hosted = self._require(call.name)
+        hosted = self._catalog.require(call.name)
         cursor = hosted.topic.cursors.find(call.cursor)
         if cursor is None:
             return Done()
@@ -139,12 +137,6 @@ class NamedCursors:
             cursor.failed(call.revision, frontend, call.read)
         self._persist(group, hosted, cursor, cursor.persist_failed)
         return Done()
-
-    def _require(self, name: str) -> Hosted:
-        hosted = self._catalog.find(name)
-        if hosted is None:
-            raise topic_not_found(name)
-        return hosted
 
     def _persist(self, group: Draft, hosted: Hosted, cursor: NamedCursor, undo: Callable[[], None]) -> None:
         if cursor.to_persist:
@@ -162,7 +154,8 @@ class NamedCursors:
         *,
         sync: bool,
     ) -> None:
-        self._writes.add(group, hosted, [(FrameType.CURSOR, encode_body(body))], apply, undo, sync=sync)
+        bodies = [(FrameType.CURSOR, encode_body(body))]
+        group.add(control_write(hosted.topic, self._time.now.wall_ms, bodies, apply, undo, sync=sync))
 
 
 def _shown(cursor: NamedCursor, passed_seq: int) -> CursorReply:

@@ -1,5 +1,5 @@
 """The shard's part in transactions over topics (api §6): it keeps what its sinks have committed, and publishes stages
-of its topics. A frontend drives a commit from one to the other (`frontend/txn/commit_driver.py`).
+of its topics. A frontend drives a commit from one to the other (`frontend/txn/coordinator.py`).
 
 Every step may be asked for again, by anyone, at any time: what has been done stays done.
 """
@@ -22,7 +22,7 @@ from topics.shm.topic_messages import (
     TxnBegin,
     TxnEnd,
     TxnForget,
-    TxnLook,
+    TxnGet,
     TxnPending,
     TxnPendingReply,
     TxnReply,
@@ -41,7 +41,7 @@ from topics.storage.txn_files import (
     sink_name,
     stage_name,
 )
-from topics.walshard.commit.draft import CommitFirst, Draft, GroupHandler, nothing
+from topics.walshard.commit.draft import CommitFirst, Draft, GroupHandler
 from topics.walshard.handlers.appends import Appends
 from topics.walshard.hosted.catalog import Catalog
 
@@ -70,12 +70,12 @@ class Sinks:
         `storage_unavailable`, which leaves open whether it has: the same call again is right in both cases.
         """
         routes: dict[type, GroupHandler] = {StagePublish: self.publish, StagesOver: self.stages_over}
-        return routes | dict.fromkeys((TxnBegin, TxnEnd, TxnForget, TxnLook, TxnPending), self.take)
+        return routes | dict.fromkeys((TxnBegin, TxnEnd, TxnForget, TxnGet, TxnPending), self.take)
 
     def take(self, call: SinkCall, _frontend: int, group: Draft) -> TxnReply | TxnPendingReply | Done:
         """Carries out a call about a sink: its file is replaced behind all that was published for it."""
         if group:
-            raise CommitFirst(nothing())
+            raise CommitFirst
         match call:
             case TxnBegin():
                 return self._begin(call)
@@ -83,14 +83,14 @@ class Sinks:
                 return self._end(call)
             case TxnForget():
                 return self._forget(call.sink)
-            case TxnLook():
+            case TxnGet():
                 return _as_known(self._find(call.sink))
             case TxnPending():
                 return TxnPendingReply(self._pending())
 
     def publish(self, call: StagePublish, _frontend: int, group: Draft) -> AppendReply:
         """Appends the records of a stage."""
-        return self._appends.prepare(self.staged(call), group)
+        return self._appends.prepare(self.staged(call), _frontend, group)
 
     def stages_over(self, call: StagesOver, _frontend: int, _group: Draft) -> None:
         """A batch is published everywhere: its topics need not remember that. Nobody waits for a reply."""

@@ -16,13 +16,13 @@ from topics.shm.asks import Done
 from topics.shm.topic_messages import (
     SessionAbandon,
     SessionClose,
-    SessionLook,
+    SessionGet,
     SessionOpen,
     SessionOpenReply,
     SessionPut,
 )
-from topics.storage import frame
 from topics.storage.frame import FrameType
+from topics.storage.topic_frames import control_frame
 from topics.walshard.commit.draft import AloneHandler, Draft, GroupHandler, LogWrite, Steps
 from topics.walshard.hosted.holdings import Holdings
 from topics.walshard.step_clock import StepClock
@@ -50,23 +50,23 @@ class WatchSessions:
     """The watch sessions of one shard as its log has them. Times are monotonic ms."""
 
     def __init__(self) -> None:
-        self._sessions: dict[str, WatchSession] = {}
+        self.by_wid: dict[str, WatchSession] = {}
 
     def __len__(self) -> int:
-        return len(self._sessions)
+        return len(self.by_wid)
 
     def recovered(self, sessions: dict[str, SessionFrameBody], now_ms: int) -> None:
         """A crash of the shard: streams may be open that it knows nothing of, so no position is exact."""
         for wid, session in sessions.items():
             assert session.body is not None
-            self._sessions[wid] = WatchSession(session.body, session.positions, False, now_ms)
+            self.by_wid[wid] = WatchSession(session.body, session.positions, False, now_ms)
 
     def put(self, wid: str, body: bytes, now_ms: int) -> None:
-        self._sessions[wid] = WatchSession(body, None, True, now_ms)
+        self.by_wid[wid] = WatchSession(body, None, True, now_ms)
 
     def look(self, wid: str) -> SessionOpenReply:
         """What `open` would answer; `404 not_found` for an unknown session."""
-        session = self._sessions.get(wid)
+        session = self.by_wid.get(wid)
         if session is None:
             raise TopicsError("not_found", f"no watch session {wid!r}: it was never made, or collected when idle")
         return SessionOpenReply(session.body, session.positions, session.exact and session.stream is None)
@@ -76,7 +76,7 @@ class WatchSessions:
         longer counts: told of after a newer one, it changes nothing, or its end could take positions back.
         """
         reply = self.look(wid)
-        session = self._sessions[wid]
+        session = self.by_wid[wid]
         if stream >= session.newest_stream:
             session.stream = (frontend, stream)
             session.newest_stream = stream
@@ -85,7 +85,7 @@ class WatchSessions:
 
     def abandoned(self, wid: str, frontend: int, stream: int, now_ms: int) -> None:
         """That stream never began; what the positions were worth before is not known any more."""
-        session = self._sessions.get(wid)
+        session = self.by_wid.get(wid)
         if session is not None and session.stream == (frontend, stream):
             session.stream = None
             session.idle_since_ms = now_ms
@@ -97,13 +97,13 @@ class WatchSessions:
 
         One that was replaced, and is closed long after, may not take the positions back: they count as exact.
         """
-        session = self._sessions.get(wid)
+        session = self.by_wid.get(wid)
         if session is None or session.stream != (frontend, stream):
             return None
         return SessionFrameBody(wid, session.body, positions, exact=True)
 
     def closed(self, wid: str, positions: dict[str, int] | None, now_ms: int) -> None:
-        session = self._sessions[wid]
+        session = self.by_wid[wid]
         session.stream = None
         session.positions = positions
         session.exact = True
@@ -111,7 +111,7 @@ class WatchSessions:
 
     def frontend_died(self, frontend: int, now_ms: int) -> None:
         """Its streams ended without a word."""
-        for session in self._sessions.values():
+        for session in self.by_wid.values():
             if session.stream is not None and session.stream[0] == frontend:
                 session.stream = None
                 session.idle_since_ms = now_ms
@@ -120,18 +120,18 @@ class WatchSessions:
         """Sessions without a stream for longer than SESSION_TTL_MS."""
         return [
             wid
-            for wid, session in self._sessions.items()
+            for wid, session in self.by_wid.items()
             if session.stream is None and now_ms - session.idle_since_ms > SESSION_TTL_MS
         ]
 
     def remove(self, wid: str) -> None:
-        self._sessions.pop(wid, None)
+        self.by_wid.pop(wid, None)
 
-    def bodies(self) -> list[SessionFrameBody]:
-        """Everything as it would be logged now."""
+    def ram_frames(self, now_ms: int) -> list[bytes]:
+        """Return SESSION of every session, to be repeated where older files of the RAM log go (at a wall time)."""
         return [
-            SessionFrameBody(wid, session.body, session.positions, session.exact)
-            for wid, session in self._sessions.items()
+            _session_frame(SessionFrameBody(wid, session.body, session.positions, session.exact), now_ms)
+            for wid, session in self.by_wid.items()
         ]
 
 
@@ -146,7 +146,7 @@ class SessionCalls:
     @property
     def routes(self) -> dict[type, GroupHandler]:
         """The requests that are handled here in a group."""
-        return {SessionLook: self.look, SessionOpen: self.open, SessionAbandon: self.abandon}
+        return {SessionGet: self.look, SessionOpen: self.open, SessionAbandon: self.abandon}
 
     @property
     def alone_routes(self) -> dict[type, AloneHandler]:
@@ -161,7 +161,7 @@ class SessionCalls:
         yield from self._log(body, lambda: self._sessions.put(call.wid, call.body, now_ms))
         return Done()
 
-    def look(self, call: SessionLook, _frontend: int, _group: Draft) -> SessionOpenReply:
+    def look(self, call: SessionGet, _frontend: int, _group: Draft) -> SessionOpenReply:
         """Shows a session without opening it."""
         return self._sessions.look(call.wid)
 
@@ -191,7 +191,9 @@ class SessionCalls:
     def _log(
         self, body: SessionFrameBody, apply: Callable[[], None], undo: Callable[[], None] | None = None
     ) -> Steps[None]:
-        entry = frame.encode(FrameType.SESSION, 0, 0, 0, self._time.now.wall_ms, b"", b"", encode_body(body))
-        draft = Draft(reply=Done())
-        draft.add(LogWrite([entry], lambda _file_no, _offset: apply(), undo=undo), in_ram=True)
-        yield draft
+        entry = _session_frame(body, self._time.now.wall_ms)
+        yield Draft(ram=[LogWrite([entry], apply, undo=undo)], reply=Done())
+
+
+def _session_frame(body: SessionFrameBody, now_ms: int) -> bytes:
+    return control_frame(FrameType.SESSION, 0, now_ms, encode_body(body))

@@ -87,7 +87,7 @@ class Hosted:
         self._count(topic.records, topic.live_bytes)
         if self.index.segments.version != self._table_version:
             self._renew_table()
-        jobs = self._jobs()
+        jobs = self.job_counts()
         if jobs[1] != self._shown_jobs[1]:
             self._holdings.leased(jobs[1] - self._shown_jobs[1])
         self._shown_jobs = jobs
@@ -165,10 +165,10 @@ class Hosted:
 
     def publish_counts(self) -> None:
         """Of a queue: claims and leases change what is ready and in flight, and nothing else."""
-        if self._jobs() != self._shown_jobs:
+        if self.job_counts() != self._shown_jobs:
             self.publish()
 
-    def _jobs(self) -> tuple[int, int, int]:
+    def job_counts(self) -> tuple[int, int, int]:
         queue = self.topic.queue
         return (0, 0, 0) if queue is None else (queue.ready, queue.in_flight, queue.dead_lettered)
 

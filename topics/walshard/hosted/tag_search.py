@@ -28,7 +28,7 @@ CATCH_UP_RECORDS: Final = 1024
 """Between two looks at the clock."""
 GATHERED_RECORDS: Final = 8192
 """Between two looks at the clock, of an index that has them."""
-_LEFT_MAX: Final = 16
+LEFT_MAX: Final = 16
 """Deletes that are in the middle of many matches. One more finds its own anew each turn until one of these is done: if
 it took the place of the oldest, each of them would lose its own before its next turn.
 """
@@ -135,7 +135,7 @@ class TagSearch:
 
     def _keep(self, key: tuple[object, ...], matches: _Matches) -> None:
         matches.kept_ms = self._clock.monotonic_ms()
-        if len(self._left) < _LEFT_MAX:
+        if len(self._left) < LEFT_MAX:
             self._left[key] = matches
 
     def _gather(
