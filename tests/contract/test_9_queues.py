@@ -18,8 +18,8 @@ from tests.contract.timing import now_ms, undisturbed, until_ms
 from tests.contract.working import Work, ask, claim, counts, queue, seqs, until_counts
 from tests.harness import Service, poll
 from topics.core.leases import PEEK_LOOK_MAX
-from topics.frontend.queues.dead_letter_moves import LOOK_MAX
-from topics.frontend.queues.queue_access import LOOKS_MAX
+from topics.frontend.queues.dead_letter_moves import EXAMINED_MAX
+from topics.frontend.queues.queue_routes import LOOKS_MAX
 
 FOREVER_MS = 3_600_000
 TIMEOUT_S = 20.0
@@ -569,7 +569,7 @@ def test_a_redrive_says_where_it_stopped_and_looks_at_so_many_records_at_most(cl
     dead = f"{topic}.dead"
     put(client, topic, type="queue", max_deliveries=1, dead_letter=dead)
     dead_jobs(client, topic, 3)
-    for _ in range(LOOK_MAX // 1000):
+    for _ in range(EXAMINED_MAX // 1000):
         write(client, dead, *[0] * 1000)
     dead_jobs(client, topic, 1)
     first = ok(post(client, topic, "redrive", **{"from": dead, "max": 2}))
@@ -579,7 +579,7 @@ def test_a_redrive_says_where_it_stopped_and_looks_at_so_many_records_at_most(cl
     write(client, dead, *[0] * 1000)
     third = ok(post(client, topic, "redrive", **{"from": dead}))
     assert third["redriven"] == 0
-    assert third["next_from_seq"] >= LOOK_MAX
+    assert third["next_from_seq"] >= EXAMINED_MAX
     last = ok(post(client, topic, "redrive", **{"from": dead, "from_seq": third["next_from_seq"]}))
     assert (last["redriven"], last.get("next_from_seq")) == (0, None)
 

@@ -28,7 +28,7 @@ from tests.contract.stream import READ_TIMEOUT_S, Frame
 from tests.harness import Service, poll
 from topics.core.config import TopicConfig
 from topics.core.errors import STATUS_BY_CODE
-from topics.frontend.routes.operations import ApiOperation, Binding
+from topics.frontend.routes.operations import LOST, common_codes
 from topics.settings import Settings
 
 TEXT = PAGE.read_text()
@@ -230,10 +230,7 @@ def section_texts() -> list[str]:
     return re.split(r"(?m)^(?=#{2,3} \d)", TEXT)[1:]
 
 
-OF_ANY_ROUTE = set(ApiOperation(Binding("GET", "", None, None, None, ""), "", {}, body=1).common_codes) | {  # type: ignore[arg-type]
-    "shard_unavailable",
-    "storage_unavailable",
-}
+OF_ANY_ROUTE = {*common_codes(has_body=True), *LOST}
 
 
 def test_what_a_route_takes_and_refuses_is_in_its_section(document: dict[str, Any]) -> None:

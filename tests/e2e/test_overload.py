@@ -15,7 +15,7 @@ from bench.idle_streams import LATE_MAX, IdleStreams, idle
 from bench.overload import Overload, OverloadOutcome, run_overload
 from bench.slow_reader import SlowReader, Undisturbed, undisturbed
 from tests.harness import Service, poll
-from topics.frontend.shards.pending_calls import ROOM_WAIT_S
+from topics.frontend.shards.pending_requests import ROOM_WAIT_S
 
 IDLE_BYTES_MAX = 30_000
 HELD_SLACK_BYTES = 6 << 20

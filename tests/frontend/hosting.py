@@ -34,7 +34,7 @@ from topics.shm.router_table import RouterTableWriter
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import lay_out, stamp
-from topics.storage.segment_store import LocalStore
+from topics.storage.segment_store import LocalStore, SegmentStore
 from topics.walshard.hosted.holdings import Holdings
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.hosted.segment_files import SegmentFiles
@@ -80,7 +80,7 @@ class Hosting:
     def __init__(self, identity: str, data_dir: str) -> None:
         self.data_dir = data_dir
         self.fs = OsFileSystem()
-        self.store = LocalStore(self.fs, os.path.join(data_dir, "cold"))
+        self.store: SegmentStore = LocalStore(self.fs, os.path.join(data_dir, "cold"))
         self.segment_files = SegmentFiles(self.fs, data_dir, 64)
         self.shared = SharedMemory.create(identity, 1, 1, RING_BYTES)
         self.clock = TestClock()

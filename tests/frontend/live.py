@@ -13,19 +13,14 @@ from tests.contract.stream import Frame
 from tests.walshard.rig import Rig
 from topics.compactor.segment_building import SealAt, SegmentAppender
 from topics.core.config import TopicConfig
+from topics.core.keys import KeyRing
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.frontend.live.channels import StreamConnection
-from topics.frontend.live.delivery import Hub
-from topics.frontend.live.topic_views import TopicSight
-from topics.frontend.reads.cold import ColdTier
-from topics.frontend.reads.files import LogFiles, object_name
-from topics.frontend.reads.reading import TopicReader, TopicRef
+from topics.frontend.reads.files import object_name
+from topics.frontend.reads.reading import TopicRef
 from topics.frontend.reads.records import PageOptions
-from topics.frontend.shards.arenas import Arenas
-from topics.frontend.shards.gateway import Gateway
+from topics.frontend.wiring import Process, build_app
 from topics.shm.append_messages import AppendReply
-from topics.shm.control import Role
-from topics.shm.recency import Recency, RecencyWriter
 from topics.shm.topic_messages import (
     Checkpoint,
     CheckpointReply,
@@ -134,18 +129,15 @@ class Live:
     def __init__(self, data_dir: str, cold_timeout_ms: int = COLD_TIMEOUT_MS) -> None:
         self.rig = rig = Rig(data_dir)
         self.clock = rig.clock
-        self.cell = rig.shared.control.cell(Role.FRONTEND, 0)
-        self.arenas = Arenas(rig.shared)
-        self.gateway = Gateway(rig.shared, 0, 1, self.arenas, self.cell, 5000)
-        self.gateway.start()
-        files = LogFiles(data_dir, rig.shared.ram_dir, 1)
         self.store = ColdStore(str(Path(data_dir, "cold")))
-        self.tier = ColdTier(self.store, self.clock, cold_timeout_ms)
-        self.reader = TopicReader(self.arenas, files, 1, self.clock, self.tier)
-        topics = TopicSight(
-            self.reader, self.arenas, RecencyWriter(rig.identity, 0, 1), Recency(rig.identity, 1, 1), self.clock
-        )
-        self.hub = Hub(self.gateway, topics, self.cell, self.clock)
+        settings = msgspec.structs.replace(rig.settings, cold_read_timeout_ms=cold_timeout_ms)
+        process = Process(rig.shared, 0, 1, settings, rig.clock, rig.clock)
+        self.frontend = frontend = build_app(process, KeyRing(()), self.store)
+        self.cell, self.arenas, self.gateway = process.cell, frontend.arenas, frontend.gateway
+        self.reader, self.hub = frontend.reader, frontend.hub
+        assert frontend.cold is not None
+        self.tier = frontend.cold
+        self.gateway.start()
         self.shard_up = True
         self._pump = asyncio.create_task(self._run_shard())
 

@@ -23,7 +23,6 @@ from topics.frontend.live import websocket, websocket_commands
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.websocket_commands import Command
 from topics.frontend.reads import node_sets as node_sets_module
-from topics.frontend.shards.gateway import Gateway
 from topics.frontend.wiring import Process, build_app
 from topics.shm import messages
 from topics.shm.control import ProcessState, Role
@@ -37,13 +36,12 @@ class Frontend:
     """An app on one loop, and requests to it."""
 
     def __init__(self, hosting: Hosting, shard_wait_ms: int) -> None:
-        shared = hosting.shared
         self.hosting = hosting
-        self.cell = shared.control.cell(Role.FRONTEND, 0)
-        self.gateway = Gateway(shared, 0, 1, hosting.arenas, self.cell, shard_wait_ms)
-        settings = settings_module.load({}, {"data_dir": "unused", "wal_shards": 1, "frontends": 1})
-        process = Process(shared, 0, 1, settings, hosting.clock, hosting.clock)
-        built = build_app(process, KeyRing(()), self.gateway, hosting.arenas, hosting.reader)
+        given = {"data_dir": hosting.data_dir, "wal_shards": 1, "frontends": 1, "cold_read_timeout_ms": 60_000}
+        settings = settings_module.load({}, given | {"shard_wait_ms": shard_wait_ms})
+        process = Process(hosting.shared, 0, 1, settings, hosting.clock, hosting.clock)
+        built = build_app(process, KeyRing(()), hosting.store)
+        self.cell, self.gateway, self.reader = process.cell, built.gateway, built.reader
         self.app, self.access, self.diff = built.app, built.access, built.diff
         self.append = built.app._append
         self.key_counts = built.access.limits._counts
@@ -309,7 +307,7 @@ def test_a_fault_is_a_500_that_shows_nothing(hosting: Hosting, monkeypatch: pyte
         raise RuntimeError("secret of the inside")
 
     async def test(frontend: Frontend) -> None:
-        monkeypatch.setattr(hosting.reader, "read_page", fault)
+        monkeypatch.setattr(frontend.reader, "read_page", fault)
         status, _, body = await frontend.ask("POST", "/v0/topics/t/diff", {})
         assert (status, body["error"]["code"]) == (500, "internal")
         assert "secret" not in body["error"]["message"]
@@ -395,11 +393,11 @@ def test_when_a_topic_was_read_is_told_by_the_wall_clock(hosting: Hosting) -> No
             ("POST", "/v0/topics/t/diff", {}),
         )
         for read in reads:
-            hosting.reader.now_ms()
+            frontend.reader.now_ms()
             hosting.clock.skew_ms += 86_400_000
             status, _, _ = await frontend.ask(*read)
             assert status == 200
-            assert hosting.reader.now_ms() == hosting.clock.monotonic_ms()
+            assert frontend.reader.now_ms() == hosting.clock.monotonic_ms()
             status, _, answer = await frontend.ask("GET", "/v0/topics/t?touch=false")
             assert answer["last_read_ts"] == hosting.clock.now_ms()
 

@@ -18,7 +18,6 @@ from topics.core.job import JobView
 from topics.frontend.entry import limits
 from topics.frontend.entry.budget import Budget, Hold
 from topics.frontend.queues.job_records import ANSWER_BYTES_MAX, ASIDE_MS
-from topics.frontend.reads.cold import ColdTier
 from topics.shm import messages
 from topics.shm.arena import ArenaWriter
 from topics.shm.control import Role
@@ -103,7 +102,7 @@ class SlowCold(ColdStore):
         self.before_read = lambda: self.gate.wait(DEADLINE_S)
         hosting.checkpoint("q", records_max=1)
         hosting.relocate("q", 1)
-        hosting.reader.stores.cold = ColdTier(self, hosting.clock, 60_000)
+        hosting.store = self
 
 
 def test_a_claim_is_answered_also_when_the_ring_has_no_room_for_what_did_not_fit(hosting: Hosting) -> None:

@@ -20,7 +20,7 @@ def test_one_that_the_end_of_a_stop_cuts_is_left_open(tmp_path: Path) -> None:
         await live.write("t", 3)
         live.shard_up = False
         deleting = asyncio.create_task(delete_in_turns(live.gateway, DeleteRecords("t", 3, None, b"")))
-        await until(lambda: len(live.gateway.unanswered) == 1)
+        await until(lambda: len(live.gateway.pending) == 1)
         deleting.cancel()
         with pytest.raises(TopicsError) as left_open:
             await deleting

@@ -24,7 +24,7 @@ from topics.frontend.live.channels import BEATS_MAX
 from topics.frontend.live.delivery import FAN_OUT_STEP
 from topics.frontend.live.pulse import STALL_CUT_MS, STALL_MAX_MS
 from topics.frontend.live.topic_views import TopicSight
-from topics.frontend.reads.reading import ReadPage
+from topics.frontend.reads.reading import RecordPage
 
 
 def numbers(last: int, first: int = 1) -> list[int]:
@@ -130,7 +130,7 @@ def count_reads(live: Live, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int
     """How many pages have been read so far."""
     read_page, reads = live.reader.read_page, 0
 
-    def counted(*args: Any) -> ReadPage:
+    def counted(*args: Any) -> RecordPage:
         nonlocal reads
         reads += 1
         return read_page(*args)

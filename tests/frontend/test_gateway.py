@@ -119,8 +119,8 @@ def one_record(size_bytes: int = 10) -> LaidOut:
     return lay_out([(b"", b"", b'"' + b"x" * size_bytes + b'"', b"")])
 
 
-def append(gateway: Gateway, size_bytes: int = 10, patient: bool = False) -> asyncio.Future[AppendReply]:
-    return gateway.submit_append(0, b"t", True, None, b"", None, one_record(size_bytes), patient)
+def append(gateway: Gateway, size_bytes: int = 10, unthrottled: bool = False) -> asyncio.Future[AppendReply]:
+    return gateway.submit_append(0, b"t", True, None, b"", None, one_record(size_bytes), unthrottled)
 
 
 def fill(shard: Shard, gateway: Gateway) -> list[asyncio.Future[AppendReply]]:
@@ -315,7 +315,7 @@ def test_who_waits_for_room_is_bounded(shard: Shard, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("much_patience")
-def test_a_crowd_that_does_not_wait_long_takes_no_place_of_a_patient_write(
+def test_a_crowd_that_does_not_wait_long_takes_no_place_of_an_unthrottled_write(
     shard: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "RING_WAITERS", limits.RING_WAITERS._replace(most_count=2))
@@ -324,14 +324,14 @@ def test_a_crowd_that_does_not_wait_long_takes_no_place_of_a_patient_write(
         fill(shard, gateway)
         append(gateway)
         assert refusal(append(gateway)).code == "throttled", "the crowd is as large as it may be"
-        patient = [append(gateway, patient=True) for _ in range(3)]
-        assert [future.done() for future in patient] == [False, False, True]
-        error = refusal(patient[2])
+        unthrottled = [append(gateway, unthrottled=True) for _ in range(3)]
+        assert [future.done() for future in unthrottled] == [False, False, True]
+        error = refusal(unthrottled[2])
         assert error.code == "shard_unavailable"
         assert "for too long" not in error.message
         assert "wait already" in error.message
-        await asyncio.wait(patient[:2])
-        waited = re.search(r"full for (\d+\.\d\d) s", refusal(patient[0]).message)
+        await asyncio.wait(unthrottled[:2])
+        waited = re.search(r"full for (\d+\.\d\d) s", refusal(unthrottled[0]).message)
         assert waited is not None
         assert float(waited[1]) >= 0.1
         assert shard.shared.control.cell(Role.FRONTEND, 0).get("throttled") == 1, "what is unavailable is not throttled"
@@ -339,7 +339,7 @@ def test_a_crowd_that_does_not_wait_long_takes_no_place_of_a_patient_write(
     on_loop(shard, test, wait_ms=100)
 
 
-def test_at_the_top_of_the_ladder_a_full_ring_refuses_soon_who_is_not_patient(
+def test_at_the_top_of_the_ladder_a_full_ring_refuses_soon_a_throttled_request(
     shard: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gateway_module, "ROOM_WAIT_S", DEADLINE_S)
@@ -347,13 +347,13 @@ def test_at_the_top_of_the_ladder_a_full_ring_refuses_soon_who_is_not_patient(
     async def test(gateway: Gateway) -> None:
         fill(shard, gateway)
         gateway.pressed, gateway.retry_after_ms = True, 990
-        hasty, patient = append(gateway, 4000), append(gateway, 4000, patient=True)
-        own = gateway.submit(0, TxnPending(), patient=True)  # the service's own work is not what is too much
-        await asyncio.wait([hasty])
-        error = refusal(hasty)
+        throttled, unthrottled = append(gateway, 4000), append(gateway, 4000, unthrottled=True)
+        own = gateway.submit(0, TxnPending(), unthrottled=True)  # the service's own work is not what is too much
+        await asyncio.wait([throttled])
+        error = refusal(throttled)
         assert (error.code, error.detail) == ("throttled", {"retry_after_ms": 990})
         assert shard.shared.control.cell(Role.FRONTEND, 0).get("throttled") >= 1
-        assert not patient.done()
+        assert not unthrottled.done()
         assert not own.done()
         assert gateway.fullness == 1.0
         shard.take()
@@ -387,9 +387,9 @@ def test_how_long_a_write_was_held_up_is_told(shard: Shard) -> None:
 def test_patience_ends_when_a_dead_shard_would_be_given_up(shard: Shard) -> None:
     async def test(gateway: Gateway) -> None:
         fill(shard, gateway)
-        patient = append(gateway, patient=True)
-        await asyncio.wait([patient])
-        assert refusal(patient).code == "shard_unavailable"
+        unthrottled = append(gateway, unthrottled=True)
+        await asyncio.wait([unthrottled])
+        assert refusal(unthrottled).code == "shard_unavailable"
 
     on_loop(shard, test, wait_ms=300)
 
@@ -647,7 +647,7 @@ def test_a_topic_that_is_polled_while_too_much_waits_is_watched_once(
     async def test(gateway: Gateway) -> None:
         shard.host("t", 9)
         for hour in range(1, 4):
-            posts = gateway.links[0].lane.posts.budget
+            posts = gateway.links[0].requests.posts.budget
             monkeypatch.setattr(posts, "limit", posts.limit._replace(most_count=0))
             gateway.watch(0, "t", None, lambda: None).cancel()
             gateway._watches.sweep(asyncio.get_running_loop().time() + 3600 * hour)

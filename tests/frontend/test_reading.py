@@ -21,7 +21,7 @@ from topics.core.location import LOCATION_IN_RAM_LOG, LOCATION_LOST, flags_of
 from topics.core.segment_list import SEALED
 from topics.frontend.reads.cold import ColdMissError
 from topics.frontend.reads.files import LogFiles
-from topics.frontend.reads.reading import SCAN_MAX, ReadPage, TopicReader
+from topics.frontend.reads.reading import SCAN_MAX, RecordPage, TopicReader
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards.arenas import Arenas
 from topics.shm import shm_names
@@ -31,7 +31,7 @@ from topics.storage import layout
 ALL = PageOptions(limit=1000, max_batch_bytes=1 << 20)
 
 
-def page(hosting: Hosting, name: str, from_seq: int = 0, options: PageOptions = ALL, **more: int) -> ReadPage:
+def page(hosting: Hosting, name: str, from_seq: int = 0, options: PageOptions = ALL, **more: int) -> RecordPage:
     ref, now_ms = hosting.reader.get(name), hosting.clock.now_ms()
     try:
         return hosting.reader.read_page(ref, from_seq, options, now_ms, **more)
@@ -39,7 +39,7 @@ def page(hosting: Hosting, name: str, from_seq: int = 0, options: PageOptions = 
         return asyncio.run(hosting.reader.fetch_page(ref, from_seq, options, now_ms, **more))
 
 
-def seqs(read: ReadPage) -> list[int]:
+def seqs(read: RecordPage) -> list[int]:
     return [record.seq for record in served(read.body)]
 
 
@@ -193,7 +193,7 @@ def test_readers_expire_nothing_by_a_clock_that_was_put_forward(hosting: Hosting
     hosting.write("t", numbered(3))
     reader = hosting.reader
 
-    def read() -> ReadPage:
+    def read() -> RecordPage:
         return reader.read_page(reader.get("t"), 0, ALL, reader.now_ms())
 
     assert seqs(read()) == [1, 2, 3]
@@ -218,7 +218,7 @@ def test_a_clock_that_goes_back_hides_nothing_that_is_written_then(hosting: Host
     hosting.clock.ms += 1001
     reader = hosting.reader
 
-    def read() -> ReadPage:
+    def read() -> RecordPage:
         return reader.read_page(reader.get("t"), 0, ALL, reader.now_ms())
 
     assert read().count == 0

@@ -20,7 +20,7 @@ from topics.core.location import LOCATION_LOST
 from topics.core.segment_list import COLD, SEALED
 from topics.frontend.reads import files
 from topics.frontend.reads.cold import BLOCK_BYTES, FRESH_MS, ColdMissError, ColdTier
-from topics.frontend.reads.reading import ReadPage
+from topics.frontend.reads.reading import RecordPage
 from topics.frontend.reads.records import PageOptions
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import lay_out
@@ -38,13 +38,13 @@ SHAPES = [
 RECORDS = 60
 
 
-def read(hosting: Hosting, from_seq: int = 0, options: PageOptions = ALL, name: str = "t") -> ReadPage:
+def read(hosting: Hosting, from_seq: int = 0, options: PageOptions = ALL, name: str = "t") -> RecordPage:
     """A page with whatever waiting it takes."""
     ref = hosting.reader.get(name)
     return asyncio.run(hosting.reader.fetch_page(ref, from_seq, options, hosting.clock.now_ms()))
 
 
-def seqs(page: ReadPage) -> list[int]:
+def seqs(page: RecordPage) -> list[int]:
     return [record.seq for record in served(page.body)]
 
 
@@ -691,12 +691,13 @@ class Counted(LocalStore):
 
 def cold_blocks(hosting: Hosting, blocks: int) -> Counted:
     """From now on so much is kept of what is fetched."""
+    assert isinstance(hosting.store, LocalStore)
     store = Counted(hosting.store)
     hosting.reader.stores.cold = ColdTier(store, hosting.clock, COLD_TIMEOUT_MS, blocks * BLOCK_BYTES)
     return store
 
 
-def all_pages(hosting: Hosting, options: PageOptions) -> list[ReadPage]:
+def all_pages(hosting: Hosting, options: PageOptions) -> list[RecordPage]:
     pages = [read(hosting, 0, options)]
     while not pages[-1].caught_up:
         pages.append(read(hosting, pages[-1].next_from_seq, options))

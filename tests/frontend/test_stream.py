@@ -16,7 +16,7 @@ from topics.core.config import TopicConfig
 from topics.core.floors import EvictReason
 from topics.frontend.live.stream import FramedPage, StepOutcome, Stream, StreamPhase, StreamPlan, StreamStep, batch
 from topics.frontend.live.wording import EVENT_STREAM
-from topics.frontend.reads.reading import ReadPage, Tombstone
+from topics.frontend.reads.reading import RecordPage, Tombstone
 from topics.frontend.reads.records import PageOptions
 from topics.shm import shm_names
 
@@ -37,7 +37,7 @@ def shown(body: bytes = b"", count: int = 0, next_seq: int = 0, head_seq: int = 
     """A page of topic `t` in words."""
     from_seq = more.pop("from_seq", 0)
     durable_seq = more.pop("durable_seq", 0)
-    page = ReadPage(body, count, next_seq, head_seq, 1, durable_seq, more.pop("tombstone", None), next_seq, 7)
+    page = RecordPage(body, count, next_seq, head_seq, 1, durable_seq, more.pop("tombstone", None), next_seq, 7)
     return batch("t", from_seq, page, more.pop("strong", False))
 
 
@@ -140,7 +140,7 @@ def test_a_deleted_topic_leaves_the_ids_and_the_others_go_on() -> None:
     step = plan.start({"a": 3, "b": 4}).end(0, 5)
     assert events(step) == [("topic-deleted", {"topic": "a", "head_seq": 5, "reason": "deleted"}, {"b": 4})]
     assert step.outcome is StepOutcome.ENDED
-    page = ReadPage(b"{}", 1, 5, 5, 1, 5, None, 1, 2)
+    page = RecordPage(b"{}", 1, 5, 5, 1, 5, None, 1, 2)
     after = step.stream.take(1, batch("b", 4, page, False))
     assert [positions for _, _, positions in events(after)] == [{"b": 5}, {"b": 5}]
 
@@ -178,8 +178,8 @@ def test_strong_streams_know_no_head_but_the_durable_one() -> None:
 
 def test_streams_at_the_same_place_are_the_same_object() -> None:
     plan = StreamPlan(("a", "b"), (1, 2), OPTIONS, False)
-    page = batch("a", 0, ReadPage(b"{}", 1, 1, 1, 1, 1, None, 1, 1), False)
-    other = batch("b", 0, ReadPage(b"{}", 1, 1, 1, 1, 1, None, 1, 2), False)
+    page = batch("a", 0, RecordPage(b"{}", 1, 1, 1, 1, 1, None, 1, 1), False)
+    other = batch("b", 0, RecordPage(b"{}", 1, 1, 1, 1, 1, None, 1, 2), False)
     one, two = plan.start({"a": 0, "b": 0}), plan.start({"a": 0, "b": 0})
     assert one is two
     assert one.take(0, page).stream.take(1, other).stream is two.take(1, other).stream.take(0, page).stream

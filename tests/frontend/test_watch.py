@@ -241,7 +241,7 @@ def cram(live: Live) -> None:
 
 def posts(live: Live) -> int:
     """How many wait for room, nobody awaiting them."""
-    return len(live.gateway.links[0].lane.posts.waiters)
+    return len(live.gateway.links[0].requests.posts.messages)
 
 
 def test_a_stream_that_is_refused_by_a_full_ring_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_where_too_much_waits_a_stream_ends_without_its_positions(
         fill(live)
         for opened in streams:
             sessions.close(opened, positions)
-        assert live.gateway.links[0].lane.posts.budget.held_bytes < 100_000 + 70_000 + 50 * 100
+        assert live.gateway.links[0].requests.posts.budget.held_bytes < 100_000 + 70_000 + 50 * 100
         live.shard_up = True
         known = live.rig.parts.sessions.by_wid
         await until(lambda: all(known[wid].stream is None for wid in wids))
@@ -329,7 +329,7 @@ def test_the_end_of_a_stream_whose_positions_are_too_long_for_the_ring(
     async def test(live: Live) -> None:
         sessions = sessions_of(live)
         wid = await sessions.create(SESSION)
-        live.gateway.links[0].lane._ring.message_max_bytes = 16 * 1024
+        live.gateway.links[0].requests._ring.message_max_bytes = 16 * 1024
         sessions.close(await sessions.open(wid), positions)
         known = live.rig.parts.sessions.by_wid
         await until(lambda: known[wid].stream is None)

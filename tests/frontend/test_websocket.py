@@ -89,7 +89,7 @@ def test_a_key_that_is_narrowed_while_a_subscription_catches_up(
             behind.set()
             await caught_up.wait()
 
-        monkeypatch.setattr(CatchingUp, "all", catch_up)
+        monkeypatch.setattr(CatchingUp, "wait_for_all", catch_up)
         client = Client(frontend)
         client.say(op="subscribe", request_id=1, topic="t")
         await behind.wait()

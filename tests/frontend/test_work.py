@@ -16,7 +16,7 @@ from topics.core.keys import KeyRing, parse_list
 from topics.frontend.entry.access import Access, KeyLimits
 from topics.frontend.live.pulse import STALL_MAX_MS
 from topics.frontend.queues import work as module
-from topics.frontend.queues.queue_access import QueueAccess
+from topics.frontend.queues.queue_routes import QueueServices
 from topics.frontend.queues.work import WorkRoutes
 from topics.frontend.shards import gateway
 from topics.shm import messages
@@ -34,8 +34,8 @@ class Worker:
         limits = KeyLimits(KeyCounts(live.rig.shared.key_counts, 1, 0), settings)
         self.access = Access(KeyRing(parse_list(keys) if keys else ()), False, limits)
         places = Cap("sse_connections", 0, "sse_admitted", live.cell, [live.cell])
-        jobs = QueueAccess(live.gateway, live.reader, 1)
-        self.routes = WorkRoutes(jobs, self.access, settings, places, live.cell, live.clock)
+        services = QueueServices(live.gateway, live.reader)
+        self.routes = WorkRoutes(services, self.access, settings, places, live.cell, live.clock)
         self.wire = Wire()
         self.head_sent = asyncio.Event()
         self.may_begin = asyncio.Event()
@@ -118,19 +118,19 @@ def test_a_stream_that_is_refused_while_its_restarted_shard_is_asked_again_leave
         for length in (10_000, 1000, 100, 10, 1):
             while ring.push(*messages.encode_call(1, WorkClose("n" * length, 1))):
                 pass
-        lane = live.gateway.links[0].lane
+        requests = live.gateway.links[0].requests
         monkeypatch.setattr(gateway, "ROOM_WAIT_S", DEADLINE_S)
         worker = Worker(live)
         refused = asyncio.create_task(worker.ask())
-        await until(lambda: lane.waiting == 1)
+        await until(lambda: requests.waiting == 1)
         live.restart_shard()
-        await until(lambda: lane.waiting == 2)
-        lane.hasty.waiters[0].expires_s = 0.0
+        await until(lambda: requests.waiting == 2)
+        requests.throttled.messages[0].expires_s = 0.0
         with pytest.raises(TopicsError) as error:
             await refused
         assert error.value.code == "throttled"
         live.shard_up = True
-        await until(lambda: not lane.waiting and ring.empty)
+        await until(lambda: not requests.waiting and ring.empty)
         worker.wire = Wire()
         asked = asyncio.create_task(worker.ask())
         try:
@@ -163,7 +163,7 @@ def stalled(test: Callable[[Live, Worker], Awaitable[None]]) -> Callable[[Live],
 
 
 def test_a_worker_that_takes_nothing_is_told_so_and_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOOK_S", 0.001)
+    monkeypatch.setattr(module, "STALL_CHECK_S", 0.001)
 
     async def test(live: Live, worker: Worker) -> None:
         live.clock.ms += STALL_MAX_MS
@@ -174,7 +174,7 @@ def test_a_worker_that_takes_nothing_is_told_so_and_given_up(tmp_path: Path, mon
 
 
 def test_a_worker_that_takes_something_now_and_then_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOOK_S", 0.001)
+    monkeypatch.setattr(module, "STALL_CHECK_S", 0.001)
 
     async def test(live: Live, worker: Worker) -> None:
         stream = next(iter(worker.routes._streams))
@@ -262,6 +262,6 @@ def test_a_stream_that_is_over_leaves_no_listener_for_ever(tmp_path: Path) -> No
         worker, asked = await begun(live)
         worker.wire.vanish()
         await asked
-        await until(lambda: not worker.routes.jobs.channel._listeners)
+        await until(lambda: not len(live.gateway.job_listeners))
 
     on_loop(tmp_path, test)

@@ -32,7 +32,7 @@ from topics.core.errors import TopicsError
 from topics.core.location import LOCATION_DELETED, LOCATION_LOST
 from topics.frontend.reads.cold import ColdMissError, ColdTier
 from topics.frontend.reads.files import LogFiles
-from topics.frontend.reads.reading import ReadPage, TopicReader
+from topics.frontend.reads.reading import RecordPage, TopicReader
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards.arenas import Arenas
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic, Expire, PutTopic
@@ -168,7 +168,7 @@ class Frontend:
         store = LocalStore(OsFileSystem(), layout.topics_dir(cold_dir))
         self.reader = TopicReader(self._arenas, files, 1, rig.clock, ColdTier(store, rig.clock, COLD_TIMEOUT_MS))
 
-    def page(self, name: str, from_seq: int, limit: int, now_ms: int) -> ReadPage:
+    def page(self, name: str, from_seq: int, limit: int, now_ms: int) -> RecordPage:
         """With whatever waiting it takes."""
         reader, options = self.reader, PageOptions(limit, 1 << 20)
         while True:
@@ -493,7 +493,7 @@ class Engine(RuleBasedStateMachine):
         between = model.head_seq * 2 // 3
         self._gap(self.frontend.page(name, between, limit, now_ms), between, model)
 
-    def _gap(self, page: ReadPage, cursor: int, model: Model) -> set[int]:
+    def _gap(self, page: RecordPage, cursor: int, model: Model) -> set[int]:
         """The tombstone of a page is the one that is due (api §3.3); returns its seqs."""
         is_due = cursor + 1 < model.evict_floor
         tombstone = page.tombstone

@@ -14,7 +14,7 @@ from tests.walshard.killing import MODULES, at_every_line, is_killed_at_line, se
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
-from topics.frontend.txn.commit_driver import Stages
+from topics.frontend.txn.coordinator import Stages
 from topics.shm.messages import Call
 from topics.shm.topic_messages import (
     PutTopic,
@@ -58,7 +58,7 @@ def publish_calls(sink: str, batch: int, stages: StageList) -> list[Call]:
 
 
 def drive(rig: Rig, sink: str, batch: int, stages: StageList) -> None:
-    """As `frontend/txn/commit_driver.py` does, without it."""
+    """As `frontend/txn/coordinator.py` does, without it."""
     for call in publish_calls(sink, batch, stages):
         rig.call(call)
     rig.call(TxnEnd(sink, batch))

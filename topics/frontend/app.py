@@ -1,13 +1,13 @@
-"""Which handler answers a request, what a key needs for it, and what becomes of one that fails.
+"""Finds the handler of a request, checks its key, and answers requests that fail.
 
-The two routes that carry the load are found by their path alone; everything else goes through Starlette's router, which
-is made from the table of operations (`operations.py`).
+The two routes that carry the load are found by their path alone. All other requests go through Starlette's router,
+which is made from the table of operations (`operations.py`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 from urllib.parse import unquote
 
@@ -26,7 +26,7 @@ from topics.frontend.live.websocket import WebSocketRoute, refuse
 from topics.frontend.operators.openapi import OpenApiRoutes
 from topics.frontend.reads.diff import DiffRoute
 from topics.frontend.routes.append import AppendRoute
-from topics.frontend.routes.operations import ApiOperation, Endpoint
+from topics.frontend.routes.operations import ApiOperation, Binding, Endpoint
 from topics.log import get_logger
 from topics.shm.control import ProcessCell
 from topics.shm.durations import Route
@@ -35,9 +35,9 @@ _TOPICS: Final = "/v0/topics/"
 _DIFF: Final = "/diff"
 _WS: Final = "/v0/ws"
 _UNSCOPED_NAMES: Final = frozenset(("cursor", "pin"))
-"""Path parameters that a key's prefixes do not apply to: a cursor belongs to its topic, and so does a pin."""
+"""Path parameters without a check against the key's prefixes: cursors and pins belong to a topic, which is checked."""
 _NAMED: Final = frozenset((b"topics", b"routers", b"stage", b"txn"))
-"""Names follow these words in a path."""
+"""Words in a path that a name follows."""
 _READ: Final = KeyScope.READ
 _WRITE: Final = KeyScope.WRITE
 
@@ -45,7 +45,7 @@ _log = get_logger()
 
 
 class App:
-    """The ASGI application of a frontend."""
+    """The ASGI application of a frontend. It answers every request, also one whose handler fails."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class App:
         cell: ProcessCell,
         observe: Callable[[Route, int], None],
     ) -> None:
-        """Every route is one of `operations`. `observe(route, took_us)` is told of every request that was answered."""
+        """`operations` are all routes. Each request that was answered is reported by `observe(route, took_us)`."""
         self._append = append
         self._diff = diff
         self._websocket = websocket
@@ -69,13 +69,11 @@ class App:
         documented = OpenApiRoutes(operations)
         methods: dict[str, dict[str, Endpoint]] = {}
         for one in (*operations, *documented.operations):
-            method, path, endpoint, timed, needs, _ = one.binding
-            if needs is not None:
-                endpoint = self._needing(needs, endpoint)
+            method, path = one.binding.method, one.binding.path
             of_path = methods.setdefault(path, {})
-            of_path[method] = _timed(timed, endpoint)
-            # The server drops the body (RFC 9110 §9.3.2). To begin a stream is to take jobs, or a session over from
-            # the stream that is open: it has no HEAD.
+            of_path[method] = self._admitting(one.binding)
+            # The server drops the body (RFC 9110 §9.3.2). A stream has no HEAD: to begin one is to take jobs, or to
+            # take a session over from the stream that is open.
             if method == "GET" and not one.is_stream:
                 of_path["HEAD"] = of_path["GET"]
         self.router = Router(
@@ -86,7 +84,7 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._open_socket(scope, receive, send)
+            await self._open_websocket(scope, receive, send)
             return
         self._cell.add("requests")
         started_ns = time.perf_counter_ns()
@@ -113,7 +111,7 @@ class App:
             await self._refuse(error, scope, send)
         except (ClientGoneError, ConnectionError):
             return
-        except Exception:  # noqa: BLE001 — whatever it is, the client gets an answer and the operator a line
+        except Exception:  # noqa: BLE001 — any fault has an answer for the client and a line for the operator
             _log.exception("request failed", method=scope["method"], path=scope["path"])
             await self._refuse(TopicsError("internal", "the request failed inside the server"), scope, send)
         finally:
@@ -123,7 +121,7 @@ class App:
                 self._observe(timed_as, (time.perf_counter_ns() - started_ns) // 1000)
 
     def _check_slashes(self, scope: Scope) -> None:
-        """A slash that is written %2F belongs to a name, which makes that name wrong (api §0.3): it parts nothing."""
+        """Refuse a name with a slash in it, which is written as %2F and separates nothing (api §0.3)."""
         kind, *segments = scope["raw_path"].removeprefix(b"/v0/").split(b"/")
         for at, segment in enumerate((kind, *segments)):
             if b"%2f" not in segment.lower():
@@ -134,23 +132,25 @@ class App:
             check_name = check_router_name if kind == b"routers" else check_topic_name
             check_name(unquote(segment.decode("latin-1")))
 
-    async def _open_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A WebSocket."""
+    async def _open_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == _WS:
             self._cell.add("requests")
             await self._websocket(scope, receive, send)
         else:
             await refuse(no_such_path(scope), scope, send)
 
-    def _needing(self, needed: KeyScope, endpoint: Endpoint) -> Endpoint:
-        """An endpoint for holders of these scopes, over the names in its path."""
+    def _admitting(self, binding: Binding) -> Endpoint:
+        """Return the endpoint behind the check of the key, measured as the route that `binding` says."""
+        _method, _path, endpoint, timed, needs, _tag = binding
 
-        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-            names = [value for name, value in scope["path_params"].items() if name not in _UNSCOPED_NAMES]
-            self._access.admit(scope, needed, names)
+        async def admitting(scope: Scope, receive: Receive, send: Send) -> None:
+            scope[ROUTE] = timed
+            if needs is not None:
+                names = [value for name, value in scope["path_params"].items() if name not in _UNSCOPED_NAMES]
+                self._access.admit(scope, needs, names)
             await endpoint(scope, receive, send)
 
-        return guarded
+        return admitting
 
     async def _refuse(self, error: TopicsError, scope: Scope, send: Send) -> None:
         self._cell.add("responses_4xx" if error.status < 500 else "responses_5xx")
@@ -164,7 +164,7 @@ class App:
 
 
 class Resource:
-    """One path: an endpoint for each method it knows."""
+    """The endpoints of one path, by method."""
 
     def __init__(self, **methods: Endpoint) -> None:
         self._methods = methods
@@ -180,17 +180,9 @@ class Resource:
         else:
             raise TopicsError(
                 "method_not_allowed",
-                f"{scope['path']} does not know {scope['method'][:32]}, only {self._allow}",
+                f"{scope['path']} does not allow {scope['method'][:32]}, only {self._allow}",
                 {"allow": self._allow},
             )
-
-
-def _timed(route: Route | None, endpoint: Endpoint) -> Endpoint:
-    def named(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        scope[ROUTE] = route
-        return endpoint(scope, receive, send)
-
-    return named
 
 
 async def _no_such_path(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""ASGI as this service speaks it: the types, and the names of what it puts into a scope."""
+"""The types of ASGI, and the keys that this service adds to scopes and messages."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 ROUTE: Final = "topics.route"
-"""Key of a scope: which `durations.Route` the request turned out to be, None for one whose time says nothing."""
+"""Key of a scope: the `durations.Route` that the request is measured as; None for one whose duration says nothing."""
 
 KEPT: Final = "topics.kept"
-"""Extension of a WebSocket's scope: what was sent over it and is kept for the client (`http.unread.Kept`)."""
+"""Extension of a WebSocket's scope: the frames that are kept for its client (`http.hypercorn_deadlines.Kept`)."""
 
 Deliver = Callable[[Send, bytes], Awaitable[None]]
-"""Sends the whole body of an answer by the `send` it is given, and returns when nothing of it is in this process."""
+"""A function that sends the whole body of an answer by the given `send`. It returns when this process keeps no part of
+the body."""
 
 DELIVER: Final = "topics.deliver"
 """Extension of a scope: its `Deliver`, for an answer that counts only when it has left this process (api §10,
-`at_least_once`). ASGI's `send` returns earlier: what is kept here for a slow client is lost when the connection or the
-process ends. `Deliver` returns when the kernel has all of the body, and raises ConnectionResetError when the client
-never gets all of it. What the kernel still has when the client dies, no server can know."""
+`at_least_once`). ASGI's `send` returns earlier: bytes that are kept here for a slow client are lost when the connection
+or the process ends. `Deliver` returns when the kernel has the whole body. It raises ConnectionResetError when the
+client never gets the whole body. Bytes that the kernel still has when the client dies are lost unnoticed."""
 
 SHARE: Final = "topics.share"
 """Key of a message of a WebSocket: its `bodies.Share`, for as long as the message is kept."""
 
 DROPPED: Final = "topics.dropped"
-"""Key of a message of a WebSocket for which there was no room: nothing else is in it."""
+"""Key of a message of a WebSocket that was dropped for want of room. The message has no other key."""
 
 TRANSPORT: Final = "topics.transport"
 """Key of `scope["state"]`: the asyncio transport of a connection that Hypercorn serves."""
 
 ROOM: Final = "topics.room"
-"""Extension of a scope whose connection has many answers at once: the `budget.Hold` of this one's."""
+"""Extension of a scope whose connection has many answers at once: the `budget.Hold` for this answer."""

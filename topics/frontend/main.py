@@ -10,7 +10,7 @@ from typing import Final
 
 import uvloop
 
-from topics.core.clock import Clock, ExpiryClock, SystemClock
+from topics.core.clock import SystemClock
 from topics.core.keys import KeyRing
 from topics.frontend.entry.access import Cors, KeyReload
 from topics.frontend.entry.bodies import allow_bodies_of
@@ -19,15 +19,9 @@ from topics.frontend.http.http1 import Connections
 from topics.frontend.http.serve import serve
 from topics.frontend.live import cursor
 from topics.frontend.operators.frontend_pressure import FrontendPressure
-from topics.frontend.reads.cold import ColdTier
-from topics.frontend.reads.files import LogFiles
-from topics.frontend.reads.reading import TopicReader
-from topics.frontend.shards.arenas import Arenas
-from topics.frontend.shards.gateway import Gateway
 from topics.frontend.wiring import Process, build_app
-from topics.log import get_logger
 from topics.settings import Settings
-from topics.shm.control import ProcessCell, ProcessState, Role
+from topics.shm.control import ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
@@ -35,8 +29,6 @@ from topics.storage.segment_store import LocalStore
 
 HEARTBEAT_S: Final = 0.25
 HEADER_BYTES_MIN: Final = 64 * 1024
-
-log = get_logger()
 
 
 def run(
@@ -48,11 +40,10 @@ def run(
     listeners: list[socket.socket],
 ) -> int:
     """Run the process. Return 0 after it was told to stop and has stopped."""
-    clock = SystemClock()
     cell = shared.control.cell(Role.FRONTEND, index)
-    cell.begin_life(incarnation, clock.now_ms(), ProcessState.STARTING)
+    cell.begin_life(incarnation, SystemClock().now_ms(), ProcessState.STARTING)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(settings, keys, shared, index, incarnation, listeners, cell))
+        runner.run(_serve(settings, keys, shared, index, incarnation, listeners))
     cell.set("state", ProcessState.STOPPED)
     return 0
 
@@ -64,52 +55,45 @@ async def _serve(
     index: int,
     incarnation: int,
     listeners: list[socket.socket],
-    cell: ProcessCell,
 ) -> None:
     loop = asyncio.get_running_loop()
     shutdown = asyncio.Event()
-    clock = SystemClock()
-    attended = AttendedClock(loop.time)
+    clock, attended = SystemClock(), AttendedClock(loop.time)
     allow_bodies_of(settings.max_body_bytes)
-    arenas = Arenas(shared)
-    gateway = Gateway(shared, index, incarnation, arenas, cell, settings.shard_wait_ms)
-    log_files = LogFiles(settings.data_dir, shared.ram_dir, shared.shards)
-    expiry = ExpiryClock(clock, log.warning, shared.control.trusted_offset_ms(Role.FRONTEND, index))
-    reader = TopicReader(arenas, log_files, shared.shards, expiry, _cold_tier(settings, clock))
     process = Process(shared, index, incarnation, settings, clock, attended)
-    built = build_app(process, keys, gateway, arenas, reader)
-    app, access = built.app, built.access
+    cell = process.cell
+    frontend = build_app(process, keys, _cold_store(settings))
     connections = Connections(process.cap("connections", settings.max_connections, "connections_admitted"), attended)
 
     def stop() -> None:
         cell.set("state", ProcessState.DRAINING)
-        built.drain()
+        frontend.drain()
         shutdown.set()
 
     def beat() -> None:
         cell.set("heartbeat_ms", clock.now_ms())
-        cell.clock_offset_ms = expiry.trusted_offset_ms()  # also when nobody reads
+        cell.clock_offset_ms = frontend.expiry.trusted_offset_ms()  # also when nobody reads
         cell.set("connections", len(connections.open))
-        reader.sweep()
+        frontend.reader.sweep()
         loop.call_later(HEARTBEAT_S, beat)
 
     loop.add_signal_handler(signal.SIGTERM, stop)
-    loop.add_signal_handler(signal.SIGHUP, KeyReload(settings, access, shared.control.header, cell).request)
+    loop.add_signal_handler(signal.SIGHUP, KeyReload(settings, frontend.access, shared.control.header, cell).request)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
-    gateway.start()
-    built.commits.start(janitor=index == 0)
-    FrontendPressure(shared.control, cell, built.hub, gateway).start()
+    frontend.gateway.start()
+    frontend.coordinator.start(janitor=index == 0)
+    FrontendPressure(shared.control, cell, frontend.hub, frontend.gateway).start()
     beat()
-    # What is set up lives as long as the process: the collector need not look at it again and again.
+    # What is set up lives as long as the process, so the collector need not look at it again and again.
     gc.collect()
     gc.freeze()
     try:
         await serve(
-            app if settings.cors_origins is None else Cors(app, settings.cors_origins),
+            frontend.app if settings.cors_origins is None else Cors(frontend.app, settings.cors_origins),
             listeners,
             HttpLimits(
                 max_body_bytes=settings.max_body_bytes,
-                # A client that comes back sends the positions of all its topics in one header.
+                # A client that reconnects sends the positions of all its topics in one header.
                 max_header_bytes=HEADER_BYTES_MIN + cursor.size_max_bytes(settings.max_watch_topics),
             ),
             shutdown,
@@ -119,13 +103,11 @@ async def _serve(
             on_ready=lambda: cell.set("state", ProcessState.READY),
         )
     finally:
-        built.commits.close()
-        gateway.close()
+        frontend.coordinator.close()
+        frontend.gateway.close()
 
 
-def _cold_tier(settings: Settings, clock: Clock) -> ColdTier | None:
-    """The reader of the cold directory, if there is one."""
+def _cold_store(settings: Settings) -> LocalStore | None:
     if settings.cold_dir is None:
         return None
-    store = LocalStore(OsFileSystem(), layout.topics_dir(settings.cold_dir))
-    return ColdTier(store, clock, settings.cold_read_timeout_ms)
+    return LocalStore(OsFileSystem(), layout.topics_dir(settings.cold_dir))

@@ -1,4 +1,4 @@
-"""How a frontend is put together: which route uses what, and the application that all of them make."""
+"""Puts the parts of a frontend together: which route uses what, and the application that is made of all routes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from topics.core.clock import Clock
+from topics.core.clock import Clock, ExpiryClock
 from topics.core.keys import KeyRing
 from topics.frontend.app import App
 from topics.frontend.entry.access import Access, KeyLimits
@@ -19,11 +19,13 @@ from topics.frontend.live.watch import WatchRoutes, watch_operations
 from topics.frontend.live.websocket import Services, WebSocketRoute
 from topics.frontend.operators.figures import ServiceFigures
 from topics.frontend.operators.service_routes import MetricsRoute, ProbeRoutes, service_operations
-from topics.frontend.queues.cursor_reads import CursorRoutes, cursor_operations
-from topics.frontend.queues.queue_access import QueueAccess, QueueRoutes
-from topics.frontend.queues.work import WorkRoutes, queue_operations
+from topics.frontend.queues.cursor_routes import CursorRoutes, cursor_operations
+from topics.frontend.queues.queue_routes import QueueRoutes, QueueServices, queue_operations
+from topics.frontend.queues.work import WorkRoutes, work_operations
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
+from topics.frontend.reads.cold import ColdTier
 from topics.frontend.reads.diff import DiffRoute
+from topics.frontend.reads.files import LogFiles
 from topics.frontend.reads.manifest import ManifestRoutes, manifest_operations
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.routes.append import AppendRoute
@@ -31,8 +33,9 @@ from topics.frontend.routes.router_routes import RouterRoutes, router_operations
 from topics.frontend.routes.topic_routes import TopicRoutes, topic_operations
 from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import Gateway
-from topics.frontend.txn.commit_driver import CommitDriver, Stages
-from topics.frontend.txn.routes import TxnRoutes, txn_operations
+from topics.frontend.txn.coordinator import Stages, TxnCoordinator
+from topics.frontend.txn.txn_routes import TxnRoutes, txn_operations
+from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.cap import Cap, KeyCounts
 from topics.shm.control import ProcessCell, Role
@@ -40,12 +43,15 @@ from topics.shm.instance import SharedMemory
 from topics.shm.recency import Recency, RecencyWriter
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.pins import PinFiles, pins_dir
+from topics.storage.segment_store import SegmentStore
+
+_log = get_logger()
 
 
 class Process(msgspec.Struct, frozen=True):
-    """One frontend process: which one it is, its settings and clocks, and the memory that it shares with others.
+    """One frontend process: its number, its settings and clocks, and the memory that it shares with other processes.
 
-    `attended` leaves out the time in which the process was not there for its clients.
+    `attended` leaves out the time in which this process was suspended.
     """
 
     shared: SharedMemory
@@ -61,21 +67,29 @@ class Process(msgspec.Struct, frozen=True):
         return self.shared.control.cell(Role.FRONTEND, self.index)
 
     def cap(self, limit: str, most: int, field: str) -> Cap:
-        """A cap on what all frontends have together. A dead process counts until its next life begins."""
+        """Return a cap on what all frontends have together. A dead process counts until its next life begins."""
         every = [self.shared.control.cell(Role.FRONTEND, frontend) for frontend in range(self.shared.frontends)]
         return Cap(limit, most, field, self.cell, every)
 
 
-class Built(NamedTuple):
-    """The application, and the parts of it that its process starts, stops or looks at."""
+class Frontend(NamedTuple):
+    """The application, and the parts of it that its process starts, stops or looks at.
+
+    `cold` is None if no segment was ever moved to a cold directory.
+    """
 
     app: App
     access: Access
+    arenas: Arenas
+    gateway: Gateway
+    expiry: ExpiryClock
+    cold: ColdTier | None
+    reader: TopicReader
     hub: Hub
     diff: DiffRoute
     websocket: WebSocketRoute
     work: WorkRoutes
-    commits: CommitDriver
+    coordinator: TxnCoordinator
 
     def drain(self) -> None:
         """End what would go on for ever: long polls, event streams and WebSockets."""
@@ -85,10 +99,17 @@ class Built(NamedTuple):
         self.hub.drain()
 
 
-def build_app(process: Process, keys: KeyRing, gateway: Gateway, arenas: Arenas, reader: TopicReader) -> Built:
-    """Make the routes of one frontend. They answer once the gateway is started."""
+def build_app(process: Process, keys: KeyRing, store: SegmentStore | None) -> Frontend:
+    """Make one frontend, on the running event loop. It answers once its gateway is started. `store` has the segments
+    that were moved to the cold directory.
+    """
     shared, index, settings, cell = process.shared, process.index, process.settings, process.cell
     clock, attended, shards = process.clock, process.attended, shared.shards
+    arenas = Arenas(shared)
+    gateway = Gateway(shared, index, process.incarnation, arenas, cell, settings.shard_wait_ms)
+    expiry = ExpiryClock(clock, _log.warning, shared.control.trusted_offset_ms(Role.FRONTEND, index))
+    cold = None if store is None else ColdTier(store, clock, settings.cold_read_timeout_ms)
+    reader = TopicReader(arenas, LogFiles(settings.data_dir, shared.ram_dir, shards), shards, expiry, cold)
     recency_writer = RecencyWriter(shared.identity, index, shards)
     router_sight = RouterSight(shared)
     catching_up = CatchingUp(router_sight, reader, gateway)
@@ -106,22 +127,23 @@ def build_app(process: Process, keys: KeyRing, gateway: Gateway, arenas: Arenas,
     websocket = WebSocketRoute(services, places)
     topics = TopicRoutes(sight, arenas, gateway, hub, catching_up, routers, settings)
     watch = WatchRoutes(reader, SessionUse(gateway, arenas, clock), hub, access, settings, places, catching_up)
-    jobs = QueueAccess(gateway, reader, process.incarnation)
-    work = WorkRoutes(jobs, access, settings, places, cell, attended)
+    queue_services = QueueServices(gateway, reader)
+    work = WorkRoutes(queue_services, access, settings, places, cell, attended)
     figures = ServiceFigures(shared.control, shared.durations, clock.now_ms)
     metrics = MetricsRoute(figures, arenas, shards, settings.max_metric_topics)
-    commits = CommitDriver(gateway, Stages(settings.data_dir, settings.stage_ttl_ms))
+    coordinator = TxnCoordinator(gateway, Stages(settings.data_dir, settings.stage_ttl_ms))
     fs, pins = OsFileSystem(), pins_dir(shared.ram_dir)
     manifest = ManifestRoutes(reader, catching_up, fs, PinFiles(fs, pins, index), pins, settings.data_dir, clock)
     operations = [
         *topic_operations(append, diff, topics),
         *router_operations(routers),
         *watch_operations(watch),
-        *queue_operations(QueueRoutes(jobs, catching_up, settings, cell), work),
+        *queue_operations(QueueRoutes(queue_services, catching_up, settings, cell)),
+        *work_operations(work),
         *cursor_operations(CursorRoutes(gateway, reader, catching_up, settings, cell)),
-        *txn_operations(TxnRoutes(append, commits, reader, topics.settled, settings)),
+        *txn_operations(TxnRoutes(append, coordinator, reader, topics.settled, settings)),
         *manifest_operations(manifest),
         *service_operations(ProbeRoutes(shared.control, clock), metrics, settings.probe_auth),
     ]
     app = App(operations, append, diff, websocket, access, pages, cell, observe)
-    return Built(app, access, hub, diff, websocket, work, commits)
+    return Frontend(app, access, arenas, gateway, expiry, cold, reader, hub, diff, websocket, work, coordinator)

@@ -18,7 +18,7 @@ from topics.core.errors import TopicsError, invalid
 from topics.core.names import owner_shard
 from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import Gateway
-from topics.frontend.shards.pending_calls import is_outcome_unknown
+from topics.frontend.shards.pending_requests import is_outcome_unknown
 from topics.shm.topic_messages import (
     SessionAbandon,
     SessionClose,

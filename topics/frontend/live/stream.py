@@ -21,7 +21,7 @@ import msgspec
 
 from topics.frontend.live.wording import EVENT_STREAM, Wording
 from topics.frontend.reads.cold import ColdMissError
-from topics.frontend.reads.reading import ReadPage, Tombstone
+from topics.frontend.reads.reading import RecordPage, Tombstone
 from topics.frontend.reads.records import PageOptions
 
 RETRY_AFTER_MS: Final = 1_000
@@ -82,7 +82,7 @@ class FramedPage(msgspec.Struct, frozen=True):
     """There is more, which a `strong` stream must not show yet."""
 
 
-def batch(topic: str, from_seq: int, page: ReadPage, strong: bool, wording: Wording = EVENT_STREAM) -> FramedPage:
+def batch(topic: str, from_seq: int, page: RecordPage, strong: bool, wording: Wording = EVENT_STREAM) -> FramedPage:
     """`strong` streams live in a world whose head is what is durable (api §7)."""
     head_seq = max(from_seq, min(page.head_seq, page.durable_seq)) if strong else page.head_seq
     tombstone = page.tombstone

@@ -85,7 +85,7 @@ class WatchRoutes:
         check_starts(request.topics, self._settings.max_watch_topics)
         caller = caller_of(scope)
         caller.require(KeyScope.READ, request.topics)
-        await self._catching_up.all(request.topics)
+        await self._catching_up.wait_for_all(request.topics)
         found = {name: ref for name in request.topics if (ref := self._find(name, lenient)) is not None}
         follows = {
             name: Follow(ref.view.topic_id, resolve(self._reader, ref, request.topics[name]))

@@ -226,7 +226,7 @@ class Socket:
         topics_max = self._services.settings.max_watch_topics
         check_starts(starts, topics_max)
         self._key().require(KeyScope.READ, starts)
-        await self._services.catching_up.all(starts)
+        await self._services.catching_up.wait_for_all(starts)
         self._key().require(KeyScope.READ, starts)
         ended = self._ended()
         followed = len((self._subscriptions.keys() - ended) | starts.keys())

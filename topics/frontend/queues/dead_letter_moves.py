@@ -1,9 +1,9 @@
-"""Bringing jobs that were handed out too often to their dead-letter topic, and back (api §9).
+"""Moves jobs that were handed out too often to their dead-letter topic, and back (api §9).
 
-A frontend does it, because what it takes is what a frontend has: reading records, writing to a topic on whatever shard.
-The queue's shard holds such a job back until it is told that the record is in the other topic, then deletes it:
-killed anywhere between the two, either process leaves the job in the queue, and the next attempt is recognised by its
-idempotency key. So no job is lost, and none is there twice as long as the other topic remembers the key.
+A frontend does this, as it can read records and write to a topic on any shard. The queue's shard holds such a job back
+until it is told that the record is in the other topic, and then deletes it. If either process is killed between the
+two, the job is still in the queue, and the next attempt is recognised by its idempotency key. So no job is lost, and
+none is duplicated for as long as the other topic remembers the key.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from topics.shm.queue_messages import Bury, Dealt, Release, Remove, Reserve
 from topics.storage.frame import lay_out
 
 RETRY_MS: Final = 1_000
-"""How long a job waits that could not be brought to its dead letters."""
-PATIENCE_S: Final = 1.0
-"""How long a claim's answer waits for that: then it goes on behind it."""
-LOOK_MAX: Final = 65_536
-"""Records that one redrive looks at: a topic may hold another queue's dead letters by the million."""
+"""Time until a job that could not be moved to its dead-letter topic is dealt again."""
+MOVE_WAIT_S: Final = 1.0
+"""Longest time that the answer to a claim waits for a move. The move goes on after it."""
+EXAMINED_MAX: Final = 65_536
+"""Records that one redrive examines: a topic may hold another queue's dead letters by the million."""
 _PAGE: Final = PageOptions(limit=256, max_batch_bytes=1 << 20, include_tags=True)
 
 _log = get_logger()
@@ -47,7 +47,7 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 class DeadLetter(NamedTuple):
-    """A record on its way to another topic, where it is a job with `order_key` if that is not ""."""
+    """A record on its way to another topic. There it is a job with `order_key`, unless that is ""."""
 
     seq: int
     record: _Record
@@ -57,7 +57,7 @@ class DeadLetter(NamedTuple):
 
 
 class Redriven(NamedTuple):
-    """`next_from_seq`: behind it nothing was looked at; None where there was nothing left."""
+    """The dead letters `moved` back. Those behind `next_from_seq` were not examined; None: all were."""
 
     moved: int
     next_from_seq: int | None
@@ -68,33 +68,32 @@ _encode_json = msgspec.json.Encoder().encode
 
 
 class DeadLetters:
-    """All dead letters that this frontend carries."""
+    """The moves of this frontend between queues and their dead-letter topics."""
 
     def __init__(self, gateway: Gateway, reader: TopicReader, unreadable: UnreadableJobs) -> None:
         self._gateway = gateway
         self._reader = reader
         self._unreadable = unreadable
-        self._carrying: set[asyncio.Task[None]] = set()
+        self._moves: set[asyncio.Task[None]] = set()
 
-    async def carried(self, name: str, dealt: Dealt) -> None:
-        """Brings `dealt.dead` away; returns when that is done or has failed, or goes on after PATIENCE_S."""
-        await asyncio.wait((self.carry(name, dealt),), timeout=PATIENCE_S)
+    async def move(self, name: str, dealt: Dealt) -> None:
+        """Move `dealt.dead`. Return when that is done or has failed, or after MOVE_WAIT_S: then it goes on."""
+        await asyncio.wait((self._start(name, dealt),), timeout=MOVE_WAIT_S)
 
-    def take(self, name: str, dealt: Dealt) -> None:
-        """`carry`, of what came for a stream, if it has any. To be called at once and whatever becomes of the stream:
-        its end releases leases only, these the shard holds for this frontend.
+    def start_move(self, name: str, dealt: Dealt) -> None:
+        """Begin to move `dealt.dead`, if there are any. Call this at once with all that a stream is dealt: the end of a
+        stream releases its leases only, and the shard holds the dead ones back for this frontend.
         """
         if dealt.dead:
-            self.carry(name, dealt)
+            self._start(name, dealt)
 
-    def carry(self, name: str, dealt: Dealt) -> asyncio.Task[None]:
-        """Begins to."""
-        task = asyncio.get_running_loop().create_task(self._carry(name, dealt))
-        self._carrying.add(task)
-        task.add_done_callback(self._carrying.discard)
+    def _start(self, name: str, dealt: Dealt) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(self._move(name, dealt))
+        self._moves.add(task)
+        task.add_done_callback(self._moves.discard)
         return task
 
-    async def _carry(self, name: str, dealt: Dealt) -> None:
+    async def _move(self, name: str, dealt: Dealt) -> None:
         shard = owner_shard(name, self._gateway.shards)
         try:
             copied, unreadable = await self._copy_dead(name, dealt)
@@ -105,21 +104,21 @@ class DeadLetters:
                 if seqs:
                     await self._gateway.call(shard, Release(name, seqs, wait_ms))
         except TopicsError as error:
-            # The shard gives them another chance when it has waited for us long enough.
-            _log.warning("jobs could not be brought to the dead letters", topic=name, reason=error.message)
+            # The shard deals them again when this frontend has been silent for long enough.
+            _log.warning("jobs could not be moved to the dead letters", topic=name, reason=error.message)
 
     async def _copy_dead(self, name: str, dealt: Dealt) -> tuple[list[int], list[int]]:
-        """The seqs that are in the dead-letter topic now, and those that cannot be read."""
+        """Return the seqs that are in the dead-letter topic now, and those that cannot be read."""
         unreadable: list[int] = []
         try:
             ref = self._reader.get(name)
             copies = []
-            # At once: each that the cold directory does not answer for takes as long as all of them.
+            # All at once: if the cold directory does not answer, one read takes as long as all of them.
             found = await asyncio.gather(*[self._read(name, seq) for seq in dealt.dead], return_exceptions=True)
             dead = zip(dealt.dead, dealt.dead_deliveries, dealt.dead_order_keys, found, strict=True)
             for seq, deliveries, order_key, records in dead:
                 if isinstance(records, BaseException):
-                    if not isinstance(records, TopicsError) or not self._unreadable.concerns(name, seq, records):
+                    if not isinstance(records, TopicsError) or not self._unreadable.is_unreadable(name, seq, records):
                         raise records
                     unreadable.append(seq)
                     continue
@@ -131,20 +130,20 @@ class DeadLetters:
             copied, _refusal = await self._append(dealt.dead_letter, copies, config)
             return copied, unreadable
         except TopicsError as error:
-            _log.warning("dead letters cannot be carried", topic=name, reason=error.message)
+            _log.warning("dead letters cannot be moved", topic=name, reason=error.message)
             return [], unreadable
 
     async def redrive(self, name: str, dead_letter: str, from_seq: int, most: int) -> Redriven:
-        """Moves the oldest `most` dead letters of a queue behind `from_seq` back to it: those that nobody has, where
-        they are jobs themselves.
+        """Move the oldest `most` dead letters of a queue behind `from_seq` back to it. If `dead_letter` is a queue
+        itself, leased ones stay there.
 
-        Raises `topic_not_found` where there is no `dead_letter`, and what the append or the removal raises; how many
-        were moved before an append was refused is in its detail, as `redriven`.
+        Raises `topic_not_found` if there is no `dead_letter`, and the errors of the append and of the removal. If an
+        append is refused, the number of those moved before is in its detail, as `redriven`.
         """
         ref = self._reader.get(dead_letter)
         moved = 0
         cursor = max(from_seq, ref.view.earliest_seq - 1)
-        last_seq = cursor + LOOK_MAX
+        last_seq = cursor + EXAMINED_MAX
         while moved < most and cursor < min(last_seq, ref.view.head_seq):
             page = await self._reader.fetch_page(ref, cursor, _PAGE, self._reader.now_ms())
             records = _decode_records(b"[%b]" % page.body)
@@ -167,7 +166,7 @@ class DeadLetters:
         return Redriven(moved, cursor if cursor < ref.view.head_seq else None)
 
     async def _move_back(self, name: str, ref: TopicRef, letters: list[_Record]) -> tuple[int, TopicsError | None]:
-        """How many of these are jobs again by our doing, and why the first of the others is not."""
+        """Return how many of these this call made jobs again, and the error of the first of the others."""
         owner = owner_shard(ref.name, self._gateway.shards)
         free = await self._gateway.call(owner, Reserve(ref.name, [letter.seq for letter in letters]))
         carried = set(free.seqs)
@@ -186,19 +185,20 @@ class DeadLetters:
         left = sorted(carried.difference(seqs))
         if left and ref.config.type == "queue":
             self._gateway.post(owner, Release(ref.name, left, 0))
-        # Another redrive may have brought the same ones: who removes a record has moved it.
+        # Another redrive may have copied the same records. The one that removes a record has moved it.
         return (await self._gateway.call(owner, Remove(ref.name, seqs))).count if seqs else 0, refusal
 
     async def _read(self, name: str, seq: int) -> list[_Record]:
-        """The record, if it is there."""
+        """Return the record, or no record if it is deleted."""
         page = await self._reader.fetch_page(self._reader.get(name), seq - 1, _PAGE, self._reader.now_ms(), seq)
         return _decode_records(b"[%b]" % page.body)
 
     async def _append(
         self, name: str, copies: list[DeadLetter], config: TopicConfig | None
     ) -> tuple[list[int], TopicsError | None]:
-        """Each a write of its own, so that each is recognised when it comes again. The seqs of those that are there,
-        and why the first of the others is not. Made with `config` if it does not exist; None: it has to.
+        """Append each copy as a write of its own, so that each is recognised when it is repeated. Return the seqs of
+        the copies that are in the topic, and the error of the first of the others. A missing topic is created with
+        `config`; None: it must exist.
         """
         shard = owner_shard(name, self._gateway.shards)
         futures: list[asyncio.Future[AppendReply]] = []

@@ -1,9 +1,8 @@
-"""How jobs come to this frontend that nobody asked for at that moment: to streams, and to claims that gather."""
+"""Claims and streams of queues as the shards know them: by number, with jobs that come after the first reply."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -12,62 +11,56 @@ from topics.frontend.asgi import Receive
 from topics.frontend.entry.bodies import ClientGoneError
 from topics.frontend.live.push import gone_before
 from topics.frontend.shards.gateway import Gateway
+from topics.frontend.shards.job_listeners import JobListener
 from topics.shm.queue_messages import Claim, Dealt, Release, Unclaim, Waiting, WorkClose
 
 
 class _RestartedError(Exception):
-    """The shard was started again and knows of nobody who waits."""
+    """The shard was restarted and has forgotten the claims that wait."""
 
 
-class _Asked(NamedTuple):
-    """A claim that its shard was asked for; `gathered` is what the end of its window brings, after a first answer."""
+class _PendingClaim(NamedTuple):
+    """A claim that was sent to its shard. `gathered` gets the jobs at the end of its window, after a first reply."""
 
     shard: int
     answer: asyncio.Future[Dealt | Waiting]
     gathered: asyncio.Future[Dealt]
 
+    def take(self, dealt: Dealt) -> None:
+        if not self.gathered.done():
+            self.gathered.set_result(dealt)
+
 
 class JobChannel:
-    """Numbers for streams and claims, and who is behind each of them."""
+    """The claims of one frontend that wait for jobs, and the ends of its claims and streams."""
 
-    def __init__(self, gateway: Gateway, incarnation: int) -> None:
+    def __init__(self, gateway: Gateway) -> None:
+        self.listeners = gateway.job_listeners
         self._gateway = gateway
-        self._last_number = incarnation << 32
-        self._listeners: dict[int, Callable[[Dealt], None]] = {}
-        self._claims: dict[int, _Asked] = {}
-        gateway.on_dealt = self._take
-        gateway.on_restart.append(self._restarted)
+        self._claims: dict[int, _PendingClaim] = {}
+        gateway.on_restart(self._repeat_claims)
 
-    def number(self) -> int:
-        """One that was never used, by a former life neither."""
-        self._last_number += 1
-        return self._last_number
-
-    def listen(self, number: int, listener: Callable[[Dealt], None]) -> None:
-        """`listener` gets what is dealt to this stream until `forget`."""
-        self._listeners[number] = listener
-
-    def forget(self, number: int) -> None:
-        self._listeners.pop(number, None)
-
-    def leave(self, shard: int, name: str, number: int, listener: Callable[[Dealt], None], window_ms: int = 0) -> None:
-        """Tells `shard` that it is over; `listener` gets what it may be dealt before that is known there."""
-        self.listen(number, listener)
-        asyncio.get_running_loop().call_later(self._longest_s(window_ms), self.forget, number)
+    def leave(self, shard: int, name: str, number: int, listener: JobListener, window_ms: int = 0) -> None:
+        """Tell `shard` that a claim or stream is over. `listener` gets the jobs that it is dealt before it knows."""
+        self.listeners.listen(number, listener)
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._longest_s(window_ms), self.listeners.forget, number, listener)
         self._gateway.post(shard, WorkClose(name, number))
 
     async def claim(self, name: str, node: str, most: int, lease_ms: int | None, receive: Receive) -> Dealt:
-        """What a claim gets, at once or at the end of its window. Fails as `Gateway.call` does; ClientGoneError when
-        its client, as `receive` says, goes away before that: it leaves the window, for those who are still there.
+        """Return the jobs of a claim, at once or at the end of its window. Fails as `Gateway.call` does.
+
+        Raises ClientGoneError if the client, by `receive`, leaves before that: its place in the window is free then.
         """
         shard = owner_shard(name, self._gateway.shards)
-        claim = Claim(name, node, most, lease_ms, self.number())
-        again = False
+        claim = Claim(name, node, most, lease_ms, self.listeners.new_number())
+        repeated = False
         while True:
             late = partial(self._answered_late, shard, claim)
             asked = self._gateway.submit(shard, claim, late)
             gathered: asyncio.Future[Dealt] = asyncio.get_running_loop().create_future()
-            self._claims[claim.stream] = _Asked(shard, asked, gathered)
+            pending = self._claims[claim.stream] = _PendingClaim(shard, asked, gathered)
+            self.listeners.listen(claim.stream, pending.take)
             try:
                 reply = await asked
                 if isinstance(reply, Dealt):
@@ -77,14 +70,14 @@ class JobChannel:
                     if await gone_before(gathered, receive):
                         raise ClientGoneError
                     dealt = gathered.result()
-                if again:
+                if repeated:
                     self._leave(shard, claim, reply)
                 return dealt
             except _RestartedError:
-                # Where the shard knew it nevertheless, and its window ended before it came again, it is dealt to twice.
-                again = True
+                # If the shard had the claim after all, and its window ends before the repeated claim, it deals twice.
+                repeated = True
             except BaseException as error:
-                for answer in (asked, gathered):  # which may have come in this very moment
+                for answer in (asked, gathered):  # one may have come in this very moment
                     if answer.done() and not answer.cancelled() and answer.exception() is None:
                         late(answer.result())
                 if isinstance(error, TimeoutError):
@@ -92,19 +85,20 @@ class JobChannel:
                 raise
             finally:
                 del self._claims[claim.stream]
+                self.listeners.forget(claim.stream, pending.take)
 
     def _longest_s(self, window_ms: int) -> float:
         return window_ms / 1000 + self._gateway.shard_wait_s
 
     def _answered_late(self, shard: int, claim: Claim, reply: Dealt | Waiting) -> None:
-        """Its client has been told that there was no answer, or is gone."""
+        """Undo a claim whose client has an answer by now, or has left."""
         if isinstance(reply, Dealt):
             self._give_back(shard, claim, reply)
         else:
             self._leave(shard, claim, reply)
 
     def _leave(self, shard: int, claim: Claim, waiting: Waiting) -> None:
-        """Out of the window; what it may be dealt before the shard knows is given back."""
+        """Leave the window, and give back the jobs that are dealt before the shard knows."""
         self.leave(shard, claim.name, claim.stream, partial(self._give_back, shard, claim), waiting.wait_ms)
 
     def _give_back(self, shard: int, claim: Claim, dealt: Dealt) -> None:
@@ -114,18 +108,10 @@ class JobChannel:
         if dealt.dead:
             self._gateway.post(shard, Release(claim.name, dealt.dead, 0))
 
-    def _take(self, dealt: Dealt) -> None:
-        listener = self._listeners.get(dealt.stream)
-        if listener is not None:
-            listener(dealt)
-            return
-        claim = self._claims.get(dealt.stream)
-        if claim is not None and not claim.gathered.done():
-            claim.gathered.set_result(dealt)
-
-    def _restarted(self, shard: int) -> None:
-        for asked in self._claims.values():
-            # Whoever still waits for the first answer gets that one from the restarted shard.
-            if asked.shard == shard and asked.answer.done() and not asked.gathered.done():
-                asked.gathered.set_exception(_RestartedError())
-                asked.gathered.exception()
+    def _repeat_claims(self, shard: int) -> None:
+        """Have the claims repeated that wait for the end of their window at a shard that was restarted."""
+        for claim in self._claims.values():
+            # A claim without its first reply gets that from the restarted shard.
+            if claim.shard == shard and claim.answer.done() and not claim.gathered.done():
+                claim.gathered.set_exception(_RestartedError())
+                claim.gathered.exception()

@@ -1,4 +1,4 @@
-"""Leased jobs as consumers get them: the record, spliced from its frame, with its lease (api §9)."""
+"""Renders leased jobs for consumers: the record, copied from its frame, with its lease (api §9)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from topics.log import get_logger
 from topics.shm.queue_messages import Dealt
 
 ANSWER_BYTES_MAX: Final = 8 << 20
-"""Of one claim; at least one job."""
+"""Longest answer to one claim, which has at least one job."""
 _PREFIX: Final = "lease_"
 _COLD_TRIES: Final = 4
 
 
 class RenderedJobs(NamedTuple):
-    """`body` is `jobs` JSON objects joined by commas. Jobs that are gone by now are left out and forgotten; `unsent`
-    did not fit and are to be given back, with their leases.
+    """`body` is `jobs` JSON objects joined by commas. Jobs deleted by now are left out and forgotten. The `unsent` ones
+    did not fit, and are to be given back with their leases.
     """
 
     body: bytes
@@ -35,7 +35,7 @@ def lease_id(lease_no: int) -> str:
 
 
 def lease_no(lease_id: str) -> int:
-    """-1, which no lease has, for a text that is no lease id."""
+    """Return the number of a lease; -1, which no lease has, for a text that is no lease id."""
     digits = lease_id.removeprefix(_PREFIX)
     if digits == lease_id or len(digits) != 16:
         return -1
@@ -47,8 +47,8 @@ def lease_no(lease_id: str) -> int:
 
 
 async def fetch_jobs(reader: TopicReader, name: str, dealt: Dealt, max_bytes: int = ANSWER_BYTES_MAX) -> RenderedJobs:
-    """Raises `topic_not_found` when the queue went away. Jobs that cannot be read end it before them; when it is the
-    first, `storage_unavailable`.
+    """Render jobs, up to the first that cannot be read. Raises `storage_unavailable` if that is the first of all, and
+    `topic_not_found` when the queue was deleted.
     """
     rendering = JobRendering(reader, name, dealt, max_bytes)
     missed_at, tries = -1, 0
@@ -60,7 +60,7 @@ async def fetch_jobs(reader: TopicReader, name: str, dealt: Dealt, max_bytes: in
             missed_at = rendering.cursor
             try:
                 await reader.fetch(miss)
-            except FileNotFoundError as error:  # it is elsewhere by now, and a new view leads there
+            except FileNotFoundError as error:  # it was moved, and a new view of the topic says where
                 if tries > _COLD_TRIES:
                     raise _unreadable(name, missed_at + 1) from error
             except TopicsError:
@@ -70,7 +70,7 @@ async def fetch_jobs(reader: TopicReader, name: str, dealt: Dealt, max_bytes: in
 
 
 class JobRendering:
-    """Some jobs as far as they are rendered: where only the cold tier has a record it stops, to go on from there."""
+    """The rendering of some jobs. It stops at a record that has to be fetched from the cold tier, and goes on there."""
 
     def __init__(self, reader: TopicReader, name: str, dealt: Dealt, max_bytes: int = ANSWER_BYTES_MAX) -> None:
         self._reader = reader
@@ -87,11 +87,11 @@ class JobRendering:
         }
         self._bodies: list[bytes] = []
         self.cursor = dealt.seqs[0] - 1
-        """Up to where records were looked at."""
+        """Seq of the last job that was looked at."""
         self.count = 0
 
     def go_on(self) -> RenderedJobs:
-        """The rest. Raises as `fetch_jobs`, and ColdMissError: fetch it and go on."""
+        """Render the rest. Raises as `fetch_jobs` does; after ColdMissError, fetch what is missing and go on."""
         ref = self._reader.get(self._name)
         now_ms = self._reader.now_ms()
         for first_seq, last_seq in self._runs:
@@ -106,10 +106,8 @@ class JobRendering:
                     page = self._reader.read_page(ref, self.cursor, options, now_ms, last_seq)
                     if page.next_from_seq <= self.cursor:
                         raise _unreadable(self._name, self.cursor + 1)
-                except ColdMissError:
-                    raise
                 except TopicsError as error:
-                    if error.code == "storage_unavailable" and self.count:
+                    if error.code == "storage_unavailable" and self.count and not isinstance(error, ColdMissError):
                         return self.cut()
                     raise
                 self.cursor = page.next_from_seq
@@ -120,7 +118,7 @@ class JobRendering:
         return RenderedJobs(b",".join(self._bodies), self.count, [], [])
 
     def cut(self) -> RenderedJobs:
-        """Return what there is so far; the other jobs are to be given back."""
+        """Return the jobs rendered so far. The others are to be given back."""
         dealt = self._dealt
         unsent = [seq for seq in dealt.seqs if seq > self.cursor]
         first = dealt.first_lease_no + len(dealt.seqs) - len(unsent)
@@ -135,7 +133,7 @@ def _unreadable(name: str, seq: int) -> TopicsError:
 
 ASIDE_MS: Final = 30_000
 """The time that a job waits before it is tried again."""
-_SAID_MAX: Final = 10_000
+_LOGGED_MAX: Final = 10_000
 
 _log = get_logger()
 
@@ -143,21 +141,21 @@ _log = get_logger()
 class UnreadableJobs:
     """Jobs whose records cannot be read now: a corrupt segment, a cold directory that does not answer (api §9).
 
-    Such a job is put aside, so that it is in nobody's way. It counts no delivery, since it came to nobody. It is logged
-    once, not each time that it comes round; the oldest are forgotten first.
+    Such a job is put aside for ASIDE_MS, so that the jobs behind it are served. That counts as no delivery. Each job is
+    logged once, not at every attempt; the oldest are forgotten first.
     """
 
     def __init__(self) -> None:
-        self._said: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._logged: OrderedDict[tuple[str, int], None] = OrderedDict()
 
-    def concerns(self, name: str, seq: int, error: TopicsError) -> bool:
-        """Tell whether this job cannot be read, which is logged; False: it is no job's fault."""
+    def is_unreadable(self, name: str, seq: int, error: TopicsError) -> bool:
+        """Tell whether `error` means that this job cannot be read, and log that. False: the job is not the cause."""
         if error.code != "storage_unavailable":
             return False
-        if (name, seq) not in self._said:
-            self._said[name, seq] = None
-            if len(self._said) > _SAID_MAX:
-                self._said.popitem(last=False)
+        if (name, seq) not in self._logged:
+            self._logged[name, seq] = None
+            if len(self._logged) > _LOGGED_MAX:
+                self._logged.popitem(last=False)
             _log.error(
                 "a job cannot be read and is put aside", topic=name, seq=seq, retry_ms=ASIDE_MS, reason=error.message
             )

@@ -1,8 +1,8 @@
-"""Reads catch up (api §6): whoever reads the dest of a router sees every record that its source acknowledged before.
+"""Lets reads of a router's dest catch up (api §6): they see every record that its source acknowledged before.
 
-Shared memory says whether a dest is behind, so a read that is not pays two loads and a look into a dict. One that is
-asks the dest's shard to copy what there is, down the chain from its far end, and waits; not for ever: what is committed
-can be read while that shard is dead.
+Shared memory says whether a dest is behind. If it is not, a read costs two loads and a look into a dict. If it is, the
+read asks the dest's shard to copy the missing records, down the chain from its far end, and waits for a limited time:
+committed records can be read while that shard is dead.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from topics.shm.topic_messages import CatchUp
 
 WAIT_S: Final = 2.0
 AGAIN_S: Final = 0.02
-"""Until it is asked again after a source could not be read at that moment; then twice as long, and so on."""
+"""First pause before a shard is asked again that could not read a source at that moment. Each pause is twice as long
+as the one before."""
 
 
 class RouterSight:
-    """The routers of the service and how far they are, as shared memory says; no shard is asked."""
+    """The routers of the service and their progress, read from shared memory; no shard is asked."""
 
     def __init__(self, shared: SharedMemory) -> None:
         self._table = RouterTable(shared.router_table)
@@ -35,7 +36,7 @@ class RouterSight:
         self._shards = [shared.control.cell(Role.WALSHARD, shard) for shard in range(shared.shards)]
 
     def registry(self) -> RouterRegistry:
-        """The registry as of now; `503 not_ready` until the shard that keeps it has recovered."""
+        """Return the current registry; `503 not_ready` until the shard that keeps it has recovered."""
         if self._table.stale:
             self._table.refresh()
         if not self._table.known:
@@ -47,27 +48,27 @@ class RouterSight:
         return self._table.registry
 
     def progress(self, shard: int, router_id: int) -> RouterProgress | None:
-        """`shard` is that of the router's dest."""
+        """Return the progress of a router. `shard` is that of its dest."""
         return self._boards[shard].find(router_id)
 
 
 class CatchingUp:
-    """To be awaited before a topic is looked at."""
+    """The waits of reads until the copies for a topic are made. Await one before each look at a topic."""
 
     def __init__(self, sight: RouterSight, reader: TopicReader, gateway: Gateway) -> None:
         self._sight = sight
         self._reader = reader
         self._gateway = gateway
 
-    async def one(self, name: str) -> bool:
-        """The topic has all that its source has now, and that one its own; False: it may not, its shard did not answer
-        in time, or could not copy it.
+    async def wait_for(self, name: str) -> bool:
+        """Wait until the topic has all records that its source has now, and the source those of its own. False: copies
+        may be missing, as a shard did not answer in time or could not make them.
         """
         registry = self._sight.registry()
         return registry.source_of(name) is None or await self._chain(registry, name)
 
-    async def all(self, names: Iterable[str]) -> bool:
-        """The same of each of them."""
+    async def wait_for_all(self, names: Iterable[str]) -> bool:
+        """Wait as `wait_for` does for each of these topics."""
         registry = self._sight.registry()
         dests = [name for name in names if registry.source_of(name) is not None]
         return all(await asyncio.gather(*[self._chain(registry, dest) for dest in dests])) if dests else True
@@ -101,7 +102,7 @@ class CatchingUp:
             if progress is None or progress.version != router.version:
                 return True
             if progress.source_topic_id not in (0, view.topic_id):
-                return False  # another topic had the source's name: the router is about to go
+                return False  # another topic had the source's name, and the router is about to be removed
             if progress.source_topic_id == 0 or progress.source_seq < view.head_seq:
                 return True
         return False

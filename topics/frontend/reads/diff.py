@@ -17,7 +17,7 @@ from topics.frontend.entry.budget import Hold
 from topics.frontend.entry.responses import elapsed_ms, room_of, send_json
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.node_sets import node_set
-from topics.frontend.reads.reading import PAGE_MEMBERS, ReadPage, TopicReader, TopicRef, page_values
+from topics.frontend.reads.reading import PAGE_MEMBERS, RecordPage, TopicReader, TopicRef, page_values
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
@@ -71,7 +71,7 @@ class DiffRoute:
         check_topic_name(name)
         request, options = await read_wish(receive, headers, self._settings.max_body_bytes, self._wish)
         reader = self._reader
-        with_copies = await self._catching_up.one(name)
+        with_copies = await self._catching_up.wait_for(name)
         room = room_of(scope)
         if room is not None:
             await room.take(_room_bytes(options))
@@ -107,13 +107,13 @@ class DiffRoute:
     async def _wait(
         self,
         ref: TopicRef,
-        page: ReadPage,
+        page: RecordPage,
         options: PageOptions,
         from_ts: int | None,
         wait_ms: int,
         receive: Receive,
         room: Hold | None,
-    ) -> tuple[ReadPage, Cost]:
+    ) -> tuple[RecordPage, Cost]:
         """The first page that delivers something, or the last one before the deadline; what all of them took.
         `from_ts` may be yet to come: what is written before it is not what the reader waits for.
         """
@@ -184,7 +184,7 @@ def _room_bytes(options: PageOptions) -> int:
     return max(options.max_batch_bytes, MAX_BATCH_BYTES[0])
 
 
-def _deliverable(page: ReadPage) -> bool:
+def _deliverable(page: RecordPage) -> bool:
     return page.count > 0 or page.tombstone is not None
 
 
@@ -193,7 +193,7 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-def _answer(name: str, page: ReadPage, cost: Cost, with_copies: bool, started_ns: int) -> bytes:
+def _answer(name: str, page: RecordPage, cost: Cost, with_copies: bool, started_ns: int) -> bytes:
     return _ANSWER % (
         name.encode(),
         *page_values(page),

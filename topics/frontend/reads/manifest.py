@@ -1,33 +1,29 @@
-"""`/v0/topics/:t/segments` and the pins: where the sealed records of a topic lie, for those who read files themselves.
+"""`/v0/topics/:t/segments` and the pins: the files of a topic's sealed records, for readers of the files themselves.
 
-A pin is written first and the topic looked at again after: what is in its list of segments then was not found
-superfluous before, and the compactor looks at the pins before it removes what it found (docs/decisions/0009-pins.md).
+A pin is written first, and then the topic is looked at again. Segments that are listed then were not superfluous
+before, and the compactor reads the pins before it removes superfluous segments (docs/decisions/0009-pins.md).
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections import OrderedDict
 from typing import Any, Final
 
-from starlette.datastructures import QueryParams
-
-from topics.api import answers as answer
+from topics.api import answers
 from topics.core.clock import Clock
 from topics.core.config import U64_MAX
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import KeyScope
-from topics.core.names import check_topic_name
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
-from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import limits
 from topics.frontend.entry.query import count
-from topics.frontend.entry.responses import LIST_BYTES_MAX, send_object, take_room
+from topics.frontend.entry.responses import LIST_BYTES_MAX, take_room
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader, TopicRef
-from topics.frontend.routes.operations import ApiOperation, Binding, Query, json_answer
+from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
+from topics.frontend.routes.operations import COUNT_SCHEMA, TOPIC_PATH, ApiOperation, Binding, Query, json_answer
 from topics.shm.durations import Route
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
@@ -35,7 +31,7 @@ from topics.storage.pins import PIN_PATTERN, Pin, PinFiles, new_pin_id, read_pin
 from topics.storage.segment import ENTRY_LEN, CommittedFile, CorruptSegment, index_digest
 
 SEGMENTS_MAX: Final = 2_048
-"""In one answer; a longer list goes on with `next_from_seq`."""
+"""Segments of one answer; a longer list goes on with `next_from_seq`."""
 PIN_TTL_DEFAULT_MS: Final = 60_000
 PIN_TTL_MAX_MS: Final = 3_600_000
 _DIGESTS_KEPT: Final = 16_384
@@ -43,11 +39,13 @@ _DIGESTS_AT_ONCE: Final = 16
 _TRIES: Final = 8
 
 _Key = tuple[int, int, int]
-"""topic id, first_seq, version of a segment."""
+"""(topic id, first_seq, version) of a segment."""
 
 
 class ManifestRoutes:
-    """`pins`: of this frontend; `pins_dir`: where those of all are."""
+    """The requests about segments and pins, a method for each. `pins` are those of this frontend, `pins_dir` has those
+    of all.
+    """
 
     def __init__(
         self,
@@ -68,15 +66,13 @@ class ManifestRoutes:
         self._clock = clock
         self._digests: OrderedDict[_Key, int] = OrderedDict()
 
-    async def list_segments(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """`GET /v0/topics/:t/segments`"""
-        started_ns = time.perf_counter_ns()
-        name = check_topic_name(scope["path_params"]["topic"])
-        query = QueryParams(scope["query_string"])
+    @json_route
+    async def list_segments(self, request: ApiRequest) -> JsonReply:
+        name, query = request.topic, request.query
         from_seq, to_seq = count(query, "from_seq", 0), count(query, "to_seq", U64_MAX)
         ttl_ms = min(count(query, "pin_ttl_ms", 0), PIN_TTL_MAX_MS)
-        await self._catching_up.one(name)
-        await take_room(scope, LIST_BYTES_MAX)
+        await self._catching_up.wait_for(name)
+        await take_room(request.scope, LIST_BYTES_MAX)
         ref, segments = self._reader.with_segments(self._reader.get(name))
         listed, more = _wanted(ref, segments, from_seq, to_seq)
         pin: dict[str, Any] | None = None
@@ -86,53 +82,51 @@ class ManifestRoutes:
             pin = {"id": pin_id, "ttl_ms": ttl_ms}
         view = ref.view
         sealed = [info for info in segments if info.flags & SEALED]
-        answer: dict[str, Any] = {
-            "topic": name,
-            "epoch": f"{view.topic_id:016x}",
-            "head_seq": view.head_seq,
-            "earliest_seq": view.earliest_seq,
-            "evict_floor": view.evict_floor,
-            "dedupe_node": ref.config.dedupe_node,
-            "http_from_seq": max(view.earliest_seq, sealed[-1].last_seq + 1 if sealed else 1),
-            "segments": await self._rows(view.topic_id, listed),
-            "next_from_seq": listed[-1].last_seq if more else None,
-            "pin": pin,
-        }
-        await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
+        return JsonReply(
+            {
+                "topic": name,
+                "epoch": f"{view.topic_id:016x}",
+                "head_seq": view.head_seq,
+                "earliest_seq": view.earliest_seq,
+                "evict_floor": view.evict_floor,
+                "dedupe_node": ref.config.dedupe_node,
+                "http_from_seq": max(view.earliest_seq, sealed[-1].last_seq + 1 if sealed else 1),
+                "segments": await self._rows(view.topic_id, listed),
+                "next_from_seq": listed[-1].last_seq if more else None,
+                "pin": pin,
+            }
+        )
 
-    async def renew(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """`PUT /v0/topics/:t/pins/:pin`: the topic may be gone, its pinned files are not."""
-        started_ns = time.perf_counter_ns()
-        name, pin_id = _path_params(scope)
-        query = QueryParams(scope["query_string"])
-        ttl_ms = min(max(1, count(query, "pin_ttl_ms", PIN_TTL_DEFAULT_MS)), PIN_TTL_MAX_MS)
+    @json_route
+    async def renew_pin(self, request: ApiRequest) -> JsonReply:
+        """Extend a pin, also when its topic is deleted: the pinned files still exist."""
+        name, pin_id = _path_params(request)
+        ttl_ms = min(max(1, count(request.query, "pin_ttl_ms", PIN_TTL_DEFAULT_MS)), PIN_TTL_MAX_MS)
         now_ms = self._clock.monotonic_ms()
-        pin = read_pin(self._fs, self._pins_dir, pin_id, now_ms)
-        held = pin is not None and pin.topic == name
-        if held:
-            assert pin is not None
-            self._pins.held(now_ms)
-            # It never becomes shorter by this: another reader may count on what it was promised.
+        pin = self._find_pin(name, pin_id, now_ms)
+        if pin is not None:
+            # A pin is never shortened: another reader may count on the time that it was promised.
             until_ms = max(pin.until_ms, now_ms + ttl_ms)
             self._pins.put(pin_id, Pin(name, pin.topic_id, pin.segments, until_ms))
-            # Had it ended while this was written, the compactor may have looked in between.
-            held = self._clock.monotonic_ms() < pin.until_ms
-        answer: dict[str, Any] = {"topic": name, "pin": pin_id, "held": held}
-        await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
+        # If it ended while this was written, the compactor may have read it in between.
+        held = pin is not None and self._clock.monotonic_ms() < pin.until_ms
+        return JsonReply({"topic": name, "pin": pin_id, "held": held})
 
-    async def end(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """`DELETE /v0/topics/:t/pins/:pin`"""
-        started_ns = time.perf_counter_ns()
-        name, pin_id = _path_params(scope)
-        now_ms = self._clock.monotonic_ms()
-        pin = read_pin(self._fs, self._pins_dir, pin_id, now_ms)
-        ended = pin is not None and pin.topic == name
-        if ended:
-            assert pin is not None
-            self._pins.held(now_ms)
+    @json_route
+    async def end_pin(self, request: ApiRequest) -> JsonReply:
+        name, pin_id = _path_params(request)
+        pin = self._find_pin(name, pin_id, self._clock.monotonic_ms())
+        if pin is not None:
             self._pins.put(pin_id, Pin(name, pin.topic_id, [], pin.until_ms, ended=True))
-        answer: dict[str, Any] = {"topic": name, "pin": pin_id, "ended": ended}
-        await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
+        return JsonReply({"topic": name, "pin": pin_id, "ended": pin is not None})
+
+    def _find_pin(self, name: str, pin_id: str, now_ms: int) -> Pin | None:
+        """Return a pin of this topic that holds now, after pins of this frontend that are over are removed."""
+        pin = read_pin(self._fs, self._pins_dir, pin_id, now_ms)
+        if pin is None or pin.topic != name:
+            return None
+        self._pins.held(now_ms)
+        return pin
 
     def _pinned(
         self,
@@ -143,12 +137,12 @@ class ManifestRoutes:
         range_: tuple[int, int],
         ttl_ms: int,
     ) -> tuple[TopicRef, tuple[SegmentInfo, ...], list[SegmentInfo], bool]:
-        """Pins what is listed, and lists it anew until it is what is pinned."""
+        """Pin the listed segments, and list them again until all that are listed are pinned."""
         most = limits.PINS.most_count
         if self._pins.held(self._clock.monotonic_ms()) >= most:
             self._pins.remove_ended()
         if self._pins.held(self._clock.monotonic_ms()) >= most:
-            message = f"{most} pins are all that one frontend keeps; end some, or wait until some are over"
+            message = f"one frontend keeps {most} pins, which are all in use; end some, or wait until some are over"
             raise limits.PINS.refused(message, most, retry_after_ms=None)
         for _ in range(_TRIES):
             until_ms = self._clock.monotonic_ms() + ttl_ms
@@ -156,12 +150,14 @@ class ManifestRoutes:
             self._pins.put(pin_id, Pin(ref.name, ref.view.topic_id, names, until_ms))
             ref, segments = self._reader.with_segments(self._reader.refresh(ref))
             again, more = _wanted(ref, segments, *range_)
-            # What has gone below the floor meanwhile is listed no more, and its pin does no harm.
+            # A segment that fell below the floor in the meantime is no longer listed; its pin does no harm.
             if {(info.first_seq, info.version) for info in again} <= set(names):
                 return ref, segments, again, more
             listed = again
         raise TopicsError(
-            "storage_unavailable", f"the segments of topic {ref.name!r} do not hold still", {"topic": ref.name}
+            "storage_unavailable",
+            f"the segments of topic {ref.name!r} change faster than they can be pinned; ask again",
+            {"topic": ref.name},
         )
 
     async def _rows(self, topic_id: int, listed: list[SegmentInfo]) -> list[dict[str, Any]]:
@@ -174,12 +170,12 @@ class ManifestRoutes:
                 digest = self._digest(topic_id, info)
                 fresh += 1
                 if fresh % _DIGESTS_AT_ONCE == 0:
-                    await asyncio.sleep(0)  # others have their turn
+                    await asyncio.sleep(0)  # other requests have their turn
             rows.append(_row(topic_id, info, digest))
         return rows
 
     def _digest(self, topic_id: int, info: SegmentInfo) -> int | None:
-        """None where the index cannot be read: the reader of the file will say what is wrong with it."""
+        """Return the digest of a segment's index; None if it cannot be read, which the reader of the file will see."""
         directory = layout.topic_dir(self._data_dir, topic_id)
         path = layout.segment_idx_path(directory, info.first_seq, info.version)
         try:
@@ -195,8 +191,8 @@ class ManifestRoutes:
 def _wanted(
     ref: TopicRef, segments: tuple[SegmentInfo, ...], from_seq: int, to_seq: int
 ) -> tuple[list[SegmentInfo], bool]:
-    """Sealed segments with any record of from_seq + 1..to_seq that is not below the floor, and whether there are more
-    than one answer holds.
+    """Return the sealed segments with a record of from_seq + 1..to_seq that is not below the floor. True: there are
+    more than one answer holds.
     """
     first_seq = max(from_seq + 1, ref.view.earliest_seq)
     found = [
@@ -222,42 +218,38 @@ def _row(topic_id: int, info: SegmentInfo, digest: int | None) -> dict[str, Any]
     }
 
 
-def _path_params(scope: Scope) -> tuple[str, str]:
-    params = scope["path_params"]
-    pin_id: str = params["pin"]
+def _path_params(request: ApiRequest) -> tuple[str, str]:
+    pin_id: str = request.scope["path_params"]["pin"]
     if re.fullmatch(PIN_PATTERN, pin_id) is None:
         raise invalid("a pin's id is pin_ and 22 characters, as GET …/segments gave it", field="pin")
-    return check_topic_name(params["topic"]), pin_id
-
-
-_TOPIC: Final = "/v0/topics/{topic}"
-_SEQ: Final = {"type": "integer", "minimum": 0}
-_TTL: Final = f"how long the files stay whatever happens, ms, at most {PIN_TTL_MAX_MS}"
+    return request.topic, pin_id
 
 
 def manifest_operations(manifest: ManifestRoutes) -> list[ApiOperation]:
-    """Lists segments, renews and ends pins."""
+    """Return the operations on segments and pins."""
+    pin_path = f"{TOPIC_PATH}/pins/{{pin}}"
+    ttl = f"how long the files stay whatever happens, ms, at most {PIN_TTL_MAX_MS}"
     return [
         ApiOperation(
-            Binding("GET", f"{_TOPIC}/segments", manifest.list_segments, Route.OTHER, KeyScope.READ, "segments"),
+            Binding("GET", f"{TOPIC_PATH}/segments", manifest.list_segments, Route.OTHER, KeyScope.READ, "segments"),
             "The sealed segments of a topic, for readers of the files themselves",
-            {200: json_answer("The segments, and what else it takes to read them", answer.Manifest)},
+            {200: json_answer("The segments, and what else it takes to read them", answers.Manifest)},
             ("topic_not_found", "storage_unavailable"),
             query=(
-                Query("from_seq", {**_SEQ, "default": 0}, "a cursor: only segments with records behind it"),
-                Query("to_seq", _SEQ, "only segments with records up to it"),
-                Query("pin_ttl_ms", {**_SEQ, "default": 0}, f"{_TTL}; 0: no pin"),
+                Query("from_seq", COUNT_SCHEMA | {"default": 0}, "a cursor: only segments with records behind it"),
+                Query("to_seq", COUNT_SCHEMA, "only segments with records up to it"),
+                Query("pin_ttl_ms", COUNT_SCHEMA | {"default": 0}, f"{ttl}; 0: no pin"),
             ),
         ),
         ApiOperation(
-            Binding("PUT", f"{_TOPIC}/pins/{{pin}}", manifest.renew, Route.OTHER, KeyScope.READ, "segments"),
+            Binding("PUT", pin_path, manifest.renew_pin, Route.OTHER, KeyScope.READ, "segments"),
             "Keep pinned files for longer",
-            {200: json_answer("Whether the pin still holds", answer.PinRenewed)},
-            query=(Query("pin_ttl_ms", {**_SEQ, "default": PIN_TTL_DEFAULT_MS}, f"{_TTL}, from now on"),),
+            {200: json_answer("Whether the pin still holds", answers.PinRenewed)},
+            query=(Query("pin_ttl_ms", COUNT_SCHEMA | {"default": PIN_TTL_DEFAULT_MS}, f"{ttl}, from now on"),),
         ),
         ApiOperation(
-            Binding("DELETE", f"{_TOPIC}/pins/{{pin}}", manifest.end, Route.OTHER, KeyScope.READ, "segments"),
+            Binding("DELETE", pin_path, manifest.end_pin, Route.OTHER, KeyScope.READ, "segments"),
             "End a pin before its time",
-            {200: json_answer("It is over", answer.PinEnded)},
+            {200: json_answer("It is over", answers.PinEnded)},
         ),
     ]

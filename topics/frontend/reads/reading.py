@@ -107,7 +107,7 @@ class TopicRef(NamedTuple):
     config: TopicConfig
 
 
-class ReadPage(msgspec.Struct, frozen=True):
+class RecordPage(msgspec.Struct, frozen=True):
     """`body` is `count` record objects joined by commas; everything up to `next_from_seq` has been examined."""
 
     body: bytes
@@ -227,7 +227,7 @@ class TopicReader:
         now_ms: int,
         up_to_seq: int | None = None,
         from_ts: int | None = None,
-    ) -> ReadPage:
+    ) -> RecordPage:
         """The records that follow `from_seq`, not beyond `up_to_seq`, and none before the first with `$ts >= from_ts`.
 
         Raises `topic_not_found` when the topic went away, `storage_unavailable` when a frame cannot be read;
@@ -243,7 +243,7 @@ class TopicReader:
         now_ms: int,
         up_to_seq: int | None = None,
         from_ts: int | None = None,
-    ) -> ReadPage:
+    ) -> RecordPage:
         """As `read_page`, waiting for the cold tier where it must; then `ref` is to be found again."""
         reason: Exception | None = None
         for _ in range(_COLD_TRIES):
@@ -294,7 +294,7 @@ class TopicReader:
         now_ms: int,
         up_to_seq: int | None,
         from_ts: int | None,
-    ) -> ReadPage:
+    ) -> RecordPage:
         source = self._source(ref)
         if from_ts is not None:
             # In this very view: a record that comes between finding the start and reading may be too early.
@@ -346,7 +346,7 @@ class TopicReader:
                 if part.full:
                     ended = True
                     break
-        return ReadPage(
+        return RecordPage(
             bodies[0] if len(bodies) == 1 else b",".join(bodies),
             count,
             cursor,
@@ -411,7 +411,7 @@ PAGE_MEMBERS: Final = (
 """To be filled in with `page_values`, together with the rest of the answer: the records are copied once."""
 
 
-def page_values(page: ReadPage) -> tuple[bytes | int, ...]:
+def page_values(page: RecordPage) -> tuple[bytes | int, ...]:
     """The values of PAGE_MEMBERS for this page."""
     return (
         page.body,

@@ -93,7 +93,7 @@ class AppendRoute:
             key,
             config,
             records,
-            patient=request.disable_backpressure,
+            unthrottled=request.disable_backpressure,
             jobs=self._job_attributes(name, request.records),
         )
 

@@ -1,4 +1,4 @@
-"""The shape of the table of what the API offers: it routes the requests, and the OpenAPI document is made of it.
+"""The types of the table of operations: it routes the requests, and the OpenAPI document is made from it.
 
 An operation cannot be written down without its description, so every route has one.
 """
@@ -17,8 +17,11 @@ Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
 JSON: Final = "application/json"
 TEXT: Final = "text/plain"
 EVENTS: Final = "text/event-stream"
+TOPIC_PATH: Final = "/v0/topics/{topic}"
 LOST: Final = ("shard_unavailable", "storage_unavailable")
 """The errors of a request that a shard has to carry out."""
+NAME_SCHEMA: Final = {"type": "string"}
+COUNT_SCHEMA: Final = {"type": "integer", "minimum": 0}
 
 
 class Query(NamedTuple):
@@ -29,8 +32,15 @@ class Query(NamedTuple):
     about: str
 
 
+PAGE_QUERIES: Final = (
+    Query("page_size", COUNT_SCHEMA | {"default": 100}, "at most 1000"),
+    Query("cursor", NAME_SCHEMA, "next_cursor of the page before"),
+)
+"""The parameters of every list (api §0.8)."""
+
+
 class Answer(NamedTuple):
-    """A success: the type of its body for each media type. None: it is no JSON, or has no type of its own."""
+    """A success: the type of its body for each media type; None for a body that is no JSON or has no type."""
 
     about: str
     bodies: dict[str, Any]
@@ -39,8 +49,8 @@ class Answer(NamedTuple):
 class Binding(NamedTuple):
     """The requests of an operation and the endpoint that answers them. `path` has its parameters in braces.
 
-    `timed` is what the duration is measured as. A key must have the scopes `needs` over the names in the path; None:
-    the endpoint looks at the key itself, or asks for none. `tag` is the section of the document.
+    The duration is measured as `timed`. A key must have the scopes `needs` over the names in the path; None: the
+    endpoint checks the key itself, or asks for none. `tag` is the section of the document.
     """
 
     method: str
@@ -52,7 +62,7 @@ class Binding(NamedTuple):
 
 
 class ApiOperation(NamedTuple):
-    """One method of one path, and what the document says about it. `codes` are errors beyond `common_codes`."""
+    """One method of one path, and its description in the document. `codes` are errors beyond `common_codes`."""
 
     binding: Binding
     summary: str
@@ -70,25 +80,30 @@ class ApiOperation(NamedTuple):
 
     @property
     def common_codes(self) -> tuple[str, ...]:
-        """The errors that any request of this kind may be answered with."""
-        codes = ["invalid_request", "throttled", "internal", "shutting_down"]
-        if self.body is not None:
-            codes += ["payload_too_large", "unsupported_media_type", "request_timeout"]
-        if not self.public:
-            codes += ["unauthorized", "forbidden", "not_ready"]
-        return tuple(codes)
+        """The errors of every request of this kind."""
+        return common_codes(self.body is not None, self.public)
+
+
+def common_codes(has_body: bool, public: bool = False) -> tuple[str, ...]:
+    """Return the errors that any request may be answered with."""
+    codes = ["invalid_request", "throttled", "internal", "shutting_down"]
+    if has_body:
+        codes += ["payload_too_large", "unsupported_media_type", "request_timeout"]
+    if not public:
+        codes += ["unauthorized", "forbidden", "not_ready"]
+    return tuple(codes)
 
 
 def json_answer(about: str, body: Any) -> Answer:
-    """A success with a JSON body of this type."""
+    """Return a success with a JSON body of this type."""
     return Answer(about, {JSON: body})
 
 
 def made_or_there(body: Any) -> dict[int, Answer]:
-    """The successes of a `PUT`."""
+    """Return the successes of a `PUT`."""
     return {200: json_answer("It was there", body), 201: json_answer("It was made", body)}
 
 
 def flag_query(name: str, default: bool, about: str) -> Query:
-    """`?name=true|false`."""
+    """Return the parameter `?name=true|false`."""
     return Query(name, {"type": "boolean", "default": default}, about)

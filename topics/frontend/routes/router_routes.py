@@ -1,38 +1,35 @@
-"""`/v0/routers` (api §6). Who made the request is asked for what it says over the topics that a router names."""
+"""`/v0/routers` (api §6). A key needs its scopes over the topics that a router names, too, which is checked here."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any, Final
 
-from starlette.datastructures import QueryParams
-
-from topics.api import answers as answer
+from topics.api import answers
 from topics.api.requests import GivenRouter
 from topics.core.errors import TopicsError, topic_not_found
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_router_name
 from topics.core.routers import Router, RouterSpec, parse_router
-from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import wire
-from topics.frontend.entry.access import caller_of
-from topics.frontend.entry.bodies import read_body
-from topics.frontend.entry.query import name_after, name_cursor, page_size
-from topics.frontend.entry.responses import LIST_BYTES_MAX, send_object, take_room
+from topics.frontend.entry.query import name_cursor
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.reading import TopicReader
-from topics.frontend.routes.operations import LOST, ApiOperation, Binding, Query, json_answer, made_or_there
+from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
+from topics.frontend.routes.operations import (
+    LOST,
+    NAME_SCHEMA,
+    PAGE_QUERIES,
+    ApiOperation,
+    Binding,
+    Query,
+    json_answer,
+    made_or_there,
+)
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
 from topics.shm.durations import Route
-from topics.shm.topic_messages import (
-    DeleteRouter,
-    EnsureTopic,
-    PutRouter,
-    RemoveRouters,
-    SyncRouters,
-)
+from topics.shm.topic_messages import DeleteRouter, EnsureTopic, PutRouter, RemoveRouters, SyncRouters
 
 REGISTRY_SHARD: Final = 0
 BEGIN_WAIT_S: Final = 2.0
@@ -64,7 +61,7 @@ def _visible_conflict(error: TopicsError, name: str, spec: RouterSpec, caller: A
 
 
 class RouterRoutes:
-    """The requests to `/v0/routers`, a method for each."""
+    """The requests to `/v0/routers`, a method for each; and the removal of the routers of a deleted topic."""
 
     def __init__(
         self, sight: RouterSight, catching_up: CatchingUp, reader: TopicReader, gateway: Gateway, settings: Settings
@@ -73,68 +70,61 @@ class RouterRoutes:
         self._catching_up = catching_up
         self._reader = reader
         self._gateway = gateway
-        self._settings = settings
+        self._body_max_bytes = settings.max_body_bytes
 
-    async def put(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started_ns = time.perf_counter_ns()
-        name, headers = _router_name(scope), dict(scope["headers"])
-        body = await read_body(receive, headers, self._settings.max_body_bytes)
+    @json_route
+    async def put(self, request: ApiRequest) -> JsonReply:
+        name, caller = _router_name(request), request.caller
+        body = await request.body(self._body_max_bytes)
         spec = parse_router(name, wire.decode_object(body) if body else {})
-        caller_of(scope).require(KeyScope.ADMIN, (spec.source, spec.dest))
+        caller.require(KeyScope.ADMIN, (spec.source, spec.dest))
         known, with_copies = self._sight.registry().by_name.get(name), True
         if known is not None:
-            _require(caller_of(scope), KeyScope.ADMIN, known)
-            # What was acknowledged before is forwarded by the router as it was.
-            with_copies = await self._catching_up.one(known.spec.dest)
+            _require(caller, KeyScope.ADMIN, known)
+            # Records that were acknowledged before are forwarded by the router as it was.
+            with_copies = await self._catching_up.wait_for(known.spec.dest)
         if not spec.create_dest and self._reader.find(spec.dest) is None:
             raise topic_not_found(spec.dest)
         try:
             reply = await self._gateway.call(REGISTRY_SHARD, PutRouter(name, spec))
         except TopicsError as error:
-            raise _visible_conflict(error, name, spec, caller_of(scope)) from None
+            raise _visible_conflict(error, name, spec, caller) from None
         try:
             await self._gateway.call(self._reader.owner(spec.dest), EnsureTopic(spec.dest))
         except TopicsError:
             if reply.created:
                 await self._gateway.call(REGISTRY_SHARD, RemoveRouters([reply.router.id]))
             raise
-        await self._begun(reply.router)
+        await self._wait_until_begun(reply.router)
         if known is not None and known.spec.dest != spec.dest:
             await self._sync(known.spec.dest)
         answer = {"router": name, "created": reply.created, **spec.echo()}
-        status = 201 if reply.created else 200
-        await send_object(send, headers, status, answer, started_ns, with_copies=with_copies)
+        return JsonReply(answer, 201 if reply.created else 200, with_copies)
 
-    async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started_ns = time.perf_counter_ns()
-        name = _router_name(scope)
-        router = self._visible(name, caller_of(scope))
-        with_copies = await self._catching_up.one(router.spec.dest)
-        answer = self._shown(self._visible(name, caller_of(scope)))
-        await send_object(send, dict(scope["headers"]), 200, answer, started_ns, with_copies=with_copies)
+    @json_route
+    async def get(self, request: ApiRequest) -> JsonReply:
+        name = _router_name(request)
+        router = self._visible(name, request.caller)
+        with_copies = await self._catching_up.wait_for(router.spec.dest)
+        return JsonReply(self._shown(self._visible(name, request.caller)), with_copies=with_copies)
 
-    async def delete(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started_ns = time.perf_counter_ns()
-        name = _router_name(scope)
+    @json_route
+    async def delete(self, request: ApiRequest) -> JsonReply:
+        name = _router_name(request)
         router = self._sight.registry().by_name.get(name)
         deleted, with_copies = False, True
         if router is not None:
-            _require(caller_of(scope), KeyScope.DELETE, router)
-            with_copies = await self._catching_up.one(router.spec.dest)
-            reply = await self._gateway.call(REGISTRY_SHARD, DeleteRouter(name))
+            _require(request.caller, KeyScope.DELETE, router)
+            with_copies = await self._catching_up.wait_for(router.spec.dest)
+            deleted = (await self._gateway.call(REGISTRY_SHARD, DeleteRouter(name))).deleted
             await self._sync(router.spec.dest)
-            deleted = reply.deleted
-        answer = {"router": name, "deleted": deleted}
-        await send_object(send, dict(scope["headers"]), 200, answer, started_ns, with_copies=with_copies)
+        return JsonReply({"router": name, "deleted": deleted}, with_copies=with_copies)
 
-    async def list_all(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started_ns = time.perf_counter_ns()
-        query = QueryParams(scope["query_string"])
-        most = page_size(query)
-        after = name_after(query.get("cursor"), check_router_name)
+    @json_route
+    async def list_all(self, request: ApiRequest) -> JsonReply:
+        query, caller = request.query, request.caller
         prefix, source, dest = query.get("prefix", ""), query.get("source"), query.get("dest")
-        caller = caller_of(scope)
-        await take_room(scope, LIST_BYTES_MAX)
+        size, after = await request.list_page(check_router_name)
         found = sorted(
             (
                 router
@@ -147,22 +137,22 @@ class RouterRoutes:
             ),
             key=lambda router: router.name,
         )
-        page = found[:most]
-        with_copies = await self._catching_up.all({router.spec.dest for router in page})
+        page = found[:size]
+        with_copies = await self._catching_up.wait_for_all({router.spec.dest for router in page})
         answer: dict[str, Any] = {"routers": [self._shown(router) for router in page]}
-        if len(found) > most:
+        if len(found) > size:
             answer["next_cursor"] = name_cursor(page[-1].name)
-        await send_object(send, dict(scope["headers"]), 200, answer, started_ns, with_copies=with_copies)
+        return JsonReply(answer, with_copies=with_copies)
 
     # -- for topics that are deleted
 
     async def before_delete(self, topic: str) -> tuple[list[Router], bool]:
-        """Return the routers that go with a topic, and whether all that was acknowledged in it is copied."""
+        """Return the routers that are deleted with a topic. True: all records acknowledged in it are copied."""
         routers = self._sight.registry().touching(topic)
-        return routers, await self._catching_up.all({router.spec.dest for router in routers})
+        return routers, await self._catching_up.wait_for_all({router.spec.dest for router in routers})
 
     async def after_delete(self, topic: str, routers: list[Router]) -> None:
-        """Remove the routers of a topic that is gone; they are gone when this returns."""
+        """Remove the routers of a deleted topic. They forward nothing once this returns."""
         await self._gateway.call(REGISTRY_SHARD, RemoveRouters([router.id for router in routers]))
         await asyncio.gather(*[self._sync(router.spec.dest) for router in routers if router.spec.dest != topic])
 
@@ -180,8 +170,8 @@ class RouterRoutes:
         forwarded_total = 0 if progress is None else progress.forwarded_total
         return {"router": router.name, **router.spec.echo(), "forwarded_total": forwarded_total}
 
-    async def _begun(self, router: Router) -> None:
-        """Wait until the shard of the dest forwards what comes; `shard_unavailable` if it cannot be reached."""
+    async def _wait_until_begun(self, router: Router) -> None:
+        """Wait until the shard of the dest forwards new records; `shard_unavailable` if that takes too long."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + BEGIN_WAIT_S
         call = SyncRouters(router.spec.dest, router.id, router.version)
@@ -194,58 +184,53 @@ class RouterRoutes:
             raise TopicsError("shard_unavailable", f"router {router.name!r} has not begun yet; ask again")
 
     async def _sync(self, dest: str) -> None:
-        """Have the shard of this dest do what the table says now; a shard that is down does it when it starts."""
+        """Have the shard of this dest read the router table now. A shard that is down reads it when it starts."""
         try:
             await self._gateway.call(self._reader.owner(dest), SyncRouters(dest, 0, 0))
         except TopicsError:
             return
 
 
-def _router_name(scope: Scope) -> str:
-    return check_router_name(scope["path_params"]["router"])
+def _router_name(request: ApiRequest) -> str:
+    return check_router_name(request.scope["path_params"]["router"])
 
 
 def _covers(caller: ApiKey, router: Router) -> bool:
     return all(map(caller.covers, (router.name, router.spec.source, router.spec.dest)))
 
 
-_ROUTER: Final = "/v0/routers/{router}"
-_NAME: Final = {"type": "string"}
-_PAGE_SIZE: Final = {"type": "integer", "minimum": 0, "default": 100}
-
-
 def router_operations(routers: RouterRoutes) -> list[ApiOperation]:
-    """Operations on routers (api §6)."""
+    """Return the operations on routers (api §6)."""
+    path = "/v0/routers/{router}"
     return [
         ApiOperation(
             Binding("GET", "/v0/routers", routers.list_all, Route.LIST_ROUTERS, KeyScope.READ, "routers"),
             "List routers by name",
-            {200: json_answer("A page of routers", answer.RouterList)},
+            {200: json_answer("A page of routers", answers.RouterList)},
             query=(
-                Query("prefix", _NAME, "only names that begin with it"),
-                Query("source", _NAME, "only routers from this topic"),
-                Query("dest", _NAME, "only routers into this topic"),
-                Query("page_size", _PAGE_SIZE, "at most 1000"),
-                Query("cursor", _NAME, "next_cursor of the page before"),
+                Query("prefix", NAME_SCHEMA, "only names that begin with it"),
+                Query("source", NAME_SCHEMA, "only routers from this topic"),
+                Query("dest", NAME_SCHEMA, "only routers into this topic"),
+                *PAGE_QUERIES,
             ),
         ),
         ApiOperation(
-            Binding("GET", _ROUTER, routers.get, Route.GET_ROUTER, KeyScope.READ, "routers"),
+            Binding("GET", path, routers.get, Route.GET_ROUTER, KeyScope.READ, "routers"),
             "A router, and how much it has forwarded",
-            {200: json_answer("The router", answer.RouterState)},
+            {200: json_answer("The router", answers.RouterState)},
             ("router_not_found",),
         ),
         ApiOperation(
-            Binding("PUT", _ROUTER, routers.put, Route.PUT_ROUTER, KeyScope.ADMIN, "routers"),
+            Binding("PUT", path, routers.put, Route.PUT_ROUTER, KeyScope.ADMIN, "routers"),
             "Forward what comes into a topic to another one",
-            made_or_there(answer.PutRouterAnswer),
+            made_or_there(answers.PutRouterAnswer),
             ("topic_not_found", "topic_exists_incompatible", "router_cycle", *LOST),
             body=GivenRouter,
         ),
         ApiOperation(
-            Binding("DELETE", _ROUTER, routers.delete, Route.DELETE_ROUTER, KeyScope.DELETE, "routers"),
+            Binding("DELETE", path, routers.delete, Route.DELETE_ROUTER, KeyScope.DELETE, "routers"),
             "Remove a router; what it has forwarded stays",
-            {200: json_answer("It is gone", answer.DeleteRouterAnswer)},
+            {200: json_answer("It is gone", answers.DeleteRouterAnswer)},
             LOST,
         ),
     ]

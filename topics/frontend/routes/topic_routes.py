@@ -1,16 +1,13 @@
-"""`/v0/topics` and `/v0/topics/:t` without the write: configuration, state, list, deletion (api §1)."""
+"""`/v0/topics` and `/v0/topics/:t`: configuration, state, list, deletion (api §1, §5)."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
-from starlette.datastructures import QueryParams
-
-from topics.api import answers as answer
+from topics.api import answers
 from topics.api.requests import AppendBody, DeleteBody, DiffBody, GivenConfig
 from topics.core.config import parse_config
 from topics.core.errors import TopicsError
@@ -19,18 +16,19 @@ from topics.core.names import check_topic_name, owner_shard
 from topics.core.priority import age
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import wire
-from topics.frontend.entry.access import caller_of
-from topics.frontend.entry.bodies import read_body
-from topics.frontend.entry.query import flag, name_after, name_cursor, page_size
-from topics.frontend.entry.responses import LIST_BYTES_MAX, send_object, take_room
+from topics.frontend.entry.query import flag, name_cursor
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.topic_views import TopicSight
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.diff import DiffRoute
 from topics.frontend.reads.reading import TopicRef
 from topics.frontend.routes.append import AppendRoute
+from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
 from topics.frontend.routes.operations import (
     LOST,
+    NAME_SCHEMA,
+    PAGE_QUERIES,
+    TOPIC_PATH,
     ApiOperation,
     Binding,
     Endpoint,
@@ -44,20 +42,14 @@ from topics.frontend.shards.arenas import Arenas, live_names
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
 from topics.shm.durations import Route
-from topics.shm.topic_messages import (
-    DeleteRecords,
-    DeleteRecordsReply,
-    DeleteTopic,
-    Expire,
-    PutTopic,
-)
+from topics.shm.topic_messages import DeleteRecords, DeleteRecordsReply, DeleteTopic, Expire, PutTopic
 
 EXPIRE_WAIT_S: Final = 0.25
-"""A dead shard must not hold up a state read: it is then answered as the topic was last published."""
+"""A dead shard must not hold up a state read, which is then answered as the topic was last published."""
 
 
 class TopicRoutes:
-    """The requests to `/v0/topics` and below it that are neither a write nor a read, a method for each."""
+    """The requests about topics as a whole, and deletions of records: one method for each."""
 
     def __init__(
         self,
@@ -76,48 +68,45 @@ class TopicRoutes:
         self._hub = hub
         self._catching_up = catching_up
         self._routers = routers
-        self._settings = settings
+        self._body_max_bytes = settings.max_body_bytes
 
-    async def put(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started_ns = time.perf_counter_ns()
-        name, headers = _topic_name(scope), dict(scope["headers"])
-        body = await read_body(receive, headers, self._settings.max_body_bytes)
+    @json_route
+    async def put(self, request: ApiRequest) -> JsonReply:
+        name = request.topic
+        body = await request.body(self._body_max_bytes)
         config, type_given = parse_config(wire.decode_object(body) if body else {}, name)
         if config.dead_letter is not None:
-            caller_of(scope).require(KeyScope.ADMIN, (config.dead_letter,))
+            request.caller.require(KeyScope.ADMIN, (config.dead_letter,))
         shard, call = owner_shard(name, self._gateway.shards), PutTopic(name, config, type_given)
         reply = await self._gateway.call(shard, call)
         while reply.rest is not None:
-            # What has begun is not given up for a ring that is full.
-            reply = await self._gateway.call(shard, reply.rest, patient=True)
+            # A change that has begun is not given up because a ring is full.
+            reply = await self._gateway.call(shard, reply.rest, unthrottled=True)
         answer = {"topic": name, "created": reply.created, "config": reply.config.echo()}
-        await send_object(send, headers, 201 if reply.created else 200, answer, started_ns)
+        return JsonReply(answer, 201 if reply.created else 200)
 
-    async def delete(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started_ns = time.perf_counter_ns()
-        name = _topic_name(scope)
-        if_empty = flag(QueryParams(scope["query_string"]), "if_empty", False)
+    @json_route
+    async def delete(self, request: ApiRequest) -> JsonReply:
+        name = request.topic
+        if_empty = flag(request.query, "if_empty", False)
         routers, with_copies = await self._routers.before_delete(name)
-        call = DeleteTopic(name, if_empty)
-        reply = await self._gateway.call(owner_shard(name, self._gateway.shards), call)
+        reply = await self._gateway.call(owner_shard(name, self._gateway.shards), DeleteTopic(name, if_empty))
         if not reply.deleted:
             routers = []
         if routers:
             await self._routers.after_delete(name, routers)
         removed = [router.name for router in routers]
-        answer: dict[str, Any] = {"topic": name, "deleted": reply.deleted, "routers_removed": removed}
-        await send_object(send, dict(scope["headers"]), 200, answer, started_ns, with_copies=with_copies)
+        answer = {"topic": name, "deleted": reply.deleted, "routers_removed": removed}
+        return JsonReply(answer, with_copies=with_copies)
 
-    async def delete_records(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """`POST /v0/topics/:t/delete` (api §5)."""
-        started_ns = time.perf_counter_ns()
-        name, headers = _topic_name(scope), dict(scope["headers"])
-        body = await read_body(receive, headers, self._settings.max_body_bytes)
-        before_seq, match = wire.decode_delete(body)
+    @json_route
+    async def delete_records(self, request: ApiRequest) -> JsonReply:
+        name = request.topic
+        before_seq, match = wire.decode_delete(await request.body(self._body_max_bytes))
         op, tag = (None, b"") if match is None else match
-        with_copies = await self._catching_up.one(name)
+        with_copies = await self._catching_up.wait_for(name)
         deleted, reply = await delete_in_turns(self._gateway, DeleteRecords(name, before_seq, op, tag))
-        answer: dict[str, Any] = {
+        answer = {
             "topic": name,
             "deleted": deleted,
             "earliest_seq": reply.earliest_seq,
@@ -125,13 +114,13 @@ class TopicRoutes:
             "count": reply.records,
             "bytes": reply.live_bytes,
         }
-        await send_object(send, headers, 200, answer, started_ns, with_copies=with_copies)
+        return JsonReply(answer, with_copies=with_copies)
 
-    async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started_ns = time.perf_counter_ns()
-        name = _topic_name(scope)
-        touch = flag(QueryParams(scope["query_string"]), "touch", True)
-        with_copies = await self._catching_up.one(name)
+    @json_route
+    async def get(self, request: ApiRequest) -> JsonReply:
+        name = request.topic
+        touch = flag(request.query, "touch", True)
+        with_copies = await self._catching_up.wait_for(name)
         ref = await self.settled(self._reader.get(name))
         view, config = ref.view, ref.config
         if touch:
@@ -157,27 +146,23 @@ class TopicRoutes:
                 "in_flight": view.jobs_in_flight,
                 "dead_lettered": view.jobs_dead_lettered,
             }
-        await send_object(send, dict(scope["headers"]), 200, answer, started_ns, with_copies=with_copies)
+        return JsonReply(answer, with_copies=with_copies)
 
-    async def list_all(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started_ns = time.perf_counter_ns()
-        query = QueryParams(scope["query_string"])
-        most = page_size(query)
+    @json_route
+    async def list_all(self, request: ApiRequest) -> JsonReply:
+        query = request.query
         touch = flag(query, "touch", False)
-        prefix = query.get("prefix", "")
-        prefixes = caller_of(scope).narrowed(prefix)
+        prefixes = request.caller.narrowed(query.get("prefix", ""))
         arenas = [self._arenas.require(shard) for shard in range(self._gateway.shards)]
-        after = name_after(query.get("cursor"), check_topic_name)
-        await take_room(scope, LIST_BYTES_MAX)
-        names = list(itertools.islice(live_names(arenas, prefixes, after), most + 1))
-        more = len(names) > most
-        with_copies = await self._catching_up.all(names[:most])
-        refs = [ref for name in names[:most] if (ref := self._reader.find(name)) is not None]
-        refs = await self._all_settled(refs)
+        size, after = await request.list_page(check_topic_name)
+        names = list(itertools.islice(live_names(arenas, prefixes, after), size + 1))
+        page = names[:size]
+        with_copies = await self._catching_up.wait_for_all(page)
+        refs = await self._all_settled([ref for name in page if (ref := self._reader.find(name)) is not None])
         answer: dict[str, Any] = {"topics": [self._entry(ref, touch) for ref in refs]}
-        if more:
-            answer["next_cursor"] = name_cursor(names[most - 1])
-        await send_object(send, dict(scope["headers"]), 200, answer, started_ns, with_copies=with_copies)
+        if len(names) > size:
+            answer["next_cursor"] = name_cursor(page[-1])
+        return JsonReply(answer, with_copies=with_copies)
 
     def _entry(self, ref: TopicRef, touch: bool) -> dict[str, Any]:
         view = ref.view
@@ -194,7 +179,7 @@ class TopicRoutes:
         }
 
     def _effective_priority(self, ref: TopicRef) -> int:
-        """The priority by which this process schedules the topic now (`core/priority.py`)."""
+        """Return the priority by which this process schedules the topic now (`core/priority.py`)."""
         return self._sight.priority(ref) + age(self._hub.waiting_ms(ref.name))
 
     async def _all_settled(self, refs: list[TopicRef]) -> list[TopicRef]:
@@ -205,11 +190,11 @@ class TopicRoutes:
         for outcome in settled:
             if isinstance(outcome, BaseException) and not isinstance(outcome, TopicsError):
                 raise outcome
-        # A topic that was deleted meanwhile is not listed.
+        # A topic that was deleted in the meantime is not listed.
         return [outcome for outcome in settled if isinstance(outcome, TopicRef)]
 
     async def settled(self, ref: TopicRef) -> TopicRef:
-        """The topic with its floors, count and bytes exact: the shard evicts what has expired."""
+        """Return the topic with exact floors, count and bytes: its shard evicts what has expired."""
         if not self._reader.has_expired(ref, self._reader.now_ms()):
             return ref
         try:
@@ -220,27 +205,25 @@ class TopicRoutes:
         return self._reader.get(ref.name)
 
 
-def _topic_name(scope: Scope) -> str:
-    return check_topic_name(scope["path_params"]["topic"])
-
-
 async def delete_in_turns(gateway: Gateway, call: DeleteRecords) -> tuple[int, DeleteRecordsReply]:
-    """Turn after turn of the shard, with room for others in between: how many were deleted, and its last answer."""
+    """Delete records, turn by turn of the shard so that it serves others in between. Return their number, and the last
+    reply of the shard.
+    """
     shard = owner_shard(call.name, gateway.shards)
     deleted = 0
     while True:
         try:
-            # What has begun is not given up for a ring that is full.
-            reply = await gateway.call(shard, call, patient=call.topic_id != 0)
+            # A deletion that has begun is not given up because a ring is full.
+            reply = await gateway.call(shard, call, unthrottled=call.topic_id != 0)
         except asyncio.CancelledError as error:
-            # At the end of a stop. `shutting_down` would say that nothing was done.
+            # The service stops. `shutting_down` would say that nothing was done.
             what = f"the service stopped before all was done; before that {deleted} records were deleted"
             detail = {"deleted": deleted, "reason": "shutting_down"}
             raise TopicsError("shard_unavailable", what, detail) from error
         except TopicsError as error:
             if not deleted or error.code == "topic_not_found":
                 raise
-            # The shard's own code may say that nothing was done, and a client would send it again by itself.
+            # The shard's own code may say that nothing was done, and a client would repeat the request by itself.
             raise TopicsError(
                 "shard_unavailable",
                 f"{error.message}; before that {deleted} records were deleted",
@@ -254,79 +237,67 @@ async def delete_in_turns(gateway: Gateway, call: DeleteRecords) -> tuple[int, D
 
 NamedEndpoint = Callable[[str, Scope, Receive, Send], Awaitable[None]]
 
-_TOPIC: Final = "/v0/topics/{topic}"
-_PAGE_SIZE: Final = {"type": "integer", "minimum": 0, "default": 100}
-
 
 def topic_operations(append: AppendRoute, diff: DiffRoute, topics: TopicRoutes) -> list[ApiOperation]:
-    """Lists, configuration, writes, reads and deletions (api §1 to §5)."""
+    """Return the operations on topics and records (api §1 to §5)."""
+    path = TOPIC_PATH
     delete = topics.delete_records
+    append_codes = ("batch_too_large", "record_too_large", "topic_not_found", "not_a_queue", "head_mismatch")
     return [
         ApiOperation(
             Binding("GET", "/v0/topics", topics.list_all, Route.LIST_TOPICS, KeyScope.READ, "topics"),
             "List topics by name",
-            {200: json_answer("A page of topics", answer.TopicList)},
+            {200: json_answer("A page of topics", answers.TopicList)},
             query=(
-                Query("prefix", {"type": "string"}, "only names that begin with it"),
-                Query("page_size", _PAGE_SIZE, "at most 1000"),
-                Query("cursor", {"type": "string"}, "next_cursor of the page before"),
+                Query("prefix", NAME_SCHEMA, "only names that begin with it"),
+                *PAGE_QUERIES,
                 flag_query("touch", False, "whether this counts as reading the topics"),
             ),
         ),
         ApiOperation(
-            Binding("GET", _TOPIC, topics.get, Route.GET_TOPIC, KeyScope.READ, "topics"),
+            Binding("GET", path, topics.get, Route.GET_TOPIC, KeyScope.READ, "topics"),
             "The state of a topic",
-            {200: json_answer("The topic", answer.TopicState)},
+            {200: json_answer("The topic", answers.TopicState)},
             ("topic_not_found",),
             query=(flag_query("touch", True, "whether this counts as reading the topic"),),
         ),
         ApiOperation(
-            Binding("PUT", _TOPIC, topics.put, Route.PUT_TOPIC, KeyScope.ADMIN, "topics"),
+            Binding("PUT", path, topics.put, Route.PUT_TOPIC, KeyScope.ADMIN, "topics"),
             "Create a topic, or replace its configuration",
-            made_or_there(answer.PutTopicAnswer),
+            made_or_there(answers.PutTopicAnswer),
             ("topic_exists_incompatible", *LOST),
             body=GivenConfig,
             body_required=False,
         ),
         ApiOperation(
-            Binding("DELETE", _TOPIC, topics.delete, Route.DELETE_TOPIC, KeyScope.DELETE, "topics"),
+            Binding("DELETE", path, topics.delete, Route.DELETE_TOPIC, KeyScope.DELETE, "topics"),
             "Delete a topic and all of its records",
-            {200: json_answer("It is gone", answer.DeleteTopicAnswer)},
+            {200: json_answer("It is gone", answers.DeleteTopicAnswer)},
             ("topic_not_empty", *LOST),
             query=(flag_query("if_empty", False, "only a topic without records"),),
         ),
         ApiOperation(
-            Binding("POST", _TOPIC, of_topic(append), Route.APPEND, KeyScope.WRITE, "records"),
+            Binding("POST", path, of_topic(append), Route.APPEND, KeyScope.WRITE, "records"),
             "Append records, all or none",
             {
-                200: json_answer("Appended", answer.AppendAnswer),
-                201: json_answer("Appended, and the topic created", answer.AppendAnswer),
+                200: json_answer("Appended", answers.AppendAnswer),
+                201: json_answer("Appended, and the topic created", answers.AppendAnswer),
             },
-            (
-                "batch_too_large",
-                "record_too_large",
-                "topic_not_found",
-                "not_a_queue",
-                "head_mismatch",
-                "fenced",
-                "out_of_order",
-                "topic_full",
-                *LOST,
-            ),
+            (*append_codes, "fenced", "out_of_order", "topic_full", *LOST),
             body=AppendBody,
             query=(flag_query("return_seqs", True, "whether the answer lists the seqs"),),
         ),
         ApiOperation(
-            Binding("POST", f"{_TOPIC}/diff", of_topic(diff), Route.DIFF, KeyScope.READ, "records"),
+            Binding("POST", f"{path}/diff", of_topic(diff), Route.DIFF, KeyScope.READ, "records"),
             "Read what follows a cursor, or wait for it",
-            {200: json_answer("A page of records", answer.DiffAnswer)},
+            {200: json_answer("A page of records", answers.DiffAnswer)},
             ("topic_not_found", "storage_unavailable"),
             body=DiffBody,
         ),
         ApiOperation(
-            Binding("POST", f"{_TOPIC}/delete", delete, Route.DELETE_RECORDS, KeyScope.DELETE, "records"),
+            Binding("POST", f"{path}/delete", delete, Route.DELETE_RECORDS, KeyScope.DELETE, "records"),
             "Delete records by seq, by tag, or both",
-            {200: json_answer("They are gone", answer.DeleteRecordsAnswer)},
+            {200: json_answer("They are gone", answers.DeleteRecordsAnswer)},
             ("topic_not_found", *LOST),
             body=DeleteBody,
         ),
@@ -334,7 +305,7 @@ def topic_operations(append: AppendRoute, diff: DiffRoute, topics: TopicRoutes) 
 
 
 def of_topic(endpoint: NamedEndpoint) -> Endpoint:
-    """An endpoint that is also reached without the router, with the topic's name."""
+    """Adapt an endpoint that takes the topic's name, for requests that come through the router."""
 
     async def with_name(scope: Scope, receive: Receive, send: Send) -> None:
         await endpoint(scope["path_params"]["topic"], scope, receive, send)

@@ -1,1 +1,1 @@
-"""The way to the shards: rings with their answers, the index arenas, who watches which topic."""
+"""The connections to the shards: rings of requests and replies, index arenas, watches of topics."""

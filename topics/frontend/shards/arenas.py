@@ -1,4 +1,4 @@
-"""The index arenas of all shards, as this frontend has them mapped."""
+"""The index arenas of all shards, mapped by this frontend."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _ATTACH_TRIES = 10
 
 
 def live_names(arenas: Sequence[ArenaReader], prefixes: Iterable[str], after: str) -> Iterator[str]:
-    """Live topics that begin with one of `prefixes` (none within another) and come after `after`, of all `arenas`, in
-    order. To be used at once.
+    """Return the live topics of all `arenas` that begin with one of `prefixes` (none a prefix of another) and follow
+    `after`, in order. Use the iterator at once.
     """
     return itertools.chain.from_iterable(_range(arenas, prefix, after) for prefix in sorted(prefixes))
 
@@ -29,8 +29,8 @@ def _range(arenas: Sequence[ArenaReader], prefix: str, after: str) -> Iterator[s
 class Arenas:
     """The newest published generation of each shard's arena.
 
-    A shard that is dead keeps its last one: reads of what is committed go on. A replaced generation stays mapped
-    until the next replacement, so that what was found in it a moment ago is still there to be read.
+    The arena of a dead shard stays, so that committed records can be read. A replaced generation stays mapped until the
+    next replacement, as a read that has just found a topic in it may still go on.
     """
 
     def __init__(self, shared: SharedMemory) -> None:
@@ -40,7 +40,7 @@ class Arenas:
         self._retired: list[ArenaReader | None] = [None] * shared.shards
 
     def of(self, shard: int) -> ArenaReader | None:
-        """None until the shard has been ready for the first time in the life of this service."""
+        """Return the arena of a shard; None until it has been ready for the first time since the service started."""
         generation = self._cells[shard].get("generation")
         reader = self._readers[shard]
         if reader is not None and reader.generation == generation:
@@ -48,7 +48,7 @@ class Arenas:
         return self._attach(shard) if generation else None
 
     def require(self, shard: int) -> ArenaReader:
-        """Return the arena; `503 not_ready` where there is none yet."""
+        """Return the arena of a shard; `503 not_ready` if there is none yet."""
         reader = self.of(shard)
         if reader is None:
             progress = self._cells[shard].get("progress_ppm") / 1_000_000
@@ -66,8 +66,7 @@ class Arenas:
             try:
                 reader = ArenaReader(self._identity, shard, generation)
             except FileNotFoundError:
-                # Replaced once more between the two lines: the word says which one is current now.
-                continue
+                continue  # it was replaced again between the two lines
             retired = self._retired[shard]
             if retired is not None:
                 retired.close()

@@ -1,8 +1,8 @@
-"""The frontend's end of the rings: requests to shards, their answers, and who wants to know of which topic.
+"""The frontend's end of the rings: requests to shards, their answers, and the listeners for changes of topics.
 
-Nothing here blocks the event loop. A request is pushed at once, or waits (bounded) for room in the ring; what was
-pushed in one iteration of the loop is signalled once, so that it reaches the shard as one group. Answers come with
-an eventfd. A dead shard answers nothing: its requests wait for its next life, until `shard_wait_ms` is over.
+Nothing here blocks the event loop. A request is pushed at once, or waits (bounded) for room in the ring. All requests
+pushed in one iteration of the loop are signalled once, so that they reach the shard as one group. Answers are
+signalled by an eventfd. Requests to a dead shard wait for its restart, until `shard_wait_ms` is over.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.names import owner_shard
 from topics.frontend.shards.arenas import Arenas
-from topics.frontend.shards.pending_calls import (
+from topics.frontend.shards.job_listeners import JobListeners
+from topics.frontend.shards.pending_requests import (
     ROOM_WAIT_S,
-    Fate,
-    Lane,
     OnLate,
-    PendingCall,
+    PendingRequest,
+    PendingRequests,
+    QueuedMessage,
+    SendOutcome,
+    SendQueue,
     Spills,
-    Unanswered,
-    Waiter,
     fail,
     take_long_reply,
 )
@@ -36,27 +37,26 @@ from topics.shm.asks import Asks, ReplyT
 from topics.shm.control import ProcessCell, Role
 from topics.shm.instance import SharedMemory
 from topics.shm.messages import Call, MessageKind, Part
-from topics.shm.queue_messages import Dealt
 from topics.shm.topic_messages import Hello
 from topics.storage.frame import LaidOut
 
 SWEEP_S: Final = 0.25
-"""How often time-outs and lost wake-ups are looked for."""
+"""Time between two checks for time-outs and lost wake-ups."""
 ROOM_RETRY_S: Final = 0.002
 SPILL_INLINE_BYTES_MAX: Final = 1 * 2**20
-"""A longer message is written to shared memory by a thread, for the loop's sake."""
+"""Longest message that is written to shared memory on the event loop; a thread writes longer ones."""
 
 _log = get_logger()
 
 
 class _Link:
-    """The rings and words that one shard shares with this frontend."""
+    """The shared memory between one shard and this frontend: rings, wake-up and cell."""
 
-    __slots__ = ("cell", "generation", "lane", "replies", "signal_due", "wake")
+    __slots__ = ("cell", "generation", "replies", "requests", "signal_due", "wake")
 
     def __init__(self, shared: SharedMemory, index: int, shard: int) -> None:
         pair = shared.rings[index][shard]
-        self.lane = Lane(pair.requests)
+        self.requests = SendQueue(pair.requests)
         self.replies = pair.replies
         self.wake = shared.shard_wakes[shard]
         self.cell = shared.control.cell(Role.WALSHARD, shard)
@@ -65,7 +65,9 @@ class _Link:
 
 
 class Gateway:
-    """One per frontend process; everything is called on the event loop it was started on."""
+    """The connections of one frontend process to all shards. It owns the requests without an answer, and the listeners
+    for topics, jobs and restarts. All calls are on the event loop that it was made on.
+    """
 
     def __init__(
         self, shared: SharedMemory, index: int, incarnation: int, arenas: Arenas, cell: ProcessCell, shard_wait_ms: int
@@ -79,32 +81,36 @@ class Gateway:
         self._wake = shared.frontend_wakes[index]
         self.links = [_Link(shared, index, shard) for shard in range(shared.shards)]
         self._last_id = incarnation << 40
-        self.unanswered = Unanswered()
+        self.pending = PendingRequests()
         self._spills = Spills(shared.identity, index)
         self._signals: list[_Link] = []
         self._retry_timer: asyncio.TimerHandle | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._spilling: set[asyncio.Task[None]] = set()
-        self._watches = Watches(self._loop, arenas, self.post, lambda shard: self.links[shard].lane.crowded)
+        self._watches = Watches(self._loop, arenas, self.post, lambda shard: self.links[shard].requests.posts_full)
+        self._restart_listeners: list[Callable[[int], None]] = []
         self._closed = False
-        self.on_dealt: Callable[[Dealt], None] | None = None
-        """The listener for jobs that a shard deals out."""
-        self.on_restart: list[Callable[[int], None]] = []
-        """Listeners for a shard that was started again: it has forgotten who waits at it."""
+        self.job_listeners = JobListeners(incarnation)
         self.pressed = False
-        """A request that finds the ring full is refused after PRESSED_WAIT_S, instead of ROOM_WAIT_S."""
+        """True under the greatest pressure: a request is refused after PRESSED_WAIT_S without room in the ring, instead
+        of ROOM_WAIT_S.
+        """
         self.retry_after_ms = 100
+
+    def on_restart(self, listener: Callable[[int], None]) -> None:
+        """Call `listener` with each shard that was restarted, which has forgotten its streams and claims."""
+        self._restart_listeners.append(listener)
 
     @property
     def shards(self) -> int:
         return len(self.links)
 
     def knows(self, name: str) -> bool:
-        """Tell whether it is known that this topic exists."""
+        """Tell whether this topic is known to exist."""
         return self._view(name) is not None
 
     def is_log(self, name: str) -> bool:
-        """Tell whether it is known that this topic exists and is no queue."""
+        """Tell whether this topic is known to exist and is no queue."""
         view = self._view(name)
         return view is not None and not view.is_queue
 
@@ -115,11 +121,11 @@ class Gateway:
 
     @property
     def fullness(self) -> float:
-        """The fullness of the fullest request ring, 0 to 1; 1 when somebody waits for room."""
-        return max(link.lane.fullness for link in self.links)
+        """The fullness of the fullest request ring, 0 to 1; 1 when a request waits for room."""
+        return max(link.requests.fullness for link in self.links)
 
     def start(self) -> None:
-        """Says hello to every shard and listens for answers."""
+        """Say hello to every shard and listen for answers."""
         self._spills.remove_leftovers()
         for shard, link in enumerate(self.links):
             link.generation = link.cell.get("generation")
@@ -128,7 +134,7 @@ class Gateway:
         self._sweep_timer = self._loop.call_later(SWEEP_S, self._sweep)
 
     def close(self) -> None:
-        """No more answers: whoever still waits is told that the service stops."""
+        """Stop. Requests without an answer fail with `shutting_down`."""
         self._closed = True
         self._flush_signals()
         self._loop.remove_reader(self._wake.fd)
@@ -137,7 +143,7 @@ class Gateway:
                 timer.cancel()
         for task in self._spilling:
             task.cancel()
-        self.unanswered.fail_all(_stopping)
+        self.pending.fail_all(_stopping)
 
     # -- requests
 
@@ -150,37 +156,37 @@ class Gateway:
         key: bytes,
         config: TopicConfig | None,
         records: LaidOut,
-        patient: bool = False,
+        unthrottled: bool = False,
         jobs: JobAttributes | None = None,
     ) -> asyncio.Future[AppendReply]:
-        """Sends a write on its way. The future fails with a TopicsError: the shard's own, `shard_unavailable`
-        (the outcome is unknown), or `throttled` (nothing was sent). Raises `not_ready` at once. A `patient` one is not
-        throttled: it waits for room in the ring as long as for a shard that is restarted.
+        """Send a write. The future fails with a TopicsError: the shard's own, `shard_unavailable` (the outcome is
+        unknown), or `throttled` (nothing was sent). An `unthrottled` write waits for room in the ring for as long as
+        for a shard that is restarted. Raises `not_ready` at once.
         """
         self._arenas.require(shard)
         self._last_id = request_id = self._last_id + 1
         parts = append_messages.encode_append(
             request_id, name, create, if_head_seq, key, config, records.offset_len, records.flags, records.buffer, jobs
         )
-        return self._submit(shard, request_id, parts, MessageKind.APPEND, patient)
+        return self._submit(shard, request_id, parts, MessageKind.APPEND, unthrottled)
 
     def submit(
-        self, shard: int, request: Call | Asks[Any], on_late: OnLate | None = None, patient: bool = False
+        self, shard: int, request: Call | Asks[Any], on_late: OnLate | None = None, unthrottled: bool = False
     ) -> asyncio.Future[Any]:
-        """Sends any other request on its way; its answer, and how it fails, as with `submit_append`. `on_late` gets the
-        answer, if there is one, that comes when the future is done: it was cancelled, or has failed.
+        """Send any other request, which fails as `submit_append` does. `on_late` gets a reply that comes when the
+        future has failed or was cancelled.
         """
         self._arenas.require(shard)
         self._last_id = request_id = self._last_id + 1
         parts = messages.encode_call(request_id, request)
-        return self._submit(shard, request_id, parts, MessageKind.CALL, patient, on_late)
+        return self._submit(shard, request_id, parts, MessageKind.CALL, unthrottled, on_late)
 
-    async def call(self, shard: int, request: Asks[ReplyT], patient: bool = False) -> ReplyT:
-        """Send a request as `submit` does, and wait for the answer, whose type the request names."""
-        return request.checked(await self.submit(shard, request, patient=patient))
+    async def call(self, shard: int, request: Asks[ReplyT], unthrottled: bool = False) -> ReplyT:
+        """Send a request as `submit` does, and wait for the reply, whose type the request names."""
+        return request.checked(await self.submit(shard, request, unthrottled=unthrottled))
 
     def no_answer(self, shard: int) -> TopicsError:
-        """The failure of a request that was sent and not answered."""
+        """Return the failure of a request that was sent and not answered."""
         return TopicsError(
             "shard_unavailable",
             f"shard {shard} did not answer within {self.shard_wait_s:g} s; whether a write took effect is not known, a"
@@ -188,32 +194,32 @@ class Gateway:
         )
 
     def watch(self, shard: int, name: str, seen: TopicView | None, callback: Callable[[], None]) -> WatchHandle:
-        """Calls `callback` (soon, never within this call) whenever the topic may differ from `seen`, or from what it
-        was at the last callback: records, floors, `durable_seq`, configuration, deletion. It may also be called for
-        nothing. What is made anew under the name is another topic: who finds it there says so (`WatchHandle.found`).
+        """Call `callback` (soon, never within this call) when the topic may differ from `seen`, or from its state at
+        the last callback: records, floors, `durable_seq`, configuration, deletion. Some callbacks have no such reason.
+        A topic that is created under the name of a deleted one has to be reported (`WatchHandle.found`).
         """
         return self._watches.add(shard, name, seen, callback)
 
     # -- sending
 
     def post(self, shard: int, request: Call, may_be_lost: bool = False) -> bool:
-        """Sends a request whose answer does not matter; kept, in order, for as long as the ring is full. False: it is
-        not sent, being too long for the ring while /dev/shm has no room for it, or `may_be_lost` while too many wait.
+        """Send a request without awaiting its answer. It is kept, in order, for as long as the ring is full. False: it
+        is not sent, as it is too long for the ring and /dev/shm has no room, or `may_be_lost` while too many wait.
         """
-        lane = self.links[shard].lane
-        if may_be_lost and lane.crowded:
+        requests = self.links[shard].requests
+        if may_be_lost and requests.posts_full:
             return False
         self._last_id = request_id = self._last_id + 1
         parts = messages.encode_call(request_id, request)
         length = sum(map(len, parts))
-        if length > lane.message_max_bytes:
-            # At once, and not in a thread: what is posted behind it may not overtake it.
+        if length > requests.message_max_bytes:
+            # Not in a thread: later posts must not overtake it.
             try:
                 parts = self._spills.put(MessageKind.CALL, request_id, parts, length)
             except OSError as error:
                 _log.warning("no room in shared memory for a long message", error=error.strerror)
                 return False
-        self._push(shard, Waiter(parts, sum(map(len, parts)), request_id, self._loop.time(), None))
+        self._push(shard, QueuedMessage(parts, sum(map(len, parts)), request_id, self._loop.time(), None))
         return True
 
     def _submit(
@@ -222,33 +228,34 @@ class Gateway:
         request_id: int,
         parts: list[Part],
         kind: MessageKind,
-        patient: bool = False,
+        unthrottled: bool = False,
         on_late: OnLate | None = None,
     ) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = self._loop.create_future()
         if self._closed:
             fail(future, _stopping())
             return future
-        request = PendingCall(future, shard, self._loop.time() + self.shard_wait_s, patient, on_late)
-        self.unanswered.add(request_id, request)
+        request = PendingRequest(future, shard, self._loop.time() + self.shard_wait_s, unthrottled, on_late)
+        self.pending.add(request_id, request)
         length = sum(map(len, parts))
-        if length <= self.links[shard].lane.message_max_bytes:
-            self._push(shard, self._waiter(request_id, parts, patient))
+        if length <= self.links[shard].requests.message_max_bytes:
+            self._push(shard, self._message(request_id, parts, unthrottled))
         else:
-            self._submit_by_reference(shard, request_id, parts, length, kind, patient)
+            self._submit_by_reference(shard, request_id, parts, length, kind, unthrottled)
         return future
 
-    def _waiter(self, request_id: int, parts: list[Part], patient: bool) -> Waiter:
+    def _message(self, request_id: int, parts: list[Part], unthrottled: bool) -> QueuedMessage:
         now_s = self._loop.time()
-        expires_s = now_s + (self.shard_wait_s if patient else ROOM_WAIT_S)
-        return Waiter(parts, sum(map(len, parts)), request_id, now_s, expires_s, patient)
+        expires_s = now_s + (self.shard_wait_s if unthrottled else ROOM_WAIT_S)
+        return QueuedMessage(parts, sum(map(len, parts)), request_id, now_s, expires_s, unthrottled)
 
     def _submit_by_reference(
-        self, shard: int, request_id: int, parts: list[Part], length: int, kind: MessageKind, patient: bool
+        self, shard: int, request_id: int, parts: list[Part], length: int, kind: MessageKind, unthrottled: bool
     ) -> None:
         try:
             if length <= SPILL_INLINE_BYTES_MAX:
-                self._push(shard, self._waiter(request_id, self._spills.put(kind, request_id, parts, length), patient))
+                reference = self._spills.put(kind, request_id, parts, length)
+                self._push(shard, self._message(request_id, reference, unthrottled))
                 return
             self._spills.reserve(request_id, length)
         except OSError as error:
@@ -264,58 +271,59 @@ class Gateway:
         except OSError as error:
             self._spill_failed(request_id, error)
             return
-        request = self.unanswered.get(request_id)
+        request = self.pending.get(request_id)
         if request is not None:
-            self._push(shard, self._waiter(request_id, self._spills.reference(kind, request_id), request.patient))
-        else:  # it took too long: its client has been told
+            reference = self._spills.reference(kind, request_id)
+            self._push(shard, self._message(request_id, reference, request.unthrottled))
+        else:  # it took too long, and its client has an answer
             self._spills.drop(request_id)
 
     def _spill_failed(self, request_id: int, error: OSError) -> None:
         _log.warning("no room in shared memory for a long request", error=error.strerror)
         self._reject(request_id, f"shared memory has no room for a request so long ({error.strerror})")
 
-    def _push(self, shard: int, waiter: Waiter) -> None:
+    def _push(self, shard: int, message: QueuedMessage) -> None:
         link = self.links[shard]
-        fate = link.lane.offer(waiter)
-        if fate is Fate.SENT:
+        outcome = link.requests.offer(message)
+        if outcome is SendOutcome.SENT:
             self._signal(link)
             return
         self._cell.add("ring_full")
-        if fate is Fate.REFUSED:
-            self._reject(waiter.request_id, "as many requests as may wait for room in the shard's ring wait already")
+        if outcome is SendOutcome.REFUSED:
+            self._reject(message.request_id, "as many requests as may wait for room in the shard's ring wait already")
         elif self._retry_timer is None:
             self._retry_timer = self._loop.call_later(ROOM_RETRY_S, self._retry)
 
     def _retry(self) -> None:
-        """Room may have come from a shard that has nothing to answer (this runs only while someone waits)."""
+        """Look for room, while a request waits for it: a shard may have made some without sending an answer."""
         self._retry_timer = None
         for link in self.links:
             self._send_waiting(link)
 
     def _send_waiting(self, link: _Link) -> None:
-        if not link.lane.waiting:
+        if not link.requests.waiting:
             return
         now_s = self._loop.time()
-        sent, given_up = link.lane.retry(now_s, self.pressed)
-        for waiter in given_up:
-            self._reject(waiter.request_id, f"the shard's ring has been full for {now_s - waiter.since_s:.2f} s")
-        for waiter in sent:
-            request = self.unanswered.get(waiter.request_id)
+        sent, given_up = link.requests.retry(now_s, self.pressed)
+        for message in given_up:
+            self._reject(message.request_id, f"the shard's ring has been full for {now_s - message.since_s:.2f} s")
+        for message in sent:
+            request = self.pending.get(message.request_id)
             if request is not None:
-                request.throttled_s = now_s - waiter.since_s
+                request.throttled_s = now_s - message.since_s
         if sent:
             self._signal(link)
-        if link.lane.waiting and self._retry_timer is None:
+        if link.requests.waiting and self._retry_timer is None:
             self._retry_timer = self._loop.call_later(ROOM_RETRY_S, self._retry)
 
     def _reject(self, request_id: int, why: str) -> None:
-        """Nothing of this request has reached a shard."""
+        """Fail a request of which nothing has reached a shard."""
         self._spills.drop(request_id)
-        request = self.unanswered.withdraw(request_id)
+        request = self.pending.withdraw(request_id)
         if request is None:
             return
         what = f"{why}; nothing of this request was done, send it again later"
-        if request.patient:
+        if request.unthrottled:
             fail(request.future, TopicsError("shard_unavailable", what))
         else:
             self._cell.add("throttled")
@@ -345,13 +353,14 @@ class Gateway:
         link = self.links[shard]
         if link.replies.empty:
             return
-        position = link.replies.consumed
+        consumed = link.replies.consumed
         try:
-            for message, position in link.replies.peek():  # noqa: B007
+            for message, position in link.replies.peek():
+                consumed = position
                 self._take(shard, message)
         finally:
-            link.replies.consume(position)
-        self._send_waiting(link)  # what was answered has left the ring of requests
+            link.replies.consume(consumed)
+        self._send_waiting(link)  # requests that were answered have left the ring
 
     def _take(self, shard: int, message: memoryview) -> None:
         kind, request_id, _count = messages.head(message)
@@ -369,23 +378,22 @@ class Gateway:
         elif kind == MessageKind.NOTIFY:
             self._watches.notify(messages.decode_notify(message))
         elif kind == MessageKind.DEALT:
-            if self.on_dealt is not None:
-                self.on_dealt(messages.decode_dealt(message))
+            self.job_listeners.hand_over(messages.decode_dealt(message))
         elif kind == MessageKind.GENERATION:
             self._check_generation(shard)
 
     def _answer(self, request_id: int, message: memoryview, decode: Callable[[memoryview], object]) -> None:
         self._spills.drop(request_id)
-        self.unanswered.answer(request_id, message, decode)
+        self.pending.answer(request_id, message, decode)
 
     def _check_generation(self, shard: int) -> None:
-        """A shard that was started again knows of no watches."""
+        """Renew the watches at a shard that was restarted, and call the listeners for restarts."""
         link = self.links[shard]
         generation = link.cell.get("generation")
         if generation != link.generation:
             link.generation = generation
             self._watches.renew(shard)
-            for listener in self.on_restart:
+            for listener in self._restart_listeners:
                 listener(shard)
 
     def _sweep(self) -> None:
@@ -394,7 +402,7 @@ class Gateway:
         for shard in range(len(self.links)):
             self._drain(shard)
             self._check_generation(shard)
-        self.unanswered.expire(now_s, self.no_answer)
+        self.pending.expire(now_s, self.no_answer)
         self._watches.sweep(now_s)
 
 

@@ -1,5 +1,5 @@
 """The shard's part in transactions over topics (api §6): it keeps what its sinks have committed, and publishes stages
-of its topics. A frontend drives a commit from one to the other (`frontend/txn/commit_driver.py`).
+of its topics. A frontend drives a commit from one to the other (`frontend/txn/coordinator.py`).
 
 Every step may be asked for again, by anyone, at any time: what has been done stays done.
 """

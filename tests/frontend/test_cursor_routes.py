@@ -20,11 +20,11 @@ from topics.frontend.asgi import DELIVER, Send
 from topics.frontend.entry import limits
 from topics.frontend.entry.bodies import ClientGoneError
 from topics.frontend.entry.budget import Hold
-from topics.frontend.queues import cursor_reads
-from topics.frontend.queues.cursor_reads import CursorRoutes
+from topics.frontend.queues import cursor_locks
+from topics.frontend.queues.cursor_routes import CursorRoutes
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.diff import MAX_BATCH_BYTES
-from topics.frontend.reads.reading import ReadPage
+from topics.frontend.reads.reading import RecordPage
 from topics.shm.queue_messages import (
     CursorAdvance,
     CursorGet,
@@ -54,7 +54,7 @@ class Reader:
         self.wait_s = live.gateway.shard_wait_s = DEADLINE_S
         fetch_page = live.reader.fetch_page
 
-        async def fetch_and_stall(*args: Any) -> ReadPage:
+        async def fetch_and_stall(*args: Any) -> RecordPage:
             self.pages += 1
             if self.before_page is not None:
                 await self.before_page()
@@ -232,7 +232,7 @@ def test_reads_that_a_full_ring_refuses_leave_nothing_behind(tmp_path: Path) -> 
         await reader.make(3)
         fetch_page = live.reader.fetch_page
 
-        async def fetch_and_cram(*args: Any) -> ReadPage:
+        async def fetch_and_cram(*args: Any) -> RecordPage:
             cram(live)
             return await fetch_page(*args)
 
@@ -255,7 +255,7 @@ def test_what_a_late_answer_takes_back_is_only_what_it_had(tmp_path: Path) -> No
         other._reads = itertools.count(100)  # as at another frontend: it waits for no turn at this one
         reader.stall = True
         first, second = (asyncio.create_task(reader.read(2, routes)) for routes in (reader.routes, other))
-        await until(lambda: not live.shard_up and len(live.gateway.unanswered) == 2)
+        await until(lambda: not live.shard_up and len(live.gateway.pending) == 2)
         second.cancel()
         await asyncio.gather(second, return_exceptions=True)
         reader.go_on()
@@ -299,7 +299,7 @@ def test_readers_take_turns_and_no_page_is_read_in_vain(tmp_path: Path, consiste
         reads = [asyncio.create_task(reader.read(2)) for _ in range(50)]
         assert await asyncio.gather(*reads) == [[n, n + 1] for n in range(1, 100, 2)], "first come, first served"
         assert reader.pages == 50
-        assert not len(reader.routes.turns), "nothing is kept of a cursor that nobody reads"
+        assert not len(reader.routes.locks), "nothing is kept of a cursor that nobody reads"
         await reader.persisted(100)
 
     on_loop(tmp_path, test)
@@ -313,14 +313,14 @@ def test_who_gives_up_its_turn_is_in_nobodys_way(tmp_path: Path) -> None:
         await reader.make(6)
         live.shard_up = False
         reads = [asyncio.create_task(reader.read(2)) for _ in range(5)]
-        await until(lambda: live.gateway.unanswered)
+        await until(lambda: live.gateway.pending)
         await asyncio.sleep(0)
         for one in (reads[0], reads[2]):
             one.cancel()
         await asyncio.gather(reads[0], reads[2], return_exceptions=True)
         live.shard_up = True
         assert await asyncio.gather(*[reads[n] for n in (1, 3, 4)]) == [[1, 2], [3, 4], [5, 6]]
-        assert not len(reader.routes.turns)
+        assert not len(reader.routes.locks)
 
     on_loop(tmp_path, test)
 
@@ -333,17 +333,17 @@ def test_readers_that_wait_for_their_turn_are_bounded_in_number_and_time(
     async def test(live: Live) -> None:
         reader = Reader(live)
         await reader.make(6)
-        reader.routes.turns.wait_s = 0.5
+        reader.routes.locks.wait_s = 0.5
         live.shard_up = False
         reads = [asyncio.create_task(reader.read(2)) for _ in range(20)]
-        await until(lambda: live.gateway.unanswered)
+        await until(lambda: live.gateway.pending)
         await asyncio.sleep(0)
         with pytest.raises(TopicsError, match="too many readers") as refused:
             await reader.read(2)
         assert (refused.value.code, refused.value.detail) == ("throttled", {"retry_after_ms": 10})
         late = await asyncio.gather(*reads[1:], return_exceptions=True)
         # They have done nothing, and are not too many.
-        stuck = ("throttled", {"retry_after_ms": cursor_reads.STUCK_RETRY_AFTER_MS})
+        stuck = ("throttled", {"retry_after_ms": cursor_locks.STUCK_RETRY_AFTER_MS})
         assert [(one.code, one.detail) for one in late if isinstance(one, TopicsError)] == [stuck] * 19
         live.shard_up = True
         assert await reads[0] == [1, 2]
@@ -356,12 +356,12 @@ def test_who_waits_behind_readers_that_fail_one_after_the_other_is_told_that_not
     async def test(live: Live) -> None:
         reader = Reader(live)
         await reader.make(6)
-        reader.routes.turns.wait_s = live.gateway.shard_wait_s = WAIT_S
+        reader.routes.locks.wait_s = live.gateway.shard_wait_s = WAIT_S
         live.shard_up = False
         reads = [asyncio.create_task(reader.read(2)) for _ in range(4)]
         late = await asyncio.gather(*reads, return_exceptions=True)
         refusals = [(one.code, one.detail) for one in late if isinstance(one, TopicsError)]
-        stuck = ("throttled", {"retry_after_ms": cursor_reads.STUCK_RETRY_AFTER_MS})
+        stuck = ("throttled", {"retry_after_ms": cursor_locks.STUCK_RETRY_AFTER_MS})
         assert len(refusals) == 4
         assert refusals[0] == ("shard_unavailable", None), "it was asked, and did not answer"
         assert {code for code, _ in refusals[1:]} <= {"throttled", "shard_unavailable"}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
+from topics.api import answers
 from topics.api.requests import ClaimBody, ExtendBody, JobsBody, NackBody, PeekBody, RedriveBody
 from topics.core.config import LEASE_MS
 from topics.core.errors import TopicsError, invalid, not_a_queue
@@ -17,11 +18,9 @@ from topics.core.names import check_topic_name, owner_shard
 from topics.core.seq_set import runs_of
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import limits, wire
-from topics.frontend.entry.access import caller_of
-from topics.frontend.entry.bodies import Headers, read_body, read_wish
-from topics.frontend.entry.responses import elapsed_ms, room_of, send_json, send_object, take_room
-from topics.frontend.entry.wire import BodyT
-from topics.frontend.queues.dead_letter_moves import PATIENCE_S, DeadLetters
+from topics.frontend.entry.bodies import read_body, read_wish
+from topics.frontend.entry.responses import elapsed_ms, room_of, send_json, take_room
+from topics.frontend.queues.dead_letter_moves import MOVE_WAIT_S, DeadLetters
 from topics.frontend.queues.job_channel import JobChannel
 from topics.frontend.queues.job_records import (
     ANSWER_BYTES_MAX,
@@ -34,32 +33,36 @@ from topics.frontend.queues.job_records import (
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.reads.records import PageOptions
+from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
+from topics.frontend.routes.operations import LOST, TOPIC_PATH, Answer, ApiOperation, Binding, Endpoint, json_answer
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
+from topics.shm.durations import Route
 from topics.shm.queue_messages import Ack, AckReply, Dealt, Extend, Nack, Peek, Unclaim
 
 SEQS_MAX: Final = 1000
 """Jobs of one ack, nack or extend."""
 ROOM_WAIT_S: Final = 2.0
-"""For room for the answer of a claim, whose jobs are leased by then; half their lease, if that is less."""
+"""Longest wait for room for the answer to a claim, whose jobs are leased by then; or half their lease, if shorter."""
 DELAY_MS_MAX: Final = 365 * 86_400_000
 LOOKS_MAX: Final = 16
-"""Questions to the shard for one answer: it looks at few records at a time, for others wait behind it."""
+"""Requests to the shard for one peek: each examines few records, as other requests wait behind it."""
 RUNS_AT_ONCE: Final = 32
-"""Pages that are read before the loop goes on with somebody else."""
+"""Pages that are read before other requests have their turn."""
+JOB_CODES: Final = ("topic_not_found", "not_a_queue", *LOST)
 
-
+JobsBodyT = TypeVar("JobsBodyT", bound=JobsBody)
 _encode = msgspec.json.Encoder().encode
 
 
-class QueueAccess:
-    """The way of one frontend to the jobs of all queues: it owns what the routes of claims and of streams share."""
+class QueueServices:
+    """The parts of one frontend that the routes of claims and of streams share."""
 
-    def __init__(self, gateway: Gateway, reader: TopicReader, incarnation: int) -> None:
+    def __init__(self, gateway: Gateway, reader: TopicReader) -> None:
         self.gateway = gateway
         self.reader = reader
-        self.channel = JobChannel(gateway, incarnation)
+        self.channel = JobChannel(gateway)
         self.unreadable = UnreadableJobs()
         self.dead_letters = DeadLetters(gateway, reader, self.unreadable)
 
@@ -67,25 +70,25 @@ class QueueAccess:
 class QueueRoutes:
     """The requests to a queue that have one answer, a method for each. The shard decides; records are read here."""
 
-    def __init__(self, jobs: QueueAccess, catching_up: CatchingUp, settings: Settings, cell: ProcessCell) -> None:
-        self._gateway = jobs.gateway
-        self._reader = jobs.reader
-        self._channel = jobs.channel
-        self._dead_letters = jobs.dead_letters
-        self._unreadable = jobs.unreadable
+    def __init__(self, services: QueueServices, catching_up: CatchingUp, settings: Settings, cell: ProcessCell) -> None:
+        self._gateway = services.gateway
+        self._reader = services.reader
+        self._channel = services.channel
+        self._dead_letters = services.dead_letters
+        self._unreadable = services.unreadable
         self._catching_up = catching_up
         self._settings = settings
         self._cell = cell
 
     async def claim(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
-        name, headers = _topic_name(scope), dict(scope["headers"])
-        # Nothing of it is kept that is long: it may wait for its window and for dead letters.
+        name, headers = check_topic_name(scope["path_params"]["topic"]), dict(scope["headers"])
+        # No long part of the body is kept, as the claim may wait for its window and for dead letters.
         request = await read_wish(receive, headers, self._settings.max_body_bytes, self._wish)
         node = request.node
         most = max(1, min(request.max, self._settings.max_claim))
-        await self._catching_up.one(name)
-        lease_ms = clamped_lease_ms(request.lease_ms)
+        await self._catching_up.wait_for(name)
+        lease_ms = None if request.lease_ms is None else clamped_lease_ms(request.lease_ms)
         dealt = await self._claim(name, node, most, lease_ms, receive)
         try:
             count, body, ready = 0, b"", dealt.ready
@@ -93,10 +96,10 @@ class QueueRoutes:
                 rendered = await self._fetch(scope, name, node, dealt, lease_ms)
                 count, body = rendered.jobs, rendered.body
                 room = room_of(scope)
-                if room is not None and room.closed:  # what is sent to it goes nowhere, and says nothing
-                    raise ConnectionResetError("the client is gone")
+                if room is not None and room.closed:  # sending to it would do nothing, without an error
+                    raise ConnectionResetError("the client closed the connection")
                 if rendered.unsent:
-                    # Not awaited: a full ring would refuse the whole claim, whose jobs are leased.
+                    # Not awaited: otherwise a full ring would fail the whole claim, whose jobs are leased.
                     unclaim = Unclaim(name, node, rendered.unsent, rendered.unsent_leases)
                     self._gateway.post(self._owner(name), unclaim)
                     ready += len(rendered.unsent)
@@ -110,10 +113,10 @@ class QueueRoutes:
                 str(elapsed_ms(started_ns)).encode(),
             )
             answering = send_json(send, headers, 200, answer)
-            del body, answer  # as `DiffRoute`
+            del body, answer  # as in `DiffRoute`
             await answering
         except (ConnectionError, asyncio.CancelledError):
-            self._unclaim(name, node, dealt, 0)
+            self._unclaim(name, node, dealt)
             raise
 
     def _wish(self, body: bytes) -> ClaimBody:
@@ -122,13 +125,13 @@ class QueueRoutes:
         return request
 
     async def _claim(self, name: str, node: str, most: int, lease_ms: int | None, receive: Receive) -> Dealt:
-        """Jobs, if any are ready: also those that waited behind nothing but dead letters, as long as there is time."""
+        """Claim jobs, again as long as there is time and only dead letters were dealt: jobs may wait behind them."""
         loop = asyncio.get_running_loop()
-        give_up_s = loop.time() + PATIENCE_S
+        give_up_s = loop.time() + MOVE_WAIT_S
         while True:
             dealt = await self._channel.claim(name, node, most, lease_ms, receive)
             if dealt.ended:
-                raise TopicsError("topic_not_found", f"topic {name!r} was deleted meanwhile", {"topic": name})
+                raise TopicsError("topic_not_found", f"topic {name!r} was deleted in the meantime", {"topic": name})
             if dealt.refused:
                 raise TopicsError(
                     "storage_unavailable",
@@ -138,9 +141,9 @@ class QueueRoutes:
             if not dealt.dead:
                 return dealt
             try:
-                await self._dead_letters.carried(name, dealt)
+                await self._dead_letters.move(name, dealt)
             except asyncio.CancelledError:
-                self._unclaim(name, node, dealt, 0)
+                self._unclaim(name, node, dealt)
                 raise
             if dealt.seqs or loop.time() >= give_up_s:
                 return dealt
@@ -152,7 +155,7 @@ class QueueRoutes:
             async with asyncio.timeout(min(ROOM_WAIT_S, lease_ms / 2000)):
                 await take_room(scope, min(ANSWER_BYTES_MAX, len(dealt.seqs) * self._settings.max_record_bytes))
         except (TopicsError, TimeoutError) as error:
-            self._unclaim(name, node, dealt, 0)
+            self._unclaim(name, node, dealt)
             if not isinstance(error, TimeoutError):
                 raise
             raise limits.CONNECTION_ANSWERS.refused(
@@ -162,77 +165,66 @@ class QueueRoutes:
         try:
             return await fetch_jobs(self._reader, name, dealt)
         except TopicsError as error:
-            aside = 0
-            if self._unreadable.concerns(name, dealt.seqs[0], error):
-                aside = 1
-                unclaim = Unclaim(name, node, dealt.seqs[:aside], [dealt.first_lease_no], ASIDE_MS)
+            aside = int(self._unreadable.is_unreadable(name, dealt.seqs[0], error))
+            if aside:
+                unclaim = Unclaim(name, node, dealt.seqs[:1], [dealt.first_lease_no], ASIDE_MS)
                 self._gateway.post(self._owner(name), unclaim)
             self._unclaim(name, node, dealt, aside)
             raise
 
-    def _unclaim(self, name: str, node: str, dealt: Dealt, but: int) -> None:
-        """Give back all jobs but the first so many: they were claimed in vain."""
-        if dealt.seqs[but:]:
-            end = dealt.first_lease_no + len(dealt.seqs)
-            leases = list(range(dealt.first_lease_no + but, end))
-            self._gateway.post(self._owner(name), Unclaim(name, node, dealt.seqs[but:], leases))
+    def _unclaim(self, name: str, node: str, dealt: Dealt, aside: int = 0) -> None:
+        """Give all jobs back, but for the first ones that were put `aside`."""
+        if seqs := dealt.seqs[aside:]:
+            first_lease_no = dealt.first_lease_no + aside
+            leases = list(range(first_lease_no, first_lease_no + len(seqs)))
+            self._gateway.post(self._owner(name), Unclaim(name, node, seqs, leases))
 
-    async def ack(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started_ns = time.perf_counter_ns()
-        name, headers = _topic_name(scope), dict(scope["headers"])
-        request = await self._body(JobsBody, receive, headers)
-        call = Ack(name, request.node, request.seqs, _lease_nos(request))
+    @json_route
+    async def ack(self, request: ApiRequest) -> JsonReply:
+        name = request.topic
+        given = await self._jobs_body(request, JobsBody)
+        reply = await self._gateway.call(self._owner(name), Ack(name, given.node, given.seqs, _lease_nos(given)))
+        return _settled(name, "acked", reply)
+
+    @json_route
+    async def nack(self, request: ApiRequest) -> JsonReply:
+        name = request.topic
+        given = await self._jobs_body(request, NackBody)
+        call = Nack(name, given.node, given.seqs, _lease_nos(given), min(given.delay_ms, DELAY_MS_MAX))
+        return _settled(name, "nacked", await self._gateway.call(self._owner(name), call))
+
+    @json_route
+    async def extend(self, request: ApiRequest) -> JsonReply:
+        name = request.topic
+        given = await self._jobs_body(request, ExtendBody)
+        call = Extend(name, given.node, given.seqs, _lease_nos(given), clamped_lease_ms(given.lease_ms))
         reply = await self._gateway.call(self._owner(name), call)
-        await _send_ended(send, headers, name, "acked", reply, started_ns)
+        deadlines = {str(seq): reply.deadline_ms for seq in reply.seqs}
+        return JsonReply({"topic": name, "extended": len(reply.seqs), "skipped": reply.skipped, "deadlines": deadlines})
 
-    async def nack(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started_ns = time.perf_counter_ns()
-        name, headers = _topic_name(scope), dict(scope["headers"])
-        request = await self._body(NackBody, receive, headers)
-        delay_ms = min(request.delay_ms, DELAY_MS_MAX)
-        call = Nack(name, request.node, request.seqs, _lease_nos(request), delay_ms)
-        reply = await self._gateway.call(self._owner(name), call)
-        await _send_ended(send, headers, name, "nacked", reply, started_ns)
-
-    async def extend(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started_ns = time.perf_counter_ns()
-        name, headers = _topic_name(scope), dict(scope["headers"])
-        request = await self._body(ExtendBody, receive, headers)
-        lease_ms = clamped_lease_ms(request.lease_ms)
-        assert lease_ms is not None
-        call = Extend(name, request.node, request.seqs, _lease_nos(request), lease_ms)
-        reply = await self._gateway.call(self._owner(name), call)
-        answer: dict[str, Any] = {
-            "topic": name,
-            "extended": len(reply.seqs),
-            "skipped": reply.skipped,
-            "deadlines": {str(seq): reply.deadline_ms for seq in reply.seqs},
-        }
-        await send_object(send, headers, 200, answer, started_ns)
-
-    async def redrive(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started_ns = time.perf_counter_ns()
-        name, headers = _topic_name(scope), dict(scope["headers"])
-        request = await self._body(RedriveBody, receive, headers)
-        source = check_topic_name(request.source, "from")
-        caller_of(scope).require(KeyScope.ADMIN, (source,))
+    @json_route
+    async def redrive(self, request: ApiRequest) -> JsonReply:
+        name = request.topic
+        given = await request.decoded(RedriveBody, self._settings.max_body_bytes)
+        source = check_topic_name(given.source, "from")
+        request.caller.require(KeyScope.ADMIN, (source,))
         if source == name:
             raise invalid("from must be another topic than the queue itself", field="from")
         if self._reader.get(name).config.type != "queue":
             raise not_a_queue(name)
-        most = max(1, min(request.max, self._settings.max_claim))
-        redriven = await self._dead_letters.redrive(name, source, request.from_seq, most)
+        most = max(1, min(given.max, self._settings.max_claim))
+        redriven = await self._dead_letters.redrive(name, source, given.from_seq, most)
         answer: dict[str, Any] = {"topic": name, "from": source, "redriven": redriven.moved}
         if redriven.next_from_seq is not None:
             answer["next_from_seq"] = redriven.next_from_seq
-        await send_object(send, headers, 200, answer, started_ns)
+        return JsonReply(answer)
 
     async def peek(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
-        name, headers = _topic_name(scope), dict(scope["headers"])
+        name, headers = check_topic_name(scope["path_params"]["topic"]), dict(scope["headers"])
         body = await read_body(receive, headers, self._settings.max_body_bytes)
         request = wire.decode_as(PeekBody, body or b"{}")
-        await self._catching_up.one(name)
+        await self._catching_up.wait_for(name)
         jobs, next_from_seq = await self._look_at(name, request)
         await take_room(scope, ANSWER_BYTES_MAX)
         bodies, count, cut_seq = await self._read_jobs(name, jobs)
@@ -246,7 +238,7 @@ class QueueRoutes:
             str(elapsed_ms(started_ns)).encode(),
         )
         answering = send_json(send, headers, 200, answer)
-        del bodies, answer, jobs  # as `DiffRoute`
+        del bodies, answer, jobs  # as in `DiffRoute`
         await answering
 
     async def _look_at(self, name: str, request: PeekBody) -> tuple[list[JobView], int | None]:
@@ -265,8 +257,8 @@ class QueueRoutes:
         return jobs, from_seq if more else None
 
     async def _read_jobs(self, name: str, jobs: list[JobView]) -> tuple[list[bytes], int, int | None]:
-        """Their records, how many; and behind which seq they are left out, which would make the answer too long. Those
-        that have gone since are left out, too.
+        """Return the records of jobs and their number, without jobs deleted in the meantime. The third is the seq
+        behind which jobs are left out, as they would make the answer too long.
         """
         extras = {job.seq: _members(job) for job in jobs}
         bodies: list[bytes] = []
@@ -288,66 +280,52 @@ class QueueRoutes:
                 await asyncio.sleep(0)
         return bodies, count, None
 
-    async def _body(self, body_type: type[BodyT], receive: Receive, headers: Headers) -> BodyT:
-        request = wire.decode_as(body_type, await read_body(receive, headers, self._settings.max_body_bytes))
-        if isinstance(request, JobsBody):
-            self._check_jobs(request)
-        return request
-
-    def _check_jobs(self, request: JobsBody) -> None:
-        checked_node(request.node, self._settings)
+    async def _jobs_body(self, request: ApiRequest, body_type: type[JobsBodyT]) -> JobsBodyT:
+        """Read and check the body of an ack, nack or extend."""
+        given = await request.decoded(body_type, self._settings.max_body_bytes)
+        checked_node(given.node, self._settings)
         most = max(SEQS_MAX, self._settings.max_claim)
-        if not request.seqs:
+        if not given.seqs:
             raise invalid("seqs must name at least one job", field="seqs")
-        if len(request.seqs) > most:
+        if len(given.seqs) > most:
             raise TopicsError(
-                "batch_too_large", f"seqs names at most {most} jobs, not {len(request.seqs)}", {"max_claim": most}
+                "batch_too_large", f"seqs names at most {most} jobs, not {len(given.seqs)}", {"max_claim": most}
             )
-        if max(request.seqs) >= 1 << 64:
+        if max(given.seqs) >= 1 << 64:
             raise invalid("seqs must be integers from 0 to 2^64-1", field="seqs")
-        if request.lease_ids is not None and len(request.lease_ids) != len(request.seqs):
+        if given.lease_ids is not None and len(given.lease_ids) != len(given.seqs):
             raise invalid(
-                f"lease_ids must have one for each of the {len(request.seqs)} seqs, not {len(request.lease_ids)}",
+                f"lease_ids must have one for each of the {len(given.seqs)} seqs, not {len(given.lease_ids)}",
                 field="lease_ids",
             )
+        return given
 
     def _owner(self, name: str) -> int:
         return owner_shard(name, self._gateway.shards)
 
 
 def checked_node(node: str, settings: Settings) -> str:
-    """Return the name of the consumer; `400` for none, or one that is too long."""
+    """Return the name of the consumer. `400` if it is empty or too long."""
     if not 1 <= len(node.encode()) <= settings.max_node_bytes:
         raise invalid(f"node must have 1 to {settings.max_node_bytes} bytes", field="node")
     return node
 
 
-def clamped_lease_ms(lease_ms: int | None) -> int | None:
-    """None: the queue's own."""
-    return None if lease_ms is None else max(LEASE_MS[0], min(LEASE_MS[1], lease_ms))
+def clamped_lease_ms(lease_ms: int) -> int:
+    return max(LEASE_MS[0], min(LEASE_MS[1], lease_ms))
 
 
 def _lease_nos(request: JobsBody) -> list[int] | None:
     return None if request.lease_ids is None else [lease_no(one) for one in request.lease_ids]
 
 
-async def _send_ended(send: Send, headers: Headers, name: str, word: str, reply: AckReply, started_ns: int) -> None:
-    answer: dict[str, Any] = {
-        "topic": name,
-        word: reply.count,
-        "skipped": reply.skipped,
-        "ready": reply.ready,
-        "in_flight": reply.in_flight,
-    }
-    await send_object(send, headers, 200, answer, started_ns)
-
-
-def _topic_name(scope: Scope) -> str:
-    return check_topic_name(scope["path_params"]["topic"])
+def _settled(name: str, word: str, reply: AckReply) -> JsonReply:
+    counts = {"skipped": reply.skipped, "ready": reply.ready, "in_flight": reply.in_flight}
+    return JsonReply({"topic": name, word: reply.count, **counts})
 
 
 def _members(job: JobView) -> bytes:
-    """The members of a job beside its record."""
+    """Return the members of a job besides its record, each with a comma before it."""
     members = b',"state":"%b","deliveries":%d' % (job.state.encode(), job.deliveries)
     if job.state == "leased":
         members += b',"node":%b,"deadline":%d' % (_encode(job.node), job.at_ms)
@@ -356,3 +334,38 @@ def _members(job: JobView) -> bytes:
     if job.order_key:
         members += b',"order_key":%b' % _encode(job.order_key)
     return members
+
+
+def queue_operations(queue: QueueRoutes) -> list[ApiOperation]:
+    """Return the operations on jobs that have one answer (api §9)."""
+
+    def post(
+        word: str,
+        endpoint: Endpoint,
+        timed: Route,
+        needs: KeyScope,
+        body: type[msgspec.Struct],
+        summary: str,
+        answer: Answer,
+        codes: tuple[str, ...] = (),
+    ) -> ApiOperation:
+        binding = Binding("POST", f"{TOPIC_PATH}/{word}", endpoint, timed, needs, "queues")
+        return ApiOperation(binding, summary, {200: answer}, (*JOB_CODES, *codes), body, body is not PeekBody)
+
+    read, write, admin = KeyScope.READ, KeyScope.WRITE, KeyScope.ADMIN
+    claimed = json_answer("Jobs, or none", answers.ClaimAnswer)
+    acked = json_answer("Which of them", answers.AckAnswer)
+    nacked = json_answer("Which of them", answers.NackAnswer)
+    extended = json_answer("Until when", answers.ExtendAnswer)
+    redriven = json_answer("How many", answers.RedriveAnswer)
+    peeked = json_answer("Jobs, and where each stands", answers.PeekAnswer)
+    too_many = ("batch_too_large",)
+    refused = ("topic_full", "record_too_large")
+    return [
+        post("claim", queue.claim, Route.CLAIM, read | write, ClaimBody, "Lease jobs", claimed),
+        post("ack", queue.ack, Route.ACK, write, JobsBody, "Jobs are done", acked, too_many),
+        post("nack", queue.nack, Route.NACK, write, NackBody, "Give jobs back", nacked, too_many),
+        post("extend", queue.extend, Route.EXTEND, write, ExtendBody, "Keep jobs for longer", extended, too_many),
+        post("redrive", queue.redrive, Route.REDRIVE, admin, RedriveBody, "Bring dead letters back", redriven, refused),
+        post("peek", queue.peek, Route.PEEK, read, PeekBody, "Look at jobs without claiming them", peeked),
+    ]

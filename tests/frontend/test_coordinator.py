@@ -17,8 +17,8 @@ from topics.core.errors import TopicsError
 from topics.core.names import owner_shard
 from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import Gateway
-from topics.frontend.txn import commit_driver as commits_module
-from topics.frontend.txn.commit_driver import CommitDriver, Stages
+from topics.frontend.txn import coordinator as coordinator_module
+from topics.frontend.txn.coordinator import Stages, TxnCoordinator
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply
 from topics.shm.arena import ArenaWriter
@@ -108,13 +108,13 @@ def shards(identity: str) -> Iterator[Shards]:
 
 
 def on_loop(
-    shards: Shards, data_dir: Path, test: Callable[[CommitDriver], Awaitable[None]], shard_wait_ms: int = 10_000
+    shards: Shards, data_dir: Path, test: Callable[[TxnCoordinator], Awaitable[None]], shard_wait_ms: int = 10_000
 ) -> None:
     async def main() -> None:
         cell = shards.shared.control.cell(Role.FRONTEND, 0)
         gateway = Gateway(shards.shared, 0, 1, shards.arenas, cell, shard_wait_ms)
         gateway.start()
-        commits = CommitDriver(gateway, Stages(str(data_dir), STAGE_TTL_MS))
+        commits = TxnCoordinator(gateway, Stages(str(data_dir), STAGE_TTL_MS))
         try:
             async with asyncio.timeout(DEADLINE_S):
                 await test(commits)
@@ -131,7 +131,7 @@ def owned_by(shard: int) -> str:
 
 
 def test_a_batch_of_one_shard_does_not_wait_for_another_that_still_replays(shards: Shards, tmp_path: Path) -> None:
-    async def test(commits: CommitDriver) -> None:
+    async def test(commits: TxnCoordinator) -> None:
         commits.start(janitor=False)
         request_id, _ = await shards.told(1, TxnPending)
         shards.answer(1, request_id, TxnPendingReply([(owned_by(1), 7, [("stage", owned_by(1))])]))
@@ -155,14 +155,14 @@ def test_out_of_files_at_a_start_the_unfinished_batches_are_asked_for_again(
             raise failures.pop()
         return attach(arenas, shard)
 
-    async def test(commits: CommitDriver) -> None:
+    async def test(commits: TxnCoordinator) -> None:
         commits.start(janitor=False)
         request_id, _ = await shards.told(1, TxnPending)
         shards.answer(1, request_id, TxnPendingReply([(owned_by(1), 7, [("stage", owned_by(1))])]))
         await shards.told(1, StagePublish)
 
     monkeypatch.setattr(Arenas, "of", attach_if_possible)
-    monkeypatch.setattr(commits_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(coordinator_module, "RETRY_S", 0.01)
     shards.ready(0)
     shards.ready(1)
     with capture_logs() as logged:
@@ -172,7 +172,7 @@ def test_out_of_files_at_a_start_the_unfinished_batches_are_asked_for_again(
     assert (line["shard"], line["reason"]) == (1, "[Errno 24] Too many open files")
 
 
-def make_stage(commits: CommitDriver, topic: str) -> str:
+def make_stage(commits: TxnCoordinator, topic: str) -> str:
     return commits.stages.make(topic, "txn", lay_out([(b"", b"", b"1", b"")]))
 
 
@@ -195,7 +195,7 @@ def is_there(data_dir: Path, stage: str) -> bool:
     return bool(list(data_dir.rglob(stage_name(stage))))
 
 
-async def ended_without_an_answer(shards: Shards, commits: CommitDriver, stage: str) -> None:
+async def ended_without_an_answer(shards: Shards, commits: TxnCoordinator, stage: str) -> None:
     """Up to the repeat of a batch whose end was answered too late, which the topic's shard fences."""
     asked = asyncio.create_task(commits.commit(owned_by(0), 7, [(stage, owned_by(1))]))
     begin_id, _ = await shards.told(0, TxnBegin)
@@ -216,7 +216,7 @@ async def ended_without_an_answer(shards: Shards, commits: CommitDriver, stage: 
     ids=["over", "the next one is decided", "the sink is forgotten"],
 )
 def test_a_batch_whose_end_was_answered_late_leaves_nothing(told: TxnReply, shards: Shards, tmp_path: Path) -> None:
-    async def test(commits: CommitDriver) -> None:
+    async def test(commits: TxnCoordinator) -> None:
         stage = make_stage(commits, owned_by(1))
         assert is_there(tmp_path, stage)
         commits.stages._fs = files = Noted()
@@ -237,7 +237,7 @@ def test_a_batch_whose_end_was_answered_late_leaves_nothing(told: TxnReply, shar
 def test_a_late_driver_leaves_the_pins_of_a_sink_that_began_again_alone(shards: Shards, tmp_path: Path) -> None:
     """It was forgotten meanwhile, and its new batch has the number of the old one."""
 
-    async def test(commits: CommitDriver) -> None:
+    async def test(commits: TxnCoordinator) -> None:
         stage = make_stage(commits, owned_by(1))
         await ended_without_an_answer(shards, commits, stage)
         look_id, _ = await shards.told(0, TxnGet)
@@ -256,7 +256,7 @@ def test_a_batch_that_is_decided_when_nobody_waits_for_that_is_published(
 ) -> None:
     """Its shard was away for longer than an answer may take, and found the request in its ring, or the client left."""
 
-    async def test(commits: CommitDriver) -> None:
+    async def test(commits: TxnCoordinator) -> None:
         asked = asyncio.create_task(commits.commit(owned_by(0), 7, [("stage", owned_by(1))]))
         begin_id, _ = await shards.told(0, TxnBegin)
         decided = TxnReply("begun", 7, [("stage", owned_by(1))])
@@ -294,11 +294,11 @@ def test_what_cannot_be_published_is_tried_ever_less_often_and_said_once(
     sleep = asyncio.sleep
 
     async def noted(pause_s: float) -> None:
-        if pause_s >= commits_module.RETRY_S:
+        if pause_s >= coordinator_module.RETRY_S:
             slept_s.append(pause_s)
         await sleep(pause_s)
 
-    async def test(commits: CommitDriver) -> None:
+    async def test(commits: TxnCoordinator) -> None:
         commits.start(janitor=False)
         pending_id, _ = await shards.told(0, TxnPending)
         shards.answer(0, pending_id, TxnPendingReply([(owned_by(0), 7, [("stage", owned_by(1))])]))
@@ -310,8 +310,8 @@ def test_what_cannot_be_published_is_tried_ever_less_often_and_said_once(
         assert slept_s == pauses_s
         assert [line["reason"] for line in said if line["log_level"] == "warning"] == ["its file cannot be used"]
 
-    monkeypatch.setattr(commits_module, "RETRY_S", 0.02)
-    monkeypatch.setattr(commits_module, "RETRY_MAX_S", 0.08)
+    monkeypatch.setattr(coordinator_module, "RETRY_S", 0.02)
+    monkeypatch.setattr(coordinator_module, "RETRY_MAX_S", 0.08)
     monkeypatch.setattr(asyncio, "sleep", noted)
     for shard in range(SHARDS):
         shards.ready(shard)

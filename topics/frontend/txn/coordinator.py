@@ -1,10 +1,10 @@
-"""Carries a decided batch to its end (api §6): publishes its stages, says that it is over, removes what it leaves.
+"""Coordinates the commits of batches (api §6): has each stage published, ends the batch, and removes its files.
 
-    decided (sink file, synced) → each stage appended once (pinned) → over (sink file, synced) → files and pins go
+    decided (sink file, synced) → each stage appended once (pinned) → ended (sink file, synced) → files and pins removed
 
-The sink's shard decides and remembers, each topic's shard publishes; this is only who asks them. Asking again is
-harmless at any point, so several frontends may carry out one batch at a time, and after a crash of anything any of them
-begins at the top: every frontend looks for unfinished batches when it starts, and goes on with those it could not
+The sink's shard decides and remembers, each topic's shard publishes, and the coordinator asks them. Every request may
+be repeated at any point without harm. So several frontends may carry out one batch at a time, and after any crash any
+of them starts over: every frontend looks for unfinished batches when it starts, and retries those that it could not
 finish for as long as it lives.
 """
 
@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Coroutine, Iterator
 from typing import Any, Final
 
 from topics.core.errors import TopicsError
@@ -49,11 +49,11 @@ from topics.storage.txn_files import (
 )
 
 EXPIRY_MARGIN_MS: Final = 60_000
-"""A stage is removed so much later than it may last be committed: no commit that has begun loses its stages."""
+"""The time from a stage's last possible commit to its removal: a commit that has begun never loses its stages."""
 
 
 class Stages:
-    """All stages of the service; `ttl_ms` counts from when one was made."""
+    """The files of all stages of the service. A stage expires `ttl_ms` after it was made."""
 
     def __init__(self, data_dir: str, ttl_ms: int) -> None:
         self._directory = layout.stages_dir(data_dir)
@@ -62,7 +62,7 @@ class Stages:
         self.ttl_ms = ttl_ms
 
     def make(self, topic: str, txn: str, records: LaidOut) -> str:
-        """A new stage's id, once it is on the disk. Raises TopicsError."""
+        """Write a new stage and return its id once it is on the disk. Raises TopicsError."""
         stage = new_stage_id(topic, txn)
         try:
             make_dirs(self._fs, self._directory)
@@ -74,16 +74,15 @@ class Stages:
         return stage
 
     def heads(self, stages: Collection[str]) -> dict[str, StageHead]:
-        """Return the head of each, in order. `404 not_found` for one that is not there or may expire any moment."""
+        """Return the head of each stage, in order. `404 not_found` for one that is missing or about to expire."""
         return {stage: self._head(stage) for stage in stages}
 
     def drop_txn(self, topic: str, txn: str, pending: Collection[str]) -> int:
-        """Removes the stages of a transaction in one topic, but for those whose batch is decided; how many."""
-        mine = [stage for stage in self._all() if belongs_to_txn(stage, topic, txn) and stage not in pending]
-        return self.drop(mine)
+        """Remove the stages of a transaction in one topic, but not the `pending` ones. Return their number."""
+        return self.drop([stage for stage in self._all() if belongs_to_txn(stage, topic, txn) and stage not in pending])
 
     def drop(self, stages: Collection[str]) -> int:
-        """How many of them were there."""
+        """Remove these stages. Return how many of them existed."""
         dropped = 0
         for stage in stages:
             try:
@@ -94,21 +93,21 @@ class Stages:
         return dropped
 
     def drop_ended(self, stages: Collection[str]) -> None:
-        """Removes those of a batch that its sink's file says is over. Raises TopicsError.
+        """Remove the stages of a batch whose end is in its sink's file. Raises TopicsError.
 
-        Whoever wrote that may have ended, or failed, before it was synced; a power loss must not bring the decision
-        back when its stages are gone.
+        The process that wrote that file may have died, or failed, before it synced the directory. So this syncs it: a
+        power loss must not bring the decision back without its stages.
         """
         try:
             with contextlib.suppress(FileNotFoundError):
                 self._fs.fsync_dir(self._sinks)
             self.drop(stages)
         except OSError as error:
-            reason = f"what is left of a batch that is over cannot be removed: {error}"
+            reason = f"the stages of a batch that has ended cannot be removed: {error}"
             raise TopicsError("storage_unavailable", reason, {"cause": error.strerror}) from None
 
     def expired(self) -> list[str]:
-        """Return the stages that no commit can name any more. The caller knows if one is part of a decided batch."""
+        """Return the stages that no commit can name any more. Some may still belong to a decided batch."""
         return [stage for stage in self._all() if self._age_ms(stage) > self.ttl_ms + EXPIRY_MARGIN_MS]
 
     def _head(self, stage: str) -> StageHead:
@@ -124,7 +123,7 @@ class Stages:
             raise TopicsError("storage_unavailable", reason, {"cause": "damaged"}) from None
 
     def _age_ms(self, stage: str) -> float:
-        """Infinite for one that is not there."""
+        """Return the age of a stage; infinite if it does not exist."""
         try:
             return (time.time() - os.stat(self._path(stage)).st_mtime) * 1000
         except FileNotFoundError:
@@ -148,16 +147,20 @@ IN_FLIGHT_MAX: Final = 16
 """Stages of one batch that are published at a time: each is a write of up to the body limit."""
 RETRY_S: Final = 0.5
 RETRY_MAX_S: Final = 30.0
-"""Between attempts at what no shard is away for: each one may read, and send, every stage of the batch."""
+"""Longest time between attempts after an error that no restart of a shard explains: each attempt may read and send
+every stage of the batch."""
 JANITOR_S: Final = 60.0
 
 StageList = list[tuple[str, str]]
+"""(stage, topic) of each stage of a batch."""
 _PASSING: Final = ("not_ready", "shard_unavailable", "throttled")
 _log = get_logger()
 
 
-class CommitDriver:
-    """One per frontend, on its event loop."""
+class TxnCoordinator:
+    """The commits of one frontend, on its event loop. A batch that is decided is published, even if its client leaves
+    or this process dies.
+    """
 
     def __init__(self, gateway: Gateway, stages: Stages) -> None:
         self._gateway = gateway
@@ -166,31 +169,31 @@ class CommitDriver:
         self._finishing: set[tuple[str, int]] = set()
 
     def start(self, janitor: bool) -> None:
-        """Finishes what a crash left unfinished; one frontend also removes what nobody will commit."""
+        """Finish the batches that a crash left unfinished. The `janitor` also removes expired stages."""
         for shard in range(self._gateway.shards):
             self._spawn(self._resume(shard))
         if janitor:
             self._spawn(self._clean())
 
     def close(self) -> None:
-        """Stop; the next life finishes what is not finished."""
+        """Stop. The next process finishes what is unfinished."""
         for task in self._tasks:
             task.cancel()
 
     async def commit(self, sink: str, batch: int, stages: StageList) -> tuple[bool, int, int]:
-        """(duplicate, the sink's latest batch, records published now). When it returns, all is visible."""
+        """Return (duplicate, the sink's latest batch, records published now), once all of them are visible."""
         shard = self._owner(sink)
         while True:
-            told = await self._begun(shard, TxnBegin(sink, batch, stages))
+            told = await self._begin(shard, TxnBegin(sink, batch, stages))
             if told.outcome == "committed":
                 return True, told.batch, 0
-            records = await self._finished(sink, told)
+            records = await self._publish_pending(sink, told)
             if told.outcome == "begun":
                 return False, told.batch, records
-            # An earlier batch was unfinished: now it is not, and the question is asked again.
+            # An earlier batch was unfinished. It is finished now, so the shard is asked again.
 
-    async def _begun(self, shard: int, begin: TxnBegin) -> TxnReply:
-        """What it decides is carried out also when it answers after its time, or nobody waits any more."""
+    async def _begin(self, shard: int, begin: TxnBegin) -> TxnReply:
+        """Ask the shard for its decision, which is carried out even if it comes too late or the client leaves."""
 
         def late(told: TxnReply) -> None:
             if told.pending:
@@ -201,20 +204,20 @@ class CommitDriver:
             told = await asked
         except asyncio.CancelledError:
             if asked.done() and not asked.cancelled() and asked.exception() is None:
-                late(asked.result())  # which came in this very moment
+                late(asked.result())  # it came in this very moment
             raise
         assert isinstance(told, TxnReply), told
         return told
 
-    async def look(self, sink: str) -> int | None:
-        """The latest batch whose records are all visible, None for a sink that is not known."""
+    async def last_batch(self, sink: str) -> int | None:
+        """Return the latest batch whose records are all visible; None for an unknown sink."""
         told = await self._gateway.call(self._owner(sink), TxnGet(sink))
         if told.pending:
-            await self._finished(sink, told)
+            await self._publish_pending(sink, told)
         return None if told.outcome == "none" else told.batch
 
-    async def _finished(self, sink: str, told: TxnReply) -> int:
-        """Records published now. A batch that is decided will be published, whoever gave up waiting for that."""
+    async def _publish_pending(self, sink: str, told: TxnReply) -> int:
+        """Publish a decided batch, later if not now. Return the records published now."""
         try:
             return await self._carry_out(sink, told.batch, told.pending)
         except (TopicsError, asyncio.CancelledError):
@@ -222,22 +225,24 @@ class CommitDriver:
             raise
 
     async def forget(self, sink: str) -> bool:
-        """False when it was not known."""
+        """Forget a sink. Return False if it was unknown."""
         return (await self._gateway.call(self._owner(sink), TxnForget(sink))).outcome != "none"
 
     async def pending(self) -> list[tuple[str, int, StageList]]:
-        """Every batch that is decided and not over. Raises TopicsError when a shard does not say."""
-        answers = await asyncio.gather(
-            *[self._gateway.call(shard, TxnPending(), patient=True) for shard in range(self._gateway.shards)]
+        """Return every batch that is decided and has not ended. Raises TopicsError if a shard does not answer."""
+        replies = await asyncio.gather(
+            *[self._gateway.call(shard, TxnPending(), unthrottled=True) for shard in range(self._gateway.shards)]
         )
-        return [one for answer in answers for one in answer.batches]
+        return [batch for reply in replies for batch in reply.batches]
 
     async def _carry_out(self, sink: str, batch: int, stages: StageList) -> int:
-        """Publishes what is not published, in the order of the batch within each topic; records published now."""
+        """Publish the stages that are not published yet, within each topic in the order of the batch, and end the
+        batch. Return the records published now.
+        """
         records = 0
         try:
             for first in range(0, len(stages), IN_FLIGHT_MAX):
-                # What goes to one shard arrives in the order in which it was sent.
+                # Requests to one shard arrive in the order in which they were sent.
                 sent = [
                     self._gateway.submit(self._owner(topic), StagePublish(topic, stage, sink, batch))
                     for stage, topic in stages[first : first + IN_FLIGHT_MAX]
@@ -251,17 +256,18 @@ class CommitDriver:
         except TopicsError as error:
             if error.code != "fenced":
                 raise
-            # It is over: another frontend was faster, or nobody heard that it was. What it leaves goes all the same.
+            # The batch has ended: another frontend was faster, or the reply that said so was lost. Its files are
+            # removed in any case.
             told = await self._gateway.call(self._owner(sink), TxnGet(sink))
             if told.pending and told.batch == batch:
-                return records  # of a sink that was forgotten and begins again: its new batch needs its pins
+                return records  # the sink was forgotten and began again: its new batch needs the pins
             stages = [stage for stage in stages if stage not in told.pending]
             await asyncio.to_thread(self.stages.drop_ended, [stage for stage, _topic in stages])
         else:
             await self._gateway.call(self._owner(sink), TxnEnd(sink, batch))
             await asyncio.to_thread(self.stages.drop, [stage for stage, _topic in stages])
         for topic in sorted({topic for _stage, topic in stages}):
-            # Without its file no stage can be published again, so the topics need not know them any more.
+            # Without its file no stage can be published again, so its topic may forget it.
             self._gateway.post(self._owner(topic), StagesOver(topic, sink, batch))
         return records
 
@@ -272,17 +278,17 @@ class CommitDriver:
 
     async def _finish(self, sink: str, batch: int, stages: StageList) -> None:
         pause_s = RETRY_S / 2
-        said: set[str] = set()
+        logged: set[str] = set()
         try:
             while True:
                 try:
                     await self._carry_out(sink, batch, stages)
                 except (TopicsError, OSError) as error:
                     code = error.code if isinstance(error, TopicsError) else "storage_unavailable"
-                    if code not in said:
-                        said.add(code)
+                    if code not in logged:
+                        logged.add(code)
                         _log.warning("a decided batch is not published yet", sink=sink, batch=batch, reason=str(error))
-                    # A shard that comes back is not waited for any longer than it takes.
+                    # A shard that restarts is back soon, so the pause stays short.
                     pause_s = RETRY_S if code in _PASSING else min(2 * pause_s, RETRY_MAX_S)
                     await asyncio.sleep(pause_s)
                 else:
@@ -292,11 +298,11 @@ class CommitDriver:
             self._finishing.discard((sink, batch))
 
     async def _resume(self, shard: int) -> None:
-        """Each shard for itself: one may replay its log for minutes."""
+        """Finish the batches of one shard. Each shard has a task of its own: one may replay its log for minutes."""
         failed = False
         while True:
             try:
-                answer = await self._gateway.call(shard, TxnPending(), patient=True)
+                reply = await self._gateway.call(shard, TxnPending(), unthrottled=True)
             except TopicsError:
                 await asyncio.sleep(RETRY_S)  # it recovers
                 continue
@@ -311,7 +317,7 @@ class CommitDriver:
                 failed = True
                 await asyncio.sleep(RETRY_S)
                 continue
-            for sink, batch, stages in answer.batches:
+            for sink, batch, stages in reply.batches:
                 self._finish_later(sink, batch, stages)
             return
 
@@ -327,7 +333,7 @@ class CommitDriver:
             except (TopicsError, OSError) as error:
                 _log.warning("expired stages cannot be removed now", reason=str(error))
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from topics.core.errors import TopicsError
-from topics.frontend.queues.cursor_reads import STUCK_RETRY_AFTER_MS, CursorTurns
+from topics.frontend.queues.cursor_locks import STUCK_RETRY_AFTER_MS, CursorLocks
 
 WAIT_S = 0.3
 DEADLINE_S = 20.0
@@ -18,7 +18,7 @@ class Readers:
     """Of one cursor. Each has its turn until `leave`."""
 
     def __init__(self) -> None:
-        self.turns = CursorTurns(WAIT_S)
+        self.locks = CursorLocks(WAIT_S)
         self.leave = [asyncio.Event() for _ in range(3)]
         self.on_leave: Callable[[], object] = lambda: None
         self.inside: list[int] = []
@@ -27,13 +27,13 @@ class Readers:
         return asyncio.create_task(self._read(number))
 
     async def _read(self, number: int) -> None:
-        async with self.turns.of("t", "c"):
+        async with self.locks.hold("t", "c"):
             self.inside.append(number)
             await self.leave[number].wait()
             self.on_leave()
 
     async def waiting(self, count: int) -> None:
-        while self.turns._turns["t", "c"].readers < count:
+        while self.locks._locks["t", "c"].readers < count:
             await asyncio.sleep(0)
 
 
@@ -42,7 +42,7 @@ def run(test: Callable[[Readers], Awaitable[None]]) -> None:
         readers = Readers()
         async with asyncio.timeout(DEADLINE_S):
             await test(readers)
-        assert not len(readers.turns)
+        assert not len(readers.locks)
 
     asyncio.run(main())
 

@@ -1,0 +1,356 @@
+"""Named cursors of a topic (api §10): make, change, show, list, delete them, and read through one."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+
+from topics.api import answers
+from topics.api.requests import CursorBody, ReadBody
+from topics.core.errors import TopicsError, invalid
+from topics.core.keys import KeyScope
+from topics.core.names import check_topic_name, owner_shard
+from topics.frontend.asgi import DELIVER, Deliver, Message, Receive, Scope, Send
+from topics.frontend.entry import limits, wire
+from topics.frontend.entry.bodies import ClientGoneError, read_body
+from topics.frontend.entry.budget import Budget, Hold
+from topics.frontend.entry.query import name_cursor
+from topics.frontend.entry.responses import elapsed_ms, send_json, take_room
+from topics.frontend.live.push import gone_before
+from topics.frontend.queues.cursor_locks import STUCK_RETRY_AFTER_MS, CursorLock, CursorLocks, too_many_readers
+from topics.frontend.reads.catching_up import CatchingUp
+from topics.frontend.reads.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES
+from topics.frontend.reads.node_sets import node_set
+from topics.frontend.reads.reading import PAGE_MEMBERS, RecordPage, TopicReader, page_values
+from topics.frontend.reads.records import CorruptRecordError, PageOptions
+from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
+from topics.frontend.routes.operations import (
+    LOST,
+    PAGE_QUERIES,
+    TOPIC_PATH,
+    ApiOperation,
+    Binding,
+    json_answer,
+    made_or_there,
+)
+from topics.frontend.shards.gateway import Gateway
+from topics.frontend.shards.pending_requests import is_outcome_unknown
+from topics.settings import Settings
+from topics.shm.control import ProcessCell
+from topics.shm.durations import Route
+from topics.shm.queue_messages import (
+    CursorAdvance,
+    CursorDelete,
+    CursorGet,
+    CursorMoved,
+    CursorPassedOn,
+    CursorPut,
+    CursorReply,
+)
+
+LIMIT_MAX: Final = 2000
+TRIES_MAX: Final = 100
+"""How often a read may find that readers at other frontends were faster before its client has to ask again."""
+
+TakeRoom = Callable[[], Awaitable[None]]
+"""Returns when there is room for the page of this read."""
+
+_ANSWER: Final = (
+    b'{"topic":"%b","cursor":"%b","cursor_seq":%d,'
+    + PAGE_MEMBERS
+    + b',"performance":{"server_total_ms":%b,"records_scanned":%d}}'
+)
+
+
+class CursorRoutes:
+    """The requests about named cursors, a method for each."""
+
+    def __init__(
+        self, gateway: Gateway, reader: TopicReader, catching_up: CatchingUp, settings: Settings, cell: ProcessCell
+    ) -> None:
+        self._catching_up = catching_up
+        self._gateway = gateway
+        self._reader = reader
+        self._body_max_bytes = settings.max_body_bytes
+        self._cell = cell
+        self._reads = itertools.count(1)
+        self.locks = CursorLocks(gateway.shard_wait_s)
+        self.moving = Budget(limits.CURSOR_PAGES)
+
+    @json_route
+    async def put(self, request: ApiRequest) -> JsonReply:
+        name, cursor = _names(request.scope)
+        given = await request.decoded(CursorBody, self._body_max_bytes, b"{}")
+        if given.persist_every is not None and given.persist_every < 1:
+            raise invalid("persist_every must be at least 1", field="persist_every")
+        if given.tail and given.from_seq is not None:
+            raise invalid("from_seq and tail exclude each other: give one of them", field="tail")
+        await self._catching_up.wait_for(name)
+        call = CursorPut(name, cursor, given.consistency, given.persist_every, given.from_seq, given.tail)
+        reply = await self._gateway.call(self._owner(name), call)
+        answer = {"topic": name, **_shown(reply), "created": reply.created}
+        return JsonReply(answer, 201 if reply.created else 200)
+
+    @json_route
+    async def get(self, request: ApiRequest) -> JsonReply:
+        name, cursor = _names(request.scope)
+        return JsonReply({"topic": name, **_shown(await self._look(name, cursor))})
+
+    @json_route
+    async def list_all(self, request: ApiRequest) -> JsonReply:
+        name = request.topic
+        size, after = await request.list_page(check_topic_name)
+        found = (await self._gateway.call(self._owner(name), CursorGet(name, None, after, size + 1))).cursors
+        answer: dict[str, Any] = {"topic": name, "cursors": [_shown(cursor) for cursor in found[:size]]}
+        if len(found) > size:
+            answer["next_cursor"] = name_cursor(found[size - 1].cursor)
+        return JsonReply(answer)
+
+    @json_route
+    async def delete(self, request: ApiRequest) -> JsonReply:
+        name, cursor = _names(request.scope)
+        reply = await self._gateway.call(self._owner(name), CursorDelete(name, cursor))
+        return JsonReply({"topic": name, "cursor": cursor, "deleted": reply.deleted})
+
+    async def read(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        name, cursor = _names(scope)
+        headers = dict(scope["headers"])
+        body = await read_body(receive, headers, self._body_max_bytes)
+        request = wire.decode_as(ReadBody, body or b"{}")
+        options = PageOptions(
+            min(request.limit or LIMIT_DEFAULT, LIMIT_MAX),
+            min(request.max_bytes or MAX_BATCH_BYTES[0], MAX_BATCH_BYTES[1]),
+            node_set(request.node),
+            request.include_tags,
+            request.include_meta,
+            payload_bytes=True,
+            verify=True,
+        )
+        await self._catching_up.wait_for(name)
+        most_bytes = max(options.max_batch_bytes, MAX_BATCH_BYTES[0])
+        await take_room(scope, most_bytes)
+        moving = Hold(self.moving)
+        take_page_room = partial(_take_page_room, moving, most_bytes, receive, self._gateway.shard_wait_s)
+        try:
+            if request.checkpoint:
+                async with self.locks.hold(name, cursor) as lock:
+                    page, seq, lost = await self._advance(name, cursor, options, lock, take_page_room)
+            else:
+                page, seq, lost = await self._peek(name, cursor, options, take_page_room)
+        finally:
+            moving.close()
+        passed_on = False
+        try:
+            self._cell.add("records_out", page.count)
+            if lost is not None:
+                send = _delivering(scope["extensions"][DELIVER], send)
+            answering = send_json(send, headers, 200, _answer(name, cursor, page, seq, started_ns))
+            del page  # as in `DiffRoute`
+            await answering
+            passed_on = True
+        finally:
+            if lost is not None:
+                self._gateway.post(self._owner(name), msgspec.structs.replace(lost, passed_on=passed_on))
+
+    async def _peek(
+        self, name: str, cursor: str, options: PageOptions, take_page_room: TakeRoom
+    ) -> tuple[RecordPage, int, None]:
+        """Read a page as `_advance` does, without moving the cursor."""
+        at = await self._look(name, cursor)
+        await take_page_room()
+        cursor_seq, page = at.seq, await self._page(name, at, options)
+        for _ in range(TRIES_MAX):
+            if page.count or page.tombstone is not None or at.up_to_seq is None or page.next_from_seq <= at.seq:
+                break
+            at = await self._look(name, cursor, page.next_from_seq)
+            page = await self._page(name, at, options)
+        return page, cursor_seq, None
+
+    async def _look(self, name: str, cursor: str, passed_seq: int = 0) -> CursorReply:
+        look = CursorGet(name, cursor, passed_seq=passed_seq)
+        (found,) = (await self._gateway.call(self._owner(name), look)).cursors
+        return found
+
+    async def _advance(
+        self, name: str, cursor: str, options: PageOptions, lock: CursorLock, take_page_room: TakeRoom
+    ) -> tuple[RecordPage, int, CursorPassedOn | None]:
+        """Read a page and move the cursor behind it. Return the page, the cursor's place then, and the message for a
+        shard that has to know whether the answer was delivered.
+        """
+        owner = self._owner(name)
+        left_at, lock.left_at = lock.left_at, None
+        looked = left_at is None
+        at: CursorReply | CursorMoved = left_at or await self._look(name, cursor)
+        # After the shard's answer: a shard that hangs must not keep room from the cursors of others.
+        await take_page_room()
+        for _ in range(TRIES_MAX):
+            page = await self._page(name, at, options)
+            if page.next_from_seq <= at.seq:
+                if looked:
+                    return page, at.seq, None
+                at, looked = await self._look(name, cursor), True
+                continue
+            read = next(self._reads)
+            lost = CursorPassedOn(name, cursor, at.revision, read, False)
+            call = CursorAdvance(name, cursor, at.revision, at.seq, page.next_from_seq, read)
+            try:
+                moved = await self._gateway.call(owner, call)
+            except (TopicsError, asyncio.CancelledError) as error:
+                if is_outcome_unknown(error):
+                    # The shard may still move the cursor. It then finds behind that request that nobody got the page.
+                    self._gateway.post(owner, lost)
+                    if isinstance(error, asyncio.CancelledError):
+                        # `shutting_down` would say that nothing was done, and a client would repeat the read by itself.
+                        raise self._gateway.no_answer(owner) from error
+                raise
+            if moved.moved:
+                if page.count or page.tombstone is not None or at.up_to_seq is None:
+                    lock.left_at = moved
+                    return page, page.next_from_seq, lost if moved.under_way else None
+                # The records to be read again are deleted, or not for this reader: there is more to read behind them.
+                if moved.under_way:
+                    self._gateway.post(owner, msgspec.structs.replace(lost, passed_on=True))
+            at, looked = moved, True
+        raise too_many_readers(name, cursor)
+
+    async def _page(self, name: str, at: CursorReply | CursorMoved, options: PageOptions) -> RecordPage:
+        ref = self._reader.get(name)
+        try:
+            page = await self._reader.fetch_page(ref, at.seq, options, self._reader.now_ms(), at.up_to_seq)
+            return page if at.up_to_seq is None else _up_to(page, at.up_to_seq)
+        except CorruptRecordError as error:
+            raise TopicsError(
+                "internal",
+                f"topic {name!r}: record {error.seq} is damaged, its checksum does not match ({error.file}, offset"
+                f" {error.offset}); `topics verify` lists all damage, move the cursor to go on behind the record",
+                {"topic": name, "reason": "corrupt", "seq": error.seq, "file": error.file, "offset": error.offset},
+            ) from None
+
+    def _owner(self, name: str) -> int:
+        return owner_shard(name, self._gateway.shards)
+
+
+async def _take_page_room(moving: Hold, most_bytes: int, receive: Receive, wait_s: float) -> None:
+    """Wait for room for a page. Raises `throttled`, and ClientGoneError if the client leaves: no cursor moves for it
+    then.
+    """
+    if moving.grow(most_bytes):
+        return
+    entering = asyncio.create_task(moving.wait_for(most_bytes))
+    try:
+        async with asyncio.timeout(wait_s):
+            if await gone_before(entering, receive):
+                raise ClientGoneError
+        entering.result()
+    except TimeoutError:
+        raise TopicsError(
+            "throttled",
+            "the pages of other cursors leave no room for this one; nothing of this read was done, send it again later",
+            {"retry_after_ms": STUCK_RETRY_AFTER_MS},
+        ) from None
+    finally:
+        entering.cancel()
+
+
+def _up_to(page: RecordPage, seq: int) -> RecordPage:
+    """Cut a page at `seq`: records that floors took behind it are no loss of this reader."""
+    if page.next_from_seq <= seq:
+        return page
+    gap = page.tombstone
+    if gap is not None and gap.gap_to > seq:
+        gap = msgspec.structs.replace(gap, gap_to=seq, missed_estimate=seq - gap.gap_from + 1)
+    return msgspec.structs.replace(page, next_from_seq=seq, tombstone=gap)
+
+
+def _delivering(deliver: Deliver, send: Send) -> Send:
+    """Return a `send` that returns only when the body, one message, has left this process."""
+
+    async def send_or_deliver(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await deliver(send, message["body"])
+        else:
+            await send(message)
+
+    return send_or_deliver
+
+
+def _names(scope: Scope) -> tuple[str, str]:
+    name = check_topic_name(scope["path_params"]["topic"])
+    cursor: str = scope["path_params"]["cursor"]
+    try:
+        return name, check_topic_name(cursor)
+    except TopicsError:
+        raise invalid(
+            f"cursor name {cursor[:300]!r} is not valid: the rules are those of topic names", field="cursor"
+        ) from None
+
+
+def _shown(cursor: CursorReply) -> dict[str, Any]:
+    return {
+        "cursor": cursor.cursor,
+        "consistency": cursor.consistency,
+        "persist_every": cursor.persist_every,
+        "cursor_seq": cursor.seq,
+        "persisted_seq": cursor.persisted_seq,
+    }
+
+
+def _answer(name: str, cursor: str, page: RecordPage, cursor_seq: int, started_ns: int) -> bytes:
+    return _ANSWER % (
+        name.encode(),
+        cursor.encode(),
+        cursor_seq,
+        *page_values(page),
+        str(elapsed_ms(started_ns)).encode(),
+        page.scanned,
+    )
+
+
+def cursor_operations(cursors: CursorRoutes) -> list[ApiOperation]:
+    """Return the operations on named cursors (api §10)."""
+    path = f"{TOPIC_PATH}/cursors/{{cursor}}"
+    missing = ("topic_not_found", "cursor_not_found", *LOST)
+    return [
+        ApiOperation(
+            Binding("GET", f"{TOPIC_PATH}/cursors", cursors.list_all, Route.OTHER_CURSOR, KeyScope.READ, "cursors"),
+            "List the cursors of a topic by name",
+            {200: json_answer("A page of cursors", answers.CursorListAnswer)},
+            ("topic_not_found", *LOST),
+            query=PAGE_QUERIES,
+        ),
+        ApiOperation(
+            Binding("GET", path, cursors.get, Route.OTHER_CURSOR, KeyScope.READ, "cursors"),
+            "Where a cursor is",
+            {200: json_answer("The cursor", answers.CursorAnswer)},
+            missing,
+        ),
+        ApiOperation(
+            Binding("PUT", path, cursors.put, Route.OTHER_CURSOR, KeyScope.WRITE, "cursors"),
+            "Make a cursor, or change or move it",
+            made_or_there(answers.PutCursorAnswer),
+            ("topic_not_found", *LOST),
+            body=CursorBody,
+            body_required=False,
+        ),
+        ApiOperation(
+            Binding("DELETE", path, cursors.delete, Route.OTHER_CURSOR, KeyScope.DELETE, "cursors"),
+            "Delete a cursor",
+            {200: json_answer("It is gone, or never was", answers.DeleteCursorAnswer)},
+            LOST,
+        ),
+        ApiOperation(
+            Binding("POST", f"{path}/read", cursors.read, Route.READ_CURSOR, KeyScope.READ, "cursors"),
+            "Read on, and move the cursor",
+            {200: json_answer("A page of records", answers.ReadCursorAnswer)},
+            missing,
+            body=ReadBody,
+            body_required=False,
+        ),
+    ]

@@ -1,0 +1,204 @@
+"""`/v0/stage` and `/v0/txn`: atomic commits over topics, for sinks that may send a batch again (api §6)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from topics.api import answers
+from topics.api.requests import AppendBody, CommitBody, DropBody, StageBody
+from topics.core.errors import TopicsError, invalid
+from topics.core.keys import KeyScope
+from topics.core.names import check_topic_name
+from topics.frontend.entry import wire
+from topics.frontend.reads.reading import TopicReader, TopicRef
+from topics.frontend.routes.append import AppendRoute
+from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
+from topics.frontend.routes.operations import LOST, ApiOperation, Binding, Query, json_answer
+from topics.frontend.txn.coordinator import TxnCoordinator
+from topics.settings import Settings
+from topics.shm.durations import Route
+from topics.storage.frame import LaidOut
+
+STAGES_MAX: Final = 10_000
+"""Stages of one commit."""
+TXN_MAX_CHARS: Final = 256
+
+
+class TxnRoutes:
+    """The requests about stages and sinks, a method for each."""
+
+    def __init__(
+        self,
+        append: AppendRoute,
+        coordinator: TxnCoordinator,
+        reader: TopicReader,
+        settled: Callable[[TopicRef], Awaitable[TopicRef]],
+        settings: Settings,
+    ) -> None:
+        """`settled(topic)` returns it with exact floors, count and bytes."""
+        self._append = append
+        self._coordinator = coordinator
+        self._stages = coordinator.stages
+        self._reader = reader
+        self._settled = settled
+        self._body_max_bytes = settings.max_body_bytes
+
+    @json_route
+    async def stage(self, request: ApiRequest) -> JsonReply:
+        """Keep the records of one write back, on the disk and invisible. Every call makes another stage."""
+        topic = request.topic
+        body = await request.body(self._body_max_bytes)
+        txn, records = await asyncio.to_thread(self._read, body)
+        self._check_topic(topic)
+        await self._check_room(topic, records.count, len(records.buffer))
+        stage = await asyncio.to_thread(self._stages.make, topic, txn, records)
+        return JsonReply(
+            {
+                "topic": topic,
+                "txn": txn,
+                "stage": stage,
+                "count": records.count,
+                "bytes": len(records.buffer),
+                "expires_in_ms": self._stages.ttl_ms,
+            }
+        )
+
+    @json_route
+    async def drop(self, request: ApiRequest) -> JsonReply:
+        """Drop the stages of a transaction in one topic, but not those of a decided batch. `txn` is in the query, or in
+        the body for clients that send one with DELETE.
+        """
+        topic = request.topic
+        body = await request.body(self._body_max_bytes)
+        txn = _checked_txn(wire.decode_as(DropBody, body).txn if body else request.query.get("txn", ""))
+        decided = {stage for _, _, stages in await self._coordinator.pending() for stage, _topic in stages}
+        dropped = await asyncio.to_thread(self._stages.drop_txn, topic, txn, decided)
+        return JsonReply({"topic": topic, "txn": txn, "dropped": dropped})
+
+    @json_route
+    async def commit(self, request: ApiRequest) -> JsonReply:
+        """Publish all stages and remember the batch, or do neither. A batch that was committed is a duplicate."""
+        sink = _sink(request)
+        given = await request.decoded(CommitBody, self._body_max_bytes)
+        if len(given.stages) > STAGES_MAX:
+            raise TopicsError("batch_too_large", f"a commit has at most {STAGES_MAX} stages, not {len(given.stages)}")
+        if len(set(given.stages)) < len(given.stages):
+            raise invalid("stages names one stage twice", field="stages")
+        last_batch = await self._coordinator.last_batch(sink)
+        # The stages of a committed batch are removed, so they are not looked for.
+        duplicate, records = True, 0
+        if last_batch is None or last_batch < given.batch:
+            heads = await asyncio.to_thread(self._stages.heads, given.stages)
+            sums: dict[str, tuple[int, int]] = {}
+            for topic, count, size_bytes in heads.values():
+                counted, counted_bytes = sums.get(topic, (0, 0))
+                sums[topic] = counted + count, counted_bytes + size_bytes
+            request.caller.require(KeyScope.WRITE, sums)
+            for topic, (count, size_bytes) in sums.items():
+                self._check_topic(topic)
+                await self._check_room(topic, count, size_bytes)
+            stages = [(stage, head.topic) for stage, head in heads.items()]
+            duplicate, last_batch, records = await self._coordinator.commit(sink, given.batch, stages)
+        return JsonReply(
+            {
+                "sink": sink,
+                "batch": given.batch,
+                "last_batch": last_batch,
+                "duplicate": duplicate,
+                "count": records,
+            }
+        )
+
+    @json_route
+    async def get(self, request: ApiRequest) -> JsonReply:
+        sink = _sink(request)
+        return JsonReply({"sink": sink, "last_batch": await self._coordinator.last_batch(sink)})
+
+    @json_route
+    async def forget(self, request: ApiRequest) -> JsonReply:
+        sink = _sink(request)
+        return JsonReply({"sink": sink, "deleted": await self._coordinator.forget(sink)})
+
+    def _read(self, body: bytes) -> tuple[str, LaidOut]:
+        request = self._append.decode(wire.stage_decoder, body)
+        if any(wire.has_job_attributes(record) for record in request.records):
+            raise invalid("a stage keeps no deliver_at, delay_ms or order_key: append such jobs", field="records")
+        return _checked_txn(request.txn), self._append.lay_out(AppendBody(request.records, request.node), len(body))
+
+    def _check_topic(self, topic: str) -> None:
+        """Refuse a topic in which publishing would fail, before anything is decided."""
+        ref = self._reader.find(topic)
+        if ref is not None and ref.config.durability == "ephemeral":
+            raise invalid(
+                f"topic {topic!r} is ephemeral, so it cannot keep the promise of a transaction", field="topic"
+            )
+
+    async def _check_room(self, topic: str, records: int, size_bytes: int) -> None:
+        ref = self._reader.find(topic)
+        if ref is None or not _is_full(ref, records, size_bytes):
+            return
+        # Some of its records may have expired.
+        if _is_full(await self._settled(ref), records, size_bytes):
+            raise TopicsError("topic_full", f"topic {topic!r} has no room for {records} records more")
+
+
+def _is_full(ref: TopicRef, records: int, size_bytes: int) -> bool:
+    """Tell whether the topic would refuse so many more records."""
+    view, config = ref.view, ref.config
+    over = config.cap_records and view.records + records > config.cap_records
+    over = over or (config.cap_bytes and view.live_bytes + size_bytes > config.cap_bytes)
+    return config.discard == "reject" and bool(over)
+
+
+def _sink(request: ApiRequest) -> str:
+    return check_topic_name(request.scope["path_params"]["sink"], "sink")
+
+
+def _checked_txn(txn: str) -> str:
+    if not 1 <= len(txn) <= TXN_MAX_CHARS:
+        raise invalid(f"txn has 1 to {TXN_MAX_CHARS} characters, not {len(txn)}", field="txn")
+    return txn
+
+
+def txn_operations(txn: TxnRoutes) -> list[ApiOperation]:
+    """Return the operations on stages and sinks (api §6)."""
+    stage_path, sink_path = "/v0/stage/{topic}", "/v0/txn/{sink}"
+    return [
+        ApiOperation(
+            Binding("POST", stage_path, txn.stage, Route.OTHER, KeyScope.WRITE, "transactions"),
+            "Keep records back until their transaction is committed",
+            {200: json_answer("They are on the disk, and invisible", answers.StageAnswer)},
+            ("batch_too_large", "record_too_large", "topic_full", *LOST),
+            body=StageBody,
+        ),
+        ApiOperation(
+            Binding("DELETE", stage_path, txn.drop, Route.OTHER, KeyScope.WRITE, "transactions"),
+            "Drop what a transaction keeps back in a topic",
+            {200: json_answer("They are gone", answers.DropStagesAnswer)},
+            LOST,
+            body=DropBody,
+            body_required=False,
+            query=(Query("txn", {"type": "string", "minLength": 1, "maxLength": 256}, "the transaction"),),
+        ),
+        ApiOperation(
+            Binding("POST", f"{sink_path}/commit", txn.commit, Route.OTHER, KeyScope.WRITE, "transactions"),
+            "Publish all stages of a batch, once for each batch of the sink",
+            {200: json_answer("All of it is visible, now or from an earlier commit", answers.CommitAnswer)},
+            ("batch_too_large", "not_found", "topic_full", *LOST),
+            body=CommitBody,
+        ),
+        ApiOperation(
+            Binding("GET", sink_path, txn.get, Route.OTHER, KeyScope.READ, "transactions"),
+            "The latest batch of a sink",
+            {200: json_answer("The sink; null when it never committed", answers.SinkAnswer)},
+            LOST,
+        ),
+        ApiOperation(
+            Binding("DELETE", sink_path, txn.forget, Route.OTHER, KeyScope.DELETE, "transactions"),
+            "Forget a sink: its next batch may have any number",
+            {200: json_answer("It is forgotten", answers.ForgetSinkAnswer)},
+            ("out_of_order", *LOST),
+        ),
+    ]
