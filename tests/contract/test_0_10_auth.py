@@ -448,6 +448,7 @@ def checked(arguments: list[str] | None = None, **env: str) -> tuple[int, str]:
         service.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("entries", "position", "what"),
     [
@@ -475,6 +476,7 @@ def test_a_malformed_list_is_refused_by_position(entries: str, position: str, wh
     assert MARKER not in said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("content", "what"),
     [
@@ -515,6 +517,7 @@ def test_something_other_than_a_file_is_refused_and_not_waited_for(tmp_path: Pat
         assert f"TOPICS_API_KEYS_FILE={path}: {what}" in said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arguments", [["--api-keys", MARKER], [f"--api-keys={MARKER}"], ["--api-keys"]])
 @pytest.mark.parametrize("command", ["run", "check"])
 def test_keys_are_no_flag(arguments: list[str], command: str) -> None:
@@ -563,6 +566,7 @@ def test_probe_auth_asks_for_any_key_and_needs_one_to_ask_for() -> None:
 # --- a worker's stream
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("key", [key for key in KEYS if key.prefix in ("any", "covering", "another")], ids=_id)
 def test_work_is_for_who_may_read_and_write(guarded: Service, root: httpx.Client, key: TableKey) -> None:
     allowed = WORK.needs <= key.scopes and key.covers

@@ -23,6 +23,8 @@ from tests.contract.socket_client import Socket
 from tests.contract.stream import follow, watch
 from tests.harness import Service, poll
 
+pytestmark = pytest.mark.long
+
 Labels = tuple[tuple[str, str], ...]
 Samples = dict[tuple[str, Labels], float]
 
