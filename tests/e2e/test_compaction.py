@@ -15,7 +15,7 @@ from tests.e2e.test_kill_points import everything_left, verify
 from tests.harness import Service, poll, size_bytes
 from topics.core.clock import SystemClock
 from topics.supervisor.status import CompactorStatus, StatusReader
-from topics.walshard.commit.background_sync import INTERVAL_MS as SYNC_INTERVAL_MS
+from topics.walshard.commit.logs import SYNC_INTERVAL_MS
 
 MIB = 1 << 20
 EAGER = {
