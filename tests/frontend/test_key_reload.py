@@ -49,7 +49,7 @@ class Frontend:
     def admits(self, key: str) -> bool:
         scope: Scope = {"headers": [(b"authorization", b"Bearer " + key.encode())]}
         try:
-            self.access.caller(scope)
+            self.access.authenticate(scope)
         except TopicsError:
             return False
         return True
@@ -85,7 +85,7 @@ def test_a_file_that_cannot_be_read_is_read_once_it_can_be(frontend: Frontend) -
 
     with capture_logs() as said:
         asyncio.run(test())
-    assert [line["event"] for line in said] == [FAILED, FAILED, "keys reloaded, which had failed"]
+    assert [line["event"] for line in said] == [FAILED, FAILED, "keys reloaded after a failure"]
     assert said[0]["problems"] != said[1]["problems"], "each is said once"
 
 

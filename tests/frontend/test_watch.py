@@ -16,8 +16,8 @@ from topics.core.keys import KeyRing
 from topics.frontend.asgi import Receive, Send
 from topics.frontend.entry import limits
 from topics.frontend.entry.access import Access, KeyLimits
-from topics.frontend.live import session_use as module
-from topics.frontend.live.session_use import SESSION_TTL_MS, Follow, Session, SessionUse
+from topics.frontend.live import session_client as module
+from topics.frontend.live.session_client import SESSION_TTL_MS, Follow, Session, SessionClient
 from topics.frontend.live.watch import WatchRoutes, accepts_event_stream
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.shards import gateway
@@ -51,14 +51,14 @@ def test_accept(accept: bytes, allowed: bool) -> None:
     assert accepts_event_stream(accept) is allowed
 
 
-async def refusal(sessions: SessionUse, wid: str) -> TopicsError:
+async def refusal(sessions: SessionClient, wid: str) -> TopicsError:
     with pytest.raises(TopicsError) as raised:
         await sessions.open(wid)
     return raised.value
 
 
-def sessions_of(live: Live) -> SessionUse:
-    return SessionUse(live.gateway, live.arenas, live.clock)
+def sessions_of(live: Live) -> SessionClient:
+    return SessionClient(live.gateway, live.arenas, live.clock)
 
 
 def test_a_session_comes_back_as_it_was_made(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_restarted_shard_goes_by_the_newest_stream_whoever_tells_first(tmp_pat
         new = await right.open(wid)
         live.restart_shard()
         for sessions in (left, right) if told_first == "old" else (right, left):
-            sessions.announce()
+            sessions.tell_restarted()
         right.close(new, {"t": 9})
         left.close(old, {"t": 7})
         again = await left.open(wid)
@@ -134,7 +134,7 @@ def test_an_older_stream_told_of_after_the_end_of_the_newer_changes_nothing(tmp_
         new = await right.open(wid)
         live.restart_shard()
         right.close(new, {"t": 9})
-        left.announce()
+        left.tell_restarted()
         left.close(old, {"t": 7})
         assert (await right.open(wid)).positions == {"t": 9}
 
@@ -310,7 +310,7 @@ def test_a_restarted_shard_with_a_full_ring_hears_of_the_open_streams(tmp_path: 
         opened = await sessions.open(wid)
         live.restart_shard()
         fill(live)
-        sessions.announce()
+        sessions.tell_restarted()
         live.shard_up = True
         known = live.rig.parts.sessions.by_wid
         await until(lambda: known[wid].stream == (0, opened.stream_no))
@@ -365,7 +365,7 @@ def test_a_stream_that_sent_nothing_leaves_the_session_as_it_was(tmp_path: Path,
             live.gateway.post(0, Hello(2))  # its frontend dies
         opened = await sessions.open(wid)
         assert opened.exact is exact
-        sessions.give_back(opened)
+        sessions.abandon(opened)
         again = await sessions.open(wid)
         assert (again.positions, again.exact) == ({"t": 9}, exact)
         assert again.stream_no > opened.stream_no

@@ -14,7 +14,7 @@ from tests.frontend.test_watch import cram, posts
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyRing, parse_list
 from topics.frontend.entry.access import Access, KeyLimits
-from topics.frontend.live.pulse import STALL_MAX_MS
+from topics.frontend.entry.stalled_clients import STALL_MAX_MS
 from topics.frontend.queues import work as module
 from topics.frontend.queues.queue_routes import QueueServices
 from topics.frontend.queues.work import WorkRoutes
@@ -181,7 +181,7 @@ def test_a_worker_that_takes_something_now_and_then_is_not(tmp_path: Path, monke
         for _ in range(5):
             worker.wire.buffered_bytes -= 1
             left_bytes = worker.wire.buffered_bytes
-            await until(lambda: stream._stall is not None and stream._stall.taken_bytes == -left_bytes)
+            await until(lambda: stream._stall is not None and stream._stall.progress_bytes == -left_bytes)
             live.clock.ms += STALL_MAX_MS - 1
         worker.wire.read_on()
         await until(lambda: worker.wire.of("job"))

@@ -1,6 +1,4 @@
-"""The one-off process before any shard runs: checks the data of a former release, and lays the logs out for this
-start's number of shards.
-"""
+"""The one-off process before any shard runs: checks data of a former release, lays out the logs for all shards."""
 
 from __future__ import annotations
 
@@ -31,9 +29,7 @@ def is_needed(settings: Settings) -> bool:
 
 
 def run(settings: Settings, shared: SharedMemory) -> int:
-    """Runs the process; returns EXIT_REFUSED when a log must not be used as it is. It may be killed at any moment, and
-    repeated.
-    """
+    """Runs the process, which may be killed and repeated. EXIT_REFUSED when a log must not be used as it is."""
     header = shared.control.header
 
     def progress(share: float) -> None:

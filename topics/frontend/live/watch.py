@@ -1,4 +1,4 @@
-"""`POST /v0/watch` and `GET /v0/watch/:wid` (api §7): a session is made, and streamed on whatever frontend."""
+"""`POST /v0/watch` creates a session, `GET /v0/watch/:wid` streams it on any frontend (api §7)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from topics.frontend.live.channels import StreamConnection
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.following import check_starts, check_strong, page_options, place, resolve
 from topics.frontend.live.push import AsgiPush, until_disconnect
-from topics.frontend.live.session_use import SESSION_TTL_MS, Follow, Opened, Session, SessionUse, without_nodes
-from topics.frontend.live.stream import Stream
-from topics.frontend.live.websocket import needs_upgrade
+from topics.frontend.live.session_client import SESSION_TTL_MS, Follow, Opened, Session, SessionClient, without_nodes
+from topics.frontend.live.stream import StreamState
+from topics.frontend.live.websocket_route import needs_upgrade
 from topics.frontend.live.wording import EVENT_STREAM
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.node_sets import node_sets
@@ -54,19 +54,19 @@ EVENT_STREAM_HEADERS: Final[HeaderList] = [
 
 
 class WatchRoutes:
-    """One method for each method of HTTP; routing is the app's."""
+    """The handlers of watch sessions. Ends streams whose keys are no longer valid."""
 
     def __init__(
         self,
         reader: TopicReader,
-        sessions: SessionUse,
+        sessions: SessionClient,
         hub: Hub,
         access: Access,
         settings: Settings,
         places: Cap,
         catching_up: CatchingUp,
     ) -> None:
-        """`places`: how many streams the whole service may have open."""
+        """`places` caps the open streams of the whole service."""
         self._reader = reader
         self._sessions = sessions
         self._hub = hub
@@ -126,9 +126,9 @@ class WatchRoutes:
         wid = scope["path_params"]["wid"]
         caller = ANYONE
         if self._access.on:
-            caller = self._admit(await self._sessions.look(wid), scope)
-        # Before the session is taken over: who is refused must not end the stream that has it.
-        self._access.limits.take(caller, Counted.STREAMS)
+            caller = self._admit(await self._sessions.get(wid), scope)
+        # Before the session is opened: a refused request must not end the stream that has it.
+        self._access.limits.acquire(caller, Counted.STREAMS)
         try:
             if not self._places.claim():
                 raise self._places.reached()
@@ -137,14 +137,14 @@ class WatchRoutes:
             finally:
                 self._places.release()
         finally:
-            self._access.limits.give_back(caller, Counted.STREAMS)
+            self._access.limits.release(caller, Counted.STREAMS)
 
     async def _stream(self, wid: str, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
         opened = await self._sessions.open(wid)
         connection: StreamConnection | None = None
         try:
             stream = self._resume(opened, headers.get(b"last-event-id"))
-            opened = without_nodes(opened)  # which its plan has, as a set that many may share
+            opened = without_nodes(opened)  # its spec has them, as a set that streams share
             if self._hub.draining:
                 raise TopicsError("shutting_down", "the service is stopping; ask again when it is back")
             await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
@@ -152,27 +152,27 @@ class WatchRoutes:
             push = AsgiPush(send) if extension is None else extension()
             connection = self._hub.open(push, stream, opened.session.heartbeat_ms)
             self._streams[connection] = opened.session
-            # Other keys may count since it was admitted.
+            # The keys may have changed since it was admitted.
             self._end_if_forbidden(connection, opened.session)
             await (push.run(receive) if isinstance(push, AsgiPush) else until_disconnect(receive))
         finally:
             if connection is None:
-                self._sessions.give_back(opened)
+                self._sessions.abandon(opened)
             else:
                 del self._streams[connection]
                 self._hub.close(connection)
-                self._sessions.close(opened, connection.stream.places())
+                self._sessions.close(opened, connection.state.cursor())
 
     def _admit(self, session: Session, scope: Scope) -> ApiKey:
-        """Before anything of the session is touched: whoever learned of a wid without its key must not disturb it."""
-        caller = self._access.caller(scope, token=True)
+        """Return the key that may stream the session. A wid alone gives no access to it."""
+        caller = self._access.authenticate(scope, token=True)
         if not hmac.compare_digest(caller.digest, session.key_digest):
             raise TopicsError("unauthorized", "this watch session belongs to another key, which alone may stream it")
         caller.require(KeyScope.READ, session.topics)
         return caller
 
     def _end_forbidden(self) -> None:
-        """Other keys count now: a stream may not outlive the right to it."""
+        """End the streams whose keys are no longer valid for them."""
         for connection, session in list(self._streams.items()):
             self._end_if_forbidden(connection, session)
 
@@ -184,8 +184,8 @@ class WatchRoutes:
     def _find(self, name: str, lenient: bool) -> TopicRef | None:
         return self._reader.find(name) if lenient else self._reader.get(name)
 
-    def _resume(self, opened: Opened, last_event_id: bytes | None) -> Stream:
-        """Where the session's stream goes on, given what the client says it has seen."""
+    def _resume(self, opened: Opened, last_event_id: bytes | None) -> StreamState:
+        """Return the state from which the session's stream continues. `last_event_id` says what the client has seen."""
         session, follows = opened.session, opened.session.topics
         stored = opened.positions
         if stored is None:
@@ -197,13 +197,13 @@ class WatchRoutes:
                 ref = self._reader.find(name)
                 if ref is not None and ref.view.topic_id == follows[name].topic_id:
                     heads[name] = ref.view.head_seq
-        plan = self._hub.plans.get(
+        spec = self._hub.specs.get(
             tuple(follows),
             tuple(follow.topic_id for follow in follows.values()),
             PageOptions(
                 session.limit,
                 session.max_batch_bytes,
-                # Not to be refused here: the session has been taken over, from a stream that may be well.
+                # Never refused: opening the session has ended its former stream.
                 None if session.nodes is None else node_sets.keep(frozenset(session.nodes), admitted=True),
                 session.include_tags,
                 session.include_meta,
@@ -211,11 +211,11 @@ class WatchRoutes:
             ),
             session.strong,
         )
-        return plan.start(cursor.resume(follows.keys(), stored, seen, opened.exact, heads))
+        return spec.start(cursor.resume(follows.keys(), stored, seen, opened.exact, heads))
 
 
 def accepts_event_stream(accept: bytes) -> bool:
-    """Tell whether an Accept header allows `text/event-stream`."""
+    """Return True if an Accept header allows `text/event-stream`."""
     return weight(accept, b"text/event-stream") > 0
 
 
@@ -231,12 +231,12 @@ def watch_operations(watch: WatchRoutes) -> list[ApiOperation]:
             query=(flag_query("lenient", False, "leave out topics that do not exist"),),
         ),
         ApiOperation(
-            # An unknown wid is 404 whoever asks, so it looks for the key itself.
+            # An unknown wid is 404 for any key, so the handler checks the key itself.
             Binding("GET", "/v0/watch/{wid}", watch.stream, None, None, "watch"),
             "The event stream of a session",
             {200: Answer("Events: record, tombstone, caught-up, topic-deleted, error", {EVENTS: None})},
             ("not_found", "not_acceptable", *LOST),
-            query=(Query("token", {"type": "string"}, "the key, for who cannot send a header"),),
+            query=(Query("token", {"type": "string"}, "the key, for clients that cannot send a header"),),
         ),
         ApiOperation(
             Binding("GET", "/v0/ws", needs_upgrade, None, None, "watch"),

@@ -24,7 +24,7 @@ from topics.core.names import check_topic_name, owner_shard
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry.access import Access
 from topics.frontend.entry.query import count
-from topics.frontend.live.pulse import STALL_MAX_MS, Stall
+from topics.frontend.entry.stalled_clients import STALL_MAX_MS, ReadProgress
 from topics.frontend.live.push import AsgiPush, Push, until_disconnect
 from topics.frontend.live.watch import EVENT_STREAM_HEADERS, HEARTBEAT_MAX_MS, accepts_event_stream
 from topics.frontend.live.wording import EVENT_STREAM, in_lines
@@ -88,10 +88,10 @@ class WorkRoutes:
 
     async def work(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = check_topic_name(scope["path_params"]["topic"])
-        caller = self._access.caller(scope, token=True)
+        caller = self._access.authenticate(scope, token=True)
         caller.require(_NEEDED, (name,))
         params = self._params(name, caller.digest, scope)
-        self._access.limits.take(caller, Counted.STREAMS)
+        self._access.limits.acquire(caller, Counted.STREAMS)
         try:
             if not self._places.claim():
                 raise self._places.reached()
@@ -100,7 +100,7 @@ class WorkRoutes:
             finally:
                 self._places.release()
         finally:
-            self._access.limits.give_back(caller, Counted.STREAMS)
+            self._access.limits.release(caller, Counted.STREAMS)
 
     def drain(self) -> None:
         """End all streams, as the process is to stop. Their jobs are free for workers elsewhere."""
@@ -185,7 +185,7 @@ class WorkStream:
         self._last_words = b""
         """The last event of a stream that ended before it began."""
         self._heartbeat: asyncio.TimerHandle | None = None
-        self._stall: Stall | None = None
+        self._stall: ReadProgress | None = None
         """The stall of a client that does not keep up, and is dealt no jobs."""
         self._stall_timer: asyncio.TimerHandle | None = None
 
@@ -351,7 +351,7 @@ class WorkStream:
         seqs = dealt.seqs[from_at:]
         unclaim = Unclaim(self.params.name, self.params.node, seqs, list(range(first, first + len(seqs))))
         if self._stall is None:
-            self._stall = Stall(push.taken_bytes, self._routes.clock.monotonic_ms())
+            self._stall = ReadProgress(push.progress_bytes, self._routes.clock.monotonic_ms())
             self._stall_timer = self._loop.call_later(STALL_CHECK_S, self._check_stall, push)
         self._gateway.post(self.shard, self._opening(0))
         self._gateway.post(self.shard, unclaim)
@@ -366,7 +366,7 @@ class WorkStream:
     def _check_stall(self, push: Push) -> None:
         if self._stall is None or self._closed:
             return
-        if self._stall.over(push.taken_bytes, self._routes.clock.monotonic_ms()):
+        if self._stall.timed_out(push.progress_bytes, self._routes.clock.monotonic_ms()):
             self.end(EVENT_STREAM.final("throttled", f"nothing was taken for {STALL_MAX_MS} ms"))
         else:
             self._stall_timer = self._loop.call_later(STALL_CHECK_S, self._check_stall, push)

@@ -12,8 +12,8 @@ from topics.core.clock import Clock
 from topics.core.names import check_topic_name
 from topics.frontend.asgi import ROUTE, Receive, Scope, Send
 from topics.frontend.entry import limits, wire
-from topics.frontend.entry.bodies import ClientGoneError, read_wish
-from topics.frontend.entry.budget import Hold
+from topics.frontend.entry.bodies import ClientGoneError, read_request
+from topics.frontend.entry.budget import Reservation
 from topics.frontend.entry.responses import elapsed_ms, room_of, send_json
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.node_sets import node_set
@@ -69,12 +69,12 @@ class DiffRoute:
         started_ns = time.perf_counter_ns()
         headers = dict(scope["headers"])
         check_topic_name(name)
-        request, options = await read_wish(receive, headers, self._settings.max_body_bytes, self._wish)
+        request, options = await read_request(receive, headers, self._settings.max_body_bytes, self._wish)
         reader = self._reader
         with_copies = await self._catching_up.wait_for(name)
         room = room_of(scope)
         if room is not None:
-            await room.take(_room_bytes(options))
+            await room.replace(_room_bytes(options))
         ref = reader.get(name)
         from_ts = request.from_ts
         page = await reader.fetch_page(ref, request.from_seq, options, reader.now_ms(), from_ts=from_ts)
@@ -112,7 +112,7 @@ class DiffRoute:
         from_ts: int | None,
         wait_ms: int,
         receive: Receive,
-        room: Hold | None,
+        room: Reservation | None,
     ) -> tuple[RecordPage, Cost]:
         """The first page that delivers something, or the last one before the deadline; what all of them took.
         `from_ts` may be yet to come: what is written before it is not what the reader waits for.
@@ -146,7 +146,7 @@ class DiffRoute:
             over |= self._draining
             while not (over or _deliverable(page)):
                 if room is not None:
-                    room.keep(0)
+                    room.resize(0)
                 if page.caught_up:
                     await news.wait()
                 else:
@@ -160,7 +160,7 @@ class DiffRoute:
                     entering = asyncio.timeout(0 if over else None)
                     try:
                         async with entering:
-                            await room.take(_room_bytes(options))
+                            await room.replace(_room_bytes(options))
                     except TimeoutError:
                         break
                     finally:
