@@ -64,6 +64,7 @@ def closed_log(directory: str, count: int = 6, **options: Any) -> list[Place]:
 # -- torn tails
 
 
+@pytest.mark.long
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(payloads, min_size=1, max_size=5), payloads, st.sampled_from([IDENTITY, LATER_BOOT]), st.randoms())
 def test_a_tail_torn_at_every_byte(

@@ -106,6 +106,7 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert found(data_dir) == content
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("error", [Fault.CRASH, Fault.LATE_CRASH], ids=["before", "after"])
 def test_killed_at_calls_all_over_and_started_again(tmp_path: Path, error: int) -> None:
     original = tmp_path / "original"
