@@ -1,4 +1,4 @@
-"""The frames of queues and named cursors, their fold into a topic, and the deletion of kept jobs for room. Pure.
+"""The frames of queues and named cursors and their fold into a topic. Pure.
 
 Bodies (msgpack; `seq` of the frame is not used):
 
@@ -16,16 +16,11 @@ nothing. No frame needs a record, which may be marked, rewritten or deleted when
 
 from __future__ import annotations
 
-from collections.abc import Set
-from itertools import islice
-from typing import Final
-
 import msgspec
 
 from topics.core.cursors import CursorFrameBody
 from topics.core.floors import Deletion, Floors
 from topics.core.job import ConsumerState, LeaseFrameBody
-from topics.core.record_index import live_entries
 from topics.core.seq_set import Run, runs_of, seqs_of
 from topics.core.topic import Topic
 
@@ -110,39 +105,3 @@ def fold_job_attributes(topic: Topic, data: bytes) -> None:
 
 def fold_cursor(topic: Topic, data: bytes) -> None:
     topic.cursors.logged(_decode_cursor(data))
-
-
-_SEQS_PER_STEP: Final = 1024
-_SPARE_SHARE: Final = 100
-"""One part in so many of a cap is freed beyond what is missing, so that not every write has to free some."""
-
-
-def done_jobs_to_drop(topic: Topic, records: int, size_bytes: int, dying: Set[int]) -> list[int]:
-    """Return the oldest acknowledged jobs (seqs, ascending) to delete so that so many records and bytes fit.
-
-    This is for a queue that refuses what does not fit (`discard: "reject"`) and keeps acknowledged jobs (`on_ack`).
-    They stay until cap or ttl takes them, but a write is refused only when deleting them is not enough. Nobody needs
-    them, so there is no tombstone. Returns none if the write fits anyway, or would not fit without all of them.
-    `dying` are being deleted already.
-    """
-    config, queue = topic.config, topic.queue
-    if config.discard != "reject" or queue is None or not queue.done.count:
-        return []
-    over_records = topic.records + records - config.cap_records if config.cap_records else 0
-    over_bytes = topic.live_bytes + size_bytes - config.cap_bytes if config.cap_bytes else 0
-    if over_records <= 0 and over_bytes <= 0:
-        return []
-    most_records = over_records + config.cap_records // _SPARE_SHARE
-    most_bytes = over_bytes + config.cap_bytes // _SPARE_SHARE
-    found: list[int] = []
-    found_bytes = 0
-    done = seqs_of(queue.done.runs())
-    while some := list(islice(done, _SEQS_PER_STEP)):
-        for seq, offset_len in live_entries(topic.index, some, topic.earliest_seq, topic.head_seq):
-            if seq in dying:
-                continue
-            if len(found) >= most_records and found_bytes >= most_bytes:
-                return found
-            found.append(seq)
-            found_bytes += offset_len >> 32
-    return found if len(found) >= over_records and found_bytes >= over_bytes else []

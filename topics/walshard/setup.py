@@ -18,6 +18,7 @@ from topics.core.fold import Fold
 from topics.core.routers import FoldedRouters
 from topics.log import get_logger
 from topics.settings import Settings
+from topics.shm.append_messages import AppendRequest
 from topics.shm.arena import ArenaWriter, unlink_arena
 from topics.shm.control import ProcessCell, Role
 from topics.shm.instance import SharedMemory
@@ -30,29 +31,25 @@ from topics.storage.layout import snapshot_path
 from topics.storage.log_fold import fold_frames
 from topics.storage.logfile import RefusedLog, WalIdentity, WalPosition, read_first_start
 from topics.storage.recovery import Recovery, recover_group
-from topics.storage.snapshot import load
+from topics.storage.snapshot import load_snapshot
 from topics.storage.wal import WalWriter
-from topics.walshard.commit.background_sync import BackgroundSync
 from topics.walshard.commit.commits import Commits
+from topics.walshard.commit.draft import GroupHandler
 from topics.walshard.commit.log_trim import LogTrim
-from topics.walshard.commit.logs import Logs
-from topics.walshard.commit.marks import LostHeads
+from topics.walshard.commit.logs import BackgroundSync, Logs
 from topics.walshard.commit.ram_trim import RamTrim
 from topics.walshard.commit.shard_rings import ShardRings
 from topics.walshard.handlers.appends import Appends
 from topics.walshard.handlers.deletes import Deletes
-from topics.walshard.handlers.frontends import Frontends
-from topics.walshard.handlers.handlers import Handlers
-from topics.walshard.handlers.make_room import MakeRoom
+from topics.walshard.handlers.frontends import Frontends, Watchers
 from topics.walshard.handlers.named_cursors import NamedCursors
-from topics.walshard.handlers.queue_writes import QueueWrites
 from topics.walshard.handlers.queues import Queues
 from topics.walshard.handlers.relogging import Relogging
+from topics.walshard.handlers.removals import Removals
 from topics.walshard.handlers.segment_handover import SegmentHandover
 from topics.walshard.handlers.sinks import Sinks
 from topics.walshard.handlers.topic_calls import TopicCalls
 from topics.walshard.handlers.watch_sessions import SessionCalls, WatchSessions
-from topics.walshard.handlers.watchers import Watchers
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.frame_tags import FrameTags
 from topics.walshard.hosted.holdings import Holdings
@@ -60,7 +57,6 @@ from topics.walshard.hosted.segment_files import SegmentFiles
 from topics.walshard.hosted.segment_tags import tags_max
 from topics.walshard.hosted.tag_search import TagSearch
 from topics.walshard.hosted.topic_index import TopicIndex
-from topics.walshard.publisher import Publisher
 from topics.walshard.routers import registrar
 from topics.walshard.routers.copier import Copier
 from topics.walshard.routers.feeds import Feeds
@@ -69,7 +65,7 @@ from topics.walshard.routers.originals import Originals
 from topics.walshard.routers.registrar import Registrar
 from topics.walshard.routers.routing import Routing
 from topics.walshard.routers.sources import Sources
-from topics.walshard.shard import Shard
+from topics.walshard.shard import Handlers, Shard
 from topics.walshard.step_clock import StepClock
 from topics.walshard.upkeep import Upkeep
 
@@ -242,38 +238,31 @@ def _put_together(
     tags = TagSearch(files, FrameTags(fs, place.directory, place.ram_directory), clock)
     syncs = BackgroundSync(logs, helpers.syncing, shared.shard_wakes[shard], clock.monotonic_ms())
     outbox.take_over([entry for entry in outbox.committed_before() if logs.holds(entry)])
-    commits = Commits(logs, LostHeads(catalog, logs, recovered.fold.lost_heads), syncs, outbox, time, catalog)
+    commits = Commits(logs, syncs, outbox, catalog, recovered.fold.lost_heads, time)
 
     deletes = Deletes(catalog, tags, time)
-    writes = QueueWrites(deletes, time)
-    make_room = MakeRoom(deletes, writes, time)
-    appends = Appends(catalog, holdings, make_room, time)
-    queues = Queues(catalog, writes, deletes, outbox.push, cell, time)
-    cursors = NamedCursors(catalog, writes)
+    removals = Removals(deletes, time)
+    appends = Appends(catalog, holdings, removals, time)
+    queues = Queues(catalog, removals, deletes, outbox.push, cell, time)
+    cursors = NamedCursors(catalog, time)
     session_calls = SessionCalls(sessions, holdings, time)
     sinks = Sinks(fs, settings.data_dir, shard, settings.wal_shards, catalog, appends)
-    routing = _make_routing(place, recovered.fold.routers, catalog, holdings, make_room)
-    topic_calls = TopicCalls(catalog, deletes, routing, Relogging(place.ram_directory), time)
+    routing = _make_routing(place, recovered.fold.routers, catalog, holdings, removals)
+    topic_calls = TopicCalls(catalog, deletes, routing.log_feed, Relogging(place.ram_directory), time)
     log_trim = LogTrim(logs, catalog, tags)
     checkpoints = SegmentHandover(catalog, files, logs, log_trim, time)
     watchers = Watchers(catalog, outbox.notify, outbox.forget_notices)
     frontends = Frontends(shared.control, outbox.drain_dead, watchers, sessions, queues, cursors, time)
-    in_group = queues.routes | cursors.routes | session_calls.routes | sinks.routes | checkpoints.routes
+    in_group: dict[type, GroupHandler] = {AppendRequest: appends.prepare}
+    in_group |= queues.routes | cursors.routes | session_calls.routes | sinks.routes | checkpoints.routes
     alone = topic_calls.routes | deletes.routes | cursors.alone_routes | session_calls.alone_routes
-    handlers = Handlers(
-        in_group | frontends.routes,
-        alone | checkpoints.alone_routes | routing.alone_routes,
-        appends,
-        writes,
-        queues,
-        cursors,
-        frontends,
-    )
-    ram_trim = RamTrim(fs, place.ram_directory, RAM_FILE_BYTES, logs, catalog, sessions, routing.feeds, tags)
+    alone |= checkpoints.alone_routes | routing.alone_routes
+    handlers = Handlers(in_group | frontends.routes, alone, queues, cursors, frontends)
+    others = (sessions.ram_frames, routing.feeds.ram_frames)
+    ram_trim = RamTrim(fs, place.ram_directory, RAM_FILE_BYTES, logs, catalog, tags, others)
     upkeep = Upkeep(catalog, files, syncs, log_trim, ram_trim, deletes, session_calls, clock)
-    publisher = Publisher(watchers, queues, routing, holdings)
     return Parts(
-        Shard(outbox, handlers, routing, commits, publisher, upkeep, cell, time),
+        Shard(outbox, handlers, routing, commits, holdings, upkeep, cell, time),
         catalog,
         files,
         logs,
@@ -289,7 +278,7 @@ def _put_together(
 
 
 def _make_routing(
-    place: _Place, state: FoldedRouters, catalog: Catalog, holdings: Holdings, make_room: MakeRoom
+    place: _Place, state: FoldedRouters, catalog: Catalog, holdings: Holdings, removals: Removals
 ) -> Routing:
     settings, shared, shard, cell, clock, fs = place
     originals = Originals(fs, settings, shared, shard, catalog, clock.monotonic_ms)
@@ -302,14 +291,14 @@ def _make_routing(
         writer = RouterTableWriter(shared.router_table)
         registry = Registrar(writer, state, cell, settings.max_routers, clock.now_ms)
     copier = Copier(originals, holdings.claim_bytes, cell, clock)
-    return Routing(catalog, sources, originals, feeds, copier, make_room, registry, clock)
+    return Routing(catalog, sources, originals, feeds, copier, removals, registry, clock)
 
 
 def _restore(fold: Fold, fs: FileSystem, data_dir: str, directory: str) -> tuple[WalPosition | None, str]:
     """What the newest snapshot knows of the log in `directory`: from where the log is to be read, None from its
     beginning; and what the operator hears of it.
     """
-    snapshot = load(fs, data_dir)
+    snapshot = load_snapshot(fs, data_dir)
     if snapshot is None:
         return None, "none"
     for bad in snapshot.skipped:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Final
 
 from topics.core.control_bodies import encode_body
-from topics.core.errors import not_a_queue, topic_not_found
+from topics.core.errors import not_a_queue
 from topics.core.governor import INTERVAL_MS
 from topics.core.leases import Leases, NamedJobs
 from topics.core.priority import below_zero_ms
@@ -45,9 +45,9 @@ from topics.shm.queue_messages import (
     WorkOpen,
 )
 from topics.storage.frame import FrameType
-from topics.walshard.commit.draft import CommitFirst, Draft, GroupHandler, Steps, nothing
+from topics.walshard.commit.draft import CommitFirst, Draft, GroupHandler, Steps, control_write
 from topics.walshard.handlers.deletes import Deletes
-from topics.walshard.handlers.queue_writes import QueueWrites
+from topics.walshard.handlers.removals import Removals
 from topics.walshard.handlers.workers import Timers, Worker, Workers, dealt_of, deliveries_max
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
@@ -63,14 +63,14 @@ class Queues:
     def __init__(
         self,
         catalog: Catalog,
-        writes: QueueWrites,
+        removals: Removals,
         deletes: Deletes,
         push: Callable[[int, Dealt], None],
         cell: ProcessCell,
         time: StepClock,
     ) -> None:
         self._catalog = catalog
-        self._writes = writes
+        self._removals = removals
         self._deletes = deletes
         self._push = push
         self._cell = cell
@@ -91,7 +91,7 @@ class Queues:
             self._changed[hosted.topic.id] = hosted
 
     @property
-    def stirred(self) -> bool:
+    def have_changed(self) -> bool:
         """Whether `deal` has anything to look at."""
         return bool(self._changed)
 
@@ -179,22 +179,22 @@ class Queues:
     def unclaim(self, call: Unclaim, _frontend: int, group: Draft) -> Done:
         """Takes back a claim whose jobs nobody got."""
         hosted, leases = self._queue(call.name, group)
-        seqs = self._owned(hosted, leases, call).seqs
+        seqs = self._owned(group, hosted, leases, call).seqs
         leases.unclaim(seqs, call.delay_ms, self._time.now)
-        self._writes.leases(group, hosted, seqs)
+        self._log_leases(group, hosted, seqs)
         return Done()
 
     def bury(self, call: Bury, frontend: int, group: Draft) -> RemoveReply:
         """Removes jobs that are in the dead letters now."""
         hosted, leases = self._queue(call.name, group)
-        seqs = leases.carried_by(frontend, set(call.seqs) - self._writes.dying(hosted))
-        self._writes.removal(group, hosted, seqs, dead_letters=len(seqs))
+        seqs = leases.carried_by(frontend, set(call.seqs) - group.dying(hosted.topic))
+        self._removals.remove(group, hosted, seqs, dead_letters=len(seqs))
         return RemoveReply(len(seqs))
 
     def exhume(self, call: Release, frontend: int, group: Draft) -> Done:
         """Gives back jobs that did not get to the dead letters."""
         hosted, leases = self._queue(call.name, group)
-        seqs = leases.carried_by(frontend, set(call.seqs) - self._writes.dying(hosted))
+        seqs = leases.carried_by(frontend, set(call.seqs) - group.dying(hosted.topic))
         self._release(group, hosted, leases, seqs, call.delay_ms)
         return Done()
 
@@ -206,20 +206,18 @@ class Queues:
 
     def _queue(self, name: str, group: Draft) -> tuple[Hosted, Leases]:
         """The queue, its floors and leases as the clock has them now."""
-        hosted = self._catalog.find(name)
-        if hosted is None:
-            raise topic_not_found(name)
+        hosted = self._catalog.require(name)
         leases = hosted.topic.queue
         if leases is None:
             raise not_a_queue(name)
-        self._writes.require_settled(hosted, group)
+        self._removals.require_settled(hosted, group)
         leases.advance(self._time.now)
         self.changed(hosted)
         return hosted, leases
 
-    def _owned(self, hosted: Hosted, leases: Leases, call: Ack | Nack | Extend | Unclaim) -> NamedJobs:
+    def _owned(self, group: Draft, hosted: Hosted, leases: Leases, call: Ack | Nack | Extend | Unclaim) -> NamedJobs:
         """The jobs it names that are its consumer's. Those whose removal is prepared in this group are nobody's."""
-        return leases.leased_to(call.node, call.seqs, call.lease_nos, self._writes.dying(hosted))
+        return leases.leased_to(call.node, call.seqs, call.lease_nos, group.dying(hosted.topic))
 
     def claim(self, call: Claim, frontend: int, group: Draft) -> Dealt | Waiting:
         """Leases jobs to a worker, or lets it wait for the end of a window."""
@@ -232,29 +230,29 @@ class Queues:
         seqs, dead = leases.take(call.max, deliveries_max(config), frontend, self._time.now)
         leased = leases.lease(seqs, call.node, call.lease_ms or config.lease_ms, self._time.now, None)
         dealt = dealt_of(call.stream, leased, dead, leases, config)
-        self._writes.leases(group, hosted, seqs, partial(self._unclaim, leases, seqs, dead), carries_out=True)
+        self._log_leases(group, hosted, seqs, partial(self._unclaim, leases, seqs, dead), carries_out=True)
         return dealt
 
     def ack(self, call: Ack, frontend: int, group: Draft) -> AckReply:
         """Ends jobs that are done."""
         hosted, leases = self._queue(call.name, group)
         topic = hosted.topic
-        seqs, skipped = self._owned(hosted, leases, call)
+        seqs, skipped = self._owned(group, hosted, leases, call)
         leases.hold(seqs)
         reply = AckReply(len(seqs), skipped, leases.ready, leases.in_flight)
         seqs.sort()
         if topic.config.on_ack == "delete":
-            self._writes.removal(group, hosted, seqs, undo=partial(leases.unhold, seqs))
+            self._removals.remove(group, hosted, seqs, undo=partial(leases.unhold, seqs))
         elif seqs:
             runs = runs_of(seqs)
             bodies = [(FrameType.ACK, encode_body(AckFrameBody(runs, keep=True)))]
-            self._writes.add(group, hosted, bodies, lambda: leases.finish(runs), partial(leases.unhold, seqs))
+            self._log(group, hosted, bodies, lambda: leases.finish(runs), partial(leases.unhold, seqs))
         return reply
 
     def nack(self, call: Nack, frontend: int, group: Draft) -> AckReply:
         """Gives jobs back, to be delivered again."""
         hosted, leases = self._queue(call.name, group)
-        seqs, skipped = self._owned(hosted, leases, call)
+        seqs, skipped = self._owned(group, hosted, leases, call)
         now = self._time.now
         if not hosted.topic.config.leases_durable:
             leases.release(seqs, call.delay_ms, now)
@@ -266,16 +264,16 @@ class Queues:
             seqs.sort()
             bodies = [(FrameType.LEASE, encode_body(leases.release_body(seqs, call.delay_ms, now)))]
             release = partial(leases.release, seqs, call.delay_ms, now)
-            self._writes.add(group, hosted, bodies, release, partial(leases.unhold, seqs))
+            self._log(group, hosted, bodies, release, partial(leases.unhold, seqs))
         return reply
 
     def extend(self, call: Extend, frontend: int, group: Draft) -> ExtendReply:
         """Lets leases end later."""
         hosted, leases = self._queue(call.name, group)
-        seqs, skipped = self._owned(hosted, leases, call)
+        seqs, skipped = self._owned(group, hosted, leases, call)
         former = leases.extend(seqs, call.lease_ms, self._time.now)
         reply = ExtendReply(seqs, skipped, self._time.now.wall_ms + call.lease_ms)
-        self._writes.leases(group, hosted, seqs, partial(leases.unextend, former), carries_out=True)
+        self._log_leases(group, hosted, seqs, partial(leases.unextend, former), carries_out=True)
         return reply
 
     def open_work(self, call: WorkOpen, frontend: int, group: Draft) -> Done:
@@ -294,7 +292,7 @@ class Queues:
         if group and hosted.topic.queue.is_ending(where):
             # An end of a job that is prepared is the job's end; if the log refuses it, the job is this stream's again.
             # Without one the group goes on: when many streams end at once, each would be a commit.
-            raise CommitFirst(nothing())
+            raise CommitFirst
         workers = self._workers.get(hosted.topic.id)
         if workers is not None:
             workers.remove(where)
@@ -307,7 +305,7 @@ class Queues:
     def carry(self, call: Reserve, frontend: int, group: Draft) -> Reserved:
         """Takes jobs out of everybody's reach while a frontend brings them to another topic."""
         hosted = self._records(call.name, group)
-        seqs = hosted.topic.live_of(sorted(set(call.seqs) - self._writes.dying(hosted)))
+        seqs = hosted.topic.live_of(sorted(set(call.seqs) - group.dying(hosted.topic)))
         leases = hosted.topic.queue
         if leases is not None:
             leases.advance(self._time.now)
@@ -318,24 +316,50 @@ class Queues:
     def remove(self, call: Remove, frontend: int, group: Draft) -> RemoveReply:
         """Removes records that are in another topic now."""
         hosted = self._records(call.name, group)
-        wanted = sorted(set(call.seqs) - self._writes.dying(hosted))
+        wanted = sorted(set(call.seqs) - group.dying(hosted.topic))
         # What was carried for too long may be somebody's job by now. It is elsewhere all the same, and not to be twice.
         seqs = hosted.topic.live_of(wanted)
-        self._writes.removal(group, hosted, seqs)
+        self._removals.remove(group, hosted, seqs)
         return RemoveReply(len(seqs))
 
     def _records(self, name: str, group: Draft) -> Hosted:
         """A topic of whatever type, its floors as the clock has them now."""
-        hosted = self._catalog.find(name)
-        if hosted is None:
-            raise topic_not_found(name)
-        self._writes.require_settled(hosted, group)
+        hosted = self._catalog.require(name)
+        self._removals.require_settled(hosted, group)
         return hosted
 
     def _release(self, group: Draft, hosted: Hosted, leases: Leases, seqs: list[int], delay_ms: int) -> None:
         leases.release(seqs, delay_ms, self._time.now)
         self.changed(hosted)
-        self._writes.leases(group, hosted, seqs)
+        self._log_leases(group, hosted, seqs)
+
+    def _log_leases(
+        self,
+        group: Draft,
+        hosted: Hosted,
+        seqs: list[int],
+        undo: Callable[[], None] | None = None,
+        *,
+        carries_out: bool = False,
+    ) -> None:
+        """Add these jobs as they are now to the group, if that is to outlive a restart."""
+        leases = hosted.topic.queue
+        if seqs and leases is not None and hosted.topic.config.leases_durable:
+            bodies = [(FrameType.LEASE, encode_body(body)) for body in leases.bodies(seqs)]
+            self._log(group, hosted, bodies, None, undo, carries_out=carries_out)
+
+    def _log(
+        self,
+        group: Draft,
+        hosted: Hosted,
+        bodies: list[tuple[FrameType, bytes]],
+        apply: Callable[[], None] | None,
+        undo: Callable[[], None] | None,
+        *,
+        carries_out: bool = True,
+    ) -> None:
+        write = control_write(hosted.topic, self._time.now.wall_ms, bodies, apply, undo)
+        group.add(write, carries_out=carries_out)
 
     # -- dealing
 
@@ -351,7 +375,7 @@ class Queues:
                 continue
             bodies = [(FrameType.LEASE, encode_body(body)) for body in leases.bodies(leased.seqs)]
             undo = partial(self._undeal, hosted, leases, frontend, dealt)
-            self._writes.add(group, hosted, bodies, partial(self._push, frontend, dealt), undo)
+            self._log(group, hosted, bodies, partial(self._push, frontend, dealt), undo)
 
     def _undeal(self, hosted: Hosted, leases: Leases, frontend: int, dealt: Dealt) -> None:
         """The log cannot be written: the jobs wait and are dealt again in a while, a claim hears of that."""

@@ -21,8 +21,8 @@ from topics.shm.topic_messages import (
     SessionOpenReply,
     SessionPut,
 )
-from topics.storage import frame
 from topics.storage.frame import FrameType
+from topics.storage.topic_frames import control_frame
 from topics.walshard.commit.draft import AloneHandler, Draft, GroupHandler, LogWrite, Steps
 from topics.walshard.hosted.holdings import Holdings
 from topics.walshard.step_clock import StepClock
@@ -127,10 +127,10 @@ class WatchSessions:
     def remove(self, wid: str) -> None:
         self.by_wid.pop(wid, None)
 
-    def bodies(self) -> list[SessionFrameBody]:
-        """Everything as it would be logged now."""
+    def ram_frames(self, now_ms: int) -> list[bytes]:
+        """Return SESSION of every session, to be repeated where older files of the RAM log go (at a wall time)."""
         return [
-            SessionFrameBody(wid, session.body, session.positions, session.exact)
+            _session_frame(SessionFrameBody(wid, session.body, session.positions, session.exact), now_ms)
             for wid, session in self.by_wid.items()
         ]
 
@@ -191,7 +191,9 @@ class SessionCalls:
     def _log(
         self, body: SessionFrameBody, apply: Callable[[], None], undo: Callable[[], None] | None = None
     ) -> Steps[None]:
-        entry = frame.encode(FrameType.SESSION, 0, 0, 0, self._time.now.wall_ms, b"", b"", encode_body(body))
-        draft = Draft(reply=Done())
-        draft.add(LogWrite([entry], lambda _file_no, _offset: apply(), undo=undo), in_ram=True)
-        yield draft
+        entry = _session_frame(body, self._time.now.wall_ms)
+        yield Draft(ram=[LogWrite([entry], apply, undo=undo)], reply=Done())
+
+
+def _session_frame(body: SessionFrameBody, now_ms: int) -> bytes:
+    return control_frame(FrameType.SESSION, 0, now_ms, encode_body(body))

@@ -89,7 +89,11 @@ class Holdings:
         self._claim(self._sessions)
 
     def claim_bytes(self, gross: int, net: Callable[[], int]) -> int:
-        """How much of the cap a write took: `gross` if there is room, or else what it leaves; or `throttled`."""
+        """Claim bytes for a write and return how many: `gross` if there is room, else `net()`, by which the service
+        grows once the topic's caps have made room. Raises `throttled`.
+        """
+        if not self._bytes.most:
+            return gross
         self._require_all_known(self._bytes)
         if self._bytes.claim(gross):
             return gross

@@ -23,12 +23,11 @@ from topics.core.location import (
     LOW_WORD,
     file_flags_of,
 )
+from topics.core.pending import ceiling_above
 from topics.log import get_logger
 from topics.shm.arena_heap import ArenaFullError
 from topics.shm.control import ProcessCell
-from topics.walshard.commit.draft import LogWrite
-from topics.walshard.commit.marks import ceiling_operation, head_operation
-from topics.walshard.handlers.appends import CEILING_STEP
+from topics.walshard.commit.draft import LogWrite, head_write
 from topics.walshard.routers.feeds import Feed, Hindrance
 from topics.walshard.routers.originals import Originals, SourceLocations, SourceSight, UnknownError
 from topics.walshard.routers.page import PAGE_BYTES, PAGE_RECORDS, CopyPage, copy_page, passes_whole, room
@@ -183,7 +182,7 @@ class Copier:
         cursor = feed.cursor_frame(body, head_seq, ts)
         location_flags = LOCATION_IN_RAM_LOG if in_ram else 0
 
-        def apply(file_no: int, offset: int) -> None:
+        def place(file_no: int, offset: int) -> None:
             absolute = array("Q", [offset + entry for entry in page.offset_len])
             topic.appended(ts, absolute, file_flags_of(file_no, page.record_flags, location_flags), page.size_bytes)
             feed.moved(body, in_ram)
@@ -194,12 +193,12 @@ class Copier:
             else:
                 feed.failures = 0
 
-        operation = LogWrite([frames, cursor], apply, more_frames=len(page) - 1, undo=partial(self.wait, feed))
+        operation = LogWrite([frames, cursor], place=place, more_frames=len(page) - 1, undo=partial(self.wait, feed))
         if not in_ram:
             return Write(feed, [operation], [], True)
         ceilings = []
         if head_seq > topic.head_ceiling:
-            ceilings.append(ceiling_operation(feed.hosted, max(head_seq, topic.head_seq + CEILING_STEP), ts))
+            ceilings.append(head_write(topic, ceiling_above(topic.head_seq, len(page)), ts, exact=False))
         return Write(feed, ceilings, [operation], True)
 
     # -- what is not copied
@@ -261,13 +260,13 @@ class Copier:
             body.full = full
         operation = feed.cursor_operation(body, now_ms, trimmed=count, trim_reason=reason)
 
-        def apply(_file_no: int, _offset: int) -> None:
+        def apply() -> None:
             feed.moved(body)
             topic.skipped(topic.head_seq + count, reason)
 
         operation.apply, operation.undo = apply, partial(self.wait, feed)
         # No record in RAM tells of these seqs.
-        heads = [head_operation(feed.hosted, topic.head_seq + count, now_ms)] if feed.is_ephemeral else []
+        heads = [head_write(topic, topic.head_seq + count, now_ms, exact=True)] if feed.is_ephemeral else []
         return Write(feed, [*heads, operation], [], True)
 
     # -- waiting

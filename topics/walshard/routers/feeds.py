@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 
 from topics.core.floors import EvictReason
 from topics.core.routers import FeedFrameBody, FeedRouter, FoldedRouters, Router, encode_router
 from topics.core.topic import Topic
 from topics.log import get_logger
 from topics.shm.router_board import RouterBoardWriter, RouterProgress
-from topics.storage import frame
-from topics.storage.frame import Bytes, FrameType
+from topics.storage.frame import FrameType
+from topics.storage.topic_frames import control_frame
 from topics.walshard.commit.draft import Draft, LogWrite, Steps
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.routers.originals import SourceSight
@@ -95,8 +96,7 @@ class Feed:
 
     def cursor_frame(self, body: FeedFrameBody, head_seq: int, ts: int) -> bytes:
         """ROUTER_CURSOR: the end of a write, or a write of its own."""
-        data = encode_router(body)
-        return frame.encode(FrameType.ROUTER_CURSOR, 0, self.topic.id, head_seq, ts, b"", b"", data)
+        return control_frame(FrameType.ROUTER_CURSOR, self.topic.id, ts, encode_router(body), seq=head_seq)
 
     def moved(self, body: FeedFrameBody, in_ram: bool = False) -> None:
         """This cursor is in the log."""
@@ -122,7 +122,7 @@ class Feed:
             body.trimmed = trimmed
             body.trim_reason = 0 if trim_reason == EvictReason.SOURCE_TRIM else int(trim_reason)
         cursor = self.cursor_frame(body, self.topic.head_seq + trimmed, now_ms)
-        return LogWrite([cursor], lambda _file_no, _offset: self.moved(body), sync=sync)
+        return LogWrite([cursor], partial(self.moved, body), sync=sync)
 
 
 class Feeds:
@@ -245,9 +245,9 @@ class Feeds:
             except OSError as error:
                 log.error("a router cannot be shown", router=router.name, error=str(error))
 
-    def ram_frames(self, now_ms: int) -> list[Bytes]:
-        """Cursors of `ephemeral` dests, to be repeated where older files of the RAM log go."""
-        frames: list[Bytes] = []
+    def ram_frames(self, now_ms: int) -> list[bytes]:
+        """Return the cursors of `ephemeral` dests, to be repeated where older files of the RAM log go."""
+        frames: list[bytes] = []
         for feed in self.by_dest.values():
             if feed.is_ephemeral:
                 body = feed.body()

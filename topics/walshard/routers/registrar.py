@@ -11,12 +11,13 @@ from topics.core.errors import TopicsError
 from topics.core.routers import ROUTERS_SHARD, FoldedRouters, Router, RouterRegistry, encode_router
 from topics.log import get_logger
 from topics.shm.asks import Deleted, Done
+from topics.shm.cap import cap_reached
 from topics.shm.control import ProcessCell
 from topics.shm.messages import Reply
 from topics.shm.router_table import Change, RouterTableWriter
 from topics.shm.topic_messages import DeleteRouter, PutRouter, PutRouterReply, RemoveRouters
-from topics.storage import frame
-from topics.storage.frame import FLAG_MORE, FrameType
+from topics.storage.frame import FLAG_MORE, Bytes, FrameType
+from topics.storage.topic_frames import control_frame
 from topics.walshard.commit.draft import AloneHandler, Draft, LogWrite, Steps
 
 SHARD = ROUTERS_SHARD
@@ -59,20 +60,14 @@ class Registrar:
         if registry.by_name.get(call.name) == router:
             return reply
         if created and self._routers_max and len(registry) >= self._routers_max:
-            raise TopicsError(
-                "throttled",
-                f"{self._routers_max} routers are all that the whole service may have; remove some, or raise"
-                " TOPICS_MAX_ROUTERS",
-                {"limit": "routers", "max": self._routers_max},
-            )
+            raise cap_reached("routers", self._routers_max)
         self._table.reserve()
 
-        def apply(_file_no: int, _offset: int) -> None:
+        def apply() -> None:
             registry.put(router)
             self._show([Change(router.name, router)])
 
-        body = encode_router(router)
-        entry = frame.encode(FrameType.ROUTER_CREATE, 0, 0, router.id, self._now_ms(), b"", b"", body)
+        entry = control_frame(FrameType.ROUTER_CREATE, 0, self._now_ms(), encode_router(router), seq=router.id)
         yield Draft([LogWrite([entry], apply, sync=True)], reply=reply)
         return reply
 
@@ -104,15 +99,15 @@ class Registrar:
             return
         self._table.reserve()
 
-        def apply(_file_no: int, _offset: int) -> None:
+        def apply() -> None:
             for router in routers:
                 self._registry.remove(router.name)
             self._show([Change(router.name, None) for router in routers])
 
         last = len(routers) - 1
-        entries: list[frame.Bytes] = [
-            frame.encode(
-                FrameType.ROUTER_DELETE, FLAG_MORE if at < last else 0, 0, router.id, self._now_ms(), b"", b"", b""
+        entries: list[Bytes] = [
+            control_frame(
+                FrameType.ROUTER_DELETE, 0, self._now_ms(), seq=router.id, flags=FLAG_MORE if at < last else 0
             )
             for at, router in enumerate(routers)
         ]

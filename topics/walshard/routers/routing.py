@@ -12,7 +12,7 @@ from topics.core.clock import Clock
 from topics.log import get_logger
 from topics.shm.topic_messages import CatchUp, CaughtUp, SyncRouters, SyncRoutersReply
 from topics.walshard.commit.draft import AloneHandler, Draft, Steps
-from topics.walshard.handlers.make_room import MakeRoom
+from topics.walshard.handlers.removals import Removals
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.routers.copier import Copier, Write
@@ -48,7 +48,7 @@ class Routing:
         originals: Originals,
         feeds: Feeds,
         copier: Copier,
-        make_room: MakeRoom,
+        removals: Removals,
         registrar: Registrar | None,
         clock: Clock,
     ) -> None:
@@ -57,7 +57,7 @@ class Routing:
         self._originals = originals
         self.feeds = feeds
         self._copier = copier
-        self._make_room = make_room
+        self._removals = removals
         self.registrar = registrar
         self._clock = clock
         self._turns = FeedTurns()
@@ -96,7 +96,7 @@ class Routing:
             self.feeds.forget(feed)
         self.sources.deleted(hosted)
 
-    def before_class_change(self, hosted: Hosted) -> Steps[bool]:
+    def log_feed(self, hosted: Hosted) -> Steps[bool]:
         """The cursor of an `ephemeral` dest gets into the durable log. False if that cannot be written."""
         feed = self.feeds.by_dest.get(hosted.topic.id)
         if feed is None or not feed.is_ephemeral or feed.logged_source_seq == feed.source_seq:
@@ -137,6 +137,11 @@ class Routing:
         """Whether nothing is to be done now."""
         sources = self.sources
         return sources.links.idle and not self._turns and not sources.table.stale and not sources.rerouted
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `pump` may have something to do."""
+        return not self.idle or self.stuck or bool(self._due)
 
     @property
     def stuck(self) -> bool:
@@ -270,11 +275,11 @@ class Routing:
             sight = yield from self._look(feed)
             if sight is None:
                 return None
-            yield from self._make_room.expire(feed.hosted, PAGE_RECORDS, PAGE_BYTES)
+            yield from self._removals.expire(feed.hosted, PAGE_RECORDS, PAGE_BYTES)
             write = self._copier.next_write(feed, sight)
             if feed.has_no_room():
                 _, records, size_bytes = feed.no_room_for
-                yield from self._make_room.give_way(feed.hosted, records, size_bytes)
+                yield from self._removals.give_way(feed.hosted, records, size_bytes)
                 if not feed.has_no_room():
                     feed.retry_ms = 0
                     write = self._copier.next_write(feed, sight)
