@@ -15,7 +15,7 @@ import msgspec
 
 from topics.core.clock import Clock, ExpiryClock
 from topics.core.fold import Fold
-from topics.core.routers import FoldedRouters
+from topics.core.routers import ROUTERS_SHARD, FoldedRouters
 from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.append_messages import AppendRequest
@@ -57,14 +57,12 @@ from topics.walshard.hosted.segment_files import SegmentFiles
 from topics.walshard.hosted.segment_tags import tags_max
 from topics.walshard.hosted.tag_search import TagSearch
 from topics.walshard.hosted.topic_index import TopicIndex
-from topics.walshard.routers import registrar
 from topics.walshard.routers.copier import Copier
 from topics.walshard.routers.feeds import Feeds
-from topics.walshard.routers.links import Links
 from topics.walshard.routers.originals import Originals
 from topics.walshard.routers.registrar import Registrar
 from topics.walshard.routers.routing import Routing
-from topics.walshard.routers.sources import Sources
+from topics.walshard.routers.sources import Links, Sources
 from topics.walshard.shard import Handlers, Shard
 from topics.walshard.step_clock import StepClock
 from topics.walshard.upkeep import Upkeep
@@ -287,7 +285,7 @@ def _make_routing(
     feeds = Feeds(RouterBoardWriter(shared.router_boards[shard]), clock.now_ms)
     feeds.recovered(state, {hosted.topic.id: hosted for hosted in catalog})
     registry: Registrar | None = None
-    if shard == registrar.SHARD:
+    if shard == ROUTERS_SHARD:
         writer = RouterTableWriter(shared.router_table)
         registry = Registrar(writer, state, cell, settings.max_routers, clock.now_ms)
     copier = Copier(originals, holdings.claim_bytes, cell, clock)

@@ -24,7 +24,7 @@ FRESH_MS: Final = 1000
 """What came no longer ago is not read again for being damaged, however often it is asked for."""
 
 
-class NotAtHandError(Exception):
+class NotReadYetError(Exception):
     """The bytes are being read, or will be: ask again."""
 
 
@@ -60,7 +60,7 @@ class ColdReads:
         """Under way."""
 
     def get(self, name: str, start: int, end: int, data_bytes: int) -> memoryview:
-        """Bytes start..end of an object of `data_bytes`. NotAtHandError as long as they are not here; OSError and
+        """Bytes start..end of an object of `data_bytes`. NotReadYetError as long as they are not here; OSError and
         ValueError when they cannot be read: asked again, it is tried again.
         """
         self._take_finished()
@@ -79,7 +79,7 @@ class ColdReads:
             read = self._reads[key] = _ThreadRead(name, start, length)
             # A daemon: the end of the process does not wait for a tier that hangs.
             Thread(target=self._run, args=(read,), name="cold-read", daemon=True).start()
-        raise NotAtHandError
+        raise NotReadYetError
 
     def forget(self, name: str, at: int) -> None:
         """The byte there of an object is damaged. Unless it has just come, whoever asks next has it read anew, for it

@@ -1,7 +1,8 @@
-"""The records of topics that are copied, of this shard or another: what frontends read, read by a shard.
+"""The records of topics that are copied, of this shard or another.
 
-A topic of another shard is read from that shard's arena, log files and segments, which are there also while it is dead;
-nobody is asked. So forwarding needs no records in rings, and goes on where it was after a crash of either side.
+A topic of another shard is read as frontends read it, from that shard's arena, log files and segments, which are there
+also while the shard is dead; nobody is asked. So forwarding needs no records in rings, and goes on where it was after a
+crash of either side.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from topics.storage.copies import Original, read_original
 from topics.storage.filesystem import FileSystem
 from topics.storage.segment_store import LocalStore
 from topics.walshard.hosted.catalog import Catalog
-from topics.walshard.hosted.cold_reads import ColdReads, NotAtHandError
+from topics.walshard.hosted.cold_reads import ColdReads, NotReadYetError
 from topics.walshard.routers.segment_originals import SegmentOriginals
 
 _RUN_BYTES: Final = 1 << 18
@@ -33,25 +34,25 @@ _ATTACH_TRIES: Final = 10
 
 
 class UnknownError(Exception):
-    """What is asked cannot be known now: the shard has not recovered, or moved on meanwhile. Ask again."""
+    """The answer cannot be known now: the shard has not recovered, or the topic has changed meanwhile. Ask again."""
 
 
 class SourceSight(NamedTuple):
-    """A topic as it is now, for who copies it."""
+    """A topic that is copied, as it is now."""
 
     topic_id: int
     head_seq: int
     base_seq: int
-    """What is below cannot be read any more."""
+    """Lowest seq that can be read."""
     ring_base_seq: int
-    """What is below is in segments."""
+    """Lowest seq in the ring; those below are in segments."""
     earliest_seq: int
     evict_floor: int
     evict_reason: int
 
 
 class SourceLocations(NamedTuple):
-    """Columns of consecutive records, as in the arena; of those in a segment offsets in its `.data`."""
+    """Columns of consecutive records, as in the arena. Offsets of records in a segment are those in its `.data`."""
 
     offset_len: list[int]
     file_flags: list[int]
@@ -59,7 +60,7 @@ class SourceLocations(NamedTuple):
 
 
 class Originals:
-    """Sees topics of all shards; keeps a few log files open."""
+    """Reads topics of all shards. It keeps a few log files open."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class Originals:
         return owner_shard(name, self._shards)
 
     def look(self, name: str) -> SourceSight | None:
-        """The topic, None when there is none; UnknownError while its shard has never recovered."""
+        """Return a topic, None when there is none. Raises UnknownError while its shard has never recovered."""
         if self.owner(name) == self._shard:
             hosted = self._catalog.find(name)
             if hosted is None:
@@ -125,8 +126,8 @@ class Originals:
         )
 
     def locations(self, name: str, topic_id: int, first_seq: int, last_seq: int) -> SourceLocations:
-        """Where records are, deleted ones included; of the first ones, as far as they are in one place. UnknownError
-        when the index has moved on; OSError, ValueError.
+        """Return the locations of records, deleted ones included: of the first ones, as far as they are in one place.
+        Raises UnknownError when the index has changed meanwhile, OSError, ValueError.
         """
         if self.owner(name) == self._shard:
             hosted = self._catalog.find(name)
@@ -168,7 +169,7 @@ class Originals:
         return SourceLocations(*columns, segment=info)
 
     def _raise_if_moved(self, name: str, topic_id: int, info: SegmentInfo) -> None:
-        """UnknownError when the topic has other segments by now than it had."""
+        """Raise UnknownError when the topic has other segments by now than it had."""
         if self.owner(name) == self._shard:
             hosted = self._catalog.find(name)
             now = None if hosted is None or hosted.topic.id != topic_id else hosted.index.segments
@@ -181,13 +182,13 @@ class Originals:
             raise UnknownError
 
     def read(self, name: str, topic_id: int, first_seq: int, locations: SourceLocations) -> Iterator[Original]:
-        """The records at `locations`, none of them lost. OSError when one cannot be read, ValueError when it is not
-        what its location says; UnknownError when it cannot be read yet, or not there any more.
+        """Yield the records at `locations`, none of them lost. Raises OSError when one cannot be read, ValueError when
+        it is not what its location says, UnknownError when it cannot be read yet or is not there any more.
         """
         if locations.segment is not None:
             try:
                 yield from self._segments.read(topic_id, locations.segment, first_seq, locations.offset_len)
-            except NotAtHandError:
+            except NotReadYetError:
                 raise UnknownError from None
             except FileNotFoundError:
                 self._raise_if_moved(name, topic_id, locations.segment)
@@ -201,8 +202,8 @@ class Originals:
                 )
 
     def frames(self, name: str, locations: SourceLocations) -> tuple[bytearray, array[int]]:
-        """(the frames at `locations` one behind the other, where each lies and its length as in the index). None of
-        them is lost or in a segment. Nothing is checked but that the files have so many bytes: OSError, ValueError.
+        """Return the frames at `locations` one behind the other, and the place of each as in the index. None of them is
+        lost or in a segment. Raises OSError, and ValueError when a file is too short; nothing else is checked.
         """
         buffer, rows = bytearray(), array("Q")
         for content, start, at, stop in self._runs(self.owner(name), locations):
@@ -219,7 +220,7 @@ class Originals:
         return buffer, rows
 
     def _runs(self, shard: int, locations: SourceLocations) -> Iterator[tuple[memoryview, int, int, int]]:
-        """(bytes of a log file, their offset in it, first and last + 1 of the locations that are in them)."""
+        """Yield (bytes of a log file, their offset in it, first and last + 1 of the locations that are in them)."""
         offset_lens, file_flags, _ = locations
         at, count = 0, len(offset_lens)
         while at < count:

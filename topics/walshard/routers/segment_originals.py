@@ -1,5 +1,5 @@
-"""Records that a router copies from segments: those of a source that were checkpointed before they were copied, because
-the dest was full, or the router had to wait for something else.
+"""Records that a router copies from segments: its source was checkpointed before they were copied, since the dest was
+full, or the router had to wait for something else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from topics.walshard.hosted.cold_reads import ColdReads
 
 
 class SegmentOriginals:
-    """Of topics of any shard. `cold` is None without a cold directory."""
+    """Reads segments of topics of any shard. `cold` is None without a cold directory."""
 
     def __init__(self, fs: FileSystem, data_dir: str, cold: ColdReads | None) -> None:
         self._fs = fs
@@ -25,10 +25,10 @@ class SegmentOriginals:
         self._cold = cold
 
     def locations(self, topic_id: int, info: SegmentInfo, first_seq: int, last_seq: int) -> tuple[list[int], list[int]]:
-        """(offset | len_bytes << 32 in `.data`, flags << 32) of each record, all of them of that segment. One without a
-        frame was deleted before it came here, or was rewritten: it counts as lost.
+        """Return the columns (offset | len_bytes << 32 in `.data`) and (flags << 32) of records of that segment. A
+        record without a frame was deleted before it came here, or was rewritten: it counts as lost.
 
-        FileNotFoundError when there is no such segment any more, OSError, ValueError.
+        Raises FileNotFoundError when there is no such segment any more, OSError, ValueError.
         """
         path = layout.segment_idx_path(layout.topic_dir(self._data_dir, topic_id), info.first_seq, info.version)
         start = (first_seq - info.first_seq) * ENTRY_LEN
@@ -40,8 +40,8 @@ class SegmentOriginals:
         ]
 
     def read(self, topic_id: int, info: SegmentInfo, first_seq: int, offset_lens: list[int]) -> Iterator[Original]:
-        """The records at these places, which follow each other. NotAtHandError while a cold segment is being read;
-        FileNotFoundError, OSError, and ValueError when one is not what its location says.
+        """Yield the records at these places, which follow each other. Raises NotReadYetError while a cold segment is
+        being read, FileNotFoundError, OSError, and ValueError when a record is not what its location says.
         """
         if not offset_lens:
             return
