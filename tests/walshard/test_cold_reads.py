@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from topics.walshard.hosted import cold_reads
-from topics.walshard.hosted.cold_reads import FAILURE_KEPT_MS, FRESH_MS, IN_FLIGHT_MAX, ColdReads, NotReadYetError
+from topics.walshard.routers import cold_reads
+from topics.walshard.routers.cold_reads import FAILURE_KEPT_MS, FRESH_MS, IN_FLIGHT_MAX, ColdReads, NotReadYetError
 
 DEADLINE_S = 20.0
 CONTENT = bytes(range(256)) * 16
