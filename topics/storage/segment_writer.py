@@ -71,9 +71,7 @@ class SegmentWriter:
     def reopen(
         cls, fs: FileSystem, directory: str, first_seq: int, records: int, data_bytes: int, version: int = 0
     ) -> SegmentWriter:
-        """Open the segment as the last mark has it, and cut off the bytes behind. Raises CorruptSegment if it is
-        shorter.
-        """
+        """Open the segment as the last mark has it, cutting what is behind. Raises CorruptSegment if it is shorter."""
         was_sealed = _unseal(fs, directory, first_seq, version)
         fds = _open_pair(fs, directory, first_seq, version, os.O_RDWR)
         try:
