@@ -12,14 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, Final, Protocol
 
 from topics.core.floors import EvictReason, Front
-from topics.core.location import (
-    ENTRY_WORDS,
-    FLAGS_SHIFT,
-    LOCATION_DELETED,
-    LOCATION_GONE,
-    LOCATION_LOST,
-    LOW_WORD,
-)
+from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_DELETED, LOCATION_GONE, LOCATION_LOST, LOW_WORD
 from topics.core.segment_list import SegmentInfo, SegmentList
 
 _STEP_MAX: Final = 8192

@@ -14,14 +14,7 @@ from topics.core.location import ENTRY_WORDS, LOCATION_GONE, flags_of, lengths_o
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, make_dirs, write_all
 from topics.storage.frame import Bytes
-from topics.storage.segment import (
-    DATA_MAX_BYTES,
-    ENTRY,
-    ENTRY_LEN,
-    LOG_FRAME_EXTRA_LEN,
-    CorruptSegment,
-    pread_fully,
-)
+from topics.storage.segment import DATA_MAX_BYTES, ENTRY, ENTRY_LEN, LOG_FRAME_EXTRA_LEN, CorruptSegment, pread_fully
 from topics.storage.segment_convert import convert
 
 _CHUNK_RECORDS: Final = 4096  # few enough to be hashed and joined while they are in the cache
