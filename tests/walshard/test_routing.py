@@ -314,6 +314,7 @@ class Model:
         return [(seq, data) for seq, (_, data) in records if seq not in self.gone[name]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_happens_the_copies_are_those_of_the_model(tmp_path: Path, seed: int) -> None:
     """a → b → d and a → c by tag; a evicts, all are deleted from, b and c are written to as well."""

@@ -1,6 +1,6 @@
-"""Blocks of memory in an index arena (`arena.py`): powers of two from 64 bytes, backed by memory as they are needed.
+"""Blocks of memory in an index arena (`arena.py`): powers of two from 64 bytes, backed by memory when they are needed.
 
-Only the shard knows which are free. A block that is given back is used again for the next one of its size.
+Only the shard knows which blocks are free. A freed block is used again for the next one of its size.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from topics.shm.memory import SharedObject
 
 _BLOCK_MIN_BYTES: Final = 64
 _GIVE_BACK_BYTES: Final = 64 * 1024
-"""Free blocks from this size on hold no memory."""
+"""Free blocks of this size or more hold no memory."""
 
 
 class ArenaFullError(Exception):
@@ -21,19 +21,19 @@ class ArenaFullError(Exception):
 
 
 class ArenaHeap:
-    """Bytes `first_byte` to `end_byte` of a shared object, by the process that writes it."""
+    """The allocator for bytes `first_byte` to `end_byte` of a shared object, in the process that writes it."""
 
     def __init__(self, shared: SharedObject, first_byte: int, end_byte: int) -> None:
         self._shared = shared
         self.words = shared.words
-        """Of the whole object: a block at byte b begins with word b >> 3."""
+        """The words of the whole object: a block at byte b begins with word b >> 3."""
         self._first = self._next = self._backed = first_byte
         self._end = end_byte
         self._free: dict[int, list[int]] = {}
         self._given_back = 0
 
     def allocate(self, size_bytes: int) -> int:
-        """Byte offset of a block of at least `size_bytes`, or ArenaFullError."""
+        """Returns the byte offset of a block of at least `size_bytes`. Raises ArenaFullError."""
         size = _block_size(size_bytes)
         free = self._free.get(size)
         if free:
@@ -48,7 +48,7 @@ class ArenaHeap:
         return block
 
     def free(self, offset: int, size_bytes: int) -> None:
-        """Takes a block back."""
+        """Frees a block."""
         size = _block_size(size_bytes)
         self._free.setdefault(size, []).append(offset)
         if size >= _GIVE_BACK_BYTES:
@@ -58,7 +58,7 @@ class ArenaHeap:
 
     @property
     def used_bytes(self) -> int:
-        """Memory backing the blocks."""
+        """The memory that backs the blocks."""
         return self._backed - self._first - self._given_back
 
     def _back_again(self, block: int, size: int) -> None:
@@ -86,6 +86,6 @@ def _block_size(size_bytes: int) -> int:
 
 
 def _whole_pages(offset: int, size: int) -> tuple[int, int]:
-    """The pages that are in a block from end to end."""
+    """Returns start and end of the pages that lie in a block as a whole."""
     page = mmap.PAGESIZE
     return -(-offset // page) * page, (offset + size) // page * page

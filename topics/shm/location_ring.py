@@ -1,4 +1,4 @@
-"""A topic's ring of locations in the arena, and the shard's handle on it (`shm/arena.py` has the layout)."""
+"""A topic's ring of locations in the arena, as its shard writes it (`shm/arena.py` has the layout)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,13 @@ from topics.shm.arena_heap import ArenaHeap
 
 RING_MIN_ENTRIES: Final = 16
 LARGE_ENTRIES: Final = 4096
-"""128 KiB. Rings from this size on are looked after also where no checkpoint does it."""
+"""Rings of this size (128 KiB) or more are also shrunk where no checkpoint does it."""
 
 
 class LocationRing:
-    """The shard's handle on one topic's ring. Grow first (`reserve`), then `append` cannot fail."""
+    """The shard's side of one topic's ring. After `reserve`, `append` cannot fail."""
 
-    __slots__ = (
-        "_heap",
-        "_outgrown",
-        "_words",
-        "base_seq",
-        "capacity",
-        "next_seq",
-        "word",
-    )
+    __slots__ = ("_heap", "_outgrown", "_words", "base_seq", "capacity", "next_seq", "word")
 
     def __init__(self, heap: ArenaHeap, first_seq: int) -> None:
         self._heap = heap
@@ -37,7 +29,7 @@ class LocationRing:
         self._outgrown: list[tuple[int, int]] = []
 
     def reserve(self, count: int) -> None:
-        """Room for `count` more entries, or ArenaFullError."""
+        """Makes room for `count` more entries. Raises ArenaFullError."""
         need = self.next_seq - self.base_seq + count
         if need <= self.capacity:
             return
@@ -47,30 +39,30 @@ class LocationRing:
         self._move(capacity)
 
     def shrink(self) -> None:
-        """Gives memory back when hardly any of it is used; ArenaFullError, and all is as it was."""
+        """Frees memory when hardly any of it is used. On ArenaFullError the ring stays as it is."""
         used = self.next_seq - self.base_seq
         if self.capacity > RING_MIN_ENTRIES and used * 4 <= self.capacity:
             self._move(max(RING_MIN_ENTRIES, 1 << (2 * used - 1).bit_length()))
 
     def _move(self, capacity: int) -> None:
-        """To another block."""
+        """Moves the ring to another block."""
         word = self._heap.allocate(capacity * ENTRY_WORDS * 8) >> 3
         old_word, old_capacity = self.word, self.capacity
         columns = self._copy(self.base_seq, self.next_seq - 1) if self.next_seq > self.base_seq else None
         self.word, self.capacity = word, capacity
         if columns is not None:
             self._store(self.base_seq, columns)
-        # Until the topic is published again, readers look for it in the old block.
+        # Readers read the old block until the topic is published again.
         self._outgrown.append((old_word << 3, old_capacity * ENTRY_WORDS * 8))
 
     def published(self) -> None:
-        """Readers know where the ring is now: blocks it has outgrown may be used again."""
+        """Frees former blocks: readers know the current one."""
         for block in self._outgrown:
             self._heap.free(*block)
         self._outgrown.clear()
 
     def append(self, ts: int, offset_len: array[int], file_flags: array[int]) -> None:
-        """Entries for the next len(offset_len) seqs, all of one commit time."""
+        """Appends entries for the next len(offset_len) seqs, all of one commit time."""
         count = len(offset_len)
         first = self.next_seq
         if count == 1:
@@ -90,7 +82,7 @@ class LocationRing:
         self.next_seq = first + count
 
     def append_entries(self, entries: array[int]) -> None:
-        """Entries ready made (recovery): seq, ts, offset_len, file_flags of consecutive seqs."""
+        """Appends whole entries of consecutive seqs (recovery)."""
         self._store(self.next_seq, entries)
         self.next_seq += len(entries) // ENTRY_WORDS
 
@@ -99,12 +91,12 @@ class LocationRing:
         self.base_seq = max(self.base_seq, min(seq, self.next_seq))
 
     def skip_to(self, seq: int) -> None:
-        """An empty ring that goes on at `seq`."""
+        """Empties the ring; the next entry will be that of `seq`."""
         assert seq >= self.next_seq
         self.base_seq = self.next_seq = seq
 
     def entries(self, first_seq: int, last_seq: int) -> array[int]:
-        """Words of the entries first_seq..last_seq, ENTRY_WORDS each."""
+        """Returns the words of the entries first_seq..last_seq, ENTRY_WORDS each."""
         assert self.base_seq <= first_seq
         assert last_seq < self.next_seq
         return self._copy(first_seq, last_seq)
@@ -122,7 +114,7 @@ class LocationRing:
             words[start + (seq & mask) * ENTRY_WORDS] |= bits
 
     def column(self, seqs: Sequence[int], word: int) -> list[int]:
-        """One word (0..3) of the entry of each of these seqs, which ascend."""
+        """Returns one word (0..3) of the entry of each of these seqs, which ascend."""
         assert not seqs or (self.base_seq <= seqs[0] and seqs[-1] < self.next_seq)
         words, start, mask = self._words, self.word + word, self.capacity - 1
         return [words[start + (seq & mask) * ENTRY_WORDS] for seq in seqs]
@@ -134,13 +126,13 @@ class LocationRing:
         self._store(first_seq, entries)
 
     def ts_at(self, seq: int) -> int:
-        """Commit time of a record in the ring, ms."""
+        """Returns the commit time of a record in the ring, in ms."""
         assert self.base_seq <= seq < self.next_seq
         ts: int = self._words[self.word + (seq & (self.capacity - 1)) * ENTRY_WORDS + 1]
         return ts
 
     def release(self) -> None:
-        """Gives the block back; the topic is gone."""
+        """Frees the ring: the topic was deleted."""
         self.published()
         self._heap.free(self.word << 3, self.capacity * ENTRY_WORDS * 8)
 
@@ -158,7 +150,7 @@ class LocationRing:
 
 
 def copy_entries(words: memoryview, ring_word: int, capacity: int, first_seq: int, last_seq: int) -> bytes:
-    """Bytes of consecutive ring entries, across the wrap."""
+    """Returns the bytes of consecutive ring entries, across the wrap."""
     start = (first_seq & (capacity - 1)) * ENTRY_WORDS
     length = (last_seq - first_seq + 1) * ENTRY_WORDS
     assert length <= capacity * ENTRY_WORDS

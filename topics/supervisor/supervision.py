@@ -71,9 +71,7 @@ _logger = log.get_logger()
 
 
 class Supervisor:
-    """Runs the children until it is told to stop. Owns them and their restarts; the caller owns the shared memory and
-    the listeners.
-    """
+    """Runs the children until it is told to stop; owns them, but not the shared memory and the listeners."""
 
     def __init__(
         self,
@@ -251,9 +249,7 @@ class Supervisor:
     # -- stopping
 
     def _stop(self, exit_code: int, reason: str) -> None:
-        """Begins to drain: frontends first, then the compactor. Both need the shards until they are done: for requests
-        in flight, and for the last cut.
-        """
+        """Begins to drain: frontends first, then the compactor, because both need the shards until their end."""
         self._exit_code = self._exit_code or exit_code
         if self._stopping is not None:
             return

@@ -11,6 +11,7 @@ from topics.core.errors import TopicsError
 from topics.core.routers import FoldedRouters, Router, RouterRegistry, encode_router
 from topics.log import get_logger
 from topics.shm.asks import Deleted, Done
+from topics.shm.cap import cap_reached
 from topics.shm.control import ProcessCell
 from topics.shm.messages import Reply
 from topics.shm.router_table import Change, RouterTableWriter
@@ -57,12 +58,7 @@ class Registrar:
         if registry.by_name.get(call.name) == router:
             return reply
         if created and self._routers_max and len(registry) >= self._routers_max:
-            raise TopicsError(
-                "throttled",
-                f"{self._routers_max} routers are all that the whole service may have; remove some, or raise"
-                " TOPICS_MAX_ROUTERS",
-                {"limit": "routers", "max": self._routers_max},
-            )
+            raise cap_reached("routers", self._routers_max)
         self._table.reserve()
 
         def apply() -> None:
