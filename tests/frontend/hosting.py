@@ -87,7 +87,7 @@ class Hosting:
         self.cold = ColdTier(self.store, self.clock, COLD_TIMEOUT_MS)
         self.arena = ArenaWriter(identity, 0, 1)
         settings = load({}, {"data_dir": data_dir, "wal_shards": 1, "frontends": 1})
-        self.holdings = Holdings(self.shared.control, 0, settings, [])
+        self.holdings = Holdings(self.shared.control, 0, settings)
         self.topics: dict[str, Hosted] = {}
         self.file_no = 1
         self.in_ram = False

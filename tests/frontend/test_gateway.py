@@ -86,7 +86,7 @@ class Shard:
 
     def host(self, name: str, topic_id: int) -> Hosted:
         index = TopicIndex(topic_id, LocationRing(self.arena.heap, 1), SegmentFiles(OsFileSystem(), "nowhere", 64))
-        holdings = Holdings(self.shared.control, 0, load({}, {"wal_shards": 1, "frontends": 1}), [])
+        holdings = Holdings(self.shared.control, 0, load({}, {"wal_shards": 1, "frontends": 1}))
         hosted = Hosted(self.arena, Topic(topic_id, name, TopicConfig(), index), index, holdings)
         hosted.announce()
         return hosted

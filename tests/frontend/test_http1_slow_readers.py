@@ -59,6 +59,7 @@ def test_reader_that_stands_still(loop: str) -> None:
         until(lambda: not server.connections.open, "the connection is cut")
 
 
+@pytest.mark.long
 def test_reader_that_takes_next_to_nothing(loop: str) -> None:
     """Never quite still, but its answer would be kept for hours."""
     limits = HttpLimits(write_stall_timeout_ms=1000, linger_ms=20, read_min_bytes_per_s=100_000_000)

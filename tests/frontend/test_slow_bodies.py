@@ -161,6 +161,7 @@ def test_what_the_app_does_not_read_is_dropped() -> None:
     assert client.received == 50
 
 
+@pytest.mark.long
 def test_h2c_streams_that_stall_do_not_hold_up_others() -> None:
     with Server(limits=HttpLimits(body_idle_timeout_ms=100)) as server, server.client() as client:
         h2c = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding=None))

@@ -53,6 +53,7 @@ class Stop:
         self._theirs.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
 def test_what_came_during_a_stop_is_read_before_anybody_is_judged(loop: str) -> None:
     with (
