@@ -19,7 +19,7 @@ from topics.core.errors import RETRY_AFTER_S, STATUS_BY_CODE, TopicsError
 from topics.core.keys import KeyScope
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry.responses import encode_json, send_whole
-from topics.frontend.routes.operations import JSON, Answer, ApiOperation, Binding
+from topics.frontend.routes.operations import JSON, Answer, ApiOperation, Binding, Outcome, common_codes, ok
 from topics.shm.durations import Route
 
 _REF: Final = "#/components/schemas/{name}"
@@ -53,7 +53,7 @@ class EchoedConfig(TopicConfig, frozen=True):
 
 def document(operations: Sequence[ApiOperation]) -> dict[str, Any]:
     """The OpenAPI document of these operations."""
-    answers = [answer for one in operations for answer in one.answers.values()]
+    answers = [answer for one in operations for answer in one.outcome.answers.values()]
     bodies = [body for answer in answers for body in answer.bodies.values() if body is not None]
     by_type, components = _schemas([Error, *bodies])
     _leave_out_nulls(components)
@@ -102,16 +102,16 @@ def _operation(one: ApiOperation, by_type: dict[Any, Any]) -> dict[str, Any]:
         {"name": query.name, "in": "query", "required": False, "schema": query.schema, "description": query.about}
         for query in one.query
     ]
-    responses = {str(status): _success(answer, by_type) for status, answer in one.answers.items()}
+    responses = {str(status): _success(answer, by_type) for status, answer in one.outcome.answers.items()}
     by_status: dict[int, list[str]] = {}
-    for code in dict.fromkeys((*one.common_codes, *one.codes)):
+    for code in dict.fromkeys((*common_codes(one.body is not None, one.public), *one.outcome.codes)):
         by_status.setdefault(STATUS_BY_CODE[code], []).append(code)
     for status, codes in sorted(by_status.items()):
         responses[str(status)] = _failure(codes, by_type)
     shown: dict[str, Any] = {
         "operationId": _operation_id(one),
         "tags": [one.binding.tag],
-        "summary": one.summary,
+        "summary": one.outcome.summary,
         "responses": responses,
     }
     if parameters:
@@ -162,15 +162,16 @@ class OpenApiRoutes:
         self.operations = [
             ApiOperation(
                 Binding("GET", "/v0/openapi.json", self.get, Route.OTHER, None, "service"),
-                "This document",
-                {200: Answer("OpenAPI 3.1", {JSON: dict[str, Any]})},
+                Outcome("This document", ok("OpenAPI 3.1", dict[str, Any])),
                 public=True,
             ),
             *(
                 ApiOperation(
                     Binding("GET", f"/v0/{path}", self.page, Route.OTHER, None, "service"),
-                    "A page that shows this document" if path == "docs" else f"Part of the page: {path}",
-                    {200: Answer("A file", {media_type.partition(b";")[0].decode(): None})},
+                    Outcome(
+                        "A page that shows this document" if path == "docs" else f"Part of the page: {path}",
+                        ok("A file", None, media_type.partition(b";")[0].decode()),
+                    ),
                     public=True,
                 )
                 for path, (media_type, _) in self._files.items()

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from topics import __version__
-from topics.api import answers as answer
+from topics.api import answers
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
@@ -26,14 +26,7 @@ from topics.frontend.entry.responses import elapsed_ms, send_json, send_object, 
 from topics.frontend.operators import exposition
 from topics.frontend.operators.exposition import TEXT_TYPE, Family, Sample, single
 from topics.frontend.operators.figures import ServiceFigures
-from topics.frontend.routes.operations import (
-    JSON,
-    TEXT,
-    Answer,
-    ApiOperation,
-    Binding,
-    json_answer,
-)
+from topics.frontend.routes.operations import JSON, TEXT, Answer, ApiOperation, Binding, Outcome, ok
 from topics.frontend.shards.arenas import Arenas, live_names
 from topics.shm.arena import TopicView
 from topics.shm.control import ControlPage, ProcessState, Role, replay_progress
@@ -218,31 +211,22 @@ def wants_json(accept: bytes) -> bool:
 def service_operations(probes: ProbeRoutes, metrics: MetricsRoute, probe_auth: bool) -> list[ApiOperation]:
     """Probes and metrics (api §8)."""
     needs = KeyScope.NONE if probe_auth else None
-    health = {200: json_answer("It answers", answer.Health)}
-    ready = {200: json_answer("All topics can be read", answer.Ready)}
+    health = Outcome("Alive?", ok("It answers", answers.Health))
+    ready = Outcome("Recovered?", ok("All topics can be read", answers.Ready), ("not_ready",))
+    probed = (
+        ("/v0/health", probes.health, Route.HEALTH, health),
+        ("/healthz", probes.health, Route.HEALTH, health),
+        ("/v0/ready", probes.ready, Route.READY, ready),
+        ("/readyz", probes.ready, Route.READY, ready),
+    )
+    scraped = {200: Answer("Prometheus text, or JSON by Accept", {TEXT: None, JSON: dict[str, Any]})}
     return [
         *(
-            ApiOperation(
-                Binding("GET", path, probes.health, Route.HEALTH, needs, "service"),
-                "Alive?",
-                health,
-                public=not probe_auth,
-            )
-            for path in ("/v0/health", "/healthz")
-        ),
-        *(
-            ApiOperation(
-                Binding("GET", path, probes.ready, Route.READY, needs, "service"),
-                "Recovered?",
-                ready,
-                ("not_ready",),
-                public=not probe_auth,
-            )
-            for path in ("/v0/ready", "/readyz")
+            ApiOperation(Binding("GET", path, endpoint, timed, needs, "service"), outcome, public=not probe_auth)
+            for path, endpoint, timed, outcome in probed
         ),
         ApiOperation(
             Binding("GET", "/v0/metrics", metrics.get, Route.METRICS, KeyScope.READ, "service"),
-            "Metrics of the whole service",
-            {200: Answer("Prometheus text, or JSON by Accept", {TEXT: None, JSON: dict[str, Any]})},
+            Outcome("Metrics of the whole service", scraped),
         ),
     ]

@@ -33,11 +33,13 @@ from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
 from topics.frontend.routes.operations import (
     LOST,
     PAGE_QUERIES,
+    TOPIC_LOST,
     TOPIC_PATH,
     ApiOperation,
     Binding,
-    json_answer,
+    Outcome,
     made_or_there,
+    ok,
 )
 from topics.frontend.shards.gateway import Gateway
 from topics.frontend.shards.pending_requests import is_outcome_unknown
@@ -320,36 +322,28 @@ def cursor_operations(cursors: CursorRoutes) -> list[ApiOperation]:
     return [
         ApiOperation(
             Binding("GET", f"{TOPIC_PATH}/cursors", cursors.list_all, Route.OTHER_CURSOR, KeyScope.READ, "cursors"),
-            "List the cursors of a topic by name",
-            {200: json_answer("A page of cursors", answers.CursorListAnswer)},
-            ("topic_not_found", *LOST),
+            Outcome(
+                "List the cursors of a topic by name", ok("A page of cursors", answers.CursorListAnswer), TOPIC_LOST
+            ),
             query=PAGE_QUERIES,
         ),
         ApiOperation(
             Binding("GET", path, cursors.get, Route.OTHER_CURSOR, KeyScope.READ, "cursors"),
-            "Where a cursor is",
-            {200: json_answer("The cursor", answers.CursorAnswer)},
-            missing,
+            Outcome("Where a cursor is", ok("The cursor", answers.CursorAnswer), missing),
         ),
         ApiOperation(
             Binding("PUT", path, cursors.put, Route.OTHER_CURSOR, KeyScope.WRITE, "cursors"),
-            "Make a cursor, or change or move it",
-            made_or_there(answers.PutCursorAnswer),
-            ("topic_not_found", *LOST),
+            Outcome("Make a cursor, or change or move it", made_or_there(answers.PutCursorAnswer), TOPIC_LOST),
             body=CursorBody,
             body_required=False,
         ),
         ApiOperation(
             Binding("DELETE", path, cursors.delete, Route.OTHER_CURSOR, KeyScope.DELETE, "cursors"),
-            "Delete a cursor",
-            {200: json_answer("It is gone, or never was", answers.DeleteCursorAnswer)},
-            LOST,
+            Outcome("Delete a cursor", ok("It is gone, or never was", answers.DeleteCursorAnswer), LOST),
         ),
         ApiOperation(
             Binding("POST", f"{path}/read", cursors.read, Route.READ_CURSOR, KeyScope.READ, "cursors"),
-            "Read on, and move the cursor",
-            {200: json_answer("A page of records", answers.ReadCursorAnswer)},
-            missing,
+            Outcome("Read on, and move the cursor", ok("A page of records", answers.ReadCursorAnswer), missing),
             body=ReadBody,
             body_required=False,
         ),

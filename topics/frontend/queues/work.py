@@ -36,10 +36,11 @@ from topics.frontend.routes.operations import (
     EVENTS,
     NAME_SCHEMA,
     TOPIC_PATH,
-    Answer,
     ApiOperation,
     Binding,
+    Outcome,
     Query,
+    ok,
 )
 from topics.frontend.shards.pending_requests import is_outcome_unknown
 from topics.settings import Settings
@@ -394,14 +395,13 @@ def _part(dealt: Dealt, start: int, end: int) -> Dealt:
 
 def work_operations(work: WorkRoutes) -> list[ApiOperation]:
     """Return the operation of streams of jobs (api §9)."""
+    events = ok("Events: job, topic-deleted, error", None, EVENTS)
     about_heartbeats = "a comment when nothing else was sent for so long"
     return [
         ApiOperation(
             # The endpoint checks the key itself, as that may be in the query.
             Binding("GET", f"{TOPIC_PATH}/work", work.work, None, None, "queues"),
-            "A stream that keeps a worker in jobs",
-            {200: Answer("Events: job, topic-deleted, error", {EVENTS: None})},
-            (*JOB_CODES, "not_acceptable"),
+            Outcome("A stream that keeps a worker in jobs", events, (*JOB_CODES, "not_acceptable")),
             query=(
                 Query("node", NAME_SCHEMA | {"minLength": 1}, "who works; required"),
                 Query("max", COUNT_SCHEMA | {"default": 1}, "jobs at any time"),
