@@ -186,15 +186,15 @@ class Record(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         return msgspec.json.decode(self.raw)
 
 
-class TombstoneAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class TombstoneAnswer(msgspec.Struct, frozen=True):
     """Records gap_from..gap_to, which were lost without anybody asking for it (api §3.3)."""
 
     gap_from: Seq
     gap_to: Seq
     reason: str
+    missed_estimate: int
     earliest_seq: Seq
     head_seq: Seq
-    missed_estimate: int
 
 
 class DiffAnswer(Timed, frozen=True, kw_only=True):
