@@ -15,7 +15,7 @@ from topics.api import answers
 from topics.api.requests import CursorBody, ReadBody
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import KeyScope
-from topics.core.names import check_topic_name, owner_shard
+from topics.core.names import check_topic_name
 from topics.frontend.asgi import DELIVER, Deliver, Message, Receive, Scope, Send
 from topics.frontend.entry import limits, wire
 from topics.frontend.entry.bodies import ClientGoneError, read_body
@@ -78,6 +78,7 @@ class CursorRoutes:
     ) -> None:
         self._catching_up = catching_up
         self._gateway = gateway
+        self._owner = gateway.owner
         self._reader = reader
         self._body_max_bytes = settings.max_body_bytes
         self._cell = cell
@@ -234,9 +235,6 @@ class CursorRoutes:
                 f" {error.offset}); `topics verify` lists all damage, move the cursor to go on behind the record",
                 {"topic": name, "reason": "corrupt", "seq": error.seq, "file": error.file, "offset": error.offset},
             ) from None
-
-    def _owner(self, name: str) -> int:
-        return owner_shard(name, self._gateway.shards)
 
 
 async def _take_page_room(moving: Hold, most_bytes: int, receive: Receive, wait_s: float) -> None:

@@ -14,7 +14,7 @@ from topics.core.config import LEASE_MS
 from topics.core.errors import TopicsError, invalid, not_a_queue
 from topics.core.job import JobView
 from topics.core.keys import KeyScope
-from topics.core.names import check_topic_name, owner_shard
+from topics.core.names import check_topic_name
 from topics.core.seq_set import runs_of
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import limits, wire
@@ -72,6 +72,7 @@ class QueueRoutes:
 
     def __init__(self, services: QueueServices, catching_up: CatchingUp, settings: Settings, cell: ProcessCell) -> None:
         self._gateway = services.gateway
+        self._owner = services.gateway.owner
         self._reader = services.reader
         self._channel = services.channel
         self._dead_letters = services.dead_letters
@@ -299,9 +300,6 @@ class QueueRoutes:
                 field="lease_ids",
             )
         return given
-
-    def _owner(self, name: str) -> int:
-        return owner_shard(name, self._gateway.shards)
 
 
 def checked_node(node: str, settings: Settings) -> str:

@@ -20,7 +20,7 @@ from starlette.datastructures import QueryParams
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
-from topics.core.names import check_topic_name, owner_shard
+from topics.core.names import check_topic_name
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry.access import Access
 from topics.frontend.entry.query import count
@@ -172,7 +172,7 @@ class WorkStream:
         self._dead_letters, self._unreadable = services.dead_letters, services.unreadable
         self._loop = asyncio.get_running_loop()
         self.params = params
-        self.shard = owner_shard(params.name, services.gateway.shards)
+        self.shard = services.gateway.owner(params.name)
         self._number = services.channel.listeners.new_number()
         self._push: Push | None = None
         self._early: list[Dealt] = []

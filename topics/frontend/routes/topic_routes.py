@@ -12,7 +12,7 @@ from topics.api.requests import AppendBody, DeleteBody, DiffBody, GivenConfig
 from topics.core.config import parse_config
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
-from topics.core.names import check_topic_name, owner_shard
+from topics.core.names import check_topic_name
 from topics.core.priority import age
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import wire
@@ -80,7 +80,7 @@ class TopicRoutes:
         config, type_given = parse_config(wire.decode_object(body) if body else {}, name)
         if config.dead_letter is not None:
             request.caller.require(KeyScope.ADMIN, (config.dead_letter,))
-        shard, call = owner_shard(name, self._gateway.shards), PutTopic(name, config, type_given)
+        shard, call = self._gateway.owner(name), PutTopic(name, config, type_given)
         reply = await self._gateway.call(shard, call)
         while reply.rest is not None:
             # A change that has begun is not given up because a ring is full.
@@ -93,7 +93,7 @@ class TopicRoutes:
         name = request.topic
         if_empty = flag(request.query, "if_empty", False)
         routers, with_copies = await self._routers.before_delete(name)
-        reply = await self._gateway.call(owner_shard(name, self._gateway.shards), DeleteTopic(name, if_empty))
+        reply = await self._gateway.call(self._gateway.owner(name), DeleteTopic(name, if_empty))
         if not reply.deleted:
             routers = []
         if routers:
@@ -212,7 +212,7 @@ async def delete_in_turns(gateway: Gateway, call: DeleteRecords) -> tuple[int, D
     """Delete records, turn by turn of the shard so that it serves others in between. Return their number, and the last
     reply of the shard.
     """
-    shard = owner_shard(call.name, gateway.shards)
+    shard = gateway.owner(call.name)
     deleted = 0
     while True:
         try:
