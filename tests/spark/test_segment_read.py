@@ -10,7 +10,7 @@ import pytest
 
 from tests.storage.logs import TOPIC_ID, TS_MS
 from tests.storage.segments import Logged, Record, logged
-from topics.api.answers import ManifestSegment
+from topics.api.segment_answers import ManifestSegment
 from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_DELETED, LOCATION_LOST
 from topics.spark.offsets import Gap, Range

@@ -11,7 +11,7 @@ import re
 from collections import OrderedDict
 from typing import Any, Final
 
-from topics.api import answers
+from topics.api import segment_answers as answers
 from topics.core.clock import Clock
 from topics.core.config import U64_MAX
 from topics.core.errors import TopicsError, invalid
