@@ -5,12 +5,13 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 BROWSER := $(VENV)/.browser
 PROMTOOL := $(VENV)/.promtool
+SUITE  := $(BIN)/python -m tests.suite $(if $(UNSTEADY),--again $(UNSTEADY))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check lint types unit bench crash soak lock clean spark oldspark fuzz browser peers mutants unsteady
+.PHONY: help setup run test test-all check lint types bench crash soak lock clean spark oldspark fuzz browser peers mutants eager
 
 help: ## what there is
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
 
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("topics needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else None'
@@ -34,7 +35,11 @@ setup: $(STAMP) ## make .venv with the pinned dependencies
 run: $(STAMP) ## serve on 127.0.0.1:4000 with ./topics-data
 	$(BIN)/topics-supervisor run
 
-test: check unit ## lint, types and tests
+test: check $(PROMTOOL) ## lint, types and the tests that are not marked `long`: five minutes on two cores
+	$(SUITE) short
+
+test-all: test $(BROWSER) ## all tests: `make test`, then those marked `long`
+	$(SUITE) long
 
 check: lint types ## the pre-commit checks
 
@@ -44,16 +49,6 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
-
-unit: $(STAMP) $(BROWSER) $(PROMTOOL)
-	@# End-to-end and Spark tests wait a lot, for processes, the disk and the JVM: beside the others they take no time of their own.
-	@( $(BIN)/pytest tests/e2e; of_e2e=$$?; $(BIN)/pytest tests/spark && test $$of_e2e -eq 0 ) \
-	  > $(VENV)/e2e-and-spark.log 2>&1 & beside=$$!; \
-	trap 'kill $$beside $$(pgrep -P $$beside)' INT TERM; \
-	$(BIN)/pytest --ignore=tests/e2e --ignore=tests/spark; others=$$?; \
-	wait $$beside; of_beside=$$?; \
-	echo "tests/e2e and tests/spark:"; cat $(VENV)/e2e-and-spark.log; \
-	test $$others -eq 0 && test $$of_beside -eq 0
 
 bench: $(STAMP) ## start a server, measure it, print the table (JSON: bench/out/latest.json)
 	$(BIN)/python -m bench
@@ -65,7 +60,7 @@ crash: $(STAMP) ## the end-to-end crash tests, 20 rounds, and a failure and a de
 	TOPICS_KILL_STRIDE=7 $(BIN)/pytest tests/walshard/test_killed_anywhere.py
 	TOPICS_KILL_STRIDE=23 $(BIN)/pytest tests/walshard/test_routing_killed.py
 
-unsteady: $(STAMP) ## the contract tests on services that checkpoint ten times a second, into segments of 40 records
+eager: $(STAMP) ## the contract tests on services that checkpoint ten times a second, into segments of 40 records
 	SERVICE_SETTINGS="TOPICS_CHECKPOINT_INTERVAL_MS=100 TOPICS_SEGMENT_MAX_EVENTS=40" $(BIN)/pytest tests/contract
 
 mutants: $(STAMP) ## each sync, directory sync and rename taken out in turn: which test notices?

@@ -1,7 +1,7 @@
-"""Where Spark finds the data source `topics`: it imports every module called `pyspark_*` and looks for `DefaultSource`.
+"""The module in which Spark finds the data source `topics`: it looks for `DefaultSource` in all modules `pyspark_*`.
 
-It does so for any look-up of any source, so nothing is imported before it is asked for, and nothing here raises: a
-machine without the libraries of `topics[spark]` has no such source.
+Spark does that for every look-up of any source. So this imports nothing until it is asked, and never fails: a machine
+without the libraries of `topics[spark]` has no such source.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Print the tables of the documentation that are made from the code: `python -m tests.docs_tables` writes them anew."""
+"""Print the tables of the documentation that come from the code: `python -m tests.docs_tables` writes them there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ END: Final = "<!-- The end of the printed table. -->\n"
 
 
 def limits_table() -> str:
-    """One row for each limit of a frontend."""
+    """Return the table, one row for each limit of a frontend."""
     rows = ["| limit | of each | at most | beyond that | what is counted |", "|---|---|---|---|---|"]
     rows += [f"| `{one.name}` | {one.per} | {_most(one)} | {_beyond(one)} | {one.what} |" for one in limits.ALL]
     return "\n".join(rows) + "\n"
@@ -35,7 +35,7 @@ def _beyond(limit: Limit) -> str:
 
 
 def with_tables(page: str) -> str:
-    """The page of operations with its table as it should be."""
+    """Return the page of operations with the table that the code gives."""
     before, _, rest = page.partition(BEGIN)
     _, found, after = rest.partition(END)
     assert found, f"{OPERATIONS.name} has no place for the table: {BEGIN!r} … {END!r}"

@@ -36,7 +36,7 @@ STOP_MARGIN_S = 10.0
 HEAL_DEADLINE_S = 30.0
 LOG_TAIL_BYTES = 16_384
 SETTINGS = dict(pair.split("=", 1) for pair in os.environ.get("SERVICE_SETTINGS", "").split())
-"""Of every service, unless a test says otherwise: `make unsteady`."""
+"""Of every service, unless a test says otherwise: `make eager`."""
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 

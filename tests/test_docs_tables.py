@@ -1,4 +1,4 @@
-"""The handbook says what the code does: its table of limits is printed from theirs."""
+"""The handbook says what the code does: its table of limits is printed from the code."""
 
 from __future__ import annotations
 

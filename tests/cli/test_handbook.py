@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.cli.shell import ROOT
 from tests.harness import Service, clean_environment
 
@@ -40,6 +42,7 @@ def timeless(printed: str) -> str:
     return printed
 
 
+@pytest.mark.long
 def test_the_examples_print_what_they_say(tmp_path: Path) -> None:
     mine = [(command, printed) for command, printed in examples(handbook()) if re.search(r"(^|\| )topics ", command)]
     assert len(mine) >= 14

@@ -47,8 +47,7 @@ def test_bytes_cut_a_batch_and_a_long_line_goes_alone() -> None:
 def test_a_batch_knows_its_lines_by_number() -> None:
     batch = LineBatch(7, [b"a", b"", b" \r", b"b "])
     assert batch.last == 10
-    assert batch.texts() == [b"a", b"b"]
-    assert batch.before(9) == LineBatch(7, [b"a", b""])
+    assert list(batch.numbered()) == [(7, b"a"), (10, b"b")]
 
 
 def test_lines_come_whole_whatever_the_pipe_cuts() -> None:

@@ -130,7 +130,7 @@ def test_what_is_no_queue_and_what_is_no_job(shell: Shell, topics: Client, mails
     done = shell.run("queue", mails, "ack", given=job + '{"$seq": 2}\n')
     assert done.returncode == 2
     assert values(done.stdout) == [{"acked": 1, "skipped": []}]
-    assert "line 2: is no job like" in done.stderr
+    assert "line 2: is not a job like" in done.stderr
     assert values(shell.ok("queue", mails, "ack")) == [{"acked": 0, "skipped": []}]
 
 

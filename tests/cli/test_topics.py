@@ -136,6 +136,7 @@ def test_usage(shell: Shell, arguments: tuple[str, ...], named: str) -> None:
     assert named in done.stderr
 
 
+@pytest.mark.long
 def test_keys_come_from_files(tmp_path: Path) -> None:
     key_file = tmp_path / "key"
     with Service(shards=1, frontends=1, env={"TOPICS_API_KEYS": "first-key:rw,last-key:d"}) as service:

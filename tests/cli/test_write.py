@@ -91,7 +91,7 @@ def test_the_same_input_again_writes_only_what_is_missing(shell: Shell, topics: 
     assert data_of(topics, topic) == [row.strip().encode() for row in rows]
     done = shell.run("write", topic, "--key-of", "id", given='{"id":"9"}\n{"no":1}\n')
     assert done.returncode == 2
-    assert "line 2: has no text or number as field 'id'" in done.stderr
+    assert "line 2: has no text or number in the field 'id'" in done.stderr
 
 
 def test_durability_is_of_a_topic_that_is_made(shell: Shell, topics: Client, topic: str) -> None:
@@ -134,7 +134,7 @@ def test_ctrl_c_says_what_is_written(shell: Shell, topics: Client, topic: str) -
     # The last line is in the topic; whether its answer had come is a matter of luck, and what is said goes by that.
     assert (summary["count"], said) in (
         (3, "topics write: lines 1 to 3 are written\n"),
-        (2, "topics write: lines 1 to 2 are written; of lines 3 to 3 it is not known\n"),
+        (2, "topics write: lines 1 to 2 are written; it is not known whether lines 3 to 3 are\n"),
     )
 
 

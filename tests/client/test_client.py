@@ -159,6 +159,7 @@ def test_a_key_is_sent_and_a_wrong_one_refused(topic: str) -> None:
             client.append(topic, [2])
 
 
+@pytest.mark.long
 def test_a_follower_sees_each_record_once_over_killed_frontends_and_restarts(topic: str) -> None:
     """The stream dies with its frontend, the session with the service; a writer goes on all the time."""
     with Service(shards=1, frontends=2) as service:

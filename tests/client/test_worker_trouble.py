@@ -34,6 +34,8 @@ from topics.client.calls import Call
 from topics.client.loop_thread import LoopThread
 from topics.client.shift import Shift
 
+pytestmark = pytest.mark.long
+
 T = TypeVar("T")
 QUICK = Retry(total_s=0.4, pause_first_s=0.01, pause_max_s=0.05)
 PATIENCE_S = 20.0

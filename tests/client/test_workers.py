@@ -28,6 +28,8 @@ from topics.client import (
 )
 from topics.client.shift import extend_every_s, extend_timeout_s
 
+pytestmark = pytest.mark.long
+
 AT_ONCE = Backoff(first_ms=1, max_ms=2)
 JOBS = list(range(20))
 

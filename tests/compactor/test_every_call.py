@@ -22,6 +22,8 @@ from topics.core.config import TopicConfig
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic, PutTopic
 from topics.storage.verify import verify
 
+pytestmark = pytest.mark.long
+
 WRITES = frozenset(("pwritev",))
 
 

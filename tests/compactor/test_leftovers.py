@@ -42,13 +42,13 @@ class Directory:
 
     def tidy(self) -> list[int]:
         """First seqs of what went without a snapshot."""
-        removed, self.failures = self.leftovers.tidy(lambda topic_id: self.needed, lambda: None)
+        removed, self.failures = self.leftovers.tidy(lambda topic_id: self.needed)
         return [name.first_seq for _, name in removed]
 
     def sweep(self) -> list[int]:
         """First seqs of what went."""
-        self.leftovers.look_at(TOPIC_ID)
-        removed, self.failures = self.leftovers.sweep(lambda topic_id: self.needed, self.in_snapshot, lambda: None)
+        self.leftovers.consider(TOPIC_ID)
+        removed, self.failures = self.leftovers.sweep(lambda topic_id: self.needed, self.in_snapshot)
         return [name.first_seq for _, name in removed]
 
     def names(self) -> list[str]:
@@ -145,11 +145,11 @@ def test_a_file_that_never_came_to_be_goes(directory: Directory) -> None:
 
 def test_a_former_life_s_directories_are_all_looked_at(directory: Directory) -> None:
     directory.needed = TopicFiles(None, 0)
-    directory.leftovers.look_at_all()
+    directory.leftovers.consider_all()
     assert directory.leftovers.waiting
-    directory.leftovers.sweep(lambda topic_id: directory.needed, directory.in_snapshot, lambda: None)
+    directory.leftovers.sweep(lambda topic_id: directory.needed, directory.in_snapshot)
     assert directory.leftovers.waiting
-    removed, _ = directory.leftovers.sweep(lambda topic_id: directory.needed, directory.in_snapshot, lambda: None)
+    removed, _ = directory.leftovers.sweep(lambda topic_id: directory.needed, directory.in_snapshot)
     assert {topic_id for topic_id, _ in removed} == {TOPIC_ID}
     assert not directory.leftovers.waiting
 
@@ -225,7 +225,7 @@ def test_what_a_snapshot_says_nothing_new_of_waits(directory: Directory) -> None
     other = layout.topic_dir(directory.data_dir, TOPIC_ID + 1)
     shutil.copytree(directory.path, other)
     directory.needed = TopicFiles(SegmentList([info(11, 15)]), 11)
-    directory.leftovers.look_at(TOPIC_ID + 1)
+    directory.leftovers.consider(TOPIC_ID + 1)
     directory.unsaid = {TOPIC_ID}
     assert directory.sweep() == []
     assert directory.sweep() == [1, 6]
@@ -248,7 +248,7 @@ def test_on_a_full_disk_only_what_is_gone_for_good_goes_at_once(directory: Direc
     rewritten = [f"seg-{6:020d}.1.{kind}" for kind in ("data", "idx", "tags")]
 
     def make_room(needed: TopicFiles | None) -> list[int]:
-        swept = directory.leftovers.make_room([TOPIC_ID], lambda _topic_id: needed, lambda: None)
+        swept = directory.leftovers.make_room([TOPIC_ID], lambda _topic_id: needed)
         assert swept.failures == []
         return [name.first_seq for _, name in swept.removed]
 
@@ -263,7 +263,7 @@ def test_on_a_full_disk_only_what_is_gone_for_good_goes_at_once(directory: Direc
 def test_what_went_for_its_room_is_not_told_of_again(directory: Directory) -> None:
     directory.needed = TopicFiles(SegmentList([info(6, 10), info(11, 15)]), 6)
     directory.sweep()
-    directory.leftovers.make_room([], lambda _topic_id: directory.needed, lambda: None)
+    directory.leftovers.make_room([], lambda _topic_id: directory.needed)
     assert directory.names() == files(6, 11)
     assert directory.sweep() == []
 
@@ -286,7 +286,7 @@ class Stubborn(OsFileSystem):
 def test_what_went_for_its_room_by_halves_is_told_of_when_all_of_it_did(directory: Directory, suffix: str) -> None:
     directory.needed = TopicFiles(SegmentList([info(6, 10), info(11, 15)]), 6)
     directory.leftovers = Leftovers(Stubborn(suffix), directory.data_dir)
-    swept = directory.leftovers.make_room([TOPIC_ID], lambda _topic_id: directory.needed, lambda: None)
+    swept = directory.leftovers.make_room([TOPIC_ID], lambda _topic_id: directory.needed)
     assert (swept.removed, len(swept.failures)) == ([], 1)
     assert directory.tidy() == [1]
     assert directory.names() == files(6, 11)
@@ -320,7 +320,7 @@ def test_a_topic_that_cannot_be_looked_into_keeps_no_other(directory: Directory,
     shutil.copytree(directory.path, other)
     directory.needed = TopicFiles(SegmentList([info(11, 15)]), 11)
     directory.leftovers = Leftovers(Unlisted(str(directory.path)), directory.data_dir)
-    directory.leftovers.look_at(TOPIC_ID + 1)
+    directory.leftovers.consider(TOPIC_ID + 1)
     assert directory.sweep() == []
     assert directory.sweep() == [1, 6]
     assert len(directory.failures) == 1
@@ -347,9 +347,7 @@ def snapshots_while_waiting(directory: Directory) -> list[list[int]]:
     """As an idle service makes them: only if something would go."""
     gone = []
     while directory.leftovers.waiting:
-        removed, failures = directory.leftovers.sweep(
-            lambda topic_id: directory.needed, directory.in_snapshot, lambda: None
-        )
+        removed, failures = directory.leftovers.sweep(lambda topic_id: directory.needed, directory.in_snapshot)
         assert failures == []
         gone.append([name.first_seq for _, name in removed])
         assert len(gone) < 5, "and no more"

@@ -135,19 +135,19 @@ class Directory:
         for first_seq in (1, 6):
             make_segment(FS, str(data_dir), [Record(b"1")] * 5, first_seq)
         self.leftovers = Leftovers(FS, str(data_dir), pins.read)
-        self.leftovers.look_at(TOPIC_ID)
+        self.leftovers.consider(TOPIC_ID)
 
     def sweep(self, needed: TopicFiles) -> list[int]:
-        removed, _ = self.leftovers.sweep(lambda topic_id: needed, lambda topic_id: True, lambda: None)
+        removed, _ = self.leftovers.sweep(lambda topic_id: needed, lambda topic_id: True)
         return [name.first_seq for _, name in removed]
 
     def make_room(self, needed: TopicFiles) -> list[int]:
-        removed, _ = self.leftovers.make_room([TOPIC_ID], lambda topic_id: needed, lambda: None)
+        removed, _ = self.leftovers.make_room([TOPIC_ID], lambda topic_id: needed)
         return [name.first_seq for _, name in removed]
 
     def tidy(self, needed: TopicFiles) -> list[int]:
         """Without a snapshot."""
-        removed, _ = self.leftovers.tidy(lambda topic_id: needed, lambda: None)
+        removed, _ = self.leftovers.tidy(lambda topic_id: needed)
         return [name.first_seq for _, name in removed]
 
 

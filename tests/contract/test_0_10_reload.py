@@ -17,6 +17,8 @@ from tests.contract.asking import ok, refused
 from tests.contract.stream import Stream
 from tests.harness import Service, poll
 
+pytestmark = pytest.mark.long
+
 CONNECTIONS = 12
 """Enough that every frontend gets one of them."""
 

@@ -15,6 +15,8 @@ from tests.contract.test_3_segments import fill, sealed, serving
 from tests.contract.test_10_cursors import BOTH, look, make, read
 from tests.harness import Service, poll
 
+pytestmark = pytest.mark.long
+
 BATCH = 500
 READERS = 4
 

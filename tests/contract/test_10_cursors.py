@@ -244,6 +244,7 @@ def test_cursors_end_with_their_topic(client: httpx.Client, topic: str) -> None:
     refused(client.get(f"/v0/topics/{topic}/cursors/c"), 404, "cursor_not_found")
 
 
+@pytest.mark.long
 @BOTH
 def test_readers_at_once_never_get_the_same_record(
     service: Service, client: httpx.Client, topic: str, consistency: str
@@ -266,6 +267,7 @@ def test_readers_at_once_never_get_the_same_record(
     assert sorted(everything) == list(range(400))
 
 
+@pytest.mark.long
 def test_at_least_once_is_persisted_every_n_reads_and_a_crash_takes_back_fewer_than_n() -> None:
     with Service(shards=1, frontends=1) as service:
         http = service.client
@@ -282,6 +284,7 @@ def test_at_least_once_is_persisted_every_n_reads_and_a_crash_takes_back_fewer_t
         assert read(service.client, "t", limit=1) == [24]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("durability", ["disk", "ephemeral"])
 def test_a_stop_in_order_takes_back_no_read(durability: str) -> None:
     with Service(shards=1, frontends=1) as service:
@@ -297,6 +300,7 @@ def test_a_stop_in_order_takes_back_no_read(durability: str) -> None:
         assert (shown["cursor_seq"], shown["persisted_seq"]) == (21, 21)
 
 
+@pytest.mark.long
 def test_strictly_at_once_is_durable_before_the_records_are_sent() -> None:
     with Service(shards=1, frontends=1) as service:
         write(service.client, "t", *range(10))

@@ -21,6 +21,8 @@ from tests.contract.test_10_crashes import frames
 from tests.contract.test_10_cursors import look, make, read
 from tests.harness import Service, poll
 
+pytestmark = pytest.mark.long
+
 RECORD_BYTES: Final = 900 * 1024
 LONG_PAGE: Final = 9
 """So many of them are 8 MiB: more than the kernel takes off a frontend whose client reads nothing."""

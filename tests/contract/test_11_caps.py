@@ -14,6 +14,8 @@ from tests.contract.asking import diff, envelope, ok, put, refused, state, write
 from tests.contract.stream import Stream, follow, open_streams, watch
 from tests.harness import Service, poll
 
+pytestmark = pytest.mark.long
+
 AT_ONCE = 8
 
 

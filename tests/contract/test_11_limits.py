@@ -25,6 +25,8 @@ from tests.contract.stream import Stream, held_by_frontends, watch
 from tests.harness import Service, poll
 from topics.frontend.entry.limits import LONG_BODIES
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def start() -> Iterator[Any]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 
 import httpx
+import pytest
 
 from tests.contract.asking import diff, ok, state, write
 from tests.harness import Service
+
+pytestmark = pytest.mark.long
 
 
 def test_state_and_diff_name_the_same_epoch_and_a_recreated_topic_has_another(client: httpx.Client, topic: str) -> None:

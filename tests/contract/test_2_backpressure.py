@@ -11,8 +11,12 @@ import signal
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
+
 from bench.crowd import Answer, Client
 from tests.harness import Service
+
+pytestmark = pytest.mark.long
 
 DEADLINE_S = 60.0
 SIZES = (15_000, 5_000, 1_000, 200, 1)

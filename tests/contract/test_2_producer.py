@@ -173,6 +173,7 @@ def test_of_instances_that_write_at_once_the_last_one_wins_and_leaves_no_gap(ser
         assert mine[: len(numbers)] == numbers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("durability", ["disk", "fsync"])
 @pytest.mark.parametrize("end", ["restart", "kill_group", "shards"])
 def test_where_it_is_outlives_restarts_with_and_without_a_snapshot(durability: str, end: str) -> None:
@@ -199,6 +200,7 @@ def test_where_it_is_outlives_restarts_with_and_without_a_snapshot(durability: s
         assert state(client, "t")["head_seq"] == 5
 
 
+@pytest.mark.long
 def test_of_an_ephemeral_topic_it_outlives_a_crash_of_its_shard() -> None:
     with Service(shards=1) as service:
         client = service.client

@@ -20,6 +20,8 @@ from tests.contract.stream import watch
 from tests.frontend.http2_client import Streams
 from tests.harness import Service, poll
 
+pytestmark = pytest.mark.long
+
 RECORDS = 160
 RECORD_BYTES = 60_000
 PAGE = json.dumps({"from_seq": 0, "limit": 1000, "max_batch_bytes": 8 << 20}).encode()

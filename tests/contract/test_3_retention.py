@@ -273,6 +273,7 @@ def test_earliest_never_decreases(client: httpx.Client, topic: str) -> None:
     assert all(earliest <= n + 2 for n, earliest in enumerate(seen))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", ["restart", "kill_group"])
 def test_floors_and_reasons_outlive_restarts(end: str) -> None:
     with Service() as own:

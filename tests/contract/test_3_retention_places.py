@@ -15,6 +15,8 @@ from tests.contract.asking import diff, ok, put, refused, state, write
 from tests.contract.timing import now_ms, undisturbed
 from tests.harness import Service, poll
 
+pytestmark = pytest.mark.long
+
 EVENTS = 10
 """Records in a sealed segment."""
 PLACES = ("log", "active", "sealed", "cold")

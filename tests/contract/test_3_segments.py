@@ -19,6 +19,8 @@ from topics.storage.pins import pins_dir
 from topics.storage.segment import index_digest
 from topics.storage.segment_reader import SegmentReader
 
+pytestmark = pytest.mark.long
+
 EVENTS = 10
 RECORDS = 45
 MINUTE_MS = 60_000

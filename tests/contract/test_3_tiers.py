@@ -19,6 +19,8 @@ from tests.contract.stream import Stream, watch
 from tests.contract.timing import ATTEMPTS_DEADLINE_S
 from tests.harness import Service, poll
 
+pytestmark = pytest.mark.long
+
 EVENTS = 50
 """Records in a segment."""
 RECORDS = 500

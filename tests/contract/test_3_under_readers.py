@@ -21,6 +21,8 @@ from tests.harness import Service, poll
 from topics.core.clock import SystemClock
 from topics.supervisor.status import StatusReader
 
+pytestmark = pytest.mark.long
+
 EVENTS = 50
 BATCH = 100
 CAP = 3000
@@ -138,7 +140,6 @@ def cold_versions(service: Service) -> set[str]:
     return {path.name for path in Path(service.env["TOPICS_COLD_DIR"]).glob("topics/*/seg-*.[0-9]*.data")}
 
 
-@pytest.mark.timeout(240)
 def test_nothing_goes_away_under_a_reader(topic: str) -> None:
     service = Service(shards=1, frontends=2, env=ENV)
     service.env["TOPICS_COLD_DIR"] = str(service.root / "cold")

@@ -397,6 +397,7 @@ def test_what_was_deleted_while_it_waited_is_left_out(client: httpx.Client, topi
     assert router(client, topic)["forwarded_total"] == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", ["restart", "kill_shards", "kill_group"])
 def test_what_was_deleted_while_it_waited_stays_out_whatever_ends(topic: str, end: str) -> None:
     with Service() as service:
@@ -511,6 +512,7 @@ def test_a_full_dest_still_holds_the_cursor_when_what_can_never_fit_comes_behind
     assert data(client, dest, from_seq=3) == ["c"]
 
 
+@pytest.mark.long
 def test_a_read_that_could_not_be_brought_up_to_date_says_so() -> None:
     """The shard of the dest does not answer: the dest can be read as it is, and is not passed off as all there is."""
     source = next(f"s{n}" for n in range(100) if owner_shard(f"s{n}", 2) == 0)
@@ -585,6 +587,7 @@ def test_direct_writes_interleave(client: httpx.Client, topic: str) -> None:
     assert data(client, f"{topic}.d") == [f"{whose} {at}" for at in range(10) for whose in ("copy", "own")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dest_class", ["ephemeral", "memory", "disk", "fsync"])
 @pytest.mark.parametrize("source_class", ["ephemeral", "memory", "disk", "fsync"])
 def test_between_all_classes(client: httpx.Client, topic: str, source_class: str, dest_class: str) -> None:

@@ -353,6 +353,7 @@ def test_a_second_subscription_replaces_the_first(service: Service, ws: Socket, 
     assert ws.ask("ping", request_id=1)["op"] == "pong"
 
 
+@pytest.mark.long
 def test_at_most_256_topics(service: Service, ws: Socket, topic: str) -> None:
     names = [f"{topic}.{n}" for n in range(257)]
     for name in names:
@@ -369,6 +370,7 @@ def test_at_most_256_topics(service: Service, ws: Socket, topic: str) -> None:
 # --- back-pressure
 
 
+@pytest.mark.long
 def test_a_slow_reader_holds_nobody_up_and_catches_up(service: Service, topic: str) -> None:
     put(service.client, topic)
     with Socket(service, max_queue=1) as slow, follow(service, {topic: {}}) as quick:
@@ -384,6 +386,7 @@ def frontend_bytes(service: Service) -> int:
     return sum(psutil.Process(service.pid_of("frontend", index)).memory_info().rss for index in range(2))
 
 
+@pytest.mark.long
 def test_a_client_that_reads_no_answers_is_not_read_from(service: Service, topic: str) -> None:
     """What it sends waits in its own hands: neither commands nor answers pile up in the service."""
     put(service.client, topic, cap_records=10)
@@ -539,6 +542,7 @@ def last_words(ws: Socket) -> str | None:
         return None
 
 
+@pytest.mark.long
 def test_a_stop_acknowledges_what_was_sent_and_closes_with_1012() -> None:
     with Service() as service:
         put(service.client, "t")
@@ -578,6 +582,7 @@ def all_places_free(service: Service, places: int) -> bool:
     return True
 
 
+@pytest.mark.long
 def test_sockets_that_vanish_leave_nothing_behind(service: Service, topic: str) -> None:
     write(service.client, topic, *["x" * 1000] * 5000)
     pids = [service.pid_of("frontend", index) for index in range(2)]
@@ -606,6 +611,7 @@ UPGRADE_TO_H2 = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("data", [HANDSHAKE + b"\x81\x85\0\0\0\0hello", HANDSHAKE, HANDSHAKE[:-60], UPGRADE_TO_H2])
 def test_a_client_gone_in_its_handshake_leaves_nothing_behind(data: bytes) -> None:
     """Hypercorn does not tell the app in each of these cases; places and sockets would stay for ever."""
@@ -632,6 +638,7 @@ def test_a_message_beyond_the_body_limit_closes_the_socket() -> None:
         assert write(service.client, "t", 1)["first_seq"] == 1
 
 
+@pytest.mark.long
 def test_a_shard_that_dies_answers_when_it_is_back() -> None:
     topic = "t"
     with Service() as service, Socket(service) as ws:

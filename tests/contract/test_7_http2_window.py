@@ -23,6 +23,8 @@ from tests.contract.stream import follow, watch
 from tests.contract.test_7_7_websocket import open_sockets
 from tests.harness import Service, poll
 
+pytestmark = pytest.mark.long
+
 RECORDS = 640
 RECORD_BYTES = 60_000
 KEPT_BYTES_MAX = 12 << 20

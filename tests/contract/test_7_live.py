@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import pytest
+
 from tests.contract.asking import ok, put, state, write
 from tests.contract.stream import Stream, follow, open_streams, position_id, until_streams_are_over, watch
 from tests.harness import Service, poll
@@ -68,6 +70,7 @@ def test_no_record_is_lost_or_doubled_over_many_resumes(service: Service, topic:
     assert seen == list(range(1, 121))
 
 
+@pytest.mark.long
 def test_a_session_is_reachable_on_every_frontend(service: Service, topic: str) -> None:
     """Connections land where they land: open them until each frontend holds some, all on sessions made before."""
     write(service.client, topic, "x")

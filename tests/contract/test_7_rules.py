@@ -155,6 +155,7 @@ def test_a_record_frame_without_data(service: Service, topic: str) -> None:
         assert [set(record) for record in stream.records(1)] == [{"$seq", "$ts", "$node"}]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("http2", [False, True])
 def test_256_topics_with_the_longest_names(service: Service, http2: bool) -> None:
     """The id of a frame names them all, and comes back as one header."""

@@ -1,6 +1,6 @@
 """api §8: metrics, read by a parser that is not ours, and judged by Prometheus' own promtool.
 
-promtool is the one that TOPICS_PROMTOOL names, the one on the PATH, or the one that `make unit` has fetched. Without
+promtool is the one that TOPICS_PROMTOOL names, the one on the PATH, or the one that `make test` has fetched. Without
 one its test is skipped; with TOPICS_REQUIRE_PROMTOOL=1 its absence is a failure.
 """
 
@@ -22,6 +22,8 @@ from tests.contract.asking import Connection, diff, ok, put, refused, state, wri
 from tests.contract.socket_client import Socket
 from tests.contract.stream import follow, watch
 from tests.harness import Service, poll
+
+pytestmark = pytest.mark.long
 
 Labels = tuple[tuple[str, str], ...]
 Samples = dict[tuple[str, Labels], float]
@@ -109,7 +111,7 @@ def promtool(content: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.skipif(
     PROMTOOL is None and os.environ.get("TOPICS_REQUIRE_PROMTOOL") != "1",
-    reason="there is no promtool; `make unit` fetches one",
+    reason="there is no promtool; `make test` fetches one",
 )
 def test_promtool_accepts_the_metrics_of_a_busy_service(own: Service) -> None:
     """Exit code 0; or 3 for names that it would have chosen otherwise, which must be those that the contract gave."""

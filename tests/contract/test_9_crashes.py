@@ -16,6 +16,8 @@ from tests.harness import Service, poll
 from topics.shm import shm_names
 from topics.shm.control import ControlPage, Role
 
+pytestmark = pytest.mark.long
+
 Crash = Callable[[Service], None]
 
 

@@ -1178,6 +1178,7 @@ def test_many_workers_over_http_and_work_do_every_job_once_and_share_them(
 # -- a queue that a router copies into
 
 
+@pytest.mark.long
 def test_jobs_that_a_router_brought_stay_done_over_a_restart() -> None:
     with Service(shards=2, frontends=1) as service:
         put(service.client, "jobs", type="queue")

@@ -13,6 +13,8 @@ from tests.contract.test_3_segments import EVENTS, RECORDS, sealed, serving
 from tests.contract.working import Work, ask, claim, counts, queue, until_counts
 from tests.harness import Service, poll
 
+pytestmark = pytest.mark.long
+
 BAD = 16
 PUT_ASIDE = "a job cannot be read and is put aside"
 ALL = list(range(1, RECORDS + 1))

@@ -21,6 +21,8 @@ from tests.contract.auth_table import PROBES, ROUTES, STREAM, WORK
 from tests.harness import Service
 from topics.core.errors import STATUS_BY_CODE
 
+pytestmark = pytest.mark.long
+
 DOCUMENTATION = {("get", "/v0/openapi.json"), ("get", "/v0/docs"), ("get", "/v0/docs.js"), ("get", "/v0/docs.css")}
 
 

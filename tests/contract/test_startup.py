@@ -15,6 +15,8 @@ import pytest
 from tests.contract.asking import diff, diff_records, head_seq, long_polls, ok, put, refused, state, write, write_raw
 from tests.harness import COMMAND, Service, poll
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def own() -> Iterator[Service]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.core.list_index import ListIndex
 from topics.core.config import TopicConfig
-from topics.core.queue_log import done_jobs_to_drop
+from topics.core.pending import done_jobs_to_drop
 from topics.core.seq_set import runs_of
 from topics.core.topic import Topic
 

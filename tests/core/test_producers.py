@@ -12,8 +12,7 @@ from topics.core.idempotency import (
     IdempotencyWindow,
     ProducerTurn,
     WriteOutcome,
-    check_fence,
-    check_order,
+    check_turn,
     parse_key,
     producer_key,
 )
@@ -128,8 +127,7 @@ def test_who_may_write_what(given_: ProducerTurn, code: str | None) -> None:
     last = ProducerTurn(5, 5)
 
     def check() -> None:
-        check_fence(b"p", last, given_)
-        check_order(b"p", last, given_)
+        check_turn(b"p", last, given_, is_known=False)
 
     if code is None:
         check()

@@ -27,7 +27,7 @@ METRIC = re.compile(r"\btopics_[a-z0-9_]+")
 
 needs_promtool = pytest.mark.skipif(
     PROMTOOL is None and os.environ.get("TOPICS_REQUIRE_PROMTOOL") != "1",
-    reason="there is no promtool; `make unit` fetches one",
+    reason="there is no promtool; `make test` fetches one",
 )
 
 

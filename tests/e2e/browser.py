@@ -1,6 +1,6 @@
 """A headless Chromium, driven over its DevTools protocol: what a page of the service's own origin can do.
 
-It is the one that TOPICS_CHROMIUM names, the one on the PATH, or the one that `make unit` has fetched
+It is the one that TOPICS_CHROMIUM names, the one on the PATH, or the one that `make test-all` has fetched
 (`fetch_chromium.py`).
 """
 

@@ -1,6 +1,6 @@
 """api §7 and §7.7 with a browser's own EventSource and WebSocket; the API page in the browser it is for.
 
-Needs a Chromium, which `make test` fetches. Without one these are skipped, and nothing else of the suite is; with
+Needs a Chromium, which `make test-all` fetches. Without one these are skipped, and nothing else of the suite is; with
 TOPICS_REQUIRE_BROWSER=1 its absence is a failure.
 """
 

@@ -156,7 +156,6 @@ def test_a_replay_and_a_follower_outlive_every_kill(seed: int, lines: list[bytes
         assert [data for _, _, data in delivered] == lines
 
 
-@pytest.mark.timeout(120)
 def test_the_supervisor_killed_alone_takes_its_children_along_and_the_log_stays(tmp_path: Path) -> None:
     with Service(shards=2, frontends=2) as service:
         acked = [service.client.post(f"/v0/topics/t{n % 4}", json={"records": [{"data": n}]}) for n in range(100)]

@@ -229,7 +229,6 @@ def status(service: Service) -> Status:
     return StatusReader(str(service.data_dir), SystemClock()).read()
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("point", KILL_POINTS if CRASH_ALL else KILL_POINTS[::2])
 def test_the_process_dies_and_the_others_go_on(point: str, tmp_path: Path) -> None:
     env = {"TOPICS_TEST_KILL_AT": f"process:{point}", "TOPICS_COLD_DIR": str(tmp_path)}
@@ -247,7 +246,6 @@ def test_the_process_dies_and_the_others_go_on(point: str, tmp_path: Path) -> No
         verify(service.data_dir, tmp_path)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("point", KILL_POINTS if CRASH_ALL else KILL_POINTS[1::2])
 def test_the_whole_service_dies(point: str, tmp_path: Path) -> None:
     env = {"TOPICS_TEST_KILL_AT": f"service:{point}", "TOPICS_COLD_DIR": str(tmp_path)}

@@ -34,7 +34,6 @@ def read(client: httpx.Client, topic: str, cursor: str, limit: int) -> list[int]
     return [record["$seq"] for record in answer["records"]]
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("shards_after", [1, 3])
 def test_what_was_acked_nacked_leased_and_read_is_so_after_every_kill(shards_after: int) -> None:
     with Service(shards=1, frontends=1, env=EAGER) as service:
@@ -91,7 +90,6 @@ def test_what_was_acked_nacked_leased_and_read_is_so_after_every_kill(shards_aft
         verify(service.data_dir)
 
 
-@pytest.mark.timeout(120)
 def test_a_backlog_in_the_cold_tier_is_worked_off_by_claims_and_streams(tmp_path: Path) -> None:
     cold = {"TOPICS_COLD_DIR": str(tmp_path), "TOPICS_HOT_RETAIN_SEGMENTS": "1"}
     with Service(shards=1, frontends=1, env=EAGER | cold) as service:

@@ -122,7 +122,6 @@ def working(service: Service, topic: str) -> Iterator[tuple[Workers, Ledger]]:
     assert not workers.unexpected, workers.unexpected[:5]
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("leases_durable", [False, True], ids=["forgotten", "durable"])
 @pytest.mark.parametrize("role", ["walshard", "frontend"])
 def test_every_job_is_done_when_processes_are_killed(role: str, leases_durable: bool) -> None:
@@ -168,7 +167,6 @@ def test_the_watch_tells_a_job_that_is_stuck_from_one_that_is_delivered_again() 
         assert watch.seen == 2
 
 
-@pytest.mark.timeout(120)
 def test_leases_of_a_killed_frontend_are_free_long_before_they_end() -> None:
     with Service(shards=2, frontends=1, env=PATIENT) as service:
         put(service.client, "q", type="queue", lease_ms=3_600_000)
@@ -181,7 +179,6 @@ def test_leases_of_a_killed_frontend_are_free_long_before_they_end() -> None:
         work.close()
 
 
-@pytest.mark.timeout(120)
 def test_a_stream_goes_on_when_its_shard_was_killed() -> None:
     with Service(shards=1, frontends=1, env=PATIENT) as service:
         put(service.client, "q", type="queue", lease_ms=3_600_000)
@@ -196,7 +193,6 @@ def test_a_stream_goes_on_when_its_shard_was_killed() -> None:
                 service.wait_healed(service.kill("walshard", 0))
 
 
-@pytest.mark.timeout(180)
 def test_dead_letters_are_in_one_of_the_two_topics_whoever_is_killed() -> None:
     with Service(shards=2, frontends=2, env=PATIENT) as service:
         put(service.client, "q", type="queue", lease_ms=100, max_deliveries=1, dead_letter="dead")
@@ -219,7 +215,6 @@ def test_dead_letters_are_in_one_of_the_two_topics_whoever_is_killed() -> None:
         assert sorted(int(record.data) for record in records) == list(range(60))
 
 
-@pytest.mark.timeout(120)
 def test_queues_and_cursors_move_to_another_number_of_shards() -> None:
     with Service(shards=1, frontends=1, env=PATIENT) as service:
         names = [f"q{n}" for n in range(6)]

@@ -21,8 +21,6 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import pytest
-
 from tests.e2e.lease_watch import LeaseWatch
 from tests.harness import Service, clean_environment, poll
 from topics.client import Client
@@ -140,7 +138,6 @@ def catches(pid: int, number: signal.Signals) -> bool:
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
-@pytest.mark.timeout(300)  # above DEADLINE_S
 def test_killed_workers_lose_no_job(tmp_path: Path) -> None:
     seed = int(os.environ.get("TOPICS_WEBHOOK_SEED") or random.randrange(1 << 32))
     print(f"TOPICS_WEBHOOK_SEED={seed}")

@@ -10,16 +10,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import pytest
 import uvloop
 
 from topics.frontend.asgi import DELIVER, Receive, Scope, Send
-from topics.frontend.entry.responses import take_room
+from topics.frontend.entry.responses import reserve_room
+from topics.frontend.http.connections import Connections
 from topics.frontend.http.deadlines import HttpLimits
-from topics.frontend.http.http1 import Connections
-from topics.frontend.http.http1_exchange import PushStream
+from topics.frontend.http.http1 import Http1Protocol
+from topics.frontend.http.http1_push import PushStream
 from topics.frontend.http.serve import serve
 from topics.shm.cap import Cap
 
@@ -202,7 +203,7 @@ class App:
         self.asked += 1
         await self.body(receive)
         len_bytes, *most_bytes = map(int, scope["query_string"].split(b"-"))
-        await take_room(scope, most_bytes[0] if most_bytes else len_bytes)
+        await reserve_room(scope, most_bytes[0] if most_bytes else len_bytes)
         self.made += 1
         await self.answer(send, b"x" * len_bytes)
 
@@ -331,6 +332,11 @@ class Server:
         self.loop: asyncio.AbstractEventLoop
         self.shutdown: asyncio.Event
         self.loop_errors: list[dict[str, Any]] = []
+
+    @property
+    def http1(self) -> list[Http1Protocol]:
+        """The open connections of HTTP/1.1, to look inside."""
+        return [cast(Http1Protocol, connection) for connection in self.connections.open]
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=self._loop_factory) as runner:

@@ -16,6 +16,7 @@ from topics.core.config import TopicConfig
 from topics.core.keys import KeyRing
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.frontend.live.channels import StreamConnection
+from topics.frontend.live.stream import StreamSpec
 from topics.frontend.reads.files import object_name
 from topics.frontend.reads.reading import TopicRef
 from topics.frontend.reads.records import PageOptions
@@ -53,7 +54,7 @@ class Wire:
         self._open = True
 
     @property
-    def taken_bytes(self) -> int:
+    def progress_bytes(self) -> int:
         return -self.buffered_bytes
 
     @property
@@ -215,9 +216,9 @@ class Live:
     ) -> tuple[Wire, StreamConnection]:
         """Opens a stream on topics that exist."""
         ids = tuple(self.reader.get(name).view.topic_id for name in starts)
-        plan = self.hub.plans.get(tuple(starts), ids, options, strong)
+        spec = self.hub.specs.share(StreamSpec(tuple(starts), ids, options, strong))
         wire = Wire()
-        return wire, self.hub.open(wire, plan.start(dict(starts)), heartbeat_ms)
+        return wire, self.hub.open(wire, spec.start(dict(starts)), heartbeat_ms)
 
 
 async def until(condition: Callable[[], object]) -> None:

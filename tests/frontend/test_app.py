@@ -15,10 +15,10 @@ from tests.frontend.live import until
 from topics import settings as settings_module
 from topics.core.config import TopicConfig
 from topics.core.keys import KeyRing
-from topics.frontend.asgi import ROOM, SHARE
+from topics.frontend.asgi import RESERVATION, ROOM
 from topics.frontend.entry import limits
-from topics.frontend.entry.bodies import LONG_BYTES, Share, long_bodies, medium_bodies
-from topics.frontend.entry.budget import Budget, Hold
+from topics.frontend.entry.bodies import LONG_BYTES, MessageReservation, long_bodies, medium_bodies
+from topics.frontend.entry.budget import Budget, Reservation
 from topics.frontend.live import websocket, websocket_commands
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.websocket_commands import Command
@@ -49,7 +49,7 @@ class Frontend:
         """The client closes its connection."""
 
     async def ask(
-        self, method: str, path: str, body: Any = None, place: Hold | None = None
+        self, method: str, path: str, body: Any = None, place: Reservation | None = None
     ) -> tuple[int, dict[bytes, bytes], Any]:
         """(status, headers, decoded body). `place`: where there is room for it on a connection of HTTP/2."""
         path, _, query = path.partition("?")
@@ -207,11 +207,11 @@ def test_a_long_poll_that_waits_for_room_ends_with_its_time_and_at_a_stop(hostin
 
     async def test(frontend: Frontend) -> None:
         room = Budget(limits.CONNECTION_ANSWERS._replace(most_bytes=8 << 20))
-        place, other = Hold(room), Hold(room)
+        place, other = Reservation(room), Reservation(room)
         wait_ms = 30_000 if end == "drain" else 100
         poll = asyncio.create_task(frontend.ask("POST", "/v0/topics/t/diff", {"wait_ms": wait_ms}, place))
         watch = await frontend.watching("t")
-        await other.take(8 << 20)
+        await other.replace(8 << 20)
         hosting.write("t", [Written(b"1")])
         frontend.notify(watch)
         await until(lambda: place in room.waiting or poll.done())
@@ -223,7 +223,7 @@ def test_a_long_poll_that_waits_for_room_ends_with_its_time_and_at_a_stop(hostin
         assert not room.waiting
         other.close()
         assert room.held_bytes < 1000, "no more than the answer, which nobody has taken here"
-        _, _, body = await frontend.ask("POST", "/v0/topics/t/diff", {"wait_ms": 30_000}, Hold(room))
+        _, _, body = await frontend.ask("POST", "/v0/topics/t/diff", {"wait_ms": 30_000}, Reservation(room))
         assert [record["$seq"] for record in body["records"]] == [1]
         assert frontend.cell.get("long_polls") == 0
 
@@ -262,10 +262,10 @@ def test_a_long_poll_goes_on_in_a_topic_that_is_made_again_while_it_waits_for_ro
 
     async def test(frontend: Frontend) -> None:
         room = Budget(limits.CONNECTION_ANSWERS._replace(most_bytes=8 << 20))
-        place, other = Hold(room), Hold(room)
+        place, other = Reservation(room), Reservation(room)
         poll = asyncio.create_task(frontend.ask("POST", "/v0/topics/t/diff", {"wait_ms": 30_000}, place))
         watch = await frontend.watching("t")
-        await other.take(8 << 20)
+        await other.replace(8 << 20)
         hosting.retire("t")
         frontend.notify(watch)
         await until(lambda: place in room.waiting)
@@ -433,12 +433,12 @@ def test_a_long_message_is_counted_until_it_is_answered(
             sent.put_nowait({"type": "websocket.receive", "text": text})
             assert msgspec.json.decode((await received.get())["text"]) == {"op": "pong", "request_id": 1}
         # One that was counted as it came is not counted again, but as far as it is longer in UTF-8.
-        share: Share | None = Share()
+        share: MessageReservation | None = MessageReservation()
         assert share is not None
         assert share.reach(LONG_BYTES)
         came_bytes = long_bodies.held_bytes + medium_bodies.held_bytes
         medium_bytes = medium_bodies.held_bytes
-        sent.put_nowait({"type": "websocket.receive", "text": text, SHARE: share})
+        sent.put_nowait({"type": "websocket.receive", "text": text, RESERVATION: share})
         del share
         await received.get()
         assert counted.pop() == LONG_BYTES

@@ -11,7 +11,7 @@ import pytest
 
 from topics.core.errors import TopicsError
 from topics.frontend.entry import limits
-from topics.frontend.entry.bodies import ClientGoneError, hold, long_bodies, medium_bodies, read_body, read_wish
+from topics.frontend.entry.bodies import ClientGoneError, long_bodies, medium_bodies, read_body, read_request, reserve
 from topics.frontend.entry.budget import Budget
 
 MIB = 1 << 20
@@ -41,7 +41,7 @@ class Request:
         self.task = asyncio.create_task(self._run(size_bytes))
 
     async def _run(self, size_bytes: int) -> None:
-        await hold(self._budget, size_bytes)
+        await reserve(self._budget, size_bytes)
         self.held = True
         await self._go.wait()
 
@@ -231,9 +231,9 @@ def test_a_body_that_is_decoded_to_something_short_is_counted_no_longer(budget: 
                 held.append(budget.held_bytes)
                 return len(body)
 
-            assert await read_wish(pieces(b" " * 1_500_000), JSON, 2 * MIB, decode) == 1_500_000
+            assert await read_request(pieces(b" " * 1_500_000), JSON, 2 * MIB, decode) == 1_500_000
             assert (held, budget.held_bytes, medium_bodies.held_bytes) == ([MIB], 0, 0)
-            await hold(budget, MIB)  # and what is held from then on is, to the end
+            await reserve(budget, MIB)  # and what is held from then on is, to the end
             assert budget.held_bytes == MIB
 
         await asyncio.create_task(request())

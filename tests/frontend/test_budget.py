@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topics.frontend.entry.budget import AtLimit, Budget, Hold, Limit
+from topics.frontend.entry.budget import AtLimit, Budget, Limit, Reservation
 
 MOST_BYTES = 1 << 24
 HALF = MOST_BYTES // 2
@@ -29,8 +29,8 @@ class Asking:
     """An answer that wants room."""
 
     def __init__(self, room: Budget, most_bytes: int) -> None:
-        self.hold = Hold(room)
-        self.task = asyncio.create_task(self.hold.take(most_bytes))
+        self.hold = Reservation(room)
+        self.task = asyncio.create_task(self.hold.replace(most_bytes))
 
     @property
     def entered(self) -> bool:
@@ -73,14 +73,14 @@ def test_what_it_took_too_much_is_for_others() -> None:
         asking = [Asking(room, most_bytes) for most_bytes in (HALF, HALF, HALF - 100, HALF - 100)]
         await turns()
         assert [one.entered for one in asking] == [True, True, False, False]
-        asking[0].hold.keep(100)
+        asking[0].hold.resize(100)
         await turns()
         assert [one.entered for one in asking] == [True, True, True, False]
-        asking[1].hold.keep(0)
+        asking[1].hold.resize(0)
         await turns()
         assert asking[3].entered
         assert room.held_bytes == 2 * HALF - 100
-        asking[1].hold.keep(HALF)  # it has given its room back, and may say what it likes
+        asking[1].hold.resize(HALF)  # it has given its room back, and may say what it likes
         assert room.held_bytes == 2 * HALF - 100
         for one in asking:
             one.hold.close()
@@ -144,7 +144,7 @@ def test_whatever_ends_in_whatever_order_the_room_is_free_in_the_end() -> None:
             if at % 3 == 0:
                 one.task.cancel()
             elif at % 3 == 1:
-                one.hold.keep(at)
+                one.hold.resize(at)
             one.hold.close()
         for one in asking:
             with contextlib.suppress(ConnectionResetError, asyncio.CancelledError):
@@ -155,11 +155,11 @@ def test_whatever_ends_in_whatever_order_the_room_is_free_in_the_end() -> None:
 
 def test_who_waits_too_long_leaves_the_line() -> None:
     async def test(room: Budget) -> None:
-        first, late, small = Hold(room), Hold(room), Hold(room)
-        await first.take(HALF)
-        waiting = asyncio.create_task(late.wait_for(MOST_BYTES, 0.001))
+        first, late, small = Reservation(room), Reservation(room), Reservation(room)
+        await first.replace(HALF)
+        waiting = asyncio.create_task(late.grow(MOST_BYTES, 0.001))
         await turns()
-        behind = asyncio.create_task(small.wait_for(HALF))
+        behind = asyncio.create_task(small.grow(HALF))
         with pytest.raises(TimeoutError):
             await waiting
         await behind
@@ -172,11 +172,11 @@ def test_who_waits_too_long_leaves_the_line() -> None:
 
 def test_when_the_budget_is_closed_nobody_gets_room_that_comes_back() -> None:
     async def test(room: Budget) -> None:
-        first = Hold(room)
-        await first.take(MOST_BYTES)
+        first = Reservation(room)
+        await first.replace(MOST_BYTES)
         asking = [Asking(room, 1) for _ in range(5)]
         await turns()
-        room.close()
+        room.close_waiting()
         first.close()
         for one in asking:
             with pytest.raises(ConnectionResetError):
@@ -199,7 +199,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["ask", "first", "grow", "keep", "clo
 def test_a_budget_against_a_list_of_holders(steps: list[tuple[str, int, int]]) -> None:
     """Ten holders do anything in any order: the sum is what they hold, the line is served in its order."""
     budget = Budget(Limit("room", AtLimit.WAIT, "", 10))
-    holds = [Hold(budget) for _ in range(10)]
+    holds = [Reservation(budget) for _ in range(10)]
     held = [0] * 10
     line: list[tuple[int, int]] = []
     told: list[tuple[int, bool]] = []
@@ -220,14 +220,14 @@ def test_a_budget_against_a_list_of_holders(steps: list[tuple[str, int, int]]) -
     for what, size_bytes, who in steps:
         hold, waits = holds[who], any(who == other for other, _ in line)
         if what in ("ask", "first") and not (waits or hold.closed) and not fits(size_bytes):
-            hold.line_up(size_bytes, partial(tell, who), what == "first")
+            hold.enqueue(size_bytes, partial(tell, who), what == "first")
             line.insert(0 if what == "first" else len(line), (who, size_bytes))
         elif what == "grow":
             entered = not (hold.closed or line) and fits(size_bytes)
-            assert hold.grow(size_bytes) is entered
+            assert hold.try_grow(size_bytes) is entered
             held[who] += size_bytes * entered
         elif what == "keep":
-            hold.keep(size_bytes)
+            hold.resize(size_bytes)
             held[who] = size_bytes if held[who] else 0
             serve()
         elif what == "close":

@@ -16,7 +16,7 @@ from tests.frontend.test_reading_segments import damage
 from topics.core.config import TopicConfig
 from topics.core.job import JobView
 from topics.frontend.entry import limits
-from topics.frontend.entry.budget import Budget, Hold
+from topics.frontend.entry.budget import Budget, Reservation
 from topics.frontend.queues.job_records import ANSWER_BYTES_MAX, ASIDE_MS
 from topics.shm import messages
 from topics.shm.arena import ArenaWriter
@@ -135,10 +135,10 @@ def test_jobs_whose_answer_finds_no_room_go_back_before_their_lease_is_over(host
     async def test(frontend: Frontend) -> None:
         shard = Shard(frontend)
         room = Budget(limits.CONNECTION_ANSWERS._replace(most_bytes=ANSWER_BYTES_MAX))
-        other = Hold(room)
-        await other.take(ANSWER_BYTES_MAX)
+        other = Reservation(room)
+        await other.replace(ANSWER_BYTES_MAX)
         claim = {"node": "w", "max": 2, "lease_ms": 100}
-        asked = asyncio.create_task(frontend.ask("POST", "/v0/topics/q/claim", claim, Hold(room)))
+        asked = asyncio.create_task(frontend.ask("POST", "/v0/topics/q/claim", claim, Reservation(room)))
         claim_id = await shard.claimed()
         shard.answer(claim_id, Dealt(1, [1, 2], LEASE_NO, DEADLINE_MS, [1, 1], 5))
         status, _, answer = await asked
@@ -147,7 +147,7 @@ def test_jobs_whose_answer_finds_no_room_go_back_before_their_lease_is_over(host
         assert (await shard.told(Unclaim))[1] == Unclaim("q", "w", [1, 2], [LEASE_NO, LEASE_NO + 1])
         assert not room.waiting
         other.close()
-        asked = asyncio.create_task(frontend.ask("POST", "/v0/topics/q/claim", claim, Hold(room)))
+        asked = asyncio.create_task(frontend.ask("POST", "/v0/topics/q/claim", claim, Reservation(room)))
         claim_id = await shard.claimed()
         shard.answer(claim_id, Dealt(1, [1, 2], LEASE_NO, DEADLINE_MS, [1, 1], 5))
         status, _, answer = await asked
@@ -161,8 +161,8 @@ def test_a_peek_reads_no_records_before_there_is_room_for_them(hosting: Hosting)
     async def test(frontend: Frontend) -> None:
         shard = Shard(frontend)
         room = Budget(limits.CONNECTION_ANSWERS._replace(most_bytes=ANSWER_BYTES_MAX))
-        other, place = Hold(room), Hold(room)
-        await other.take(1)
+        other, place = Reservation(room), Reservation(room)
+        await other.replace(1)
         asked = asyncio.create_task(frontend.ask("POST", "/v0/topics/q/peek", {}, place))
         peek_id, _ = await shard.told(Peek)
         shard.answer(peek_id, Peeked([JobView(1, "waiting", 0, 0, "", "")], 1, False))
@@ -325,7 +325,7 @@ def test_a_claim_whose_stream_was_reset_before_its_answer_gives_its_jobs_back(ho
 
     async def test(frontend: Frontend) -> None:
         shard = Shard(frontend)
-        place = Hold(Budget(limits.CONNECTION_ANSWERS))
+        place = Reservation(Budget(limits.CONNECTION_ANSWERS))
         claim = {"node": "w", "max": 2}
         asked = asyncio.create_task(frontend.ask("POST", "/v0/topics/q/claim", claim, place))
         shard.answer(await shard.claimed(), Dealt(1, [1, 2], LEASE_NO, DEADLINE_MS, [1, 1], 0))

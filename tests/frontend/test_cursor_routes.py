@@ -19,7 +19,7 @@ from topics.core.errors import TopicsError
 from topics.frontend.asgi import DELIVER, Send
 from topics.frontend.entry import limits
 from topics.frontend.entry.bodies import ClientGoneError
-from topics.frontend.entry.budget import Hold
+from topics.frontend.entry.budget import Reservation
 from topics.frontend.queues import cursor_locks
 from topics.frontend.queues.cursor_routes import CursorRoutes
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
@@ -171,8 +171,8 @@ def test_a_cursor_does_not_move_for_a_client_that_went_away_while_it_waited_for_
     async def test(live: Live) -> None:
         reader = Reader(live)
         await reader.make(5, consistency="strictly_at_once")
-        others = Hold(reader.routes.moving)
-        await others.take(limits.CURSOR_PAGES.most_bytes)
+        others = Reservation(reader.routes.moving)
+        await others.replace(limits.CURSOR_PAGES.most_bytes)
         gone = asyncio.Event()
         waiting = asyncio.create_task(reader.read(2, gone=gone))
         await until(lambda: bool(reader.routes.moving.waiting))

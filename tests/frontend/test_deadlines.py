@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from topics.frontend.http.deadlines import AttendedClock, Awaited, Deadlines, HttpLimits, Verdict
+from topics.frontend.http.deadlines import Awaited, Deadlines, HttpLimits, RunningClock, Verdict
 
 LIMITS = HttpLimits(
     header_timeout_ms=10_000,
@@ -25,17 +25,17 @@ class Waiting:
 
     def __init__(self) -> None:
         self._now_s = 100.0
-        self._clock = AttendedClock(lambda: self._now_s)
+        self._clock = RunningClock(lambda: self._now_s)
         self.deadlines = Deadlines(LIMITS, self._clock)
 
     @property
     def now_s(self) -> float:
         """Attended."""
-        return self._now_s - self._clock.missed_s
+        return self._now_s - self._clock.suspended_s
 
     @now_s.setter
     def now_s(self, until_s: float) -> None:
-        until_s += self._clock.missed_s
+        until_s += self._clock.suspended_s
         while self._now_s + 1 < until_s:
             self._now_s += 1
             self._clock.now_s()
@@ -54,9 +54,9 @@ class Waiting:
         at_s = self.deadlines.at_s
         assert self.now_s <= at_s < math.inf
         self.now_s = math.nextafter(at_s, 0)
-        assert self.deadlines.overdue(buffered_bytes) is Verdict.NOTHING_YET
+        assert self.deadlines.verdict(buffered_bytes) is Verdict.NOT_YET
         self.now_s = at_s
-        return self.deadlines.overdue(buffered_bytes)
+        return self.deadlines.verdict(buffered_bytes)
 
 
 def test_nothing_is_awaited() -> None:
@@ -66,7 +66,7 @@ def test_nothing_is_awaited() -> None:
     waiting.deadlines.wait(Awaited.NOTHING)
     assert waiting.deadlines.at_s == math.inf
     waiting.now_s = 1000
-    assert waiting.deadlines.overdue(0) is Verdict.NOTHING_YET
+    assert waiting.deadlines.verdict(0) is Verdict.NOT_YET
 
 
 @pytest.mark.parametrize(
@@ -103,10 +103,10 @@ def test_what_comes_prolongs_some_of_them(awaited: Awaited, prolonged: bool) -> 
     waiting.deadlines.wait(awaited)
     before_s = waiting.deadlines.at_s
     waiting.now_s += 0.5
-    waiting.deadlines.wait(awaited, body_came_bytes=500)
+    waiting.deadlines.wait(awaited, received_body_bytes=500)
     assert waiting.deadlines.at_s == before_s + 0.5 * prolonged
     waiting.deadlines.wait(Awaited.NOTHING)
-    waiting.deadlines.wait(awaited, body_came_bytes=500)
+    waiting.deadlines.wait(awaited, received_body_bytes=500)
     assert waiting.deadlines.at_s == before_s + 0.5, "it begins anew once something else was awaited"
 
 
@@ -139,18 +139,18 @@ def test_the_body_of_a_request_that_came_with_the_end_of_another_body_has_its_wh
 
 def test_a_reader_that_stands_still_is_cut() -> None:
     waiting = Waiting()
-    waiting.deadlines.begin_taking(1_000_000)
+    waiting.deadlines.begin_reader(1_000_000)
     began_s = waiting.now_s
     buffered_bytes = 1_000_000
     waiting.deadlines.wait(Awaited.READER)
     for _ in range(10):
-        assert waiting.verdict(buffered_bytes) is Verdict.LOOK_AGAIN
+        assert waiting.verdict(buffered_bytes) is Verdict.CHECK_AGAIN
         waiting.deadlines.wait(Awaited.READER)
     buffered_bytes -= 1  # any byte is progress
     progress_s = waiting.now_s + 1
-    assert waiting.verdict(buffered_bytes) is Verdict.LOOK_AGAIN
+    assert waiting.verdict(buffered_bytes) is Verdict.CHECK_AGAIN
     waiting.deadlines.wait(Awaited.READER)
-    while (verdict := waiting.verdict(buffered_bytes)) is Verdict.LOOK_AGAIN:
+    while (verdict := waiting.verdict(buffered_bytes)) is Verdict.CHECK_AGAIN:
         waiting.deadlines.wait(Awaited.READER)
     assert verdict is Verdict.CUT
     assert waiting.now_s == progress_s + 45
@@ -159,10 +159,10 @@ def test_a_reader_that_stands_still_is_cut() -> None:
 
 def test_a_reader_may_not_take_for_ever() -> None:
     waiting = Waiting()
-    waiting.deadlines.begin_taking(10_000)
+    waiting.deadlines.begin_reader(10_000)
     began_s, buffered_bytes = waiting.now_s, 10_000
     waiting.deadlines.wait(Awaited.READER)
-    while (verdict := waiting.verdict(buffered_bytes)) is Verdict.LOOK_AGAIN:
+    while (verdict := waiting.verdict(buffered_bytes)) is Verdict.CHECK_AGAIN:
         buffered_bytes -= 1
         waiting.deadlines.wait(Awaited.READER)
     assert verdict is Verdict.CUT
@@ -171,12 +171,12 @@ def test_a_reader_may_not_take_for_ever() -> None:
 
 def test_who_has_taken_it_may_take_its_time_for_the_next() -> None:
     waiting = Waiting()
-    waiting.deadlines.begin_taking(10_000)
-    waiting.deadlines.end_taking()
+    waiting.deadlines.begin_reader(10_000)
+    waiting.deadlines.end_reader()
     waiting.now_s += 1_000
-    waiting.deadlines.watch_reader(500)
+    waiting.deadlines.note_progress(500)
     waiting.deadlines.wait(Awaited.END)
-    assert waiting.verdict(500) is Verdict.LOOK_AGAIN
+    assert waiting.verdict(500) is Verdict.CHECK_AGAIN
     waiting.deadlines.wait(Awaited.END)
     assert waiting.verdict(0) is Verdict.CLOSE
 
@@ -214,28 +214,28 @@ def test_the_time_of_a_body_is_used_up_however_often_it_is_not_awaited() -> None
 def test_a_stop_is_nobodys_time(awaited: Awaited) -> None:
     """The timer is long overdue then; what came meanwhile is read before it is over."""
     waiting = Waiting()
-    waiting.deadlines.begin_taking(1_000_000)
+    waiting.deadlines.begin_reader(1_000_000)
     waiting.deadlines.begin_body()
     waiting.deadlines.wait(awaited)
     waiting.now_s += 0.5
     left_s = waiting.left_s
     waiting.stop(3600)
-    assert waiting.deadlines.overdue(1_000_000) is Verdict.NOTHING_YET
+    assert waiting.deadlines.verdict(1_000_000) is Verdict.NOT_YET
     assert waiting.left_s == left_s
     waiting.now_s += left_s + 0.001
-    assert waiting.deadlines.overdue(1_000_000) is not Verdict.NOTHING_YET
+    assert waiting.deadlines.verdict(1_000_000) is not Verdict.NOT_YET
 
 
 def test_a_reader_that_took_everything_during_a_stop() -> None:
     waiting = Waiting()
-    waiting.deadlines.begin_taking(1000)
+    waiting.deadlines.begin_reader(1000)
     waiting.deadlines.wait(Awaited.READER)
     waiting.stop(3600)
-    for buffered_bytes, verdict in ((1000, Verdict.LOOK_AGAIN), (0, Verdict.CLOSE)):
+    for buffered_bytes, verdict in ((1000, Verdict.CHECK_AGAIN), (0, Verdict.CLOSE)):
         waiting.deadlines.wait(Awaited.READER)
-        assert waiting.deadlines.overdue(buffered_bytes) is Verdict.NOTHING_YET
+        assert waiting.deadlines.verdict(buffered_bytes) is Verdict.NOT_YET
         waiting.now_s += 1.001
-        assert waiting.deadlines.overdue(buffered_bytes) is verdict
+        assert waiting.deadlines.verdict(buffered_bytes) is verdict
 
 
 def test_a_stop_in_the_midst_of_a_body_costs_it_nothing() -> None:

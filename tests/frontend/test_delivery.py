@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from tests.frontend.live import OPTIONS, Live, Wire, delivered, on_loop, turns, until
 from topics.core.priority import AGE_FULL_MS
 from topics.frontend.entry import limits
-from topics.frontend.live import delivery, topic_views
-from topics.frontend.live.channels import BEATS_MAX
+from topics.frontend.entry.stalled_clients import STALL_CUT_MS, STALL_MAX_MS
+from topics.frontend.live import delivery, step_cache
 from topics.frontend.live.delivery import FAN_OUT_STEP
-from topics.frontend.live.pulse import STALL_CUT_MS, STALL_MAX_MS
-from topics.frontend.live.topic_views import TopicSight
+from topics.frontend.live.heartbeats import PER_TURN_MAX
+from topics.frontend.live.step_cache import KnownTopics
 from topics.frontend.reads.reading import RecordPage
 
 
@@ -42,7 +42,7 @@ def test_backlog_then_live(tmp_path: Path) -> None:
         await live.write("t", 2)
         await until(lambda: wire.seqs() == [2, 3, 4, 5])
         assert wire.kinds() == ["record", "caught-up", "record"]
-        assert connection.stream.places() == {"t": 5}
+        assert connection.state.cursor() == {"t": 5}
 
     on_loop(tmp_path, test)
 
@@ -76,7 +76,7 @@ def test_one_stream_of_many_topics(tmp_path: Path) -> None:
     on_loop(tmp_path, test)
 
 
-@pytest.mark.parametrize("failing", ["see", "watch"])
+@pytest.mark.parametrize("failing", ["find", "watch"])
 def test_a_stream_that_could_not_be_opened_leaves_nothing_to_those_behind_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
@@ -88,7 +88,7 @@ def test_a_stream_that_could_not_be_opened_leaves_nothing_to_those_behind_it(
         await live.write("t")
         with monkeypatch.context() as patch:
             good, _ = live.follow({"s": 0})
-            patch.setattr(TopicSight if failing == "see" else live.gateway, failing, no_file)
+            patch.setattr(KnownTopics if failing == "find" else live.gateway, failing, no_file)
             with pytest.raises(OSError, match="too many open files"):
                 live.follow({"s": 0, "t": 0})
         assert live.cell.get("sse_connections") == 1
@@ -144,7 +144,7 @@ def test_a_large_page_is_read_once_for_many_and_not_kept_beside_others(
 ) -> None:
     """Each write of it is a slice of its own, and it alone is more than what is kept."""
     monkeypatch.setattr(delivery, "SLICE_S", 0.0)
-    monkeypatch.setattr(topic_views, "KEPT_BYTES", 50_000)
+    monkeypatch.setattr(step_cache, "KEPT_BYTES", 50_000)
 
     async def test(live: Live) -> None:
         await live.put("t")
@@ -157,8 +157,8 @@ def test_a_large_page_is_read_once_for_many_and_not_kept_beside_others(
         kept = 0
         while not all(wire.seqs() == [1] for wire in wires):
             await asyncio.sleep(0)
-            sight = live.hub.snapshot._sights.get("t")
-            kept = max(kept, sum(len(step.data) for step in sight.steps.values()) if sight is not None else 0)
+            cached = live.hub.steps._cached.get("t")
+            kept = max(kept, sum(len(step.data) for step in cached.steps.values()) if cached is not None else 0)
         assert reads() == len(groups)
         assert 100_000 < kept < 150_000, "one page"
 
@@ -441,7 +441,7 @@ def test_a_slow_client_is_not_read_for_and_catches_up(tmp_path: Path) -> None:
             await live.write("t")
             await delivered(quick, numbers(seq))
         assert slow.buffered_bytes == 100_000, "it was written to"
-        assert connection.stream.places() == {"t": 0}
+        assert connection.state.cursor() == {"t": 0}
         slow.read_on()
         await until(lambda: slow.seqs() == numbers(50))
         assert slow.kinds() == ["caught-up", *["record"] * 5, "caught-up"]
@@ -522,7 +522,7 @@ def test_a_large_page_is_made_for_who_has_room_only(tmp_path: Path, monkeypatch:
     """Streams that share nothing, and clients that come and go meanwhile: room is given to one of them, not to all."""
     monkeypatch.setattr(limits, "KEPT_FRAMES", limits.KEPT_FRAMES._replace(most_bytes=3 * LARGE_BYTES))
     monkeypatch.setattr(delivery, "SLICE_S", 0.0)
-    monkeypatch.setattr(topic_views, "KEPT_BYTES", 0)
+    monkeypatch.setattr(step_cache, "KEPT_BYTES", 0)
 
     async def test(live: Live) -> None:
         await live.put("t")
@@ -710,7 +710,7 @@ def test_a_heartbeat_in_silence(tmp_path: Path) -> None:
 def test_heartbeats_of_many_streams_leave_the_event_loop_its_turns(tmp_path: Path) -> None:
     async def test(live: Live) -> None:
         await live.put("t")
-        wires = [live.follow({"t": 0}, heartbeat_ms=20)[0] for _ in range(5 * BEATS_MAX)]
+        wires = [live.follow({"t": 0}, heartbeat_ms=20)[0] for _ in range(5 * PER_TURN_MAX)]
         await until(lambda: all(wire.kinds() == ["caught-up"] for wire in wires))
         in_turn, most_in_turn = 0, 0
 
@@ -726,7 +726,7 @@ def test_heartbeats_of_many_streams_leave_the_event_loop_its_turns(tmp_path: Pat
             in_turn = 0
             await asyncio.sleep(0)
             most_in_turn = max(most_in_turn, in_turn)
-        assert most_in_turn <= BEATS_MAX
+        assert most_in_turn <= PER_TURN_MAX
         await turns()
         assert sum(len(wire.writes) for wire in wires) == before + len(wires), "one each"
 
@@ -745,7 +745,7 @@ def test_a_deleted_topic_ends_at_once_and_alone(tmp_path: Path) -> None:
         await live.delete("gone")
         await until(lambda: wire.kinds()[-1] == "topic-deleted")
         assert wire.frames()[-1].json == {"topic": "gone", "head_seq": 2, "reason": "deleted"}
-        assert connection.stream.places() == {"stays": 1}
+        assert connection.state.cursor() == {"stays": 1}
         await live.write("gone", 5)
         await live.write("stays")
         await until(lambda: wire.seqs("stays") == [1, 2])
@@ -905,8 +905,8 @@ def test_a_strong_stream_says_that_its_topic_has_become_ephemeral_and_goes_on_wh
         # One that is opened now, as that of a session may be, is told the same.
         late, _ = live.follow({"t": 0}, strong=True)
         await until(lambda: late.kinds() == ["error"])
-        made = live.hub.snapshot.made
-        await until(lambda: live.hub.snapshot.made > made + 4)  # tried again, by both
+        made = live.hub.steps.made
+        await until(lambda: live.hub.steps.made > made + 4)  # tried again, by both
         assert (strong.kinds()[2:], late.kinds()) == (["error"], ["error"])
         await live.put("t", durability="fsync")
         await until(lambda: strong.kinds()[3:] == ["caught-up"])
@@ -946,7 +946,7 @@ def test_a_drain_ends_every_stream_in_order(tmp_path: Path) -> None:
         await until(lambda: all(wire.seqs() == [1, 2, 3] for wire, _ in followers))
         live.hub.drain()
         assert all(wire.ended and connection.closed for wire, connection in followers)
-        assert {tuple(connection.stream.places().items()) for _, connection in followers} == {(("t", 3),)}
+        assert {tuple(connection.state.cursor().items()) for _, connection in followers} == {(("t", 3),)}
         assert live.hub.draining
         assert live.cell.get("sse_connections") == 0
         await live.write("t")

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from topics.core.errors import TopicsError
 from topics.frontend.http.deadlines import HttpLimits
-from topics.frontend.http.http1_parser import Chunks, Head, Refusal, RequestParser
+from topics.frontend.http.http1_parser import Chunks, Head, RequestParser
 
 LIMITS = HttpLimits(max_header_bytes=2000, max_headers=10, max_uri_bytes=200, max_body_bytes=5000)
 
@@ -47,11 +48,11 @@ def parse(reads: list[bytes], limits: HttpLimits = LIMITS) -> tuple[list[Parsed]
     return requests, pending
 
 
-def refusal(data: bytes, limits: HttpLimits = LIMITS) -> Refusal:
+def refusal(data: bytes, limits: HttpLimits = LIMITS) -> TopicsError:
     """The refusal of `data`, the same whether it comes at once or byte by byte."""
-    with pytest.raises(Refusal) as whole:
+    with pytest.raises(TopicsError) as whole:
         parse([data], limits)
-    with pytest.raises(Refusal) as bytewise:
+    with pytest.raises(TopicsError) as bytewise:
         parse([data[i : i + 1] for i in range(len(data))], limits)
     assert whole.value.code == bytewise.value.code
     return whole.value
@@ -200,7 +201,7 @@ def test_limits_are_reached_exactly() -> None:
 
 def test_refusal_shows_the_value_and_the_way_out() -> None:
     assert "'a b'" in refusal(b"GET / HTTP/1.1\r\nHost: a b\r\n\r\n").message
-    assert "5001 bytes; at most 5000" in refusal(POST + b"Content-Length: 5001\r\n\r\n").message
+    assert "5001 bytes, at most 5000" in refusal(POST + b"Content-Length: 5001\r\n\r\n").message
     assert "HTTP/1.1 is" in refusal(b"GET / HTTP/1.2\r\nHost: a\r\n\r\n").message
 
 
@@ -355,7 +356,7 @@ def test_two_opinions_on_where_a_body_ends_are_a_refusal(llhttp_ends: bool, monk
         monkeypatch.setattr(Chunks, "ended", property(lambda _: False, lambda *_: None), raising=False)
     else:
         monkeypatch.setattr(RequestParser, "on_message_complete", lambda _: None)
-    with pytest.raises(Refusal, match="its end is not clear"):
+    with pytest.raises(TopicsError, match="its end is not clear"):
         parse([wire])
 
 
@@ -365,5 +366,5 @@ def test_garbage_is_refused_or_waited_for(garbage: bytes, after_a_head: bool) ->
     """No other exception, and nothing that was not asked for comes out."""
     try:
         parse([CHUNKED + garbage if after_a_head else garbage])
-    except Refusal as refused:
+    except TopicsError as refused:
         assert refused.message  # noqa: PT017 - no refusal is as good

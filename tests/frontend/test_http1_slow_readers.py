@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 
 from tests.frontend.http1_server import Client, Server, undisturbed, until
+from topics.frontend.entry import stalled_clients
 from topics.frontend.http import kept_answers
 from topics.frontend.http.deadlines import HttpLimits
-from topics.frontend.live import pulse
 
 
 @pytest.fixture(params=["uvloop", "asyncio"])
@@ -59,6 +59,7 @@ def test_reader_that_stands_still(loop: str) -> None:
         until(lambda: not server.connections.open, "the connection is cut")
 
 
+@pytest.mark.long
 def test_reader_that_takes_next_to_nothing(loop: str) -> None:
     """Never quite still, but its answer would be kept for hours."""
     limits = HttpLimits(write_stall_timeout_ms=1000, linger_ms=20, read_min_bytes_per_s=100_000_000)
@@ -77,8 +78,8 @@ def test_reader_that_takes_next_to_nothing(loop: str) -> None:
 
 def test_answers_that_nobody_takes_have_a_bound_together(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has not taken its own for longest is cut for it, and nobody else."""
-    monkeypatch.setattr(kept_answers, "LOOK_S", 0.05)
-    monkeypatch.setattr(pulse, "STALL_CUT_MS", 200)
+    monkeypatch.setattr(kept_answers, "CHECK_S", 0.05)
+    monkeypatch.setattr(stalled_clients, "STALL_CUT_MS", 200)
     with Server(loop=loop) as server, contextlib.ExitStack() as stack:
         server.connections.kept.high_bytes = 70_000_000
         clients = ask_for_long_answers(server, stack, *[30_000_000] * 3)
@@ -95,8 +96,8 @@ def test_answers_that_nobody_takes_have_a_bound_together(loop: str, monkeypatch:
 def test_answers_are_not_cut_while_they_are_taken(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those that are too much together the one that came first is read on, if not quickly."""
     stall_ms = 1000
-    monkeypatch.setattr(kept_answers, "LOOK_S", 0.05)
-    monkeypatch.setattr(pulse, "STALL_CUT_MS", stall_ms)
+    monkeypatch.setattr(kept_answers, "CHECK_S", 0.05)
+    monkeypatch.setattr(stalled_clients, "STALL_CUT_MS", stall_ms)
 
     def read_on() -> None:
         with Server(loop=loop) as server, contextlib.ExitStack() as stack:
@@ -104,11 +105,11 @@ def test_answers_are_not_cut_while_they_are_taken(loop: str, monkeypatch: pytest
             reading, still = ask_for_long_answers(server, stack, 60_000_000, 30_000_000)
             reading.head()
             answer = bytearray()
-            waiting_bytes = sum(connection.buffered_bytes for connection in server.connections.open)
+            waiting_bytes = sum(connection.buffered_bytes for connection in server.http1)
 
             def progress_shows() -> bool:
                 answer.extend(reading.read(30_000))
-                return sum(connection.buffered_bytes for connection in server.connections.open) < waiting_bytes
+                return sum(connection.buffered_bytes for connection in server.http1) < waiting_bytes
 
             # Before the sum is too high: the first to be cut would else be the one that came first, if it is late.
             until(progress_shows, "the server sends on")
@@ -130,7 +131,7 @@ def test_answers_are_not_cut_while_they_are_taken(loop: str, monkeypatch: pytest
 
 def test_answers_have_a_bound_whoever_takes_them(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once: so much may come within the time that a client has to take something."""
-    monkeypatch.setattr(pulse, "STALL_CUT_MS", 3_600_000)
+    monkeypatch.setattr(stalled_clients, "STALL_CUT_MS", 3_600_000)
     with Server(loop=loop) as server, contextlib.ExitStack() as stack:
         server.connections.kept.high_bytes = 30_000_000
         server.connections.kept.budget.most_bytes = 70_000_000
@@ -142,8 +143,8 @@ def test_answers_have_a_bound_whoever_takes_them(loop: str, monkeypatch: pytest.
 
 def test_what_a_stream_leaves_behind_is_bounded_like_any_answer(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub counts what it keeps for a stream as long as it is open, and nobody would from then on."""
-    monkeypatch.setattr(kept_answers, "LOOK_S", 0.05)
-    monkeypatch.setattr(pulse, "STALL_CUT_MS", 200)
+    monkeypatch.setattr(kept_answers, "CHECK_S", 0.05)
+    monkeypatch.setattr(stalled_clients, "STALL_CUT_MS", 200)
 
     def leave_behind(client: Client, count: int) -> None:
         client.get("/push").head()
@@ -166,18 +167,18 @@ def test_what_a_stream_leaves_behind_is_bounded_like_any_answer(loop: str, monke
 
 def test_an_answer_counts_whole_until_its_client_has_all_of_it(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """uvloop keeps all of it as long as a byte is to be sent."""
-    monkeypatch.setattr(pulse, "STALL_CUT_MS", 60_000)
+    monkeypatch.setattr(stalled_clients, "STALL_CUT_MS", 60_000)
     with Server(loop=loop) as server, server.client(receive_buffer_bytes=4096) as client:
         server.connections.kept.high_bytes = 20_000_000
         kept = server.connections.kept
         client.get("/big?30000000").head()
         until(lambda: kept.held_bytes, "its answer to be kept")
-        (connection,) = server.connections.open
+        (connection,) = server.http1
         left_bytes = 30_000_000
         while left_bytes > 10_000_000:
             left_bytes -= len(client.read(left_bytes - 10_000_000))
         assert server.settled(lambda: connection.buffered_bytes) < 10_000_000
-        server.call(kept._look)
+        server.call(kept._check)
         assert kept.held_bytes >= 30_000_000
         assert connection._transport.get_write_buffer_limits()[0] == 0, "it is not let go before the last byte"
         while left_bytes:

@@ -293,7 +293,7 @@ def test_body_that_nobody_reads_is_not_collected() -> None:
         client.send(b"POST /wait_unread HTTP/1.1\r\nHost: test\r\nTransfer-Encoding: chunked\r\n\r\n")
         piece = b"8000\r\n" + bytes(0x8000) + b"\r\n"
         sent = fill(client, piece)
-        (connection,) = server.connections.open
+        (connection,) = server.http1
         assert connection._exchange is not None
         # One read more than the mark may have been under way.
         assert connection._exchange.unread_bytes <= limits.read_high_water_bytes + READ_BYTES
@@ -309,7 +309,7 @@ def test_pipelined_requests_wait_outside(server: Server, client: Client) -> None
     until(lambda: server.app.scopes and server.app.scopes[-1]["path"] == "/wait", "request")
     one = b"POST /echo HTTP/1.1\r\nHost: test\r\nContent-Length: 5000\r\n\r\n" + b"x" * 5000
     sent = fill(client, one)
-    (connection,) = server.connections.open
+    (connection,) = server.http1
     assert len(connection._pending) <= SMALL.read_high_water_bytes + READ_BYTES
     server.call(server.app.go.set)
     assert client.answer().body == b"at last"
@@ -451,7 +451,7 @@ class TestDrain:
     def test_request_on_its_way_is_still_answered(self, loop: str) -> None:
         with Server(loop=loop, grace_ms=10_000) as server, server.client() as client:
             client.send(POST[:20])
-            until(lambda: any(c._pending for c in server.connections.open), "part of a head")
+            until(lambda: any(c._pending for c in server.http1), "part of a head")
             server.begin_shutdown()
             client.send(POST[20:] + b"Content-Length: 2\r\n\r\nhi")
             answer = client.answer()

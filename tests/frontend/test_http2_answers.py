@@ -9,10 +9,10 @@ import pytest
 
 from tests.frontend.http1_server import Client, Server, until
 from tests.frontend.http2_client import Streams
+from topics.frontend.entry import stalled_clients
 from topics.frontend.entry.limits import CONNECTION_ANSWERS
 from topics.frontend.http import kept_answers
 from topics.frontend.http.deadlines import HttpLimits
-from topics.frontend.live import pulse
 
 PAGE_BYTES = 1 << 20
 KEPT_MAX_BYTES = CONNECTION_ANSWERS.most_bytes
@@ -168,8 +168,8 @@ def test_a_stop_waits_for_those_who_take_theirs() -> None:
 
 def test_streams_of_all_connections_have_a_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that that of HTTP/1.1 has: who has taken nothing for longest is reset, and its connection goes on."""
-    monkeypatch.setattr(kept_answers, "LOOK_S", 0.05)
-    monkeypatch.setattr(pulse, "STALL_CUT_MS", 200)
+    monkeypatch.setattr(kept_answers, "CHECK_S", 0.05)
+    monkeypatch.setattr(stalled_clients, "STALL_CUT_MS", 200)
     with Server() as server, contextlib.ExitStack() as stack:
         server.connections.kept.high_bytes = 7_000_000
         clients = [streams_of(stack.enter_context(server.client())) for _ in range(3)]

@@ -159,7 +159,8 @@ def test_a_long_message_that_is_taken_slowly_is_taken_to_its_end() -> None:
 def test_an_answer_counts_whole_until_nobody_waits_for_its_rest_which_is_then_all_that_is_kept() -> None:
     async def test() -> None:
         buffer = BoundedBuffer(EventWrapper)
-        buffer.kept = kept = KeptAnswers(SystemClock())
+        kept = KeptAnswers(SystemClock())
+        buffer.attach(kept, lambda: None)
         answer = b"x" * 4_000_000
         pushing = asyncio.create_task(buffer.push(answer))
         while not kept.held_bytes:

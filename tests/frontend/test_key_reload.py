@@ -12,8 +12,7 @@ from structlog.testing import capture_logs
 from topics.core.errors import TopicsError
 from topics.frontend.asgi import Scope
 from topics.frontend.entry.access import Access, KeyLimits, KeyReload
-from topics.key_sources import read_keys
-from topics.settings import load
+from topics.settings import load, read_keys
 from topics.shm.cap import KeyCounts
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
@@ -49,7 +48,7 @@ class Frontend:
     def admits(self, key: str) -> bool:
         scope: Scope = {"headers": [(b"authorization", b"Bearer " + key.encode())]}
         try:
-            self.access.caller(scope)
+            self.access.authenticate(scope)
         except TopicsError:
             return False
         return True
@@ -85,7 +84,7 @@ def test_a_file_that_cannot_be_read_is_read_once_it_can_be(frontend: Frontend) -
 
     with capture_logs() as said:
         asyncio.run(test())
-    assert [line["event"] for line in said] == [FAILED, FAILED, "keys reloaded, which had failed"]
+    assert [line["event"] for line in said] == [FAILED, FAILED, "keys reloaded after a failure"]
     assert said[0]["problems"] != said[1]["problems"], "each is said once"
 
 

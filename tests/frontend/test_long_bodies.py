@@ -18,6 +18,8 @@ from topics.core.errors import TopicsError
 from topics.frontend.entry import wire
 from topics.frontend.routes import long_bodies
 
+pytestmark = pytest.mark.long
+
 RECORDS_MAX = 40
 RECORD_MAX_BYTES = 400
 PIECE_BYTES = 48

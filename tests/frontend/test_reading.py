@@ -458,6 +458,7 @@ def comparable(record: ServedRecord) -> tuple[object, ...]:
     return (record.seq, record.ts, record.node, record.tag, bytes(record.data), bytes(record.meta))
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @given(
     batches=batches,

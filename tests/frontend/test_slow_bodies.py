@@ -14,7 +14,7 @@ import pytest
 from tests.frontend.http1_server import Server, undisturbed
 from topics.core.errors import TopicsError
 from topics.frontend.http import hypercorn_deadlines
-from topics.frontend.http.deadlines import AttendedClock, BodyTime, HttpLimits
+from topics.frontend.http.deadlines import BodyTime, HttpLimits, RunningClock
 
 HEAD = b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
 SLOW = HttpLimits(body_timeout_ms=200, body_idle_timeout_ms=5_000, body_min_bytes_per_s=100_000, linger_ms=10_000)
@@ -111,7 +111,7 @@ async def sink(message: Any) -> None:
 
 
 @pytest.mark.parametrize("pieces", [0, 1, 5])
-def test_http2_waits_no_longer(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_http2_waits_no_longer(pieces: int) -> None:
     client = Stalling(pieces)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -119,12 +119,11 @@ def test_http2_waits_no_longer(pieces: int, monkeypatch: pytest.MonkeyPatch) -> 
             assert (await receive())["more_body"]
 
     async def main() -> None:
-        limits = HttpLimits(body_idle_timeout_ms=20)
+        limits = HttpLimits(body_idle_timeout_ms=20, discard_timeout_ms=20)
         with pytest.raises(TopicsError) as raised:
-            await hypercorn_deadlines.run(app, limits, AttendedClock(time.monotonic), {}, client.receive, sink)
+            await hypercorn_deadlines.run(app, limits, RunningClock(time.monotonic), {}, client.receive, sink)
         assert raised.value.code == "request_timeout"
 
-    monkeypatch.setattr(hypercorn_deadlines, "DROP_S", 0.02)
     asyncio.run(main())
 
 
@@ -147,7 +146,7 @@ def test_http2_takes_what_came_while_the_process_was_stopped() -> None:
 
     async def main() -> None:
         limits = HttpLimits(body_idle_timeout_ms=20)
-        await hypercorn_deadlines.run(app, limits, AttendedClock(lambda: time_s), {}, Stopped().receive, sink)
+        await hypercorn_deadlines.run(app, limits, RunningClock(lambda: time_s), {}, Stopped().receive, sink)
 
     asyncio.run(main())
 
@@ -158,10 +157,11 @@ def test_what_the_app_does_not_read_is_dropped() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         return
 
-    asyncio.run(hypercorn_deadlines.run(app, HttpLimits(), AttendedClock(time.monotonic), {}, client.receive, sink))
+    asyncio.run(hypercorn_deadlines.run(app, HttpLimits(), RunningClock(time.monotonic), {}, client.receive, sink))
     assert client.received == 50
 
 
+@pytest.mark.long
 def test_h2c_streams_that_stall_do_not_hold_up_others() -> None:
     with Server(limits=HttpLimits(body_idle_timeout_ms=100)) as server, server.client() as client:
         h2c = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding=None))

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from tests.frontend.hosting import TestClock
-from topics.frontend.asgi import KEPT
+from topics.frontend.asgi import WRITE_BUFFER
 from topics.frontend.entry.limits import SOCKET_MESSAGES
 from topics.frontend.live import websocket as module
 from topics.frontend.live.push import HIGH_WATER_BYTES
@@ -41,7 +41,7 @@ def with_outbox(test: Callable[[SocketOutbox, Client], Coroutine[Any, Any, None]
     async def main() -> None:
         client = Client()
         outbox = SocketOutbox(client.send, None)
-        carrier = asyncio.create_task(outbox.carry())
+        carrier = asyncio.create_task(outbox.send_all())
         try:
             async with asyncio.timeout(10):
                 await test(outbox, client)
@@ -93,7 +93,7 @@ def test_cancelled_in_the_moment_room_was_given() -> None:
         waiting = puts[-1]
         room = outbox._answers[0]
         outbox._queue.popleft()
-        outbox._let_in()
+        outbox._give_turns()
         assert room.done()
         waiting.cancel()
         await settle()
@@ -208,7 +208,7 @@ def test_who_enters_has_the_room_that_was_promised() -> None:
         for n in range(MESSAGES_MAX + 1):
             await outbox.put(b"%d" % n)
             await settle()
-        entered = asyncio.create_task(outbox.enter())
+        entered = asyncio.create_task(outbox.wait_for_turn())
         late = asyncio.create_task(outbox.put(b"late"))
         await settle()
         assert not entered.done()
@@ -251,7 +251,7 @@ def test_a_client_that_takes_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch,
         async def never(_: object) -> None:
             await asyncio.Event().wait()
 
-        socket = module.Socket(cast(Any, Route()), b"", {"extensions": {KEPT: transport}}, receive, never)
+        socket = module.Socket(cast(Any, Route()), b"", {"extensions": {WRITE_BUFFER: transport}}, receive, never)
         running = asyncio.create_task(socket.run())
         for _ in range(70):
             await asyncio.sleep(0.003)

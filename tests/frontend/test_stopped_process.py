@@ -11,8 +11,8 @@ import pytest
 from tests.frontend.http1_server import DEADLINE_S, Server, until
 from topics.frontend.entry import limits
 from topics.frontend.entry.budget import Budget
-from topics.frontend.http.deadlines import GAP_S, AttendedClock, HttpLimits
-from topics.frontend.live.pulse import STALL_MAX_MS, Stalls
+from topics.frontend.entry.stalled_clients import STALL_MAX_MS, StalledClients
+from topics.frontend.http.deadlines import GAP_S, HttpLimits, RunningClock
 
 TIMEOUT_MS = 3_000
 LIMITS = HttpLimits(
@@ -53,6 +53,7 @@ class Stop:
         self._theirs.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
 def test_what_came_during_a_stop_is_read_before_anybody_is_judged(loop: str) -> None:
     with (
@@ -69,7 +70,7 @@ def test_what_came_during_a_stop_is_read_before_anybody_is_judged(loop: str) -> 
         body.send(POST + b"01234")
         reader.get(f"/big?{LONG_BYTES}").head()
         until(lambda: len(server.app.scopes) == 3 and len(server.connections.open) == 5, "all of them")
-        server.settled(lambda: sum(len(one._pending) for one in server.connections.open))
+        server.settled(lambda: sum(len(one._pending) for one in server.http1))
         stop.begin()
         began_s = time.monotonic()
         kept.send(POST + b"0123456789")
@@ -86,7 +87,7 @@ def test_what_came_during_a_stop_is_read_before_anybody_is_judged(loop: str) -> 
 class Looking:
     def __init__(self) -> None:
         self.time_s = 1000.0
-        self.clock = AttendedClock(lambda: self.time_s)
+        self.clock = RunningClock(lambda: self.time_s)
 
     def pass_by(self, time_s: float, every_s: float) -> None:
         until_s = self.time_s + time_s
@@ -108,13 +109,13 @@ def test_time_passes_while_somebody_looks() -> None:
 def test_who_pushes_gives_nobody_up_for_a_stop() -> None:
     """Neither of those who are behind; what they take afterwards is progress, and what they do not take counts."""
     looking = Looking()
-    stalls: Stalls[str] = Stalls(Budget(limits.KEPT_FRAMES), {"behind": 1000}.__getitem__)
-    stalls.note("behind", looking.clock.monotonic_ms())
+    stalls: StalledClients[str] = StalledClients(Budget(limits.KEPT_FRAMES), {"behind": 1000}.__getitem__)
+    stalls.add("behind", looking.clock.monotonic_ms())
     looking.time_s += 10 * STALL_MAX_MS
-    assert stalls.over(looking.clock.monotonic_ms()) == []
-    assert stalls.holding(1, looking.clock.monotonic_ms()) == []
+    assert stalls.timed_out(looking.clock.monotonic_ms()) == []
+    assert stalls.to_cut(1, looking.clock.monotonic_ms()) == []
     looking.pass_by(STALL_MAX_MS / 1000, 1)
-    assert stalls.over(looking.clock.monotonic_ms()) == ["behind"]
+    assert stalls.timed_out(looking.clock.monotonic_ms()) == ["behind"]
 
 
 def test_what_nobody_saw_has_not_passed() -> None:
@@ -123,9 +124,9 @@ def test_what_nobody_saw_has_not_passed() -> None:
     assert looking.clock.now_s() == 1001
     looking.time_s += 3600
     assert looking.clock.now_s() == 1001
-    assert looking.clock.missed_s == 3600
+    assert looking.clock.suspended_s == 3600
     looking.time_s += 1
     assert looking.clock.monotonic_ms() == 1_002_000
     looking.time_s += 60
     assert looking.clock.monotonic_ms() == 1_002_000
-    assert looking.time_s - looking.clock.missed_s == looking.clock.now_s()
+    assert looking.time_s - looking.clock.suspended_s == looking.clock.now_s()

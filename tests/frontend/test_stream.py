@@ -15,7 +15,15 @@ from tests.frontend.hosting import Hosting, Written
 from topics.api.answers import TombstoneAnswer as Tombstone
 from topics.core.config import TopicConfig
 from topics.core.floors import EvictReason
-from topics.frontend.live.stream import FramedPage, StepOutcome, Stream, StreamPhase, StreamPlan, StreamStep, batch
+from topics.frontend.live.stream import (
+    FramedPage,
+    StepOutcome,
+    StreamSpec,
+    StreamState,
+    StreamStep,
+    TopicPhase,
+    frame_page,
+)
 from topics.frontend.live.wording import EVENT_STREAM
 from topics.frontend.reads.reading import RecordPage
 from topics.frontend.reads.records import PageOptions
@@ -39,18 +47,18 @@ def shown(body: bytes = b"", count: int = 0, next_seq: int = 0, head_seq: int = 
     from_seq = more.pop("from_seq", 0)
     durable_seq = more.pop("durable_seq", 0)
     page = RecordPage(body, count, next_seq, head_seq, 1, durable_seq, more.pop("tombstone", None), next_seq, 7)
-    return batch("t", from_seq, page, more.pop("strong", False))
+    return frame_page("t", from_seq, page, more.pop("strong", False))
 
 
-def start(position: int = 0, topic: str = "t") -> Stream:
-    return StreamPlan((topic,), (7,), OPTIONS, False).start({topic: position})
+def start(position: int = 0, topic: str = "t") -> StreamState:
+    return StreamSpec((topic,), (7,), OPTIONS, False).start({topic: position})
 
 
 # --- frames
 
 
 def test_the_exact_bytes_of_a_backlog_that_is_caught_up() -> None:
-    step = start().take(0, shown(b'{"$seq":1,"$ts":5,"data":1}', 1, 1, 1))
+    step = start().advance(0, shown(b'{"$seq":1,"$ts":5,"data":1}', 1, 1, 1))
     assert step.data == (
         b"event: record\n"
         b'data: {"topic":"t","records":[{"$seq":1,"$ts":5,"data":1}],"from_seq":0,"to_seq":1,"head_seq":1}\n'
@@ -70,7 +78,7 @@ def test_an_error_has_no_id() -> None:
 
 
 def test_line_breaks_between_tokens_become_lines_of_the_stream() -> None:
-    step = start().take(0, shown(b'{"$seq":1,"$ts":5,"data":{"a":\r\n1,\n\n"b":\r2}}', 1, 1, 1))
+    step = start().advance(0, shown(b'{"$seq":1,"$ts":5,"data":{"a":\r\n1,\n\n"b":\r2}}', 1, 1, 1))
     record = frames(step.data)[0]
     assert b'{"a": \n1,\n\n"b": 2}' in record.data
     assert record.json["records"][0]["data"] == {"a": 1, "b": 2}
@@ -83,23 +91,23 @@ def test_caught_up_is_said_on_each_transition_only() -> None:
     said = []
     stream = start()
     for next_seq, head_seq in ((2, 4), (4, 4), (5, 5), (6, 8), (8, 8)):
-        step = stream.take(0, shown(b"{}", 1, next_seq, head_seq, from_seq=stream.positions[0]))
+        step = stream.advance(0, shown(b"{}", 1, next_seq, head_seq, from_seq=stream.positions[0]))
         assert step.outcome is (StepOutcome.CURRENT if next_seq == head_seq else StepOutcome.MORE)
         said.append([frame.event for frame in frames(step.data)])
-        stream = step.stream
+        stream = step.state
     assert said == [["record"], ["record", "caught-up"], ["record"], ["record"], ["record", "caught-up"]]
 
 
 def test_filtered_records_move_the_id_without_a_frame() -> None:
-    stream = start().take(0, shown(next_seq=3, head_seq=3)).stream
-    step = stream.take(0, shown(next_seq=5, head_seq=5, from_seq=3))
+    stream = start().advance(0, shown(next_seq=3, head_seq=3)).state
+    step = stream.advance(0, shown(next_seq=5, head_seq=5, from_seq=3))
     assert step.data == b""
-    assert step.stream.places() == {"t": 5}
+    assert step.state.cursor() == {"t": 5}
 
 
 def test_nothing_new_is_the_same_place() -> None:
-    stream = start().take(0, shown(next_seq=3, head_seq=3)).stream
-    assert stream.take(0, shown(next_seq=3, head_seq=3, from_seq=3)).stream is stream
+    stream = start().advance(0, shown(next_seq=3, head_seq=3)).state
+    assert stream.advance(0, shown(next_seq=3, head_seq=3, from_seq=3)).state is stream
 
 
 @pytest.mark.parametrize(
@@ -114,10 +122,10 @@ def test_nothing_new_is_the_same_place() -> None:
 def test_tombstones(connected: bool, reason: str, said: str) -> None:
     stream = start(2)
     if connected:
-        stream = stream.take(0, shown(b"{}", 1, 3, 9, from_seq=2)).stream
+        stream = stream.advance(0, shown(b"{}", 1, 3, 9, from_seq=2)).state
     at = stream.positions[0]
     tombstone = Tombstone(at + 1, 6, reason, 6 - at, 7, 9)
-    step = stream.take(0, shown(b"{}", 3, 9, 9, from_seq=at, tombstone=tombstone))
+    step = stream.advance(0, shown(b"{}", 3, 9, 9, from_seq=at, tombstone=tombstone))
     assert events(step)[:2] == [
         (
             "tombstone",
@@ -130,60 +138,60 @@ def test_tombstones(connected: bool, reason: str, said: str) -> None:
 
 def test_a_cursor_beyond_the_head_starts_again() -> None:
     tombstone = Tombstone(1, 9, "recreated", 9, 3, 9)
-    step = start(20).take(0, shown(b"{}", 7, 9, 9, from_seq=20, tombstone=tombstone))
+    step = start(20).advance(0, shown(b"{}", 7, 9, 9, from_seq=20, tombstone=tombstone))
     (kind, _, at), (_, record, _), _ = events(step)
     assert (kind, at) == ("tombstone", {"t": 2}), "what it names is gone, what is there is yet to come"
     assert (record["from_seq"], record["to_seq"]) == (2, 9)
 
 
 def test_a_deleted_topic_leaves_the_ids_and_the_others_go_on() -> None:
-    plan = StreamPlan(("a", "b"), (1, 2), OPTIONS, False)
-    step = plan.start({"a": 3, "b": 4}).end(0, 5)
+    spec = StreamSpec(("a", "b"), (1, 2), OPTIONS, False)
+    step = spec.start({"a": 3, "b": 4}).topic_deleted(0, 5)
     assert events(step) == [("topic-deleted", {"topic": "a", "head_seq": 5, "reason": "deleted"}, {"b": 4})]
     assert step.outcome is StepOutcome.ENDED
     page = RecordPage(b"{}", 1, 5, 5, 1, 5, None, 1, 2)
-    after = step.stream.take(1, batch("b", 4, page, False))
+    after = step.state.advance(1, frame_page("b", 4, page, False))
     assert [positions for _, _, positions in events(after)] == [{"b": 5}, {"b": 5}]
 
 
 def test_a_topic_without_a_position_has_ended_before() -> None:
-    stream = StreamPlan(("a", "b"), (1, 2), OPTIONS, False).start({"b": 4})
-    assert stream.phases == bytes((StreamPhase.ENDED, StreamPhase.CONNECTING))
-    assert stream.places() == {"b": 4}
+    stream = StreamSpec(("a", "b"), (1, 2), OPTIONS, False).start({"b": 4})
+    assert stream.phases == bytes((TopicPhase.ENDED, TopicPhase.CONNECTING))
+    assert stream.cursor() == {"b": 4}
 
 
 def test_a_failure_is_said_once_and_caught_up_again_after_it() -> None:
-    live = start().take(0, shown(next_seq=3, head_seq=3)).stream
+    live = start().advance(0, shown(next_seq=3, head_seq=3)).state
     first = live.fail(0, "storage_unavailable", "unreadable")
     assert first.data == (
         b'event: error\ndata: {"code":429,"error":"unreadable","retry_after_ms":1000,"topics":["t"]}\n\n'
     )
-    again = first.stream.fail(0, "storage_unavailable", "unreadable")
-    assert (again.data, again.stream, again.outcome) == (b"", first.stream, StepOutcome.FAILED)
-    healed = again.stream.take(0, shown(b"{}", 1, 4, 4, from_seq=3))
+    again = first.state.fail(0, "storage_unavailable", "unreadable")
+    assert (again.data, again.state, again.outcome) == (b"", first.state, StepOutcome.FAILED)
+    healed = again.state.advance(0, shown(b"{}", 1, 4, 4, from_seq=3))
     assert [event for event, _, _ in events(healed)] == ["record", "caught-up"]
 
 
 def test_strong_streams_know_no_head_but_the_durable_one() -> None:
     stream = start()
-    step = stream.take(0, shown(b"{}", 1, 2, 5, durable_seq=2, strong=True))
+    step = stream.advance(0, shown(b"{}", 1, 2, 5, durable_seq=2, strong=True))
     assert [(event, data["head_seq"]) for event, data, _ in events(step)] == [("record", 2), ("caught-up", 2)]
     assert step.outcome is StepOutcome.WAITING
     # A cursor beyond what is durable waits; it does not go back.
-    ahead = start(4).take(0, shown(next_seq=4, head_seq=5, from_seq=4, durable_seq=2, strong=True))
-    assert (ahead.outcome, ahead.stream.places()) == (StepOutcome.WAITING, {"t": 4})
+    ahead = start(4).advance(0, shown(next_seq=4, head_seq=5, from_seq=4, durable_seq=2, strong=True))
+    assert (ahead.outcome, ahead.state.cursor()) == (StepOutcome.WAITING, {"t": 4})
 
 
 # --- sharing
 
 
 def test_streams_at_the_same_place_are_the_same_object() -> None:
-    plan = StreamPlan(("a", "b"), (1, 2), OPTIONS, False)
-    page = batch("a", 0, RecordPage(b"{}", 1, 1, 1, 1, 1, None, 1, 1), False)
-    other = batch("b", 0, RecordPage(b"{}", 1, 1, 1, 1, 1, None, 1, 2), False)
-    one, two = plan.start({"a": 0, "b": 0}), plan.start({"a": 0, "b": 0})
+    spec = StreamSpec(("a", "b"), (1, 2), OPTIONS, False)
+    page = frame_page("a", 0, RecordPage(b"{}", 1, 1, 1, 1, 1, None, 1, 1), False)
+    other = frame_page("b", 0, RecordPage(b"{}", 1, 1, 1, 1, 1, None, 1, 2), False)
+    one, two = spec.start({"a": 0, "b": 0}), spec.start({"a": 0, "b": 0})
     assert one is two
-    assert one.take(0, page).stream.take(1, other).stream is two.take(1, other).stream.take(0, page).stream
+    assert one.advance(0, page).state.advance(1, other).state is two.advance(1, other).state.advance(0, page).state
 
 
 # --- any history
@@ -245,7 +253,7 @@ def test_what_is_neither_delivered_nor_said_lost_was_not_wanted(
     try:
         topic = hosting.make("t", TopicConfig()).topic
         options = PageOptions(limit, 1 << 20, frozenset([b"me"]) if filtered else None)
-        stream = StreamPlan(("t",), (topic.id,), options, False).start({"t": 0})
+        stream = StreamSpec(("t",), (topic.id,), options, False).start({"t": 0})
         follower = Follower(0)
         mine: set[int] = set()
         deleted: set[int] = set()
@@ -256,9 +264,9 @@ def test_what_is_neither_delivered_nor_said_lost_was_not_wanted(
             for _ in range(pages):
                 from_seq = stream.positions[0]
                 page = hosting.reader.read_page(hosting.reader.get("t"), from_seq, options, hosting.clock.now_ms())
-                step = stream.take(0, batch("t", from_seq, page, False))
+                step = stream.advance(0, frame_page("t", from_seq, page, False))
                 follower.hear(step.data)
-                stream = step.stream
+                stream = step.state
                 if step.outcome is StepOutcome.CURRENT:
                     return True
             return False
@@ -285,8 +293,8 @@ def test_what_is_neither_delivered_nor_said_lost_was_not_wanted(
         unsaid = set(range(1, topic.head_seq + 1)) - set(follower.seqs) - follower.lost
         assert unsaid <= (deleted | (mine if filtered else set()))
         assert not set(follower.seqs) & (mine if filtered else set())
-        assert stream.places() == {"t": topic.head_seq}
-        assert stream.phases[0] == StreamPhase.LIVE
+        assert stream.cursor() == {"t": topic.head_seq}
+        assert stream.phases[0] == TopicPhase.LIVE
     finally:
         hosting.close()
         shm_names.unlink_all(identity)

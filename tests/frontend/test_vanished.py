@@ -11,9 +11,10 @@ from functools import partial
 import pytest
 
 from tests.frontend.http1_server import Server, until
+from topics.core.clock import SystemClock
+from topics.frontend.entry.stalled_clients import STALL_MAX_MS
 from topics.frontend.http.deadlines import HttpLimits
-from topics.frontend.http.vanished import Silences, unanswered_ms
-from topics.frontend.live.pulse import STALL_MAX_MS
+from topics.frontend.http.vanished import VanishedClients, unacknowledged_ms
 from topics.frontend.live.stream import RETRY_AFTER_MS
 
 SO_ATTACH_FILTER = 26
@@ -45,21 +46,21 @@ def test_who_has_vanished_is_cut_and_its_stream_told(loop: str) -> None:
 
 
 class Somebody:
-    end = None
+    open_socket = None
 
     def abort(self) -> None: ...
 
 
 def test_who_was_idle_for_long_and_is_sent_something_has_its_time_to_acknowledge_it() -> None:
-    silences, idle = Silences(300), Somebody()
-    assert not silences.has_vanished(idle, 100_000, 1000), "sent a moment ago"
-    assert not silences.has_vanished(idle, None, 1100), "and acknowledged"
-    assert not silences.has_vanished(idle, 150, 1250), "sent again"
-    assert not silences.has_vanished(idle, 100, 1549), "one acknowledgement of two"
-    assert not silences.has_vanished(idle, 399, 1848)
-    assert silences.has_vanished(idle, 400, 1849)
-    silences.forget_all_but([])
-    assert not silences.has_vanished(idle, 500, 1949), "another connection"
+    vanished, idle = VanishedClients([], 300, SystemClock()), Somebody()
+    assert not vanished.has_vanished(idle, 100_000, 1000), "sent a moment ago"
+    assert not vanished.has_vanished(idle, None, 1100), "and acknowledged"
+    assert not vanished.has_vanished(idle, 150, 1250), "sent again"
+    assert not vanished.has_vanished(idle, 100, 1549), "one acknowledgement of two"
+    assert not vanished.has_vanished(idle, 399, 1848)
+    assert vanished.has_vanished(idle, 400, 1849)
+    vanished.check()
+    assert not vanished.has_vanished(idle, 500, 1949), "another connection"
 
 
 def test_who_merely_takes_nothing_has_not_vanished() -> None:
@@ -71,14 +72,14 @@ def test_who_merely_takes_nothing_has_not_vanished() -> None:
             with contextlib.suppress(BlockingIOError):
                 while accepted.send(b"x" * 65_536):
                     pass
-            until(lambda: unanswered_ms(accepted) is None, "all that went out to be acknowledged")
+            until(lambda: unacknowledged_ms(accepted) is None, "all that went out to be acknowledged")
 
 
 def test_a_unix_socket_has_no_host_that_could_vanish() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.send(b"x")
-        assert unanswered_ms(ours) is None
+        assert unacknowledged_ms(ours) is None
 
 
 def test_who_reads_nothing_has_its_last_words_before_it_is_cut() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NoReturn, cast
 
@@ -16,9 +17,10 @@ from topics.core.keys import KeyRing
 from topics.frontend.asgi import Receive, Send
 from topics.frontend.entry import limits
 from topics.frontend.entry.access import Access, KeyLimits
-from topics.frontend.live import session_use as module
-from topics.frontend.live.session_use import SESSION_TTL_MS, Follow, Session, SessionUse
-from topics.frontend.live.watch import WatchRoutes, accepts_event_stream
+from topics.frontend.live import session_client as module
+from topics.frontend.live.event_streams import StreamSlots, check_accept
+from topics.frontend.live.session_client import SESSION_TTL_MS, Follow, Session, SessionClient
+from topics.frontend.live.watch import WatchRoutes
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.shards import gateway
 from topics.shm.cap import Cap, KeyCounts
@@ -48,17 +50,18 @@ SESSION = Session({"t": Follow(1, 5)}, [b"me"], 256, 1000, 15_000, False, True, 
     ],
 )
 def test_accept(accept: bytes, allowed: bool) -> None:
-    assert accepts_event_stream(accept) is allowed
+    with nullcontext() if allowed else pytest.raises(TopicsError, match="rules out"):
+        check_accept({b"accept": accept})
 
 
-async def refusal(sessions: SessionUse, wid: str) -> TopicsError:
+async def refusal(sessions: SessionClient, wid: str) -> TopicsError:
     with pytest.raises(TopicsError) as raised:
         await sessions.open(wid)
     return raised.value
 
 
-def sessions_of(live: Live) -> SessionUse:
-    return SessionUse(live.gateway, live.arenas, live.clock)
+def sessions_of(live: Live) -> SessionClient:
+    return SessionClient(live.gateway, live.arenas, live.clock)
 
 
 def test_a_session_comes_back_as_it_was_made(tmp_path: Path) -> None:
@@ -116,7 +119,7 @@ def test_a_restarted_shard_goes_by_the_newest_stream_whoever_tells_first(tmp_pat
         new = await right.open(wid)
         live.restart_shard()
         for sessions in (left, right) if told_first == "old" else (right, left):
-            sessions.announce()
+            sessions.tell_restarted()
         right.close(new, {"t": 9})
         left.close(old, {"t": 7})
         again = await left.open(wid)
@@ -134,7 +137,7 @@ def test_an_older_stream_told_of_after_the_end_of_the_newer_changes_nothing(tmp_
         new = await right.open(wid)
         live.restart_shard()
         right.close(new, {"t": 9})
-        left.announce()
+        left.tell_restarted()
         left.close(old, {"t": 7})
         assert (await right.open(wid)).positions == {"t": 9}
 
@@ -310,7 +313,7 @@ def test_a_restarted_shard_with_a_full_ring_hears_of_the_open_streams(tmp_path: 
         opened = await sessions.open(wid)
         live.restart_shard()
         fill(live)
-        sessions.announce()
+        sessions.tell_restarted()
         live.shard_up = True
         known = live.rig.parts.sessions.by_wid
         await until(lambda: known[wid].stream == (0, opened.stream_no))
@@ -365,7 +368,7 @@ def test_a_stream_that_sent_nothing_leaves_the_session_as_it_was(tmp_path: Path,
             live.gateway.post(0, Hello(2))  # its frontend dies
         opened = await sessions.open(wid)
         assert opened.exact is exact
-        sessions.give_back(opened)
+        sessions.abandon(opened)
         again = await sessions.open(wid)
         assert (again.positions, again.exact) == ({"t": 9}, exact)
         assert again.stream_no > opened.stream_no
@@ -387,7 +390,9 @@ def test_a_stream_that_cannot_be_resumed_gives_its_session_back(
         places = Cap("sse_connections", 0, "sse_admitted", live.cell, [live.cell])
         catching_up = cast(CatchingUp, None)  # for new sessions only
         access = Access(KeyRing(()), False, limits)
-        routes = WatchRoutes(live.reader, sessions, live.hub, access, settings, places, catching_up)
+        routes = WatchRoutes(
+            live.reader, sessions, live.hub, access, settings, StreamSlots(limits, places), catching_up
+        )
         wid = await sessions.create(SESSION)
         scope = {"headers": [], "method": "GET", "path_params": {"wid": wid}}
         with pytest.raises(TopicsError, match="the shard reads its log"):

@@ -15,6 +15,8 @@ from topics.core.names import owner_shard
 from topics.shm.control import ControlPage, Role
 from topics.shm.shm_names import identity, shm_name
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def service() -> Iterator[Service]:

@@ -10,7 +10,7 @@ import pytest
 from hypercorn.protocol.ws_stream import FrameTooLargeError
 from wsproto.events import TextMessage
 
-from topics.frontend.asgi import DROPPED, SHARE
+from topics.frontend.asgi import DROPPED, RESERVATION
 from topics.frontend.entry.bodies import COUNTED_FROM_BYTES, LONG_BYTES, long_bodies, medium_bodies
 from topics.frontend.http.websocket_stream import CountedMessages
 
@@ -56,7 +56,7 @@ def test_a_message_counts_until_nobody_has_it() -> None:
     async def test() -> None:
         messages = CountedMessages(10 * LONG_BYTES)
         short = come(messages, 50_000)
-        assert (short["text"], SHARE in short, held()) == ("x" * 50_000, False, (0, 0))
+        assert (short["text"], RESERVATION in short, held()) == ("x" * 50_000, False, (0, 0))
         medium = come(messages, 200_000)
         assert len(medium["text"]) == 200_000
         assert 200_000 <= held()[0] <= 200_000 + 2 * COUNTED_FROM_BYTES
@@ -94,9 +94,9 @@ def test_where_there_is_no_room_it_is_dropped_and_the_next_one_is_not() -> None:
     async def test() -> None:
         messages = CountedMessages(10 * LONG_BYTES)
         kept = [come(messages, 1_000_000) for _ in range(4)]
-        assert all(SHARE in one for one in kept)
+        assert all(RESERVATION in one for one in kept)
         dropped = come(messages, 1_000_000)
-        assert (dropped["text"], dropped[DROPPED], SHARE in dropped) == (None, True, False)
+        assert (dropped["text"], dropped[DROPPED], RESERVATION in dropped) == (None, True, False)
         assert come(messages, 50_000)["text"], "short ones need none"
         await settle()
         kept.pop()

@@ -14,7 +14,8 @@ from tests.frontend.test_watch import cram, posts
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyRing, parse_list
 from topics.frontend.entry.access import Access, KeyLimits
-from topics.frontend.live.pulse import STALL_MAX_MS
+from topics.frontend.entry.stalled_clients import STALL_MAX_MS
+from topics.frontend.live.event_streams import StreamSlots
 from topics.frontend.queues import work as module
 from topics.frontend.queues.queue_routes import QueueServices
 from topics.frontend.queues.work import WorkRoutes
@@ -35,7 +36,7 @@ class Worker:
         self.access = Access(KeyRing(parse_list(keys) if keys else ()), False, limits)
         places = Cap("sse_connections", 0, "sse_admitted", live.cell, [live.cell])
         services = QueueServices(live.gateway, live.reader)
-        self.routes = WorkRoutes(services, self.access, settings, places, live.cell, live.clock)
+        self.routes = WorkRoutes(services, self.access, settings, StreamSlots(limits, places), live.cell, live.clock)
         self.wire = Wire()
         self.head_sent = asyncio.Event()
         self.may_begin = asyncio.Event()
@@ -181,7 +182,7 @@ def test_a_worker_that_takes_something_now_and_then_is_not(tmp_path: Path, monke
         for _ in range(5):
             worker.wire.buffered_bytes -= 1
             left_bytes = worker.wire.buffered_bytes
-            await until(lambda: stream._stall is not None and stream._stall.taken_bytes == -left_bytes)
+            await until(lambda: stream._stall is not None and stream._stall.progress_bytes == -left_bytes)
             live.clock.ms += STALL_MAX_MS - 1
         worker.wire.read_on()
         await until(lambda: worker.wire.of("job"))

@@ -37,6 +37,9 @@ exec "{java}" {flags} "${{arguments[@]}}"
 SHORT_LIVED: Final = "-XX:TieredStopAtLevel=1"
 """What runs for seconds does not pay back the second compiler, which takes a quarter of its processor time."""
 
+SHORT = {"test_columns_hold_what_was_written", "test_structs_become_json_and_columns_attributes"}
+"""A batch that is read and one that is written, for `make test`. All other tests of this folder are long."""
+
 
 def make_java_home(directory: Path, flags: str = SHORT_LIVED) -> Path:
     """A JAVA_HOME whose `java` is that of the wheel."""
@@ -64,6 +67,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.timeout(600))
+            if getattr(item, "originalname", "") not in SHORT:
+                item.add_marker(pytest.mark.long)
         for marker in item.iter_markers("spark_since"):
             if there < _numbers(marker.args[0]):
                 item.add_marker(pytest.mark.skip(reason=f"PySpark {marker.args[0]} brought it"))

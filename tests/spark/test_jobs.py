@@ -245,10 +245,12 @@ def test_a_live_rollup_counts_late_events(topics: Client, jobs: Jobs, topic: str
 
 def test_what_is_wrong_is_one_line_before_spark_starts(jobs: Jobs, tmp_path: Path) -> None:
     checkpoint = ["--checkpoint", str(tmp_path)]
-    assert "where to? Give --to-topic" in jobs.refusal("rollup", "--lake", "x")
+    assert "nowhere to write: give --to-topic" in jobs.refusal("rollup", "--lake", "x")
     assert "a live roll-up needs --checkpoint" in jobs.refusal("rollup", "--topics", "x", "--to-parquet", "y")
-    assert "it would read what it writes" in jobs.refusal("replay", "--from-topic", "x", "--to-topic", "x", *checkpoint)
-    assert "go with --from-topic" in jobs.refusal(
+    assert "the job would read what it writes" in jobs.refusal(
+        "replay", "--from-topic", "x", "--to-topic", "x", *checkpoint
+    )
+    assert "need --from-topic" in jobs.refusal(
         "replay", "--lake", "x", "--data-dir", "y", "--to-topic", "z", *checkpoint
     )
     assert "--token-file /nowhere: No such file" in jobs.refusal(

@@ -7,15 +7,18 @@ import random
 from pathlib import Path
 
 import pytest
+from pyspark.sql.types import StructType
 
 from tests.storage.logs import TOPIC_ID, TS_MS
 from tests.storage.segments import Logged, Record, logged
 from topics.api.segment_answers import ManifestSegment
 from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_DELETED, LOCATION_LOST
+from topics.spark.columns import ColumnBuilder
+from topics.spark.http_read import ROWS_PER_BATCH, ReadPlan
 from topics.spark.offsets import Gap, Range
 from topics.spark.options import Directories, ReadOptions, read_options
-from topics.spark.segment_scan import ROWS_PER_BATCH, read_segment
+from topics.spark.segment_scan import SegmentScan
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.segment_reader import SegmentReader
@@ -53,13 +56,15 @@ def read(
 ) -> tuple[list[tuple[int, int, str | None, str | None, str]], list[Gap], list[int]]:
     """(records, gaps, rows of each batch)"""
     records, gaps, sizes = [], [], []
-    for item in read_segment(Directories(str(root), None), segment, one, True, options, None):
-        if isinstance(item, Gap):
-            gaps.append(item)
-            continue
-        sizes.append(len(item.seq))
-        columns = [column.to_pylist() for column in (item.seq, item.ts_ms, item.node, item.tag, item.data)]
-        records += list(zip(*columns, strict=True))
+    plan = ReadPlan(options, ColumnBuilder(StructType([]), options), None)
+    with SegmentScan(Directories(str(root), None), segment, one.topic, plan, True) as files:
+        for item in files.read(one.from_seq, one.to_seq):
+            if isinstance(item, Gap):
+                gaps.append(item)
+                continue
+            sizes.append(len(item.seq))
+            columns = [column.to_pylist() for column in (item.seq, item.ts_ms, item.node, item.tag, item.data)]
+            records += list(zip(*columns, strict=True))
     return records, gaps, sizes
 
 

@@ -18,7 +18,7 @@ from topics.client import Client, InvalidRequestError, NewRecord, Retry, Service
 from topics.core.clock import SystemClock
 from topics.shm import shm_names
 from topics.spark import segment_scan
-from topics.spark.http_read import PLAN_RETRY, connect, read_range
+from topics.spark.http_read import PLAN_RETRY, ReadPlan, connect, read_range
 from topics.spark.offsets import Range
 from topics.spark.options import ReadOptions, read_options
 from topics.spark.segment_scan import end_pins, read_part, sealed_of
@@ -28,8 +28,6 @@ from topics.storage.pins import pins_dir, read_pinned
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-
-    from topics.spark.columns import ColumnBuilder
 
 EVENTS = 40
 
@@ -62,8 +60,8 @@ def segments_mode(service: Service) -> dict[str, str]:
     return {"mode": "segments", "dataDir": str(service.data_dir), "coldDir": str(service.root / "cold")}
 
 
-def columns_of(options: ReadOptions) -> ColumnBuilder:
-    """As Spark gives the schema; without a session."""
+def plan_of(options: ReadOptions, tags: frozenset[str] | None = None) -> ReadPlan:
+    """Return a plan with the schema that Spark would give, without a session."""
     from pyspark.sql.types import (
         DataType,
         LongType,
@@ -87,7 +85,8 @@ def columns_of(options: ReadOptions) -> ColumnBuilder:
     fields += [("data", text), ("meta", MapType(text, text))]
     if options.tombstones == "rows":
         fields += [("kind", text), ("gap_from", LongType()), ("gap_to", LongType()), ("reason", text)]
-    return ColumnBuilder(StructType([StructField(name, kind) for name, kind in fields]), options)
+    schema = StructType([StructField(name, kind) for name, kind in fields])
+    return ReadPlan(options, ColumnBuilder(schema, options), tags)
 
 
 def rows_of(batches: Iterator[pa.RecordBatch]) -> tuple[list[tuple[Any, ...]], dict[int, str]]:
@@ -119,11 +118,11 @@ class Reader:
         return Range(self.topic, state.epoch, from_seq, state.head_seq)
 
     def over_http(self, one: Range, tags: frozenset[str] | None = None) -> Any:
-        return rows_of(read_range(self.client, one, self.http, columns_of(self.http), tags))
+        return rows_of(read_range(self.client, one, plan_of(self.http, tags)))
 
     def from_files(self, one: Range, tags: frozenset[str] | None = None) -> Any:
         (sealed,), _ = sealed_of(self.client, [one])
-        return rows_of(read_part(one, sealed, self.files, columns_of(self.files), tags))
+        return rows_of(read_part(one, sealed, plan_of(self.files, tags)))
 
 
 def manifest(client: Client, topic: str) -> Manifest:
@@ -296,8 +295,7 @@ class Planned:
         self.service = service
 
     def read(self) -> Any:
-        options = self.reader.files
-        return rows_of(read_part(self.range, self.sealed, options, columns_of(options), None))
+        return rows_of(read_part(self.range, self.sealed, plan_of(self.reader.files)))
 
     def path(self, number: int, kind: str = "data") -> Path:
         segment = self.sealed.segments[number]
@@ -400,7 +398,7 @@ def test_sealed_records_need_no_service(topic: str) -> None:
             one = Range(topic, client.get_topic(topic).epoch, 0, 80)
             (sealed,), _ = sealed_of(client, [one])
         own.stop()
-        records, gone = rows_of(read_part(one, sealed, options, columns_of(options), None))
+        records, gone = rows_of(read_part(one, sealed, plan_of(options)))
         assert [row[0] for row in records] == list(range(1, 81))
         assert not gone
 

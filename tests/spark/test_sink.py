@@ -105,8 +105,8 @@ def test_an_abort_drops_what_the_other_tasks_have_staged(service: Service, topic
     ("columns", "options", "line"),
     [
         ("1 as x", {"topic": "t"}, "needs the column data"),
-        ("'1' as data, 2 as extra", {"topic": "t"}, "column extra has no meaning"),
-        ("'1' as data", {}, "Give the option topic, or a column topic"),
+        ("'1' as data, 2 as extra", {"topic": "t"}, "column extra is not a part of a record"),
+        ("'1' as data", {}, "give the option topic, or a column topic"),
         ("'1' as data, 1 as tag", {"topic": "t"}, "column tag must be a string, not int"),
         ("'1' as data, map('a', 1) as meta", {"topic": "t"}, "must be map<string,string>"),
         ("'1' as data", {"topic": "a/b"}, "not a valid name"),
@@ -198,5 +198,5 @@ def test_a_checkpoint_older_than_what_was_written_is_refused(
     (tmp_path / "commits" / "0").unlink()
     (tmp_path / "commits" / ".0.crc").unlink(missing_ok=True)
     line = refusal(lambda: stream(spark, service, topic, f"{topic}-out", tmp_path))
-    assert "the query's checkpoint is older than what it has written" in line
+    assert "the query's checkpoint is older than its last write" in line
     assert topics.get_topic(f"{topic}-out").head_seq == 150

@@ -17,8 +17,7 @@ from topics.shm.control import ControlPage, Role
 from topics.storage.clock_file import read_clock, write_clock
 from topics.storage.filesystem import OsFileSystem
 
-pytestmark = pytest.mark.timeout(300)
-"""Above the deadlines of some starts and stops together."""
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture

@@ -162,8 +162,8 @@ def test_each_step_of_a_checkpoint_is_on_the_disk_before_the_next(
         told.append(len(call.topics))
         return reply
 
-    def looking_again(followers: Any) -> Any:
-        found = sync_marks(followers)
+    def looking_again(follower: Any) -> Any:
+        found = sync_marks(follower)
         left.append(machine.unsynced_segments)
         return found
 

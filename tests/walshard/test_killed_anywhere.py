@@ -64,6 +64,7 @@ def check_kill_at(n: int, data_dir: str) -> bool:
     return is_killed
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_every_line(tmp_path: Path) -> None:
     at_every_line(tmp_path, 61, 1000, check_kill_at)

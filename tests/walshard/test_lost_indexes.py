@@ -13,8 +13,8 @@ from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.shm.topic_messages import DeleteRecords, PutTopic
 from topics.storage import layout
+from topics.storage.topic_frames import floor_frame
 from topics.walshard.commit.draft import Draft, LogWrite
-from topics.walshard.commit.marks import floor_frame
 
 TTL_MS = 10_000
 
@@ -113,9 +113,9 @@ def test_a_log_that_says_less_than_nothing_is_counted_anew(compaction: Compactio
     compaction.cut()
     hosted = rig.hosted("t")
     floors = msgspec.structs.replace(hosted.topic.floors(), records=-7, live_bytes=-330)
-    entry = floor_frame(hosted, floors, rig.clock.now_ms())
+    entry = floor_frame(hosted.topic, floors, rig.clock.now_ms())
 
-    def committed(_file_no: int, _offset: int) -> None:
+    def committed() -> None:
         hosted.topic.revision = floors.revision
 
     draft = Draft([LogWrite([entry], committed)], floors_of=[hosted.topic.id])

@@ -285,6 +285,7 @@ def test_a_service_without_ram_records_makes_no_ram_log(rig: Rig) -> None:
     assert not os.path.exists(layout.ram_group_dir(rig.shared.ram_dir, 0))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("calls", [{"unlink"}, {"pwritev"}, {"fsync_dir"}, {"pread"}, {"ftruncate"}])
 def test_an_error_while_trimming_costs_nothing_but_time(rig: Rig, fs: FaultyFileSystem, calls: set[str]) -> None:
     rig.append("quiet", b'"q"', config=EPHEMERAL)
@@ -363,6 +364,7 @@ def check_kill_at(n: int, data_dir: str) -> bool:
     return is_killed
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_kill_at_every_line_of_a_trimming(tmp_path: Path) -> None:
     at_every_line(tmp_path, 31, 500, check_kill_at)

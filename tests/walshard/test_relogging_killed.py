@@ -15,6 +15,8 @@ from topics.core.floors import EvictReason
 from topics.shm.topic_messages import DeleteRecords, PutTopic
 from topics.walshard.handlers import relogging
 
+pytestmark = pytest.mark.long
+
 LIVE = {seq: b"%d" % seq for seq in (3, 4, 6, 7, 8, 9)}
 """1 and 2 are evicted, 5 is deleted; 3 and 4 are durable from the first."""
 

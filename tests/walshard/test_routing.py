@@ -34,9 +34,9 @@ from topics.storage.layout import group_dir, log_path
 from topics.walshard import setup
 from topics.walshard.routers.copier import Copier
 from topics.walshard.routers.feeds import Feeds
-from topics.walshard.routers.links import Ended
 from topics.walshard.routers.page import PAGE_RECORDS
 from topics.walshard.routers.routing import PAGES_PER_STEP
+from topics.walshard.routers.sources import Ended
 
 
 def route(rig: Rig, name: str, source: str, dest: str, **fields: Any) -> None:
@@ -314,6 +314,7 @@ class Model:
         return [(seq, data) for seq, (_, data) in records if seq not in self.gone[name]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_happens_the_copies_are_those_of_the_model(tmp_path: Path, seed: int) -> None:
     """a → b → d and a → c by tag; a evicts, all are deleted from, b and c are written to as well."""

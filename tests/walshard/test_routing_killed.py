@@ -16,6 +16,8 @@ from tests.walshard.test_routing import append_tagged, put, route
 from topics.core.routers import RouterSpec
 from topics.shm.topic_messages import CatchUp, DeleteRecords, PutRouter
 
+pytestmark = pytest.mark.long
+
 DESTS = ("b", "c", "wide")
 
 

@@ -349,6 +349,7 @@ def test_marks_of_one_message_know_of_each_others_floors(compaction: Compaction)
     verified(rig)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(16))
 def test_whatever_happens_the_copies_are_those_of_the_model(tmp_path: Path, seed: int) -> None:
     """As in `test_routing`, with cuts, rewrites and ends of the compactor between."""

@@ -16,10 +16,10 @@ _EXAMPLES: Final = """  topics delete orders --before 1000
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Add the command's arguments."""
     about = (
         "Delete records of a topic, or all of it: at once and for good, without a tombstone. On a terminal it asks "
-        "before, unless --yes. What went is printed as JSON. With --before and --match records have to fit both."
+        "first, unless --yes. The answer is printed as JSON. With --before and --match records have to fit both."
     )
     shared.fill(parser, "delete", _delete, about=about, examples=_EXAMPLES)
     parser.add_argument("topic", metavar="TOPIC")
@@ -27,24 +27,24 @@ def fill(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--match",
         metavar="GLOB",
-        help="records with this tag, or with a tag that begins with what is before the star at its end; quote it",
+        help="records with this tag; a star at its end stands for any text (quote it)",
     )
     parser.add_argument(
         "--topic",
         dest="whole",
         action="store_true",
-        help="the topic, its records, its configuration and the routers that touch it",
+        help="the topic: records, configuration, and the routers from and to it",
     )
-    parser.add_argument("--if-empty", action="store_true", help="with --topic: refused when it has records")
+    parser.add_argument("--if-empty", action="store_true", help="with --topic: refuse if it has records")
     parser.add_argument("--yes", action="store_true", help="do not ask")
 
 
 def _delete(client: Client, options: argparse.Namespace) -> int:
     records = options.before_seq is not None or options.match is not None
     if records == options.whole:
-        raise UsageError("say what to delete: --before SEQ and/or --match GLOB for records, or --topic for all of it")
+        raise UsageError("give --before SEQ and/or --match GLOB to delete records, or --topic to delete the topic")
     if options.if_empty and not options.whole:
-        raise UsageError("--if-empty belongs to --topic: it says that the topic is kept if it has records")
+        raise UsageError("--if-empty needs --topic: it keeps a topic that has records")
     if not options.yes and sys.stdin is not None and sys.stdin.isatty() and not _agreed(client, options):
         say("delete", "nothing was deleted")
         return EXIT_REFUSED
@@ -66,7 +66,7 @@ def _question(client: Client, options: argparse.Namespace) -> str:
         seqs = f"seq {state.earliest_seq} to {state.head_seq}"
         has = f" of topic {options.topic!r}, which has {state.count} records ({seqs})"
     except NotAllowedError:
-        # A key may delete what it may not read.
+        # A key may be allowed to delete, and not to read.
         has = f" of topic {options.topic!r}"
     if options.whole:
         return "Delete all" + has + "?"

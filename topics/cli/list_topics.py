@@ -1,4 +1,4 @@
-"""`topics list [PREFIX]`: what topics there are."""
+"""`topics list [PREFIX]`: the topics whose names begin so."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from topics.client import Client, NotFoundError, TopicState
 
 AT_ONCE: Final = 4
 HEADINGS: Final = ("TOPIC", "TYPE", "CLASS", "RECORDS", "BYTES", "HEAD", "OLDEST")
-_LEFT: Final = 3
-"""So many columns are text; the others are numbers."""
+TEXT_COLUMNS: Final = 3
+"""The first columns are text, the others numbers."""
 _EXAMPLES: Final = """  topics list
   topics list shop. --json | jq -r 'select(.count == 0).topic'
   topics list --names | xargs -n 1 topics tail -n 1"""
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Add the command's arguments."""
     about = (
-        "The topics whose names begin with PREFIX, by name: type, durability class, live records and their bytes, "
+        "List the topics whose names begin with PREFIX, by name: type, durability class, live records and their bytes, "
         "head_seq, and the seq of the oldest live record."
     )
     shared.fill(parser, "list", _list, about=about, examples=_EXAMPLES)
-    parser.add_argument("prefix", metavar="PREFIX", nargs="?", default="", help="all topics unless given")
+    parser.add_argument("prefix", metavar="PREFIX", nargs="?", default="", help="beginning of the names (all topics)")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="NDJSON, with the whole configuration of each")
-    form.add_argument("--names", action="store_true", help="only the names, which takes one request for a thousand")
+    form.add_argument("--json", action="store_true", help="as NDJSON, with the whole configuration of each")
+    form.add_argument("--names", action="store_true", help="only the names, with one request for a thousand of them")
 
 
 def _list(client: Client, options: argparse.Namespace) -> int:
@@ -47,7 +47,7 @@ def _list(client: Client, options: argparse.Namespace) -> int:
 
 
 def _states(client: Client, names: Iterable[str]) -> Iterator[TopicState]:
-    """Each topic as it is; those that are deleted meanwhile are left out."""
+    """Yield the state of each topic, without those that are deleted meanwhile."""
 
     def state(name: str) -> TopicState | None:
         try:
@@ -60,19 +60,19 @@ def _states(client: Client, names: Iterable[str]) -> Iterator[TopicState]:
 
 
 def cells(state: TopicState) -> Sequence[str]:
-    """A row of the table."""
+    """Return a row of the table."""
     oldest = str(state.earliest_seq) if state.count else "-"
     numbers = (str(state.count), str(state.bytes), str(state.head_seq), oldest)
     return (state.topic, state.type, state.config["durability"], *numbers)
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows below their headings, in columns as wide as they need."""
+    """Return the rows below their headings, in columns as wide as they need."""
     widths = [max(map(len, column)) for column in zip(HEADINGS, *rows, strict=True)]
 
     def line(row: Sequence[str]) -> str:
         aligned = [
-            cell.ljust(width) if at < _LEFT else cell.rjust(width)
+            cell.ljust(width) if at < TEXT_COLUMNS else cell.rjust(width)
             for at, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         return "  ".join(aligned) + "\n"

@@ -1,4 +1,4 @@
-"""`topics`: commands for people and scripts, one module each."""
+"""The program `topics`: commands for people and scripts, one module each."""
 
 from __future__ import annotations
 
@@ -10,37 +10,34 @@ from collections.abc import Sequence
 from typing import Final
 
 from topics import __version__
+from topics.cli import EXIT_BROKEN_PIPE, EXIT_USAGE
 
 COMMANDS: Final = {
     "write": ("write", "append records to a topic: NDJSON on stdin"),
     "read": ("read", "print the records of a topic, up to its head, as NDJSON"),
     "tail": ("tail", "print the last records of topics, and with -f what comes after them, as NDJSON"),
-    "list": ("list_topics", "what topics there are, as a table or as NDJSON"),
+    "list": ("list_topics", "list topics, as a table or as NDJSON"),
     "delete": ("delete", "delete records of a topic, by seq and by tag, or the whole topic"),
-    "queue": ("queue_commands", "claim, ack, nack and extend jobs of a queue; counts, redrive, peek"),
-    "verify": (
-        "verify_command",
-        "check every frame, segment, index and snapshot of a data directory that no service uses; changes nothing",
-    ),
+    "queue": ("queue_commands", "claim, ack, nack, extend, count, redrive and peek at the jobs of a queue"),
+    "verify": ("verify_command", "check every byte of a data directory that no service uses; changes nothing"),
     "spark": ("spark", "run a pipeline on Spark: export, rollup, replay or audit"),
 }
-"""Name → (module, what it does). A module is imported when its command is the one: `verify` has no use for the HTTP
-library, nor a client for the storage."""
-OF_CLIENT_EXTRA: Final = ("httpx", "httpx_sse")
-EXIT_USAGE: Final = 2
+"""Name → (module, help text). Only the module of the given command is imported: `verify` needs no HTTP library, and a
+client no storage."""
+CLIENT_EXTRA: Final = ("httpx", "httpx_sse")
+"""Packages of `topics[client]`."""
 EXIT_INTERRUPTED: Final = 130
-EXIT_BROKEN_PIPE: Final = 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code."""
+    """Run one command; return its exit code."""
     try:
         code = _run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read the output has seen enough.
+        # The reader of the output has closed it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     return code
@@ -58,7 +55,7 @@ def _run(arguments: Sequence[str]) -> int:
         try:
             importlib.import_module(f"topics.cli.{module}").fill(command)
         except ModuleNotFoundError as error:
-            if error.name not in OF_CLIENT_EXTRA:
+            if error.name not in CLIENT_EXTRA:
                 raise
             print(f"topics {name}: this needs topics[client]: {error}", file=sys.stderr)
             return EXIT_USAGE

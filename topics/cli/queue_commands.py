@@ -1,4 +1,4 @@
-"""`topics queue TOPIC claim|ack|nack|extend|counts|redrive|peek`: jobs at a shell."""
+"""`topics queue TOPIC claim|ack|nack|extend|counts|redrive|peek`: jobs in a shell."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _EXAMPLES: Final = """  topics queue mails claim --max 10 > jobs && ./send < job
   topics queue mails nack 7:lease_3eb633b2113a8f7a --delay-ms 60000
   topics queue mails peek --state leased
   topics queue mails redrive --max 100"""
-_JOBS_HELP: Final = "seq and lease id of a job as it was claimed; none: NDJSON of claimed jobs on stdin"
+_JOBS_HELP: Final = "seq and lease id of a claimed job; without any, NDJSON of claimed jobs on stdin"
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """Of a claimed job, what settling it takes: a line of `claim`, whatever else is in it."""
+    """The part of a claimed job that settling takes: a line of `claim`, whose other fields are ignored."""
 
     seq: int = msgspec.field(name="$seq")
     lease_id: str
@@ -52,7 +52,7 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class JobLine(ClaimedJob, frozen=True, gc=False, kw_only=True):
-    """A claimed job as it is printed; `claimed_by` goes with it, so that whoever settles it is the one who has it."""
+    """A claimed job as it is printed, with the node that claimed it, since only that node may settle it."""
 
     claimed_by: str = msgspec.field(name="node")
 
@@ -61,97 +61,67 @@ _lease: Final = msgspec.json.Decoder(Lease).decode
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Add the command's arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
-        f"examples:\n{_EXAMPLES}\n\n`topics queue TOPIC VERB --help` tells the arguments and exit codes of each."
+        f"examples:\n{_EXAMPLES}\n\n`topics queue TOPIC VERB --help` lists arguments and exit codes of each."
     )
     shared.add_where(parser)
     parser.add_argument("topic", metavar="TOPIC")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
-    claim = _verb(
-        verbs,
-        "claim",
-        _claim,
-        "Lease jobs and print them as NDJSON; nothing when none is ready. What is not "
-        "acknowledged by its deadline (ms since the epoch) is handed out again.",
+    about = (
+        "Lease jobs and print them as NDJSON; print nothing when none is ready. A job that is not acknowledged by its "
+        "deadline (ms since the epoch) is delivered again."
     )
-    claim.add_argument("--max", dest="max_jobs", metavar="N", type=shared.positive, default=1, help="up to so many (1)")
-    claim.add_argument("--lease-ms", metavar="MS", type=shared.positive, help="for how long (the queue's lease_ms)")
-    claim.add_argument(
-        "--wait-s",
-        metavar="SECONDS",
-        type=shared.not_negative,
-        default=0.0,
-        help=f"while none is ready ask again, every {CLAIM_EVERY_S:g} s, for so long (0)",
-    )
+    claim = _verb(verbs, "claim", _claim, about)
+    claim.add_argument("--max", dest="max_jobs", metavar="N", type=shared.positive, default=1, help="most jobs (1)")
+    claim.add_argument("--lease-ms", metavar="MS", type=shared.positive, help="length of a lease (the queue's)")
+    waiting = f"while no job is ready ask again every {CLAIM_EVERY_S:g} s, for so long (0)"
+    claim.add_argument("--wait-s", metavar="SECONDS", type=shared.not_negative, default=0.0, help=waiting)
     _add_node(claim)
 
-    ack = _verb(verbs, "ack", _ack, "Jobs are done and go.")
-    nack = _verb(verbs, "nack", _nack, "Jobs are given back, to be handed out again.")
+    ack = _verb(verbs, "ack", _ack, "Acknowledge jobs: they are done.")
+    nack = _verb(verbs, "nack", _nack, "Give jobs back, to be delivered again.")
     nack.add_argument("--delay-ms", metavar="MS", type=shared.whole, default=0, help="not before so long from now (0)")
-    extend = _verb(verbs, "extend", _extend, "Leases last longer: from now on.")
-    extend.add_argument("--lease-ms", metavar="MS", type=shared.positive, required=True, help="for how long from now")
+    extend = _verb(verbs, "extend", _extend, "Extend leases.")
+    extend.add_argument("--lease-ms", metavar="MS", type=shared.positive, required=True, help="new length, from now on")
     for settle in (ack, nack, extend):
         settle.add_argument("jobs", metavar="SEQ:LEASE_ID", nargs="*", type=job_argument, help=_JOBS_HELP)
         _add_node(settle)
 
-    _verb(verbs, "counts", _counts, "Jobs that are ready, leased, and moved to the dead letters so far, as JSON.")
-    redrive = _verb(verbs, "redrive", _redrive, "Dead letters become jobs again.")
-    redrive.add_argument(
-        "--from", dest="dead_letter", metavar="TOPIC", help="the dead letters (the queue's dead_letter)"
-    )
-    redrive.add_argument(
-        "--max", dest="max_jobs", metavar="N", type=shared.positive, help="up to so many (all there are)"
-    )
-    peek = _verb(
-        verbs,
-        "peek",
-        _peek,
-        "Look at jobs without claiming them: each with its state, how often it was handed out, who has it until when.",
-    )
-    peek.add_argument("-n", dest="count", metavar="N", type=shared.positive, default=10, help="how many (%(default)s)")
-    peek.add_argument("--state", choices=get_args(State), help="only those that are so (all but done)")
-    peek.add_argument(
-        "--from-seq",
-        metavar="SEQ",
-        type=shared.whole,
-        default=0,
-        help="only those behind this seq (%(default)s)",
-    )
+    _verb(verbs, "counts", _counts, "Count jobs: ready, leased, and moved to the dead letters so far, as JSON.")
+    redrive = _verb(verbs, "redrive", _redrive, "Make dead letters jobs again.")
+    redrive.add_argument("--from", dest="dead_letter", metavar="TOPIC", help="dead letters (the queue's dead_letter)")
+    redrive.add_argument("--max", dest="max_jobs", metavar="N", type=shared.positive, help="most jobs (all there are)")
+    about = "Print jobs without claiming them, each with its state, deliveries, and who has leased it until when."
+    peek = _verb(verbs, "peek", _peek, about)
+    peek.add_argument("-n", dest="count", metavar="N", type=shared.positive, default=10, help="most jobs (%(default)s)")
+    peek.add_argument("--state", choices=get_args(State), help="only jobs in this state (all but done)")
+    peek.add_argument("--from-seq", metavar="SEQ", type=shared.whole, default=0, help="only jobs behind this seq (0)")
 
 
 def _verb(verbs: Any, name: str, work: Work, about: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = verbs.add_parser(name, help=about)
-    examples = (
-        "\n".join(line for line in _EXAMPLES.splitlines() if f" {name}" in line) or f"  topics queue mails {name}"
-    )
-    shared.fill(parser, f"queue {name}", work, about=about, examples=examples)
+    examples = [line for line in _EXAMPLES.splitlines() if f" {name}" in line] or [f"  topics queue mails {name}"]
+    shared.fill(parser, f"queue {name}", work, about=about, examples="\n".join(examples))
     return parser
 
 
 def _add_node(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--node", default=f"topics-cli@{socket.gethostname()[:64]}", help="who claims (%(default)s)")
+    parser.add_argument(
+        "--node", default=f"topics-cli@{socket.gethostname()[:64]}", help="name of the worker (%(default)s)"
+    )
 
 
 def _claim(client: Client, options: argparse.Namespace) -> int:
     queue, until_s = client.queue(options.topic, node=options.node), time.monotonic() + options.wait_s
-    while True:
-        claimed = queue.claim(options.max_jobs, options.lease_ms)
+    while not (jobs := queue.claim(options.max_jobs, options.lease_ms).claimed):
         left_s = until_s - time.monotonic()
-        if claimed.claimed or left_s <= 0:
+        if left_s <= 0:
             break
         time.sleep(min(CLAIM_EVERY_S, left_s))
-    fields = ClaimedJob.__struct_fields__
-    put(
-        record_lines(
-            [
-                JobLine(claimed_by=options.node, **{field: getattr(job, field) for field in fields})
-                for job in claimed.claimed
-            ]
-        )
-    )
+    put(record_lines([JobLine(claimed_by=options.node, **msgspec.structs.asdict(job)) for job in jobs]))
     return 0
 
 
@@ -170,7 +140,7 @@ def _extend(client: Client, options: argparse.Namespace) -> int:
 def _settle(
     client: Client, options: argparse.Namespace, done: str, call: Callable[[str, str, Sequence[Lease]], Call[list[int]]]
 ) -> int:
-    """One request for each batch of jobs that were claimed by the same node; says how many were settled."""
+    """Settle jobs, a request for each batch of the same node, and print how many were settled."""
     settled, skipped = 0, list[int]()
     try:
         for jobs in _given_jobs(options):
@@ -186,14 +156,14 @@ def _settle(
     named = ", ".join(map(str, skipped[:10])) + (", …" if len(skipped) > 10 else "")
     say(
         "queue",
-        f"jobs {named} are not leased to this node under these lease ids: they were settled before, or their lease "
-        "ended and they are handed out again",
+        f"jobs {named} are not leased to this node under these lease ids: they were settled before, or their leases "
+        "ended and they are delivered again",
     )
     return EXIT_REFUSED
 
 
 def _given_jobs(options: argparse.Namespace) -> Iterator[list[Lease]]:
-    """The jobs of the arguments, or those on stdin as they come."""
+    """Yield the jobs of the arguments, or those on stdin as they come."""
     if options.jobs:
         for at in range(0, len(options.jobs), SETTLE_MAX_JOBS):
             yield options.jobs[at : at + SETTLE_MAX_JOBS]
@@ -209,24 +179,23 @@ def _given_jobs(options: argparse.Namespace) -> Iterator[list[Lease]]:
 
 
 def parse_jobs(batch: LineBatch) -> tuple[list[Lease], BadLineError | None]:
-    """The leases of claimed jobs, up to the first line that is none."""
+    """Return the leases of claimed jobs up to the first bad line, and the error for that line."""
     leases = []
-    for number, line in enumerate(batch.lines, batch.first):
-        text = line.strip(b" \t\r")
-        if not text:
-            continue
+    for number, text in batch.numbered():
         try:
             leases.append(_lease(text))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            return leases, BadLineError(number, text, f'is no job like {{"$seq": 7, "lease_id": "lease_…"}} ({error})')
+            return leases, BadLineError(
+                number, text, f'is not a job like {{"$seq": 7, "lease_id": "lease_…"}} ({error})'
+            )
     return leases, None
 
 
 def job_argument(text: str) -> Lease:
-    """A type of argparse: `7:lease_3eb633b2113a8f7a`."""
+    """Parse an argument like `7:lease_3eb633b2113a8f7a`."""
     seq, colon, lease_id = text.partition(":")
     if not colon or not lease_id:
-        raise argparse.ArgumentTypeError(f"{text!r}: has to be SEQ:LEASE_ID, like 7:lease_3eb633b2113a8f7a")
+        raise argparse.ArgumentTypeError(f"{text!r} is not SEQ:LEASE_ID, like 7:lease_3eb633b2113a8f7a")
     return Lease(shared.whole(seq), lease_id)
 
 
@@ -238,10 +207,8 @@ def _counts(client: Client, options: argparse.Namespace) -> int:
 def _redrive(client: Client, options: argparse.Namespace) -> int:
     dead_letter = options.dead_letter or _state_of_queue(client, options.topic).config["dead_letter"]
     if dead_letter is None:
-        raise UsageError(
-            f"queue {options.topic!r} has no dead_letter: name the topic its dead letters are in by --from"
-        )
-    # No more than there are now: what fails once more meanwhile must not go round for ever.
+        raise UsageError(f"queue {options.topic!r} has no dead_letter: name the topic of its dead letters with --from")
+    # Only as many as there are now: jobs that fail again meanwhile must not go round for ever.
     there = client.get_topic(dead_letter, touch=False)
     left = there.count if options.max_jobs is None else min(there.count, options.max_jobs)
     redriven = 0
@@ -273,7 +240,7 @@ def _peek(client: Client, options: argparse.Namespace) -> int:
 
 
 def _state_of_queue(client: Client, topic: str) -> TopicState:
-    """ApiError `not_a_queue`, as every call of a queue says it, for another topic."""
+    """Return the state of a queue; ApiError `not_a_queue` for another topic, as from every call of a queue."""
     state = client.get_topic(topic, touch=False)
     if state.queue is None:
         raise api_error(409, "not_a_queue", f"topic {topic!r} is a {state.type}, not a queue", {"topic": topic})

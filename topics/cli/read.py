@@ -1,4 +1,4 @@
-"""`topics read TOPIC`: records behind a position, up to the head."""
+"""`topics read TOPIC`: the records behind a position, up to the head."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _EXAMPLES: Final = """  topics read orders --from 41 --limit 10
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Add the command's arguments."""
     about = (
-        "Print the records of a topic as NDJSON, up to its head. Records that are gone without anybody having deleted "
-        'them are a line {"tombstone": {"gap_from", "gap_to", "reason", …}}, and the exit code is 5.'
+        "Print the records of a topic as NDJSON, up to its head. Records lost to a cap, a ttl or damage are a line "
+        '{"tombstone": {"gap_from", "gap_to", "reason", …}}, and the exit code is 5.'
     )
     shared.fill(parser, "read", _read, about=about, examples=_EXAMPLES)
     parser.add_argument("topic", metavar="TOPIC")
@@ -32,22 +32,22 @@ def fill(parser: argparse.ArgumentParser) -> None:
         metavar="SEQ",
         type=shared.whole,
         default=0,
-        help="only what comes after this seq: the last one you have (0)",
+        help="only records after this seq: the last one you have (0)",
     )
     start.add_argument(
         "--from-ts",
         metavar="MS|ISO",
         type=timestamp_ms,
-        help="only what was written at this time or later: ms since the epoch, or like 2026-03-01T12:00:00+01:00, "
-        "which is UTC unless it says otherwise",
+        help="only records written at this time or later: ms since the epoch, or like 2026-03-01T12:00:00+01:00 (UTC "
+        "without an offset)",
     )
-    parser.add_argument("--limit", metavar="N", type=shared.positive, help="no more than so many records")
+    parser.add_argument("--limit", metavar="N", type=shared.positive, help="at most so many records")
     parser.add_argument(
-        "--until-head", action="store_true", help="end at the head as it is now, however much is being written"
+        "--until-head",
+        action="store_true",
+        help="end at the head as it was at the start, even if more is written meanwhile",
     )
-    parser.add_argument(
-        "--data-only", action="store_true", help="only the `data` of each record; tombstones go to stderr"
-    )
+    shared.add_data_only(parser)
 
 
 def _read(client: Client, options: argparse.Namespace) -> int:
@@ -70,7 +70,7 @@ def _read(client: Client, options: argparse.Namespace) -> int:
 def read_pages(
     client: Client, topic: str, from_seq: int, *, from_ts: int | None = None, limit: int | None = None
 ) -> Iterator[Page]:
-    """What follows a position, up to the head, and no more than `limit` records of it."""
+    """Yield the pages behind a position, up to the head, with at most `limit` records in all."""
     start: dict[str, Any] = {} if from_ts is None else {"from_ts": from_ts}
     left = limit
     while left is None or left > 0:
@@ -85,13 +85,13 @@ def read_pages(
 
 
 def timestamp_ms(text: str) -> int:
-    """A type of argparse: ms since the epoch, or a date and time of ISO 8601, UTC unless it has an offset."""
+    """Parse an argument: ms since the epoch, or a time of ISO 8601, in UTC without an offset."""
     if text.isdecimal():
         return int(text)
     moment = datetime.fromisoformat(text)
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
-    # Not by way of a float, which would round.
+    # `datetime.timestamp` is a float and would round.
     since = moment - datetime(1970, 1, 1, tzinfo=UTC)
     ms = (since.days * 86_400 + since.seconds) * 1000 + -(-since.microseconds // 1000)
     if ms < 0:

@@ -1,7 +1,7 @@
-"""Everything that client commands share: where the service is and whose key it uses, errors, input and output.
+"""The common parts of client commands: address and key of the service, errors, input and output.
 
-Output is one JSON value a line, and never two lines for one value. Lines of stdin come in batches: by count, by bytes,
-and by a short delay, so that a pipe that trickles is not held up.
+Output is one JSON value a line, never more lines for one value. Lines of stdin are batched by count, by bytes, and by a
+short delay, so that a pipe that trickles is not held up.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ EXIT_UNREACHABLE: Final = 3
 EXIT_GAP: Final = 5
 _CODES: Final = """exit codes:
   0    done
-  1    refused: by the service (the message has its code), or by you when you were asked
+  1    refused by the service (the message has its code), or by you when asked
   2    usage: an argument, the key file, or a line of the input
   3    no service was reached, or none answered
-  5    records were lost to a cap, a ttl or damage: a gap is in what was printed
-  130  interrupted (Ctrl-C); 141 whoever read the output went away"""
+  5    the output has a gap: records were lost to a cap, a ttl or damage
+  130  interrupted (Ctrl-C); 141 the reader of the output closed it"""
 Work = Callable[[Client, argparse.Namespace], int]
 
 
 class UsageError(Exception):
-    """An argument or an input of the caller cannot be used; the text says which and what would be right."""
+    """An argument or a line of input cannot be used; the text says which, and what would be right."""
 
 
 def fill(parser: argparse.ArgumentParser, name: str, work: Work, *, about: str, examples: str) -> None:
-    """Makes it the parser of a command that does `work` with a client of the service; errors begin with `name`."""
+    """Make `parser` that of a command which does `work` with a client of the service; `name` begins its errors."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = textwrap.fill(about, HELP_WIDTH)
     parser.epilog = f"examples:\n{examples}\n\n{_CODES}"
@@ -52,27 +52,34 @@ def fill(parser: argparse.ArgumentParser, name: str, work: Work, *, about: str, 
 
 
 def add_where(parser: argparse.ArgumentParser) -> None:
-    """Adds the options for the service's address and for the key."""
-    # Suppressed, not None: `topics queue` has them before and after its verb, and the later must not undo the earlier.
+    """Add the options for the service's address and the key."""
+    # SUPPRESS, not None: `topics queue` has them before and after its verb, and a default after it would win.
     to = parser.add_argument_group("service")
     to.add_argument("--url", default=argparse.SUPPRESS, help=f"the service (TOPICS_URL, else {URL_DEFAULT})")
     to.add_argument(
         "--key-file",
         metavar="FILE",
         default=argparse.SUPPRESS,
-        help="file with the API key (TOPICS_KEY_FILE, else none); an argument could be read by anybody",
+        help="file with the API key (TOPICS_KEY_FILE, else none); as an argument anybody could read it",
     )
     to.add_argument(
         "--patience-s",
         metavar="SECONDS",
         type=not_negative,
         default=argparse.SUPPRESS,
-        help=f"how long a request is repeated when no service, or a busy one, answers ({PATIENCE_DEFAULT_S:g})",
+        help=f"how long to repeat a request while no service, or a busy one, answers ({PATIENCE_DEFAULT_S:g})",
+    )
+
+
+def add_data_only(parser: argparse.ArgumentParser) -> None:
+    """Add the option for output without `$seq` and the like."""
+    parser.add_argument(
+        "--data-only", action="store_true", help="print only the `data` of each record; tombstones go to stderr"
     )
 
 
 def run(name: str, work: Work, options: argparse.Namespace) -> int:
-    """Runs the whole command. Returns the exit code, with one line on stderr for an error."""
+    """Run the whole command. Return the exit code; an error is one line on stderr."""
     try:
         retry = Retry(total_s=getattr(options, "patience_s", PATIENCE_DEFAULT_S))
         with Client(_url(options), token=_key(options), retry=retry) as client:
@@ -111,51 +118,48 @@ def _key(options: argparse.Namespace) -> str | None:
         raise UsageError(f"key file {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         key = ""
-    # Other contents could be a secret: no message shows them.
+    # A wrong file may hold another secret: no message shows its contents.
     if not key.isprintable() or not key or " " in key:
         raise UsageError(f"key file {path}: has to hold one API key, in printable ASCII, and nothing else")
     return key
 
 
 def not_negative(text: str) -> float:
-    """A type of argparse."""
+    """Parse an argument: a finite number from 0."""
     value = float(text)
     if not 0 <= value < float("inf"):
         raise ValueError(text)
     return value
 
 
-def whole(text: str) -> int:
-    """A type of argparse: an integer from 0."""
+def whole(text: str, least: int = 0) -> int:
+    """Parse an argument: an integer from `least`."""
     value = int(text)
-    if value < 0:
+    if value < least:
         raise ValueError(text)
     return value
 
 
 def positive(text: str) -> int:
-    """A type of argparse: an integer from 1."""
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
+    """Parse an argument: an integer from 1."""
+    return whole(text, 1)
 
 
 _encoder: Final = msgspec.json.Encoder()
 
 
 def one_line(json: bytes) -> bytes:
-    """Returns the same JSON without line breaks. Strings have none inside, so all line breaks are white space."""
+    """Return the same JSON without line breaks. Strings have them escaped, so all of them are white space."""
     return json.replace(b"\n", b" ").replace(b"\r", b" ")
 
 
 def record_lines(records: Sequence[Record], topic: str | None = None) -> bytes:
-    """Returns a line for each record; it begins with the record's topic if that is given."""
+    """Return a line for each record; it begins with the topic if that is given."""
     if not records:
         return b""
     lines = _encoder.encode_lines(records).replace(b"\r", b" ")
     if lines.count(b"\n") != len(records):
-        # Somebody's `data` was written in several lines, and is kept as it was.
+        # Some `data` has several lines: the service keeps it as it was written.
         lines = b"".join(one_line(_encoder.encode(record)) + b"\n" for record in records)
     if topic is None:
         return lines
@@ -164,30 +168,30 @@ def record_lines(records: Sequence[Record], topic: str | None = None) -> bytes:
 
 
 def data_lines(records: Sequence[Record]) -> bytes:
-    """Returns a line for each record's `data`."""
+    """Return a line for the `data` of each record."""
     return b"".join(one_line(bytes(record.raw)) + b"\n" for record in records)
 
 
 def print_answer(answer: Timed) -> None:
-    """Prints an answer of the service as one line of JSON, without how long it took."""
+    """Print an answer of the service as one line of JSON, without `performance`."""
     fields = msgspec.structs.asdict(answer)
     del fields["performance"]
     print_line(fields)
 
 
 def print_line(value: Any) -> None:
-    """Prints one value as JSON."""
+    """Print one value as JSON."""
     put(one_line(_encoder.encode(value)) + b"\n")
 
 
 def put(lines: bytes) -> None:
-    """Writes lines at once: a reader at the other end of a pipe waits for them."""
+    """Write lines and flush them: a reader at the other end of a pipe waits for them."""
     sys.stdout.buffer.write(lines)
     sys.stdout.buffer.flush()
 
 
 class RecordPrinter:
-    """Prints records and gaps of one topic, or of several, each line with its topic then. `exit_code` tells of gaps."""
+    """Prints records and gaps, each line with its topic if there are `several`. `exit_code` is EXIT_GAP after a gap."""
 
     def __init__(self, *, data_only: bool = False, several: bool = False) -> None:
         self._data_only = data_only
@@ -210,12 +214,12 @@ class RecordPrinter:
 
 READ_MAX_BYTES: Final = 1 << 20
 LINE_MAX_BYTES: Final = 64 << 20
-"""The service's bound for a whole request: input without line breaks must not fill the memory."""
+"""The service's limit for a whole request. Longer input without a line break is refused before it fills the memory."""
 SHOWN_MAX_CHARS: Final = 120
 
 
 class BadLineError(UsageError):
-    """A line of the input that cannot be used."""
+    """A line of the input cannot be used."""
 
     def __init__(self, number: int, text: bytes, reason: str) -> None:
         shown = text[: 4 * SHOWN_MAX_CHARS].decode(errors="replace").strip()
@@ -225,7 +229,7 @@ class BadLineError(UsageError):
 
 
 class LineBatch(NamedTuple):
-    """Lines that go together, blank ones included; `first` is the number of the first, from 1."""
+    """Consecutive lines, blank ones included; `first` is the number of the first, from 1."""
 
     first: int
     lines: list[bytes]
@@ -234,17 +238,15 @@ class LineBatch(NamedTuple):
     def last(self) -> int:
         return self.first + len(self.lines) - 1
 
-    def texts(self) -> list[bytes]:
-        """The lines that are not blank."""
-        return [text for line in self.lines if (text := line.strip(b" \t\r"))]
-
-    def before(self, number: int) -> LineBatch:
-        """Returns its lines up to that one."""
-        return LineBatch(self.first, self.lines[: number - self.first])
+    def numbered(self) -> Iterator[tuple[int, bytes]]:
+        """Yield (number, text) of the lines that are not blank, stripped."""
+        for number, line in enumerate(self.lines, self.first):
+            if text := line.strip(b" \t\r"):
+                yield number, text
 
 
 class Batcher:
-    """Decides which lines go together, and when. Pure: lines and times come in."""
+    """Lines on their way into batches. Pure: lines and times come in, full or due batches go out."""
 
     def __init__(self, *, lines_max: int, bytes_max: int, delay_s: float) -> None:
         self._lines_max = lines_max
@@ -262,11 +264,11 @@ class Batcher:
         self._waiting_bytes += sum(map(len, lines))
 
     def wait_s(self, now_s: float) -> float | None:
-        """Returns how long to wait for more; None: until there is some."""
+        """Return how long to wait for more lines; None: until there are some."""
         return max(0.0, self._since_s + self._delay_s - now_s) if self._waiting else None
 
     def due(self, now_s: float, *, ended: bool) -> LineBatch | None:
-        """Returns the next batch that is due; with `ended`, when no more lines come, everything, batch by batch."""
+        """Return the next batch that is full or due; with `ended` (no more lines come) any that is left."""
         full = len(self._waiting) >= self._lines_max or self._waiting_bytes >= self._bytes_max
         if not self._waiting or not (full or ended or now_s >= self._since_s + self._delay_s):
             return None
@@ -283,9 +285,7 @@ class Batcher:
 
 
 class LineSource:
-    """The lines of a file descriptor, as they come. `ended` is true once there are no more; the last line needs no line
-    end.
-    """
+    """The lines of a file descriptor, as they come. `ended` is true at the end; the last line needs no line break."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -295,7 +295,7 @@ class LineSource:
         self.ended = False
 
     def take(self, wait_s: float | None) -> list[bytes]:
-        """Returns the whole lines that have come within this time, waiting for no more than the first bytes."""
+        """Wait up to `wait_s` for input, and return the lines that are complete."""
         if not select.select([self._fd], [], [], wait_s)[0]:
             return []
         chunk = os.read(self._fd, READ_MAX_BYTES)
@@ -323,11 +323,9 @@ class LineSource:
 def stdin_batches(
     *, lines_max: int, bytes_max: int, delay_s: float, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[LineBatch]:
-    """Yields the lines of stdin in batches. Nothing is read while a batch is handled, so the writer of the pipe
-    waits.
-    """
+    """Yield the lines of stdin in batches. Nothing is read while a batch is handled, so the pipe's writer waits."""
     if sys.stdin is None:
-        raise UsageError("stdin is closed: the input is NDJSON on stdin")
+        raise UsageError("stdin is closed: give the input as NDJSON on stdin")
     source = LineSource(sys.stdin.fileno())
     batcher = Batcher(lines_max=lines_max, bytes_max=bytes_max, delay_s=delay_s)
     while True:

@@ -7,19 +7,20 @@ import importlib
 import sys
 from typing import Final
 
+from topics.cli import EXIT_USAGE
+
 JOBS: Final = {
-    "export": "topics to partitioned Parquet or Delta, incrementally",
-    "rollup": "events per tag and window of event time",
-    "replay": "Parquet or a topic back into a topic",
-    "audit": "every record of topics checked in their files",
+    "export": "write topics to partitioned Parquet or Delta, incrementally",
+    "rollup": "count events by tag and window of event time",
+    "replay": "write Parquet or a topic back into a topic",
+    "audit": "check every record of topics in their files",
 }
-EXIT_USAGE: Final = 2
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Add the command's arguments."""
     parser.description = "Run a pipeline on Spark: " + "; ".join(f"{name}: {about}" for name, about in JOBS.items())
-    parser.add_argument("job", choices=list(JOBS), metavar="JOB", help="JOB --help tells its options")
+    parser.add_argument("job", choices=list(JOBS), metavar="JOB", help="JOB --help lists its options")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="…")
     parser.set_defaults(command=_run)
 

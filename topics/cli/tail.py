@@ -1,4 +1,4 @@
-"""`topics tail TOPIC…`: the last records, and with `-f` all that follow."""
+"""`topics tail TOPIC…`: the last records, and with `-f` those that follow."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import threading
 from collections import deque
 from typing import Final
 
-from topics.cli import shared
+from topics.cli import EXIT_BROKEN_PIPE, shared
 from topics.cli.read import read_pages
 from topics.cli.shared import RecordPrinter, say
 from topics.client import Client, Record, Tombstone, TopicGone
 
-EXIT_BROKEN_PIPE: Final = 141
 LOOK_BACK_FACTOR: Final = 4
 _EXAMPLES: Final = """  topics tail -n 3 orders
   topics tail -f orders payments
@@ -23,19 +22,19 @@ _EXAMPLES: Final = """  topics tail -n 3 orders
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Add the command's arguments."""
     about = (
-        "Print the last records of topics as NDJSON and, with -f, those that are written from then on, over every "
-        "disconnect, each once and in order. With several topics each line begins with its topic. A gap is a "
-        'line {"tombstone": …}, and the exit code is 5.'
+        "Print the last records of topics as NDJSON and, with -f, those written from then on, each once and in order, "
+        "across disconnects. With several topics each line begins with its topic. A gap is a line "
+        '{"tombstone": …}, and the exit code is 5.'
     )
     shared.fill(parser, "tail", _tail, about=about, examples=_EXAMPLES)
     parser.add_argument("topics", metavar="TOPIC", nargs="+")
-    parser.add_argument("-n", dest="count", metavar="N", type=shared.whole, default=10, help="how many (%(default)s)")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on with what is written, until Ctrl-C")
     parser.add_argument(
-        "--data-only", action="store_true", help="only the `data` of each record; tombstones go to stderr"
+        "-n", dest="count", metavar="N", type=shared.whole, default=10, help="how many records (%(default)s)"
     )
+    parser.add_argument("-f", "--follow", action="store_true", help="go on with new records, until Ctrl-C")
+    shared.add_data_only(parser)
 
 
 def _tail(client: Client, options: argparse.Namespace) -> int:
@@ -44,7 +43,7 @@ def _tail(client: Client, options: argparse.Namespace) -> int:
     positions = {topic: _print_last(client, topic, options.count, printer) for topic in topics}
     if not options.follow:
         return printer.exit_code
-    _end_with_the_reader()
+    _exit_with_the_reader()
     for topic, item in client.follow(positions, tombstones="yield"):
         if isinstance(item, Record):
             printer.records(topic, (item,))
@@ -56,9 +55,8 @@ def _tail(client: Client, options: argparse.Namespace) -> int:
 
 
 def _print_last(client: Client, topic: str, count: int, printer: RecordPrinter) -> int:
-    """Prints the last `count` records; the seq behind which everything else comes.
-
-    Deleted and expired ones leave holes, so that it may have to look back further than `count` seqs.
+    """Print the last `count` records; return the seq behind which all others come. Deleted and expired records leave
+    holes, so the last `count` may lie further back than `count` seqs.
     """
     state = client.get_topic(topic, touch=False)
     if count == 0:
@@ -83,12 +81,12 @@ def _print_last(client: Client, topic: str, count: int, printer: RecordPrinter) 
     return position
 
 
-def _end_with_the_reader() -> None:
-    """Ends this process when nobody can read its output any more: `tail -f … | head -1` must not wait for one more
-    record to find out. Nothing is lost by it, there is nowhere left to print to.
+def _exit_with_the_reader() -> None:
+    """Exit this process when the reader of its output is gone: `tail -f … | head -1` must not wait for one more record
+    to notice. Nothing is lost, since nobody can read more output.
     """
     output = select.poll()
-    output.register(sys.stdout.fileno(), 0)  # errors and hang-ups are always reported
+    output.register(sys.stdout.fileno(), 0)  # poll reports errors and hang-ups in any case
 
     def wait() -> None:
         output.poll()

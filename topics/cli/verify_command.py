@@ -1,4 +1,4 @@
-"""`topics verify DIR`: is everything in a data directory what was written?"""
+"""`topics verify DIR`: check every byte of a data directory."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from typing import Final
 
 import msgspec
 
+from topics.cli import EXIT_USAGE
 from topics.storage.lock import DataDirLocked
-from topics.storage.verify import NotADataDir, Report, verify
+from topics.storage.segment_check import Report
+from topics.storage.verify import NotADataDir, verify
 
 EXIT_DAMAGE: Final = 1
-EXIT_USAGE: Final = 2
 _CODES: Final = """exit codes:
-  0  clean; what a killed service may leave is listed as a note, the next start takes care of it
+  0  clean; leftovers of a killed service are listed as notes, the next start clears them up
   1  damage: the first finding is the last line on stderr, with file and offset
   2  usage, a service runs on DIR, or DIR is not a data directory"""
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Add the command's arguments."""
     parser.epilog, parser.formatter_class = _CODES, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("data_dir", metavar="DIR", help="the data directory (TOPICS_DATA_DIR of the service)")
+    parser.add_argument("data_dir", metavar="DIR", help="the service's TOPICS_DATA_DIR")
     parser.add_argument(
-        "--cold-dir", metavar="DIR", help="TOPICS_COLD_DIR of the service: checks the cold segments' data as well"
+        "--cold-dir", metavar="DIR", help="the service's TOPICS_COLD_DIR: check the cold segments' data as well"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object with all findings")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with all findings")
     parser.set_defaults(command=_run)
 
 
@@ -59,7 +60,7 @@ def _print(report: Report) -> None:
 
 
 class _Percent:
-    """One line on a terminal, nothing anywhere else."""
+    """Progress as one line on a terminal; prints nothing elsewhere."""
 
     def __init__(self) -> None:
         self._shown = -1

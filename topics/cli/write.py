@@ -1,4 +1,4 @@
-"""`topics write TOPIC`: NDJSON on stdin becomes records."""
+"""`topics write TOPIC`: append the lines of stdin (NDJSON) as records."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _PROGRESS_EVERY_S: Final = 0.2
 _EXAMPLES: Final = """  echo '{"item": "tea"}' | topics write orders --tag tea
   tail -F app.log.json | topics write logs
   topics write orders --records <<< '{"data": {"item": "milk"}, "tag": "milk", "meta": {"by": "ann"}}'
-  topics write payments --key-of id < payments.ndjson   # again, if it broke: what is there is not written twice"""
+  topics write payments --key-of id < payments.ndjson   # if it broke, repeat it: nothing is written twice"""
 
 
 class Line(msgspec.Struct, forbid_unknown_fields=True):
-    """A record of `--records`: what the service takes, or what `topics read` and `topics tail` have printed."""
+    """A line of `--records`: a record as the service takes it, or as `topics read` and `topics tail` print it."""
 
     data: msgspec.Raw
     tag: str | None = None
@@ -49,62 +49,62 @@ _text_or_number: Final = msgspec.json.Decoder(str | int | float).decode
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Add the command's arguments."""
     about = (
-        "Append records to a topic, which is made if there is none: each line of stdin is the `data` of one, any JSON "
-        'value, kept byte for byte. What was written is the last line, {"first_seq", "last_seq", "count"}, also when '
-        "it ends early. A write that is not answered is repeated and committed once."
+        "Append records to a topic, which is created if it is not there. Each line of stdin is the `data` of one, any "
+        'JSON value, kept byte for byte. The last line of output is {"first_seq", "last_seq", "count"}, also after an '
+        "error. A write that is not answered is repeated and committed once."
     )
     shared.fill(parser, "write", _write, about=about, examples=_EXAMPLES)
     parser.add_argument("topic", metavar="TOPIC")
     parser.add_argument(
         "--records",
         action="store_true",
-        help="lines are whole records: data, and tag, node, meta, deliver_at, delay_ms, order_key; "
-        "those that `topics read` prints are fine as well",
+        help="lines are whole records: data, and tag, node, meta, deliver_at, delay_ms, order_key; the output of "
+        "`topics read` fits",
     )
-    parser.add_argument("--tag", help="tag of records that have none")
-    parser.add_argument("--node", help="who writes, for records that do not say it")
+    parser.add_argument("--tag", help="tag of records without one")
+    parser.add_argument("--node", help="node of records without one")
     parser.add_argument(
         "--durability",
         choices=("ephemeral", "memory", "disk", "fsync"),
-        help="of the topic, if this makes it; one that is there keeps its own, which is said",
+        help="class of the topic if this creates it; an existing one keeps its own, and a message says so",
     )
     parser.add_argument(
         "--config",
         metavar="JSON",
         type=config_object,
         default={},
-        help='the same for all of its configuration, like \'{"type": "queue", "max_deliveries": 5}\'',
+        help='whole configuration if this creates it, like \'{"type": "queue", "max_deliveries": 5}\'',
     )
-    parser.add_argument("--no-create", action="store_true", help="refuse to make the topic")
+    parser.add_argument("--no-create", action="store_true", help="do not create the topic")
     parser.add_argument(
         "--key-of",
         metavar="FIELD",
-        help="each record is a write of its own under this field of its data as idempotency key: the same input again, "
-        "within the topic's idempotency_window_ms, writes only what is missing; slower",
+        help="write each record alone, with this field of its data as idempotency key: a repeat of the same input "
+        "within the topic's idempotency_window_ms writes only what is missing; slower",
     )
     parser.add_argument(
         "--batch-records",
         metavar="N",
         type=shared.positive,
         default=1000,
-        help=f"the most records of one write (%(default)s; {BATCH_MAX_RECORDS} unless the service is set otherwise)",
+        help=f"most records of one write (%(default)s; the service takes {BATCH_MAX_RECORDS} by default)",
     )
     parser.add_argument(
         "--delay-ms",
         metavar="MS",
         type=shared.not_negative,
         default=50.0,
-        help="how long a line may wait for others to go with it (%(default)g)",
+        help="longest wait of a line for others, to be written together (%(default)g)",
     )
 
 
 def _write(client: Client, options: argparse.Namespace) -> int:
     if getattr(options, "patience_s", 0.0) > PATIENCE_MAX_S:
         raise UsageError(
-            f"--patience-s {options.patience_s:g}: at most {PATIENCE_MAX_S} for a write: repeated after the topic's "
-            "idempotency_window_ms, 120 s unless it is set otherwise, it would be written twice"
+            f"--patience-s {options.patience_s:g}: at most {PATIENCE_MAX_S} for a write: a repeat after the topic's "
+            "idempotency_window_ms, 120 s by default, would be a second write"
         )
     writing = _Writing(client, options)
     batches = stdin_batches(
@@ -116,18 +116,18 @@ def _write(client: Client, options: argparse.Namespace) -> int:
         for batch in batches:
             writing.write(batch)
     except (BadLineError, ClientError, KeyboardInterrupt) as error:
-        say("write", writing.how_far(error))
+        say("write", writing.state_after(error))
         raise
     finally:
         writing.progress.end()
-        # Nobody may be there any more to read it; what went wrong before is the news then.
+        # A closed pipe must not hide the error before it.
         with contextlib.suppress(BrokenPipeError):
             writing.summary()
     return 0
 
 
 class _Writing:
-    """Batches on their way into the topic, and what became of them."""
+    """The writes of this command, and how many lines they have written."""
 
     def __init__(self, client: Client, options: argparse.Namespace) -> None:
         self._client = client
@@ -138,25 +138,23 @@ class _Writing:
         self._count = 0
         self._deduped = 0
         self._lines_done = 0
-        self._under_way: LineBatch | None = None
+        self._in_progress: str | None = None
         self._class_checked = False
         self.progress = _Progress()
 
     def write(self, batch: LineBatch) -> None:
-        """BadLineError after the lines before it were written."""
-        try:
-            records = parse(batch, whole_records=self._options.records, tag=self._options.tag)
-        except BadLineError as bad:
-            if bad.number > batch.first:
-                self.write(batch.before(bad.number))
-            raise
+        """Write a batch; BadLineError after the lines before the bad one were written."""
+        records, bad = parse(batch, whole_records=self._options.records, tag=self._options.tag)
+        last = batch.last if bad is None else bad.number - 1
         if records:
-            self._under_way = batch
-            self._append(records, batch)
-            self._under_way = None
-        self._lines_done = batch.last
+            self._in_progress = f"lines {batch.first} to {last}"
+            self._append(records, last)
+            self._in_progress = None
+        self._lines_done = last
+        if bad is not None:
+            raise bad
 
-    def _append(self, records: list[NewRecord], batch: LineBatch) -> None:
+    def _append(self, records: list[NewRecord], last_line: int) -> None:
         field = self._options.key_of
         written = self._client.append(
             self._options.topic,
@@ -164,29 +162,26 @@ class _Writing:
             node=self._options.node,
             create=not self._options.no_create,
             config=self._config or None,
-            idempotency_key=None if field is None else key_of(records[0], field, batch),
+            idempotency_key=None if field is None else key_of(records[0], field, last_line),
         )
         self._first_seq = written.first_seq if self._first_seq is None else min(self._first_seq, written.first_seq)
         self._last_seq = max(self._last_seq or 0, written.last_seq)
         self._count += written.count
-        # Under a key that the client made up it is the first attempt, whose answer was lost.
+        # Under a key of the client's own, `deduped` means that the answer to its first attempt was lost.
         self._deduped += written.count if written.deduped and field is not None else 0
         wanted = self._config.get("durability", written.durability)
         if not self._class_checked and written.durability != wanted:
-            say(
-                "write",
-                f"topic {self._options.topic!r} exists and stays {written.durability}, not {self._options.durability}",
-            )
+            say("write", f"topic {self._options.topic!r} exists and stays {written.durability}, not {wanted}")
         self._class_checked = True
         self.progress.show(self._count)
 
-    def how_far(self, error: BaseException) -> str:
-        """What of the input is in the topic."""
+    def state_after(self, error: BaseException) -> str:
+        """Return which lines of the input are in the topic."""
         done = f"lines 1 to {self._lines_done} are written" if self._lines_done else "no line was written"
-        if self._under_way is None:
+        if self._in_progress is None:
             return done
-        rest = f"lines {self._under_way.first} to {self._under_way.last}"
-        return f"{done}, {rest} are not" if is_certain(error) else f"{done}; of {rest} it is not known"
+        unwritten, unknown = f"{self._in_progress} are not", f"it is not known whether {self._in_progress} are"
+        return f"{done}, {unwritten}" if is_certain(error) else f"{done}; {unknown}"
 
     def summary(self) -> None:
         line: dict[str, Any] = {"first_seq": self._first_seq, "last_seq": self._last_seq, "count": self._count}
@@ -194,45 +189,30 @@ class _Writing:
 
 
 def is_certain(error: BaseException) -> bool:
-    """Whether nothing was written by what ended so. The last of several attempts does not speak for those before it,
-    unless it was refused for what it is: had one of them been committed, the answer would be that.
+    """Return whether a write that failed with this error wrote nothing. An earlier attempt may have been committed
+    without an answer, except when the service refuses the write itself: a committed one would have been answered.
     """
     if isinstance(error, ApiError):
         return 400 <= error.status < 500 and not isinstance(error, ServiceBusyError)
     return isinstance(error, BadLineError)
 
 
-def parse(batch: LineBatch, *, whole_records: bool, tag: str | None = None) -> list[NewRecord]:
-    """The records of a batch; BadLineError for the first that is none."""
-    texts = batch.texts()
-    try:
-        # The decoder passes over strings without a look at their encoding.
-        b"\n".join(texts).decode()
-        if whole_records:
-            return [_new_record(_line(text), tag) for text in texts]
-        return [NewRecord(_raw(text), tag) for text in texts]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise _first_bad(batch, whole_records) from None
-
-
-def _first_bad(batch: LineBatch, whole_records: bool) -> BadLineError:
-    for number, line in enumerate(batch.lines, batch.first):
-        text = line.strip(b" \t\r")
-        if not text:
-            continue
+def parse(
+    batch: LineBatch, *, whole_records: bool, tag: str | None = None
+) -> tuple[list[NewRecord], BadLineError | None]:
+    """Return the records of a batch up to the first bad line, and the error for that line."""
+    records = []
+    for number, text in batch.numbered():
         try:
-            text.decode()
-            _raw(text)
+            text.decode()  # the JSON decoder does not check the encoding of strings
+            records.append(_new_record(_line(text), tag) if whole_records else NewRecord(_raw(text), tag))
         except UnicodeDecodeError as error:
-            return BadLineError(number, text, f"is not UTF-8 (byte {error.start})")
+            return records, BadLineError(number, text, f"is not UTF-8 (byte {error.start})")
+        except msgspec.ValidationError as error:
+            return records, BadLineError(number, text, f'is not a record like {{"data": …, "tag": …}} ({error})')
         except (msgspec.DecodeError, RecursionError) as error:
-            return BadLineError(number, text, f"is not JSON ({error})")
-        try:
-            if whole_records:
-                _line(text)
-        except msgspec.DecodeError as error:
-            return BadLineError(number, text, f'is not a record like {{"data": …, "tag": …}} ({error})')
-    raise AssertionError("a batch that cannot be parsed has a line that cannot be")
+            return records, BadLineError(number, text, f"is not JSON ({error})")
+    return records, None
 
 
 def _new_record(line: Line, tag: str | None) -> NewRecord:
@@ -247,33 +227,31 @@ def _new_record(line: Line, tag: str | None) -> NewRecord:
     )
 
 
-def key_of(record: NewRecord, field: str, batch: LineBatch) -> str:
-    """The idempotency key that a record brings along: a text, or a number as it is spelled."""
+def key_of(record: NewRecord, field: str, line: int) -> str:
+    """Return the idempotency key in a record's data: a text, or a number as it is spelled."""
     data = bytes(record.data)
     try:
         raw = _object(data)[field]
         value = _text_or_number(raw)
     except (msgspec.DecodeError, KeyError):
-        reason = f"has no text or number as field {field!r} of its data, which --key-of names"
-        raise BadLineError(batch.last, data, reason) from None
+        reason = f"has no text or number in the field {field!r} of its data (--key-of)"
+        raise BadLineError(line, data, reason) from None
     key = value if isinstance(value, str) else bytes(raw).decode()
     if not 0 < len(key) <= KEY_MAX_CHARS:
-        raise BadLineError(batch.last, data, f"field {field!r} has to have 1 to {KEY_MAX_CHARS} characters")
+        raise BadLineError(line, data, f"the field {field!r} must have 1 to {KEY_MAX_CHARS} characters")
     return key
 
 
 def config_object(text: str) -> dict[str, Any]:
-    """A type of argparse: a JSON object."""
+    """Parse an argument: a JSON object."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise argparse.ArgumentTypeError(
-            f'{text!r}: has to be a JSON object like {{"type": "queue"}} ({error})'
-        ) from None
+        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object like {{"type": "queue"}} ({error})') from None
 
 
 class _Progress:
-    """One line on a terminal that shows nothing else, nothing anywhere else."""
+    """Progress as one line on a terminal, unless that is also the input; prints nothing elsewhere."""
 
     def __init__(self) -> None:
         self._on = sys.stderr.isatty() and sys.stdin is not None and not sys.stdin.isatty()

@@ -15,7 +15,7 @@ from topics.client.errors import LeaseLostError
 
 ACK_MAX_JOBS: Final = 1000
 HOLD_UP_MAX_S: Final = 1.0
-"""How long a request may hold up the next one: its frontend may hang."""
+"""The longest time for which a request holds up the next one: its frontend may hang."""
 
 Outcome = asyncio.Future[bool | None]
 

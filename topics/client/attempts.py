@@ -1,4 +1,4 @@
-"""When a request is sent again, and after which pause.
+"""Rules for repeats: which requests are sent again, and after which pause.
 
 A request is repeated when a repeat has no further effect (reads, PUT, DELETE, writes with an idempotency key), and when
 it was certainly not carried out: no connection was made, or the service says that it did nothing (429, `not_ready`,
@@ -25,8 +25,8 @@ PASSES_BY_WAITING = frozenset(
 
 
 class Retry(msgspec.Struct, frozen=True):
-    """For how long a request is repeated, and the pauses between attempts: doubled from the first to the longest, each
-    drawn from its upper half, but never shorter than `Retry-After`.
+    """The time for repeats of a request, and the pauses between them: doubled from the first to the longest, each drawn
+    from its upper half, but never shorter than `Retry-After`.
 
     `total_s` has to stay below the topics' `idempotency_window_ms` (120 s unless configured): a repeat after that
     would be a second write.

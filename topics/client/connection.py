@@ -1,4 +1,4 @@
-"""How both clients use the HTTP library."""
+"""The parts of both clients that concern the HTTP library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from topics.client.commands import Commands
 from topics.client.errors import ClientError, ServiceBusyError
 
 ANSWER_MAX_S = 45.0
-"""How long an answer may take: the longest long poll, and a margin."""
+"""Time-out of an answer: the longest long poll, and a margin."""
 CONNECT_MAX_S = 5.0
 
 

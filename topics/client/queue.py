@@ -52,7 +52,7 @@ class _Job:
 
     @property
     def deliveries(self) -> int:
-        """How often it was delivered, this time included."""
+        """The number of its deliveries, this one included."""
         return self.claimed.deliveries
 
     @property
@@ -68,7 +68,7 @@ class _Job:
 
     @property
     def lost(self) -> bool:
-        """Whether its lease ended meanwhile, so that somebody else may do it."""
+        """True when its lease has ended meanwhile, so that somebody else may do it."""
         return not self._settled and not self._shift.holds(self.claimed)
 
     def __repr__(self) -> str:

@@ -13,7 +13,6 @@ import random
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from contextlib import aclosing
-from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 import httpx
@@ -101,14 +100,14 @@ class Shift:
         self._dealt = asyncio.Event()
         """Set when a job has come over the current stream."""
         self._confirmed = False
-        """Whether the topic's instance at the current stream is known."""
+        """True when it is known which instance of the topic the current stream is of."""
         self._stopping = False
         self._failure: Exception | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._reached = False
-        """Whether the service has answered."""
+        """True once the service has answered."""
         self._heard = False
-        """Whether anything has come over the current stream."""
+        """True once something has come over the current stream."""
 
     async def __aenter__(self) -> Self:
         # Waits for nothing, so that a stop works also while the service is down. `next` raises what is wrong.
@@ -116,9 +115,7 @@ class Shift:
         self._tasks = [asyncio.create_task(self._report_failure(one)) for one in work]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.stop()
         for task in self._tasks:
             task.cancel()

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 Item: TypeAlias = Record | TombstoneAnswer
 Tombstones = Literal["raise", "yield"]
-"""What a reader gets for a gap: a GapError, the default, or a tombstone among the records."""
+"""The two ways to report a gap: as a GapError, the default, or as a tombstone among the records."""
 
 
 class Walk(NamedTuple, Generic[T]):

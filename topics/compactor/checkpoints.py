@@ -1,14 +1,13 @@
-"""A checkpoint of one shard: its topics' new records and their deletions go into segments and onto the disk.
+"""A checkpoint of one shard: its topics' new records, and deletions in their segments, reach the disk.
 
-`Checkpoints` puts records into segments, syncs them and tells the shard. The shard's answer means that its log says so.
-A checkpoint that is killed or refused is simply repeated: a topic whose mark is not in the log goes on where the mark
-before it ends.
+`Checkpoints` puts records into segments, syncs them and has the shard log that (a mark). A checkpoint that is killed or
+refused is simply repeated: a topic goes on where its last mark in the log ends.
 
-`DurableMarks` sees to deletions that a snapshot takes for done: they are on the disk before it, for nobody will read
-the log for them. The shard marks deletions in segments at once, this process syncs the marks. A sync that failed
-reports it only once: the pages count as clean then, and the next sync of the same file succeeds though they never came
-to the disk. So after a failed sync the shard marks everything again that the log tells of since the last snapshot. It
-also does so once in each life of this process, because the former life may have ended right behind such a failure.
+`DurableMarks` syncs deletions before a snapshot that contains them, for no start reads them from the log then. The
+shard marks deletions in segments at once, this process syncs the marks. A sync that failed reports the failure only
+once: the pages count as clean then, and the next sync of the file succeeds though they never reached the disk. So after
+a failed sync the shard marks all deletions since the last snapshot again. It also does so once in each life of this
+process, because the former life may have ended right after such a failure.
 """
 
 from __future__ import annotations
@@ -43,30 +42,30 @@ from topics.storage.segment_deletes import sync_segment
 
 TOPICS_PER_SYNC: Final = 4096
 SYNC_ONE_BY_ONE_MAX: Final = 64
-"""The files of up to so many segments are synced one after the other. For more, one sync of the file system costs less,
-where it tells of failures.
-"""
+"""Up to this many segments are synced file by file; for more, one sync of the file system costs less."""
 TOPICS_PER_MESSAGE: Final = 256
-"""A shard takes some ms for a message of so many."""
+"""A shard takes some ms for a message with this many."""
 RECORDS_PER_STEP: Final = 1 << 16
-"""The bound for one topic at a time, and for one message: the shard looks at the flags of all records."""
+"""The bound for one topic at a time, and for one message: the shard checks the flags of all records."""
+SEQS_PER_MESSAGE: Final = 2048
+"""A shard takes some ms for a message with this many deletions."""
 FULL_AFTER: Final = 16
-"""So many topics without room mean that the disk is full; after fewer a smaller topic may still find room."""
-_LOOK_AGAIN_S: Final = 0.001
-_LOOKS: Final = 5000
+"""After this many topics without room the disk counts as full; before, a smaller topic may still find room."""
+_POLL_S: Final = 0.001
+_POLLS_MAX: Final = 5000
 SEAL_AGAIN_MS: Final = 60_000
-"""The pause after a segment could not be sealed, which holds up nothing; doubled each time, up to SEAL_AGAIN_MAX_MS."""
+"""The pause after a segment could not be sealed; doubled each time, up to SEAL_AGAIN_MAX_MS."""
 SEAL_AGAIN_MAX_MS: Final = 3_600_000
 
 log = get_logger()
 
 
 class Refused(Exception):  # noqa: N818 — named for what it is
-    """The shard did not mark everything, or does not show all that it has: its log cannot be written now."""
+    """The shard did not mark everything, or does not show all of its records: it cannot write its log now."""
 
 
 class Written(NamedTuple):
-    """The records, bytes and seals that checkpoints added to segments."""
+    """The numbers of records, bytes and sealed segments that a checkpoint added."""
 
     records: int
     data_bytes: int
@@ -74,7 +73,7 @@ class Written(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A part of one topic that the shard is told at once. `has_more`: the topic may have more."""
+    """A part of one topic that is in segments and to be marked. `has_more`: the topic may have more."""
 
     topic: Topic
     checkpoint: TopicCheckpoint
@@ -83,42 +82,30 @@ class _Step(NamedTuple):
 
 
 class _Failures:
-    """The failures that kept topics from segments: how many, and the one to report. A full disk is reported before
-    others, for somebody can do something about it. Tracebacks are dropped, for their frames hold everything that was to
-    be written.
-    """
+    """Failures of topics: their number, and the one to report. A full disk goes first: an operator can mend it."""
 
     def __init__(self) -> None:
         self.topics = 0
-        self.told: OSError | None = None
+        self.reported: OSError | None = None
         self._no_room = 0
 
     def add(self, error: OSError) -> None:
         self.topics += 1
-        is_first = self.told is None
-        if error.errno in NO_ROOM:
-            is_first = is_first or not self._no_room
-            self._no_room += 1
-        if is_first:
-            self.told = error.with_traceback(None)
+        is_no_room = error.errno in NO_ROOM
+        if self.reported is None or (is_no_room and not self._no_room):
+            self.reported = error.with_traceback(None)  # its frames hold all that was to be written
+        self._no_room += is_no_room
 
     @property
     def is_full(self) -> bool:
-        """True if the disk is full, whatever the topic: there is no use in trying the others."""
+        """True if the disk is full: there is no use in trying other topics."""
         return self._no_room >= FULL_AFTER
 
 
-class _Pause(NamedTuple):
-    """A pause until `until_ms` of the monotonic clock."""
-
-    pause_ms: int
-    until_ms: int
-
-
 class Checkpoints:
-    """Checkpoints all shards, one after the other.
+    """Makes checkpoints of all shards, one after the other.
 
-    `alive` is called between steps. Up to `one_by_one_max` segments of a step are synced by themselves.
+    `alive` is called between steps. Up to `one_by_one_max` segments of a step are synced file by file.
     """
 
     def __init__(
@@ -137,16 +124,16 @@ class Checkpoints:
         self._alive = alive
         self._one_by_one_max = one_by_one_max
         self._suspects: set[str] = set()
-        self._unsealable: dict[tuple[int, SegmentInfo], _Pause] = {}
-        """Segments that could not be sealed, which the log says. They stay as they are until something is appended to
-        them, or until they can be sealed.
+        self._unsealable: dict[tuple[int, SegmentInfo], tuple[int, int]] = {}
+        """(pause in ms, its end on the monotonic clock) for segments that could not be sealed. They stay as they are
+        until something is appended to them, or they can be sealed.
         """
 
     def run(self, follower: Follower, buffers: LogBuffers) -> Written:
-        """Puts everything the follower has read into segments; the shard's log is synced up to there afterwards.
+        """Puts everything that the follower has read into segments; then the shard's log is synced up to there.
 
-        Raises Refused, and OSError when some topics could not be written, whatever was refused besides. The shard has
-        heard of all other topics then, unless it refuses or the disk is full.
+        Raises Refused. Raises OSError when some topics could not be written, whatever else was refused; all others are
+        marked then, unless the shard refuses or the disk is full.
         """
         failures = _Failures()
         refused: Refused | None = None
@@ -154,14 +141,14 @@ class Checkpoints:
         try:
             written = self._run(follower, buffers, failures)
         except Refused as error:
-            if failures.told is None:
+            if failures.reported is None:
                 raise
             refused = error
-        if failures.told is not None:
+        if failures.reported is not None:
             log.error("records of topics could not be put into segments", topics=failures.topics)
-            raise failures.told from refused
-        # Also when there was nothing to tell: the answer means that the log is synced.
-        tell(follower, [])
+            raise failures.reported from refused
+        # Also when nothing was marked: the answer means that the log is synced.
+        mark(follower, [])
         reached("checkpoint.marked")
         return written
 
@@ -176,19 +163,19 @@ class Checkpoints:
                 for step in steps:
                     written = _plus(written, follower, step)
                 for message in _messages(steps):
-                    tell(follower, message)
+                    mark(follower, message)
                     follower.sealed += _sealed(message)
                     self._alive()
                 chunk = [step.topic for step in steps if step.has_more]
         return written
 
     def has_old(self, follower: Follower) -> bool:
-        """True if it is time to seal a segment, though the log may say nothing new."""
+        """True if it is time to seal a segment, also one to which nothing was added."""
         now_ms = self._clock.now_ms()
         return any(self._is_old(follower, topic, now_ms) for topic in follower.fold.topics.values())
 
     def _due(self, follower: Follower, now_ms: int) -> Iterator[Topic]:
-        """Yields topics of which the log said something, and topics whose active segment is old."""
+        """Yields topics that the log has news of, and topics whose active segment is old."""
         topics = follower.fold.topics
         for topic_id in sorted(follower.touched):
             topic = topics.get(topic_id)
@@ -200,28 +187,20 @@ class Checkpoints:
 
     def _is_old(self, follower: Follower, topic: Topic, now_ms: int) -> bool:
         last = follower.index_of(topic).segments.last
-        return (
-            last is not None
-            and not last.flags & SEALED
-            and self._seal_at.is_old(last, now_ms)
-            and self._may_be_sealed(topic.id, last)
-        )
+        if last is None or last.flags & SEALED or not self._seal_at.is_old(last, now_ms):
+            return False
+        _, until_ms = self._unsealable.get((topic.id, last), (0, 0))
+        return self._clock.monotonic_ms() >= until_ms
 
-    def _may_be_sealed(self, topic_id: int, last: SegmentInfo) -> bool:
-        pause = self._unsealable.get((topic_id, last))
-        return pause is None or self._clock.monotonic_ms() >= pause.until_ms
-
-    def _not_sealed(self, topic_id: int, last: SegmentInfo) -> None:
-        former = self._unsealable.get((topic_id, last))
-        pause_ms = SEAL_AGAIN_MS if former is None else doubled_ms(former.pause_ms, 1, SEAL_AGAIN_MAX_MS)
-        self._unsealable[topic_id, last] = _Pause(pause_ms, self._clock.monotonic_ms() + pause_ms)
+    def _pause_sealing(self, topic_id: int, last: SegmentInfo) -> None:
+        former_ms, _ = self._unsealable.get((topic_id, last), (0, 0))
+        pause_ms = doubled_ms(former_ms, 1, SEAL_AGAIN_MAX_MS) if former_ms else SEAL_AGAIN_MS
+        self._unsealable[topic_id, last] = pause_ms, self._clock.monotonic_ms() + pause_ms
 
     def _step(
         self, follower: Follower, topics: list[Topic], buffer_of: BufferOf, now_ms: int, failures: _Failures
     ) -> list[_Step]:
-        """Puts records of each topic into segments and onto the disk. It adds the failures of other topics, and skips
-        the rest on a full disk.
-        """
+        """Puts records of these topics into segments and syncs them. Collects failures; ends early on a full disk."""
         one_by_one = sum(self._segments_due(follower, topic) for topic in topics) <= self._one_by_one_max
         fs = self._fs if one_by_one else deferring_syncs(self._fs)
         appender = SegmentAppender(fs, self._data_dir, self._seal_at, self._suspects)
@@ -242,24 +221,23 @@ class Checkpoints:
         return steps
 
     def _segments_due(self, follower: Follower, topic: Topic) -> int:
-        """About how many segments will be written to."""
+        """Estimates how many segments will be written to."""
         records = topic.head_seq - max(topic.earliest_seq - 1, follower.index_of(topic).segments.last_seq)
         return 1 + min(records, RECORDS_PER_STEP) // self._seal_at.records
 
     def _topic(
         self, follower: Follower, topic: Topic, appender: SegmentAppender, buffer_of: BufferOf, now_ms: int
     ) -> _Step | None:
-        """Puts some of its new records into segments. None when there are none, or the topic is gone."""
+        """Puts some of a topic's new records into segments. None when there are none, or the topic was deleted."""
         index = follower.index_of(topic)
         last = index.segments.last
         up_to_seq = index.segments.last_seq
-        looks = 0
+        polls = 0
         while True:
             view = follower.look_up(topic)
             if view is None:
-                # The log says so further on, and has it on the disk: its earlier frames on the topic count for nothing.
-                follower.fold.topic_delete(topic.id)
-                follower.shrunk.add(topic.id)
+                # The deletion is in the log, behind the place read so far, and synced.
+                follower.deleted(topic.id)
                 return None
             entries: array[int] | None = None
             if view.head_seq >= topic.head_seq:
@@ -276,8 +254,8 @@ class Checkpoints:
                 try:
                     infos = appender.append(topic.id, last, entries, buffer_of, now_ms)
                 except (ValueError, EOFError, FileNotFoundError) as error:
-                    # Records lie elsewhere now: the log was saved into a new file.
-                    if looks >= _LOOKS:
+                    # The records have moved: the log was saved into a new file.
+                    if polls >= _POLLS_MAX:
                         raise Refused(
                             f"records of topic {topic.name!r} are not where its shard says: {error}"
                         ) from error
@@ -289,35 +267,35 @@ class Checkpoints:
                         done_seq - entries[0] + 1,
                         has_more=done_seq < view.head_seq,
                     )
-            looks += 1
-            if looks > _LOOKS:
+            polls += 1
+            if polls > _POLLS_MAX:
                 raise Refused(f"shard {follower.shard} does not show record {topic.head_seq} of topic {topic.name!r}")
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_POLL_S)
         if up_to_seq < topic.head_seq and topic.earliest_seq <= topic.head_seq:
-            # Evicted to the last one, which the log does not say yet: a segment that says it, for a state in which the
-            # head is behind both segments and floors is one that lacks records.
-            gone = array("Q", (topic.head_seq, topic.last_write_ts, 0, LOCATION_DELETED << 32))
-            infos = appender.append(topic.id, last, gone, buffer_of, now_ms)
+            # All records were evicted, which the log does not say yet. A deleted record takes the place of the last
+            # one: a state with a head that is behind both segments and floors would lack records.
+            evicted = array("Q", (topic.head_seq, topic.last_write_ts, 0, LOCATION_DELETED << 32))
+            infos = appender.append(topic.id, last, evicted, buffer_of, now_ms)
             return _Step(topic, TopicCheckpoint(topic.id, topic.head_seq, infos), 1, has_more=False)
         if last is not None and self._is_old(follower, topic, now_ms):
             sealed = appender.seal(topic.id, last)
             if sealed is not None:
                 self._unsealable.pop((topic.id, last), None)
                 return _Step(topic, TopicCheckpoint(topic.id, up_to_seq, [sealed]), 0, has_more=False)
-            self._not_sealed(topic.id, last)
+            self._pause_sealing(topic.id, last)
         return None
 
 
-def tell(follower: Follower, checkpoints: list[TopicCheckpoint]) -> None:
-    """Has the shard log the checkpoints. The fold takes them over at once: the log says them behind the place read so
-    far.
+def mark(follower: Follower, checkpoints: list[TopicCheckpoint]) -> None:
+    """Has the shard log the checkpoints, and applies them to the fold at once: in the log they are behind the place
+    read so far.
 
-    Raises Refused when the shard could not log all of them, or could not be told.
+    Raises Refused when the shard could not log all of them, or could not be asked.
     """
     try:
         reply = follower.link.call(Checkpoint(checkpoints))
     except (TopicsError, OSError) as error:
-        # The OSError is about shared memory: it says nothing about the disk or a file on it.
+        # The OSError is about shared memory, not about the disk or a file on it.
         raise Refused(f"shard {follower.shard}: {error}") from error
     deleted, refused = set(reply.deleted), set(reply.refused)
     for checkpoint in checkpoints:
@@ -325,8 +303,7 @@ def tell(follower: Follower, checkpoints: list[TopicCheckpoint]) -> None:
         if topic is None or checkpoint.topic_id in refused:
             continue
         if checkpoint.topic_id in deleted:
-            follower.fold.topic_delete(checkpoint.topic_id)
-            follower.shrunk.add(checkpoint.topic_id)
+            follower.deleted(checkpoint.topic_id)
             continue
         follower.index_of(topic).checkpointed(checkpoint.up_to_seq, checkpoint.segments)
     if refused:
@@ -334,11 +311,10 @@ def tell(follower: Follower, checkpoints: list[TopicCheckpoint]) -> None:
 
 
 def _followed(entries: array[int], topic: Topic, earliest_seq: int) -> array[int] | None:
-    """Returns the entries that may go into segments now: those of records that were read from the log, whose frames
-    were all checked then. None while the shard does not show where it has put them.
+    """Returns the entries that may go into segments now: those of records that were read from the log, and so checked.
+    None while the shard does not show their place in it.
 
-    Records in RAM are behind all of these. Only some that were evicted there are before them, for routers: they are
-    left out.
+    Records in RAM are behind all of these, but for some evicted ones that are kept for routers; those are left out.
     """
     count = max(0, topic.head_seq - entries[0] + 1)
     entries = entries[: count * ENTRY_WORDS]
@@ -385,14 +361,10 @@ def _data_bytes(infos: Iterable[SegmentInfo]) -> int:
     return sum(info.data_bytes for info in infos)
 
 
-SEQS_PER_MESSAGE: Final = 2048
-"""A shard takes some ms for a message of so many."""
-
-
 class DurableMarks:
-    """Syncs the deletion marks of all shards. Owns which shards have to mark again.
+    """Syncs the deletion marks of all shards. Owns the set of shards that have to mark again.
 
-    `alive` is called between steps. Up to `one_by_one_max` segments are synced by themselves.
+    `alive` is called between steps. Up to `one_by_one_max` segments are synced file by file.
     """
 
     def __init__(
@@ -406,37 +378,33 @@ class DurableMarks:
         self.doubted = set(range(shards))
 
     def doubt(self) -> None:
-        """A sync of segments failed: it may have been the one that covered marks, so all shards mark again."""
+        """Has all shards mark again: a sync of segments failed, which may have covered marks."""
         self.doubted = set(range(self._shards))
 
-    def sync(self, followers: Iterable[Follower]) -> list[tuple[Follower, int, SegmentInfo]]:
-        """Puts every deletion that these followers have read onto the disk. Returns (follower, topic id, segment) of
-        the deletions that are in segments.
+    def sync(self, follower: Follower) -> list[tuple[int, SegmentInfo]]:
+        """Syncs every deletion that the follower has read. Returns (topic id, segment) of those in segments.
 
         Raises Refused, and OSError: then call `doubt`.
         """
-        marked: list[tuple[Follower, int, SegmentInfo]] = []
+        marked: list[tuple[int, SegmentInfo]] = []
         seen: list[MarkedIndex] = []
-        shards = set()
-        for follower in followers:
-            shards.add(follower.shard)
-            for topic_id in sorted(follower.shrunk):
-                topic = follower.fold.topics.get(topic_id)
-                if topic is None:
-                    continue
-                index = follower.index_of(topic)
-                for info, seqs in index.deleted_in_segments():
-                    if follower.shard in self.doubted:
-                        self._mark_again(follower, topic_id, seqs)
-                    marked.append((follower, topic_id, info))
-                seen.append(index)
+        for topic_id in sorted(follower.shrunk):
+            topic = follower.fold.topics.get(topic_id)
+            if topic is None:
+                continue
+            index = follower.index_of(topic)
+            for info, seqs in index.deleted_in_segments():
+                if follower.shard in self.doubted:
+                    self._mark_again(follower, topic_id, seqs)
+                marked.append((topic_id, info))
+            seen.append(index)
         if len(marked) > self._one_by_one_max:
             self._fs.sync_all(layout.topics_dir(self._data_dir))
         else:
-            for _, topic_id, info in marked:
+            for topic_id, info in marked:
                 directory = layout.topic_dir(self._data_dir, topic_id)
                 sync_segment(self._fs, directory, info.first_seq, info.version, cold=bool(info.flags & COLD))
-        self.doubted -= shards
+        self.doubted.discard(follower.shard)
         for index in seen:
             del index.deleted[:]
         return marked
@@ -446,6 +414,6 @@ class DurableMarks:
             runs = runs_of(seqs[at : at + SEQS_PER_MESSAGE])
             try:
                 follower.link.call(MarkAgain(topic_id, runs))
-            except (TopicsError, OSError) as error:  # about shared memory: see `tell`
+            except (TopicsError, OSError) as error:  # about shared memory, see `mark`
                 raise Refused(f"shard {follower.shard}: {error}") from error
             self._alive()

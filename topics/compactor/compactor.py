@@ -1,20 +1,19 @@
-"""A cut: everything that the logs say so far goes into segments and a snapshot, then the logs need not say it any more.
+"""A cut: everything in the logs goes into segments and a snapshot, so that a start needs no logs before that.
 
     log      ──────────────────────────────●──────────────▶
                      P(previous)           P = committed when the cut began
     1. fold up to P             every topic's head, floors, configuration
     2. records ≤ P → segments   synced; the shard marks them in its log, behind P, and syncs that
-    3. snapshot of the fold     and of the segments; what the log says behind P comes on top of it
-    4. trim                     log files before P(previous): the previous snapshot stays good for a start
-    5. sweep                    files that neither of the two snapshots can ask for
+    3. snapshot of the fold     and of the segments; a start reads the log behind P on top of it
+    4. trim                     log files before P(previous), so a start from the previous snapshot stays possible
+    5. sweep                    files that neither of the two snapshots needs
 
-Each shard by itself: one that cannot take part keeps what the last snapshot says of it, and holds up no other. Without
-room for 2 or 3 the sweep cannot wait for two snapshots: see `_make_room`.
+A shard that cannot take part keeps its part of the last snapshot, and holds up no other. When the disk has no room for
+2 or 3, the sweep does not wait for two snapshots, see `_make_room`.
 
-Where the previous snapshot turns out to be damaged, an older one stays to fall back on: then 4 and 5 are left to the
-next cut, for which this snapshot is the previous one.
+When the previous snapshot turns out to be damaged, an older one is the fallback: then 4 and 5 are left to the next cut.
 
-Killed anywhere, the next life begins with the newest snapshot and does what was not done.
+A life that is killed anywhere is repeated from the newest snapshot on.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-from topics.compactor.checkpoints import Checkpoints, DurableMarks, Refused, tell
+from topics.compactor.checkpoints import Checkpoints, DurableMarks, Refused, mark
 from topics.compactor.follower import Follower
 from topics.compactor.leftovers import Leftovers, Swept, TopicFiles
 from topics.compactor.life import Life
@@ -38,22 +37,22 @@ from topics.storage.kill_points import reached
 from topics.storage.logfile import WalPosition
 from topics.storage.snapshot import ShardPart
 
-LOOKS_PER_STEP: Final = 16
-"""So many segments are looked at in one step: small ones stay below the rate at which bytes may be rewritten."""
-_COLD_STAYS: Final = "what is superfluous in the cold directory stays for now"
+MEASURED_PER_STEP: Final = 16
+"""The number of segments measured in one step: small ones stay below the rate at which bytes may be rewritten."""
+_COLD_STAYS: Final = "superfluous files in the cold directory could not be removed, which will be repeated"
 
 RETRY_MS: Final = 2_000
 """The pause after a cut that was not complete; doubled each time, up to the interval or RETRY_MAX_MS."""
 RETRY_MAX_MS: Final = 60_000
-"""A full disk must get its room back however long the interval is, and files that stayed must go."""
+"""A bound that holds however long the interval is: a full disk must get its room back."""
 
 log = get_logger()
 
 
 class CutTimes:
-    """The next cut is due `interval_ms` after the last one, or at once when a shard has written `wal_bytes` since.
+    """The times of cuts: `interval_ms` after the last one, or at once when a shard has written `wal_bytes` since.
 
-    A cut that failed is tried again before that, but less and less often. Pure; `now_ms` is of a monotonic clock.
+    A cut that failed is repeated earlier, but less and less often. Pure; `now_ms` is monotonic.
     """
 
     def __init__(self, interval_ms: int, wal_bytes: int, now_ms: int) -> None:
@@ -65,7 +64,7 @@ class CutTimes:
         self._failed = 0
 
     def is_due(self, new_bytes: int, now_ms: int) -> bool:
-        """Says whether to begin a cut now."""
+        """True if it is time to begin a cut."""
         since_ms = now_ms - self._last_ms
         if self._failed:
             wait_ms = doubled_ms(RETRY_MS, self._failed - 1, max(RETRY_MS, self._retry_max_ms))
@@ -74,7 +73,7 @@ class CutTimes:
         return since_ms >= wait_ms or new_bytes >= self._wal_bytes
 
     def done(self, complete: bool, now_ms: int, was_made: bool = True) -> None:
-        """A cut was tried, or (not `was_made`) there was nothing to do. `complete`: all shards took part."""
+        """Notes that a cut was tried, or (not `was_made`) not needed. `complete`: all shards took part."""
         self._last_ms = now_ms
         self._has_tried = True
         self._failed = 0 if complete else self._failed + 1
@@ -82,27 +81,26 @@ class CutTimes:
             self._tidied_ms = now_ms
 
     def is_tidying_due(self, now_ms: int) -> bool:
-        """Says whether to try again to remove files that a cut could not remove: that needs no cut."""
+        """True if it is time to try again to remove files that a cut could not remove."""
         return now_ms - self._tidied_ms >= self._retry_max_ms
 
     def tidied(self, now_ms: int) -> None:
-        """Removing them was tried."""
+        """Notes that removing them was tried."""
         self._tidied_ms = now_ms
 
     def may_keep_up(self, now_ms: int) -> bool:
-        """Says whether work that can wait may be done.
-
-        It comes after the first cut: an error in it that ends the process in each of its lives must not keep the first
-        cut from being made. But it does not wait for a long interval: `wal_bytes` bounds the log then.
+        """True if upkeep may be done: after the first cut, because an error in it that ends each life of the process
+        must not keep cuts from being made. It does not wait for a long interval; `wal_bytes` bounds the log then.
         """
         return self._has_tried or now_ms - self._begun_ms >= RETRY_MAX_MS
 
 
 class Compactor:
-    """Cuts: puts everything that the logs say into segments and a snapshot, and lets files go that nothing needs then.
+    """Makes cuts: puts the contents of the logs into segments and a snapshot, and removes files that are superfluous
+    then.
 
-    Owns nothing but the order of the steps; each collaborator owns its part. A cut that fails for one shard holds up no
-    other, and nothing is removed that a start from either of the two newest snapshots can ask for.
+    Owns the order of the steps; each collaborator owns its part. A cut that fails for one shard holds up no other, and
+    nothing is removed that a start from one of the two newest snapshots needs.
     """
 
     def __init__(
@@ -129,7 +127,7 @@ class Compactor:
         self._tried_bytes = [self._cell.get(f"absorbed_bytes_{follower.shard:02d}") for follower in followers]
 
     def follow(self, step_bytes: int) -> None:
-        """Reads the logs on where there is that much to read: then a cut has less to do at one go."""
+        """Reads on those logs that have at least `step_bytes` to read, so that a cut has less to do at once."""
         for follower in self.followers:
             until = follower.link.committed
             follower.link.take_notices()
@@ -137,20 +135,21 @@ class Compactor:
                 follower.catch_up(until, self._alive)
 
     def upkeep(self) -> int | None:
-        """Does a step of the work that can wait. Returns in how many ms the next one is due, None without one. Raises
-        OSError, Refused.
+        """Does a step of the work that can wait; returns the time until the next one, None without one.
+
+        Raises OSError, Refused.
         """
         if self._relocation is not None:
-            # First: a full disk makes rewriting fail, and this makes room.
+            # First, because it makes room, and a full disk makes rewriting fail.
             step = self._relocation.step(self.followers)
             self._cell.add("segments_relocated", step.relocated)
             self._cell.add("failures", step.failed)
         for follower in self.followers:
-            # Records were deleted in them before they were sealed: nobody says so again.
+            # Records may have been deleted in them before they were sealed.
             for sealed in follower.sealed:
                 self._rewriting.consider(follower, *sealed)
             follower.sealed.clear()
-        for _ in range(LOOKS_PER_STEP):
+        for _ in range(MEASURED_PER_STEP):
             if self._rewriting.step(self.followers):
                 self._cell.add("segments_rewritten")
             if self._rewriting.due_in_ms() != 0:
@@ -159,12 +158,12 @@ class Compactor:
 
     @property
     def new_bytes(self) -> int:
-        """The bytes that a shard has written since its last cut, or try of one; the most of all shards."""
+        """The bytes written since the last cut, or try of one, by the shard that wrote most."""
         return max(follower.link.written_bytes - self._tried_bytes[follower.shard] for follower in self.followers)
 
     @property
     def has_news(self) -> bool:
-        """True if a snapshot would say anything new, or let files go, or if segments are old."""
+        """True if a snapshot would have news, or remove files, or if it is time to seal a segment."""
         for follower in self.followers:
             kept = self._snapshots.positions.get(follower.shard)
             if kept is None or follower.link.committed not in (None, kept):
@@ -174,10 +173,10 @@ class Compactor:
         return any(map(self._checkpoints.has_old, self.followers))
 
     def cut(self) -> bool:
-        """Makes a cut. False when a shard could not take part, refused or failed, or nothing could be saved; the cut
-        may be repeated then.
+        """Makes a cut. False when a shard could not take part, refused or failed, or the snapshot could not be saved:
+        then it may be repeated.
 
-        Raises TailLost, FoldError, and OSError for what is no shard's own: this object is of no use any more.
+        Raises TailLost, FoldError, and OSError from reading a log: then this object is of no use any more.
         """
         written_bytes: dict[int, int] = {}
         begun_ms = self._clock.now_ms()
@@ -187,7 +186,7 @@ class Compactor:
             self._tried_bytes[follower.shard] = written = follower.link.written_bytes
             until = follower.link.committed
             if until is None:
-                log.info("a shard recovers, its part of the last snapshot stays", shard=follower.shard)
+                log.info("a shard is recovering, so its part of the last snapshot stays", shard=follower.shard)
                 continue
             follower.catch_up(until, self._alive)
             reached("checkpoint.followed")
@@ -208,23 +207,23 @@ class Compactor:
         saved = False
         if self._snapshots.can_save(parts):
             try:
-                self._save_and_let_go(parts, begun_ms, written_bytes)
+                self._save_and_remove(parts, begun_ms, written_bytes)
                 saved = True
             except OSError as error:
                 self._cell.add("failures")
-                log.error("a snapshot could not be saved, the logs stay as long as they are", reason=str(error))
+                log.error("a snapshot could not be saved, so the logs keep their length", reason=str(error))
                 is_full |= error.errno in NO_ROOM
         if is_full:
             self._make_room()
         return saved and len(parts) == len(self.followers)
 
     def _not_cut(self, follower: Follower, error: OSError | Refused) -> bool:
-        """Counts and logs the failure of one shard, which holds up no other. True: the disk is full."""
+        """Counts and logs the failure of one shard. True if the disk is full."""
         if isinstance(error, OSError):
             self.marks.doubt()
         self._cell.add("failures")
         log.error(
-            "a checkpoint failed and will be repeated, the log stays as long as it is",
+            "a checkpoint failed and will be repeated, so the log keeps its length",
             shard=follower.shard,
             reason=str(error),
         )
@@ -247,11 +246,11 @@ class Compactor:
         self._cell.add("segments_sealed", written.sealed)
 
     def _sync_marks(self, follower: Follower) -> None:
-        for _, topic_id, info in self.marks.sync([follower]):
+        for topic_id, info in self.marks.sync(follower):
             self._rewriting.consider(follower, topic_id, info.first_seq)
 
-    def _save_and_let_go(self, parts: dict[int, ShardPart], begun_ms: int, written_bytes: dict[int, int]) -> None:
-        """Saves a snapshot, then lets files go. Raises OSError when there is no new snapshot."""
+    def _save_and_remove(self, parts: dict[int, ShardPart], begun_ms: int, written_bytes: dict[int, int]) -> None:
+        """Saves a snapshot, then removes superfluous files. Raises OSError when there is no new snapshot."""
         former = self._snapshots.positions
         former_is_fallback = self._snapshots.save(parts)
         self._cell.add("snapshots")
@@ -269,15 +268,15 @@ class Compactor:
             try:
                 self.followers[shard].link.call(Trim(position.file_no))
             except TopicsError as error:
-                # The next trim removes those files as well.
+                # The next trim removes these files, too.
                 self._cell.add("failures")
                 log.error("log files could not be removed", shard=shard, reason=str(error))
             reached("trim.some")
         reached("trim.done")
 
-    def look_at_all(self) -> None:
-        """Looks for work that former lives left undone. Raises OSError."""
-        self._leftovers.look_at_all()
+    def consider_all(self) -> None:
+        """Queues all work that former lives may have left undone. Raises OSError."""
+        self._leftovers.consider_all()
         for follower in self.followers:
             self._rewriting.consider_all(follower)
             if self._relocation is not None:
@@ -285,20 +284,18 @@ class Compactor:
                     self._relocation.consider(follower, topic)
 
     def tidy(self) -> None:
-        """Repeats work that needs no further snapshot: it removes files that two snapshots agree on, and looks for
-        more.
-        """
-        self._swept(self._leftovers.tidy(self._files_of, self._alive))
+        """Repeats work that needs no further snapshot: removes files that two snapshots found superfluous."""
+        self._count_removed(self._leftovers.tidy(self._files_of))
         self._cell.set("orphans", self._leftovers.unexplained)
         if self._relocation is not None:
-            self._failed(_COLD_STAYS, self._relocation.tidy(self._files_of))
+            self._count_failures(_COLD_STAYS, self._relocation.tidy(self._files_of))
 
     def _sweep(self, shards: Collection[int]) -> None:
-        """Sweeps the topics of these shards, which are in the new snapshot as they are here."""
+        """Sweeps the topics of these shards, which are in the new snapshot."""
         for shard in shards:
             follower = self.followers[shard]
             for topic_id in follower.shrunk:
-                self._leftovers.look_at(topic_id)
+                self._leftovers.consider(topic_id)
             follower.shrunk.clear()
         complete = len(shards) == len(self.followers)
 
@@ -306,17 +303,17 @@ class Compactor:
             shard = self._shard_of(topic_id)
             return shard in shards if shard is not None else complete
 
-        self._swept(self._leftovers.sweep(self._files_of, in_snapshot, self._alive))
+        self._count_removed(self._leftovers.sweep(self._files_of, in_snapshot))
         self._cell.set("orphans", self._leftovers.unexplained)
         if self._relocation is not None:
-            self._failed(_COLD_STAYS, self._relocation.sweep(self._files_of, in_snapshot))
+            self._count_failures(_COLD_STAYS, self._relocation.sweep(self._files_of, in_snapshot))
 
     def _make_room(self) -> None:
-        """On a full disk removes everything that is superfluous by the logs, so that two snapshots fit again.
+        """Removes on a full disk everything that is superfluous according to the logs, so that snapshots fit again.
 
-        Once a log is synced, every start that reads it comes to a state without these files, from either snapshot.
-        Waiting for the second snapshot protects against a log that is damaged before it says so. That is worth less
-        than a disk that stays full whatever is deleted.
+        Once a log is synced, a start that reads it does not need these files, from either snapshot. To wait for the
+        second snapshot protects only against a log that is damaged before that place. That is worth less than a disk
+        that stays full whatever is deleted.
         """
         synced: set[int] = set()
         for follower in self.followers:
@@ -324,13 +321,11 @@ class Compactor:
             if until is None:
                 continue
             try:
-                tell(follower, [])
-                # The shard has marked up to there everything that the log could not say any more.
+                mark(follower, [])
+                # The log is synced up to there now.
                 follower.catch_up(until, self._alive)
             except (OSError, Refused) as error:
-                log.error(
-                    "the disk is full, and what a log says is not certain", shard=follower.shard, reason=str(error)
-                )
+                log.error("the disk is full, and a log cannot be synced", shard=follower.shard, reason=str(error))
             else:
                 synced.add(follower.shard)
         shrunk = set().union(*(self.followers[shard].shrunk for shard in synced))
@@ -338,22 +333,22 @@ class Compactor:
         def files_of(topic_id: int) -> TopicFiles | None:
             return self._files_of(topic_id) if self._shard_of(topic_id) in synced else None
 
-        removed = self._swept(self._leftovers.make_room(shrunk, files_of, self._alive))
-        log.warning("the disk is full: what the logs say is deleted went at once", segments=removed)
+        removed = self._count_removed(self._leftovers.make_room(shrunk, files_of))
+        log.warning("the disk is full, so files of deleted records were removed at once", segments=removed)
 
-    def _swept(self, swept: Swept) -> int:
-        """Counts and logs the result of a sweep. Returns how many segments went."""
-        self._failed("files that nothing needs could not be removed, which will be repeated", swept.failures)
+    def _count_removed(self, swept: Swept) -> int:
+        """Counts and logs the result of a sweep. Returns the number of removed segments."""
+        self._count_failures("superfluous files could not be removed, which will be repeated", swept.failures)
         self._cell.add("segments_dropped", len(swept.removed))
         if self._relocation is not None:
             for topic_id, name in swept.removed:
                 self._relocation.removed(topic_id, name)
         return len(swept.removed)
 
-    def _failed(self, what: str, failures: list[OSError]) -> None:
+    def _count_failures(self, event: str, failures: list[OSError]) -> None:
         if failures:
             self._cell.add("failures", len(failures))
-            log.error(what, count=len(failures), reason=str(failures[0]))
+            log.error(event, count=len(failures), reason=str(failures[0]))
 
     def _shard_of(self, topic_id: int) -> int | None:
         """Returns the shard of a topic. None: no log ever created it."""
@@ -374,5 +369,5 @@ class Compactor:
 
 
 def _bytes_between(start: WalPosition, end: WalPosition) -> int:
-    """At least so many bytes of log lie between the two. Files in between count as many, whatever their size."""
+    """Returns a lower bound of the log between two positions; a large number if they are in different files."""
     return end.offset - start.offset if end.file_no == start.file_no else max(end.offset, 1 << 30)

@@ -1,7 +1,7 @@
-"""One shard as the compactor knows it: the ring to it, its log as it is followed, and the fold of that log.
+"""One shard as the compactor sees it: the ring to it, the tail of its log, and the fold of that log.
 
-Following a log is unlike recovery: it repairs nothing and forgives nothing. Committed bytes are valid, so anything else
-means that the reader is not where it believes to be.
+Unlike recovery this repairs nothing: committed bytes are valid, so an invalid frame means that the reader is in the
+wrong place.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _OFFSET_BITS: Final = 32
 
 
 class ShardLink:
-    """The compactor's end of its ring to one shard: one request at a time, each answered, whoever is restarted.
+    """The compactor's end of its ring to one shard: one request at a time, each answered, even if the shard restarts.
 
-    `wait` is called again and again until an answer is there: it sleeps a little, and raises to give up.
+    `wait` is called until an answer is there: it sleeps a little, and raises to give up.
     """
 
     def __init__(self, shared: SharedMemory, shard: int, incarnation: int, wait: Callable[[], None]) -> None:
@@ -50,7 +50,7 @@ class ShardLink:
         self._replies = pair.replies
         self._wake = shared.shard_wakes[shard]
         self._wait = wait
-        # The file is of this life alone: a former life's request may still be in the ring.
+        # Another file in each life: a request of a former life may still be in the ring.
         self._spill_path = f"{SHM_ROOT}/topics-{shared.identity}-compactor-{shard}-{incarnation}"
         self._last_id = incarnation << 40
 
@@ -62,7 +62,7 @@ class ShardLink:
 
     @property
     def written_bytes(self) -> int:
-        """The bytes of its log that were in no snapshot when the service was started, or have been written since."""
+        """The bytes of its log that were in no snapshot when the service started, or were written since."""
         return log_bytes(self._cell)
 
     @property
@@ -71,10 +71,10 @@ class ShardLink:
         return self._cell.get("generation")
 
     def call(self, request: Asks[ReplyT]) -> ReplyT:
-        """Sends a request and returns the answer, as soon as the shard gives it.
+        """Sends a request, waits for the answer and returns it.
 
-        Raises TopicsError for its refusal, OSError without room in shared memory for a long request, and the errors of
-        `wait`.
+        Raises TopicsError for a refusal, OSError when shared memory has no room for a long request, and what `wait`
+        raises.
         """
         self._last_id = request_id = self._last_id + 1
         parts = messages.encode_call(request_id, request)
@@ -103,11 +103,11 @@ class ShardLink:
                 file.writelines(parts)
         except OSError:
             with suppress(OSError):
-                os.unlink(self._spill_path)  # half of it is of no use, and others need the room
+                os.unlink(self._spill_path)  # other objects need the room
             raise
 
     def take_notices(self) -> None:
-        """Drops notices of the shard: they mean nothing here, but must not fill the ring."""
+        """Drops notices of the shard, so that they do not fill the ring."""
         self._take(0)
 
     def _take(self, request_id: int) -> object | None:
@@ -115,7 +115,7 @@ class ShardLink:
         position = self._replies.consumed
         for message, position in self._replies.peek():  # noqa: B007
             kind, answered_id, _ = messages.head(message)
-            # Others are notices, answers to a former life, or second answers of a restarted shard.
+            # Others are notices, answers to a former life, or a second answer of a restarted shard.
             if not answered_id or answered_id != request_id or found is not None:
                 continue
             if kind == MessageKind.ERROR:
@@ -131,13 +131,13 @@ _HEAD_BYTES: Final = 4096
 
 
 class TailLost(Exception):  # noqa: N818 — named for what it is
-    """The log does not go on where this reader stopped: begin again from the newest snapshot."""
+    """The log does not continue where this reader stopped: begin again from the newest snapshot."""
 
 
 class LogTail:
-    """Reads one shard's log while the shard writes it: every frame once, up to where the shard has committed.
+    """A reader of one shard's log, up to where the shard has committed. It yields every frame once.
 
-    `position` is behind the last frame that was handed out.
+    `position` is behind the last frame that was read.
     """
 
     def __init__(self, directory: str, position: WalPosition) -> None:
@@ -145,13 +145,12 @@ class LogTail:
         self.position = position
 
     def read(self, until: WalPosition) -> Iterator[RecoveredFile]:
-        """Yields the frames up to `until`, which the shard has committed, in batches. Frames that only frame the log
-        are left out.
+        """Yields the frames up to `until`, which the shard has committed, in batches; without those of FRAMING_TYPES.
 
-        `position` moves with each batch when the next one is asked for. Raises TailLost and OSError.
+        `position` moves behind a batch when the next one is asked for. Raises TailLost and OSError.
         """
         if until < self.position:
-            raise TailLost(f"{self.directory}: read up to {self.position}, but committed is {until}")
+            raise TailLost(f"{self.directory}: was read up to {self.position}, but is committed only up to {until}")
         while self.position.file_no < until.file_no:
             yield from self._rest_of_file()
         yield from self._read(until.offset, None)
@@ -162,18 +161,18 @@ class LogTail:
         return self._start_of(path)[0].log_id
 
     def _rest_of_file(self) -> Iterator[RecoveredFile]:
-        """Reads up to where the next file takes over."""
+        """Reads up to where the next file continues."""
         file_no = self.position.file_no
         following, _ = self._start_of(layout.log_path(self.directory, file_no + 1))
         if following.previous_end is None:
             yield from self._read(None, file_no)
         elif self.position.offset < following.previous_end:
             yield from self._read(following.previous_end, None)
-        # Frames behind `previous_end` were read already, or come again: both change nothing.
+        # Frames behind `previous_end` come again in the next file; to read them twice changes nothing.
         self.position = WalPosition(file_no + 1, 0)
 
     def _read(self, end: int | None, ends_file_no: int | None) -> Iterator[RecoveredFile]:
-        """Reads from `position` exactly to `end`, or without one to the file's FILE_END."""
+        """Reads from `position` exactly to `end`, without one to the FILE_END that names the next file."""
         file_no = self.position.file_no
         path = layout.log_path(self.directory, file_no)
         with self._open(path) as mapped, memoryview(mapped) as view:
@@ -184,9 +183,9 @@ class LogTail:
                 ending_at = frames.find(FrameType.FILE_END)
                 ending = frames[ending_at] if ending_at < len(frames) else None
                 if ending is not None and (ends_file_no is None or ending[4:6] != (ends_file_no, ending[0])):
-                    raise TailLost(f"{path}: the file ends at offset {ending[0]}, where it should go on")
+                    raise TailLost(f"{path}: ends at offset {ending[0]}, before its committed end")
                 if ending is None and (defect is not None or not frames):
-                    raise TailLost(f"{path}: no frame at offset {next_offset}: {defect}")
+                    raise TailLost(f"{path}: has no frame at offset {next_offset}: {defect}")
                 kept = frames.without(FRAMING_TYPES)
                 if kept:
                     yield RecoveredFile(file_no, path, view, kept)
@@ -206,7 +205,7 @@ class LogTail:
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError as error:
-            raise TailLost(f"{path}: is gone, though the log goes on in it") from error
+            raise TailLost(f"{path}: does not exist, but the log continues in it") from error
         try:
             return mmap.mmap(fd, 0, prot=mmap.PROT_READ)
         except ValueError as error:  # an empty file cannot be mapped
@@ -219,14 +218,14 @@ def _parse(path: str, head: bytes) -> tuple[FileStart, int]:
     try:
         return parse_file_start(path, head)
     except NotALogFile as error:
-        raise TailLost(f"{path}: is no log file: {error}") from error
+        raise TailLost(f"{path}: is not a log file: {error}") from error
 
 
 class MarkedIndex(UnlocatedIndex):
-    """A topic's index as the compactor needs it: its segments, and the records that were deleted since it saw to them.
+    """A topic's index as the compactor needs it: its segments, and its new deletions.
 
-    `deleted` are seqs that the log says were deleted, in its order; the code that has seen to them empties it. They are
-    seqs, not segments: the log may tell of a deletion before it tells of the segment in which it was marked.
+    `deleted` are the seqs of deletions that the log has and that are not synced yet (`DurableMarks` empties it). They
+    are seqs, not segments, for the log may have a deletion before the segment in which it was marked.
     """
 
     __slots__ = ("deleted",)
@@ -239,7 +238,7 @@ class MarkedIndex(UnlocatedIndex):
         self.deleted.extend(seqs)
 
     def deleted_in_segments(self) -> list[tuple[SegmentInfo, Sequence[int]]]:
-        """Returns (segment as it is now, those of `deleted` that it has, ascending) for each segment that has any."""
+        """Returns (segment, its seqs in `deleted`, ascending) for each segment that has any."""
         if not self.deleted:
             return []
         seqs = sorted(self.deleted)
@@ -268,11 +267,11 @@ _MAY_FREE_FILES = frozenset(
 
 
 class Follower:
-    """One shard: owns the fold of its log and the place up to which it was read.
+    """The compactor's copy of one shard. Owns the fold of its log and the position up to which that was read.
 
-    `touched`: topics of which the log said anything since the last look. `shrunk`: topics that may have lost or
-    replaced segments. `sealed`: (topic id, first seq) of segments that a checkpoint sealed. The code that has seen to
-    them empties these.
+    `touched`: topics with news in the log since their last checkpoint. `shrunk`: topics that may have lost or replaced
+    segments since the last sweep. `sealed`: (topic id, first seq) of segments that a checkpoint sealed, for rewriting.
+    The code that has processed them empties these.
     """
 
     def __init__(self, identity: str, link: ShardLink, tail: LogTail, fold: Fold) -> None:
@@ -292,17 +291,17 @@ class Follower:
 
     @property
     def position(self) -> WalPosition:
-        """The place up to which the fold has the log."""
+        """The position up to which the fold contains the log."""
         return self._tail.position
 
     def log_id(self) -> int:
         return self._tail.log_id()
 
     def catch_up(self, until: WalPosition, alive: Callable[[], None]) -> None:
-        """Reads on; `alive` is called between batches, for it may take long.
+        """Reads the log up to `until`; `alive` is called between batches.
 
-        Raises TailLost and FoldError: then this object is of no use any more. Raises OSError: everything read by then
-        is folded, and another call goes on behind that.
+        Raises TailLost and FoldError: then this object is of no use any more. After an OSError another call goes on
+        where this one stopped.
         """
         for batch in self._tail.read(until):
             alive()
@@ -312,6 +311,11 @@ class Follower:
                 if kind in _MAY_FREE_FILES:
                     self.shrunk.add(topic_id)
         self.fold.apply_pending()
+
+    def deleted(self, topic_id: int) -> None:
+        """Applies a topic's deletion that the log has behind the place read so far; earlier frames do not count."""
+        self.fold.topic_delete(topic_id)
+        self.shrunk.add(topic_id)
 
     def look_up(self, topic: Topic) -> TopicView | None:
         """Returns the topic as its shard shows it now; None when the shard has deleted it."""
@@ -327,11 +331,11 @@ class Follower:
             try:
                 reader = ArenaReader(self._identity, self.shard, generation)
             except FileNotFoundError:
-                continue  # replaced once more between the two lines
+                continue  # replaced meanwhile
             if self._arena is not None:
                 self._arena.close()
             self._arena = reader
-        raise RuntimeError(f"index arena {generation} of shard {self.shard} is announced but not there")
+        raise RuntimeError(f"index arena {generation} of shard {self.shard} was announced but does not exist")
 
     def index_of(self, topic: Topic) -> MarkedIndex:
         assert isinstance(topic.index, MarkedIndex)

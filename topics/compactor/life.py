@@ -1,6 +1,6 @@
-"""What the compactor's process says while it works: that it lives, and the time by which the shards go.
+"""The life of the compactor's process: its heartbeat, its stop, and the note of the time that the shards trust.
 
-Both go on between the steps of a cut, however long it takes.
+Heartbeat and note go on between the steps of a cut, however long it takes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,11 @@ log = get_logger()
 
 
 class Stopped(Exception):  # noqa: N818 — named for what it is
-    """There is no more time, or nobody left to talk to."""
+    """The time for the last cut is over, or a shard has stopped."""
 
 
 class Life:
-    """The life of this process: it says that it lives, sleeps, and ends when its time is over.
-
-    Owns the handler of SIGTERM. `cell` is the process's control cell.
-    """
+    """The heartbeat, sleep and stop of this process. Owns its handler of SIGTERM; `cell` is its control cell."""
 
     def __init__(self, shared: SharedMemory, cell: ProcessCell, clock: Clock, grace_ms: int) -> None:
         self.cell = cell
@@ -46,7 +43,7 @@ class Life:
         signal.signal(signal.SIGTERM, self._request)
 
     def alive(self) -> None:
-        """Called between two steps. Raises Stopped when there is no time for another one."""
+        """Writes the heartbeat; called between steps. Raises Stopped when there is no time for another step."""
         now_ms = self.clock.monotonic_ms()
         if now_ms - self._beat_ms >= HEARTBEAT_MS:
             self._beat_ms = now_ms
@@ -55,14 +52,14 @@ class Life:
             raise Stopped("the time for the last cut is over")
 
     def wait(self) -> None:
-        """Waits a little for a shard. Raises Stopped also when a shard has stopped and will do nothing any more."""
+        """Waits a little for a shard. Raises Stopped, also when a shard has stopped and will not answer any more."""
         self.alive()
         if self.stopping and any(cell.get("state") == ProcessState.STOPPED for cell in self._shards):
             raise Stopped("a shard has stopped")
         self._wake.sleep(ANSWER_POLL_MS)
 
     def sleep(self, timeout_ms: int) -> None:
-        """Sleeps until a signal or a shard says something, at most so long."""
+        """Sleeps until a signal comes or a shard wakes this process, at most `timeout_ms`."""
         self._wake.sleep(timeout_ms)
 
     def _request(self, _number: int, _frame: object) -> None:
@@ -72,9 +69,9 @@ class Life:
 
 
 class ClockNote:
-    """Notes the time that the shards trust for the next start (`storage/clock_file.py`).
+    """The note of the time that the shards trust, for the next start (`storage/clock_file.py`).
 
-    `shards` are their control cells, which say how far that time is from the monotonic clock.
+    `shards` are their control cells, which have the offset of that time from the monotonic clock.
     """
 
     def __init__(self, fs: FileSystem, data_dir: str, boot_id: str, shards: Sequence[Cell], clock: Clock) -> None:
@@ -86,7 +83,7 @@ class ClockNote:
         self._due_ms = clock.monotonic_ms()
 
     def keep(self) -> None:
-        """Writes the note once every NOTE_MS. If that fails now, it is tried again by then."""
+        """Writes the note once every NOTE_MS."""
         now_ms = self._clock.monotonic_ms()
         if now_ms >= self._due_ms and self._write(now_ms):
             self._due_ms = now_ms + NOTE_MS
@@ -96,12 +93,12 @@ class ClockNote:
         self._write(self._clock.monotonic_ms())
 
     def _write(self, now_ms: int) -> bool:
-        """False when no shard has looked at its clock yet."""
+        """Writes the note. False when no shard has set its offset yet."""
         offsets_ms = [offset_ms for cell in self._shards if (offset_ms := cell.clock_offset_ms) is not None]
         if not offsets_ms:
             return False
         try:
             write_clock(self._fs, self._data_dir, TrustedTime(self._boot_id, now_ms + min(offsets_ms), now_ms))
         except OSError as error:
-            log.error("the time cannot be noted for the next start, which will be repeated", reason=str(error))
+            log.error("meta/clock.json could not be written, which will be repeated", reason=str(error))
         return True

@@ -1,6 +1,6 @@
-"""The compactor: turns the logs of all shards into segments and snapshots until it is told to stop.
+"""The compactor process: turns the logs of all shards into segments and snapshots until it is told to stop.
 
-It writes no log and answers no client. While it is dead the logs grow, and that is all.
+It writes no log and answers no client. While it is dead the logs grow, nothing else.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from topics.compactor.checkpoints import SYNC_ONE_BY_ONE_MAX, Checkpoints, DurableMarks, Refused, tell
+from topics.compactor.checkpoints import SYNC_ONE_BY_ONE_MAX, Checkpoints, DurableMarks, Refused, mark
 from topics.compactor.compactor import Compactor, CutTimes
 from topics.compactor.follower import Follower, LogTail, MarkedIndex, ShardLink, TailLost
 from topics.compactor.leftovers import Leftovers
@@ -27,24 +27,22 @@ from topics.settings import Settings
 from topics.shm.control import ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.storage import kill_points, layout
-from topics.storage.filesystem import FileSystem, OsFileSystem, boot_id, syncfs_tells_errors
+from topics.storage.filesystem import FileSystem, OsFileSystem, boot_id, syncfs_reports_errors
 from topics.storage.logfile import RefusedLog, WalPosition
 from topics.storage.pins import Pinned, pins_dir, read_pinned
 from topics.storage.segment_store import LocalStore
-from topics.storage.snapshot import ShardPart, UnknownSnapshotVersion, load
+from topics.storage.snapshot import ShardPart, UnknownSnapshotVersion, load_snapshot
 
 FOLLOW_BYTES: Final = 2 * 2**20
 RETRY_MS: Final = 2_000
 NICENESS: Final = 5
-"""Clients that wait for a write come first. But a busy machine must not starve this process: the logs would grow
-without end, and with them the next start.
-"""
+"""Clients come first. But this process must not starve: the logs, and so the next start, would grow without end."""
 
 log = get_logger()
 
 
 def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
-    """Runs the process. Returns 1 when it has to begin again."""
+    """Runs the process; returns 1 when it has to begin again."""
     kill_points.arm_as_told(settings.test_kill_at, incarnation)
     clock = SystemClock()
     cell = shared.control.cell(Role.COMPACTOR, 0)
@@ -59,26 +57,26 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
         note = ClockNote(OsFileSystem(), settings.data_dir, boot_id(), shards, clock)
         serve(compactor, settings, life, note)
     except Stopped as reason:
-        log.info("stopped before everything was in segments, the next start reads more of the logs", reason=str(reason))
+        log.info("stopped before the last cut was complete, so the next start reads more logs", reason=str(reason))
     except (TailLost, FoldError, RefusedLog, UnknownSnapshotVersion, OSError, Refused) as error:
         log.error("the compactor begins again", reason=str(error))
         return 1
     finally:
-        # A cold directory that hangs must not keep this process.
+        # Not waiting for a cold directory that hangs.
         helper.shutdown(wait=False, cancel_futures=True)
     cell.set("state", ProcessState.STOPPED)
     return 0
 
 
 def give_way() -> None:
-    """Gives way to processes that answer clients: a lower weight, and its waking up interrupts nobody. A sandbox may
-    forbid it.
+    """Gives this process a lower weight than those that answer clients, and batch scheduling, so that its wake-ups
+    interrupt none of them. A sandbox may forbid it.
     """
     try:
         os.nice(NICENESS)
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     except PermissionError as error:
-        log.warning("the compactor cannot give way to the other processes", reason=str(error))
+        log.warning("the compactor cannot lower its own priority", reason=str(error))
 
 
 def build(
@@ -93,12 +91,12 @@ def build(
         while link.committed is None:
             link.take_notices()
             life.wait()
-    snapshot = load(fs, settings.data_dir)
+    snapshot = load_snapshot(fs, settings.data_dir)
     parts: dict[int, ShardPart] = {} if snapshot is None else {part.shard: part for part in snapshot.parts}
     followers = [_follow(fs, settings.data_dir, shared, link, parts.get(link.shard)) for link in links]
     for follower in followers:
-        # With this answer nothing of a former life is under way: all its marks are in the log.
-        tell(follower, [])
+        # After this answer no request of a former life is under way: all its marks are in the log.
+        mark(follower, [])
         committed = follower.link.committed
         while committed is None:
             life.wait()
@@ -124,32 +122,30 @@ def build(
         )
         store = LocalStore(fs, cold_topics_dir, apart_from=topics_dir, new=not has_cold)
         if has_cold:
-            helper.submit(_look_for_cold, fs, cold_topics_dir)
+            helper.submit(_check_cold, fs, cold_topics_dir)
         wake = shared.compactor_wake.signal_always
         relocation = Relocation(fs, settings.data_dir, store, retention, helper, clock, pinned, wake)
         fetch = ColdFetch(fs, settings.data_dir, store, helper)
     one_by_one_max = SYNC_ONE_BY_ONE_MAX
-    if not syncfs_tells_errors(release := os.uname().release):
+    if not syncfs_reports_errors(release := os.uname().release):
         one_by_one_max = sys.maxsize
-        log.info("segments are synced one by one: this kernel does not tell of failed syncs of a disk", kernel=release)
+        log.info("segments are synced one by one: this kernel does not report failed syncs of a disk", kernel=release)
     compactor = Compactor(
         followers,
         Snapshots(fs, settings.data_dir, shared.shards, snapshot),
         Checkpoints(fs, settings.data_dir, seal_at, clock, life.alive, one_by_one_max),
         DurableMarks(fs, settings.data_dir, shared.shards, life.alive, one_by_one_max),
-        Leftovers(fs, settings.data_dir, pinned),
+        Leftovers(fs, settings.data_dir, pinned, life.alive),
         Rewriting(fs, settings.data_dir, settings.segment_rewrite_dead_ratio, clock, fetch),
         relocation,
         life,
     )
-    compactor.look_at_all()
+    compactor.consider_all()
     return compactor
 
 
-def _look_for_cold(fs: FileSystem, cold_topics_dir: str) -> None:
-    """Reports an empty cold directory at a start with segments in it. It runs on the helper's thread: the directory may
-    hang.
-    """
+def _check_cold(fs: FileSystem, cold_topics_dir: str) -> None:
+    """Logs an error when the cold directory is empty or unreadable. On the helper's thread, because it may hang."""
     try:
         if fs.listdir(cold_topics_dir):
             return
@@ -159,12 +155,12 @@ def _look_for_cold(fs: FileSystem, cold_topics_dir: str) -> None:
     log.error(
         "segments are in the cold tier, and nothing is in its directory: reads of them fail",
         reason=reason,
-        way_out="mount its disk or bring it back, which needs no restart, or set TOPICS_COLD_DIR to where it is",
+        way_out="mount its disk or restore it, which needs no restart, or set TOPICS_COLD_DIR to where it is",
     )
 
 
 def _follow(fs: FileSystem, data_dir: str, shared: SharedMemory, link: ShardLink, part: ShardPart | None) -> Follower:
-    """The shard's log, followed from where the snapshot ends, or from its first file."""
+    """Returns a follower of the shard's log from where the snapshot ends, or from its first file."""
     directory = layout.group_dir(data_dir, link.shard, shared.shards)
     fold = Fold(lambda _topic_id: MarkedIndex())
     if part is None:
@@ -177,7 +173,9 @@ def _follow(fs: FileSystem, data_dir: str, shared: SharedMemory, link: ShardLink
 
 def serve(compactor: Compactor, settings: Settings, life: Life, note: ClockNote) -> None:
     cell, clock = life.cell, life.clock
-    times = CutTimes(settings.checkpoint_interval_ms, settings.checkpoint_wal_bytes, clock.monotonic_ms())
+    # A shard is slowed when it has half of `max_replay_bytes` behind it: a cut must be due before that.
+    wal_bytes = min(settings.checkpoint_wal_bytes, settings.max_replay_bytes // 4 or settings.checkpoint_wal_bytes)
+    times = CutTimes(settings.checkpoint_interval_ms, wal_bytes, clock.monotonic_ms())
     upkeep_not_before_ms = 0
     pause_ms = min(HEARTBEAT_MS, settings.checkpoint_interval_ms)
     while not life.stopping:
@@ -193,7 +191,7 @@ def serve(compactor: Compactor, settings: Settings, life: Life, note: ClockNote)
             compactor.tidy()
             times.tidied(clock.monotonic_ms())
         try:
-            # A failure here, of a cold directory for one, holds up no checkpoint.
+            # A failure here, for example of a cold directory, holds up no checkpoint.
             if times.may_keep_up(clock.monotonic_ms()) and clock.monotonic_ms() >= upkeep_not_before_ms:
                 upkeep_in_ms = compactor.upkeep()
         except (OSError, Refused) as error:

@@ -1,18 +1,15 @@
 """Sealed segments with many deleted records are rewritten without them: same seqs, same frames, a new version of files.
 
-`rewrite` writes the new version. `ColdFetch` gets the live frames of a cold segment for it: the helper thread that
-alone talks to the cold directory fetches them, one segment at a time, while this process goes on with other things. The
-bytes come into a file that loses its name once they are there: nobody can take it for a segment. A kill leaves at most
-one file, under a name that is never looked at (`.tmp`) and is used again. `Rewriting` decides which segment is next, a
-bounded number of bytes a second: all of this can wait.
+`rewrite` writes the new version. `ColdFetch` fetches the live frames of a cold segment for it, one segment at a time,
+on the helper thread that alone uses the cold directory. They go to a file that is unlinked once it is complete, so it
+can never be taken for a segment; a kill leaves at most one `.tmp` file, whose name is used again. `Rewriting` decides
+which segment is next, with a bound on the bytes a second: all of this can wait.
 """
 
 from __future__ import annotations
 
-import heapq
 import os
 from array import array
-from collections import deque
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from itertools import accumulate
@@ -20,8 +17,9 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from topics.compactor.checkpoints import Refused, tell
+from topics.compactor.checkpoints import Refused, mark
 from topics.compactor.follower import Follower
+from topics.compactor.work_queue import WorkQueue
 from topics.core.clock import Clock, doubled_ms
 from topics.core.location import LOCATION_DELETED
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
@@ -36,81 +34,74 @@ from topics.storage.postings import CorruptPostings, Postings, write_postings
 from topics.storage.segment import ENTRY_LEN, CommittedFile, Content, CorruptSegment, check_frames, read_columns
 from topics.storage.segment_store import SegmentStore
 
-_ENTRY_U32 = ENTRY_LEN // 4
-_COPY_MAX_BYTES = 4 * 2**20
+_ENTRY_U32: Final = ENTRY_LEN // 4
+PIECE_BYTES: Final = 4 * 2**20
+BYTES_PER_S: Final = 32 * 2**20
+"""The rate of bytes read or written by rewriting: a fraction of what a disk does for clients."""
+AGAIN_MS: Final = 10_000
+"""The pause after a failure of a segment or of the cold directory; doubled with each further one."""
+AGAIN_MAX_MS: Final = 160_000
+
+log = get_logger()
 
 
-class Dead(msgspec.Struct, frozen=True):
-    """The deleted bytes of a segment, and all of them."""
-
-    dead_bytes: int
-    data_bytes: int
-
-    def exceeds(self, ratio: float) -> bool:
-        """True if more than `ratio` of all bytes are deleted."""
-        return self.dead_bytes > ratio * self.data_bytes
-
-
-def measure(directory: str, info: SegmentInfo) -> Dead:
-    """Measures a segment by its index alone. Raises OSError, CorruptSegment."""
-    halves = _columns(directory, info)
-    lengths, flags = halves[1::_ENTRY_U32], halves[4::_ENTRY_U32]
+def dead_bytes(directory: str, info: SegmentInfo) -> int:
+    """Returns the bytes of a segment's deleted records, by its index alone. Raises OSError, CorruptSegment."""
+    _, _, lengths, flags = _columns(directory, info)
     if not any(flag & LOCATION_DELETED for flag in set(flags)):
-        return Dead(0, info.data_bytes)
-    dead = sum([length for length, flag in zip(lengths, flags, strict=True) if flag & LOCATION_DELETED])
-    return Dead(dead, info.data_bytes)
+        return 0
+    return sum([length for length, flag in zip(lengths, flags, strict=True) if flag & LOCATION_DELETED])
 
 
 def live_pieces(directory: str, info: SegmentInfo) -> list[tuple[int, int]]:
-    """Returns (start, end) in `.data` of everything that a new version will hold, ascending, neighbours as one. Raises
-    OSError, CorruptSegment.
+    """Returns (start, end) in `.data` of all that a new version will hold, ascending, neighbours as one.
+
+    Raises OSError, CorruptSegment.
     """
-    halves = _columns(directory, info)
-    deleted = [bool(flag & LOCATION_DELETED) for flag in halves[4::_ENTRY_U32]]
-    return _live_pieces(halves[0::_ENTRY_U32], halves[1::_ENTRY_U32], deleted)
+    _, offsets, lengths, flags = _columns(directory, info)
+    return _live_pieces(offsets, lengths, flags)
 
 
 def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Content | None = None) -> SegmentInfo:
-    """Writes the new version, here and onto the disk; the old one stays as it was.
+    """Writes the new version and syncs it; the old one stays as it was.
 
-    `old` is its `.data` when that is not here, with all that `live_pieces` names at least. Raises OSError,
-    CorruptSegment, CorruptPostings: then nothing of a new version is left here.
+    `old` is the `.data` of a cold segment, with at least what `live_pieces` names. Raises OSError, CorruptSegment,
+    CorruptPostings, leaving nothing of a new version.
     """
-    # First: without the postings all copying is for nothing.
+    # First, because without the postings no copy is of use.
     postings = list(Postings.load(directory, info.first_seq, info.version).items())
-    halves = _columns(directory, info)
+    words, offsets, lengths, flags = _columns(directory, info)
     if old is None:
         old = CommittedFile(layout.segment_data_path(directory, info.first_seq, info.version), info.data_bytes)
-    offsets, lengths, flags = halves[0::_ENTRY_U32], halves[1::_ENTRY_U32], halves[4::_ENTRY_U32]
     deleted = [bool(flag & LOCATION_DELETED) for flag in flags]
-    pieces = _live_pieces(offsets, lengths, deleted)
+    pieces = _live_pieces(offsets, lengths, flags)
     new_lengths = array("I", [0 if dead else length for dead, length in zip(deleted, lengths, strict=True)])
     starts = array("I", accumulate(new_lengths, initial=0))
     data_bytes = starts.pop()
-    # Without a frame the offset of a deleted record is 0, that of a lost one its reason.
-    halves[0::_ENTRY_U32] = array(
+    # A record without a frame has as its offset 0 if it was deleted, else the reason of its loss.
+    words[0::_ENTRY_U32] = array(
         "I",
         [
             start if length else 0 if dead else offset
             for start, length, dead, offset in zip(starts, new_lengths, deleted, offsets, strict=True)
         ],
     )
-    halves[1::_ENTRY_U32] = new_lengths
-    halves[4::_ENTRY_U32] = array(
+    words[1::_ENTRY_U32] = new_lengths
+    words[4::_ENTRY_U32] = array(
         "I", [LOCATION_DELETED if dead else flag for dead, flag in zip(deleted, flags, strict=True)]
     )
     tagged = [(seq, tag) for tag, seqs in postings for seq in seqs if not deleted[seq - info.first_seq]]
     tagged.sort()
     version = info.version + 1
     try:
-        _write_pair(fs, directory, info.first_seq, version, old, pieces, halves)
+        _write_pair(fs, directory, info.first_seq, version, old, pieces, words)
         write_postings(fs, directory, info.first_seq, info.records, tagged, version)
         fs.fsync_dir(directory)
     except Exception:
-        # On a full disk others need the room.
-        for path_of in (layout.segment_data_path, layout.segment_idx_path, layout.segment_tags_path):
+        # On a full disk other files need the room.
+        for path in layout.segment_paths(directory, info.first_seq, version).values():
             with suppress(OSError):
-                fs.unlink(path_of(directory, info.first_seq, version))
+                fs.unlink(path)
         raise
     reached("rewrite.synced")
     return msgspec.structs.replace(info, data_bytes=data_bytes, version=version, flags=SEALED)
@@ -144,29 +135,24 @@ def _write_pair(
         fs.close(data_fd)
 
 
-def _columns(directory: str, info: SegmentInfo) -> array[int]:
-    """Reads the whole index as u32."""
+def _columns(directory: str, info: SegmentInfo) -> tuple[array[int], array[int], array[int], array[int]]:
+    """Reads an index. Returns it as u32 words, and its columns offsets, lengths and flags."""
     idx = CommittedFile(layout.segment_idx_path(directory, info.first_seq, info.version), info.records * ENTRY_LEN)
-    halves = array("I")
-    halves.frombytes(idx[:])
-    return halves
+    words = array("I")
+    words.frombytes(idx[:])
+    return words, words[0::_ENTRY_U32], words[1::_ENTRY_U32], words[4::_ENTRY_U32]
 
 
-def _live_pieces(offsets: array[int], lengths: array[int], deleted: list[bool]) -> list[tuple[int, int]]:
-    """Returns (start, end) of the frames that stay, neighbours as one: frames lie back to back."""
+def _live_pieces(offsets: array[int], lengths: array[int], flags: array[int]) -> list[tuple[int, int]]:
+    """Returns (start, end) of the frames that stay, neighbours as one."""
     pieces: list[tuple[int, int]] = []
-    start = end = 0
-    for offset, length, dead in zip(offsets, lengths, deleted, strict=True):
-        if not length or dead:
+    for offset, length, flag in zip(offsets, lengths, flags, strict=True):
+        if not length or flag & LOCATION_DELETED:
             continue
-        if offset == end and end > start:
-            end += length
-            continue
-        if end > start:
-            pieces.append((start, end))
-        start, end = offset, offset + length
-    if end > start:
-        pieces.append((start, end))
+        if pieces and pieces[-1][1] == offset:
+            pieces[-1] = pieces[-1][0], offset + length
+        else:
+            pieces.append((offset, offset + length))
     return pieces
 
 
@@ -175,21 +161,16 @@ def _copy(fs: FileSystem, old: Content, fd: int, pieces: list[tuple[int, int]]) 
     gathered: list[Bytes] = []
     gathered_bytes = 0
     for start, end in pieces:
-        for at in range(start, end, _COPY_MAX_BYTES):
-            piece = old[at : min(end, at + _COPY_MAX_BYTES)]
+        for at in range(start, end, PIECE_BYTES):
+            piece = old[at : min(end, at + PIECE_BYTES)]
             gathered.append(piece)
             gathered_bytes += len(piece)
-            if gathered_bytes >= _COPY_MAX_BYTES:
+            if gathered_bytes >= PIECE_BYTES:
                 write_all(fs, fd, b"".join(gathered), offset)
                 offset += gathered_bytes
                 gathered, gathered_bytes = [], 0
     if gathered:
         write_all(fs, fd, b"".join(gathered), offset)
-
-
-PIECE_BYTES: Final = 4 * 2**20
-
-Data = Content
 
 
 class ColdFetch:
@@ -201,12 +182,12 @@ class ColdFetch:
         self._store = store
         self._helper = helper
         self._tmp_path = os.path.join(layout.topics_dir(data_dir), f"fetched{layout.TMP_SUFFIX}")
-        self._future: Future[Data] | None = None
+        self._future: Future[Content] | None = None
         helper.submit(self._remove_tmp)
 
     @property
     def busy(self) -> bool:
-        """True if a fetch was begun and not taken."""
+        """True if a fetch was begun and its result not taken."""
         return self._future is not None
 
     def begin(self, topic_id: int, info: SegmentInfo) -> None:
@@ -214,11 +195,11 @@ class ColdFetch:
         assert self._future is None
         self._future = self._helper.submit(self._fetch, topic_id, info)
 
-    def take(self) -> Future[Data] | None:
+    def take(self) -> Future[Content] | None:
         """Returns the fetch that was begun, once it is done.
 
-        Its result is the segment's `.data`: every live frame checked, and zeros for the rest. It fails with OSError,
-        and with CorruptSegment or EOFError when the segment is not as it was.
+        Its result is the segment's `.data`: every live frame, checked, and zeros for the rest. It fails with OSError,
+        and with CorruptSegment or EOFError when the segment is damaged.
         """
         if self._future is None or not self._future.done():
             return None
@@ -227,7 +208,7 @@ class ColdFetch:
 
     # -- on the helper's thread
 
-    def _fetch(self, topic_id: int, info: SegmentInfo) -> Data:
+    def _fetch(self, topic_id: int, info: SegmentInfo) -> Content:
         directory = layout.topic_dir(self._data_dir, topic_id)
         path = layout.segment_data_path(directory, info.first_seq, info.version)
         name = f"{os.path.basename(directory)}/{os.path.basename(path)}"
@@ -255,27 +236,19 @@ class ColdFetch:
             self._fs.unlink(self._tmp_path)
 
 
-BYTES_PER_S: Final = 32 * 2**20
-"""The rate of bytes read or written by rewriting: a fraction of what a disk gives to clients."""
-
-AGAIN_MS: Final = 10_000
-"""The pause after a segment could not be rewritten, or a cold directory failed; doubled each time."""
-AGAIN_MAX_MS: Final = 160_000
-
-log = get_logger()
-
-
 class _Candidate(NamedTuple):
+    """A segment in which records were deleted."""
+
     shard: int
     topic_id: int
     first_seq: int
 
 
 class Rewriting:
-    """Looks at segments in which records were deleted, one a step, and rewrites those that are worth it.
+    """Measures segments in which records were deleted, one a step, and rewrites those above `dead_ratio`.
 
-    Cold segments come back here for that: `fetch` gets their live frames, one at a time, and nobody waits for it. As
-    the oldest of their topics they are relocated again. Without `fetch` they stay as they are.
+    A cold segment comes back into the data directory for that: `fetch` gets its live frames, one segment at a time, in
+    the background. It is relocated again later. Without `fetch` cold segments stay as they are.
     """
 
     def __init__(
@@ -286,68 +259,60 @@ class Rewriting:
         self._dead_ratio = dead_ratio
         self._clock = clock
         self._fetch = fetch
-        self._queue: deque[_Candidate] = deque()
-        self._queued: set[_Candidate] = set()
+        self._queue: WorkQueue[_Candidate] = WorkQueue(AGAIN_MS, AGAIN_MAX_MS)
         self._next_ms = 0
-        self._failures: dict[_Candidate, int] = {}
-        self._later: list[tuple[int, _Candidate]] = []
-        """Heap of (due, candidate) that failed."""
         self._cold: dict[_Candidate, None] = {}
-        """Cold segments that are worth it and are to be fetched first, in that order."""
+        """Cold segments that are to be fetched and rewritten, in this order."""
         self._fetching: tuple[_Candidate, SegmentInfo] | None = None
         self._fetch_next_ms = 0
         self._fetches_failed = 0
-        """The number of failures in a row."""
+        """The number of failed fetches in a row."""
 
     def consider(self, follower: Follower, topic_id: int, first_seq: int) -> None:
-        """Records of this segment were deleted."""
-        candidate = _Candidate(follower.shard, topic_id, first_seq)
-        if self._dead_ratio and candidate not in self._queued:
-            self._queued.add(candidate)
-            self._queue.append(candidate)
+        """Queues a segment in which records were deleted."""
+        if self._dead_ratio:
+            self._queue.add(_Candidate(follower.shard, topic_id, first_seq))
 
     def consider_all(self, follower: Follower) -> None:
-        """Considers all sealed segments: a former life may have known of deletions in some."""
+        """Queues all sealed segments: a former life may have known of deletions in some."""
         for topic in follower.fold.topics.values():
             for info in follower.index_of(topic).segments:
                 if info.flags & SEALED:
                     self.consider(follower, topic.id, info.first_seq)
 
     def due_in_ms(self) -> int | None:
-        """Returns in how many ms there is something to look at again; None: nothing is, but for a fetched segment."""
-        if self._queue:
-            due_ms = self._next_ms
-        elif self._later:
-            due_ms = max(self._next_ms, self._later[0][0])
-        else:
-            return None
-        return max(0, due_ms - self._clock.monotonic_ms())
+        """Returns the time until the next segment is to be measured; None without one. A fetch is not counted."""
+        due_ms = self._queue.due_ms()
+        return None if due_ms is None else max(0, max(due_ms, self._next_ms) - self._clock.monotonic_ms())
 
     def step(self, followers: list[Follower]) -> bool:
-        """Looks at one segment, if it is time to; True when one was rewritten. Raises OSError, Refused: the segment
-        comes again, later each time.
+        """Does the next step, if it is time to. True when a segment was rewritten.
+
+        Raises OSError, Refused: the segment comes again, later each time.
         """
         now_ms = self._clock.monotonic_ms()
         if now_ms < self._next_ms:
             return False
-        while self._later and self._later[0][0] <= now_ms:
-            self._queue.append(heapq.heappop(self._later)[1])
-        return self._look_at_next(followers) or self._go_on_with_cold(followers)
+        candidate = self._queue.take(now_ms)
+        if candidate is not None:
+            try:
+                is_rewritten = self._examine(followers[candidate.shard], candidate)
+            except (OSError, Refused):
+                self._queue.failed(candidate, self._clock.monotonic_ms())
+                raise
+            self._queue.drop(candidate)
+            if is_rewritten:
+                return True
+        return self._step_cold(followers)
 
-    def _look_at_next(self, followers: list[Follower]) -> bool:
-        if not self._queue:
-            return False
-        candidate = self._queue.popleft()
-        self._queued.discard(candidate)
-        follower = followers[candidate.shard]
-        times = self._failures.pop(candidate, 0)
+    def _examine(self, follower: Follower, candidate: _Candidate) -> bool:
+        """Measures a segment, and rewrites it or notes it for a fetch. True when it was rewritten."""
         found = self._current(follower, candidate)
         if found is None:
             return False
         topic, info = found
         try:
-            dead = measure(layout.topic_dir(self._data_dir, topic.id), info)
-            if not dead.exceeds(self._dead_ratio):
+            if dead_bytes(layout.topic_dir(self._data_dir, topic.id), info) <= self._dead_ratio * info.data_bytes:
                 self._pause(info.records * ENTRY_LEN)
                 return False
             if info.flags & COLD:
@@ -360,22 +325,19 @@ class Rewriting:
             return False
         except (OSError, Refused):
             self._pause(info.data_bytes)
-            self._failures[candidate] = times + 1
-            self._queued.add(candidate)
-            due_ms = self._clock.monotonic_ms() + doubled_ms(AGAIN_MS, times, AGAIN_MAX_MS)
-            heapq.heappush(self._later, (due_ms, candidate))
             raise
         return True
 
-    def _go_on_with_cold(self, followers: list[Follower]) -> bool:
+    def _step_cold(self, followers: list[Follower]) -> bool:
+        """Rewrites the fetched segment, or begins the next fetch. True when one was rewritten."""
         if self._fetch is None:
             return False
         if self._fetching is not None:
             future = self._fetch.take()
             if future is None:
                 return False
-            fetched, self._fetching = self._fetching, None
-            return self._fetched(followers, *fetched, future)
+            fetching, self._fetching = self._fetching, None
+            return self._rewrite_fetched(followers, *fetching, future)
         if self._cold and self._clock.monotonic_ms() >= self._fetch_next_ms:
             candidate = next(iter(self._cold))
             del self._cold[candidate]
@@ -385,8 +347,8 @@ class Rewriting:
                 self._fetch.begin(candidate.topic_id, found[1])
         return False
 
-    def _fetched(
-        self, followers: list[Follower], candidate: _Candidate, info: SegmentInfo, future: Future[Data]
+    def _rewrite_fetched(
+        self, followers: list[Follower], candidate: _Candidate, info: SegmentInfo, future: Future[Content]
     ) -> bool:
         follower = followers[candidate.shard]
         reached("rewrite.fetched")
@@ -394,15 +356,15 @@ class Rewriting:
         if found is None or found[1] != info:
             if future.exception() is None:
                 self._fetches_failed = 0
-            return False  # the fetch may have failed for that: files go with their segment
+            return False  # the segment was removed or replaced, and the fetch may have failed for that
         try:
             data = future.result()
             try:
                 self._rewrite(follower, found[0], info, data)
-            except FileNotFoundError as error:  # here a missing file is the cold directory's failure, and may come back
+            except FileNotFoundError as error:  # a hot file; one that is missing in the cold directory may come back
                 raise CorruptSegment(error.filename or "", 0, "the file is missing") from error
         except (CorruptSegment, CorruptPostings, EOFError) as error:
-            self._fetches_failed = 0  # the cold directory gave what it has
+            self._fetches_failed = 0  # the cold directory works
             log.error("a damaged segment is not rewritten", reason=str(error))
             return False
         except (OSError, Refused):
@@ -424,10 +386,10 @@ class Rewriting:
             return None
         return topic, info
 
-    def _rewrite(self, follower: Follower, topic: Topic, info: SegmentInfo, data: Data | None) -> None:
+    def _rewrite(self, follower: Follower, topic: Topic, info: SegmentInfo, data: Content | None) -> None:
         rewritten = rewrite(self._fs, layout.topic_dir(self._data_dir, topic.id), info, data)
         self._pause(info.data_bytes + rewritten.data_bytes)
-        tell(follower, [TopicCheckpoint(topic.id, follower.index_of(topic).segments.last_seq, [rewritten])])
+        mark(follower, [TopicCheckpoint(topic.id, follower.index_of(topic).segments.last_seq, [rewritten])])
         reached("rewrite.marked")
         follower.shrunk.add(topic.id)
 

@@ -1,8 +1,8 @@
-"""Records into segments: those of a log that are in no segment yet are appended; full or old segments are sealed.
+"""Builds segments: appends records of a log that are in no segment yet, and seals full or old segments.
 
-The appender works from the outcome of the last mark alone: it opens files at what is committed, cuts off whatever a
-killed life left behind, and leaves nothing open in between. A cut maps log files when the first record asks for them,
-and only while it lasts.
+The appender knows only what the last mark says: it opens a segment at its committed length, cuts off what a killed life
+left behind that, and keeps no file open. Log files are mapped when the first record in them is needed, until the cut
+ends.
 """
 
 from __future__ import annotations
@@ -38,20 +38,25 @@ from topics.storage.segment import CorruptSegment, is_gone
 from topics.storage.segment_reader import SegmentReader
 from topics.storage.segment_writer import SegmentWriter
 
+NO_ROOM: Final = frozenset((errno.ENOSPC, errno.EDQUOT))
+_TEMPORARY: Final = NO_ROOM | {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""Errors of the disk or the process, not of a file."""
+
+log = get_logger()
+
+BufferOf = Callable[[int, int], Bytes | mmap.mmap]
+"""(number of a log file, end) → the file, mapped at least up to byte `end`."""
+
 
 class LogBuffers:
-    """The log files of one shard as a cut reads them, mapped whole and read-only. Only bytes that published locations
-    name are looked at.
-    """
+    """The log files of one shard, mapped whole and read-only for a cut. Only bytes at published locations are valid."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self._maps: dict[int, mmap.mmap] = {}
 
     def get(self, file_no: int, end: int) -> mmap.mmap:
-        """Returns the file, mapped at least up to byte `end`. Raises FileNotFoundError when it is gone, EOFError if
-        shorter.
-        """
+        """Returns the file, mapped at least up to byte `end`. FileNotFoundError if missing, EOFError if shorter."""
         mapped = self._maps.get(file_no)
         if mapped is not None and end <= len(mapped):
             return mapped
@@ -72,35 +77,24 @@ class LogBuffers:
         self._maps.clear()
 
 
-NO_ROOM: Final = frozenset((errno.ENOSPC, errno.EDQUOT))
-_FOR_NOW: Final = NO_ROOM | {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-"""These errors are about the disk or the process, not about a file."""
-
-log = get_logger()
-
-
-BufferOf = Callable[[int, int], Bytes | mmap.mmap]
-"""A log file by its number, mapped at least up to a byte."""
-
-
 class SealAt(NamedTuple):
-    """The bounds at which a segment is full; an age of 0 ms is no bound."""
+    """The bounds at which a segment is sealed; an age of 0 ms is no bound."""
 
     records: int
     data_bytes: int
     age_ms: int
 
     def is_old(self, info: SegmentInfo, now_ms: int) -> bool:
-        """True if it is time to seal this segment, however little is in it."""
+        """True if it is time to seal this segment, however few records it has."""
         return bool(self.age_ms) and now_ms - info.first_ts >= self.age_ms
 
 
 class SegmentAppender:
-    """Appends to segments of all topics. Methods raise OSError; a segment that they return is synced, if `fs` does
-    sync.
+    """Appends to segments of all topics. Its methods raise OSError; segments that they return are synced, if `fs`
+    syncs.
 
-    `suspects` are `.data` paths of segments that could not be reopened the last time. They outlive this object: a
-    segment that fails twice in a row is damaged.
+    `suspects` are `.data` paths of segments that could not be reopened last time. They outlive this object: a segment
+    that fails twice in a row counts as damaged.
     """
 
     def __init__(self, fs: FileSystem, data_dir: str, seal_at: SealAt, suspects: set[str]) -> None:
@@ -112,12 +106,11 @@ class SegmentAppender:
     def append(
         self, topic_id: int, last: SegmentInfo | None, entries: array[int], buffer_of: BufferOf, now_ms: int
     ) -> list[SegmentInfo]:
-        """Appends entries; returns segments that are new or changed, ascending. `last` is the topic's last segment,
-        committed.
+        """Appends entries; returns the new or changed segments, ascending. `last` is the topic's last marked segment.
 
-        `entries` are index entries (`core/location.py`) of consecutive seqs in log files. Those that follow `last` go
-        on in it unless it is sealed. If the disk fails behind the first entries, only the segments that are whole by
-        then are returned. Raises ValueError when the logs do not hold what the entries say.
+        `entries` are index entries (`core/location.py`) of consecutive seqs in log files. They continue `last` if it is
+        not sealed and they follow it. When the disk fails after the first segments, only those are returned. Raises
+        ValueError when the logs do not hold what the entries say.
         """
         changed: list[SegmentInfo] = []
         count = len(entries) // ENTRY_WORDS
@@ -128,12 +121,10 @@ class SegmentAppender:
                 info, appended = self._append_to_one(topic_id, active, entries[at * ENTRY_WORDS :], buffer_of, now_ms)
             except OSError:
                 if active is None:
-                    self._forget(topic_id, entries[at * ENTRY_WORDS])
-                # Not when a segment was sealed, or could not be, and nothing appended: whoever repeats what is left
-                # must get on by it. A seal can be made again.
+                    self._remove_new(topic_id, entries[at * ENTRY_WORDS])
                 if at:
                     break
-                raise
+                raise  # also after a seal without an append: a repetition has to get further, a seal can be repeated
             active = None
             at += appended
             if info is not None:
@@ -141,9 +132,7 @@ class SegmentAppender:
         return changed
 
     def seal(self, topic_id: int, info: SegmentInfo) -> SegmentInfo | None:
-        """Seals an active segment to which nothing is added any more. None when it stays as it is: it is damaged, or
-        its tags cannot be written.
-        """
+        """Seals an active segment. None when it stays as it is: it is damaged, or its tags cannot be written."""
         directory = layout.topic_dir(self._data_dir, topic_id)
         writer = self._reopen(directory, info)
         if writer is None:
@@ -161,9 +150,7 @@ class SegmentAppender:
     def _append_to_one(
         self, topic_id: int, active: SegmentInfo | None, entries: array[int], buffer_of: BufferOf, now_ms: int
     ) -> tuple[SegmentInfo | None, int]:
-        """Appends as much as fits into one segment. Returns the segment, None when it cannot be gone on with, and how
-        many entries it took.
-        """
+        """Appends what fits into one segment. Returns it (None: the active one is damaged) and the entries' number."""
         directory = layout.topic_dir(self._data_dir, topic_id)
         if active is None:
             writer = SegmentWriter.create(self._fs, directory, entries[0])
@@ -193,19 +180,19 @@ class SegmentAppender:
                 info = self._sealed(directory, info) or info
             return info, fitting
         except OSError:
-            # Nothing will count these bytes, and on a full disk others need the room.
+            # No mark counts these bytes, and on a full disk other files need the room.
             with suppress(OSError):
                 writer.cut_back(*begins)
             raise
         finally:
             writer.close()
 
-    def _forget(self, topic_id: int, first_seq: int) -> None:
-        """Removes the files of a segment that did not come to be: their names take room as well."""
+    def _remove_new(self, topic_id: int, first_seq: int) -> None:
+        """Removes the files of a new segment after a failure: even empty files take room."""
         directory = layout.topic_dir(self._data_dir, topic_id)
-        for path_of in (layout.segment_tags_path, layout.segment_idx_path, layout.segment_data_path):
+        for path in layout.segment_paths(directory, first_seq).values():
             with suppress(OSError):
-                self._fs.unlink(path_of(directory, first_seq))
+                self._fs.unlink(path)
 
     def _reopen(self, directory: str, info: SegmentInfo) -> SegmentWriter | None:
         path = layout.segment_data_path(directory, info.first_seq, info.version)
@@ -214,18 +201,18 @@ class SegmentAppender:
                 self._fs, directory, info.first_seq, info.records, info.data_bytes, info.version
             )
         except (CorruptSegment, OSError) as error:
-            if isinstance(error, OSError) and self._may_pass(error, path):
+            if isinstance(error, OSError) and self._may_be_temporary(error, path):
                 raise
-            # The readable part of it stays readable; later records go into the next segment.
+            # Its readable part stays readable; later records go into the next segment.
             self._suspects.discard(path)
-            log.error("a segment is damaged and is not gone on with", path=path, reason=str(error))
+            log.error("a segment is damaged, so later records go into a new one", path=path, reason=str(error))
             return None
         self._suspects.discard(path)
         return writer
 
-    def _may_pass(self, error: OSError, path: str) -> bool:
-        """True if an error in reopening this segment may be over next time."""
-        if error.errno in _FOR_NOW:
+    def _may_be_temporary(self, error: OSError, path: str) -> bool:
+        """True if reopening this segment may succeed next time."""
+        if error.errno in _TEMPORARY:
             return True
         if isinstance(error, FileNotFoundError) or path in self._suspects:
             return False
@@ -237,9 +224,9 @@ class SegmentAppender:
         try:
             tagged = list(SegmentReader.open(directory, *name).tagged())
         except (CorruptSegment, OSError) as error:
-            if isinstance(error, OSError) and error.errno in _FOR_NOW:
+            if isinstance(error, OSError) and error.errno in _TEMPORARY:
                 raise
-            log.error("a segment is damaged and stays without postings", reason=str(error))
+            log.error("a segment is damaged, so it is not sealed", reason=str(error))
             return None
         write_postings(self._fs, directory, info.first_seq, info.records, tagged, info.version)
         reached("checkpoint.sealed")
@@ -247,7 +234,7 @@ class SegmentAppender:
 
 
 def _runs(entries: array[int]) -> Iterator[tuple[int | None, array[int]]]:
-    """Yields the entries in runs that lie in one log file. Records that are gone lie nowhere, and so in any."""
+    """Yields (file number, entries) for runs of entries in one log file. Records that are gone fit any file."""
     file_words: Sequence[int] = entries[3::ENTRY_WORDS]
     if not file_words:
         return
@@ -274,7 +261,7 @@ def _runs(entries: array[int]) -> Iterator[tuple[int | None, array[int]]]:
 
 
 def _end(entries: array[int]) -> int:
-    """Returns the end of the last byte that any entry names."""
+    """Returns the end of the last frame of these entries."""
     offsets, lengths, flags = offsets_of(entries), lengths_of(entries), flags_of(entries)
     if any_flagged(entries, LOCATION_GONE):
         is_live = [not flag & LOCATION_GONE for flag in flags]

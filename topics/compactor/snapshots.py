@@ -1,10 +1,10 @@
 """Snapshots as a cut makes them: the part of each shard, and one file of all parts.
 
-Pins of batches that are over leave the fold first, and so the snapshots and every process that starts from one. The
-shard forgets a pin when it is told that its batch is over, and no log says so. A pin is for a stage that could be
-published once more, which needs its file, and for the answer that it has been published, which is asked for as long as
-its batch is decided. Both files were there before the pin: when neither is there any more, nobody asks for it again.
-The stage's file goes only when the batch is over durably, so a power loss does not bring the decision back.
+Before that, pins of batches that are over are removed from the fold, so that snapshots do not keep them for ever: a
+shard forgets a pin when it hears that its batch is over, but logs nothing. A pin has a stage published only once. It is
+needed as long as the stage could be published again, which takes its file, or its batch is decided. Both files are
+older than the pin, so when neither exists any more, the pin is not needed. A stage's file is removed only when the end
+of the batch is durable, so a power loss does not bring the decision back.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from topics.log import get_logger
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.logfile import WalPosition
-from topics.storage.snapshot import ShardPart, Snapshot, encode_part, encode_parts, load, save_snapshot
+from topics.storage.snapshot import ShardPart, Snapshot, encode_part, encode_parts, load_snapshot, save_snapshot
 from topics.storage.txn_files import SinkDamagedError, read_sink_head, stage_name
 
 log = get_logger()
 
 
 class Snapshots:
-    """The snapshots of one data directory: owns which one is the newest, and from where a start reads each log then."""
+    """The snapshots of one data directory. Owns the number of the newest one, and the position of each log in it."""
 
     def __init__(self, fs: FileSystem, data_dir: str, shards: int, newest: Snapshot | None) -> None:
         self._fs = fs
@@ -32,7 +32,7 @@ class Snapshots:
         self._shards = shards
         self._newest = None if newest is None else newest.number
         self.positions = _positions([] if newest is None else newest.parts)
-        """The place up to which the newest snapshot has each shard's log."""
+        """The position up to which the newest snapshot contains each shard's log."""
 
     def part_of(self, follower: Follower, alive: Callable[[], None]) -> ShardPart:
         """Encodes the shard as it has been followed so far; `alive` is called between topics."""
@@ -40,17 +40,17 @@ class Snapshots:
         return encode_part(follower.shard, self._shards, follower.log_id(), follower.position, follower.fold.state())
 
     def can_save(self, shards: Collection[int]) -> bool:
-        """True if parts of these shards, with the newest snapshot, make a whole one."""
+        """True if parts of these shards and the newest snapshot make a whole one."""
         return bool(shards) and len(self.positions.keys() | set(shards)) == self._shards
 
     def save(self, parts: dict[int, ShardPart]) -> bool:
-        """Writes a snapshot; a shard that is not in `parts` stays as the newest one has it.
+        """Writes a snapshot. A shard that is not in `parts` keeps its part of the newest one.
 
-        Returns True when the former newest one is the one to fall back on, or there was none. Raises OSError.
+        Returns True when the former newest one is the fallback now, or there was none. Raises OSError.
         """
         if len(parts) < self._shards:
-            newest = load(self._fs, self._data_dir)
-            assert newest is not None, "this life has saved or loaded it"
+            newest = load_snapshot(self._fs, self._data_dir)
+            assert newest is not None, "this process has saved or loaded it"
             parts = {part.shard: part for part in newest.parts} | parts
         body = encode_parts([parts[shard] for shard in sorted(parts)])
         former = self._newest
@@ -60,7 +60,7 @@ class Snapshots:
         log.debug("snapshot", number=saved.number, size_bytes=len(body))
         if former in (saved.fallback, None):
             return True
-        log.error("the last snapshot is not the one to fall back on: nothing is removed before the next", number=former)
+        log.error("the former snapshot is damaged, so nothing is removed before the next one", number=former)
         return False
 
 
@@ -69,10 +69,9 @@ def _positions(parts: Iterable[ShardPart]) -> dict[int, WalPosition]:
 
 
 def unpin_ended(fs: FileSystem, data_dir: str, topics: Iterable[Topic], alive: Callable[[], None]) -> None:
-    """Takes pins of batches that are over out of these topics. A pin stays if a file or directory that decides about it
-    cannot be read, or is not there as a whole.
+    """Removes the pins of batches that are over. A pin stays if a file that decides about it is unreadable or damaged.
 
-    It reads the head of one file for each sink with pins, and lists the stages once; `alive` is called between topics.
+    Reads the head of one file for each sink with pins, and lists the stages once; `alive` is called between topics.
     """
     ended: dict[tuple[str, int], bool] = {}
     files: set[str] | None = None

@@ -64,32 +64,28 @@ def parse_key(key: bytes) -> tuple[bytes, ProducerTurn]:
     return key[1 : -_TURN.size], ProducerTurn(*_TURN.unpack_from(key, len(key) - _TURN.size))
 
 
-def check_fence(id: bytes, last: ProducerTurn, given: ProducerTurn) -> None:
-    """Raises `409 fenced` for an instance that another one of a higher epoch has replaced."""
+def check_turn(id: bytes, last: ProducerTurn | None, given: ProducerTurn, *, is_known: bool) -> None:
+    """Raise `409 fenced` for an instance that another one of a higher epoch has replaced, `409 out_of_order` for a
+    write that is not the next one. A write whose outcome is known comes again, and the first write of an epoch may have
+    any number.
+    """
+    if last is None:
+        return
+    detail = {"producer": id.decode(), "epoch": last.epoch, "n": last.n}
     if given.epoch < last.epoch:
         raise TopicsError(
             "fenced",
             f"producer {id.decode()!r} goes on in epoch {last.epoch}, so epoch {given.epoch} may not write any more",
-            _detail(id, last),
+            detail,
         )
-
-
-def check_order(id: bytes, last: ProducerTurn, given: ProducerTurn) -> None:
-    """Raises `409 out_of_order` unless this write, whose outcome is not known, comes next. The first write of an epoch
-    may have any number.
-    """
-    if given.epoch == last.epoch and given.n != last.n + 1:
+    if not is_known and given.epoch == last.epoch and given.n != last.n + 1:
         missing = given.n > last.n
         raise TopicsError(
             "out_of_order",
             f"producer {id.decode()!r} has written up to {last.n}, so {last.n + 1} is next and not {given.n}"
             + ("" if missing else "; it was committed, and its seqs are not known any more"),
-            _detail(id, last),
+            detail,
         )
-
-
-def _detail(id: bytes, last: ProducerTurn) -> dict[str, object]:
-    return {"producer": id.decode(), "epoch": last.epoch, "n": last.n}
 
 
 _BATCH_LEN: Final = 8

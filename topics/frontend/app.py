@@ -22,7 +22,7 @@ from topics.frontend.entry.access import Access
 from topics.frontend.entry.bodies import ClientGoneError
 from topics.frontend.entry.pages import Pages
 from topics.frontend.entry.responses import send_error
-from topics.frontend.live.websocket import WebSocketRoute, refuse
+from topics.frontend.live.websocket_route import WebSocketRoute, refuse
 from topics.frontend.operators.openapi import OpenApiRoutes
 from topics.frontend.reads.diff import DiffRoute
 from topics.frontend.routes.append import AppendRoute
@@ -115,7 +115,7 @@ class App:
             _log.exception("request failed", method=scope["method"], path=scope["path"])
             await self._refuse(TopicsError("internal", "the request failed inside the server"), scope, send)
         finally:
-            self._access.leave(scope)
+            self._access.release(scope)
             timed_as = scope.get(ROUTE, route)
             if timed_as is not None:
                 self._observe(timed_as, (time.perf_counter_ns() - started_ns) // 1000)
@@ -128,7 +128,7 @@ class App:
                 continue
             if at % 2 == 0 or kind not in _NAMED:
                 raise no_such_path(scope)
-            self._access.caller(scope)
+            self._access.authenticate(scope)
             check_name = check_router_name if kind == b"routers" else check_topic_name
             check_name(unquote(segment.decode("latin-1")))
 

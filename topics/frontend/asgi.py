@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -14,8 +14,19 @@ AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 ROUTE: Final = "topics.route"
 """Key of a scope: the `durations.Route` that the request is measured as; None for one whose duration says nothing."""
 
-KEPT: Final = "topics.kept"
-"""Extension of a WebSocket's scope: the frames that are kept for its client (`http.hypercorn_deadlines.Kept`)."""
+
+class WriteBuffer(Protocol):
+    """The bytes that are kept for a client, in the shape of asyncio's transports."""
+
+    def get_write_buffer_size(self) -> int: ...
+
+    def is_closing(self) -> bool: ...
+
+    def abort(self) -> None: ...
+
+
+WRITE_BUFFER: Final = "topics.write_buffer"
+"""Extension of a WebSocket's scope: its `WriteBuffer`."""
 
 Deliver = Callable[[Send, bytes], Awaitable[None]]
 """A function that sends the whole body of an answer by the given `send`. It returns when this process keeps no part of
@@ -27,14 +38,11 @@ DELIVER: Final = "topics.deliver"
 or the process ends. `Deliver` returns when the kernel has the whole body. It raises ConnectionResetError when the
 client never gets the whole body. Bytes that the kernel still has when the client dies are lost unnoticed."""
 
-SHARE: Final = "topics.share"
-"""Key of a message of a WebSocket: its `bodies.Share`, for as long as the message is kept."""
+RESERVATION: Final = "topics.reservation"
+"""Key of a WebSocket message: its `bodies.MessageReservation`, which is held as long as the message is kept."""
 
 DROPPED: Final = "topics.dropped"
-"""Key of a message of a WebSocket that was dropped for want of room. The message has no other key."""
-
-TRANSPORT: Final = "topics.transport"
-"""Key of `scope["state"]`: the asyncio transport of a connection that Hypercorn serves."""
+"""Key of a WebSocket message for which there was no room. It has no content."""
 
 ROOM: Final = "topics.room"
-"""Extension of a scope whose connection has many answers at once: the `budget.Hold` for this answer."""
+"""Extension of a scope whose connection has many answers at once: the `budget.Reservation` of this answer."""

@@ -14,8 +14,8 @@ from topics.core.clock import SystemClock
 from topics.core.keys import KeyRing
 from topics.frontend.entry.access import Cors, KeyReload
 from topics.frontend.entry.bodies import allow_bodies_of
-from topics.frontend.http.deadlines import AttendedClock, HttpLimits
-from topics.frontend.http.http1 import Connections
+from topics.frontend.http.connections import Connections
+from topics.frontend.http.deadlines import HttpLimits, RunningClock
 from topics.frontend.http.serve import serve
 from topics.frontend.live import cursor
 from topics.frontend.operators.frontend_pressure import FrontendPressure
@@ -58,12 +58,14 @@ async def _serve(
 ) -> None:
     loop = asyncio.get_running_loop()
     shutdown = asyncio.Event()
-    clock, attended = SystemClock(), AttendedClock(loop.time)
+    clock, running_clock = SystemClock(), RunningClock(loop.time)
     allow_bodies_of(settings.max_body_bytes)
-    process = Process(shared, index, incarnation, settings, clock, attended)
+    process = Process(shared, index, incarnation, settings, clock, running_clock)
     cell = process.cell
     frontend = build_app(process, keys, _cold_store(settings))
-    connections = Connections(process.cap("connections", settings.max_connections, "connections_admitted"), attended)
+    connections = Connections(
+        process.cap("connections", settings.max_connections, "connections_admitted"), running_clock
+    )
 
     def stop() -> None:
         cell.set("state", ProcessState.DRAINING)
@@ -99,7 +101,7 @@ async def _serve(
             shutdown,
             grace_ms=settings.frontend_grace_ms,
             connections=connections,
-            clock=attended,
+            clock=running_clock,
             on_ready=lambda: cell.set("state", ProcessState.READY),
         )
     finally:

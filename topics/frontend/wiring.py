@@ -13,10 +13,12 @@ from topics.frontend.app import App
 from topics.frontend.entry.access import Access, KeyLimits
 from topics.frontend.entry.pages import Pages
 from topics.frontend.live.delivery import Hub
-from topics.frontend.live.session_use import SessionUse
-from topics.frontend.live.topic_views import TopicSight
+from topics.frontend.live.event_streams import StreamSlots
+from topics.frontend.live.session_client import SessionClient
+from topics.frontend.live.step_cache import KnownTopics
 from topics.frontend.live.watch import WatchRoutes, watch_operations
-from topics.frontend.live.websocket import Services, WebSocketRoute
+from topics.frontend.live.websocket import Services
+from topics.frontend.live.websocket_route import WebSocketRoute
 from topics.frontend.operators.figures import ServiceFigures
 from topics.frontend.operators.service_routes import MetricsRoute, ProbeRoutes, service_operations
 from topics.frontend.queues.cursor_routes import CursorRoutes, cursor_operations
@@ -51,7 +53,7 @@ _log = get_logger()
 class Process(msgspec.Struct, frozen=True):
     """One frontend process: its number, its settings and clocks, and the memory that it shares with other processes.
 
-    `attended` leaves out the time in which this process was suspended.
+    `running_clock` leaves out the time in which this process was suspended.
     """
 
     shared: SharedMemory
@@ -59,7 +61,7 @@ class Process(msgspec.Struct, frozen=True):
     incarnation: int
     settings: Settings
     clock: Clock
-    attended: Clock
+    running_clock: Clock
 
     @property
     def cell(self) -> ProcessCell:
@@ -104,7 +106,7 @@ def build_app(process: Process, keys: KeyRing, store: SegmentStore | None) -> Fr
     that were moved to the cold directory.
     """
     shared, index, settings, cell = process.shared, process.index, process.settings, process.cell
-    clock, attended, shards = process.clock, process.attended, shared.shards
+    clock, running_clock, shards = process.clock, process.running_clock, shared.shards
     arenas = Arenas(shared)
     gateway = Gateway(shared, index, process.incarnation, arenas, cell, settings.shard_wait_ms)
     expiry = ExpiryClock(clock, _log.warning, shared.control.trusted_offset_ms(Role.FRONTEND, index))
@@ -115,20 +117,20 @@ def build_app(process: Process, keys: KeyRing, store: SegmentStore | None) -> Fr
     catching_up = CatchingUp(router_sight, reader, gateway)
     routers = RouterRoutes(router_sight, catching_up, reader, gateway, settings)
     diff = DiffRoute(reader, gateway, recency_writer, settings, cell, catching_up, clock)
-    sight = TopicSight(reader, arenas, recency_writer, Recency(shared.identity, shared.frontends, shards), clock)
-    hub = Hub(gateway, sight, cell, attended)
+    known = KnownTopics(reader, arenas, recency_writer, Recency(shared.identity, shared.frontends, shards), clock)
+    hub = Hub(gateway, known, cell, running_clock)
     limits = KeyLimits(KeyCounts(shared.key_counts, shared.frontends, index), settings)
     access = Access(keys, settings.probe_auth, limits)
     pages = Pages(settings, access)
     append = AppendRoute(gateway, settings, cell)
-    places = process.cap("sse_connections", settings.max_sse_connections, "sse_admitted")
+    slots = StreamSlots(limits, process.cap("sse_connections", settings.max_sse_connections, "sse_admitted"))
     observe = partial(shared.durations.observe, index)
-    services = Services(reader, append, hub, access, pages, settings, catching_up, cell, attended, observe)
-    websocket = WebSocketRoute(services, places)
-    topics = TopicRoutes(sight, arenas, gateway, hub, catching_up, routers, settings)
-    watch = WatchRoutes(reader, SessionUse(gateway, arenas, clock), hub, access, settings, places, catching_up)
+    services = Services(reader, append, hub, access, pages, settings, catching_up, cell, running_clock, observe)
+    websocket = WebSocketRoute(services, slots)
+    topics = TopicRoutes(known, arenas, gateway, hub, catching_up, routers, settings)
+    watch = WatchRoutes(reader, SessionClient(gateway, arenas, clock), hub, access, settings, slots, catching_up)
     queue_services = QueueServices(gateway, reader)
-    work = WorkRoutes(queue_services, access, settings, places, cell, attended)
+    work = WorkRoutes(queue_services, access, settings, slots, cell, running_clock)
     figures = ServiceFigures(shared.control, shared.durations, clock.now_ms)
     metrics = MetricsRoute(figures, arenas, shards, settings.max_metric_topics)
     coordinator = TxnCoordinator(gateway, Stages(settings.data_dir, settings.stage_ttl_ms))

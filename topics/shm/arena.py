@@ -1,15 +1,15 @@
-"""The index arena of one shard: what its topics are, and where each record not yet in a sealed segment lies.
+"""The index arena of one shard: its topics, and the location of each record that is not in a sealed segment yet.
 
-Written by the shard alone, mapped by every frontend.
+The shard alone writes it; frontends and the compactor map it.
 
      0        header            magic · version · generation · slots_used · change_count          (u64 words)
      4 KiB    changes           the last CHANGES slot numbers that were made or deleted, a circle
      36 KiB   slots             SLOTS_MAX × SLOT_BYTES, backed by memory as they are used
      HEAP     blocks            descriptors, location rings and tables of segments (`arena_heap.py`)
 
-A slot holds its publication count and two copies of the topic's state. The shard writes the copy that is not
-current and then stores count + 1; a reader takes copy `count & 1` and accepts it if the count is still the same
-afterwards. So readers never wait, and a shard killed in the middle of a write has damaged nothing.
+A slot holds a publication count and two copies of the topic's state. The shard writes the copy that is not current and
+then stores count + 1. A reader takes copy `count & 1` and accepts it if the count is still the same afterwards. So
+readers never wait, and a shard that is killed during a write damages nothing.
 
     slot   | published u64 | 7 spare | copy 0: 24 words | copy 1: 24 words |
 
@@ -23,9 +23,9 @@ order of `core.segment_list.SegmentInfo`; it is never changed in place, a new on
     row    | first_seq | last_seq | first_ts | last_ts | data_bytes | version | flags |               u64 each
     view   … | segments_word | segments: count | table version << 32 |
 
-A ring or descriptor that outgrows its block moves to another one; once the slot says so, the old block is used
-again. A reader therefore checks entry.seq against the seq it wants, and the frame itself against topic, seq and length.
-Any mismatch means "take a new view", never "wrong data".
+A ring or descriptor that outgrows its block moves to another one; once the slot is published, the old block is used
+again. So a reader checks entry.seq against the seq it wants, and the frame against topic, seq and length. A mismatch
+means "take a new view", never "wrong data".
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ from sortedcontainers import SortedDict
 from topics.core.config import TopicConfig
 from topics.core.location import ENTRY_WORDS
 from topics.core.segment_list import SegmentInfo
-from topics.shm.arena_heap import ArenaFullError, ArenaHeap
-from topics.shm.location_ring import copy_entries
+from topics.shm.arena_heap import ArenaFullError, ArenaHeap, copy_entries
 from topics.shm.memory import SharedObject
 from topics.shm.shm_names import shm_name
 
@@ -65,7 +64,7 @@ _COPY_WORDS: Final = 24
 _ROW_WORDS: Final = 7
 SEGMENT_ROW_BYTES: Final = _ROW_WORDS * 8
 _TABLES_KEPT: Final = 1024
-"""Topics whose segments a reader remembers."""
+"""The number of topics whose tables of segments a reader keeps."""
 
 
 class _Header(IntEnum):
@@ -87,7 +86,7 @@ class SlotState(IntEnum):
 
 
 class Descriptor(msgspec.Struct, array_like=True, frozen=True):
-    """What a topic is called and how it is configured."""
+    """A topic's name and configuration."""
 
     name: str
     config: TopicConfig
@@ -124,7 +123,7 @@ class TopicView(NamedTuple):
     jobs_ready: int
     jobs_in_flight: int
     jobs_dead_lettered: int
-    """These three are a queue's, 0 of a log."""
+    """These three are figures of a queue, 0 for a log."""
     flags: int
 
     @property
@@ -143,7 +142,7 @@ class Locations(NamedTuple):
 
 
 class ArenaWriter:
-    """The shard's side."""
+    """The shard's side of its arena: owns slots and blocks, and publishes topics."""
 
     def __init__(self, identity: str, shard: int, generation: int) -> None:
         self._shared = SharedObject.create(shm_name(identity, "arena", shard, generation), ARENA_BYTES, _SLOTS_WORD * 8)
@@ -159,11 +158,11 @@ class ArenaWriter:
 
     @property
     def used_bytes(self) -> int:
-        """Memory backing this arena."""
+        """The memory that backs this arena."""
         return _SLOTS_WORD * 8 + self._slots_backed * SLOT_WORDS * 8 + self.heap.used_bytes
 
     def new_slot(self) -> int:
-        """A slot nobody sees until it is published."""
+        """Returns a slot that no reader sees until it is published."""
         if self._free_slots:
             return self._free_slots.pop()
         slot = len(self._published)
@@ -179,18 +178,18 @@ class ArenaWriter:
         return slot
 
     def return_slot(self, slot: int) -> None:
-        """A slot whose topic is gone, or never came to be."""
+        """Frees a slot whose topic was deleted, or never published."""
         self._free_slots.append(slot)
 
     def store_descriptor(self, descriptor: Descriptor) -> tuple[int, int]:
-        """(byte offset, length) of a new descriptor block."""
+        """Stores a descriptor in a new block; returns (byte offset, length)."""
         body = _encode_descriptor(descriptor)
         offset = self.heap.allocate(len(body))
         self._shared.bytes[offset : offset + len(body)] = body
         return offset, len(body)
 
     def store_segments(self, rows: Iterable[SegmentInfo]) -> tuple[int, int]:
-        """(byte offset, length) of a new table of segments, (0, 0) for none; `free` it when it is replaced."""
+        """Stores a new table of segments; returns (byte offset, length), (0, 0) for an empty one."""
         table = array("Q", chain.from_iterable([row.words for row in rows]))
         if not table:
             return 0, 0
@@ -200,7 +199,7 @@ class ArenaWriter:
         return offset, size_bytes
 
     def publish(self, slot: int, view: TopicView) -> None:
-        """Makes `view` what readers see."""
+        """Publishes `view` as the topic's state."""
         published = self._published[slot] + 1
         word = _SLOTS_WORD + slot * SLOT_WORDS
         copy = word + _COPY_WORD + (published & 1) * _COPY_WORDS
@@ -209,7 +208,7 @@ class ArenaWriter:
         self._published[slot] = published
 
     def announce(self, slot: int) -> None:
-        """Tells readers that this slot's topic was made, or is gone (after `publish`)."""
+        """Tells readers that this slot's topic was created or deleted; called after `publish`."""
         count = self._words[_Header.CHANGE_COUNT]
         if slot >= self._words[_Header.SLOTS_USED]:
             self._words[_Header.SLOTS_USED] = slot + 1
@@ -217,18 +216,18 @@ class ArenaWriter:
         self._words[_Header.CHANGE_COUNT] = count + 1
 
     def unlink(self) -> None:
-        """Removes the name; readers keep what they have mapped."""
+        """Removes the name; readers keep their mappings."""
         self._shared.unlink()
 
 
 def unlink_arena(identity: str, shard: int, generation: int) -> None:
-    """Removes an arena's name, if there is one; who has it mapped keeps it."""
+    """Removes an arena's name, if there is one; readers keep their mappings."""
     with contextlib.suppress(posix_ipc.ExistentialError):
         posix_ipc.unlink_shared_memory(shm_name(identity, "arena", shard, generation))
 
 
 class ArenaReader:
-    """A frontend's side of one generation of one shard's arena."""
+    """A reader's side of one generation of one shard's arena."""
 
     def __init__(self, identity: str, shard: int, generation: int) -> None:
         self._shared = SharedObject.attach(shm_name(identity, "arena", shard, generation))
@@ -238,23 +237,23 @@ class ArenaReader:
         self.generation = generation
         self._seen_changes = 0
         self._unlearned: list[int] = []
-        """Slots with changes up to `_listed_changes` that are yet to be looked at."""
+        """Slots that changed up to `_listed_changes` and are not learned yet."""
         self._listed_changes = 0
         self._names: SortedDict[str, int] = SortedDict()
         self._name_of: dict[int, str] = {}
         self._configs: dict[int, tuple[int, int, TopicConfig]] = {}
-        """By slot, not by topic: topics come and go for ever, slots are used again."""
+        """(topic id, descriptor version, configuration) by slot: slots are used again, topic ids never."""
         self._tables: OrderedDict[int, tuple[int, tuple[SegmentInfo, ...]]] = OrderedDict()
 
     def find(self, name: str) -> int | None:
-        """The slot of a live topic."""
+        """Returns the slot of a live topic."""
         if self._words[_Header.CHANGE_COUNT] != self._seen_changes:
             self._learn()
         slot: int | None = self._names.get(name)
         return slot
 
     def look_up(self, name: str) -> tuple[int, TopicView] | None:
-        """Slot and state of a live topic; never the state of another one that has taken over its slot."""
+        """Returns slot and state of a live topic; never the state of another topic that got the slot meanwhile."""
         while True:
             slot = self.find(name)
             if slot is None:
@@ -265,13 +264,13 @@ class ArenaReader:
 
     @property
     def names(self) -> SortedDict[str, int]:
-        """Live topics, name → slot, sorted."""
+        """The slots of live topics by their names, sorted."""
         if self._words[_Header.CHANGE_COUNT] != self._seen_changes:
             self._learn()
         return self._names
 
     def view(self, slot: int) -> TopicView:
-        """A consistent state. Never waits: the writer spoils a copy only by publishing twice meanwhile."""
+        """Returns a consistent state. Hardly ever repeats: a copy changes only when its slot is published twice."""
         words = self._words
         word = _SLOTS_WORD + slot * SLOT_WORDS
         while True:
@@ -282,7 +281,7 @@ class ArenaReader:
                 return view
 
     def config(self, slot: int, view: TopicView) -> TopicConfig:
-        """The topic's configuration as of `view` or later."""
+        """Returns the topic's configuration as of `view` or later."""
         known = self._configs.get(slot)
         if known is not None and known[0] == view.topic_id and known[1] == view.descriptor_version:
             return known[2]
@@ -291,13 +290,13 @@ class ArenaReader:
         return descriptor.config
 
     def segments(self, slot: int, view: TopicView) -> tuple[SegmentInfo, ...] | None:
-        """The topic's segments as of `view`, ascending; None when they moved on under us (take a new view)."""
+        """Returns the topic's segments as of `view`, ascending; None when they have changed (take a new view)."""
         known = self._tables.get(view.topic_id)
         if known is not None and known[0] == view.segments:
             return known[1]
         count = view.segments & 0xFFFF_FFFF
         words = self._words[view.segments_word : view.segments_word + count * _ROW_WORDS].tolist()
-        # The block is used again only after the slot said that there is another table.
+        # The block is used again only after the slot was published with another table.
         now = self.view(slot)
         if (now.topic_id, now.segments) != (view.topic_id, view.segments):
             return None
@@ -309,26 +308,25 @@ class ArenaReader:
         return rows
 
     def entries(self, view: TopicView, first_seq: int, last_seq: int) -> array[int] | None:
-        """Index entries (`core.location`) first_seq..last_seq, ENTRY_WORDS each; None as `locations`."""
+        """Returns the entries (`core.location`) first_seq..last_seq; None when the ring has moved (take a new view)."""
         entries = array("Q", copy_entries(self._words, view.ring_word, view.ring_capacity, first_seq, last_seq))
         return entries if entries[0::ENTRY_WORDS] == array("Q", range(first_seq, last_seq + 1)) else None
 
     def locations(self, view: TopicView, first_seq: int, last_seq: int) -> Locations | None:
-        """Columns of first_seq..last_seq; None when the ring moved on under us (take a new view)."""
-        raw = copy_entries(self._words, view.ring_word, view.ring_capacity, first_seq, last_seq)
-        entries = memoryview(raw).cast("Q").tolist()
-        if entries[0::4] != list(range(first_seq, last_seq + 1)):
+        """Returns the columns of first_seq..last_seq; None when the ring has moved (take a new view)."""
+        entries = self.entries(view, first_seq, last_seq)
+        if entries is None:
             return None
-        return Locations(entries[1::4], entries[2::4], entries[3::4])
+        return Locations(*(entries[column::ENTRY_WORDS].tolist() for column in (1, 2, 3)))
 
     def ts_at(self, view: TopicView, seq: int) -> int | None:
-        """Commit time of one record in the ring, None when it moved on."""
+        """Returns the commit time of one record in the ring, None when the ring has moved."""
         word = view.ring_word + (seq & (view.ring_capacity - 1)) * ENTRY_WORDS
         ts: int = self._words[word + 1]
         return ts if self._words[word] == seq else None
 
     def first_seq_at(self, view: TopicView, ts: int) -> int | None:
-        """The first seq in the ring whose commit time is >= ts; head_seq + 1 when there is none."""
+        """Returns the first seq in the ring with commit time >= ts, else head_seq + 1; None when the ring has moved."""
         low, high = view.base_seq, view.head_seq + 1
         while low < high:
             middle = (low + high) // 2
@@ -350,13 +348,13 @@ class ArenaReader:
             published = self._words[word]
             view = self.view(slot)
             body = bytes(self._shared.bytes[view.descriptor_byte : view.descriptor_byte + view.descriptor_len])
-            # The block may have been used again meanwhile, but then the slot has been published since.
+            # If the block was used again meanwhile, the slot has been published since.
             if self._words[word] == published:
                 return _decode_descriptor(body), view
 
     def learn(self, slots_max: int) -> bool:
-        """Takes note of topics that came or went, at most so many; True when none is left. Whoever looks for a topic
-        takes note of all at one go, which for ten thousand new ones holds up the process: this does not.
+        """Takes note of at most `slots_max` created or deleted topics; True when none is left. `find` takes note of all
+        at once, which for ten thousand new topics would hold up the process.
         """
         if not self._unlearned:
             self._list_changes()

@@ -1,11 +1,10 @@
-"""Limits that hold over several processes, none of which asks another (api §11): caps, and what each API key has open.
+"""Limits over several processes that do not ask each other (api §11): caps, and what each API key has open.
 
-The limit is on the sum of one word over several processes, and each process writes its own word alone. A process that
-wants more *first* adds it to its own word, *then* adds all words up, and takes it back when the sum is too high.
+A limit bounds the sum of one word over several processes, each of which writes only its own. A process that claims more
+*first* adds it to its own word, *then* sums up all words, and takes it back when the sum is too high.
 
-Of any two that do so at once at least one sees the other's claim, because a full barrier lies between the store and the
-loads. So the sum of all grants never exceeds the limit. Both may be refused where there was room for one: a refusal at
-the very border may be wrong, a grant never is.
+Of two simultaneous claims at least one sees the other, because a full barrier lies between the store and the loads. So
+the sum of all grants never exceeds the limit. Both claims may be refused where there is room for one.
 
 `Cap` counts in a field of the processes' cells. `KeyCounts` counts event streams, and requests that are being served,
 by API key:
@@ -15,8 +14,8 @@ by API key:
     block    | version u64 × 1, 3 unused | slot 0 | slot 1 | …          SLOTS of them
     slot     | first 16 bytes of the key's digest u64 × 2 | streams u64 | requests u64 |
 
-A frontend gives a key any slot of its block that counts nothing. `version` grows with each key that gets one, so that
-others know when to look for it again.
+A frontend gives a key any slot of its block that counts nothing. `version` grows with each key that gets one: then the
+others search the block again.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ from topics.shm.memory import fence
 
 
 class Cap:
-    """A cap of `most` on the sum of `field` over `every` cell. The process that owns `own` claims with it; `most` 0 is
-    no cap.
-    """
+    """A cap of `most` (0: none) on the sum of `field` over `every` cell; the process that owns `own` claims with it."""
 
     def __init__(self, limit: str, most: int, field: str, own: Cell, every: Sequence[Cell]) -> None:
         self.most = most
@@ -43,7 +40,7 @@ class Cap:
         self._every = every
 
     def claim(self, amount: int = 1) -> bool:
-        """Takes `amount` more, or takes nothing and returns False."""
+        """Takes `amount` more. Returns False and takes nothing if the cap is reached."""
         if not self.most:
             return True
         self._own.add(self._field, amount)
@@ -60,12 +57,17 @@ class Cap:
 
     def reached(self) -> TopicsError:
         """Returns the error for a claim that was not granted."""
-        return TopicsError(
-            "throttled",
-            f"{self.most} {self._limit.replace('_', ' ')} are all that the whole service may have; remove some, or"
-            f" raise TOPICS_MAX_{self._limit.upper()}",
-            {"limit": self._limit, "max": self.most},
-        )
+        return cap_reached(self._limit, self.most)
+
+
+def cap_reached(limit: str, most: int) -> TopicsError:
+    """Returns the error for a request that would exceed a cap of the service."""
+    return TopicsError(
+        "throttled",
+        f"the service may have at most {most} {limit.replace('_', ' ')}; remove some, or raise"
+        f" TOPICS_MAX_{limit.upper()}",
+        {"limit": limit, "max": most},
+    )
 
 
 SLOTS: Final = 1024
@@ -74,7 +76,7 @@ _BLOCK_WORDS: Final = (SLOTS + 1) * _SLOT_WORDS
 
 
 class Counted(IntEnum):
-    """The word of a slot that counts."""
+    """The words of a slot that count."""
 
     STREAMS = 2
     REQUESTS = 3
@@ -84,11 +86,11 @@ class KeyCounts:
     """The counts of all frontends, as the frontend `own` reads and writes them."""
 
     def __init__(self, words: memoryview, frontends: int, own: int) -> None:
-        """Forgets the counts of a former life of this frontend."""
+        """Clears the counts of a former life of this frontend."""
         self._words = words
         self._own = own * _BLOCK_WORDS
         self._slots: dict[bytes, int] = {}
-        """Returns the word at which a key's slot begins in our block."""
+        """The first word of each key's slot in our block, by the key's digest."""
         self._others = [_Other(words, block * _BLOCK_WORDS) for block in range(frontends) if block != own]
         for word in range(self._own + 1, self._own + _BLOCK_WORDS):
             words[word] = 0
@@ -99,7 +101,7 @@ class KeyCounts:
         return frontends * _BLOCK_WORDS * 8
 
     def claim(self, digest: bytes, what: Counted, most: int) -> bool:
-        """Takes one more for the key of this digest, or takes nothing and returns False."""
+        """Takes one more for the key of this digest. Returns False and takes nothing if it has `most`."""
         slot = self._slots.get(digest)
         if slot is None:
             slot = self._new_slot(digest)
@@ -114,13 +116,11 @@ class KeyCounts:
         return False
 
     def release(self, digest: bytes, what: Counted) -> None:
-        """Gives one back."""
+        """Gives back a claimed one."""
         self._words[self._slots[digest] + what] -= 1
 
     def _new_slot(self, digest: bytes) -> int | None:
-        """Returns a slot for a new key. None when every slot counts another key: more than SLOTS keys are busy here at
-        once.
-        """
+        """Returns a slot for a new key; None when SLOTS other keys are busy here."""
         words = self._words
         first = self._own + _SLOT_WORDS
         if len(self._slots) >= SLOTS:

@@ -1,11 +1,11 @@
-"""How long requests took, by route: histograms that every frontend keeps in shared memory and any of them reads.
+"""Durations of requests by route: histograms in shared memory that each frontend writes and any of them reads.
 
     block of frontend 0 | block of frontend 1 | …        each written by its frontend alone
 
     block    | route 0 | route 1 | …                     `Route`, in its order
     route    | count u64 × LATENCY_BUCKETS | sum of all in µs u64 |
 
-It outlives the frontend that wrote it: counters never go down while the service runs.
+A block outlives its frontend: counters never go down while the service runs.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _ROUTE_WORDS: Final = LATENCY_BUCKETS + 1
 
 
 class Route(IntEnum):
-    """What a request is, for whoever looks at its time; the names are labels in the metrics."""
+    """The kind of a request whose duration is counted; the names are labels in the metrics."""
 
     APPEND = 0
     DIFF = 1
     DIFF_WAIT = 2
-    """A diff that waited for something to deliver: its time is its client's wish."""
+    """A diff that waited for records, as long as its client allowed."""
     LIST_TOPICS = 3
     GET_TOPIC = 4
     PUT_TOPIC = 5
@@ -42,13 +42,13 @@ class Route(IntEnum):
     REDRIVE = 17
     READ_CURSOR = 18
     OTHER_CURSOR = 19
-    """Cursors made, looked at, deleted."""
+    """Cursors created, shown or deleted."""
     LIST_ROUTERS = 20
     GET_ROUTER = 21
     PUT_ROUTER = 22
     DELETE_ROUTER = 23
     WS_PUBLISH = 24
-    """Commands over a WebSocket, each until its answer is on its way."""
+    """Commands over a WebSocket, each until its answer is sent."""
     WS_SUBSCRIBE = 25
     WS_UNSUBSCRIBE = 26
     WS_PING = 27
@@ -59,14 +59,14 @@ _BLOCK_WORDS: Final = len(Route) * _ROUTE_WORDS
 
 
 class Histogram(NamedTuple):
-    """Counts by bucket (`latency_bucket`), and the sum of what was counted."""
+    """Counts by bucket (`latency_bucket`), and the sum of all durations."""
 
     counts: list[int]
     sum_us: int
 
 
 class Durations:
-    """All blocks; `observe` is for the owner of `frontend` alone."""
+    """The blocks of all frontends."""
 
     def __init__(self, words: memoryview) -> None:
         self._words = words
@@ -76,13 +76,14 @@ class Durations:
         return frontends * _BLOCK_WORDS * 8
 
     def observe(self, frontend: int, route: Route, took_us: int) -> None:
+        """Counts a request. Only the process `frontend` calls it."""
         words = self._words
         word = frontend * _BLOCK_WORDS + route * _ROUTE_WORDS
         words[word + latency_bucket(took_us)] += 1
         words[word + LATENCY_BUCKETS] += took_us
 
     def read(self, route: Route) -> Histogram:
-        """Of all frontends together."""
+        """Returns the histogram of all frontends together."""
         sums = [0] * _ROUTE_WORDS
         for word in range(route * _ROUTE_WORDS, len(self._words), _BLOCK_WORDS):
             sums = [a + b for a, b in zip(sums, self._words[word : word + _ROUTE_WORDS], strict=True)]

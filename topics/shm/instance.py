@@ -1,4 +1,4 @@
-"""All shared memory of one running service: made by the supervisor before it forks, inherited by everyone."""
+"""The shared memory of one running service: created by the supervisor before it forks, inherited by every process."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from topics.shm.router_board import BOARD_BYTES, BOARD_RESERVE_BYTES
 from topics.shm.router_table import TABLE_BYTES, TABLE_RESERVE_BYTES
 
 JOURNAL_BYTES_PER_FRONTEND = 512 * 1024
-"""A group is at most 1024 requests of some 100 bytes each here, and every frontend may leave one unanswered."""
+"""A group has at most 1024 requests of some 100 bytes here, and each frontend may leave one unanswered."""
 COMPACTOR_RING_BYTES = 256 * 1024
-"""Its messages are few; a long one goes by reference."""
+"""The compactor sends few messages, and long ones by reference."""
 ARENA_RESERVE_BYTES = 1024 * 1024
-"""What each shard's index arena takes at first; it grows with the un-sealed tail."""
+"""The first size of each shard's index arena; it grows with the tail that is not sealed."""
 LINK_BUDGET_BYTES = 4 * 1024 * 1024
-"""What the rings between shards take together, as long as each stays within LINK_BYTES."""
+"""The size of all rings between shards together, as far as LINK_BYTES allows."""
 LINK_BYTES = (16 * 1024, 256 * 1024)
 
 
 class RingPair(NamedTuple):
-    """Between one frontend and one shard."""
+    """The rings between one peer (a frontend or the compactor) and one shard."""
 
     requests: Ring
     replies: Ring
@@ -56,7 +56,7 @@ def journal_bytes(frontends: int) -> int:
 
 
 def _link_bytes(shards: int) -> int:
-    """Of one ring between two shards."""
+    """Returns the size of one ring between two shards."""
     share = LINK_BUDGET_BYTES // max(1, shards * (shards - 1))
     return _page(max(LINK_BYTES[0], min(LINK_BYTES[1], share)) + HEADER_BYTES)
 
@@ -66,10 +66,9 @@ def _page(size_bytes: int) -> int:
 
 
 class SharedMemory:
-    """Control page, durations, counts of keys, rings[peer][shard], links[from shard][to shard], journals[shard], the
-    table of routers and a board for those of each shard, an eventfd for each process.
-
-    Peers of a shard are the frontends and, at `compactor_row`, the compactor.
+    """All shared objects of the service: control page, durations, counts of keys, rings[peer][shard],
+    links[from shard][to shard], journals[shard], the table of routers, a router board for each shard, and an eventfd
+    for each process. The peers of a shard are the frontends and, at `compactor_row`, the compactor.
     """
 
     def __init__(self, identity: str, shards: int, frontends: int, ring_bytes: int) -> None:
@@ -122,7 +121,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, identity: str, shards: int, frontends: int, ring_bytes: int) -> SharedMemory:
-        """Makes everything or nothing: OSError (ENOSPC) when /dev/shm is too small."""
+        """Creates everything or nothing. OSError (ENOSPC) when /dev/shm is too small."""
         try:
             return cls(identity, shards, frontends, ring_bytes)
         except OSError:
@@ -131,7 +130,7 @@ class SharedMemory:
 
     @staticmethod
     def needed_bytes(shards: int, frontends: int, ring_bytes: int) -> int:
-        """What `create` and the shards' first arenas take of /dev/shm."""
+        """Returns the bytes of /dev/shm that `create` and the shards' first arenas take."""
         row = frontends * sum(_pair_sizes(ring_bytes)) + sum(_pair_sizes(_compactor_ring_bytes(ring_bytes)))
         control = _page(ControlPage.size_bytes(shards, frontends)) + _page(Durations.size_bytes(frontends))
         control += _page(KeyCounts.size_bytes(frontends))
@@ -141,5 +140,5 @@ class SharedMemory:
         return control + (row + per_shard) * shards + 4096 * (1 + (shards + frontends + 1) // 64)
 
     def destroy(self) -> None:
-        """Removes every name; the memory goes when the last process ends."""
+        """Removes every name; the memory is freed when the last process ends."""
         shm_names.unlink_all(self.identity)

@@ -1,9 +1,8 @@
-"""What a shard is about to commit, kept where its next incarnation finds it.
+"""The journal of a shard: the group that it is about to commit, for its next incarnation.
 
-A shard that is killed between the write and the answer must not append the same request again. So before
-each group write it stores here, for every request of the group, where its bytes will end in the log and the
-answer it would give; after a crash, a request whose bytes are all in the log gets that answer, any other runs
-as new (`walshard/setup.py`).
+A shard that is killed between write and answer must not append the same request again. So before it writes a group, it
+stores here where each request's bytes will end in the log, and the answer. After a crash a request whose bytes are all
+in the log gets that answer, any other runs as new (`walshard/setup.py`).
 
      0          8          16         64
     +----------+----------+----------+----------------------+----------------------+
@@ -11,8 +10,8 @@ as new (`walshard/setup.py`).
     +----------+----------+----------+----------------------+----------------------+
       body = msgpack: list of JournalEntry
 
-`stored` counts; body `stored & 1` is the current one. A new journal goes into the other body and then `stored` moves,
-so a shard killed in between still has the former journal, which names requests that are not answered yet.
+`stored` counts the journals; body `stored & 1` is the current one. A new journal is written to the other body before
+`stored` grows, so a shard that is killed in between still has the former journal, whose requests are not answered yet.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _HEADER_BYTES = 64
 
 
 class JournalEntry(msgspec.Struct, array_like=True, frozen=True):
-    """One request of a group: ring position behind it, the end of its frames, its answer as a ring message."""
+    """One request of a group: the ring position behind it, the end of its frames, its answer as a ring message."""
 
     frontend: int
     ring_position: int
@@ -38,7 +37,7 @@ _decoder = msgspec.msgpack.Decoder(list[JournalEntry])
 
 
 class Journal:
-    """`region` belongs to one shard."""
+    """The journal of one shard in its shared `region`."""
 
     def __init__(self, region: memoryview) -> None:
         self._words = region[:_HEADER_BYTES].cast("Q")
@@ -56,7 +55,7 @@ class Journal:
         self._words[0] = stored
 
     def load(self) -> list[JournalEntry]:
-        """What the previous incarnation was about to commit, oldest first."""
+        """Returns the group that the previous incarnation was about to commit, oldest request first."""
         stored = self._words[0]
         if not stored:
             return []

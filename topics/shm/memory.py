@@ -1,8 +1,8 @@
-"""One shared-memory object: made once by its creator, mapped by everyone.
+"""One shared-memory object: created by one process, mapped by others.
 
-Every numeric field in shared memory is an aligned native u64 reached through `memoryview.cast("Q")`:
-CPython stores such an item with one 8-byte move, so a reader sees the old value or the new one,
-never half of each. (`struct.pack_into("<Q")` writes byte by byte and must not be used for that.)
+Every numeric field in shared memory is an aligned native u64 of a `memoryview.cast("Q")`: CPython stores such an item
+with one 8-byte move, so a reader sees the old value or the new one, never half of each. (`struct.pack_into("<Q")`
+writes byte by byte and must not be used for that.)
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class SharedObject:
 
     @classmethod
     def create(cls, name: str, size_bytes: int, reserve_bytes: int | None = None) -> SharedObject:
-        """Makes the object, zero-filled. `reserve_bytes` of it (default: all) are backed by memory at once, so that
-        a full /dev/shm is an OSError here and not a SIGBUS at the first touch.
+        """Creates the object, filled with zeros. `reserve_bytes` of it (default: all) are backed by memory at once, so
+        that a full /dev/shm is an OSError here and not a SIGBUS later.
         """
         try:
             shm = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, size=size_bytes, mode=0o600)
@@ -50,28 +50,26 @@ class SharedObject:
 
     @classmethod
     def attach(cls, name: str) -> SharedObject:
-        """Maps an existing object; FileNotFoundError when there is none, or none with a size yet."""
+        """Maps an existing object. FileNotFoundError when there is none, or it has no size yet."""
         try:
             shm = posix_ipc.SharedMemory(name)
         except posix_ipc.ExistentialError:
             raise FileNotFoundError(f"shared memory {name} does not exist") from None
         if not shm.size:
             os.close(shm.fd)
-            raise FileNotFoundError(f"shared memory {name} is being made")
+            raise FileNotFoundError(f"shared memory {name} is not ready yet")
         return cls(name, shm.fd, shm.size)
 
     def reserve(self, offset: int, length: int) -> None:
-        """Backs a range with memory; OSError (ENOSPC) when /dev/shm is full."""
+        """Backs a range with memory. OSError (ENOSPC) when /dev/shm is full."""
         os.posix_fallocate(self.fd, offset, length)
 
     def give_back(self, offset: int, length: int) -> None:
-        """The pages of a range (multiples of the page size) are the system's again, and read as zeros; `reserve` them
-        before they are used.
-        """
+        """Frees the pages of a range (multiples of the page size); they read as zeros. `reserve` them before use."""
         self._map.madvise(mmap.MADV_REMOVE, offset, length)
 
     def close(self) -> None:
-        """Unmaps. Views handed out must be gone."""
+        """Unmaps the object. No view of it may be left."""
         self.words.release()
         self.bytes.release()
         self._map.close()
@@ -82,11 +80,11 @@ class SharedObject:
         if fd >= 0:
             os.close(fd)
 
-    # Views keep the map for as long as there are any; the descriptor would stay for ever.
+    # A view keeps the mapping after the end of this object; the descriptor is not needed for that.
     __del__ = _close_fd
 
     def unlink(self) -> None:
-        """Removes the name; who has it mapped keeps it."""
+        """Removes the name; mappings stay."""
         try:
             posix_ipc.unlink_shared_memory(self.name)
         except posix_ipc.ExistentialError:
@@ -95,13 +93,13 @@ class SharedObject:
 
 _fence = threading.Lock()
 FENCE_IS_FULL: Final = platform.machine() in ("x86_64", "AMD64", "i686")
-"""Elsewhere the lock's instructions may let a later load pass an earlier store."""
+"""On other machines the lock's instructions may let a later load pass an earlier store."""
 
 
 def fence() -> None:
-    """A full memory barrier where `FENCE_IS_FULL`: taking a lock is a locked instruction, the only one Python offers.
+    """Issues a full memory barrier where `FENCE_IS_FULL`: taking a lock is the only locked instruction Python offers.
 
-    Needed where a process stores one word and then loads another that its peer stores (the sleep flag).
+    Needed where a process stores one word and then loads another one that its peer stores (the sleep flag).
     """
     _fence.acquire()
     _fence.release()

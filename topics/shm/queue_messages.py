@@ -118,9 +118,7 @@ class Extend(Message, Asks[ExtendReply], frozen=True):
 
 
 class Unclaim(Message, Asks[Done], frozen=True):
-    """Take back leases that never reached their consumer: they do not count as deliveries. The jobs are ready again
-    after `delay_ms`.
-    """
+    """Take back leases that never reached their consumer and so are no deliveries. Jobs are ready after `delay_ms`."""
 
     name: str
     node: str
@@ -190,9 +188,7 @@ QueueCall = Claim | Ack | Nack | Extend | Unclaim | WorkOpen | WorkClose | Bury 
 
 
 class CursorReply(Message, frozen=True):
-    """A cursor: the next read begins behind `seq` and ends at `up_to_seq` at the latest. `revision` changes whenever
-    anything but a reader moves it.
-    """
+    """A cursor: the next read is (`seq`, `up_to_seq`] at most. `revision` changes unless a reader moves it."""
 
     cursor: str
     consistency: Literal["strictly_at_once", "at_least_once"]
@@ -209,9 +205,7 @@ class CursorList(Message, frozen=True):
 
 
 class CursorMoved(Message, frozen=True):
-    """`moved`: the records belong to the reader; if it is `under_way`, CursorPassedOn has to follow. The other fields
-    are for another try, see CursorReply.
-    """
+    """`moved`: the records are the reader's; `under_way`: CursorPassedOn has to follow. The rest is for another try."""
 
     moved: bool
     seq: int
@@ -252,9 +246,7 @@ class CursorGet(Message, Asks[CursorList], frozen=True):
 
 
 class CursorAdvance(Message, Asks[CursorMoved], frozen=True):
-    """Move the cursor, if it is still at `from_seq`: a reader has read up to `to_seq`. The frontend uses no number
-    `read` twice.
-    """
+    """Move the cursor from `from_seq` to `to_seq` for a reader. The frontend uses no number `read` twice."""
 
     name: str
     cursor: str

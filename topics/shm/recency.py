@@ -1,12 +1,12 @@
-"""When each topic was last read: one object per frontend, written by it alone, read by all.
+"""The times at which topics were last read: one object for each frontend, written by it alone, read by all.
 
-    0        entries_backed u64        so many entries are backed by memory; no other may be touched
+    0        entries_backed u64        the number of entries that are backed by memory; no other may be touched
     64       entries                   shard s, slot n is entry n × shards + s
 
     entry    | topic_id u64 | last_read_ms u64 |
 
-A slot is given to another topic some day: an entry counts only for the topic it names. The object outlives the
-frontend that made it, so what was read before a crash of it is still known; it goes with the service.
+A slot may get another topic later, so an entry counts only for the topic it names. The object outlives its frontend:
+reads before a crash stay known until the service ends.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class RecencyWriter:
         self._shards = shards
 
     def touch(self, shard: int, slot: int, topic_id: int, now_ms: int) -> None:
-        """The topic was read now. Best effort: with /dev/shm full it is not noted."""
+        """Notes that the topic was read now. Notes nothing when /dev/shm is full."""
         entry = slot * self._shards + shard
         words = self._words
         if entry >= words[0] and not self._back(entry):
             return
         word = _ENTRIES_WORD + entry * _ENTRY_WORDS
         if words[word] != topic_id:
-            # In this order no reader takes the former topic's time for this one's.
+            # In this order no reader takes the former topic's time for that of the new one.
             words[word + 1] = 0
             words[word] = topic_id
         words[word + 1] = now_ms
@@ -65,7 +65,7 @@ class RecencyWriter:
 
 
 class Recency:
-    """Every frontend's table, as far as it has one."""
+    """The tables of all frontends, as a reader sees them."""
 
     def __init__(self, identity: str, frontends: int, shards: int) -> None:
         self._identity = identity
@@ -73,7 +73,7 @@ class Recency:
         self._tables: list[memoryview | None] = [None] * frontends
 
     def last_read_ms(self, shard: int, slot: int, topic_id: int) -> int:
-        """0 when it was never read."""
+        """Returns the time of the last read over all frontends, 0 without one."""
         entry = slot * self._shards + shard
         word = _ENTRIES_WORD + entry * _ENTRY_WORDS
         latest = 0
@@ -86,7 +86,7 @@ class Recency:
     def _attach(self, frontend: int) -> memoryview | None:
         try:
             words = SharedObject.attach(_name(self._identity, frontend)).words
-        except (FileNotFoundError, ValueError):  # ValueError: it is being made, and still empty
+        except (FileNotFoundError, ValueError):  # ValueError: it is not ready, and still empty
             return None
         self._tables[frontend] = words
         return words

@@ -6,19 +6,18 @@
     +---------+-----------+---------------------------------------------+
       producer   consumer   each on its own cache line (64 bytes apart)
 
-`written` and `consumed` are byte positions that only grow; position p lives at p % capacity. A message is
+`written` and `consumed` are byte positions that only grow; position p is at byte p % capacity. A message is
 
     | len_bytes u64 | payload | padding to 8 |
 
-and never wraps: when it does not fit before the end, a skip marker (len = SKIP) fills the rest. The producer
-stores the payload first and `written` last, so a producer killed in between has published nothing. The
-consumer moves `consumed` only when it is done with a message, so a consumer that is killed finds it again
-in its next life.
+and never wraps: when it does not fit before the end, a skip marker (len = SKIP) fills the rest. The producer stores the
+payload first and `written` last, so a producer that is killed in between has published nothing. The consumer moves
+`consumed` only when it is done with a message, so a consumer that is killed finds the message again in its next life.
 
-A peer wakes the consumer without a syscall when it does not sleep. `Wake` is an eventfd plus one word in shared memory,
-"the owner is asleep", which the owner alone writes. The owner sets it, fences, looks at its rings once more and only
-then sleeps. A peer fills a ring, fences and signals only if the word is set. On x86 the fence is real; elsewhere a
-wake-up may be lost, so there the owner bounds its sleep while there was traffic lately (`memory.py`: `FENCE_IS_FULL`).
+A consumer that is awake is woken without a syscall. `Wake` is an eventfd and one word in shared memory, "the owner is
+asleep", which the owner alone writes. The owner sets the word, fences, checks its rings once more and only then sleeps.
+A peer fills a ring, fences, and signals only if the word is set. Without a full fence (`memory.py`: `FENCE_IS_FULL`) a
+wake-up may be lost; then the owner bounds its sleep after recent traffic.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _SKIP = 2**64 - 1
 
 
 class Ring:
-    """One direction between two processes. `region` is the ring's part of a shared object, zero-filled when new."""
+    """A ring from one process to another. `region` is its part of a shared object, filled with zeros when new."""
 
     def __init__(self, region: memoryview) -> None:
         self.capacity_bytes = (len(region) - HEADER_BYTES) & ~7
@@ -49,7 +48,7 @@ class Ring:
     # -- producer
 
     def push(self, *parts: bytes | bytearray | memoryview) -> bool:
-        """Appends one message made of `parts`; False when the ring is full (nothing was written)."""
+        """Appends one message made of `parts`. Returns False and writes nothing when the ring is full."""
         length = sum(map(len, parts))
         assert 0 < length <= self.message_max_bytes, length
         words = self._words
@@ -75,8 +74,8 @@ class Ring:
     # -- consumer
 
     def peek(self, position: int | None = None) -> Iterator[tuple[memoryview, int]]:
-        """Yields messages that are not yet consumed, oldest first, each with the position behind it (for `consume`).
-        `position` goes on behind an earlier message. The views are void once consumed.
+        """Yields the messages that are not consumed, oldest first, each with the position behind it (for `consume`).
+        Begins behind `position` if given. A view is void once its message is consumed.
         """
         words = self._words
         at = words[_CONSUMED] if position is None else position
@@ -98,12 +97,12 @@ class Ring:
 
     @property
     def consumed(self) -> int:
-        """Byte position of the oldest message that is not consumed."""
+        """The byte position of the oldest message that is not consumed."""
         return self._words[_CONSUMED]
 
     @property
     def written(self) -> int:
-        """Byte position behind the newest message."""
+        """The byte position behind the newest message."""
         return self._words[_WRITTEN]
 
     @property
@@ -117,7 +116,7 @@ class Ring:
 
 
 class Wake:
-    """The wake-up of one process, made before the fork; `words[index]` is the owner's sleep flag."""
+    """The wake-up of one process, created before the fork; `words[index]` is the owner's sleep flag."""
 
     def __init__(self, words: memoryview, index: int) -> None:
         self._words = words
@@ -127,41 +126,41 @@ class Wake:
         self._poll.register(self.fd, select.POLLIN)
 
     def signal(self) -> None:
-        """A peer calls it after it put something where the owner looks."""
+        """Wakes the owner if it sleeps. A peer calls it after it has filled a ring of the owner."""
         fence()
         if self._words[self._index]:
             self.signal_always()
 
     def signal_always(self) -> None:
-        """A peer calls it for an owner that sleeps in an event loop and keeps no flag."""
+        """Signals without a look at the flag, for an owner that sleeps in an event loop and keeps no flag."""
         try:
             os.eventfd_write(self.fd, 1)
-        except BlockingIOError:  # signalled 2⁶⁴ − 2 times and not yet seen: that is enough
+        except BlockingIOError:  # 2⁶⁴ − 2 signals wait already
             return
 
     def announce_sleep(self) -> None:
-        """The owner calls it, and must look at its rings once more before `sleep`."""
+        """Sets the owner's flag; the owner must check its rings once more before `sleep`."""
         self._words[self._index] = 1
         fence()
 
     def awake(self) -> None:
-        """The owner calls it: peers stop signalling."""
+        """Clears the owner's flag: peers stop signalling."""
         self._words[self._index] = 0
 
     def sleep(self, timeout_ms: int) -> None:
-        """The owner sleeps until a signal or the time-out; consumes the signal."""
+        """Sleeps until a signal or the time-out, and drops the signal."""
         if self._poll.poll(timeout_ms):
             self.drain()
 
     def drain(self) -> None:
-        """The owner forgets signals received so far."""
+        """Drops the signals received so far."""
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:  # none
             return
 
     def close(self) -> None:
-        """Closes the eventfd; the end of the object does so too."""
+        """Closes the eventfd, as the end of the object does."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)

@@ -1,11 +1,11 @@
-"""How far each router is, in shared memory: a board per shard, written by it for the routers into its topics.
+"""The progress of routers in shared memory: each shard writes a board for the routers into its topics.
 
     | slots_used u64 | 7 spare | slot 0 | slot 1 | …            BOARD_BYTES, backed as it is used
 
     slot   | router id | version | source topic id | source_seq | forwarded_total | 3 spare |     8 words
 
-A slot's words move one by one, and only forwards while its router is the same. `source_seq` moves after the copies can
-be read: who finds it at the head of the source reads a dest that has everything.
+A slot's words change one by one, and only grow while its router is the same. `source_seq` grows after the copies are
+readable: once it is at the head of the source, the dest has everything.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _GROW_SLOTS: Final = 64
 
 
 class RouterProgress(NamedTuple):
-    """A router at work, in the order of a slot's words; `source_topic_id` 0: its source does not exist yet."""
+    """The progress of a router, in the order of a slot's words; `source_topic_id` 0: its source does not exist yet."""
 
     router_id: int
     version: int
@@ -32,7 +32,7 @@ class RouterProgress(NamedTuple):
 
 
 class RouterBoardWriter:
-    """The owning shard's side."""
+    """The shard's side of its board."""
 
     def __init__(self, shared: SharedObject) -> None:
         self._shared = shared
@@ -41,7 +41,7 @@ class RouterBoardWriter:
         self._free: list[int] = []
         self._backed = 0
         self.former: dict[int, RouterProgress] = {}
-        """By router: how far it was when the former life of the shard ended."""
+        """The progress of each router at the end of the shard's former life, by router id."""
         for slot in range(self._words[0]):
             at = (1 + slot) * SLOT_WORDS
             progress = RouterProgress._make(self._words[at : at + 5].tolist())
@@ -51,7 +51,7 @@ class RouterBoardWriter:
         self._words[0] = 0
 
     def show(self, progress: RouterProgress) -> None:
-        """OSError when shared memory has no room for one more."""
+        """Shows the progress of a router. OSError when shared memory has no room for one more."""
         words = self._words
         slot = self._slots.get(progress.router_id)
         if slot is None:
@@ -86,14 +86,14 @@ class RouterBoardWriter:
 
 
 class RouterBoard:
-    """A reader's side."""
+    """A reader's side of a board."""
 
     def __init__(self, shared: SharedObject) -> None:
         self._words = shared.words
         self._slots: dict[int, int] = {}
 
     def find(self, router_id: int) -> RouterProgress | None:
-        """None while its shard does not forward for it."""
+        """Returns a router's progress, None while its shard does not forward for it."""
         words = self._words
         slot = self._slots.get(router_id)
         if slot is None or words[(1 + slot) * SLOT_WORDS] != router_id:

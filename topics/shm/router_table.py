@@ -1,4 +1,4 @@
-"""All routers of the service, in shared memory: written by shard 0, read by every process.
+"""The table of all routers in shared memory: shard 0 writes it, every process reads it.
 
      word 0     word 8       word 16
     +---------+------------+------------+ … 4 KiB +--------------+--------------+
@@ -7,9 +7,9 @@
 
     region   | len u32 | msgpack Change | len u32 | msgpack Change | …
 
-Region `epoch & 1` is the current one; what is appended to it counts when its length has grown. A reader goes on where
-it stopped. A region that is full, or a new life of shard 0, means the whole table in the other region and then epoch
-+ 1; a reader that finds another epoch after reading than before begins again.
+Region `epoch & 1` is the current one. An entry counts once the region's length includes it; a reader goes on where it
+stopped. When a region is full, and in a new life of shard 0, the whole table goes to the other region and then epoch
+grows by 1. A reader that finds another epoch after reading than before begins again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LEN: Final = struct.Struct("<I")
 
 
 class Change(msgspec.Struct, array_like=True, frozen=True):
-    """The router of this name as it is now, None when it is gone."""
+    """The router of this name as it is now, None when it was deleted."""
 
     name: str
     router: Router | None
@@ -47,7 +47,7 @@ _decode = msgspec.msgpack.Decoder(Change).decode
 
 
 class RouterTableWriter:
-    """Shard 0's side."""
+    """Shard 0's side of the table."""
 
     def __init__(self, shared: SharedObject) -> None:
         self._shared = shared
@@ -55,14 +55,14 @@ class RouterTableWriter:
         self._backed = [0, 0]
 
     def store_all(self, routers: Iterable[Router]) -> None:
-        """Replaces the table. TopicsError when shared memory has no room."""
+        """Replaces the table. Raises TopicsError when shared memory has no room."""
         epoch = self._words[_EPOCH] + 1
         self._words[_LENGTHS[epoch & 1]] = 0
         self._append(epoch & 1, b"".join(_entry(Change(router.name, router)) for router in routers))
         self._words[_EPOCH] = epoch
 
     def store(self, changes: Iterable[Change], routers: Iterable[Router]) -> None:
-        """Appends `changes`; `routers` is the whole table with them, for when there is no room behind it."""
+        """Appends `changes`. `routers` is the whole table with them, for a region that has no room for more."""
         region = self._words[_EPOCH] & 1
         entries = b"".join(map(_entry, changes))
         if self._words[_LENGTHS[region]] + len(entries) > REGION_BYTES:
@@ -71,7 +71,7 @@ class RouterTableWriter:
             self._append(region, entries)
 
     def reserve(self) -> None:
-        """Room for the next change, or TopicsError: so that what was logged can always be shown."""
+        """Makes room for the next change, so that `store` cannot fail after it was logged. Raises TopicsError."""
         region = self._words[_EPOCH] & 1
         self._back(region, min(REGION_BYTES, self._words[_LENGTHS[region]] + GROW_BYTES))
 
@@ -98,7 +98,7 @@ class RouterTableWriter:
 
 
 class RouterTable:
-    """A reader's side: `registry` is the table as of the last `refresh`."""
+    """A reader's side of the table: `registry` is the table as of the last `refresh`."""
 
     def __init__(self, shared: SharedObject) -> None:
         self._shared = shared
@@ -118,7 +118,7 @@ class RouterTable:
         return words[_EPOCH] != epoch or (epoch > 0 and words[_LENGTHS[epoch & 1]] != self._length)
 
     def refresh(self) -> set[str]:
-        """Takes over what has changed; the names of the topics that it concerns."""
+        """Applies the changes since the last call; returns the names of the topics that they concern."""
         touched: set[str] = set()
         while self.stale:
             self._read_on(touched)

@@ -20,9 +20,7 @@ from topics.shm.asks import Asks, Deleted, Done, Message
 
 
 class PutTopicReply(Message, frozen=True):
-    """The topic as it is now. `rest`: the next request, until all is done. A shard moves only so much of a topic to
-    another class in one turn.
-    """
+    """The topic now. `rest`: the next request, until all is done; a change of class may take several turns."""
 
     created: bool
     config: TopicConfig
@@ -144,9 +142,7 @@ RouterCall = PutRouter | DeleteRouter | RemoveRouters | SyncRouters | CatchUp
 
 
 class SessionOpenReply(Message, frozen=True):
-    """The positions of the last SessionClose, None before the first. `exact`: nothing was sent after them; else the
-    client's Last-Event-ID may be further.
-    """
+    """The positions of the last SessionClose, None before. If not `exact`, a Last-Event-ID may be further."""
 
     body: bytes
     positions: dict[str, int] | None

@@ -20,13 +20,13 @@ SMALL: Final = {
     "spark.ui.showConsoleProgress": "false",
     "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -XX:MaxMetaspaceSize=256m",
 }
-"""Settings of a session that stays below 4 GiB with its Python workers, pushes filters down, and says what is wrong
-with an option in one line.
+"""Settings of a session that stays below 4 GiB with its Python workers, pushes filters down, and reports a wrong option
+in one line.
 """
 
 
 def register(spark: SparkSession) -> None:
-    """Makes the format `topics` known to a session. Not needed where the package is installed: Spark finds it."""
+    """Make the format `topics` known to a session. Spark finds it by itself where the package is installed."""
     from topics.spark.source import TopicsDataSource
 
     spark.dataSource.register(TopicsDataSource)

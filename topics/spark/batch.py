@@ -1,4 +1,4 @@
-"""`spark.read.format("topics")`: the range is fixed when the query is planned; tasks read their parts."""
+"""`spark.read.format("topics")`: the range is fixed when the query is planned; tasks read its parts."""
 
 from __future__ import annotations
 
@@ -11,36 +11,56 @@ from pyspark.sql.types import StructType
 from topics.client import Client
 from topics.spark import planning
 from topics.spark.columns import ColumnBuilder
-from topics.spark.http_read import PLAN_RETRY, TASK_RETRY, connect, read_range
+from topics.spark.http_read import PLAN_RETRY, TASK_RETRY, ReadPlan, connect, read_range
 from topics.spark.offsets import Mark, Range, ranges, split
 from topics.spark.options import Positions, ReadOptions
-from topics.spark.segment_scan import Sealed, read_part, sealed_of
+from topics.spark.segment_scan import Pinned, Sealed, read_part, sealed_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 
 class RangePartition(InputPartition):
-    """What one task reads."""
+    """The range that one task reads; `sealed`: the part of it that is in files, in `mode=segments`."""
 
     def __init__(self, range: Range, tags: frozenset[str] | None, sealed: Sealed | None = None) -> None:
-        """`sealed`: what of it is in files, in `mode=segments`."""
         super().__init__(tuple(range))
         self.range = range
         self.tags = tags
         self.sealed = sealed
 
-    def read(self, options: ReadOptions, columns: ColumnBuilder) -> Iterator[pa.RecordBatch]:
-        """In a task: its batches, in order."""
-        if self.sealed is not None:
-            yield from read_part(self.range, self.sealed, options, columns, self.tags)
+
+class RangeReader:
+    """The common part of batch and stream readers. Pickled: made and planned in the driver, it reads in tasks."""
+
+    def __init__(self, schema: StructType, options: ReadOptions) -> None:
+        self._schema = schema
+        self._options = options
+        ColumnBuilder(schema, options)  # a wrong schema fails here, not in a task
+
+    def plan(
+        self, client: Client, whole: Sequence[Range], tags: frozenset[str] | None = None
+    ) -> tuple[list[RangePartition], tuple[Pinned, ...]]:
+        """Return the partitions of these ranges, and the pins of their files."""
+        parts = split(whole, self._options.max_records_per_partition, self._options.min_partitions)
+        if self._options.directories is None:
+            return [RangePartition(part, tags) for part in parts], ()
+        found, pins = sealed_of(client, parts)
+        return [RangePartition(part, tags, sealed) for part, sealed in zip(parts, found, strict=True)], pins
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Yield the batches of a partition in order; runs in a task."""
+        assert isinstance(partition, RangePartition)
+        plan = ReadPlan(self._options, ColumnBuilder(self._schema, self._options), partition.tags)
+        if partition.sealed is not None:
+            yield from read_part(partition.range, partition.sealed, plan)
             return
-        with connect(options.service, TASK_RETRY) as client:
-            yield from read_range(client, self.range, options, columns, self.tags)
+        with connect(self._options.service, TASK_RETRY) as client:
+            yield from read_range(client, partition.range, plan)
 
 
 class Wanted(NamedTuple):
-    """What filters leave of the rows; None where they say nothing. Times in µs since the epoch, bounds inclusive."""
+    """The rows that filters leave; None: no bound. Times in µs since the epoch, bounds inclusive."""
 
     topics: frozenset[str] | None = None
     tags: frozenset[str] | None = None
@@ -50,14 +70,10 @@ class Wanted(NamedTuple):
     time_to_us: int | None = None
 
 
-class BatchReader(DataSourceReader):
-    """Planned in a process of the driver, read in those of the executors; it is pickled in between."""
+class BatchReader(RangeReader, DataSourceReader):
+    """Reads up to the heads at the time of planning, or up to `endingOffsets`."""
 
-    def __init__(self, schema: StructType, options: ReadOptions) -> None:
-        self._schema = schema
-        self._options = options
-        self.wanted = Wanted()
-        ColumnBuilder(schema, options)  # a schema that cannot be is an error now, not in a task
+    wanted = Wanted()
 
     def partitions(self) -> Sequence[InputPartition]:
         options, wanted = self._options, self.wanted
@@ -70,23 +86,15 @@ class BatchReader(DataSourceReader):
             whole = ranges(start, end)
             whole = [one for one in whole if wanted.topics is None or one.topic in wanted.topics]
             whole = [clipped for one in whole if (clipped := _clip(client, one, wanted)).to_seq > clipped.from_seq]
-            parts = split(whole, options.max_records_per_partition, options.min_partitions)
-            made = [RangePartition(part, wanted.tags) for part in parts]
-            if options.directories is not None:
-                for one, sealed in zip(made, sealed_of(client, parts)[0], strict=True):
-                    one.sealed = sealed
+            made, _pins = self.plan(client, whole, wanted.tags)
         return made or [RangePartition(_NOTHING, None)]
-
-    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        assert isinstance(partition, RangePartition)
-        return partition.read(self._options, ColumnBuilder(self._schema, self._options))
 
 
 _NOTHING = Range("", "", 0, 0)
 
 
 def _clip(client: Client, one: Range, wanted: Wanted) -> Range:
-    """What the filters on seq and time leave of a range; `$ts` never decreases in a topic, so time is a seq."""
+    """Return the part of a range that filters on seq and time leave. `$ts` never decreases, so a time is a seq."""
     from_seq, to_seq = max(one.from_seq, wanted.seq_from - 1), one.to_seq
     if wanted.seq_to is not None:
         to_seq = min(to_seq, wanted.seq_to)

@@ -1,8 +1,8 @@
 """Records as columns: the schema that users see, and the Arrow batches that fill it.
 
 The option `schema` adds parsed columns: top-level fields of `data` as Spark types. They follow Spark's `from_json` in
-its permissive mode: a field that is missing or does not fit is null, never an error. A STRING takes any value: a text
-as it is, everything else as JSON.
+its permissive mode: a field that is missing or does not fit is null, never an error. A STRING takes any value: text as
+it is, anything else as JSON.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import decimal
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -33,8 +33,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 def meta_array(count: int, numbers: npt.NDArray[np.int64], metas: Sequence[Mapping[str, Any]]) -> pa.Array:
-    """Returns a column of `count`, null but for `metas` at the ascending `numbers`. A value that is no string becomes
-    JSON: an exactly_once router writes an object (api §6).
+    """Return a column of `count` rows: `metas` at the ascending `numbers`, null elsewhere. A value that is not a string
+    becomes JSON: an exactly_once router writes an object (api §6).
     """
     if not len(numbers):
         return pa.nulls(count, META)
@@ -67,13 +67,13 @@ _decode = msgspec.json.Decoder().decode
 
 
 class ParsedColumns:
-    """Raises OptionError for a type that JSON cannot become."""
+    """Converters for the columns of the option `schema`. OptionError for a type that JSON cannot become."""
 
     def __init__(self, fields: Sequence[types.StructField]) -> None:
         self._fields = [(field.name, _converter(field.dataType, field.name)) for field in fields]
 
     def of(self, texts: pa.Array, schema: pa.Schema) -> list[pa.Array]:
-        """A column for each field, of the type that `schema` has for its name."""
+        """Return a column for each field, of the type that `schema` has for its name."""
         if not self._fields:
             return []
         values = [_decode(text) for text in texts.to_pylist()]
@@ -142,7 +142,7 @@ def _decimal(precision: int, scale: int) -> Convert:
 
 
 def _timestamp(value: Any) -> datetime.datetime | None:
-    """ISO 8601; without a zone it is UTC."""
+    """Parse ISO 8601, in UTC without a zone."""
     if not isinstance(value, str):
         return None
     try:
@@ -185,7 +185,7 @@ _GAP_COUNT: Final = 4
 
 
 def schema_ddl(options: ReadOptions) -> str:
-    """The columns of a read; `kind` and the gap's come with `tombstones=rows`, parsed ones last."""
+    """Return the columns of a read: those of records, with `tombstones=rows` those of gaps, then parsed ones."""
     parts = [RECORD_COLUMNS]
     if options.tombstones == "rows":
         parts.append(GAP_COLUMNS)
@@ -194,8 +194,20 @@ def schema_ddl(options: ReadOptions) -> str:
     return ", ".join(parts)
 
 
+class Records(NamedTuple):
+    """Columns of records, in the order of their seqs."""
+
+    seq: pa.Array
+    ts_ms: pa.Array
+    node: pa.Array
+    tag: pa.Array
+    data: pa.Array
+    """JSON text"""
+    meta: pa.Array
+
+
 class ColumnBuilder:
-    """Builds batches of one schema, which `schema_ddl` described."""
+    """Builds batches of one schema, which is that of `schema_ddl`."""
 
     def __init__(self, schema: StructType, options: ReadOptions) -> None:
         names = schema.fieldNames()
@@ -203,67 +215,48 @@ class ColumnBuilder:
         if twice:
             raise OptionError(
                 f"option schema: {', '.join(twice)} would be there twice; leave it out, or parse the column data "
-                "with from_json under a name of your own"
+                "with from_json under another name"
             )
         self._arrow = _arrow_schema(schema)
         self._with_tags = options.include_tags
         self._with_gaps = options.tombstones == "rows"
         self._parsed = ParsedColumns(schema.fields[_RECORD_COUNT + (_GAP_COUNT if self._with_gaps else 0) :])
 
-    def records(self, topic: str, records: Sequence[Record]) -> pa.RecordBatch:
-        return self.from_arrays(
-            topic,
+    def batch_of(self, topic: str, records: Sequence[Record]) -> pa.RecordBatch:
+        with_meta = [(number, record.meta) for number, record in enumerate(records) if record.meta is not None]
+        numbers = np.fromiter((number for number, _ in with_meta), np.int64, len(with_meta))
+        columns = Records(
             pa.array([record.seq for record in records], pa.int64()),
             pa.array([record.ts for record in records], pa.int64()),
             pa.array([record.node for record in records], pa.string()),
             pa.array([record.tag for record in records], pa.string()),
             pa.array([str(record.raw, "utf-8") for record in records], pa.string()),
-            _meta_of(records),
+            meta_array(len(records), numbers, [meta for _, meta in with_meta]),
         )
+        return self.batch(topic, columns)
 
-    def from_arrays(
-        self,
-        topic: str,
-        seq: pa.Array,
-        ts_ms: pa.Array,
-        node: pa.Array,
-        tag: pa.Array,
-        data: pa.Array,
-        meta: pa.Array,
-    ) -> pa.RecordBatch:
-        """Makes a batch of columns that are there already; `data` is JSON text."""
-        count = len(seq)
-        times = pc.multiply(ts_ms, 1000).cast(self._arrow.field(2).type)
-        if not self._with_tags:
-            tag = pa.nulls(count, pa.string())
+    def batch(self, topic: str, records: Records) -> pa.RecordBatch:
+        count = len(records.seq)
+        times = pc.multiply(records.ts_ms, 1000).cast(self._arrow.field(2).type)
+        tag = records.tag if self._with_tags else pa.nulls(count, pa.string())
         topics = pa.repeat(pa.scalar(topic, pa.string()), count)
-        columns: list[pa.Array] = [topics, seq, times, node, tag, data, meta.cast(self._arrow.field(6).type)]
+        meta = records.meta.cast(self._arrow.field(6).type)
+        columns: list[pa.Array] = [topics, records.seq, times, records.node, tag, records.data, meta]
         if self._with_gaps:
             columns.append(pa.repeat(pa.scalar("record", pa.string()), count))
             columns += [pa.nulls(count, self._arrow.field(at).type) for at in range(8, 11)]
-        columns += self._parsed.of(data, self._arrow)
+        columns += self._parsed.of(records.data, self._arrow)
         return pa.RecordBatch.from_arrays(columns, schema=self._arrow)
 
     def gap(self, topic: str, gap: Gap) -> pa.RecordBatch:
-        """Makes the one row that stands for records that cannot be read."""
+        """Return the one row for records that cannot be read."""
         assert self._with_gaps
-        row = {
-            "topic": topic,
-            "kind": "gap",
-            "gap_from": gap.first_seq,
-            "gap_to": gap.last_seq,
-            "reason": gap.reason,
-        }
+        row: dict[str, Any] = {"topic": topic, "kind": "gap", "reason": gap.reason}
+        row |= {"gap_from": gap.first_seq, "gap_to": gap.last_seq}
         return pa.RecordBatch.from_pylist([row], schema=self._arrow)
 
 
-def _meta_of(records: Sequence[Record]) -> pa.Array:
-    with_meta = [(number, record.meta) for number, record in enumerate(records) if record.meta is not None]
-    numbers = np.fromiter((number for number, _ in with_meta), np.int64, len(with_meta))
-    return meta_array(len(records), numbers, [meta for _, meta in with_meta])
-
-
 def _arrow_schema(schema: StructType) -> pa.Schema:
-    """Returns the type as Spark wants it. Before 4.2 the zone is no parameter, and UTC."""
+    """Return the schema in Arrow as Spark expects it. Before 4.2 the zone is UTC and not a parameter."""
     zone: dict[str, Any] = {"timezone": "UTC"} if "timezone" in inspect.signature(to_arrow_schema).parameters else {}
     return to_arrow_schema(schema, **zone)

@@ -1,9 +1,10 @@
-"""What a task does: reads one range of a topic, page by page, and says what of it is gone."""
+"""Reading one range of a topic in a task, page by page over HTTP, with its gaps."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -16,60 +17,59 @@ ROWS_PER_BATCH = 8_000
 TASK_RETRY = Retry(total_s=120.0, pause_max_s=5.0)
 """A task that fails is run again from its start: waiting for a service that comes back is cheaper."""
 PLAN_RETRY = Retry(total_s=5.0)
-"""Somebody is sitting in front of it."""
+"""A person waits for the plan."""
 
 _log = logging.getLogger("topics.spark")
+
+
+class ReadPlan(NamedTuple):
+    """A query's options and columns, and the tags that a filter leaves (None: all records)."""
+
+    options: ReadOptions
+    columns: ColumnBuilder
+    tags: frozenset[str] | None
 
 
 def connect(service: Service, retry: Retry) -> Client:
     return Client(service.url, token=service.token, retry=retry)
 
 
-def read_range(
-    client: Client, one: Range, options: ReadOptions, columns: ColumnBuilder, tags: frozenset[str] | None
-) -> Iterator[pa.RecordBatch]:
-    """Batches of the range in order. Gaps go the way of `options.tombstones`. Of records whose tag is not in `tags`
-    (None: all are wanted) nothing is delivered.
-    """
-    return delivered(one.topic, batches_and_gaps(client, one, options, columns, tags), options, columns)
+def read_range(client: Client, one: Range, plan: ReadPlan) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of a range in order. `options.tombstones` says what becomes of gaps."""
+    return delivered(one.topic, batches_and_gaps(client, one, plan), plan)
 
 
-def delivered(
-    topic: str, items: Iterable[pa.RecordBatch | Gap], options: ReadOptions, columns: ColumnBuilder
-) -> Iterator[pa.RecordBatch]:
-    """The batches, and what `options.tombstones` makes of the gaps."""
+def delivered(topic: str, items: Iterable[pa.RecordBatch | Gap], plan: ReadPlan) -> Iterator[pa.RecordBatch]:
+    """Yield the batches, and for each gap what `options.tombstones` wants: an error, a row, or a line of log."""
     for item in items:
         if not isinstance(item, Gap):
             yield item
-        elif options.tombstones == "fail":
+        elif plan.options.tombstones == "fail":
             raise data_loss(topic, item)
-        elif options.tombstones == "rows":
-            yield columns.gap(topic, item)
+        elif plan.options.tombstones == "rows":
+            yield plan.columns.gap(topic, item)
         else:
-            _say(topic, item)
+            count = "an unknown number of" if item.last_seq is None else f"{item.last_seq - item.first_seq + 1}"
+            which = f"{item.first_seq} to {item.last_seq}, reason {item.reason}"
+            _log.warning("topic %s: %s records are lost and left out: %s", topic, count, which)
 
 
-def batches_and_gaps(
-    client: Client, one: Range, options: ReadOptions, columns: ColumnBuilder, tags: frozenset[str] | None
-) -> Iterator[pa.RecordBatch | Gap]:
-    """As `read_range`, gaps as they are."""
+def batches_and_gaps(client: Client, one: Range, plan: ReadPlan) -> Iterator[pa.RecordBatch | Gap]:
+    """Yield the batches and gaps of a range in order."""
     waiting: list[Record] = []
-    for item in _items(client, one, options):
-        if isinstance(item, Gap):
-            if waiting:
-                yield columns.records(one.topic, waiting)
-                waiting = []
-            yield item
-            continue
-        waiting += item if tags is None else [record for record in item if record.tag in tags]
-        if len(waiting) >= ROWS_PER_BATCH:
-            yield columns.records(one.topic, waiting)
+    for item in _pages_and_gaps(client, one, plan.options):
+        if not isinstance(item, Gap):
+            waiting += item if plan.tags is None else [record for record in item if record.tag in plan.tags]
+        if waiting and (isinstance(item, Gap) or len(waiting) >= ROWS_PER_BATCH):
+            yield plan.columns.batch_of(one.topic, waiting)
             waiting = []
+        if isinstance(item, Gap):
+            yield item
     if waiting:
-        yield columns.records(one.topic, waiting)
+        yield plan.columns.batch_of(one.topic, waiting)
 
 
-def _items(client: Client, one: Range, options: ReadOptions) -> Iterator[list[Record] | Gap]:
+def _pages_and_gaps(client: Client, one: Range, options: ReadOptions) -> Iterator[list[Record] | Gap]:
     if one.gap is not None:
         yield one.gap
     cursor = one.from_seq
@@ -80,8 +80,7 @@ def _items(client: Client, one: Range, options: ReadOptions) -> Iterator[list[Re
                 cursor,
                 limit=min(1000, one.to_seq - cursor),
                 node=options.node,
-                # The filter on tags needs them, and whether they are shown is a matter of columns.
-                include_tags=True,
+                include_tags=True,  # for the filter on tags; ColumnBuilder decides whether they are shown
                 include_meta=options.include_meta,
             )
         except NotFoundError:
@@ -103,22 +102,10 @@ def _items(client: Client, one: Range, options: ReadOptions) -> Iterator[list[Re
 
 
 def _break(page: Page, one: Range, cursor: int) -> str | None:
-    """Why this instance of the topic has nothing more to give of the range, if so."""
+    """Return why the rest of the range is not in this instance of the topic; None if it is."""
     if page.epoch != one.epoch:
         return "recreated"
     if page.head_seq < one.to_seq and page.next_from_seq <= cursor:
-        # A topic of class `memory` that lost its tail: the seqs were there when the range was planned.
+        # A topic of class `memory` lost its tail: these seqs existed when the range was planned.
         return LOST_TAIL
     return None
-
-
-def _say(topic: str, gap: Gap) -> None:
-    count = "an unknown number of" if gap.last_seq is None else f"{gap.last_seq - gap.first_seq + 1}"
-    _log.warning(
-        "topic %s: %s records are gone and left out: %s to %s, reason %s",
-        topic,
-        count,
-        gap.first_seq,
-        gap.last_seq,
-        gap.reason,
-    )

@@ -1,16 +1,17 @@
-"""Where a query stands in each topic, and what the next batch reads. Pure: the state of topics comes in.
+"""A query's position in each topic, and the ranges of its next batch. Pure: the state of topics comes in.
 
-An offset is JSON, as it lies in a query's checkpoint:
+An offset is JSON in a query's checkpoint:
 
     {"orders": {"seq": 1200, "epoch": "019a3f…"}, …}      by topic name, sorted
 
-`seq` is the last record that was read (0: none), `epoch` the instance of the topic it was read from. An empty epoch
-stands for a topic that did not exist when the query looked: whatever comes under that name is read from its start.
+`seq` is the last record that was read (0: none), `epoch` the instance of the topic that it was read from. An empty
+epoch stands for a topic that did not exist when the query looked: its next instance is read from the start.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from topics.spark.options import TombstoneMode
@@ -19,24 +20,25 @@ from topics.spark.spark_errors import DataLossError
 PARTITIONS_WANTED = 8
 LEAST_RECORDS = 50_000
 MOST_RECORDS = 400_000
+"""Bounds of a partition's size unless an option gives it."""
 NO_EPOCH = ""
 LOST_TAIL = "lost_tail"
 
 
 class Mark(NamedTuple):
-    """A place in one instance of a topic."""
+    """A position in one instance of a topic."""
 
     seq: int
     epoch: str
 
 
 Offset = dict[str, Mark]
-"""By topic name."""
+"""Marks by topic name."""
 
 
 class Gap(NamedTuple):
-    """Records that cannot be read any more; `last_seq` is None when nobody knows how many there were. `detail` is for
-    those who look for the cause.
+    """Records that cannot be read any more; `last_seq` is None when their number is unknown. `detail` tells the cause
+    of damage.
     """
 
     first_seq: int
@@ -46,7 +48,7 @@ class Gap(NamedTuple):
 
 
 class Range(NamedTuple):
-    """Records from_seq + 1 .. to_seq of one instance of a topic; `gap`, if any, comes before them."""
+    """Records from_seq + 1..to_seq of one instance of a topic; `gap`, if any, comes before them."""
 
     topic: str
     epoch: str
@@ -56,7 +58,7 @@ class Range(NamedTuple):
 
 
 def to_json(offset: Offset) -> dict[str, Any]:
-    """The same offset always gives the same text: Spark compares that."""
+    """Return an offset as JSON. Equal offsets give the same text, which Spark compares."""
     return {topic: {"seq": mark.seq, "epoch": mark.epoch} for topic, mark in sorted(offset.items())}
 
 
@@ -65,10 +67,10 @@ def from_json(content: Mapping[str, Any]) -> Offset:
 
 
 def advance(start: Offset, heads: Offset, max_records: int | None) -> Offset:
-    """The end of the batch that follows `start`: up to the heads, or `max_records` in all, dealt out by lag.
+    """Return the end of the batch after `start`: at the heads, or after `max_records` in all, shared out by lag.
 
-    Topics that are gone keep their seq without an epoch; new ones, and new instances, are read from their start. A head
-    that went back (a topic that lost its tail, whose seqs will be given out again) takes the query back with it.
+    Deleted topics keep their seq, without an epoch; new topics and new instances are read from their start. When a head
+    went back (the topic lost its tail, and its seqs are assigned again), the query goes back with it.
     """
     end = {topic: Mark(mark.seq, NO_EPOCH) for topic, mark in start.items() if topic not in heads}
     lags = {}
@@ -82,13 +84,13 @@ def advance(start: Offset, heads: Offset, max_records: int | None) -> Offset:
 
 
 def _from_seq(start: Mark | None, head: Mark) -> int:
-    """Where reading goes on in the instance that `head` is of."""
+    """Return the position in the instance of `head` where reading goes on."""
     return min(start.seq, head.seq) if start is not None and start.epoch == head.epoch else 0
 
 
 def _deal(lags: Mapping[str, int], max_records: int | None, turn: int) -> dict[str, int]:
-    """How many records of each topic. Each that has any gets at least one, as far as `max_records` goes; where it
-    does not go round, those come first whose `turn` it is: it grows with what was read, so none waits for ever.
+    """Return the number of records to read from each topic: at least one of each that has any. If `max_records` is
+    too few for that, `turn`, which grows with the records read, decides who comes first, so no topic waits for ever.
     """
     total = sum(lags.values())
     if max_records is None or total <= max_records:
@@ -106,7 +108,7 @@ def _deal(lags: Mapping[str, int], max_records: int | None, turn: int) -> dict[s
 
 
 def ranges(start: Offset, end: Offset) -> list[Range]:
-    """What a batch from `start` to `end` has to read; a break in a topic's history is a gap before its records."""
+    """Return the ranges between two offsets. A break in a topic's history is a gap before its records."""
     found = []
     for topic, mark in sorted(end.items()):
         before = start.get(topic)
@@ -123,7 +125,7 @@ def ranges(start: Offset, end: Offset) -> list[Range]:
 
 
 def check_history(whole: Iterable[Range], tombstones: TombstoneMode) -> None:
-    """DataLossError for a gap that is known before anything is read, when gaps are to fail the query."""
+    """Raise DataLossError for a gap that is known before anything is read, if gaps fail the query."""
     if tombstones == "fail":
         for one in whole:
             if one.gap is not None:
@@ -131,8 +133,8 @@ def check_history(whole: Iterable[Range], tombstones: TombstoneMode) -> None:
 
 
 def data_loss(topic: str, gap: Gap) -> DataLossError:
-    """The error of a gap."""
-    way_out = "set tombstones=rows to get gaps as rows, or failOnDataLoss=false to go on without"
+    """Return the error for a gap."""
+    way_out = "set tombstones=rows to get gaps as rows, or failOnDataLoss=false to leave them out"
     if gap.reason in ("deleted", "recreated"):
         what = "was deleted" if gap.reason == "deleted" else "was deleted and made again"
         return DataLossError(f"topic {topic!r} {what} while the query stood at record {gap.first_seq - 1}; {way_out}")
@@ -142,9 +144,9 @@ def data_loss(topic: str, gap: Gap) -> DataLossError:
 
 
 def split(whole: Iterable[Range], max_records: int | None, min_partitions: int) -> list[Range]:
-    """Ranges of about equal length, at most `max_records` each and at least `min_partitions` of them, if there are
-    that many records; in the order of the topic. `max_records` None: what keeps some cores busy, and is long enough for
-    what Spark and a worker of its Python need for every task (some 0.1 s together) not to count.
+    """Cut ranges into parts of about equal length, in order: at most `max_records` each, and at least `min_partitions`
+    if there are as many records. Without `max_records` there are enough parts for some cores, and each is large enough
+    that the cost of a task (about 0.1 s in Spark and its Python worker) does not matter.
     """
     whole = list(whole)
     total = sum(one.to_seq - one.from_seq for one in whole)
@@ -158,8 +160,8 @@ def split(whole: Iterable[Range], max_records: int | None, min_partitions: int) 
         if count <= 1:
             parts.append(one)
             continue
-        ends = [one.from_seq + length * number // count for number in range(count + 1)]
-        for number in range(count):
-            gap = one.gap if number == 0 else None
-            parts.append(Range(one.topic, one.epoch, ends[number], ends[number + 1], gap))
+        borders = [one.from_seq + length * number // count for number in range(count + 1)]
+        first, *rest = pairwise(borders)
+        parts.append(Range(one.topic, one.epoch, *first, one.gap))
+        parts += [Range(one.topic, one.epoch, *ends) for ends in rest]
     return parts

@@ -1,4 +1,4 @@
-"""Options of the data source, checked once; named as in Spark's Kafka source where it has the same thing."""
+"""Options of the data source, checked once. Their names are those of Spark's Kafka source where it has the same."""
 
 from __future__ import annotations
 
@@ -13,51 +13,34 @@ import msgspec
 from topics.spark.spark_errors import OptionError
 
 Position = int | Literal["earliest", "latest"]
-"""Behind which seq: a cursor as everywhere in the API. 0 is the beginning, and an end is the last seq that is read."""
+"""A cursor, as everywhere in the API: reading begins behind this seq (0: at the first), or ends with it."""
 TombstoneMode = Literal["fail", "rows", "ignore"]
 
 ChoiceT = TypeVar("ChoiceT", bound=str)
 DefaultT = TypeVar("DefaultT", int, None)
 
 READ_OPTIONS: Final = (
-    "url",
-    "token",
-    "subscribe",
-    "subscribePattern",
-    "startingOffsets",
-    "endingOffsets",
-    "startingTimestamp",
-    "maxOffsetsPerTrigger",
-    "minPartitions",
-    "maxRecordsPerPartition",
-    "failOnDataLoss",
-    "tombstones",
-    "node",
-    "includeTags",
-    "includeMeta",
-    "schema",
-    "mode",
-    "dataDir",
-    "coldDir",
-    "pushFilters",
+    "url token subscribe subscribePattern startingOffsets endingOffsets startingTimestamp maxOffsetsPerTrigger "
+    "minPartitions maxRecordsPerPartition failOnDataLoss tombstones node includeTags includeMeta schema mode dataDir "
+    "coldDir pushFilters"
 )
-WRITE_OPTIONS: Final = ("url", "token", "topic", "sink", "recordsPerStage", "recordsPerSecond")
+WRITE_OPTIONS: Final = "url token topic sink recordsPerStage recordsPerSecond"
 _SPARKS_OWN: Final = frozenset({"checkpointlocation", "path", "queryname"})
 _TOPIC: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,254}")
 
 
 class Service(msgspec.Struct, frozen=True):
-    """Where the service is, and the key that it wants."""
+    """Address of the service, and the API key for it."""
 
     url: str
     token: str | None
 
     def __repr__(self) -> str:
-        return f"Service({self.url!r})"  # a key never gets into a log
+        return f"Service({self.url!r})"  # without the key, for logs
 
 
 class Positions(msgspec.Struct, frozen=True):
-    """`by_topic` for those that are named, `other` for the rest."""
+    """Positions of the topics that are named, and of all others."""
 
     other: Position
     by_topic: dict[str, Position] = {}
@@ -67,7 +50,7 @@ class Positions(msgspec.Struct, frozen=True):
 
 
 class Directories(msgspec.Struct, frozen=True):
-    """The service's shared storage as it is mounted where the tasks run."""
+    """The service's directories as they are mounted where the tasks run."""
 
     data: str
     cold: str | None
@@ -78,13 +61,13 @@ class ReadOptions(msgspec.Struct, frozen=True):
     topics: tuple[str, ...]
     pattern: str | None
     starting: Positions | None
-    """None: the default of the kind of read."""
+    """None: `earliest` for a batch, `latest` for a stream."""
     ending: Positions | None
     starting_ts: int | None
     max_offsets_per_trigger: int | None
     min_partitions: int
     max_records_per_partition: int | None
-    """None: by how many there are (`offsets.split`)."""
+    """None: `offsets.split` decides by the number of records."""
     tombstones: TombstoneMode
     node: str | None
     include_tags: bool
@@ -92,7 +75,7 @@ class ReadOptions(msgspec.Struct, frozen=True):
     parsed_schema: str | None
     push_filters: bool
     directories: Directories | None
-    """Where sealed segments are read from; None: everything over HTTP."""
+    """Directories of sealed segments; None: everything is read over HTTP."""
 
 
 class WriteOptions(msgspec.Struct, frozen=True):
@@ -101,11 +84,11 @@ class WriteOptions(msgspec.Struct, frozen=True):
     sink: str | None
     records_per_stage: int
     records_per_second: int
-    """Of each task; 0: no limit."""
+    """Limit of each task; 0: none."""
 
 
 def read_options(given: Mapping[str, str]) -> ReadOptions:
-    """OptionError names the option, its value and what is allowed."""
+    """Return the options of a read. OptionError names a wrong option, its value and what is allowed."""
     options = _GivenOptions(given, READ_OPTIONS, "reading")
     topics = tuple(name for part in options.text("subscribe", "").split(",") if (name := part.strip()))
     pattern = options.text("subscribePattern", "") or None
@@ -121,7 +104,7 @@ def read_options(given: Mapping[str, str]) -> ReadOptions:
     starting_ts = options.count("startingTimestamp", None)
     starting = options.positions("startingOffsets")
     if starting_ts is not None and starting is not None:
-        raise OptionError("startingTimestamp stands instead of startingOffsets: give one of the two")
+        raise OptionError("give only one of startingTimestamp and startingOffsets")
     return ReadOptions(
         service=options.service(),
         topics=topics,
@@ -143,7 +126,7 @@ def read_options(given: Mapping[str, str]) -> ReadOptions:
 
 
 def write_options(given: Mapping[str, str]) -> WriteOptions:
-    """As `read_options`."""
+    """Return the options of a write. OptionError names a wrong option, its value and what is allowed."""
     options = _GivenOptions(given, WRITE_OPTIONS, "writing")
     topic = options.text("topic", "") or None
     if topic is not None:
@@ -162,7 +145,7 @@ def _directories(options: _GivenOptions) -> Directories | None:
     data, cold = options.text("dataDir", "") or None, options.text("coldDir", "") or None
     if mode == "http":
         if data or cold:
-            raise OptionError("dataDir and coldDir are for mode=segments; over HTTP no directory is needed")
+            raise OptionError("dataDir and coldDir are for mode=segments; mode=http needs no directory")
         return None
     if data is None:
         raise OptionError("mode=segments needs the option dataDir: TOPICS_DATA_DIR as it is mounted where tasks run")
@@ -176,21 +159,19 @@ def _tombstones(options: _GivenOptions) -> TombstoneMode:
     allowed: tuple[TombstoneMode, ...] = ("fail", "rows", "ignore")
     mode = options.choice("tombstones", allowed, "fail")
     if options.has("failOnDataLoss") and fails != (mode == "fail"):
-        raise OptionError(
-            f"failOnDataLoss={str(fails).lower()} and tombstones={mode} contradict each other: give tombstones alone"
-        )
+        raise OptionError(f"failOnDataLoss={str(fails).lower()} contradicts tombstones={mode}: give tombstones alone")
     return mode
 
 
 class _GivenOptions:
-    """The options as they were given; Spark compares their names without case."""
+    """The options of a query. Their names are compared without case, as Spark does."""
 
-    def __init__(self, given: Mapping[str, str], known: tuple[str, ...], doing: str) -> None:
+    def __init__(self, given: Mapping[str, str], known: str, doing: str) -> None:
         self._values = {name.lower(): value for name, value in given.items()}
-        by_lower = {name.lower(): name for name in known}
+        by_lower = {name.lower(): name for name in known.split()}
         for name in self._values.keys() - by_lower.keys() - _SPARKS_OWN:
             close = difflib.get_close_matches(name, by_lower, 1)
-            hint = f"did you mean {by_lower[close[0]]}?" if close else f"known are {', '.join(known)}"
+            hint = f"did you mean {by_lower[close[0]]}?" if close else f"known are {', '.join(by_lower.values())}"
             raise OptionError(f"there is no option {name} for {doing}; {hint}")
 
     def has(self, name: str) -> bool:
@@ -202,7 +183,7 @@ class _GivenOptions:
     def service(self) -> Service:
         url = self.text("url", "http://127.0.0.1:4000")
         if re.fullmatch(r"https?://[^/\s]+.*", url) is None:
-            raise OptionError(f"option url={url!r} is not that of a service: it is like http://127.0.0.1:4000")
+            raise OptionError(f"option url={url!r} does not name a service: give one like http://127.0.0.1:4000")
         return Service(url, self.text("token", "") or None)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -252,11 +233,11 @@ def _position(option: str, value: object) -> Position:
         return "latest"
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    raise OptionError(f"option {option}: {value!r} is no position: a seq, earliest (-2) or latest (-1)")
+    raise OptionError(f"option {option}: {value!r} is not a position: a seq, earliest (-2) or latest (-1)")
 
 
 def valid_name(name: str) -> bool:
-    """Whether a topic may be called so (api §0.3)."""
+    """Return whether this can be the name of a topic (api §0.3)."""
     return _TOPIC.fullmatch(name) is not None
 
 

@@ -1,4 +1,4 @@
-"""What the driver asks the service: which topics there are and where they stand."""
+"""The questions of the driver to the service: topics, their states and positions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from topics.spark.spark_errors import OptionError, TopicsSparkError
 
 
 def states(client: Client, options: ReadOptions) -> dict[str, TopicState]:
-    """The topics that are subscribed to and exist, by name."""
+    """Return the subscribed topics that exist, by name."""
     names = options.topics
     if options.pattern is not None:
         wanted = re.compile(options.pattern)
@@ -21,12 +21,12 @@ def states(client: Client, options: ReadOptions) -> dict[str, TopicState]:
         try:
             found[name] = client.get_topic(name, touch=False)
         except NotFoundError:
-            continue  # gone since the list, or never there: whoever needs it says so
+            continue  # deleted since the list, or never there: `require` reports it
     return found
 
 
 def require(found: dict[str, TopicState], options: ReadOptions) -> None:
-    """TopicsSparkError when a topic that was named does not exist, or a pattern matches none."""
+    """Raise TopicsSparkError when a named topic does not exist, or a pattern matches none."""
     missing = [name for name in options.topics if name not in found]
     if missing:
         raise TopicsSparkError(f"topic {missing[0]!r} does not exist at {options.service.url}")
@@ -39,15 +39,15 @@ def heads(found: dict[str, TopicState]) -> Offset:
 
 
 def starts(client: Client, found: dict[str, TopicState], options: ReadOptions, default: Position) -> Offset:
-    """Where reading begins in each topic."""
+    """Return the position where reading begins in each topic."""
     if options.starting_ts is not None:
         return {name: Mark(before_ts(client, name, options.starting_ts), found[name].epoch) for name in found}
     return resolve("startingOffsets", found, options.starting or Positions(default))
 
 
 def resolve(option: str, found: dict[str, TopicState], positions: Positions) -> Offset:
-    """Positions as seqs. `earliest` is where the live records begin: what was lost before is nobody's gap. OptionError
-    for one that names another topic, or a seq that is not there yet.
+    """Return positions as seqs. `earliest` is where the live records begin: records lost before are not a gap.
+    OptionError for a topic that is not read, or a seq that is not assigned yet.
     """
     offset = {}
     strangers = sorted(positions.by_topic.keys() - found.keys())
@@ -66,6 +66,6 @@ def resolve(option: str, found: dict[str, TopicState], positions: Positions) -> 
 
 
 def before_ts(client: Client, topic: str, ts: int) -> int:
-    """The last seq before the first record with `$ts` >= ts; the head when there is none."""
+    """Return the last seq before the first record with `$ts` >= ts; the head when there is none."""
     page = client.diff(topic, from_ts=ts, limit=1)
     return page.records[0].seq - 1 if page.records else page.next_from_seq

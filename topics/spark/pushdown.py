@@ -1,4 +1,4 @@
-"""Filters of a query as what need not be read (PySpark 4.1 and newer)."""
+"""Filters of a query, used to read less (PySpark 4.1 and newer)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from topics.spark.batch import BatchReader, Wanted
 
 
 class PushdownBatchReader(BatchReader):
-    """Spark refuses a reader that takes filters unless `spark.sql.python.filterPushdown.enabled` is on."""
+    """A batch reader that takes filters. Spark refuses it unless `spark.sql.python.filterPushdown.enabled` is on."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 — Spark's name
-        """Every filter is left to Spark as well: here they only spare what need not be read."""
+        """Narrow the range by these filters; return them all, for Spark to apply as well."""
         for one in filters:
             self.wanted = _narrowed(self.wanted, one)
         return filters
 
 
 def _narrowed(wanted: Wanted, one: Filter) -> Wanted:
-    """With one more filter; unchanged if it says nothing about what can be spared."""
+    """Return `wanted`, narrowed by one filter if its column allows that."""
     column = getattr(one, "attribute", ())
     value = getattr(one, "value", None)
     if column == ("topic",) or column == ("tag",):
@@ -50,7 +50,7 @@ def _narrowed(wanted: Wanted, one: Filter) -> Wanted:
 
 
 def _bounds(one: Filter, value: int) -> tuple[int | None, int | None]:
-    """(least, most) that the filter lets pass, None for no bound."""
+    """Return (least, most) of the values that pass the filter; None for no bound."""
     match one:
         case EqualTo():
             return value, value

@@ -1,11 +1,10 @@
-"""Frames of a segment as columns, by numpy, and as Arrow arrays, many at a time.
+"""Frames of a segment as columns (numpy) and as Arrow arrays, many at a time.
 
-Nothing here costs Python a step for each record but `meta`, which has no form for all of them at once. The format is
-`storage/segment.py`'s, which does the same without numpy for the service. This module only finds that all is well; when
-it is not, that one says what is wrong, and where.
+Only `meta` costs Python a step for each record. The format is that of `storage/segment.py`, which reads it without
+numpy for the service. This module only finds that all is well; when it is not, that one says what is wrong, and where.
 
-Everything of a run of frames lies in one buffer. An Arrow array of binaries over that buffer, whose offsets are the
-borders of the parts of all frames, has each part as an element; `take` copies the wanted parts out of it:
+A run of frames lies in one buffer. In an Arrow array of binaries over that buffer, with the borders of all parts of all
+frames as offsets, each part is an element; `take` copies the wanted parts out of it:
 
     … | node | tag | "data": | data | ,"meta":… checksum del, next header | node | …
         5n     5n+1  5n+2      5n+3   5n+4
@@ -23,7 +22,7 @@ import pyarrow.compute as pc
 from xxhash import xxh3_64_intdigest
 
 from topics.core.location import LOCATION_GONE
-from topics.spark.columns import meta_array
+from topics.spark.columns import Records, meta_array
 from topics.storage import segment
 from topics.storage.frame import FLAG_META, FLAG_NODE, FLAG_TAG, LOCATION_FLAGS
 from topics.storage.segment import DELETED, ENTRY, ENTRY_LEN, HEADER, HEADER_LEN, TAIL_LEN
@@ -33,7 +32,7 @@ Bytes8 = npt.NDArray[np.uint8]
 
 Kind = TypeVar("Kind", bound=np.generic)
 
-# With the padding, which is zeros: other bytes there do not go with their frame.
+# The flags with their padding, which is zeros: other bytes there do not match the frame.
 _ENTRY: Final[np.dtype[np.void]] = np.dtype(
     {"names": ["offset", "len", "ts", "flags"], "formats": ["<u4", "<u4", "<u8", "<u4"], "offsets": [0, 4, 8, 16]}
 )
@@ -53,7 +52,7 @@ _LOCATION_FLAGS: Final = np.array(LOCATION_FLAGS, np.int64)
 
 
 class ArrowEntries(NamedTuple):
-    """Index entries of consecutive seqs, like `segment.Columns`."""
+    """Index entries of consecutive seqs, as numpy arrays; otherwise like `segment.Columns`."""
 
     ts: Ints
     offsets: Ints
@@ -61,24 +60,22 @@ class ArrowEntries(NamedTuple):
     flags: Ints
 
     def part(self, start: int, stop: int) -> ArrowEntries:
-        """Returns the entries from `start` up to `stop`."""
-        return ArrowEntries(
-            self.ts[start:stop], self.offsets[start:stop], self.lengths[start:stop], self.flags[start:stop]
-        )
+        """Return the entries from `start` up to `stop`."""
+        return ArrowEntries(*(column[start:stop] for column in self))
 
     def as_lists(self) -> segment.Columns:
-        return segment.Columns(self.ts.tolist(), self.offsets.tolist(), self.lengths.tolist(), self.flags.tolist())
+        return segment.Columns(*(column.tolist() for column in self))
 
 
 def read_entries(idx: bytes, first: int, count: int) -> ArrowEntries:
-    """Reads `count` entries of an index, from number `first` on."""
+    """Read `count` entries of an index, from number `first` on."""
     table = np.frombuffer(idx, _ENTRY, count, first * ENTRY_LEN)
     offsets, lengths, ts, flags = (table[name].astype(np.int64) for name in ("offset", "len", "ts", "flags"))
     return ArrowEntries(ts, offsets, lengths, flags)
 
 
 def extent(entries: ArrowEntries, data_bytes: int, idx_path: str, first_entry_at: int) -> tuple[Ints, int]:
-    """Does the same as `segment.extent`."""
+    """Return what `segment.extent` returns, or raise what it raises."""
     framed = np.flatnonzero(entries.lengths)
     if not len(framed):
         return np.zeros(len(entries.lengths), np.int64), 0
@@ -92,7 +89,7 @@ def extent(entries: ArrowEntries, data_bytes: int, idx_path: str, first_entry_at
 
 
 def check_frames(path: str, buffer: bytes, base: int, first_seq: int, entries: ArrowEntries, starts: Ints) -> None:
-    """Does the same as `segment.check_frames`."""
+    """Raise what `segment.check_frames` raises."""
     live = np.flatnonzero(entries.flags & LOCATION_GONE == 0)
     if not len(live):
         return
@@ -118,17 +115,17 @@ def _are_whole(buffer: bytes, seqs: Ints, entries: ArrowEntries, starts: Ints) -
 
 
 def headers(buffer: bytes, starts: Ints) -> npt.NDArray[np.void]:
-    """Returns the fixed part of each frame: flags, seq, ts, node_len, tag_len, data_len."""
+    """Return the fixed part of each frame: flags, seq, ts, node_len, tag_len, data_len."""
     return at(buffer, _FRAME, starts)
 
 
 def marks(buffer: bytes, ends: Ints) -> Bytes8:
-    """Returns the del byte of each frame that ends there."""
+    """Return the del byte of each frame that ends there."""
     return at(buffer, _BYTE, ends - 1)
 
 
 def at(buffer: bytes, kind: np.dtype[Kind], places: Ints) -> npt.NDArray[Kind]:
-    """Returns a value of this kind at each of these places, which need not be aligned."""
+    """Return a value of this kind from each of these places, which need not be aligned."""
     count = len(buffer) - kind.itemsize + 1
     whole: npt.NDArray[Kind] = np.ndarray((max(0, count),), kind, buffer, strides=(1,))
     return whole[places]
@@ -141,20 +138,8 @@ _META_BEGINS: Final = b',"meta":{'
 _decode_metas = msgspec.json.Decoder(list[dict[str, Any]]).decode
 
 
-class Records(NamedTuple):
-    """Columns of records in the order of their seqs."""
-
-    seq: pa.Array
-    ts_ms: pa.Array
-    node: pa.Array
-    tag: pa.Array
-    data: pa.Array
-    """JSON text"""
-    meta: pa.Array
-
-
 class InconsistentLengthsError(Exception):
-    """`.number` is the first frame whose parts do not add up to its length."""
+    """The parts of a frame, the first one is number `number`, do not add up to its length."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"frame {number}")
@@ -162,7 +147,7 @@ class InconsistentLengthsError(Exception):
 
 
 def not_deleted(buffer: bytes, starts: Ints, lengths: Ints) -> npt.NDArray[np.bool_]:
-    """Says which frames are not marked deleted in the data."""
+    """Return for each frame whether it is not marked as deleted in the data."""
     alive: npt.NDArray[np.bool_] = marks(buffer, starts + lengths) != DELETED
     return alive
 
@@ -178,8 +163,8 @@ def decode(
     not_node: str | None,
     with_meta: bool,
 ) -> Records:
-    """Returns the records of these frames, which begin at `starts` in `buffer`. It leaves out records whose tag is not
-    in `tags` (None: all are wanted), and those of the node `not_node`. Raises InconsistentLengthsError.
+    """Return the records of the frames that begin at `starts` in `buffer`, without those whose tag is not in `tags`
+    (None: any tag will do) and those of the node `not_node`. Raises InconsistentLengthsError.
     """
     frames = headers(buffer, starts)
     node_at = starts + HEADER_LEN
@@ -199,7 +184,7 @@ def decode(
     for part, column in enumerate((node_at, tag_at, payload_at, payload_at + _DATA_KEY_LEN, data_end)):
         borders[part:-1:_PARTS] = column
     borders[-1] = data_end[-1] if count else 0
-    # Arrow believes what it is told of offsets.
+    # Arrow does not check offsets.
     wrong = np.flatnonzero(np.diff(borders) < 0)
     if len(wrong):
         raise InconsistentLengthsError(int(wrong[0]) // _PARTS)

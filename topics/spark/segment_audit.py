@@ -1,7 +1,7 @@
-"""What the job `audit` does with one segment: every byte of its three files against every other that repeats it.
+"""The check of one segment by the job `audit`: every byte of its three files against every byte that repeats it.
 
-Whole columns are compared first. Only where something differs is it looked for record by record, as `topics verify`
-does (`storage.segment_reader.SegmentReader.damage`).
+Whole columns are compared first. Only when something differs is each record checked, as `topics verify` does
+(`storage.segment_reader.SegmentReader.damage`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import numpy as np
 
 from topics.api.segment_answers import ManifestSegment
 from topics.core.location import LOCATION_DELETED, LOCATION_LOST
+from topics.spark.columns import Records
 from topics.spark.options import Directories
-from topics.spark.segment_arrow import InconsistentLengthsError, Records, decode
+from topics.spark.segment_arrow import InconsistentLengthsError, decode
 from topics.storage.postings import CorruptPostings, Postings
 from topics.storage.segment import (
     DELETED,
@@ -33,7 +34,7 @@ _GONE: Final = LOCATION_DELETED | LOCATION_LOST
 
 
 class AuditFinding(msgspec.Struct, frozen=True):
-    """`kind`: data, index, tags, missing, unreadable, gap, floors. `path` and `offset` (bytes) say where in a file."""
+    """A defect at `offset` (bytes) of a file. `kind`: data, index, tags, missing, unreadable, gap, floors."""
 
     topic: str
     kind: str
@@ -45,7 +46,7 @@ class AuditFinding(msgspec.Struct, frozen=True):
 
 
 class Audited(msgspec.Struct):
-    """One segment: how many of its records from `earliest_seq` on are what, and what is wrong with it."""
+    """The state of one segment: its records from `earliest_seq` on, counted by state, and its defects."""
 
     topic: str
     first_seq: int
@@ -58,7 +59,7 @@ class Audited(msgspec.Struct):
 
 
 def audit_segment(topic: str, segment: ManifestSegment, earliest_seq: int, directories: Directories) -> Audited:
-    """Reads all of it, and raises nothing that is the segment's fault."""
+    """Check a whole segment. Its defects are findings, never exceptions."""
     found = Audited(topic, segment.first_seq, segment.last_seq)
     cold = segment.tier == "cold"
     data_root = directories.cold if cold else directories.data
@@ -101,7 +102,7 @@ def audit_segment(topic: str, segment: ManifestSegment, earliest_seq: int, direc
     try:
         records_in = _check_columns(idx_path, data_path, data, segment.first_seq, entries, cold)
     except _Suspect as suspect:
-        # Deletions may be under way: marks are made in the data first, and of a cold segment in the index alone.
+        # A deletion may be in progress: it marks the data first, and of a cold segment only the index.
         reader = SegmentReader(os.path.dirname(idx_path), segment.first_seq, idx, data, segment.version)
         for defect in reader.damage(True):
             in_index = defect.path == reader.idx_path
@@ -122,7 +123,7 @@ def audit_segment(topic: str, segment: ManifestSegment, earliest_seq: int, direc
     return found
 
 
-class _Suspect(Exception):  # noqa: N818 — no more than a reason to look closer
+class _Suspect(Exception):  # noqa: N818 — only a reason to check each record
     def __init__(self, kind: str, offset: int, reason: str) -> None:
         super().__init__(reason)
         self.kind = kind
@@ -133,16 +134,16 @@ class _Suspect(Exception):  # noqa: N818 — no more than a reason to look close
 def _check_columns(
     idx_path: str, data_path: str, data: bytes, first_seq: int, entries: Columns, cold: bool
 ) -> Records | None:
-    """All records that have a frame, deleted or not; None without any. Raises _Suspect."""
+    """Return all records that have a frame, deleted or not; None without any. Raises _Suspect."""
     ts, flags = np.asarray(entries.ts, np.int64), np.asarray(entries.flags)
     lengths = np.asarray(entries.lengths, np.int64)
     framed = lengths > 0
     wrong = np.flatnonzero((np.diff(ts, prepend=ts[0]) < 0) | (framed & (flags & LOCATION_LOST != 0)))
     if len(wrong):
-        raise _Suspect("index", int(wrong[0]) * ENTRY_LEN, "an entry that cannot be one, or a time before the last one")
+        raise _Suspect("index", int(wrong[0]) * ENTRY_LEN, "an impossible entry, or a time before the last one")
     if (~framed & (flags & _GONE == 0)).any():
         raise _Suspect("index", 0, "a live record without a frame")
-    # Deleted records are whole as well, as long as the segment is not rewritten.
+    # Frames of deleted records stay whole until the segment is rewritten.
     kept = np.where(framed, flags & ~LOCATION_DELETED, flags).tolist()
     try:
         starts, end = extent(entries, len(data), idx_path, 0)

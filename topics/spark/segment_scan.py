@@ -1,13 +1,12 @@
 """`mode=segments`: records in sealed segments are read from their files, all others over HTTP (docs/spark.md).
 
 The driver asks for the manifest, which pins the files. Ranges are cut as in `mode=http`, and each takes along the
-segments that have its records. Tasks renew the pins while they run, for the tasks after them; when none runs any more,
-the pins end by themselves.
+segments with its records. Tasks renew the pins while they run, for the tasks after them; when none runs any more, the
+pins end by themselves.
 
-A task reads the index together with the records: it leaves out what has been deleted since the query was planned. A
-file that is not there (a pin that ran out, a cold directory that is not mounted) is no answer, so the task asks the
-service for that part, which knows whether its records are gone. Damage is a gap that the query hears of, never fewer
-rows.
+A task reads the index together with the records: it leaves out what was deleted since the query was planned. When a
+file is not there (a pin that ran out, a cold directory that is not mounted), the task asks the service for that part,
+which knows whether its records are gone. Damage is a gap that the query is told of, never fewer rows.
 """
 
 from __future__ import annotations
@@ -27,15 +26,22 @@ from topics.api.segment_answers import Manifest, ManifestSegment
 from topics.client import Client, ClientError, NotFoundError, Retry, ServiceBusyError, UnreachableError, calls
 from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_GONE, LOCATION_LOST
-from topics.spark.columns import ColumnBuilder
-from topics.spark.http_read import PLAN_RETRY, TASK_RETRY, batches_and_gaps, connect, delivered
+from topics.spark.columns import Records
+from topics.spark.http_read import (
+    PLAN_RETRY,
+    ROWS_PER_BATCH,
+    TASK_RETRY,
+    ReadPlan,
+    batches_and_gaps,
+    connect,
+    delivered,
+)
 from topics.spark.offsets import Gap, Range
-from topics.spark.options import Directories, ReadOptions
+from topics.spark.options import Directories
 from topics.spark.segment_arrow import (
     ArrowEntries,
     InconsistentLengthsError,
     Ints,
-    Records,
     check_frames,
     decode,
     extent,
@@ -45,16 +51,15 @@ from topics.spark.segment_arrow import (
 from topics.spark.spark_errors import OptionError
 from topics.storage.segment import ENTRY_LEN, CorruptSegment, index_digest
 
-ROWS_PER_BATCH: Final = 8_000
 BATCH_BYTES: Final = 16 * 2**20
-"""A batch may take about so much of an executor's memory; one record may be larger."""
+"""The memory of an executor that a batch may take, about; a single record may be larger."""
 DAMAGED: Final = "damaged"
 
 _log = logging.getLogger("topics.spark")
 
 
 def check_directories(directories: Directories, segments: Iterable[ManifestSegment]) -> None:
-    """Raises OptionError if a directory has nothing of the service, though one of `segments` should be there."""
+    """Raise OptionError if a directory has nothing of the service, though one of `segments` should be there."""
     any_cold = any(segment.tier == "cold" for segment in segments)
     for option, path in (("dataDir", directories.data), ("coldDir", directories.cold if any_cold else None)):
         if path is not None and not os.path.isdir(os.path.join(path, "topics")):
@@ -64,52 +69,48 @@ def check_directories(directories: Directories, segments: Iterable[ManifestSegme
             )
 
 
-def read_segment(
-    directories: Directories,
-    segment: ManifestSegment,
-    one: Range,
-    dedupe_node: bool,
-    options: ReadOptions,
-    tags: frozenset[str] | None,
-) -> Iterator[Records | Gap]:
-    """Yields records and gaps of the part of a segment that is in `one`, in order. Raises OSError, and
-    FileNotFoundError before anything else when a file is not there.
+class SegmentScan:
+    """Index and data of one segment, open, and which of its records a reader wants.
+
+    FileNotFoundError when a file is not there; OSError when it cannot be read.
     """
-    first_seq, last_seq = max(segment.first_seq, one.from_seq + 1), min(segment.last_seq, one.to_seq)
-    with _Files(directories, segment) as files:
-        try:
-            entries = files.entries(first_seq, last_seq)
-        except CorruptSegment as damage:
-            yield _damaged(one.topic, first_seq, last_seq, damage)
-            return
-        for start, stop in _runs(entries):
-            yield from _run(files, entries.part(start, stop), first_seq + start, dedupe_node, options, tags, one.topic)
 
-
-class _Files:
-    """Index and data of one segment, open."""
-
-    def __init__(self, directories: Directories, segment: ManifestSegment) -> None:
+    def __init__(
+        self, directories: Directories, segment: ManifestSegment, topic: str, plan: ReadPlan, dedupe_node: bool
+    ) -> None:
         self._segment = segment
+        self._topic = topic
+        self._tags = plan.tags
+        self._not_node = plan.options.node if dedupe_node else None
+        self._with_meta = plan.options.include_meta
         self._idx_path = os.path.join(directories.data, segment.idx_path)
         data_root = directories.data if segment.tier == "hot" else directories.cold
         if data_root is None:
             raise FileNotFoundError(
                 2, "it is in the cold directory, and the option coldDir is not set", segment.data_path
             )
-        self.data_path = os.path.join(data_root, segment.data_path)
-        self._data_fd = os.open(self.data_path, os.O_RDONLY | os.O_CLOEXEC)
+        self._data_path = os.path.join(data_root, segment.data_path)
+        self._data_fd = os.open(self._data_path, os.O_RDONLY | os.O_CLOEXEC)
 
-    def __enter__(self) -> _Files:
+    def __enter__(self) -> SegmentScan:
         return self
 
     def __exit__(self, *_: object) -> None:
         os.close(self._data_fd)
 
-    def entries(self, first_seq: int, last_seq: int) -> ArrowEntries:
-        """Reads the index of these records as it is now, if it is the one that the service has. Raises
-        CorruptSegment.
-        """
+    def read(self, from_seq: int, to_seq: int) -> Iterator[Records | Gap]:
+        """Yield the records and gaps of from_seq + 1..to_seq, as far as they are in this segment, in order."""
+        first_seq, last_seq = max(self._segment.first_seq, from_seq + 1), min(self._segment.last_seq, to_seq)
+        try:
+            entries = self._entries(first_seq, last_seq)
+        except CorruptSegment as damage:
+            yield self._damaged(first_seq, last_seq, damage)
+            return
+        for start, stop in _runs(entries):
+            yield from self._run(first_seq + start, entries.part(start, stop))
+
+    def _entries(self, first_seq: int, last_seq: int) -> ArrowEntries:
+        """Read the present index of these records. CorruptSegment if it is not the index that the service has."""
         segment = self._segment
         with open(self._idx_path, "rb") as file:
             idx = file.read()
@@ -120,10 +121,49 @@ class _Files:
             raise CorruptSegment(self._idx_path, 0, f"is not the index that the service has ({segment.idx_xxh3})")
         return read_entries(idx, first_seq - segment.first_seq, last_seq - first_seq + 1)
 
-    def frames(self, first_seq: int, entries: ArrowEntries) -> tuple[bytes, Ints]:
-        """Returns (bytes, where each frame begins in them); frames of live records are checked. Raises
-        CorruptSegment.
-        """
+    def _run(self, first_seq: int, entries: ArrowEntries) -> Iterator[Records | Gap]:
+        count = len(entries.ts)
+        if entries.flags[0] & LOCATION_LOST:
+            yield Gap(first_seq, first_seq + count - 1, EvictReason(int(entries.offsets[0])).name.lower())
+            return
+        try:
+            records = self._records(first_seq, entries)
+        except CorruptSegment as damage:
+            if count == 1:
+                yield self._damaged(first_seq, first_seq, damage)
+                return
+            # Halves: the records beside a damaged one are still read.
+            middle = count // 2
+            yield from self._run(first_seq, entries.part(0, middle))
+            yield from self._run(first_seq + middle, entries.part(middle, count))
+            return
+        if records is not None and len(records.seq):
+            yield records
+
+    def _records(self, first_seq: int, entries: ArrowEntries) -> Records | None:
+        """Return the live records of these entries; None without any. Raises CorruptSegment."""
+        buffer, found = self._frames(first_seq, entries)
+        live = np.flatnonzero(entries.flags & LOCATION_GONE == 0)
+        live = live[not_deleted(buffer, found[live], entries.lengths[live])] if len(live) else live
+        if not len(live):
+            return None
+        try:
+            return decode(
+                buffer,
+                first_seq + live,
+                entries.ts[live],
+                found[live],
+                entries.lengths[live],
+                tags=self._tags,
+                not_node=self._not_node,
+                with_meta=self._with_meta,
+            )
+        except InconsistentLengthsError as wrong:
+            at = int(entries.offsets[live[wrong.number]])
+            raise CorruptSegment(self._data_path, at, "inconsistent lengths") from wrong
+
+    def _frames(self, first_seq: int, entries: ArrowEntries) -> tuple[bytes, Ints]:
+        """Return (bytes, where each frame begins in them); live frames are checked. Raises CorruptSegment."""
         segment = self._segment
         at = (first_seq - segment.first_seq) * ENTRY_LEN
         starts, end = extent(entries, segment.data_bytes, self._idx_path, at)
@@ -132,15 +172,19 @@ class _Files:
         while len(buffer) < end - base:
             piece = os.pread(self._data_fd, end - base - len(buffer), base + len(buffer))
             if not piece:
-                raise CorruptSegment(self.data_path, base + len(buffer), f"the file ends there, {end} bytes are due")
+                raise CorruptSegment(self._data_path, base + len(buffer), f"the file ends there, {end} bytes are due")
             buffer += piece
         starts = starts - base
-        check_frames(self.data_path, buffer, base, first_seq, entries, starts)
+        check_frames(self._data_path, buffer, base, first_seq, entries, starts)
         return buffer, starts
+
+    def _damaged(self, first_seq: int, last_seq: int, damage: CorruptSegment) -> Gap:
+        _log.error("topic %s: records %s to %s: %s", self._topic, first_seq, last_seq, damage)
+        return Gap(first_seq, last_seq, DAMAGED, str(damage))
 
 
 def _runs(entries: ArrowEntries) -> Iterator[tuple[int, int]]:
-    """Yields (start, stop) of runs that are either lost altogether or have no lost record, and are not too long."""
+    """Yield (start, stop) of runs without, or with nothing but, lost records; each fits into a batch."""
     lost = entries.flags & LOCATION_LOST != 0
     ends_bytes = np.cumsum(entries.lengths)
     borders = [0, *(np.flatnonzero(np.diff(lost)) + 1).tolist(), len(lost)]
@@ -157,60 +201,6 @@ def _runs(entries: ArrowEntries) -> Iterator[tuple[int, int]]:
             start = end
 
 
-def _run(
-    files: _Files,
-    entries: ArrowEntries,
-    first_seq: int,
-    dedupe_node: bool,
-    options: ReadOptions,
-    tags: frozenset[str] | None,
-    topic: str,
-) -> Iterator[Records | Gap]:
-    count = len(entries.ts)
-    if entries.flags[0] & LOCATION_LOST:
-        yield Gap(first_seq, first_seq + count - 1, EvictReason(int(entries.offsets[0])).name.lower())
-        return
-    try:
-        buffer, found = files.frames(first_seq, entries)
-        live = np.flatnonzero(entries.flags & LOCATION_GONE == 0)
-        starts, lengths = found[live], entries.lengths[live]
-        undeleted = not_deleted(buffer, starts, lengths) if len(live) else np.ones(0, np.bool_)
-        if not undeleted.all():
-            live, starts, lengths = live[undeleted], starts[undeleted], lengths[undeleted]
-        if not len(live):
-            return
-        try:
-            records = decode(
-                buffer,
-                first_seq + live,
-                entries.ts[live],
-                starts,
-                lengths,
-                tags=tags,
-                not_node=options.node if dedupe_node else None,
-                with_meta=options.include_meta,
-            )
-        except InconsistentLengthsError as wrong:
-            reason = "inconsistent lengths"
-            raise CorruptSegment(files.data_path, int(entries.offsets[live[wrong.number]]), reason) from wrong
-    except CorruptSegment as damage:
-        if count == 1:
-            yield _damaged(topic, first_seq, first_seq, damage)
-            return
-        # Damage must not keep a reader from the records beside it.
-        middle = count // 2
-        for start, stop in ((0, middle), (middle, count)):
-            yield from _run(files, entries.part(start, stop), first_seq + start, dedupe_node, options, tags, topic)
-        return
-    if len(records.seq):
-        yield records
-
-
-def _damaged(topic: str, first_seq: int, last_seq: int, damage: CorruptSegment) -> Gap:
-    _log.error("topic %s: records %s to %s: %s", topic, first_seq, last_seq, damage)
-    return Gap(first_seq, last_seq, DAMAGED, str(damage))
-
-
 PIN_TTL_MS: Final = 600_000
 _RENEW_EVERY_S: Final = PIN_TTL_MS / 1000 / 4
 MISSING_RETRY: Final = PLAN_RETRY
@@ -219,14 +209,14 @@ _RENEW_RETRY: Final = Retry(total_s=2.0)
 
 
 class Pinned(NamedTuple):
-    """A pin and the topic it is of."""
+    """A pin on files of a topic."""
 
     topic: str
     id: str
 
 
 class Sealed(NamedTuple):
-    """The records of one topic in files, from `earliest_seq` on, ascending; and all pins of the query."""
+    """The segments of one range, ascending, whose records count from `earliest_seq` on; and all pins of the query."""
 
     segments: tuple[ManifestSegment, ...]
     earliest_seq: int
@@ -235,7 +225,7 @@ class Sealed(NamedTuple):
 
 
 def sealed_of(client: Client, parts: Sequence[Range]) -> tuple[list[Sealed], tuple[Pinned, ...]]:
-    """Returns for each part the sealed segments that have its records, pinned; and the pins."""
+    """Return for each range the sealed segments with its records, pinned; and the pins."""
     found: dict[str, tuple[Manifest, list[ManifestSegment]] | None] = {}
     pins: list[Pinned] = []
     with _ended_on_failure(client, pins):
@@ -245,7 +235,7 @@ def sealed_of(client: Client, parts: Sequence[Range]) -> tuple[list[Sealed], tup
             try:
                 manifest, segments, of_topic_pins = pinned_segments(client, topic, from_seq, to_seq)
             except NotFoundError:
-                found[topic] = None  # deleted since it was planned: reading over HTTP says so
+                found[topic] = None  # deleted since the plan: the task finds that out over HTTP
                 continue
             found[topic] = manifest, segments
             pins += of_topic_pins
@@ -253,8 +243,47 @@ def sealed_of(client: Client, parts: Sequence[Range]) -> tuple[list[Sealed], tup
     return [_sealed_of(part, found[part.topic], all_pins) for part in parts], all_pins
 
 
+def _sealed_of(part: Range, found: tuple[Manifest, list[ManifestSegment]] | None, pins: tuple[Pinned, ...]) -> Sealed:
+    # Another instance of the topic has other records; the task finds that out over HTTP.
+    if found is None or found[0].epoch != part.epoch:
+        return Sealed((), 0, True, pins)
+    manifest, segments = found
+    mine = tuple(one for one in segments if one.last_seq > part.from_seq and one.first_seq <= part.to_seq)
+    return Sealed(mine, manifest.earliest_seq, manifest.dedupe_node, pins)
+
+
+def pinned_segments(
+    client: Client, topic: str, from_seq: int = 0, to_seq: int | None = None
+) -> tuple[Manifest, list[ManifestSegment], list[Pinned]]:
+    """Return (the topic at that moment, its sealed segments with records from_seq + 1..to_seq, their pins)."""
+    manifest = page = client.call(calls.segments(topic, from_seq, to_seq, pin_ttl_ms=PIN_TTL_MS))
+    segments, pins = list(page.segments), _pin_of(page)
+    with _ended_on_failure(client, pins):
+        while page.next_from_seq is not None:
+            page = client.call(calls.segments(topic, page.next_from_seq, to_seq, pin_ttl_ms=PIN_TTL_MS))
+            pins += _pin_of(page)
+            if page.epoch != manifest.epoch:
+                break  # the topic was made again meanwhile: its readers find that out
+            segments += page.segments
+    return manifest, segments, pins
+
+
+def _pin_of(page: Manifest) -> list[Pinned]:
+    return [] if page.pin is None else [Pinned(page.topic, page.pin.id)]
+
+
+@contextmanager
+def _ended_on_failure(client: Client, pins: list[Pinned]) -> Iterator[None]:
+    """End the pins made so far if the block fails: nobody else knows them."""
+    try:
+        yield
+    except BaseException:
+        end_pins(client, pins)
+        raise
+
+
 def end_pins(client: Client, pins: Iterable[Pinned]) -> None:
-    """Ends pins before their time. A service that does not answer is not asked for each: it ends them itself."""
+    """End pins before their time. After the first that gets no answer the others are left: they end by themselves."""
     for pin in pins:
         try:
             client.call(calls.end_pin(*pin))
@@ -264,146 +293,87 @@ def end_pins(client: Client, pins: Iterable[Pinned]) -> None:
             _log.warning("a pin of topic %s was not ended: %s", pin.topic, error)
 
 
-def read_part(
-    one: Range, sealed: Sealed, options: ReadOptions, columns: ColumnBuilder, tags: frozenset[str] | None
-) -> Iterator[pa.RecordBatch]:
-    """Does the same as `http_read.read_range`."""
-    assert options.directories is not None
+def read_part(one: Range, sealed: Sealed, plan: ReadPlan) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of a range in order, from files where there are any; otherwise like `http_read.read_range`."""
+    options = plan.options
     with connect(options.service, TASK_RETRY) as client, connect(options.service, _RENEW_RETRY) as renewing:
-        items = _items(client, _Renewal(renewing, sealed.pins), one, sealed, options, columns, tags)
-        yield from delivered(one.topic, _joined(items), options, columns)
+        items = _PartReader(client, _Renewal(renewing, sealed.pins), one, sealed, plan).items()
+        yield from delivered(one.topic, _joined(items), plan)
 
 
-def pinned_segments(
-    client: Client, topic: str, from_seq: int = 0, to_seq: int | None = None
-) -> tuple[Manifest, list[ManifestSegment], list[Pinned]]:
-    """Returns (the topic at that moment, its sealed segments with records from_seq + 1..to_seq, their pins)."""
-    manifest = page = client.call(calls.segments(topic, from_seq, to_seq, pin_ttl_ms=PIN_TTL_MS))
-    segments, pins = list(page.segments), _pin_of(page)
-    with _ended_on_failure(client, pins):
-        while page.next_from_seq is not None:
-            page = client.call(calls.segments(topic, page.next_from_seq, to_seq, pin_ttl_ms=PIN_TTL_MS))
-            pins += _pin_of(page)
-            if page.epoch != manifest.epoch:
-                break  # made anew meanwhile: its readers find that out
-            segments += page.segments
-    return manifest, segments, pins
+class _PartReader:
+    """Reads a range, from files and over HTTP, in the order of its seqs."""
 
+    def __init__(self, client: Client, renewal: _Renewal, one: Range, sealed: Sealed, plan: ReadPlan) -> None:
+        assert plan.options.directories is not None
+        self._directories = plan.options.directories
+        self._client = client
+        self._renewal = renewal
+        self._range = one
+        self._sealed = sealed
+        self._plan = plan
 
-@contextmanager
-def _ended_on_failure(client: Client, pins: list[Pinned]) -> Iterator[None]:
-    """`pins` are those made by then, which nobody is told of."""
-    try:
-        yield
-    except BaseException:
-        end_pins(client, pins)
-        raise
+    def items(self) -> Iterator[pa.RecordBatch | Gap]:
+        one, sealed = self._range, self._sealed
+        if sealed.segments:
+            check_directories(self._directories, sealed.segments)
+        if one.gap is not None:
+            yield one.gap
+        cursor = one.from_seq
+        for segment in sealed.segments:
+            begin = max(segment.first_seq - 1, sealed.earliest_seq - 1, cursor)
+            end = min(segment.last_seq, one.to_seq)
+            if begin >= end:
+                continue
+            yield from self._over_http(cursor, begin)
+            try:
+                yield from self._from_file(segment, begin, end)
+            except FileNotFoundError as missing:
+                _log.warning("topic %s: %s is not there, the service is asked instead", one.topic, missing.filename)
+                yield from self._without_file(begin, end)
+            cursor = end
+        yield from self._over_http(cursor, one.to_seq)
 
+    def _over_http(self, from_seq: int, to_seq: int, client: Client | None = None) -> Iterator[pa.RecordBatch | Gap]:
+        part = Range(self._range.topic, self._range.epoch, from_seq, to_seq)
+        return batches_and_gaps(client or self._client, part, self._plan)
 
-def _pin_of(page: Manifest) -> list[Pinned]:
-    return [] if page.pin is None else [Pinned(page.topic, page.pin.id)]
+    def _from_file(self, segment: ManifestSegment, from_seq: int, to_seq: int) -> Iterator[pa.RecordBatch | Gap]:
+        topic, plan = self._range.topic, self._plan
+        with SegmentScan(self._directories, segment, topic, plan, self._sealed.dedupe_node) as files:
+            for item in files.read(from_seq, to_seq):
+                self._renewal.renew_when_due()
+                yield item if isinstance(item, Gap) else plan.columns.batch(topic, item)
 
-
-def _sealed_of(part: Range, found: tuple[Manifest, list[ManifestSegment]] | None, pins: tuple[Pinned, ...]) -> Sealed:
-    # Records of another instance of the topic are not wanted; over HTTP the task finds out the same.
-    if found is None or found[0].epoch != part.epoch:
-        return Sealed((), 0, True, pins)
-    manifest, segments = found
-    mine = tuple(one for one in segments if one.last_seq > part.from_seq and one.first_seq <= part.to_seq)
-    return Sealed(mine, manifest.earliest_seq, manifest.dedupe_node, pins)
-
-
-def _items(
-    client: Client,
-    renewal: _Renewal,
-    one: Range,
-    sealed: Sealed,
-    options: ReadOptions,
-    columns: ColumnBuilder,
-    tags: frozenset[str] | None,
-) -> Iterator[pa.RecordBatch | Gap]:
-    directories = options.directories
-    assert directories is not None
-    if sealed.segments:
-        check_directories(directories, sealed.segments)
-
-    def over_http(from_seq: int, to_seq: int, gap: Gap | None = None) -> Iterator[pa.RecordBatch | Gap]:
-        return batches_and_gaps(client, Range(one.topic, one.epoch, from_seq, to_seq, gap), options, columns, tags)
-
-    if one.gap is not None:
-        yield one.gap
-    cursor = one.from_seq
-    for segment in sealed.segments:
-        begin = max(segment.first_seq - 1, sealed.earliest_seq - 1, cursor)
-        end = min(segment.last_seq, one.to_seq)
-        if begin >= end:
-            continue
-        if begin > cursor:
-            yield from over_http(cursor, begin)
-        part = Range(one.topic, one.epoch, begin, end)
-        try:
-            yield from _from_file(renewal, directories, segment, part, sealed, options, columns, tags)
-        except FileNotFoundError as missing:
-            _log.warning("topic %s: %s is not there, the service is asked instead", one.topic, missing.filename)
-            yield from _instead_of_file(options, columns, tags, part)
-        cursor = end
-    if cursor < one.to_seq:
-        yield from over_http(cursor, one.to_seq)
-
-
-def _instead_of_file(
-    options: ReadOptions, columns: ColumnBuilder, tags: frozenset[str] | None, part: Range
-) -> Iterator[pa.RecordBatch | Gap]:
-    """Reads records over HTTP that are not there as a file. If the service has not got them either, they are a gap."""
-    done = part.from_seq
-    with connect(options.service, MISSING_RETRY) as client:
-        try:
-            for item in batches_and_gaps(client, part, options, columns, tags):
-                yield item
-                last = item.last_seq if isinstance(item, Gap) else item.column(1)[-1].as_py()
-                done = part.to_seq if last is None else last
-        except ServiceBusyError as error:
-            if error.code != "storage_unavailable":
-                raise
-            yield Gap(done + 1, part.to_seq, MISSING, str(error))
-
-
-def _from_file(
-    renewal: _Renewal,
-    directories: Directories,
-    segment: ManifestSegment,
-    part: Range,
-    sealed: Sealed,
-    options: ReadOptions,
-    columns: ColumnBuilder,
-    tags: frozenset[str] | None,
-) -> Iterator[pa.RecordBatch | Gap]:
-    for item in read_segment(directories, segment, part, sealed.dedupe_node, options, tags):
-        renewal.renew_when_due()
-        if isinstance(item, Gap):
-            yield item
-        else:
-            yield columns.from_arrays(part.topic, item.seq, item.ts_ms, item.node, item.tag, item.data, item.meta)
+    def _without_file(self, from_seq: int, to_seq: int) -> Iterator[pa.RecordBatch | Gap]:
+        """Read records over HTTP whose file is missing. If the service cannot read them either, they are a gap."""
+        done = from_seq
+        with connect(self._plan.options.service, MISSING_RETRY) as client:
+            try:
+                for item in self._over_http(from_seq, to_seq, client):
+                    yield item
+                    last = item.last_seq if isinstance(item, Gap) else item.column(1)[-1].as_py()
+                    done = to_seq if last is None else last
+            except ServiceBusyError as error:
+                if error.code != "storage_unavailable":
+                    raise
+                yield Gap(done + 1, to_seq, MISSING, str(error))
 
 
 def _joined(items: Iterable[pa.RecordBatch | Gap]) -> Iterator[pa.RecordBatch | Gap]:
-    """Joins a gap with its continuation in the next segment."""
-    open_gap: Gap | None = None
+    """Yield the items, a gap and its continuation in the next segment as one."""
+    gap: Gap | None = None
     for item in items:
-        if isinstance(item, Gap):
-            if open_gap is not None and _continues(open_gap, item):
-                open_gap = open_gap._replace(last_seq=item.last_seq)
-                continue
-            if open_gap is not None:
-                yield open_gap
-            open_gap = item
+        if isinstance(item, Gap) and gap is not None and _continues(gap, item):
+            gap = gap._replace(last_seq=item.last_seq)
             continue
-        if open_gap is not None:
-            yield open_gap
-            open_gap = None
-        yield item
-    if open_gap is not None:
-        yield open_gap
+        if gap is not None:
+            yield gap
+        gap = item if isinstance(item, Gap) else None
+        if gap is None:
+            yield item
+    if gap is not None:
+        yield gap
 
 
 def _continues(gap: Gap, other: Gap) -> bool:
@@ -411,8 +381,8 @@ def _continues(gap: Gap, other: Gap) -> bool:
 
 
 class _Renewal:
-    """Keeps the pins of a query while one of its tasks runs. A service that does not answer is no reason to stop: as
-    long as the files are there, nothing else of it is needed.
+    """Keeps the pins of a query while one of its tasks runs. If the service does not answer, reading goes on: as long
+    as the files are there, nothing else is needed.
     """
 
     def __init__(self, client: Client, pins: tuple[Pinned, ...]) -> None:

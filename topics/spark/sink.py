@@ -2,7 +2,7 @@
 
 Rows come in as Arrow batches; each topic's records go out as JSON text. A task that is run again stages again; its
 former stages are in no commit message and expire. A batch that is run again stages and commits again, and the service
-answers that it is there. So nothing depends on rows coming in the same order.
+answers that it has the batch. So the order of rows need not be the same in each attempt.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 import pyarrow as pa
@@ -43,7 +43,7 @@ _PLAIN: Final = (
 
 
 class Rows:
-    """Checks a schema once; OptionError names the column that does not fit."""
+    """Makes records of the rows of one schema. OptionError names a column that does not fit."""
 
     def __init__(self, schema: types.StructType, options: WriteOptions) -> None:
         kinds = {field.name: field.dataType for field in schema.fields}
@@ -54,7 +54,7 @@ class Rows:
                 "make one with to_json(struct(*)) or struct(*)"
             )
         if unknown:
-            raise OptionError(f"column {unknown[0]} has no meaning in a record: columns are {', '.join(_COLUMNS)}")
+            raise OptionError(f"column {unknown[0]} is not a part of a record: columns are {', '.join(_COLUMNS)}")
         for name in ("topic", "tag", "node"):
             if name in kinds and not isinstance(kinds[name], types.StringType):
                 raise OptionError(f"column {name} must be a string, not {kinds[name].simpleString()}")
@@ -66,14 +66,14 @@ class Rows:
         ):
             raise OptionError(f"column meta must be map<string,string>, not {meta.simpleString()}")
         if "topic" not in kinds and options.topic is None:
-            raise OptionError("where to? Give the option topic, or a column topic")
+            raise OptionError("no topic to write to: give the option topic, or a column topic")
         self._text = isinstance(kinds["data"], types.StringType)
         if not self._text:
             _check(kinds["data"], "data")
         self._topic = options.topic
 
     def of(self, batch: pa.RecordBatch) -> Iterator[tuple[str, NewRecord]]:
-        """Yields (topic, record) of each row, in order."""
+        """Yield (topic, record) of each row, in order."""
         columns = {name: batch.column(name).to_pylist() for name in batch.schema.names}
         missing = [None] * batch.num_rows
         for data, topic, tag, node, meta in zip(*(columns.get(name, missing) for name in _COLUMNS), strict=True):
@@ -89,7 +89,7 @@ class Rows:
 
 
 def check_json(records: list[NewRecord]) -> None:
-    """Raises TopicsSparkError for a text that is not JSON: nobody says later which one it is."""
+    """Raise TopicsSparkError for a text that is not JSON: the service would not say which one it is."""
     for record in records:
         try:
             msgspec.json.decode(record.data)
@@ -106,14 +106,14 @@ def _check(kind: types.DataType, name: str) -> None:
         _check(kind.elementType, f"{name}[]")
     elif isinstance(kind, types.MapType):
         if not isinstance(kind.keyType, types.StringType):
-            raise OptionError(f"column {name} is a map whose keys are no strings: JSON has no such thing")
+            raise OptionError(f"column {name} is a map whose keys are not strings, which JSON has not")
         _check(kind.valueType, f"{name}{{}}")
     elif not isinstance(kind, _PLAIN):
         raise OptionError(f"column {name} is of type {kind.simpleString()}, which has no JSON form here; use to_json")
 
 
 def _json(value: Any) -> Any:
-    """Returns a value of a struct as Spark's `to_json` has it, but nulls stay."""
+    """Return a value of a struct in the form of Spark's `to_json`, but keep nulls."""
     if isinstance(value, dict):
         return {name: _json(one) for name, one in value.items()}
     if isinstance(value, list):
@@ -127,12 +127,9 @@ def _json(value: Any) -> Any:
     return value
 
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
 _BYTES_PER_STAGE = 8 << 20
 _QUERY_ID = "sql.streaming.queryId"
-"""The local property that Spark gives the tasks of a query; it is as old as the query's checkpoint."""
+"""The local property of a query's tasks that names the query. It stays the same as long as the checkpoint."""
 
 
 @dataclass
@@ -151,7 +148,7 @@ class Stager:
         self._schema = schema
         self.options = options
         self._job = secrets.token_hex(8)
-        Rows(schema, options)  # a frame that cannot be written is an error now, not in a task
+        Rows(schema, options)  # a wrong frame fails here, not in a task
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Staged:
         context = TaskContext.get()
@@ -174,7 +171,7 @@ class Stager:
         return staged
 
     def _groups(self, rows: Rows, batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[str, list[NewRecord]]]:
-        """Yields records by topic, as many together as one stage takes."""
+        """Yield records by topic, as many together as one stage takes."""
         waiting: dict[str, list[NewRecord]] = {}
         sizes: dict[str, int] = {}
         for topic, record in itertools.chain.from_iterable(map(rows.of, batches)):
@@ -186,7 +183,7 @@ class Stager:
         yield from waiting.items()
 
     def publish(self, sink: str, batch: int, messages: list[Staged]) -> bool:
-        """Commits a batch; False when the sink has committed it before."""
+        """Commit a batch; return False when the sink has committed it before."""
         stages = [stage for message in messages for _topic, stage in message.stages]
         with connect(self.options.service, TASK_RETRY) as client:
             told = client.call(calls.commit(sink, batch, stages))
@@ -195,23 +192,23 @@ class Stager:
             if told.last_batch > batch:
                 raise TopicsSparkError(
                     f"sink {sink!r} has committed batch {told.last_batch}, this is batch {batch}: the query's "
-                    "checkpoint is older than what it has written; another option sink writes all of it again"
+                    "checkpoint is older than its last write; with another option sink all of it is written again"
                 )
             return not told.duplicate
 
     def drop(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Drops the stages of these tasks; tasks that failed have dropped theirs."""
+        """Drop the stages of these tasks; failed tasks have dropped theirs."""
         with contextlib.suppress(ClientError), connect(self.options.service, PLAN_RETRY) as client:
             _drop(client, [message for message in messages if isinstance(message, Staged)])
 
 
 class BatchWriter(Stager, DataSourceArrowWriter):
-    """A job of its own is a sink of its own: its one batch is all or nothing."""
+    """Writes one job as the only batch of a sink of its own: all of it or nothing."""
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         sink = f"spark-job.{self._job}"
-        self.publish(sink, 0, whole(messages))
-        # Nobody will ask for this job again; but a commit whose answer was lost must not have been the last word.
+        self.publish(sink, 0, all_staged(messages))
+        # Only now: while a commit may be repeated, the sink has to remember its batch.
         with contextlib.suppress(ClientError), connect(self.options.service, PLAN_RETRY) as client:
             client.call(calls.forget_sink(sink))
 
@@ -219,16 +216,16 @@ class BatchWriter(Stager, DataSourceArrowWriter):
         self.drop(messages)
 
 
-def whole(messages: list[WriterCommitMessage | None]) -> list[Staged]:
-    """Returns the stages of all tasks; raises TopicsSparkError when one has not said them."""
+def all_staged(messages: list[WriterCommitMessage | None]) -> list[Staged]:
+    """Return the stages of all tasks; TopicsSparkError when those of one are missing."""
     staged = [message for message in messages if isinstance(message, Staged)]
     if len(staged) != len(messages):
-        raise TopicsSparkError(f"{len(messages) - len(staged)} tasks have not said what they staged")
+        raise TopicsSparkError(f"{len(messages) - len(staged)} tasks did not report their stages")
     return staged
 
 
 def _drop(client: Client, messages: list[Staged]) -> None:
-    """Drops stages; a stage that cannot be dropped now expires."""
+    """Drop stages; a stage that cannot be dropped now expires."""
     for message in messages:
         for topic in {topic for topic, _stage in message.stages}:
             with contextlib.suppress(ClientError, NotFoundError):

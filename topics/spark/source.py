@@ -1,4 +1,4 @@
-"""The data source `topics` as Spark sees it. Imported by every look-up of a source, so it imports little itself."""
+"""The data source `topics` as Spark sees it. Every look-up of any source imports it, so it imports little itself."""
 
 from __future__ import annotations
 
@@ -34,11 +34,13 @@ class TopicsDataSource(DataSource):
         options = self._read_options()
         if options.max_offsets_per_trigger is not None:
             raise TopicsSparkError("maxOffsetsPerTrigger is for streams; a batch reads up to endingOffsets")
-        # Spark 4.3 keeps what the filters of one query left and gives it to the next query of the same DataFrame, also
-        # to one without filters: rows would be missing in silence. So filters are taken only from who asks for that.
+        # Spark 4.3 gives the partitions that the filters of one query left to the next query of the same DataFrame,
+        # also to one without filters: rows would be missing without a word. So filters are taken only on demand.
         if not options.push_filters:
             return BatchReader(schema, options)
-        _require((4, 1), "the option pushFilters", "sources in Python are told no filters before; leave it out")
+        _require(
+            (4, 1), "the option pushFilters", "before it Spark gives no filters to sources in Python; leave it out"
+        )
         from topics.spark.pushdown import PushdownBatchReader
 
         return PushdownBatchReader(schema, options)
@@ -61,10 +63,10 @@ class TopicsDataSource(DataSource):
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802 — Spark's name
         _require_streams()
-        from topics.spark.stream_sink import StreamWriter
+        from topics.spark.spark_stream import StreamWriter
 
         if overwrite:
-            raise TopicsSparkError("outputMode complete would replace the topic at every batch: use append or update")
+            raise TopicsSparkError("outputMode complete would replace the topic with every batch: use append or update")
         return StreamWriter(schema, write_options(self.options))
 
     def _read_options(self) -> ReadOptions:
@@ -78,5 +80,5 @@ def _require(since: tuple[int, int], what: str, why: str) -> None:
 
 
 def _require_streams() -> None:
-    why = "sources in Python have no admission control and no AvailableNow before; batches can be read and written"
+    why = "before it sources in Python have no admission control and no AvailableNow; batches can be read and written"
     _require((4, 2), "streams", why)

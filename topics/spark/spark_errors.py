@@ -1,4 +1,4 @@
-"""What goes wrong in the data source, each in one line that says what, where and the way out."""
+"""Errors of the data source, each in one line that says what is wrong, where, and the way out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 
 
 class TopicsSparkError(Exception):
-    """Any error of the data source that a user can do something about."""
+    """An error of the data source that its user can do something about."""
 
 
 class OptionError(TopicsSparkError):
@@ -21,16 +21,16 @@ class DataLossError(TopicsSparkError):
 
 
 def plainly(error: BaseException) -> str:
-    """The one line of an error that came through Spark: ours if there is one in it, or what a traceback of Python in it
-    ends with, or else its first.
+    """Return one line for an error that came through Spark: the line of this package's error in it, or the last one
+    of a Python traceback in it, or else its first.
     """
     lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
     for line in lines:
         ours = _OURS.search(line)
         if ours is not None:
             return line[ours.end() :]
-    begun = next((number for number, line in enumerate(lines) if line.endswith(_TRACEBACK)), len(lines))
-    for line in lines[begun + 1 :]:
+    traceback_at = next((number for number, line in enumerate(lines) if line.endswith(_TRACEBACK)), len(lines))
+    for line in lines[traceback_at + 1 :]:
         if not line.startswith(" "):
             return line
     return lines[0].strip() if lines else type(error).__name__

@@ -1,44 +1,43 @@
-"""`spark.readStream.format("topics")`: offsets, admission control and `Trigger.AvailableNow`."""
+"""`spark.readStream.format("topics")`: offsets, admission control and `Trigger.AvailableNow`; and `df.writeStream`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.datasource import (
+    DataSourceStreamArrowWriter,
+    DataSourceStreamReader,
+    InputPartition,
+    WriterCommitMessage,
+)
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
-from pyspark.sql.types import StructType
 
 from topics.client import Client
 from topics.spark import planning
-from topics.spark.batch import RangePartition
-from topics.spark.columns import ColumnBuilder
+from topics.spark.batch import RangeReader
 from topics.spark.http_read import TASK_RETRY, connect
-from topics.spark.offsets import Mark, Offset, advance, check_history, from_json, ranges, split, to_json
-from topics.spark.options import ReadOptions
-from topics.spark.segment_scan import Pinned, end_pins, sealed_of
-
-if TYPE_CHECKING:
-    import pyarrow as pa
+from topics.spark.offsets import Mark, Offset, advance, check_history, from_json, ranges, to_json
+from topics.spark.segment_scan import Pinned, end_pins
+from topics.spark.sink import Stager, all_staged
+from topics.spark.spark_errors import TopicsSparkError
 
 
-class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Lives in a process of the driver for as long as the query; a copy of it is pickled into every task."""
+class StreamReader(RangeReader, DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Lives in a process of the driver as long as its query; each task gets a pickled copy."""
 
-    def __init__(self, schema: StructType, options: ReadOptions) -> None:
-        self._schema = schema
-        self._options = options
-        self._target: Offset | None = None
-        self._client: Client | None = None
-        self._pins: tuple[Pinned, ...] = ()
-        ColumnBuilder(schema, options)  # a schema that cannot be is an error now, not in a task
+    _target: Offset | None = None
+    """The heads at the start of a query with `Trigger.AvailableNow`."""
+    _client: Client | None = None
+    _pins: tuple[Pinned, ...] = ()
+    """Pins of the last batch that was planned."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # Connections stay where they are.
+        # Connections are not pickled.
         return self.__dict__ | {"_client": None}
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 — Spark's names, here and below
-        """Only for a query without a checkpoint."""
+        """Return where a query without a checkpoint begins."""
         found = planning.states(self._service(), self._options)
         planning.require(found, self._options)
         return to_json(planning.starts(self._service(), found, self._options, "latest"))
@@ -61,20 +60,12 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._target = self._heads()
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        options = self._options
-        whole = ranges(from_json(start), from_json(end))
-        check_history(whole, options.tombstones)
-        parts = split(whole, options.max_records_per_partition, options.min_partitions)
-        if options.directories is None:
-            return [RangePartition(part, None) for part in parts]
-        # The batch before has been read.
+        wanted = ranges(from_json(start), from_json(end))
+        check_history(wanted, self._options.tombstones)
+        # Spark has read the batch before this one.
         self._end_pins()
-        found, self._pins = sealed_of(self._service(), parts)
-        return [RangePartition(part, None, sealed) for part, sealed in zip(parts, found, strict=True)]
-
-    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        assert isinstance(partition, RangePartition)
-        return partition.read(self._options, ColumnBuilder(self._schema, self._options))
+        made, self._pins = self.plan(self._service(), wanted)
+        return made
 
     def stop(self) -> None:
         self._end_pins()
@@ -92,19 +83,39 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _service(self) -> Client:
         if self._client is None:
-            # A query outlives a restart of the service as a task does.
+            # A query survives a restart of the service, as a task does.
             self._client = connect(self._options.service, TASK_RETRY)
         return self._client
 
 
 def _up_to(heads: Offset, target: Offset, begin: Offset) -> Offset:
-    """What a query that is to end may see: nothing written since it began, and no topic that was made since."""
+    """Return the heads, up to `target`: without topics and records written since. A topic that was made again since
+    stays where the query stands.
+    """
     bounded = {}
     for topic, head in heads.items():
         goal = target.get(topic)
         if goal is not None and goal.epoch == head.epoch:
             bounded[topic] = Mark(min(head.seq, goal.seq), head.epoch)
         elif topic in begin:
-            # Made anew since: where the query stands is all it will see of it.
             bounded[topic] = begin[topic]
     return bounded
+
+
+class StreamWriter(Stager, DataSourceStreamArrowWriter):
+    """Writes each batch exactly once: the sink is the query (its checkpoint), and its batches are Spark's."""
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 — Spark's name
+        staged = all_staged(messages)
+        queries = {message.query for message in staged}
+        if not staged:
+            return
+        query = queries.pop()
+        if queries or query is None:
+            raise TopicsSparkError(
+                "Spark did not say which query its tasks belong to, so exactly once cannot be guaranteed"
+            )
+        self.publish(f"{self.options.sink or 'spark'}.{query}", batchId, staged)
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        self.drop(messages)

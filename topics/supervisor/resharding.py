@@ -1,6 +1,4 @@
-"""The one-off process before any shard runs: checks the data of a former release, and lays the logs out for this
-start's number of shards.
-"""
+"""The one-off process before any shard runs: checks data of a former release, lays out the logs for all shards."""
 
 from __future__ import annotations
 
@@ -31,9 +29,7 @@ def is_needed(settings: Settings) -> bool:
 
 
 def run(settings: Settings, shared: SharedMemory) -> int:
-    """Runs the process; returns EXIT_REFUSED when a log must not be used as it is. It may be killed at any moment, and
-    repeated.
-    """
+    """Runs the process, which may be killed and repeated. EXIT_REFUSED when a log must not be used as it is."""
     header = shared.control.header
 
     def progress(share: float) -> None:
@@ -59,10 +55,7 @@ def run(settings: Settings, shared: SharedMemory) -> int:
             progress,
             file_bytes=settings.wal_file_bytes,
             accept_data_loss=settings.accept_data_loss,
-            starts=None if move is None else move.starts,
-            topic_names=None if move is None else move.topic_names,
-            deleted_ids=() if move is None else move.deleted_ids,
-            before_swap=None if move is None else move.before_swap,
+            move=move,
         )
         if not marked:
             write_mark(fs, settings.data_dir)

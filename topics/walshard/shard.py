@@ -1,15 +1,16 @@
-"""What a shard does, over and over: take what waits in its rings, prepare it, commit it, show it, answer it.
+"""What a shard does, over and over: take what waits in its rings, prepare it, commit it, publish it, answer it.
 
     take ──▶ prepare ──▶ commit ──▶ publish ──▶ notify ──▶ answer
 
 Requests for records, jobs and cursors are gathered into a group: one write, one sync for all of them. Any other request
 that writes ends the group before it and is committed by itself: it is rare, and then sees nothing half done. Copies of
-routers come behind all of that, with drafts of their own.
+routers come after all of that, with drafts of their own.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NamedTuple
 
 from topics.core.errors import TopicsError
 from topics.log import get_logger
@@ -19,10 +20,13 @@ from topics.shm.arena_heap import ArenaFullError
 from topics.shm.control import ProcessCell
 from topics.shm.messages import MessageKind, Reply
 from topics.walshard.commit.commits import Commits
-from topics.walshard.commit.draft import CommitFirst, Draft, GroupHandler, RingRequest, Steps, T
+from topics.walshard.commit.draft import AloneHandler, CommitFirst, Draft, GroupHandler, RingRequest, Steps, T
 from topics.walshard.commit.shard_rings import ShardRings
-from topics.walshard.handlers.handlers import Handlers
-from topics.walshard.publisher import Publisher
+from topics.walshard.handlers.frontends import Frontends
+from topics.walshard.handlers.named_cursors import NamedCursors
+from topics.walshard.handlers.queues import Queues
+from topics.walshard.hosted.holdings import Holdings
+from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.routers.routing import PAGES_PER_STEP, Routing
 from topics.walshard.step_clock import StepClock
 from topics.walshard.upkeep import Upkeep
@@ -30,9 +34,21 @@ from topics.walshard.upkeep import Upkeep
 REPLY_BYTES_PER_GROUP_MAX: Final = 64 * 1024
 """Replies of queue requests are as long as their clients want: a group ends before the journal is full of them."""
 TRIES_MAX: Final = 4
-"""So often a request of a group may ask for a commit before it."""
+"""How often a request of a group may ask for a commit before it."""
 
 log = get_logger()
+
+
+class Handlers(NamedTuple):
+    """The handlers of one shard: `in_group` prepare a request in a group with others, `alone` carry one out by itself,
+    both by the type of the request. The others also have work of their own.
+    """
+
+    in_group: Mapping[type, GroupHandler]
+    alone: Mapping[type, AloneHandler]
+    queues: Queues
+    cursors: NamedCursors
+    frontends: Frontends
 
 
 class Shard:
@@ -40,41 +56,42 @@ class Shard:
 
     def __init__(
         self,
-        outbox: ShardRings,
+        rings: ShardRings,
         handlers: Handlers,
         routing: Routing,
         commits: Commits,
-        publisher: Publisher,
+        holdings: Holdings,
         upkeep: Upkeep,
         cell: ProcessCell,
         time: StepClock,
     ) -> None:
-        self._outbox = outbox
+        self._rings = rings
         self._handlers = handlers
         self.routing = routing
         self._commits = commits
-        self._publisher = publisher
+        self._holdings = holdings
         self.upkeep = upkeep
         self._cell = cell
         self._time = time
         self._group = Draft()
-        self._waiting: list[RingRequest] = []
+        self._unanswered: list[RingRequest] = []
         """Requests that are prepared and not answered."""
         self._requests = 0
-        """In the last step."""
+        """Number of requests in the last step."""
 
     def step(self) -> bool:
-        """One turn of everything, as `main.py` does it. False when there was nothing to do."""
+        """Take one turn of everything, as `main.py` does. False when there was nothing to do."""
         served = self.serve()
         return self.copy(after_requests=served) or served
 
     def serve(self) -> bool:
-        """One turn of the pipeline: all requests that wait, up to a bound. False when there were none."""
+        """Take one turn of the pipeline: all requests that wait, up to a bound. False when there were none."""
         self._time.look()
-        if self._handlers.queues.is_due:
-            self._run(self._handlers.queues.tick())
+        queues = self._handlers.queues
+        if queues.is_due:
+            self._run(queues.tick())
         requests = self._serve_requests()
-        if requests or self._handlers.queues.stirred:
+        if requests or queues.have_changed:
             self._finish_group()
         if self._handlers.frontends.end_dead(self._group):
             self._finish_group()
@@ -83,26 +100,28 @@ class Shard:
         return requests > 0
 
     def copy(self, after_requests: bool) -> bool:
-        """Copies what routers have to copy, for a moment. False when that is nothing. While requests come it is a
-        page at a time: copying comes behind the writes that clients wait for.
+        """Copy what routers have to copy, for a moment. False when that is nothing. While requests come it is a page at
+        a time: copying comes after the writes that clients wait for.
         """
+        if not self.routing.has_work:
+            return False
         copied = self._run(self.routing.pump(1 if after_requests else PAGES_PER_STEP))
         if copied:
-            self._publisher.show_figures()
-            self._outbox.flush()
+            self._holdings.settle()
+            self._rings.flush()
         return copied
 
     # -- take
 
     def _serve_requests(self) -> int:
-        """Takes requests and prepares them; groups that are full are finished. Returns how many there were."""
+        """Take requests and prepare them; finish groups that are full. Return how many there were."""
         requests = reply_bytes = 0
-        for frontend, message, position in self._outbox.requests():
+        for frontend, message, position in self._rings.requests():
             requests += 1
             kind, request_id, _count = messages.head(message)
             request = RingRequest(frontend, position, request_id)
-            self._waiting.append(request)
-            reply = self._outbox.replies.pop((frontend, position), None) if self._outbox.replies else None
+            self._unanswered.append(request)
+            reply = self._rings.replies.pop((frontend, position), None) if self._rings.replies else None
             if reply is not None:
                 request.reply = bytearray(reply)
                 continue
@@ -130,7 +149,7 @@ class Shard:
         except ArenaFullError as error:
             request.reply = messages.encode_error(request.id, TopicsError("storage_unavailable", str(error)))
         except Exception:
-            # One request must not take down its neighbours, nor come back after a restart to do it again.
+            # One request must not end its neighbours' shard, nor do so again after a restart.
             log.exception("request failed", kind=kind)
             request.reply = messages.encode_error(request.id, TopicsError("internal", "the request failed"))
         return False
@@ -140,36 +159,35 @@ class Shard:
             message = _read_spill(messages.decode_reference(message))
             kind &= ~messages.BY_REFERENCE
         call: Any
-        in_group: GroupHandler
         if kind == MessageKind.APPEND:
-            call, in_group = append_messages.decode_append(message), self._handlers.append
+            call = append_messages.decode_append(message)
         else:
             assert kind == MessageKind.CALL
             call = messages.decode_call(message)
-            found = self._handlers.in_group.get(type(call))
-            if found is None:
-                self._commit_group()
-                self._run(self._handlers.alone[type(call)](call, request.frontend), request)
-                return False
-            in_group = found
+        in_group = self._handlers.in_group.get(type(call))
+        if in_group is None:
+            self._commit_group()
+            self._run(self._handlers.alone[type(call)](call, request.frontend), request)
+            return False
         for _ in range(TRIES_MAX):
-            self._group.next_request()
             try:
                 reply = in_group(call, request.frontend, self._group)
             except CommitFirst as first:
                 self._commit_group()
-                self._run(first.steps)
+                if first.steps is not None:
+                    self._run(first.steps)
                 continue
             request.reply = _encoded(request.id, reply)
-            if self._group.carrier is not None:
-                self._group.carrier.request = request
+            carrier = self._group.take_carrier()
+            if carrier is not None:
+                carrier.request = request
             return True
         raise TopicsError("storage_unavailable", "the log cannot take what has to come before this request")
 
-    # -- commit, publish, notify
+    # -- commit
 
     def _run(self, steps: Steps[T], request: RingRequest | None = None) -> T:
-        """Commits and shows what a handler yields, draft by draft; `request` gets what the handler comes to."""
+        """Commit and publish what a handler yields, draft by draft. `request` gets the handler's reply."""
         while True:
             try:
                 draft = next(steps)
@@ -185,57 +203,78 @@ class Shard:
             self._commit(draft)
 
     def _commit_group(self) -> None:
-        """What is gathered is in the logs and shown, or its requests have errors; nothing is half done afterwards."""
-        group = self._group
+        """Commit and publish what is gathered. What the logs refuse has errors for replies; nothing is half done."""
+        group, self._group = self._group, Draft()
         if group or group.touched:
-            self._group = Draft()
             self._commit(group)
-        else:
-            self._handlers.group_over()
 
     def _commit(self, draft: Draft) -> None:
         self._commits.commit(draft)
-        self._handlers.group_over()
-        self._publisher.show(draft)
+        for hosted in draft.made.values():
+            self.routing.created(hosted)
+        self._publish(draft.touched.values())
+        if draft.is_logged:
+            self._notify(draft.touched.values())
+        for hosted in draft.deleted:
+            self.routing.deleted(hosted)
+            self._handlers.queues.topic_deleted(hosted)
+            self._rings.notify(hosted.watchers)
+
+    # -- publish, notify
+
+    def _publish(self, changed: Iterable[Hosted]) -> None:
+        """Let readers see topics as they are now."""
+        for hosted in changed:
+            hosted.publish()
+            self._handlers.queues.changed(hosted)
+
+    def _notify(self, changed: Iterable[Hosted]) -> None:
+        """Tell watching frontends and routers that topics have changed."""
+        for hosted in changed:
+            if hosted.watchers:
+                self._rings.notify(hosted.watchers)
+            self.routing.changed(hosted)
 
     # -- answer
 
     def _finish_group(self) -> None:
-        """Commits what is gathered, deals out jobs that are ready by it, and answers everything so far."""
+        """Commit what is gathered, deal out jobs that are ready by it, and answer everything so far."""
         self._commit_group()
-        if self._handlers.queues.stirred:
+        if self._handlers.queues.have_changed:
             self._handlers.queues.deal(self._group)
             self._commit_group()
-        self._publisher.show_figures()
-        for request in self._waiting:
-            self._outbox.answer(request.frontend, request.reply, request.position)
-        self._waiting.clear()
-        self._outbox.flush()
+        self._holdings.settle()
+        for request in self._unanswered:
+            self._rings.answer(request.frontend, request.reply, request.position)
+        self._unanswered.clear()
+        self._rings.flush()
 
     # -- between steps
 
     @property
     def next_tick_ms(self) -> int | None:
-        """Monotonic: when `step` will have something to do though nobody asks; None: never."""
+        """Monotonic ms at which `step` will have something to do though nobody asks; None: never."""
         return self._handlers.queues.next_tick_ms
 
     def sync_in_background(self) -> None:
-        """Syncs what nobody waits for; shows what became durable by it to those who wait for that."""
-        self._publisher.show_topics(self.upkeep.sync())
-        self._outbox.flush()
+        """Sync what nobody waits for, and show what became durable by it."""
+        durable = self.upkeep.sync()
+        self._publish(durable)
+        self._notify(durable)
+        self._rings.flush()
 
     def sweep(self) -> None:
-        """Once a second: what no request brings about."""
+        """Do once a second what no request brings about."""
         self._time.look()
         self._cell.clock_offset_ms = self._time.trusted_offset_ms
         self._run(self.upkeep.sweep())
         self._run(self.routing.sweep())
         self._cell.set("router_lag_records", self.routing.lag_records)
-        self._publisher.show_figures()
-        self._outbox.flush()
+        self._holdings.settle()
+        self._rings.flush()
 
     def close(self) -> None:
-        """A clean end: everything as it is, and on the disk."""
+        """End cleanly: everything is in the logs as it is, and on the disk."""
         self._time.look()
         for steps in (self.routing.close(), self._handlers.cursors.settle(), self.upkeep.close()):
             self._run(steps)
@@ -251,7 +290,7 @@ def _encoded(request_id: int, reply: Reply | AppendReply | None) -> bytearray | 
 
 
 def _read_spill(path: str) -> memoryview:
-    """A message too long for a ring; its frontend made the file and removes it."""
+    """Read a message too long for a ring; its frontend made the file and removes it."""
     try:
         with open(path, "rb") as spill:
             return memoryview(spill.read())

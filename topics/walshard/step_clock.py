@@ -1,4 +1,4 @@
-"""What time it is in a step of the shard: one look at the clock for everything in it."""
+"""The time of a step of the shard: one look at the clock for everything in it."""
 
 from __future__ import annotations
 
@@ -7,26 +7,37 @@ from topics.core.job import Now
 
 
 class StepClock:
-    """`now` is the same for all of a group: its writes have one commit time, its leases end together.
+    """The time of the current step. All writes of a group have one commit time, its leases end together.
 
-    `expiry_ms` is the wall time by which records have outlived their `ttl_ms`.
+    `now` is the moment of the step on both clocks, `expiry_ms` the wall time by which records have outlived `ttl_ms`.
     """
 
-    __slots__ = ("_clock", "_expiry", "expiry_ms", "now")
+    __slots__ = ("_clock", "_expiry", "_kept_ids", "expiry_ms", "now")
 
     def __init__(self, clock: Clock, expiry: ExpiryClock) -> None:
         self._clock = clock
         self._expiry = expiry
+        self._kept_ids: set[int] = set()
         self.look()
 
     def look(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.now = now = Now(self._clock.now_ms(), self._clock.monotonic_ms())
         self.expiry_ms = self._expiry.at(now.wall_ms, now.mono_ms)
+        if self._kept_ids:
+            self._kept_ids.clear()
 
     def look_at_expiry(self) -> None:
-        """As late as can be: readers have their own clock, and may have been told since the step began."""
+        """Renew `expiry_ms`. Readers have their own clock, and may have been told of a later time since `look`."""
         self.expiry_ms = self._expiry.now_ms()
+
+    def keep_expired(self, topic_id: int) -> None:
+        """Let nothing of a topic expire for the rest of the step: the log has refused it, and requests go on."""
+        self._kept_ids.add(topic_id)
+
+    def expiry_ms_of(self, topic_id: int) -> int:
+        """Return `expiry_ms`, or 0 (nothing has expired) for a topic of which the log has refused to take that."""
+        return 0 if topic_id in self._kept_ids else self.expiry_ms
 
     @property
     def trusted_offset_ms(self) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from topics.core.clock import Clock
 from topics.log import get_logger
-from topics.walshard.commit.background_sync import BackgroundSync
+from topics.storage.topic_frames import head_frame
 from topics.walshard.commit.draft import Draft, LogWrite, Steps
 from topics.walshard.commit.log_trim import LogTrim
-from topics.walshard.commit.marks import head_mark
+from topics.walshard.commit.logs import BackgroundSync
 from topics.walshard.commit.ram_trim import RamTrim
 from topics.walshard.handlers.deletes import Deletes
-from topics.walshard.handlers.watch_sessions import SessionCalls
+from topics.walshard.handlers.watch_sessions import WatchSessions
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.hosted.segment_files import SegmentFiles
@@ -29,7 +29,7 @@ class Upkeep:
         log_trim: LogTrim,
         ram_trim: RamTrim,
         deletes: Deletes,
-        sessions: SessionCalls,
+        sessions: WatchSessions,
         clock: Clock,
     ) -> None:
         self._catalog = catalog
@@ -87,7 +87,7 @@ class Upkeep:
         """A clean end: the log says the heads of `ephemeral` topics exactly as they are."""
         now_ms = self._clock.now_ms()
         yield Draft(
-            LogWrite([head_mark(hosted, hosted.topic.head_seq, now_ms, 0)])
+            LogWrite([head_frame(hosted.topic, hosted.topic.head_seq, now_ms, exact=True)])
             for hosted in self._catalog
             if hosted.topic.config.durability == "ephemeral" and hosted.topic.head_seq < hosted.topic.head_ceiling
         )

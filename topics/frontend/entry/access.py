@@ -1,7 +1,6 @@
-"""Who asks, and whether they may (api §0.10): the keys of this frontend, what one key may have open, and web pages.
+"""Authentication and authorization (api §0.10): the keys of this frontend, the limits of each key, and CORS.
 
-`core/keys.py` says what a key is and allows. Requests carry one, SIGHUP makes the frontend read all of them again, and
-`TOPICS_CORS_ORIGINS` says which pages may call the API from a browser.
+`core/keys.py` says what a key is and allows. SIGHUP makes the frontend read its keys again (`KeyReload`).
 """
 
 from __future__ import annotations
@@ -19,17 +18,26 @@ from topics.core.errors import TopicsError, invalid
 from topics.core.keys import ANYONE, ApiKey, KeyRing, KeyScope
 from topics.frontend.asgi import AsgiApp, Scope
 from topics.frontend.entry.responses import error_body
-from topics.key_sources import read_keys
 from topics.log import get_logger
-from topics.settings import Settings, SettingsError
+from topics.settings import Settings, SettingsError, read_keys
 from topics.shm.cap import Counted, KeyCounts
 from topics.shm.control import Cell, ProcessCell
 
-_NAMES: Final = {Counted.STREAMS: "sse_connections_per_key", Counted.REQUESTS: "inflight_per_key"}
+RETRY_S: Final = 1.0
+"""Time between attempts to read the keys while this frontend serves old ones, one of which may have been revoked."""
+_LIMIT_NAMES: Final = {Counted.STREAMS: "sse_connections_per_key", Counted.REQUESTS: "inflight_per_key"}
+_CALLER: Final = "topics.caller"
+"""Name in the ASGI scope of an admitted request's key."""
+_METHODS: Final = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS")
+_REQUEST_HEADERS: Final = ("Authorization", "Cache-Control", "Content-Encoding", "Idempotency-Key", "Last-Event-ID")
+_ANSWER_HEADERS: Final = ("Retry-After",)
+_MAX_AGE_S: Final = 600
+
+_log = get_logger()
 
 
 class KeyLimits:
-    """The limits of each key. `give_back` returns what `take` granted, once."""
+    """Limits how many streams and requests each key has open. Each `acquire` needs one `release`."""
 
     def __init__(self, counts: KeyCounts, settings: Settings) -> None:
         self._counts = counts
@@ -38,28 +46,24 @@ class KeyLimits:
             Counted.REQUESTS: settings.max_inflight_per_key,
         }
 
-    def take(self, key: ApiKey, what: Counted) -> None:
-        """`429 throttled` when the key has as many as it may."""
+    def acquire(self, key: ApiKey, what: Counted) -> None:
+        """Count one more. Raises `429 throttled` at the limit."""
         most = self._most[what]
         if most and key.digest and not self._counts.claim(key.digest, what, most):
-            limit = _NAMES[what]
+            limit = _LIMIT_NAMES[what]
             raise TopicsError(
                 "throttled",
-                f"{most} at once are all that a key may have: wait for one to end or raise TOPICS_MAX_{limit.upper()}",
+                f"this key has {most} open, its limit: wait for one to end or raise TOPICS_MAX_{limit.upper()}",
                 {"limit": limit, "max": most},
             )
 
-    def give_back(self, key: ApiKey, what: Counted) -> None:
+    def release(self, key: ApiKey, what: Counted) -> None:
         if self._most[what] and key.digest:
             self._counts.release(key.digest, what)
 
 
-_CALLER: Final = "topics.caller"
-"""Where the ASGI scope has the key of an admitted request."""
-
-
 class Access:
-    """The keys of this frontend. An empty ring means that nobody has to authenticate."""
+    """The keys that this frontend accepts. With an empty ring nobody has to authenticate."""
 
     def __init__(self, ring: KeyRing, probe_auth: bool, limits: KeyLimits) -> None:
         self._ring = ring
@@ -74,21 +78,21 @@ class Access:
 
     @property
     def serial(self) -> int:
-        """The serial of the ring that counts."""
+        """Serial of the accepted ring."""
         return self._ring.serial
 
     def replace(self, ring: KeyRing) -> None:
-        """These keys count from now on; whoever serves one for longer than a request looks again."""
+        """Accept these keys from now on, and tell the listeners, which end what is no longer allowed."""
         self._ring = ring
         for listener in self._on_change:
             listener()
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """`listener` is called after each `replace`."""
+        """Call `listener` after each `replace`."""
         self._on_change.append(listener)
 
-    def caller(self, scope: Scope, *, token: bool = False) -> ApiKey:
-        """The key that a request carries; `token` allows it as `?token=`. `401 unauthorized` for none or another."""
+    def authenticate(self, scope: Scope, *, token: bool = False) -> ApiKey:
+        """Return the request's key; `token` accepts it as `?token=`, too. Raises `401 unauthorized`."""
         keys = self._ring
         if not keys.keys:
             return ANYONE
@@ -103,37 +107,40 @@ class Access:
         return key
 
     def admit(self, scope: Scope, needed: KeyScope, names: Iterable[str] = ()) -> None:
-        """Let a request pass whose key has these scopes and covers these names; then `caller_of` returns the key."""
-        key = self.caller(scope)
+        """Check that the request's key has these scopes and covers these names, and count the request.
+
+        `caller_of` then returns the key. Raises `401 unauthorized`, `403 forbidden` or `429 throttled`.
+        """
+        key = self.authenticate(scope)
         key.require(needed, names)
         if _CALLER not in scope:
-            self.limits.take(key, Counted.REQUESTS)
+            self.limits.acquire(key, Counted.REQUESTS)
         scope[_CALLER] = key
 
-    def leave(self, scope: Scope) -> None:
-        """The request is over, whether or not it was admitted."""
+    def release(self, scope: Scope) -> None:
+        """End a request, whether or not it was admitted."""
         key = scope.get(_CALLER)
         if key is not None:
-            self.limits.give_back(key, Counted.REQUESTS)
+            self.limits.release(key, Counted.REQUESTS)
 
-    def key_of(self, digest: bytes) -> ApiKey | None:
-        """The key of this digest as it counts now; None when it is no longer valid."""
+    def find_key(self, digest: bytes) -> ApiKey | None:
+        """Return the accepted key with this digest; None if it is no longer valid."""
         return self._ring.with_digest(digest) if self._ring.keys else ANYONE
 
     def still_allows(self, digest: bytes, needed: KeyScope, names: Iterable[str]) -> bool:
-        """Tell whether the key of this digest is valid now, with these scopes and over these names."""
-        key = self.key_of(digest)
+        """Return True if the key with this digest is still valid, has these scopes and covers these names."""
+        key = self.find_key(digest)
         return key is not None and key.has(needed) and all(map(key.covers, names))
 
 
 def caller_of(scope: Scope) -> ApiKey:
-    """The key of an admitted request."""
+    """Return the key of an admitted request."""
     key: ApiKey = scope[_CALLER]
     return key
 
 
 def _bearer(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """The key in `Authorization: Bearer`, None without one. Of two such headers neither is believed."""
+    """Return the key in `Authorization: Bearer`; None without one, or with two such headers."""
     given = [value for name, value in headers if name == b"authorization"]
     if len(given) != 1:
         return None
@@ -142,22 +149,15 @@ def _bearer(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 
 def _token(query_string: bytes) -> bytes | None:
-    """The first `token` of a query, decoded as a form value."""
+    """Return the first `token` of a query, decoded as a form value."""
     values = QueryParams(query_string).getlist("token")
     return values[0].encode() if values else None
 
 
-RETRY_S: Final = 1.0
-"""The time between attempts while older keys count here than were asked for: one of them may have been revoked."""
-
-_log = get_logger()
-
-
 class KeyReload:
-    """SIGHUP: this frontend reads the keys again. The supervisor has read them before and found them good, but the file
-    may have changed since, or be missing for a moment.
+    """Reads the keys again at SIGHUP. The supervisor has checked them before, but the file may have changed since.
 
-    `header` has the serial of the newest ring; `cell` says which one counts here.
+    `header` has the serial of the newest ring. `cell` tells the supervisor which ring this frontend accepts.
     """
 
     def __init__(self, settings: Settings, access: Access, header: Cell, cell: ProcessCell) -> None:
@@ -167,13 +167,12 @@ class KeyReload:
         self._cell = cell
         self._wanted = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._said: list[str] = []
-        """The problems that were logged last."""
+        self._logged_problems: list[str] = []
         cell.set("keys_serial", access.serial)
 
     def request(self) -> None:
-        """Read the keys soon, and once more if that is under way: they may have changed again. A failure is repeated
-        until these keys or newer ones count here.
+        """Read the keys soon, and once more if a read is under way. A failed read is repeated until this frontend
+        accepts these keys or newer ones.
         """
         self._wanted.set()
         if self._task is None:
@@ -195,33 +194,27 @@ class KeyReload:
             self._task = None
 
     async def _reload(self) -> bool:
-        # Before the file: what is read later is at least as new as what this serial stands for.
+        # Taken before the file is read, so the keys are at least as new as this serial says.
         serial = self._header.get("keys_serial")
         try:
             ring = await asyncio.to_thread(read_keys, self._settings, serial)
         except SettingsError as error:
-            if error.problems != self._said:
+            if error.problems != self._logged_problems:
                 _log.error("keys not reloaded, the former ones stay", problems=error.problems)
-            self._said = error.problems
+            self._logged_problems = error.problems
             return False
-        if self._said:
-            _log.info("keys reloaded, which had failed")
-            self._said = []
+        if self._logged_problems:
+            _log.info("keys reloaded after a failure")
+            self._logged_problems = []
         self._access.replace(ring)
         self._cell.set("keys_serial", serial)
         return True
 
 
-_METHODS: Final = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS")
-_REQUEST_HEADERS: Final = ("Authorization", "Cache-Control", "Content-Encoding", "Idempotency-Key", "Last-Event-ID")
-_ANSWER_HEADERS: Final = ("Retry-After",)
-_MAX_AGE_S: Final = 600
-
-
 class Cors(CORSMiddleware):
-    """`app` for pages of these origins, with our error envelope. Browsers keep the answers from other pages.
+    """Lets web pages of `origins` call `app` (`TOPICS_CORS_ORIGINS`). Browsers keep the answers from other pages.
 
-    Never with credentials: keys travel in a header that the page itself sets, so `*` is safe.
+    Credentials are never allowed: a page sets its key in a header itself, so `*` is safe.
     """
 
     def __init__(self, app: AsgiApp, origins: Collection[str]) -> None:

@@ -1,12 +1,12 @@
-"""Request bodies: read whole, bounded, unpacked, of the right content type; and what all of them hold in memory.
+"""Request bodies: read whole, bounded, unpacked, checked for their content type, and counted while they are in memory.
 
-    read_body ──▶ hold(what is to come) ──▶ … unpacked, decoded ──▶ laid out, answered: the request's task ends ──▶ free
-                     │ no room: it waits in line               └─▶ let_go: little of it is kept ──▶ free
+    read_body ──▶ reserve(its length) ──▶ unpacked, decoded ──▶ handled: the request's task ends ──▶ released
+                     │ waits in a queue                    └─▶ release_body: little of it is kept
                      └─▶ 429 throttled
 
-A body waits for room before it is read on, so that TCP holds up its client. Of two that have a part each and wait for
-the rest one is refused in the end: room for the other. Bodies of up to a MiB have a budget of their own: four clients
-that send theirs slowly fill that of the long ones.
+A body waits for room before it is read on, so TCP holds up its client. When two bodies have a part each and wait for
+the rest, one of them times out and makes room for the other. Bodies of up to 1 MiB have a budget of their own, because
+four clients that send slowly can fill that of the long ones.
 """
 
 from __future__ import annotations
@@ -20,37 +20,36 @@ from typing import Any, Final, TypeVar
 from topics.core.errors import TopicsError, invalid
 from topics.frontend.asgi import Receive
 from topics.frontend.entry import limits
-from topics.frontend.entry.budget import Budget, Hold
+from topics.frontend.entry.budget import Budget, Reservation
 
 Headers = dict[bytes, bytes]
-WishT = TypeVar("WishT")
+RequestT = TypeVar("RequestT")
 
 _GZIP_WBITS: Final = 31
 _UNZIP_INLINE_BYTES_MAX: Final = 1024
-"""A longer body may unpack to more than a MiB, so a thread does it and the loop goes on."""
+"""A longer body may unpack to more than 1 MiB, so a thread unpacks it."""
 
 INLINE_BYTES_MAX: Final = 1 << 20
-"""A longer body is decoded and laid out by a thread: others get their turn between two calls into C."""
+"""A thread decodes and handles a longer body, so that the event loop can run between two calls into C."""
 COUNTED_FROM_BYTES: Final = 64 << 10
-"""Shorter bodies are not counted: a connection, or stream of HTTP/2, has one of those at most."""
+"""Shorter bodies are not counted: a connection or HTTP/2 stream has at most one of them."""
 LONG_BYTES: Final = 1 << 20
-"""Longer bodies have the second budget."""
+"""Longer bodies count in `long_bodies`."""
 
+# One event loop and all routes share them, so they are the process's.
 medium_bodies: Final = Budget(limits.MEDIUM_BODIES)
 long_bodies: Final = Budget(limits.LONG_BODIES)
-"""Both are this process's: there is one event loop, and all routes share them."""
-_holds: Final[dict[asyncio.Task[Any], dict[Budget, Hold]]] = {}
-"""The holds of each request."""
+_reservations: Final[dict[asyncio.Task[Any], dict[Budget, Reservation]]] = {}
 
 
 class ClientGoneError(Exception):
-    """The client closed the connection before its answer; there is nobody to tell."""
+    """The client closed the connection before its answer."""
 
 
 async def read_body(receive: Receive, headers: Headers, max_bytes: int) -> bytes:
-    """The unpacked body, JSON by its content type where there is any (api §0.2).
+    """Return the unpacked body, which is JSON by its content type unless it is empty (api §0.2).
 
-    From COUNTED_FROM_BYTES on it counts until the current task ends. Raises `payload_too_large`, `throttled`,
+    A body longer than COUNTED_FROM_BYTES counts until the current task ends. Raises `payload_too_large`, `throttled`,
     `unsupported_media_type`, `invalid_request`; ClientGoneError.
     """
     message = await receive()
@@ -60,7 +59,7 @@ async def read_body(receive: Receive, headers: Headers, max_bytes: int) -> bytes
     if message.get("more_body"):
         body = await _read_rest(receive, body, headers, max_bytes)
     elif len(body) > COUNTED_FROM_BYTES:
-        await _hold(len(body))
+        await _reserve(len(body))
     if len(body) > max_bytes:
         raise _too_large(max_bytes)
     if not body:
@@ -72,99 +71,100 @@ async def read_body(receive: Receive, headers: Headers, max_bytes: int) -> bytes
     return await _unpack(body, encoding, max_bytes)
 
 
-async def read_wish(receive: Receive, headers: Headers, max_bytes: int, decode: Callable[[bytes], WishT]) -> WishT:
-    """`read_body`, decoded to something short, for requests that may wait for long: the body is counted no longer."""
-    wish = decode(await read_body(receive, headers, max_bytes))
-    let_go()
-    return wish
+async def read_request(
+    receive: Receive, headers: Headers, max_bytes: int, decode: Callable[[bytes], RequestT]
+) -> RequestT:
+    """Return `decode` of the body, which no longer counts. For requests that are short once decoded and may wait."""
+    request = decode(await read_body(receive, headers, max_bytes))
+    release_body()
+    return request
 
 
 def allow_bodies_of(max_body_bytes: int) -> None:
-    """Make room for four of the longest bodies there may be. To be called at the start."""
+    """Make room for four bodies of the greatest length. Call it at the start."""
     long_bodies.most_bytes = max(long_bodies.most_bytes, 4 * max_body_bytes)
 
 
-async def hold(budget: Budget, size_bytes: int) -> None:
-    """Count so much more until the current task ends or lets go. Raises `throttled` when no room comes in time."""
+async def reserve(budget: Budget, size_bytes: int) -> None:
+    """Count `size_bytes` more until the current task ends or releases them. Raises `throttled` if no room comes free
+    in time.
+    """
     task = asyncio.current_task()
     assert task is not None
-    if task not in _holds:
-        task.add_done_callback(_free)
-    mine = _holds.setdefault(task, {}).setdefault(budget, Hold(budget))
+    if task not in _reservations:
+        task.add_done_callback(_release)
+    reservation = _reservations.setdefault(task, {}).setdefault(budget, Reservation(budget))
     try:
-        await mine.wait_for(size_bytes, budget.limit.wait_s)
+        await reservation.grow(size_bytes, budget.limit.wait_s)
     except TimeoutError:
         raise no_room(budget) from None
 
 
-def let_go() -> None:
-    """The current task keeps next to nothing of what it read."""
+def release_body() -> None:
+    """Count the current task's body no longer: next to nothing of it is kept."""
     task = asyncio.current_task()
     assert task is not None
-    _free(task)
+    _release(task)
 
 
-def _free(task: asyncio.Task[Any]) -> None:
-    for one in _holds.pop(task, {}).values():
-        one.close()
+def _release(task: asyncio.Task[Any]) -> None:
+    for reservation in _reservations.pop(task, {}).values():
+        reservation.close()
 
 
-class Share:
-    """What a message of a WebSocket that comes in pieces holds of both budgets, until nobody has it any more, nor the
-    message that it is kept with.
+class MessageReservation:
+    """The room that one WebSocket message has in both budgets while it arrives and as long as it is kept. It is
+    released when nothing refers to it.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._medium = Hold(medium_bodies)
-        self._long = Hold(long_bodies)
+        self._medium = Reservation(medium_bodies)
+        self._long = Reservation(long_bodies)
 
     def reach(self, size_bytes: int) -> bool:
-        """It is so long now; False: there is no room for that."""
+        """Grow to `size_bytes`; False if there is no room."""
         while self._medium.held_bytes + self._long.held_bytes < size_bytes:
             if self._medium.held_bytes < LONG_BYTES:
-                has_room = self._medium.grow(COUNTED_FROM_BYTES)
+                has_room = self._medium.try_grow(COUNTED_FROM_BYTES)
             else:
-                has_room = self._long.grow(LONG_BYTES)
+                has_room = self._long.try_grow(LONG_BYTES)
             if not has_room:
                 return False
         return True
 
     def __del__(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            # Not here: this may be any moment of any thread.
+            # Not closed here: any thread may be doing anything at this moment.
             self._loop.call_soon_threadsafe(self._medium.close)
             self._loop.call_soon_threadsafe(self._long.close)
 
 
 def no_room(budget: Budget) -> TopicsError:
-    """429: the budget is used up."""
-    return budget.refused(
-        f"the bodies of requests hold all of the {budget.most_bytes} bytes that they may; send it again later"
-    )
+    """Return the `429` for a body without room in `budget`."""
+    return budget.refused(f"request bodies fill all of their {budget.most_bytes} bytes of memory; send it again later")
 
 
-async def _hold(size_bytes: int) -> None:
-    """Room for a body, or a piece, of this size."""
-    await hold(long_bodies if size_bytes > LONG_BYTES else medium_bodies, size_bytes)
+async def _reserve(size_bytes: int) -> None:
+    await reserve(long_bodies if size_bytes > LONG_BYTES else medium_bodies, size_bytes)
 
 
 async def _read_rest(receive: Receive, first: bytes, headers: Headers, max_bytes: int) -> bytes:
     chunks = [first]
     size = len(first)
-    # With a length all of it is asked for at once, so that of those let in none waits again.
+    # A known length is reserved at once: a body that was let in does not wait again.
     length = _length(headers, max_bytes)
     room, more = COUNTED_FROM_BYTES, True
     while True:
         while size > room:  # one message may be several steps long
             if length or room < LONG_BYTES:
-                await _hold(length or COUNTED_FROM_BYTES)
+                await _reserve(length or COUNTED_FROM_BYTES)
                 room += length or COUNTED_FROM_BYTES
             else:
-                await hold(long_bodies, LONG_BYTES)
+                await reserve(long_bodies, LONG_BYTES)
                 room += LONG_BYTES
         if not more:
-            # From a MiB on, joining leaves the interpreter to others.
+            # Joining 1 MiB or more takes so long that a thread does it.
             return b"".join(chunks) if size <= INLINE_BYTES_MAX else await asyncio.to_thread(b"".join, chunks)
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -177,7 +177,7 @@ async def _read_rest(receive: Receive, first: bytes, headers: Headers, max_bytes
 
 
 def _length(headers: Headers, max_bytes: int) -> int:
-    """The length of the body, 0 if it is not known; the server has checked it."""
+    """Return the body's Content-Length, which the server has checked; 0 without one."""
     length = headers.get(b"content-length", b"")
     return min(int(length), max_bytes) if length.isdigit() else 0
 
@@ -199,17 +199,20 @@ async def _unpack(body: bytes, encoding: bytes, max_bytes: int) -> bytes:
     if name not in (b"gzip", b"x-gzip"):
         shown = encoding[:100].decode("latin-1")
         raise TopicsError("unsupported_media_type", f"Content-Encoding must be gzip or absent, not {shown!r}")
-    # RFC 1952: the last four bytes are the size of what was packed. Who states less gets no more than that unpacked.
+    # RFC 1952: the last four bytes state the unpacked size. No more than that is unpacked.
     stated = int.from_bytes(body[-4:], "little")
     if min(stated, max_bytes) > COUNTED_FROM_BYTES:
-        await _hold(min(stated, max_bytes))
+        await _reserve(min(stated, max_bytes))
     if len(body) <= _UNZIP_INLINE_BYTES_MAX:
         return unzip(body, max_bytes, stated)
     return await asyncio.to_thread(unzip, body, max_bytes, stated)
 
 
 def unzip(body: bytes, max_bytes: int, stated_bytes: int | None = None) -> bytes:
-    """One gzip member of at most `max_bytes`, and `stated_bytes` if given; unpacks no more than one byte beyond."""
+    """Unpack one gzip member of at most `max_bytes`, and at most `stated_bytes` if given.
+
+    Never unpacks more than one byte beyond that. Raises `payload_too_large` or `invalid_request`.
+    """
     unpacker = zlib.decompressobj(_GZIP_WBITS)
     most = max_bytes if stated_bytes is None else min(max_bytes, stated_bytes)
     try:

@@ -1,9 +1,9 @@
-"""Bounds of what a frontend holds: how much there may be, how much there is, and who waits for room.
+"""Memory budgets of a frontend: the bound, the bytes that count now, and the queue for room.
 
-    take ─▶ True: counted until `release`
-      └─▶ False: there is no room. A Hold may wait in line ─▶ let_in ─▶ it holds what it asked for
+    try_grow ─▶ True: counted until the reservation is resized or closed
+       └─▶ False: no room.    grow ─▶ waits in the queue ─▶ granted
 
-The rows that budgets are made from stand in `limits`.
+`limits` has a row for each budget.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ RETRY_AFTER_MS: Final = 1000
 
 
 class AtLimit(Enum):
-    """The fate of one that finds no room. One that waits and is larger than the budget enters when nothing is held."""
+    """The fate of a request that finds no room. One that waits and exceeds the whole budget enters it when it is
+    empty.
+    """
 
     WAIT = "waits in line"
     REFUSE = "is refused"
@@ -28,8 +30,10 @@ class AtLimit(Enum):
 
 
 class Limit(NamedTuple):
-    """One bound, a row of the table in docs/operations.md. `name` stands in `detail.limit` of who is refused, 0 is no
-    bound of this kind, and `wait_s` is how long one stands in line; None: as long as its request may take.
+    """One bound, a row of the table in docs/operations.md.
+
+    `name` is the `detail.limit` of a refusal. 0 means no bound of this kind. `wait_s` is the longest wait; None waits
+    as long as the request may take.
     """
 
     name: str
@@ -41,7 +45,7 @@ class Limit(NamedTuple):
     wait_s: float | None = None
 
     def refused(self, message: str, most: int, retry_after_ms: int | None = RETRY_AFTER_MS) -> TopicsError:
-        """The `429` for one that finds no room."""
+        """Return the `429` for a request that finds no room."""
         detail: dict[str, object] = {"limit": self.name, "max": most}
         if retry_after_ms is not None:
             detail["retry_after_ms"] = retry_after_ms
@@ -49,61 +53,61 @@ class Limit(NamedTuple):
 
 
 class Budget:
-    """Counts the bytes that are held under one limit, and owns the line of those who wait: nobody overtakes them.
+    """Counts bytes in memory under one limit, and owns the queue for room, in which nobody overtakes.
 
-    Who holds what is there in any case adds it to `held_bytes`, beyond the limit if need be. All calls are on one loop.
+    A caller that has the bytes already adds them to `held_bytes`, beyond the limit if need be. Used on one event loop.
     """
 
-    __slots__ = ("_alone", "held_bytes", "limit", "most_bytes", "waiting")
+    __slots__ = ("_empty_admits_any", "held_bytes", "limit", "most_bytes", "waiting")
 
     def __init__(self, limit: Limit) -> None:
         self.limit = limit
         self.most_bytes = limit.most_bytes
         self.held_bytes = 0
-        self.waiting: OrderedDict[Hold, int] = OrderedDict()
-        """How much each waits for, first come, first served."""
-        self._alone = limit.at_limit is AtLimit.WAIT
+        self.waiting: OrderedDict[Reservation, int] = OrderedDict()
+        """The queue: how many bytes each waits for."""
+        self._empty_admits_any = limit.at_limit is AtLimit.WAIT
 
     def fits(self, size_bytes: int) -> bool:
-        """Tell whether there is room, whoever waits for it."""
+        """Return True if there is room, whether or not others wait for it."""
         held_bytes = self.held_bytes
-        return held_bytes + size_bytes <= self.most_bytes or (self._alone and not held_bytes)
+        return held_bytes + size_bytes <= self.most_bytes or (self._empty_admits_any and not held_bytes)
 
-    def take(self, size_bytes: int) -> bool:
-        """Count so much more until it is released; False: there is no room, or others wait for it."""
+    def try_reserve(self, size_bytes: int) -> bool:
+        """Count `size_bytes` until `release`; False if there is no room or others wait for it."""
         if self.waiting or not self.fits(size_bytes):
             return False
         self.held_bytes += size_bytes
         return True
 
     def release(self, size_bytes: int) -> None:
-        """Count so much less, and let in who has room now."""
+        """Count `size_bytes` less, and admit from the queue."""
         self.held_bytes -= size_bytes
         if self.waiting:
-            self.let_in()
+            self.admit_waiting()
 
-    def let_in(self) -> None:
-        """Give those in line what they wait for, as far as there is room."""
+    def admit_waiting(self) -> None:
+        """Grant what the first in the queue wait for, as far as there is room."""
         while self.waiting:
-            hold, size_bytes = next(iter(self.waiting.items()))
+            reservation, size_bytes = next(iter(self.waiting.items()))
             if not self.fits(size_bytes):
                 return
-            del self.waiting[hold]
+            del self.waiting[reservation]
             self.held_bytes += size_bytes
-            hold.enter(size_bytes)
+            reservation.granted(size_bytes)
 
-    def close(self) -> None:
-        """Close all that wait: nobody will take what they would make."""
+    def close_waiting(self) -> None:
+        """Close every reservation in the queue: the client is gone."""
         while self.waiting:
             next(reversed(self.waiting)).close()
 
     def refused(self, message: str) -> TopicsError:
-        """The `429` for one that finds no room."""
+        """Return the `429` for a request that finds no room."""
         return self.limit.refused(message, self.most_bytes)
 
 
-class Hold:
-    """The part of a budget that one holder has, until it is closed. It may stand in line for one more part of it."""
+class Reservation:
+    """One holder's part of a budget, until it is closed. It can wait in the queue for one increase at a time."""
 
     __slots__ = ("_budget", "_tell", "closed", "held_bytes")
 
@@ -113,67 +117,69 @@ class Hold:
         self.held_bytes = 0
         self.closed = False
 
-    def grow(self, size_bytes: int) -> bool:
-        """Take so much more; False: there is no room now."""
-        if self.closed or not self._budget.take(size_bytes):
+    def try_grow(self, size_bytes: int) -> bool:
+        """Take `size_bytes` more; False if there is no room now."""
+        if self.closed or not self._budget.try_reserve(size_bytes):
             return False
         self.held_bytes += size_bytes
         return True
 
-    def line_up(self, size_bytes: int, tell: Callable[[bool], None], first: bool = False) -> None:
-        """Wait for so much more, last or `first` in line. `tell(True)`: it holds it; `tell(False)`: it was closed."""
+    def enqueue(self, size_bytes: int, tell: Callable[[bool], None], first: bool = False) -> None:
+        """Wait for `size_bytes` more, `first` or last in the queue. Calls `tell(True)` once they are granted,
+        `tell(False)` if the reservation is closed before.
+        """
         self._tell = tell
         self._budget.waiting[self] = size_bytes
         if first:
             self._budget.waiting.move_to_end(self, last=False)
 
-    async def wait_for(self, size_bytes: int, wait_s: float | None = None) -> None:
-        """Take so much more when it is its turn and there is room. Raises TimeoutError after `wait_s`, and
-        ConnectionResetError once it is closed: nobody needs the room.
+    async def grow(self, size_bytes: int, wait_s: float | None = None) -> None:
+        """Take `size_bytes` more, waiting in the queue if need be. Raises TimeoutError after `wait_s`, and
+        ConnectionResetError if the reservation is closed.
         """
-        if self.grow(size_bytes):
+        if self.try_grow(size_bytes):
             return
-        entered = False
+        granted = False
         if not self.closed:
             room: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            self.line_up(size_bytes, lambda entered: None if room.done() else room.set_result(entered))
+            self.enqueue(size_bytes, lambda granted: None if room.done() else room.set_result(granted))
             try:
                 async with asyncio.timeout(wait_s):
-                    entered = await room
+                    granted = await room
             except BaseException:
-                if not self._leave():  # it was let in, and ended in the same moment
-                    self.keep(self.held_bytes - size_bytes)
+                if not self._leave_queue():  # it was granted and cancelled in the same turn of the loop
+                    self.resize(self.held_bytes - size_bytes)
                 raise
-        if not entered:
+        if not granted:
             raise ConnectionResetError("the client is gone")
 
-    async def take(self, size_bytes: int) -> None:
-        """Wait for so much instead of what it holds, which it gives back first."""
-        self.keep(0)
-        await self.wait_for(size_bytes)
+    async def replace(self, size_bytes: int) -> None:
+        """Give back what it holds, then take `size_bytes` as `grow` does."""
+        self.resize(0)
+        await self.grow(size_bytes)
 
-    def enter(self, size_bytes: int) -> None:
-        """The budget has counted what it waits for."""
+    def granted(self, size_bytes: int) -> None:
+        """Hold `size_bytes` more, which the budget has counted."""
         self.held_bytes += size_bytes
         if self._tell is not None:
             self._tell(True)
 
-    def keep(self, size_bytes: int) -> None:
-        """Hold so much instead; one that holds nothing goes on holding nothing."""
+    def resize(self, size_bytes: int) -> None:
+        """Hold `size_bytes` instead. A reservation that holds nothing stays empty."""
         if self.held_bytes:
             less_bytes, self.held_bytes = self.held_bytes - size_bytes, size_bytes
             self._budget.release(less_bytes)
 
     def close(self) -> None:
-        """Give back all, leave the line, and take nothing any more."""
+        """Give back everything, leave the queue, and take nothing any more."""
         self.closed = True
-        if self._leave() and self._tell is not None:
+        if self._leave_queue() and self._tell is not None:
             self._tell(False)
-        self.keep(0)
+        self.resize(0)
 
-    def _leave(self) -> bool:
-        """Leave the line, where it may have been in the way of others; False: it did not stand there."""
+    def _leave_queue(self) -> bool:
+        """Leave the queue and admit those behind; False if it was not in the queue."""
         if self._budget.waiting.pop(self, None) is None:
             return False
-        self._budget.let_in()
+        self._budget.admit_waiting()
         return True

@@ -18,29 +18,30 @@ MEDIUM_BODIES: Final = Limit(
     wait_s=2.0,
 )
 LONG_BODIES: Final = MEDIUM_BODIES._replace(
-    what="those above 1 MiB; four times `TOPICS_MAX_BODY_BYTES`, if that is more. Laying them out takes twice as much"
+    what="the same above 1 MiB; four times `TOPICS_MAX_BODY_BYTES`, if that is more. Writing one takes twice its length"
 )
 CONNECTION_ANSWERS: Final = Limit(
     "answer_bytes",
     _WAIT,
-    "long answers (pages, claims, peeks, lists, scrapes) from before they are made until they are taken. All else of"
-    " the connection goes on. A claim waits for 2 s, or half its lease: then its jobs go back and it is `throttled`",
+    "long answers (pages, claims, peeks, lists, scrapes) from before they are made until the client has read them."
+    " Other streams of the connection go on. A claim waits for 2 s, or half its lease: then its jobs go back and it is"
+    " `throttled`",
     16 * _MIB,
     per="HTTP/2 connection",
 )
 KEPT_ANSWERS: Final = Limit(
     "kept_answers",
     _CUT,
-    "answers above 128 KiB that are not taken to their end, over any protocol, each with all its length. From half of"
-    " this on those are cut (of HTTP/2 the stream is reset), longest first, whose clients have taken nothing for 2 s;"
-    " beyond all of it others as well",
+    "answers above 128 KiB that clients have not read to the end, over any protocol, each with its whole length. From"
+    " half of this on connections (streams of HTTP/2) are cut whose clients have read nothing for 2 s, longest first;"
+    " above all of it others as well",
     512 * _MIB,
 )
 KEPT_FRAMES: Final = Limit(
     "kept_frames",
     _WAIT,
-    "what event streams and WebSockets keep for clients with more than 64 KiB waiting. Frames of up to 64 KiB always"
-    " go. Where nothing else makes room those are cut, longest first, whose clients have taken nothing for 2 s",
+    "what event streams and WebSockets keep for clients with more than 64 KiB waiting. Frames of up to 64 KiB never"
+    " wait. Where nothing else makes room, clients are cut that have read nothing for 2 s, longest first",
     256 * _MIB,
 )
 SOCKET_MESSAGES: Final = Limit(
@@ -52,7 +53,7 @@ SOCKET_MESSAGES: Final = Limit(
     per="WebSocket",
 )
 SOCKET_PUBLISHES: Final = Limit("socket_publishes", _WAIT, "publishes on their way to shards", 0, 64, per="WebSocket")
-PACKING: Final = Limit("packing", _REFUSE, "answers that wait to be packed by a thread; others go unpacked", 64 * _MIB)
+PACKING: Final = Limit("packing", _REFUSE, "answers that wait for a thread to pack them; others go unpacked", 64 * _MIB)
 NODE_SETS: Final = Limit(
     "node_bytes",
     _REFUSE,
@@ -86,8 +87,8 @@ RING_WAITERS: Final = Limit(
 RING_POSTS: Final = Limit(
     "ring_posts",
     _REFUSE,
-    "messages that nobody waits for: that a stream has ended, jobs that nobody got. Requests are refused instead of"
-    " them, as these would leave more; those before them still leave one each, and each topic one watch",
+    "messages without an answer: that a stream has ended, jobs that nobody got. At the limit requests are refused"
+    " instead, because they would cause more; those under way still cause one each, and each topic one watch",
     8 * _MIB,
     16_384,
     per="frontend and shard",

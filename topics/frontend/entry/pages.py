@@ -1,11 +1,11 @@
-"""Which web pages may act here: a browser lets any page send requests to any address, also to this machine.
+"""Protection against web pages of others: a browser lets any page send requests to any address, also to this machine.
 
     request                                        refused with 403
     anything but a safe GET; /work; WebSocket      from a page of another origin that is not in TOPICS_CORS_ORIGINS
     anything but a probe, while no keys are set    under a host name that is not this machine's: a page may give its
                                                    own name this machine's address (DNS rebinding)
 
-Programs other than browsers send none of these headers, and are not concerned by the first row.
+The first row does not concern programs other than browsers: they do not send these headers.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from topics.frontend.entry.access import Access
 from topics.settings import Settings, is_loopback
 
 _SAFE_METHODS: Final = frozenset(("GET", "HEAD", "OPTIONS"))
-_ACTS: Final = "/work"
-"""The end of the path of a GET that takes jobs."""
+_WORK: Final = "/work"
+"""End of the path of a GET that takes jobs."""
 PROBES: Final = frozenset(("/v0/health", "/healthz", "/v0/ready", "/readyz"))
 _OWN_PAGES: Final = (b"same-origin", b"none")
-"""Values of Sec-Fetch-Site for a page of this service, and for an address that somebody typed."""
+"""Values of Sec-Fetch-Site for a page of this service, and for a typed address."""
 _HOSTS_KEPT_MAX: Final = 64
 
 
 class Pages:
-    """Checks where requests come from. It owns the list of hosts and origins that may call this frontend."""
+    """Checks the hosts and origins of requests. It owns the lists of those that may call this frontend."""
 
     def __init__(self, settings: Settings, access: Access) -> None:
         self._access = access
@@ -36,10 +36,10 @@ class Pages:
         self._names = frozenset(name.lower() for name in settings.allowed_hosts or ())
         self._any_address = not is_loopback(settings.host)
         self._hosts: set[bytes] = set()
-        """Host headers that were found to be good."""
+        """Host headers that have passed the check."""
 
     def check(self, scope: Scope) -> None:
-        """Raise `403 forbidden` for a request that a page of somebody else may have sent."""
+        """Raise `403 forbidden` for a request that another site's page may have sent."""
         host: bytes | None = None
         site: bytes | None = None
         origins: list[bytes] = []
@@ -77,7 +77,7 @@ class Pages:
             address = ipaddress.ip_address(name)
         except ValueError:
             return False
-        # No name stands for an address that is written out: there is nothing to rebind.
+        # An address in digits needs no name lookup, so it cannot be rebound.
         return address.is_loopback or self._any_address
 
     def _is_own_page(self, host: bytes | None, origins: list[bytes], site: bytes | None) -> bool:
@@ -91,8 +91,8 @@ class Pages:
 
 
 def _acts(scope: Scope) -> bool:
-    """Whether a request may change anything."""
-    return scope["type"] == "websocket" or scope["method"] not in _SAFE_METHODS or scope["path"].endswith(_ACTS)
+    """Return True if a request may change anything."""
+    return scope["type"] == "websocket" or scope["method"] not in _SAFE_METHODS or scope["path"].endswith(_WORK)
 
 
 def host_name(host: str) -> str:

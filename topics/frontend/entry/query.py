@@ -21,7 +21,7 @@ _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def flag(query: QueryParams, name: str, default: bool) -> bool:
-    """`?name=true|false` (or 1, 0); the first of several counts."""
+    """Return `?name=true|false` (or 1, 0); the first one counts. Raises `400 invalid_request`."""
     values = query.getlist(name)
     if not values:
         return default
@@ -32,7 +32,7 @@ def flag(query: QueryParams, name: str, default: bool) -> bool:
 
 
 def count(query: QueryParams, name: str, default: int) -> int:
-    """`?name=<u64>`."""
+    """Return `?name=<u64>`; the first one counts. Raises `400 invalid_request`."""
     values = query.getlist(name)
     if not values:
         return default
@@ -43,18 +43,18 @@ def count(query: QueryParams, name: str, default: int) -> int:
 
 
 def page_size(query: QueryParams) -> int:
-    """`?page_size` of a list (api §0.8)."""
+    """Return the `?page_size` of a list (api §0.8)."""
     return min(count(query, "page_size", PAGE_SIZE_DEFAULT) or PAGE_SIZE_DEFAULT, PAGE_SIZE_MAX)
 
 
 def name_cursor(name: str) -> str:
-    """The cursor of a list that goes on behind this name: base64 of "after:", the name, and XXH32 of both."""
+    """Return the cursor of a list that continues after `name`: base64 of "after:", the name, and XXH32 of both."""
     content = _CURSOR_MARK + name.encode()
     return base64.urlsafe_b64encode(content + xxh32_digest(content)).decode().rstrip("=")
 
 
 def name_after(cursor: str | None, check_name: Callable[[str], str]) -> str:
-    """The name that a list cursor stands behind, "" without one; `400` for what `name_cursor` never gave."""
+    """Return the name in a list cursor, "" without a cursor. Raises `400` for one that `name_cursor` did not make."""
     if cursor is None:
         return ""
     try:
@@ -62,7 +62,7 @@ def name_after(cursor: str | None, check_name: Callable[[str], str]) -> str:
         name = check_name(content[len(_CURSOR_MARK) : -_CHECKSUM_LEN].decode())
     except (ValueError, binascii.Error, TopicsError):
         name = ""
-    # One character less or another can still be base64 of a name: the whole has to be what was given.
+    # Another text may decode to the same name, so the whole cursor is compared.
     if not name or name_cursor(name) != cursor:
-        raise invalid("?cursor is not one that a list gave: take next_cursor as it is", field="cursor")
+        raise invalid("?cursor did not come from a list: send next_cursor unchanged", field="cursor")
     return name

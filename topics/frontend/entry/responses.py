@@ -1,11 +1,11 @@
-"""Answers: JSON bodies, the error envelope, compression for those who ask."""
+"""Answers: JSON bodies, the error envelope, gzip for clients that accept it."""
 
 from __future__ import annotations
 
 import asyncio
 import gzip
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -14,45 +14,44 @@ from topics.core.errors import RETRY_AFTER_S, TopicsError
 from topics.frontend.asgi import ROOM, Scope, Send
 from topics.frontend.entry import limits
 from topics.frontend.entry.bodies import Headers
-from topics.frontend.entry.budget import Budget, Hold
+from topics.frontend.entry.budget import Budget, Reservation
 
 HeaderList = list[tuple[bytes, bytes]]
 
 LIST_BYTES_MAX: Final = 1 << 20
-"""Room that is taken for one page of a list; most are much shorter."""
+"""Room reserved for one page of a list; most are much shorter."""
 GZIP_MIN_BYTES: Final = 1024
 _GZIP_INLINE_BYTES_MAX: Final = 32 * 1024
 _GZIP_LEVEL: Final = 1
-"""A page of JSON packs well at any level; the first costs the least."""
+"""Level 1 is the fastest, and packs a page of JSON nearly as well as the others."""
 _JSON: Final = (b"content-type", b"application/json")
 
-
 packing: Final = Budget(limits.PACKING)
-"""Long answers that threads of this process pack, which is slower than pages are made: half a second's work or so."""
+"""Long answers that threads of this process are packing. Pages are made faster than they are packed."""
 
 encode_json = msgspec.json.Encoder().encode
 
 
 def elapsed_ms(started_ns: int) -> float:
-    """Since `started_ns` (time.perf_counter_ns), to the microsecond."""
+    """Return the time since `started_ns` (time.perf_counter_ns), to the microsecond."""
     return (time.perf_counter_ns() - started_ns) // 1000 / 1000
 
 
-def room_of(scope: Scope) -> Hold | None:
-    """Where room is to be taken before an answer is made that may be long; None where each waits for the one before."""
-    room: Hold | None = scope.get("extensions", {}).get(ROOM)
+def room_of(scope: Scope) -> Reservation | None:
+    """Return the answer's part of its connection's budget; None over HTTP/1.1, which has one answer at a time."""
+    room: Reservation | None = scope.get("extensions", {}).get(ROOM)
     return room
 
 
-async def take_room(scope: Scope, most_bytes: int) -> None:
-    """Wait until an answer of at most so many bytes may be made; ConnectionResetError: nobody would take it.
+async def reserve_room(scope: Scope, most_bytes: int) -> None:
+    """Wait until an answer of at most `most_bytes` may be made. Raises ConnectionResetError if the client is gone.
 
-    A page that has been made is in memory, whatever is done with it then. So who makes it takes room first, for as long
-    as it may become, and over HTTP/2 waits while the client leaves there what was made before (`limits`).
+    A page is in memory once it is made. So a handler of long answers reserves room first, and over HTTP/2 waits here
+    while the client does not read its earlier answers (`limits.CONNECTION_ANSWERS`).
     """
     room = room_of(scope)
     if room is not None:
-        await room.take(most_bytes)
+        await room.replace(most_bytes)
 
 
 def send_json(
@@ -70,7 +69,7 @@ async def send_whole(
     body: bytes,
     headers: HeaderList | None = None,
 ) -> None:
-    """The whole answer; packed when it is worth it and the client takes gzip."""
+    """Send a whole answer; packed if it is long enough and the client accepts gzip."""
     head = [content_type]
     if headers:
         head += headers
@@ -106,7 +105,7 @@ async def send_object(
     *,
     with_copies: bool = True,
 ) -> None:
-    """An answer off the hot paths, with its `performance` (api §0.7). `with_copies`: as `CatchingUp.one` says."""
+    """Send an answer off the hot paths, with its `performance` (api §0.7). `with_copies`: see `CatchingUp.one`."""
     performance: dict[str, Any] = {"server_total_ms": elapsed_ms(started_ns)}
     if not with_copies:
         performance["copies_pending"] = True
@@ -117,7 +116,7 @@ async def send_object(
 async def send_error(
     send: Send, request_headers: Headers, error: TopicsError, headers: HeaderList | None = None
 ) -> None:
-    """The envelope of api §0.6."""
+    """Send `error` in the envelope of api §0.6."""
     head = list(headers or ())
     retry_after_s = RETRY_AFTER_S.get(error.code)
     if retry_after_s is not None:
@@ -126,6 +125,7 @@ async def send_error(
 
 
 def error_body(error: TopicsError) -> bytes:
+    """Return the envelope of api §0.6."""
     content: dict[str, Any] = {"code": error.code, "message": error.message}
     if error.detail is not None:
         content["detail"] = error.detail
@@ -133,32 +133,24 @@ def error_body(error: TopicsError) -> bytes:
 
 
 def accepts_gzip(accept_encoding: bytes) -> bool:
-    """Tell whether `gzip` (or `*`) is listed with a weight above zero."""
-    chosen = False
-    for part in accept_encoding.lower().split(b","):
-        coding, _, parameters = part.partition(b";")
-        name = coding.strip()
-        if name in (b"gzip", b"x-gzip", b"*"):
-            weight = parameters.strip().removeprefix(b"q=").strip(b"0.")
-            acceptable = not parameters.strip() or bool(weight)
-            if name != b"*":
-                return acceptable
-            chosen = acceptable
-    return chosen
+    """Return True if `gzip` (or `*`) is listed with a weight above zero."""
+    return _best_weight(accept_encoding, {b"*": 1, b"gzip": 2, b"x-gzip": 2}) > 0
 
 
 def weight(accept: bytes, media_type: bytes) -> float:
-    """How much the client wants `media_type`, 0 (not at all) to 1: its most specific range that covers it decides."""
-    main = media_type.partition(b"/")[0]
-    ranges = {b"*/*": 1, main + b"/*": 2, media_type: 3}
-    best, wanted = 0, 0.0
+    """Return the weight of `media_type` in an Accept header, 0 to 1. The most specific range that covers it counts."""
+    return _best_weight(accept, {b"*/*": 1, media_type.partition(b"/")[0] + b"/*": 2, media_type: 3})
+
+
+def _best_weight(accept: bytes, specificity: Mapping[bytes, int]) -> float:
+    best, weight = 0, 0.0
     for part in accept.lower().split(b","):
-        media_range, *parameters = (piece.strip() for piece in part.split(b";"))
-        specificity = ranges.get(media_range, 0)
-        if specificity > best:
-            given = next((value for value in parameters if value.startswith(b"q=")), b"q=1")
+        value, *parameters = (piece.strip() for piece in part.split(b";"))
+        if specificity.get(value, 0) > best:
+            best = specificity[value]
+            given = next((parameter[2:] for parameter in parameters if parameter.startswith(b"q=")), b"1")
             try:
-                best, wanted = specificity, min(1.0, max(0.0, float(given[2:])))
+                weight = min(1.0, max(0.0, float(given)))
             except ValueError:
-                best, wanted = specificity, 1.0
-    return wanted
+                weight = 1.0
+    return weight

@@ -1,4 +1,4 @@
-"""Decodes the bodies of requests (`topics/api/requests.py`); a value that does not fit is a `400`.
+"""Decoding of request bodies (`topics/api/requests.py`); a value that does not fit is a `400`.
 
 A record's `data` stays the bytes it was sent as (`msgspec.Raw`): validated, never decoded (api §0.2).
 """
@@ -24,14 +24,8 @@ _SURROGATES: Final = re.compile(
 )
 _PAIR_LEN: Final = 12
 _CUT_PAIR: Final = re.compile(rb"(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?")
-"""The beginning of what may follow the first half of a pair."""
+"""A second half of a pair that the body's end cuts short."""
 _POSITION: Final = re.compile(r"^(?:JSON is malformed: )?(.*?)(?: \(byte (\d+)\))?$")
-
-
-def has_job_attributes(record: RecordBody) -> bool:
-    """Tell whether the record is to come later, or in order (api §9)."""
-    return record.deliver_at is not None or record.delay_ms is not None or record.order_key is not None
-
 
 append_decoder: Final = msgspec.json.Decoder(AppendBody)
 stage_decoder: Final = msgspec.json.Decoder(StageBody)
@@ -40,14 +34,19 @@ _object_decoder = msgspec.json.Decoder(dict[str, Any])
 _meta_decoder = msgspec.json.Decoder(dict[str, str])
 
 
+def has_job_attributes(record: RecordBody) -> bool:
+    """Return True if the record has a delay or an order key (api §9)."""
+    return record.deliver_at is not None or record.delay_ms is not None or record.order_key is not None
+
+
 def decode(json_decoder: msgspec.json.Decoder[BodyT], body: bytes) -> BodyT:
-    """The body as its type; `400` that says where it is not JSON, or which field is wrong."""
+    """Return the decoded body. Raises `400` with the position where it is not JSON, or the field that is wrong."""
     value: BodyT = decode_any(json_decoder, body)
     return value
 
 
 def decode_as(body_type: type[BodyT], body: bytes) -> BodyT:
-    """Decode with a decoder of its own for each type, and check the integers."""
+    """Decode a body of any type, and check its integers."""
     json_decoder = _decoders.get(body_type)
     if json_decoder is None:
         json_decoder = _decoders[body_type] = msgspec.json.Decoder(body_type)
@@ -57,15 +56,15 @@ def decode_as(body_type: type[BodyT], body: bytes) -> BodyT:
 
 
 def decode_diff(body: bytes) -> DiffBody:
-    """A diff starts at one place: behind a seq or at a time."""
+    """Decode a diff, which starts after a seq or at a time."""
     request = decode_as(DiffBody, body)
     if request.from_ts is not None and request.from_seq:
-        raise invalid("from_ts stands instead of from_seq: give one of the two", field="from_ts")
+        raise invalid("from_ts replaces from_seq: give one of the two", field="from_ts")
     return request
 
 
 def decode_delete(body: bytes) -> tuple[int | None, Match | None]:
-    """(before_seq, match), at least one of them."""
+    """Return (before_seq, match), at least one of which is given."""
     request = decode_as(DeleteBody, body)
     if request.before_seq is None and request.match is None:
         raise invalid("a delete needs before_seq, match or both", field="match")
@@ -73,13 +72,13 @@ def decode_delete(body: bytes) -> tuple[int | None, Match | None]:
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
-    """Any JSON object, for what is checked field by field elsewhere."""
+    """Decode any JSON object. The caller checks its fields."""
     value: dict[str, Any] = decode_any(_object_decoder, body)
     return value
 
 
 def given(raw: Optional) -> TypeGuard[msgspec.Raw]:
-    """Tell whether an optional field is there and more than `null`."""
+    """Return True if an optional field is present and not `null`."""
     return raw is not msgspec.UNSET and bytes(raw) != b"null"
 
 
@@ -94,7 +93,7 @@ def decode_part(part: msgspec.Raw, field: str) -> Any:
 
 
 def decode_meta(meta: msgspec.Raw, field: str) -> dict[str, str]:
-    """A record's meta, in this field: an object of strings."""
+    """Decode a record's meta, an object of strings. `field` names it in the error."""
     try:
         return _meta_decoder.decode(meta)
     except msgspec.MsgspecError as error:
@@ -102,7 +101,7 @@ def decode_meta(meta: msgspec.Raw, field: str) -> dict[str, str]:
 
 
 def check_counts(request: msgspec.Struct) -> None:
-    """Refuses integers beyond u64 by their field's name."""
+    """Raise `400` for an integer above u64, with the name of its field."""
     for field in request.__struct_fields__:
         value = getattr(request, field)
         if type(value) is int and value > U64_MAX:
@@ -112,7 +111,7 @@ def check_counts(request: msgspec.Struct) -> None:
 def decode_any(json_decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     """Decode as `decode` does, for a union of types."""
     try:
-        # msgspec checks the text of what it decodes, not of what it passes on.
+        # msgspec checks the UTF-8 of what it decodes, not of `Raw` fields.
         if not body.isascii():
             _check_utf8(body)
         return json_decoder.decode(body)
@@ -127,7 +126,7 @@ def decode_any(json_decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
 
 
 def not_json(body: bytes, reason: str) -> TopicsError:
-    """`400` with the byte position where `body` stops being JSON."""
+    """Return the `400` with the byte position where `body` stops being JSON."""
     match = _POSITION.match(reason)
     assert match is not None
     position = len(body) if match[2] is None else int(match[2])
@@ -142,11 +141,11 @@ def not_json(body: bytes, reason: str) -> TopicsError:
 
 
 def _unpaired_surrogate(body: bytes, position: int) -> int | None:
-    """Where the surrogate escape is that the parser stumbled over at `position`, None if that was something else.
+    """Return the position of the unpaired surrogate escape behind an error at `position`; None if it has another cause.
 
-    It looks for the other half behind the first one, and calls that malformed, cut short, or another escape.
+    The parser expects the second half after the first, and reports what stands there instead.
     """
-    # From so far back on that no half of a whole pair is taken for one that stands alone.
+    # The search starts far enough back to see a whole pair as one.
     for found in _SURROGATES.finditer(body, max(0, position - 2 * _PAIR_LEN)):
         at = found.start()
         if at >= position:

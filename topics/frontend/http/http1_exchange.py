@@ -1,7 +1,7 @@
 """One HTTP/1.1 request and its answer, as ASGI sees them, and the answers that no app makes.
 
-An `Exchange` knows ASGI and the shape of an answer. Which bytes arrive when, time-outs and the order of requests are
-the connection's (`http1.Http1Protocol`), which it sees as a `Connection`.
+An `Exchange` knows ASGI and the shape of an answer. The order of requests, time-outs, and what is read and written when
+are the connection's (`http1.Http1Protocol`), which it sees as an `ExchangeConnection`.
 """
 
 from __future__ import annotations
@@ -9,50 +9,43 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from enum import IntEnum
 from functools import partial
 from http import HTTPStatus
 from typing import Final, Protocol
+from urllib.parse import unquote
 
-import msgspec
-
-from topics.core.errors import STATUS_BY_CODE
-from topics.frontend.asgi import AsgiApp, Message, Scope, Send
+from topics.core.errors import RETRY_AFTER_S, TopicsError
+from topics.frontend.asgi import DELIVER, AsgiApp, Message, Scope, Send
+from topics.frontend.entry.responses import error_body
 from topics.frontend.http.http1_parser import Head
+from topics.frontend.http.http1_push import PushStream, chunk
 from topics.log import get_logger
 
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK: Final = b"0\r\n\r\n"
 STATUS_LINES: Final = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
 YIELD_AFTER_BYTES: Final = 256 * 1024
-"""A client that reads as fast as the app writes never makes `send` wait; others get their turn after this many."""
+"""`send` yields to other tasks after so many bytes, even to a client that reads as fast as the app writes."""
 
+_ASGI: Final = {"version": "3.0", "spec_version": "2.4"}  # 2.4: send raises OSError when the client is gone
 _BODYLESS: Final = frozenset({204, 304})
 # Each header must be one whole line of this shape. Together with the count of lines this is the defence against
 # response splitting: CR, LF and NUL cannot occur in a value, nor a colon or a blank in a name.
 _HEADER_LINES: Final = re.compile(rb"(?:[!#$%&'*+\-.^_`|~0-9a-z]+: [\t\x20-\x7e\x80-\xff]*\r\n)*")
 
 _log = get_logger()
-_last_push: tuple[bytes, bytes] = (b"", b"")
 
 
-def chunk(data: bytes) -> bytes:
-    """One chunk of a body of unknown length."""
-    return b"%x\r\n%b\r\n" % (len(data), data)
-
-
-def error_answer(
-    code: str, message: str, detail: Mapping[str, object] | None = None, *, with_body: bool = True
-) -> bytes:
-    """A whole answer that did not come from the app (api §0.6); the connection closes after it."""
-    status = STATUS_BY_CODE[code]
-    error = {"code": code, "message": message} | ({"detail": detail} if detail else {})
-    body = msgspec.json.encode({"error": error})
-    allow = b"allow: DELETE, GET, HEAD, OPTIONS, POST, PUT\r\n" if code == "method_not_allowed" else b""
-    retry = b"retry-after: 1\r\n" if status in (429, 503) else b""
+def error_answer(error: TopicsError, *, with_body: bool = True) -> bytes:
+    """Return a whole answer that did not come from the app (api §0.6). The connection closes after it."""
+    body = error_body(error)
+    allow = b"allow: DELETE, GET, HEAD, OPTIONS, POST, PUT\r\n" if error.code == "method_not_allowed" else b""
+    retry_after_s = RETRY_AFTER_S.get(error.code)
+    retry = b"" if retry_after_s is None else b"retry-after: %d\r\n" % retry_after_s
     return b"%bcontent-type: application/json\r\n%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b" % (
-        STATUS_LINES[status],
+        STATUS_LINES[error.status],
         allow,
         retry,
         len(body),
@@ -69,113 +62,29 @@ class ExchangeConnection(Protocol):
 
     @property
     def draining(self) -> bool:
-        """The server is stopping."""
-        ...
+        """True while the server is stopping."""
 
     def write(self, data: bytes, more: bytes = b"") -> None:
         """Send both, or let the transport keep them."""
-        ...
 
     async def wait_writable(self) -> None:
-        """Wait until the client has caught up, or is gone. Only while not `writable`."""
-        ...
+        """Wait until the client has caught up or is gone. Only while not `writable`."""
 
     async def wait_emptied(self) -> None:
         """Wait until the transport keeps nothing for the client, or the client is gone."""
-        ...
 
-    def body_wanted(self) -> None:
-        """The app has taken what was there, or waits for more."""
-        ...
+    def settle(self) -> None:
+        """Read on if need be: the app has received what was there, or waits for more."""
 
     def may_stay_open(self) -> bool:
-        """True: another request can follow the answer whose head is about to be written."""
-        ...
+        """Return True if another request can follow the answer whose head is about to be written."""
 
     def answer_done(self, exchange: Exchange) -> None:
-        """The whole answer is written."""
-        ...
-
-
-class PushStream:
-    """Raw writes into one answer, for server push: one chunk, one `transport.write`, no await.
-
-    Writing never blocks and never fails. The writer must stop while `writable` is false and go on at `on_writable`.
-    `on_close` is called once when the client goes away; after the writer's own `close()` nothing is called.
-    The app's coroutine must stay pending meanwhile (`await receive()` ends with `http.disconnect`); when it returns,
-    the stream is closed.
-    """
-
-    def __init__(self, transport: asyncio.Transport, chunked: bool, writable: bool, end: Callable[[], None]) -> None:
-        """`end` writes the end of the answer."""
-        self._transport = transport
-        self._write = transport.write
-        self._end = end
-        self._chunked = chunked
-        self.closed = False
-        self.writable = writable
-        """Below the high-water mark, and open. Every frame reads it once for each client, so it is an attribute."""
-        self.on_writable: Callable[[], None] | None = None
-        self.on_close: Callable[[], None] | None = None
-
-    @property
-    def buffered_bytes(self) -> int:
-        """Bytes that the client has not taken yet and that this process keeps for it."""
-        return self._transport.get_write_buffer_size()
-
-    @property
-    def taken_bytes(self) -> int:
-        """Rises with what the client takes, as long as nothing is written."""
-        return -self._transport.get_write_buffer_size()
-
-    def write(self, data: bytes) -> bool:
-        """Send `data` now, as one chunk. It is dropped when the stream is closed, or when it is empty.
-
-        False: more than the high-water mark now waits for the client.
-        """
-        global _last_push
-        if data and not self.closed:
-            if self._chunked:
-                # The same frame goes to every watcher in turn, so it is framed once: remembered by identity, one deep.
-                if _last_push[0] is not data:
-                    _last_push = (data, chunk(data))
-                data = _last_push[1]
-            self._write(data)
-        return self.writable or self.closed
-
-    def close(self) -> None:
-        """End the answer; the connection may serve the next request."""
-        if not self.closed:
-            self._ended()
-            self._end()
-
-    def abort(self) -> None:
-        """Cut the connection. What waits for the client is lost."""
-        self._ended()
-        self._transport.abort()
-
-    # The exchange's calls.
-
-    def client_caught_up(self) -> None:
-        """The client is below the low-water mark again."""
-        if not self.closed:
-            self.writable = True
-            if self.on_writable is not None:
-                self.on_writable()
-
-    def client_gone(self) -> None:
-        """Nothing more can be delivered. Can be repeated."""
-        if not self.closed:
-            self._ended()
-            if self.on_close is not None:
-                self.on_close()
-
-    def _ended(self) -> None:
-        self.closed, self.writable = True, False
+        """Begin the next request, or end: the whole answer is written."""
 
 
 class AnswerStage(IntEnum):
-    """How far the answer is."""
+    """The progress of an answer."""
 
     WAITING = 0
     STARTED = 1  # the app has sent its head, nothing is on the wire yet
@@ -184,11 +93,10 @@ class AnswerStage(IntEnum):
 
 
 class Exchange:
-    """One request, one answer.
+    """One request and its answer.
 
     The connection calls `feed`, `end_of_request`, `half_closed` and `lose`; the app calls `receive`, `send`, `deliver`
-    and `push`. It holds no reference to its scope: a finished request is freed by reference counting alone, and the
-    cycle collector never looks at it.
+    and `push`. It does not refer to its scope, so that a finished request is freed by reference counting alone.
     """
 
     def __init__(
@@ -201,7 +109,7 @@ class Exchange:
         self._http11 = head.http11
         self._body: bytes | bytearray = b""
         self._body_ended = False  # the app has been given the message that says so
-        self._news: asyncio.Event | None = None
+        self._changed: asyncio.Event | None = None
         self.request_complete = request_complete
         self.expects_continue = head.expects_continue and not request_complete
         self.half_closed_by_client = False
@@ -216,70 +124,89 @@ class Exchange:
         self.keep_alive = head.keep_alive
         self.stage = AnswerStage.WAITING
 
+    def scope(self, head: Head, client: tuple[str, int] | None, server: tuple[str, int] | None) -> Scope:
+        """Return the ASGI scope of the request."""
+        path = head.raw_path.decode()
+        return {
+            "type": "http",
+            "asgi": _ASGI,
+            "http_version": "1.1" if head.http11 else "1.0",
+            "method": head.method,
+            "scheme": "http",
+            "path": unquote(path) if "%" in path else path,
+            "raw_path": head.raw_path,
+            "query_string": head.query,
+            "root_path": "",
+            "headers": head.headers,
+            "client": client,
+            "server": server,
+            "extensions": {"topics.push": self.push, DELIVER: self.deliver},
+        }
+
     async def run(self, app: AsgiApp, scope: Scope) -> None:
-        """Run the app; whatever it does, the client gets a whole answer or a connection that visibly ends."""
+        """Run the app. Whatever it does, the client gets a whole answer or a connection that is visibly cut."""
         try:
             await app(scope, self.receive, self.send)
         except asyncio.CancelledError:
             if self._connection.draining:
-                self._fail("shutting_down", "the server is stopping")
+                self._fail(TopicsError("shutting_down", "the server is stopping"))
             else:
-                self._fail("internal", "the request was cancelled inside the server")
+                self._fail(TopicsError("internal", "the request was cancelled inside the server"))
             raise
         except Exception as error:  # noqa: BLE001 - the border between the app and the connection
             # An app that fails because its client is gone has nothing to report (Starlette wraps the error).
             if not (self.lost and any(isinstance(e, ConnectionError) for e in (error, error.__context__))):
                 _log.exception("request failed", method=scope["method"], path=scope["path"])
-            self._fail("internal", "the request failed inside the server")
+            self._fail(TopicsError("internal", "the request failed inside the server"))
         else:
             if self._push is not None:
                 self._push.close()
             if self.stage is not AnswerStage.DONE and not self.lost:
-                if self.half_closed_by_client:  # it was told of the disconnect, and has rightly given up
+                if self.half_closed_by_client:  # the app was told of the disconnect, and may give up
                     self._transport.abort()
                     return
                 _log.error("the app returned without a whole answer", method=scope["method"], path=scope["path"])
-                self._fail("internal", "the request was not answered")
+                self._fail(TopicsError("internal", "the request was not answered"))
 
     # The request, from the connection to the app.
 
     @property
     def unread_bytes(self) -> int:
-        """Bytes of the body that have arrived and the app has not taken."""
+        """Bytes of the body that have arrived and that the app has not received."""
         return len(self._body)
 
     @property
     def pushing(self) -> bool:
-        """The answer is an event stream."""
+        """True if the answer is an event stream."""
         return self._push is not None
 
     def feed(self, data: bytes) -> None:
-        """A piece of the body."""
+        """Add a piece of the body."""
         if self.stage is AnswerStage.DONE:
             return
         if not self._body:
             self._body = data
         else:
-            # A bytearray costs nothing per piece: a hundred thousand chunks of one byte take a hundred kilobytes.
+            # A list would cost memory for each piece: clients may send 100,000 chunks of one byte.
             if not isinstance(self._body, bytearray):
                 self._body = bytearray(self._body)
             self._body += data
         self._wake()
 
     def end_of_request(self) -> None:
-        """The body is complete."""
+        """Tell the app that the body is complete."""
         self.request_complete = True
         self._wake()
 
     def half_closed(self) -> None:
-        """The client will send nothing more, but may still be reading: the app learns, its answer still goes out."""
+        """Tell the app that the client sends nothing more. It may still be reading, so the answer goes out."""
         self.half_closed_by_client = True
         self._wake()
         if self._push is not None:
             self._push.client_gone()
 
     def lose(self) -> None:
-        """Nobody will read the answer."""
+        """Drop the exchange: nobody reads the answer."""
         self.lost = True
         self._body = b""
         self._wake()
@@ -288,7 +215,7 @@ class Exchange:
             push.client_gone()
 
     async def receive(self) -> Message:
-        """ASGI receive: all of the body that is there, or wait for some; then `http.disconnect`."""
+        """ASGI receive: return the part of the body that has arrived, waiting for some; then `http.disconnect`."""
         while True:
             if self.stage is AnswerStage.DONE or self.lost:
                 return {"type": "http.disconnect"}
@@ -297,7 +224,7 @@ class Exchange:
                 self._body = b""
                 self._body_ended = self.request_complete
                 if not self.request_complete or not self._connection.reading:
-                    self._connection.body_wanted()
+                    self._connection.settle()
                 return {"type": "http.request", "body": body, "more_body": not self._body_ended}
             if self.half_closed_by_client:
                 return {"type": "http.disconnect"}
@@ -305,20 +232,20 @@ class Exchange:
                 if self.expects_continue and self.stage is AnswerStage.WAITING:
                     self.expects_continue = False
                     self._connection.write(CONTINUE)
-                self._connection.body_wanted()
-            if self._news is None:
-                self._news = asyncio.Event()
-            self._news.clear()
-            await self._news.wait()
+                self._connection.settle()
+            if self._changed is None:
+                self._changed = asyncio.Event()
+            self._changed.clear()
+            await self._changed.wait()
 
     def _wake(self) -> None:
-        if self._news is not None:
-            self._news.set()
+        if self._changed is not None:
+            self._changed.set()
 
     # The answer, from the app to the connection.
 
     async def send(self, message: Message) -> None:
-        """ASGI send. Waits while the client reads too slowly; raises `ConnectionResetError` when it is gone."""
+        """ASGI send. Waits while the client reads too slowly. Raises ConnectionResetError when it is gone."""
         kind = message["type"]
         self._check_client()
         if kind == "http.response.start":
@@ -342,14 +269,15 @@ class Exchange:
     async def deliver(self, send: Send, body: bytes) -> None:
         """Send the whole body, and return when the kernel has all of it (`asgi.DELIVER`).
 
-        The start must have told the length: the end of such a body is no bytes. No other answer is written before that
-        end, so all that is kept for the client is this one. Raises ConnectionResetError when the client is gone before.
+        The answer must have a content-length, so that the end of its body is no bytes. No other answer is written
+        before that end, so an empty buffer means that this one is out. Raises ConnectionResetError when the client is
+        gone.
         """
         await send({"type": "http.response.body", "body": body, "more_body": True})
         self._check_client()
         await self._connection.wait_emptied()
         self._check_client()
-        with contextlib.suppress(ConnectionError):  # the client has it all, and needs no connection any more
+        with contextlib.suppress(ConnectionError):  # the client has the whole body
             await send({"type": "http.response.body", "body": b""})
 
     def _check_client(self) -> None:
@@ -357,7 +285,7 @@ class Exchange:
             raise ConnectionResetError("the client is gone")
 
     def push(self) -> PushStream:
-        """Leave ASGI: put the head on the wire and go on with raw writes. Only after `http.response.start`.
+        """Send the head, and return a stream of raw writes for the body. Only after `http.response.start`.
 
         Raises RuntimeError before the start or after the first body, ConnectionResetError when the client is gone.
         """
@@ -373,12 +301,12 @@ class Exchange:
         return self._push
 
     def paused(self) -> None:
-        """The transport keeps more than its high-water mark."""
+        """Pause the event stream: the transport is above its high-water mark."""
         if self._push is not None:
             self._push.writable = False
 
     def writable_again(self) -> None:
-        """The transport has drained below its low-water mark."""
+        """Resume the event stream: the transport is below its low-water mark."""
         if self._push is not None:
             self._push.client_caught_up()
 
@@ -408,34 +336,31 @@ class Exchange:
         self.stage = AnswerStage.STARTED
 
     def _send_body(self, body: bytes, more: bool) -> None:
+        head = b""
         if self.stage is AnswerStage.STARTED:
             head = self._finish_head(body, more)
             self.stage = AnswerStage.STREAMING
-            if self._bodyless or not body:
-                self._connection.write(head + LAST_CHUNK if self._chunked and not more and not self._bodyless else head)
-            elif self._chunked:
-                self._connection.write(head, chunk(body) if more else chunk(body) + LAST_CHUNK)
-            else:
-                self._connection.write(head, body)
-        elif self.stage is AnswerStage.STREAMING:
-            if not self._bodyless:
-                if self._length_left is not None:
-                    self._length_left -= len(body)
-                    self._check_length(more)
-                if body:
-                    self._connection.write(chunk(body) if self._chunked else body)
-                if self._chunked and not more:
-                    self._connection.write(LAST_CHUNK)
-        else:
+        elif self.stage is not AnswerStage.STREAMING:
             raise RuntimeError(f"http.response.body is out of place: the answer is {self.stage.name.lower()}")
+        elif self._length_left is not None:
+            self._length_left -= len(body)
+            self._check_length(more)
+        if self._bodyless:
+            body = b""
+        elif self._chunked:
+            body = (chunk(body) if body else b"") + (b"" if more else LAST_CHUNK)
+        if head:
+            self._connection.write(head, body)
+        elif body:
+            self._connection.write(body)
         if not more:
             self._done()
 
     def _finish_head(self, body: bytes, more: bool) -> bytes:
-        """The head with what the first body message tells: length or chunks, and whether the connection stays."""
+        """Return the head, with the framing and `connection` that follow from the first body message."""
         framing = b""
         if self._bodyless:
-            if self._length_left is not None:  # what a GET would have had
+            if self._length_left is not None:  # as a GET would have it
                 framing = b"content-length: %d\r\n" % self._length_left
             elif self._head_request and not more:
                 framing = b"content-length: %d\r\n" % len(body)
@@ -468,14 +393,14 @@ class Exchange:
         self._wake()
         self._connection.answer_done(self)
 
-    def _fail(self, code: str, message: str) -> None:
-        """Finish what the app did not: an error if nothing is on the wire, else cut the connection."""
+    def _fail(self, error: TopicsError) -> None:
+        """End an answer that the app did not end: send `error` if nothing is on the wire, else cut the connection."""
         if self.lost or self.stage is AnswerStage.DONE:
             return
         if self.stage is AnswerStage.STREAMING:
-            # Only a broken connection tells the client that the answer is not whole.
+            # Only a cut connection tells the client that the answer is not whole.
             self._transport.abort()
             return
         self.keep_alive = False
-        self._connection.write(error_answer(code, message, with_body=not self._head_request))
+        self._connection.write(error_answer(error, with_body=not self._head_request))
         self._done()

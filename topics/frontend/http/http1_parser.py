@@ -1,12 +1,13 @@
-"""Bytes to requests: HTTP/1.1 heads and bodies, checked and bounded. No transport, no clock, no ASGI.
+"""The parser of HTTP/1.1 requests: heads and bodies, checked and bounded. No transport, no clock, no ASGI.
 
-llhttp (httptools) judges every byte, in its strict mode. It is fed in exact pieces, a whole head, then no more than the
+llhttp (httptools) checks every byte, in its strict mode. It is fed exact pieces, a whole head, then no more than the
 rest of its body, so it never sees the request behind the current one:
 
     data ─ find_head ─▶ head ─ parse_head ─▶ Head ─ read_body ─▶ pieces … complete ─▶ find_head …
                                                     (Content-Length: counted; chunked: `Chunks` follows)
 
-`parse_head` refuses what llhttp lets pass and this service does not.
+`parse_head` refuses what llhttp accepts and this service does not. A request that does not reach the app raises a
+TopicsError, the error of its answer. Nothing after it can be read.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from functools import lru_cache
 import httptools
 import msgspec
 
+from topics.core.errors import TopicsError, invalid
 from topics.frontend.http.deadlines import HttpLimits
 
 _VIEW_FROM_BYTES = 8 * 1024
-"""From here a view is cheaper than a copy."""
+"""From this length a view is cheaper than a copy."""
 _H2_PREFACE_HEAD = b"PRI * HTTP/2.0\r\n\r\n"
 _NAMES_WITH_MEANING = frozenset({b"host", b"content-length", b"transfer-encoding", b"connection", b"expect"})
 _HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?")
@@ -30,18 +32,8 @@ _REQUEST_LINE = re.compile(rb"[^ ]+ [^ ]+ (HTTP/[0-9]\.[0-9])")
 _BARE_LF = re.compile(rb"(?<!\r)\n")
 _UPGRADE_LINES = re.compile(rb"(?i)\r\nupgrade:[^\r\n]*(?:\r\n[ \t][^\r\n]*)*")
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:;[^\r\n]*)?\r\n")
-_SHORT_ONES = re.compile(b"(?:%b)*+" % b"|".join(b"[%x%X]\r\n.{%d}" % (n, n, n + 2) for n in range(1, 16)), re.DOTALL)
-"""Whole chunks of up to 15 bytes, as many as there are: 40,000 of them in a read would be 40,000 turns of a loop."""
-
-
-class Refusal(Exception):  # noqa: N818 - to the client it is an answer
-    """A request that does not reach the app: code, message and detail of its answer. Nothing after it can be read."""
-
-    def __init__(self, code: str, message: str, **detail: int) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-        self.detail = detail
+_SHORT_CHUNKS = re.compile(b"(?:%b)*+" % b"|".join(b"[%x%X]\r\n.{%d}" % (n, n, n + 2) for n in range(1, 16)), re.DOTALL)
+"""Any number of whole chunks of up to 15 bytes. A read may have 40,000 of them, too many for a loop in Python."""
 
 
 class Head(msgspec.Struct):
@@ -58,29 +50,27 @@ class Head(msgspec.Struct):
 
 
 class MalformedError(Exception):
-    """No chunk's size stands where one has to."""
+    """The size line of a chunk is malformed."""
 
 
 class Chunks:
-    """Where one chunked body ends. llhttp, which judges the body, does not say; and it must not see the request behind.
+    """Finds the end of one chunked body. llhttp does not tell it, and must not be fed the request behind it.
 
         5;ext⏎  hello⏎   A⏎  , chunked!⏎   0⏎   [Trailer: x⏎ …] ⏎
         └size┘ └─left──┘ └ ┘ └──left────┘ └size┘ └──── trailers ───┘
 
-    Chunks are followed by their lengths, never searched: what their data looks like costs nothing. Any cut into reads
-    gives the same end.
+    It skips chunks by their lengths and never searches their data. Any cut into reads gives the same end.
     """
 
     def __init__(self) -> None:
         self._left_bytes = 0  # of the current chunk and the CR LF behind it
-        self._line = bytearray()  # what has come of a size line
-        self._tail: bytes | None = None  # in the trailers: the last bytes before what comes next, 3 at most
+        self._line = bytearray()  # the part of a size line that has arrived
+        self._tail: bytes | None = None  # in the trailers: the last 3 bytes that were read
         self.ended = False
 
     def follow(self, data: bytes | bytearray, position: int) -> int:
-        """Where this body's part of `data[position:]` ends: with `data`, or with the body, which then has `ended`.
-
-        Raises MalformedError.
+        """Return the end of this body's part of `data[position:]`: that of `data`, or of the body, which has then
+        `ended`. Raises MalformedError.
         """
         size = len(data)
         while position < size:
@@ -92,9 +82,9 @@ class Chunks:
                 return self._follow_trailers(data, position)
             else:
                 if not self._line:
-                    short_ones = _SHORT_ONES.match(data, position)
-                    assert short_ones is not None
-                    position = short_ones.end()
+                    short_chunks = _SHORT_CHUNKS.match(data, position)
+                    assert short_chunks is not None
+                    position = short_chunks.end()
                 if position < size:
                     position = self._follow_size(data, position)
         return position
@@ -120,7 +110,7 @@ class Chunks:
         return end
 
     def _follow_trailers(self, data: bytes | bytearray, position: int) -> int:
-        """They end, and the body with them, at the first empty line, which may have begun in the read before."""
+        """Find the first empty line, which ends the body. It may have begun in the read before."""
         assert self._tail is not None
         for split in (3, 2, 1):
             if self._tail.endswith(b"\r\n\r\n"[:split]) and data.startswith(b"\r\n\r\n"[split:], position):
@@ -135,40 +125,40 @@ class Chunks:
 
 
 class RequestParser:
-    """The requests of one connection, one after the other. After a `Refusal` it must not be used again."""
+    """Parses the requests of one connection, one after the other. Must not be used again after a TopicsError."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self._limits = limits
         self._llhttp = httptools.HttpRequestParser(self)
-        self._scanned = 0  # bytes known to hold no end of a head
-        self._headers: list[tuple[bytes, bytes]] | None = None  # None: what comes now are trailers, and dropped
-        self._pieces: list[bytes] = []  # of the body, out of what is being fed
+        self._scanned = 0  # leading bytes that hold no end of a head
+        self._headers: list[tuple[bytes, bytes]] | None = None  # None: trailers follow, and are dropped
+        self._pieces: list[bytes] = []  # of the body, from the data that is being fed
         self._body_left: int | None = None  # None: chunked
         self._body_bytes = 0
         self._body_wire_bytes = 0
         self._chunks = Chunks()
         self.complete = True
-        """The current request has been read to its end."""
+        """True if the current request has been read to its end."""
 
     @property
     def body_left_bytes(self) -> int:
-        """The rest that is still to come of a body with a Content-Length; 0 for a chunked one."""
+        """The missing rest of a body with a Content-Length; 0 for a chunked one."""
         return self._body_left or 0
 
     @property
-    def body_came_bytes(self) -> int:
-        """The part of the current body that has come."""
+    def body_received_bytes(self) -> int:
+        """Length of the current body's part that has arrived."""
         return self._body_bytes
 
     def close(self) -> None:
-        """Let go of the parser, which refers back to this object."""
+        """Free llhttp's parser, which refers back to this object."""
         del self._llhttp
 
     def find_head(self, data: bytes | bytearray, position: int) -> tuple[int, int]:
-        """Find where the next head starts and ends in the unread `data[position:]`; the end is -1 until all has come.
+        """Return the start and end of the next head in `data[position:]`, which is not empty; the end is -1 until the
+        head is whole.
 
-        `data[position:]` must not be empty. What was not used must be passed again, with more behind it.
-        Raises Refusal when it cannot become a head.
+        The unused rest must be passed again, with more behind it. Raises TopicsError if it cannot become a head.
         """
         while data[position] in b"\r\n":  # RFC 9112 §2.2: blank lines before a request line are skipped
             position += 1
@@ -187,9 +177,9 @@ class RequestParser:
         return position, -1
 
     def parse_head(self, head: bytes) -> Head | None:
-        """Parse and check a whole head, as found by `find_head`. Raises Refusal.
+        """Parse and check a whole head, as found by `find_head`. Raises TopicsError.
 
-        None: it begins another protocol, with the preface of HTTP/2 or an Upgrade that Hypercorn goes by.
+        None: it begins a protocol that Hypercorn serves, with the preface of HTTP/2 or an Upgrade.
         """
         if head == _H2_PREFACE_HEAD:
             return None
@@ -204,7 +194,7 @@ class RequestParser:
         except httptools.HttpParserError as error:
             raise _malformed(line, str(error)) from error
         self._headers = None
-        # llhttp is lenient here (HTTP/0.9, other protocols, more than one space): three words, and ours.
+        # llhttp is lenient here (HTTP/0.9, other protocols, more than one space). We want three words.
         words = line.split(b" ")
         if len(words) != 3 or not words[2].startswith(b"HTTP/"):
             raise _not_a_request_line(line)
@@ -215,7 +205,7 @@ class RequestParser:
         if len(target) > self._limits.max_uri_bytes:
             raise self._uri_too_long()
         if len(headers) > self._limits.max_headers:
-            raise Refusal("headers_too_large", f"{len(headers)} headers; at most {self._limits.max_headers} may be")
+            raise TopicsError("headers_too_large", f"{len(headers)} headers, at most {self._limits.max_headers}")
 
         host: bytes | None = None
         length: int | None = None
@@ -226,15 +216,13 @@ class RequestParser:
                 continue
             if name == b"host":
                 if host is not None:
-                    raise Refusal("invalid_request", "header Host is there twice")
+                    raise invalid("header Host is there twice")
                 host = value
             elif name == b"content-length":
-                length = int(value)  # llhttp has checked that these are digits, that it is one, and not with chunked
+                length = int(value)  # llhttp has checked: digits, one header, and not with chunked
             elif name == b"transfer-encoding":
                 if chunked or not http11 or value.lower() != b"chunked":
-                    raise Refusal(
-                        "invalid_request", f"Transfer-Encoding {_show(value)} is not supported; `chunked` is, once"
-                    )
+                    raise invalid(f"Transfer-Encoding {_show(value)} is not supported; `chunked` is, once")
                 chunked = True
             elif name == b"connection":
                 tokens = [token.strip() for token in value.lower().split(b",")]
@@ -242,21 +230,23 @@ class RequestParser:
                 asks_keep_alive = asks_keep_alive or b"keep-alive" in tokens
             elif http11:
                 if value.lower() != b"100-continue":
-                    raise Refusal("expectation_failed", f"Expect {_show(value)} is unknown; `100-continue` is known")
+                    raise TopicsError(
+                        "expectation_failed", f"Expect {_show(value)} is unknown; `100-continue` is known"
+                    )
                 expects_continue = True
         if host is None:
             if http11:
-                raise Refusal("invalid_request", "header Host is missing")
+                raise invalid("header Host is missing")
         elif not _is_host(host):
-            raise Refusal("invalid_request", f"header Host is {_show(host)}; it is `name` or `name:port`")
+            raise invalid(f"header Host is {_show(host)}; it must be `name` or `name:port`")
         if length is not None and length > self._limits.max_body_bytes:
-            raise self._body_too_large(f"the body has {length} bytes; at most {self._limits.max_body_bytes} may be")
+            raise self._body_too_large(f"the body has {length} bytes, at most {self._limits.max_body_bytes}")
         if method == b"CONNECT":
-            raise Refusal("method_not_allowed", "CONNECT is for proxies, this is none")
+            raise TopicsError("method_not_allowed", "CONNECT is for proxies; this is not a proxy")
         if upgrade:
             if _begins_another_protocol(method, http11, headers):
                 return None
-            # RFC 9110 §7.8: ignored. llhttp takes it for a request without a body, and is not to see it.
+            # RFC 9110 §7.8: it is ignored. llhttp would take it for a request without a body, so it is not fed it.
             self._llhttp = httptools.HttpRequestParser(self)
             self.complete = False
             self._llhttp.feed_data(_UPGRADE_LINES.sub(b"", head))
@@ -269,9 +259,9 @@ class RequestParser:
         return Head(method.decode(), raw_path, query, http11, headers, keep_alive, expects_continue)
 
     def read_body(self, data: bytes | bytearray, position: int, sink: Callable[[bytes], None]) -> int:
-        """Give `sink` the pieces of the body in `data[position:]`, without framing. Raises Refusal.
+        """Give `sink` the body in `data[position:]`, without framing. Raises TopicsError.
 
-        Returns where the unused begins: the end of `data`, or of the request, which is then `complete`.
+        Return the start of the unused rest: the end of `data`, or of the request, which is then `complete`.
         """
         start = position
         try:
@@ -283,44 +273,43 @@ class RequestParser:
             large = position - start > _VIEW_FROM_BYTES
             self._llhttp.feed_data(memoryview(data)[start:position] if large else data[start:position])
         except (httptools.HttpParserError, MalformedError) as error:
-            raise Refusal("invalid_request", f"the chunked body is malformed: {error}") from error
+            raise invalid(f"the chunked body is malformed: {error}") from error
         if self._body_left is None and self._chunks.ended is not self.complete:
-            # Who believes the one of them and who believes the other would see different requests behind this one.
-            raise Refusal("invalid_request", "the chunked body is malformed: its end is not clear")
+            # A proxy that believes the other of the two would see another request behind this one.
+            raise invalid("the chunked body is malformed: its end is not clear")
         pieces, self._pieces = self._pieces, []
         if pieces:
             sink(pieces[0] if len(pieces) == 1 else b"".join(pieces))
         self._body_wire_bytes += position - start
         if self._body_bytes > self._limits.max_body_bytes:
             raise self._body_too_large(f"the body has more than {self._limits.max_body_bytes} bytes")
-        # Chunk extensions and trailers are dropped, but llhttp and we must not be fed them for ever. A chunk of one
-        # byte takes six on the wire.
+        # Chunk extensions and trailers are dropped, but must not go on for ever. A chunk of one byte takes six.
         if self._body_wire_bytes > self._limits.max_header_bytes + 8 * self._body_bytes:
-            raise Refusal("invalid_request", "the chunked body is nearly all framing")
+            raise invalid("the chunked body is nearly all framing")
         return position
 
     # llhttp's calls.
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or (after the head) a trailer."""
+        """Keep a header; drop a trailer."""
         if self._headers is not None:
             self._headers.append((name.lower(), value.rstrip(b" \t")))
         assert not self.complete, "llhttp was fed beyond the end of a request"
 
     def on_body(self, data: bytes) -> None:
-        """A piece of the body, without its framing."""
+        """Keep a piece of the body, without its framing."""
         self._body_bytes += len(data)
         if self._body_bytes <= self._limits.max_body_bytes:
             self._pieces.append(data)
 
     def on_message_complete(self) -> None:
-        """The request is complete."""
+        """Note that the request is complete."""
         self.complete = True
 
     # Refusals.
 
     def _check_partial_head(self, data: bytes | bytearray, position: int) -> None:
-        """Refuse now what can only be refused later, when its time runs out."""
+        """Refuse the beginning of a head that cannot become valid, instead of waiting for its time-out."""
         limits = self._limits
         size = len(data) - position
         line_end = data.find(b"\n", position)
@@ -336,27 +325,27 @@ class RequestParser:
             if _METHOD.match(word if b" " in word else word + b" ") is None:
                 raise _not_a_request_line(bytes(data[position:]))
 
-    def _body_too_large(self, message: str) -> Refusal:
-        return Refusal("payload_too_large", message, max_body_bytes=self._limits.max_body_bytes)
+    def _body_too_large(self, message: str) -> TopicsError:
+        return TopicsError("payload_too_large", message, {"max_body_bytes": self._limits.max_body_bytes})
 
-    def _uri_too_long(self) -> Refusal:
-        return Refusal("uri_too_long", f"the request target has more than {self._limits.max_uri_bytes} bytes")
+    def _uri_too_long(self) -> TopicsError:
+        return TopicsError("uri_too_long", f"the request target has more than {self._limits.max_uri_bytes} bytes")
 
-    def _too_large(self, data: bytes | bytearray, position: int) -> Refusal:
+    def _too_large(self, data: bytes | bytearray, position: int) -> TopicsError:
         line_end = data.find(b"\r\n", position)
         if line_end < 0 or line_end - position > self._limits.max_uri_bytes:
             return self._uri_too_long()
-        return Refusal("headers_too_large", f"the head has more than {self._limits.max_header_bytes} bytes")
+        return TopicsError("headers_too_large", f"the head has more than {self._limits.max_header_bytes} bytes")
 
 
 def _begins_another_protocol(method: bytes, http11: bool, headers: list[tuple[bytes, bytes]]) -> bool:
-    """True: Hypercorn goes by this Upgrade.
+    """Return True if Hypercorn obeys this Upgrade.
 
-    It would serve any other with its own HTTP/1.1, which has no limit on what clients leave unread.
+    It would serve any other with its own HTTP/1.1, which does not bound what clients leave unread.
     """
     asked = [value.lower() for name, value in headers if name == b"upgrade"]
     if asked == [b"websocket"]:
-        # None: llhttp goes by Proxy-Connection, too.
+        # There may be no Connection: llhttp obeys Proxy-Connection, too.
         connection = next((value for name, value in reversed(headers) if name == b"connection"), b"")
         return method == b"GET" and b"upgrade" in [token.strip() for token in connection.lower().split(b",")]
     with_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in headers)
@@ -369,38 +358,40 @@ def _is_host(value: bytes) -> bool:
 
 
 def _split_target(target: bytes) -> tuple[bytes, bytes]:
-    """Path and query of a request target in origin, absolute or asterisk form. Raises Refusal."""
+    """Return path and query of a request target in origin, absolute or asterisk form. Raises TopicsError."""
     if target[0] != 0x2F and target != b"*":
         try:
             url = httptools.parse_url(target)
         except httptools.HttpParserInvalidURLError as error:
-            raise Refusal("invalid_request", f"the request target {_show(target)} is not a URL") from error
+            raise invalid(f"the request target {_show(target)} is not a URL") from error
         return url.path or b"/", url.query or b""
     if b"#" in target:
-        raise Refusal("invalid_request", f"the request target {_show(target)} has a fragment; # is written %23")
+        raise invalid(f"the request target {_show(target)} has a fragment; write # as %23")
     path, _, query = target.partition(b"?")
     return path, query
 
 
-def _malformed(line: bytes, why: str) -> Refusal:
-    """The most telling refusal of what llhttp refuses, judged by the request line."""
+def _malformed(line: bytes, why: str) -> TopicsError:
+    """Return the most helpful error for a head that llhttp refuses, by its request line."""
     if (match := _REQUEST_LINE.fullmatch(line)) is not None:
         if match[1] not in (b"HTTP/1.1", b"HTTP/1.0"):
             return _unsupported(match[1])
         if why.startswith("Invalid method"):
-            return Refusal("method_not_allowed", f"the method of {_show(line)} is unknown")
-    return Refusal("invalid_request", f"malformed request: {why}")
+            return TopicsError("method_not_allowed", f"the method of {_show(line)} is unknown")
+    return invalid(f"malformed request: {why}")
 
 
-def _not_a_request_line(line: bytes) -> Refusal:
-    return Refusal("invalid_request", f"{_show(line)} is not a request line; it is `METHOD target HTTP/1.1`")
+def _not_a_request_line(line: bytes) -> TopicsError:
+    return invalid(f"{_show(line)} is not a request line; it must be `METHOD target HTTP/1.1`")
 
 
-def _unsupported(version: bytes) -> Refusal:
-    return Refusal("http_version_not_supported", f"{_show(version)} is not supported; HTTP/1.1 is, and HTTP/2 (h2c)")
+def _unsupported(version: bytes) -> TopicsError:
+    return TopicsError(
+        "http_version_not_supported", f"{_show(version)} is not supported; HTTP/1.1 is, and HTTP/2 (h2c)"
+    )
 
 
 def _show(value: bytes) -> str:
-    """A client's bytes in a message for it: short and printable."""
+    """Return a client's bytes for an error message: short and printable."""
     text = value[:80].decode("latin-1")
     return repr(text if len(value) <= 80 else text + "…")

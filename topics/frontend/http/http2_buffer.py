@@ -1,9 +1,9 @@
 """HTTP/2 on Hypercorn, with a bound on what waits for the client of a stream (api §7).
 
-Hypercorn's own buffer looks at how little it could send just now. With a window of 0 that is nothing, which it takes
-for a client that keeps up, so a client that gives no window pulls a whole topic into memory. Here `send` waits until
-the client has taken the message. Three more bounds: a stream whose client takes nothing is reset (`unread`), the
-streams of one connection share room for long answers (`answers.take_room`), and so do the clients of the process
+Hypercorn's own buffer judges a client by what it could send last. With a window of 0 that is nothing, which looks like
+a client that keeps up: a client without a window would pull a whole topic into memory. Here `send` waits until the
+client has read the message. Three more bounds: a stream whose client reads nothing is reset (`SlowReaderTimer`), the
+streams of one connection share room for long answers (`responses.reserve_room`), and so do the clients of the process
 (`kept_answers`).
 """
 
@@ -19,42 +19,43 @@ from typing import Any, cast
 from h2.errors import ErrorCodes
 from h2.events import Event, RequestReceived, StreamReset
 from h2.exceptions import ProtocolError
-from hypercorn.config import Config
 from hypercorn.events import Closed, Updated
 from hypercorn.events import Event as ConnectionEvent
 from hypercorn.protocol.events import Body, Data, EndBody, EndData, Request, StreamClosed
 from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, BUFFER_LOW_WATER, BufferCompleteError, H2Protocol, StreamBuffer
 from hypercorn.protocol.http_stream import HTTPStream
-from hypercorn.typing import AppWrapper, WorkerContext
 from hypercorn.typing import Event as IOEvent
 
 from topics.frontend.asgi import DELIVER, ROOM, Send
-from topics.frontend.entry.budget import Hold
-from topics.frontend.http.hypercorn_connection import HypercornConnection
-from topics.frontend.http.hypercorn_deadlines import Unread
+from topics.frontend.entry.budget import Reservation
+from topics.frontend.http.hypercorn_connection import context_of
 from topics.frontend.http.kept_answers import KeptAnswers
+
+_DataEvent = Body | Data
 
 
 class BoundedBuffer(StreamBuffer):
     """The bytes that wait for the client of one stream: one message, and less than BUFFER_HIGH_WATER before it.
 
-    A message is kept as it came, not copied: its sender has it in memory anyway while it waits.
+    A message is kept without a copy: its sender has it in memory anyway while it waits.
     """
-
-    kept: KeptAnswers
-    cut = False
-    """Closed before its client was told that this is all."""
 
     def __init__(self, event_class: type[IOEvent]) -> None:
         super().__init__(event_class)
-        self.abort: Callable[[], None] = lambda: None
-        """Its client takes nothing, or too little of all that is kept."""
+        self.cut = False
+        """True if it was closed before the client was told of the end."""
+        self._kept: KeptAnswers | None = None
+        self._reset: Callable[[], None] | None = None
         self._parts: deque[memoryview] = deque()
         self._ended: IOEvent = event_class()
         self.buffered_bytes = 0
         self._added_bytes = 0
-        """By `add`, since it was empty."""
+        """Bytes that `add` has added since the buffer was empty."""
+
+    def attach(self, kept: KeptAnswers, reset: Callable[[], None]) -> None:
+        """Count long messages in `kept`; `abort` calls `reset`. (Hypercorn makes buffers without either.)"""
+        self._kept, self._reset = kept, reset
 
     @property
     def complete(self) -> bool:
@@ -66,8 +67,13 @@ class BoundedBuffer(StreamBuffer):
     def is_closing(self) -> bool:
         return False
 
+    def abort(self) -> None:
+        """Reset the stream: its client reads nothing, or all clients together too little."""
+        if self._reset is not None:
+            self._reset()
+
     async def close(self) -> None:
-        """Nothing more is sent, and nobody waits for it."""
+        """Drop what waits, and wake those that wait for room."""
         self.cut |= not self._ended.is_set()
         self._parts.clear()
         self.buffered_bytes = 0
@@ -75,30 +81,31 @@ class BoundedBuffer(StreamBuffer):
         await self.end()
 
     async def end(self) -> None:
-        """The client has been told that this is all."""
+        """Wake `drain`: the client has been told of the end."""
         await self._ended.set()
 
     async def drain(self) -> None:
-        """Until then, or the stream is closed. That all is taken is not enough: who is answered last ends a connection
-        that is to be closed.
+        """Wait for `end` or `close`. An empty buffer is not enough: the last answer's app ends a draining connection,
+        which must not happen before the end of the stream is on the wire.
         """
         await self._ended.wait()
 
     async def push(self, data: bytes) -> None:
-        """Returns when there is room for the next one, or the stream is closed."""
+        """Add a message, and wait until there is room for the next one or the stream is closed."""
         if self._complete:
             raise BufferCompleteError
         await self._keep(data)
         if self.buffered_bytes >= BUFFER_HIGH_WATER:
-            await self._paused.clear()  # room that there was before this message
-            self.kept.hold(self)
+            await self._paused.clear()  # set by room before this message
+            assert self._kept is not None
+            self._kept.add(self)
             try:
                 await self._paused.wait()
             finally:
-                self.kept.let_go(self)
+                self._kept.remove(self)
 
     async def add(self, data: bytes) -> None:
-        """Without waiting; dropped when BUFFER_HIGH_WATER of this kind have not been taken yet."""
+        """Add a message without waiting. Drop it if the client has not read BUFFER_HIGH_WATER of this kind."""
         if self._complete or self._added_bytes + len(data) > BUFFER_HIGH_WATER:
             return
         self._added_bytes += len(data)
@@ -116,7 +123,7 @@ class BoundedBuffer(StreamBuffer):
             part = self._parts.popleft()
             if len(part) > left:
                 rest = part[left:]
-                if len(rest) < BUFFER_LOW_WATER:  # nobody waits for it any more: not to keep all of the message
+                if len(rest) < BUFFER_LOW_WATER:  # frees the message, for whose rest nobody waits any more
                     rest = memoryview(bytes(rest))
                 self._parts.appendleft(rest)
             pieces.append(part[:left])
@@ -131,31 +138,34 @@ class BoundedBuffer(StreamBuffer):
 
 
 class BoundedStream(HTTPStream):
-    """Hypercorn's stream of a request. In addition it tells its app where to get room for a long answer."""
+    """Hypercorn's stream of a request. It also gives its app room for long answers (`asgi.ROOM`)."""
 
-    def __init__(self, app: AppWrapper, config: Config, context: WorkerContext, *rest: Any) -> None:
-        super().__init__(app, config, context, *rest)
-        self.room = Hold(context.room)  # type: ignore[attr-defined]
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.room = Reservation(context_of(self).answers)
 
     async def handle(self, event: StreamEvent) -> None:
         if isinstance(event, StreamClosed):
             self.room.close()
         await super().handle(event)
-        if isinstance(event, Request):  # its app begins when this task waits for something
+        if isinstance(event, Request):  # its app starts when this task next waits
             cast("dict[str, Any]", self.scope["extensions"])[ROOM] = self.room
 
 
 class BoundedProtocol(H2Protocol):
     """Hypercorn's HTTP/2, with four differences.
 
-    - A stream that the client resets frees what waits for it, and its sender: a client may reset as many as it likes.
-    - The task that reads the connection waits for no window, which would come over that connection. It answers pings
-      and refuses handshakes.
-    - An answer whose app is gone before its end is reset, so that the client does not wait for ever.
+    - A stream that the client resets frees what waits for it, and its sender: a client may reset any number.
+    - The task that reads the connection, which answers pings and refuses handshakes, never waits for a window: that
+      would come over the same connection.
+    - An answer whose app ends before it is reset, so that the client does not wait for ever.
     - A connection without a request is idle from the beginning. It would stay for ever, and hold up a stop.
     """
 
-    _reader: asyncio.Task[Any] | None = None
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._reader: asyncio.Task[Any] | None = None
+        context_of(self).http2 = self
 
     async def initiate(self, headers: list[tuple[bytes, bytes]] | None = None, settings: bytes | None = None) -> None:
         await super().initiate(headers, settings)
@@ -167,24 +177,23 @@ class BoundedProtocol(H2Protocol):
         stream = self.streams.get(event.stream_id)
         answer = isinstance(stream, BoundedStream)
         if isinstance(event, StreamClosed) and answer and buffer is not None and not buffer.complete:
-            # The app is gone before its answer had an end: a client that heard nothing would wait for ever.
             await buffer.close()
             with contextlib.suppress(ProtocolError):
                 self.connection.reset_stream(event.stream_id, ErrorCodes.INTERNAL_ERROR)
                 await self._flush()
-        says = isinstance(event, Body | Data)
-        if says and (buffer is None or buffer.complete):
-            await asyncio.sleep(0)  # nothing waits for a stream that is closed: others get their turn all the same
-        if buffer is None or not (says or isinstance(event, EndBody | EndData)):
+        has_data = isinstance(event, _DataEvent)
+        if has_data and (buffer is None or buffer.complete):
+            await asyncio.sleep(0)  # a closed stream makes its app never wait: let other tasks run
+        if buffer is None or not (has_data or isinstance(event, EndBody | EndData)):
             await super().stream_send(event)
             return
         assert isinstance(buffer, BoundedBuffer)
         if isinstance(event, Body) and isinstance(stream, BoundedStream):
-            stream.room.keep(len(event.data))
+            stream.room.resize(len(event.data))
         if asyncio.current_task() is not self._reader:
             await self._send_watched(event, buffer)
             return
-        if isinstance(event, Body | Data):
+        if isinstance(event, _DataEvent):
             await buffer.add(event.data)
         else:
             buffer.set_complete()
@@ -192,22 +201,21 @@ class BoundedProtocol(H2Protocol):
         await self.has_data.set()
 
     async def _send_watched(self, event: StreamEvent, buffer: BoundedBuffer) -> None:
-        """For the time that the stream is waited for."""
-        unread: Unread = self.context.watched()  # type: ignore[attr-defined]
-        buffer.abort = partial(self._abort, event.stream_id)
-        buffer.kept = self.context.kept  # type: ignore[attr-defined]
-        unread.made(buffer)
-        unread.begin(len(event.data) if isinstance(event, Body | Data) else 0)
+        """Send, with a time limit for the client to read it."""
+        context = context_of(self)
+        buffer.attach(context.kept, partial(self._spawn_reset, event.stream_id))
+        timer = context.watch(buffer)
+        timer.start(len(event.data) if isinstance(event, _DataEvent) else 0)
         try:
             await super().stream_send(event)
         finally:
-            unread.lost()
+            timer.close()
 
-    def _abort(self, stream_id: int) -> None:
-        with contextlib.suppress(RuntimeError):  # all of the connection is being ended
-            self.task_group.spawn(self._give_up, stream_id)
+    def _spawn_reset(self, stream_id: int) -> None:
+        with contextlib.suppress(RuntimeError):  # the whole connection is ending
+            self.task_group.spawn(self._reset, stream_id)
 
-    async def _give_up(self, stream_id: int) -> None:
+    async def _reset(self, stream_id: int) -> None:
         buffer = self.stream_buffers.get(stream_id)
         if buffer is not None:
             await buffer.close()
@@ -218,7 +226,7 @@ class BoundedProtocol(H2Protocol):
 
     async def handle(self, event: ConnectionEvent) -> None:
         if isinstance(event, Closed):
-            self.context.room.close()  # type: ignore[attr-defined]
+            context_of(self).answers.close_waiting()
             for buffer in self.stream_buffers.values():
                 await buffer.close()
         await super().handle(event)
@@ -232,17 +240,16 @@ class BoundedProtocol(H2Protocol):
     async def _deliver(self, stream_id: int, send: Send, body: bytes) -> None:
         """Send the whole body, and return when the kernel has all of it (`asgi.DELIVER`).
 
-        `send` does not tell that the stream was closed before the body's end; its buffer does.
+        Hypercorn's `send` does not tell if the stream is closed before the body's end. The buffer does.
         """
         buffer = self.stream_buffers.get(stream_id)
         assert isinstance(buffer, BoundedBuffer | None)
         await send({"type": "http.response.body", "body": body})
         if buffer is None or buffer.cut:
             raise ConnectionResetError("the stream is closed")
-        connection: HypercornConnection = cast(
-            "Any", self.send
-        ).__self__  # Hypercorn passes on its `protocol_send` alone
-        await connection.wait_emptied()
+        server = context_of(self).server
+        assert server is not None
+        await server.wait_emptied()
 
     async def _send_data(self, stream_id: int) -> None:
         buffer = self.stream_buffers.get(stream_id)

@@ -1,7 +1,7 @@
 """Connections that Hypercorn serves, HTTP/2 and WebSockets: each ends when its client is gone, and all at a stop.
 
-Http1Protocol ─ hands over ─▶ HypercornConnections ─▶ WatchedProtocol ─▶ Connection, its app calls and streams
-                                                           └ closed, or takes nothing ─▶ ConnectionContext
+Http1Protocol ─ hands over ─▶ HypercornConnections ─▶ WatchedProtocol ─▶ HypercornConnection, its apps and streams
+                                                           └ closed, or not read ─▶ ConnectionContext
 """
 
 from __future__ import annotations
@@ -18,23 +18,26 @@ from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import EventWrapper, WorkerContext
 from hypercorn.config import Config
+from hypercorn.protocol.h2 import H2Protocol
+from hypercorn.protocol.http_stream import HTTPStream
+from hypercorn.protocol.ws_stream import WSStream
 
-from topics.frontend.asgi import TRANSPORT, AsgiApp, Message, Receive, Scope, Send
+from topics.frontend.asgi import AsgiApp, Message, Receive, Scope, Send, WriteBuffer
 from topics.frontend.entry import limits
 from topics.frontend.entry.budget import Budget
 from topics.frontend.http import hypercorn_deadlines
-from topics.frontend.http.deadlines import AttendedClock, HttpLimits
-from topics.frontend.http.http1 import Connections
-from topics.frontend.http.hypercorn_deadlines import Unread
+from topics.frontend.http.connections import Connections
+from topics.frontend.http.deadlines import HttpLimits, RunningClock
+from topics.frontend.http.hypercorn_deadlines import SlowReaderTimer
 from topics.frontend.http.kept_answers import KeptAnswers
 from topics.log import get_logger
 
 GONE_S: Final = 2.0
-"""How long app calls may go on whose client has closed its end of the connection."""
+"""The time that an app call has after its client has closed its end of the connection."""
 CLOSED_NAP_S: Final = 0.05
-"""Between two looks of a pinger whose connection is already closed."""
+"""A pinger's sleep on a connection that is already closed."""
 WS_PING_INTERVAL_S: Final = 30.0
-"""Proxies close what is silent; and a client that left without a word is found."""
+"""Pings keep proxies from closing a silent connection, and find clients that are gone without a word."""
 _WS_EXTENSIONS: Final = re.compile(rb"(?i)\r\nsec-websocket-extensions:[^\r\n]*")
 
 log = get_logger()
@@ -46,68 +49,74 @@ class _Flag(EventWrapper):
 
 
 class ConnectionContext(WorkerContext):
-    """The state of one connection that Hypercorn does not keep.
+    """The state of one connection that Hypercorn does not keep. Hypercorn gives it to every part of the connection.
 
-    Who waits for the end of an idle connection, or sleeps between two pings of a WebSocket, wakes when the client has
-    closed it. Otherwise Hypercorn would keep the socket until then.
+    `closed` and `end` wake Hypercorn's waits for the end of an idle connection and between two pings of a WebSocket.
+    Otherwise it would keep the socket until they are over.
     """
 
-    def __init__(self, watched: Callable[[], Unread], kept: KeptAnswers) -> None:
+    def __init__(
+        self, transport: asyncio.Transport, watch: Callable[[WriteBuffer], SlowReaderTimer], kept: KeptAnswers
+    ) -> None:
         super().__init__(None)
-        self.watched = watched
+        self.transport = transport
+        self.watch = watch
         self.kept = kept
-        self.room = Budget(limits.CONNECTION_ANSWERS)
-        self.unread = watched()
+        self.answers = Budget(limits.CONNECTION_ANSWERS)
+        self.reader_timer = watch(transport)
+        self.server: HypercornConnection | None = None
+        self.http2: H2Protocol | None = None
         self.terminated = self.end = _Flag()
         self.closed = asyncio.Event()
         self._apps: set[asyncio.Task[Any]] = set()
         self._dropping: set[asyncio.Task[None]] = set()
         self._client_gone = False
 
-    def enter(self, app: asyncio.Task[Any]) -> None:
-        """An app call begins on this connection."""
+    def add_app(self, app: asyncio.Task[Any]) -> None:
+        """Note an app call on this connection."""
         self._apps.add(app)
-        app.add_done_callback(self._left)
+        app.add_done_callback(self._app_done)
         if self._client_gone:
             app.get_loop().call_later(GONE_S, app.cancel)
 
     def client_gone(self) -> None:
-        """The client has closed its end.
+        """Note that the client has closed its end.
 
-        Hypercorn tells app calls, but not in all of its states. Those that go on all the same are cancelled; otherwise
-        they and their socket would stay for ever.
+        Hypercorn tells app calls, but not in all of its states. Those that go on are cancelled; otherwise they and
+        their socket would stay for ever.
         """
         self._client_gone = True
         self.end.set_now()
         for app in self._apps:
             app.get_loop().call_later(GONE_S, app.cancel)
-        self._wake_if_over()
+        self._close_if_over()
 
-    def _left(self, app: asyncio.Task[Any]) -> None:
+    def _app_done(self, app: asyncio.Task[Any]) -> None:
         self._apps.discard(app)
-        self._wake_if_over()
+        self._close_if_over()
 
-    def _wake_if_over(self) -> None:
+    def _close_if_over(self) -> None:
         """Wake the pingers when no app is left: the WebSockets of an HTTP/2 connection end one by one."""
         if self._client_gone and not self._apps:
             self.closed.set()
 
     def drop(self, receive: Receive) -> None:
-        """Drop what still comes for a WebSocket whose app has ended.
+        """Drop further messages of a WebSocket whose app has ended.
 
-        Hypercorn reads on only as long as somebody takes messages, and without reading it does not learn that the
+        Hypercorn reads only as long as somebody receives messages, and without reading it does not learn that the
         client is gone.
         """
         task = asyncio.get_running_loop().create_task(_drop(receive))
         self._dropping.add(task)
         task.add_done_callback(self._dropping.discard)
 
-    def ended(self) -> None:
-        """The connection is over, whatever was still to come."""
+    def cancel_drops(self) -> None:
+        """End what `drop` began: the connection is over."""
         for task in self._dropping:
             task.cancel()
 
     async def sleep(self, wait: float) -> None:  # type: ignore[override]
+        """Hypercorn: sleep between two pings."""
         if self.closed.is_set():
             await asyncio.sleep(CLOSED_NAP_S)
             return
@@ -116,45 +125,38 @@ class ConnectionContext(WorkerContext):
                 await self.closed.wait()
 
 
+def context_of(part: TCPServer | H2Protocol | HTTPStream | WSStream) -> ConnectionContext:
+    """Return the connection's context, which Hypercorn knows by its base class."""
+    return cast(ConnectionContext, part.context)
+
+
 async def _drop(receive: Receive) -> None:
     while (await receive())["type"] != "websocket.disconnect":
         pass
 
 
 class WatchedProtocol(asyncio.StreamReaderProtocol):
-    """Tells the context when the connection is closed, and how its client takes what it is sent."""
+    """Tells the context when the connection is closed, and when its client falls behind and catches up."""
 
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        connected: Callable[[asyncio.StreamReader, asyncio.StreamWriter], None],
-        loop: asyncio.AbstractEventLoop,
-        context: ConnectionContext,
-    ) -> None:
-        super().__init__(reader, connected, loop)
+    def __init__(self, context: ConnectionContext, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._context = context
-        self._wire = cast(asyncio.Transport, None)  # until connection_made, before which nothing is called
 
     @property
     def buffered_bytes(self) -> int:
-        return self._wire.get_write_buffer_size()
+        return self._context.transport.get_write_buffer_size()
 
     def abort(self) -> None:
-        self._wire.abort()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._wire = cast(asyncio.Transport, transport)
-        self._context.unread.made(self._wire)
-        super().connection_made(transport)
+        self._context.transport.abort()
 
     def pause_writing(self) -> None:
-        self._context.unread.begin()
-        self._context.kept.hold(self)
+        self._context.reader_timer.start()
+        self._context.kept.add(self)
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        self._context.unread.taken()
-        self._context.kept.let_go(self)
+        self._context.reader_timer.caught_up()
+        self._context.kept.remove(self)
         super().resume_writing()
 
     def eof_received(self) -> bool | None:
@@ -163,40 +165,40 @@ class WatchedProtocol(asyncio.StreamReaderProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._context.unread.lost()
-        self._context.kept.let_go(self)
+        self._context.reader_timer.close()
+        self._context.kept.remove(self)
         self._context.client_gone()
         self._context.closed.set()
 
 
 class HypercornConnection(TCPServer):
-    """Hypercorn's connection, except that it does not wait for ever for what is left when it closes."""
+    """Hypercorn's connection. Other than Hypercorn's, it limits the time for which a client may not read its end."""
 
-    def __init__(self, unread: Unread, limits: HttpLimits, *arguments: Any) -> None:
+    def __init__(self, high_water_bytes: int, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._unread = unread
-        self._high_bytes = limits.write_high_water_bytes
+        context_of(self).server = self
+        self._high_water_bytes = high_water_bytes
 
     async def wait_emptied(self) -> None:
-        """Wait until nothing is kept for the client. Raises ConnectionResetError when that was lost."""
+        """Wait until nothing is kept for the client. Raises ConnectionResetError if what was kept is lost."""
         transport = self.writer.transport
-        async with self.send_lock:  # whoever writes already is first
+        async with self.send_lock:  # after those that are writing
             if not transport.is_closing():
                 transport.set_write_buffer_limits(high=0)
                 try:
                     await self.writer.drain()
                 finally:
                     if not transport.is_closing():
-                        transport.set_write_buffer_limits(high=self._high_bytes)
+                        transport.set_write_buffer_limits(high=self._high_water_bytes)
             if transport.is_closing():
                 raise ConnectionResetError("the client is gone")
 
     async def _initiate_server_close(self) -> None:
-        self._unread.begin()
+        context_of(self).reader_timer.start()
         await super()._initiate_server_close()
 
     async def _close(self) -> None:
-        self._unread.begin()
+        context_of(self).reader_timer.start()
         await super()._close()
 
 
@@ -207,13 +209,7 @@ class HypercornConnections:
     for them and cuts them.
     """
 
-    def __init__(
-        self,
-        app: AsgiApp,
-        limits: HttpLimits,
-        connections: Connections,
-        clock: AttendedClock,
-    ) -> None:
+    def __init__(self, app: AsgiApp, limits: HttpLimits, connections: Connections, clock: RunningClock) -> None:
         self._connections = connections
         self._app = app
         self._config = _config(limits)
@@ -222,11 +218,12 @@ class HypercornConnections:
         self._loop = asyncio.get_running_loop()
         self.open: set[ConnectionContext] = set()
 
-    def take(self, transport: asyncio.Transport, data: bytes) -> None:
-        """Take over an open transport and the bytes that were read from it."""
-        context = ConnectionContext(partial(Unread, self._limits, self._clock, self._loop), self._connections.kept)
+    def take_over(self, transport: asyncio.Transport, data: bytes) -> None:
+        """Serve an open transport from now on, beginning with the bytes that were read from it."""
+        watch = partial(SlowReaderTimer, self._limits, self._clock, self._loop)
+        context = ConnectionContext(transport, watch, self._connections.kept)
         reader = asyncio.StreamReader(limit=self._limits.read_high_water_bytes, loop=self._loop)
-        protocol = WatchedProtocol(reader, partial(self._start, context), self._loop, context)
+        protocol = WatchedProtocol(context, reader, partial(self._start, context), self._loop)
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
         protocol.data_received(_without_compression(data))
@@ -234,31 +231,28 @@ class HypercornConnections:
     def _start(self, context: ConnectionContext, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.transport.set_write_buffer_limits(high=self._limits.write_high_water_bytes)
         self.open.add(context)
-        self._connections.tasks.add(self._loop.create_task(self._serve(context, reader, writer)))
-        if self._connections.draining:  # handed over in the midst of that
+        self._connections.start_task(partial(self._serve, context, reader, writer))
+        if self._connections.draining:  # taken over during a drain
             context.end.set_now()
 
     async def _serve(
         self, context: ConnectionContext, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         try:
-            state = {TRANSPORT: writer.transport}
             app = ASGIWrapper(cast(Any, partial(self._run, context)))
-            await HypercornConnection(
-                context.unread, self._limits, app, self._loop, self._config, context, state, reader, writer
-            )
+            high_water_bytes = self._limits.write_high_water_bytes
+            await HypercornConnection(high_water_bytes, app, self._loop, self._config, context, {}, reader, writer)
         except Exception:
             log.exception("connection failed")
         finally:
-            context.ended()
+            context.cancel_drops()
             self.open.discard(context)
             self._connections.release_place()
-            self._connections.task_done()
 
     async def _run(self, context: ConnectionContext, scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
         assert task is not None
-        context.enter(task)
+        context.add_app(task)
         if scope["type"] != "websocket":
             await hypercorn_deadlines.run(self._app, self._limits, self._clock, scope, receive, send)
             return
@@ -279,7 +273,7 @@ class HypercornConnections:
                 context.closed.set()
 
     def begin_drain(self) -> None:
-        """Close what is idle, and what is busy when it becomes so."""
+        """Close idle connections now, and busy ones when they become idle."""
         for context in self.open:
             context.end.set_now()
 
@@ -290,7 +284,7 @@ def _config(limits: HttpLimits) -> Config:
     config.include_date_header = False
     config.include_server_header = False
     config.keep_alive_timeout = limits.keep_alive_timeout_ms / 1000
-    config.keep_alive_max_requests = 2**62  # the default closes busy connections
+    config.keep_alive_max_requests = 2**62  # Hypercorn's default closes busy connections
     config.h11_max_incomplete_size = limits.max_header_bytes
     config.h2_max_header_list_size = limits.max_header_bytes
     config.websocket_max_message_size = limits.max_body_bytes
@@ -299,7 +293,9 @@ def _config(limits: HttpLimits) -> Config:
 
 
 def _without_compression(data: bytes) -> bytes:
-    """An upgrade without the client's offer to compress: a message of 8 MiB would hold up every other client while it
-    is packed, and 64 KiB can unpack to 64 MiB."""
+    """Return an upgrade request without its offer to compress.
+
+    A message of 8 MiB would block every other client while it is packed, and 64 KiB may unpack to 64 MiB.
+    """
     head, end, rest = data.partition(b"\r\n\r\n")
     return _WS_EXTENSIONS.sub(b"", head) + end + rest

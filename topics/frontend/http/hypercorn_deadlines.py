@@ -1,34 +1,36 @@
-"""Deadlines for clients of Hypercorn's protocols, which has a time for idle connections only; `http1` keeps its own.
+"""Deadlines for clients of Hypercorn's protocols. Hypercorn itself limits idle connections only; `http1` has its own.
 
-A body has to arrive in time (`run`), and a client has to take what waits for it (`Unread`):
+A body has to arrive in time (`run`), and a client has to read what waits for it (`SlowReaderTimer`):
 
-    pause_writing ─▶ begin ─▶ a look now and then: standing still, or too slow ─▶ abort
-    closing       ─▶           └─▶ taken: there is room again (resume_writing); lost: it is over
-    a message on a stream of HTTP/2: begin, until there is room for the next one
+    pause_writing, closing, or a message on a stream of HTTP/2 ─▶ start ─▶ check: stalled, or too slow ─▶ abort
+                                                                    └─▶ caught_up (resume_writing), or close
 
-Hypercorn waits for ever, also when it has closed a connection whose last bytes nobody takes.
+Without them Hypercorn waits for ever, even on a connection that it has closed and whose last bytes nobody reads.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Final, Protocol
 
-from topics.core.errors import TopicsError
-from topics.frontend.asgi import AsgiApp, Message, Receive, Scope, Send
-from topics.frontend.http.deadlines import AttendedClock, Awaited, BodyTime, Deadlines, HttpLimits, Verdict
-
-DROP_S: Final = 5.0
-"""How long the rest of a body is dropped as it comes after an early answer, before the connection is cut."""
+from topics.frontend.asgi import AsgiApp, Message, Receive, Scope, Send, WriteBuffer
+from topics.frontend.http.deadlines import (
+    Awaited,
+    BodyTime,
+    Deadlines,
+    HttpLimits,
+    RunningClock,
+    Verdict,
+    body_timed_out,
+)
 
 
 async def run(
-    app: AsgiApp, limits: HttpLimits, clock: AttendedClock, scope: Scope, receive: Receive, send: Send
+    app: AsgiApp, limits: HttpLimits, clock: RunningClock, scope: Scope, receive: Receive, send: Send
 ) -> None:
     """Run `app` with a `receive` that raises `408 request_timeout`, and drop what the app leaves of the body.
 
-    It is dropped before the answer ends: Hypercorn breaks a connection on which a request goes on behind its answer,
-    and blocks one whose messages nobody takes.
+    The rest is dropped before the answer ends: Hypercorn breaks a connection on which a request continues behind its
+    answer, and blocks one whose messages nobody receives.
     """
     body = _TimedBody(limits, clock, receive)
 
@@ -44,9 +46,9 @@ async def run(
 
 
 class _TimedBody:
-    """The body of one request: it counts what comes, and the time that this takes."""
+    """The body of one request. It counts the bytes that arrive, and the time that this takes."""
 
-    def __init__(self, limits: HttpLimits, clock: AttendedClock, receive: Receive) -> None:
+    def __init__(self, limits: HttpLimits, clock: RunningClock, receive: Receive) -> None:
         self._limits = limits
         self._clock = clock
         self._receive = receive
@@ -57,7 +59,7 @@ class _TimedBody:
     async def receive(self) -> Message:
         if self._complete:
             return await self._receive()
-        now_s = self._clock.time_s() - self._clock.missed_s  # without `now_s`, one more call for every request
+        now_s = self._clock.time_s() - self._clock.suspended_s  # without `now_s`, one more call for every request
         whole_s = self._time.left_s(now_s, self._bytes, False)
         until_s = now_s + min(self._limits.body_idle_timeout_ms / 1000, whole_s)
         while True:
@@ -65,17 +67,17 @@ class _TimedBody:
                 async with asyncio.timeout(until_s - now_s):
                     message = self._note(await self._receive())
             except TimeoutError:
-                # What came while the process was stopped is still in Hypercorn's queue.
+                # Data that arrived while the process was suspended is still in Hypercorn's queue.
                 if (now_s := self._clock.now_s()) < until_s:
                     continue
-                raise TopicsError("request_timeout", "the body came too slowly, or not at all") from None
+                raise body_timed_out() from None
             if not self._complete:
                 self._time.left_s(self._clock.now_s(), self._bytes, True)
             return message
 
     async def drop_rest(self) -> None:
         try:
-            async with asyncio.timeout(DROP_S):
+            async with asyncio.timeout(self._limits.discard_timeout_ms / 1000):
                 while not self._complete and self._bytes <= self._limits.max_body_bytes:
                     self._note(await self._receive())
         except TimeoutError:
@@ -87,60 +89,49 @@ class _TimedBody:
         return message
 
 
-class Kept(Protocol):
-    """The bytes that are kept for a client, in the shape of asyncio's transports."""
+class SlowReaderTimer:
+    """Aborts one connection or stream whose client reads too little of `buffer`."""
 
-    def get_write_buffer_size(self) -> int: ...
-
-    def is_closing(self) -> bool: ...
-
-    def abort(self) -> None: ...
-
-
-class Unread:
-    """How the client of one connection, or of one stream, takes what is kept for it."""
-
-    def __init__(self, limits: HttpLimits, clock: AttendedClock, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, limits: HttpLimits, clock: RunningClock, loop: asyncio.AbstractEventLoop, buffer: WriteBuffer
+    ) -> None:
         self._deadlines = Deadlines(limits, clock)
         self._clock = clock
         self._loop = loop
-        self._kept: Kept | None = None
+        self._buffer = buffer
+        self._closed = False
         self._timer: asyncio.TimerHandle | None = None
 
-    def made(self, kept: Kept) -> None:
-        """It is open."""
-        self._kept = kept
+    def start(self, coming_bytes: int = 0) -> None:
+        """Let the client read what is buffered, and `coming_bytes` that are about to be. Idempotent."""
+        if self._timer is None and not self._closed:
+            self._deadlines.begin_reader(self._buffer.get_write_buffer_size() + coming_bytes)
+            self._arm()
 
-    def begin(self, coming_bytes: int = 0) -> None:
-        """The client is to take what there is, and what is about to be kept for it; can be repeated."""
-        if self._timer is None and self._kept is not None:
-            self._deadlines.begin_taking(self._kept.get_write_buffer_size() + coming_bytes)
-            self._look_later(self._kept)
-
-    def taken(self) -> None:
-        """There is room again; one that is closing has to take all of it."""
-        if self._kept is not None and not self._kept.is_closing():
+    def caught_up(self) -> None:
+        """Stop: there is room again. Has no effect on a closing buffer, which the client has to read to its end."""
+        if not self._buffer.is_closing():
             self._stop()
 
-    def lost(self) -> None:
-        """It is gone."""
-        self._kept = None
+    def close(self) -> None:
+        """Stop for good: the connection or stream is over."""
+        self._closed = True
         self._stop()
 
     def _stop(self) -> None:
-        self._deadlines.end_taking()
+        self._deadlines.end_reader()
         self._deadlines.wait(Awaited.NOTHING)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _look_later(self, kept: Kept) -> None:
+    def _arm(self) -> None:
         self._deadlines.wait(Awaited.READER)
-        self._timer = self._loop.call_at(self._deadlines.at_s + self._clock.missed_s, self._look, kept)
+        self._timer = self._loop.call_at(self._deadlines.at_s + self._clock.suspended_s, self._check)
 
-    def _look(self, kept: Kept) -> None:
+    def _check(self) -> None:
         self._timer = None
-        if self._deadlines.overdue(kept.get_write_buffer_size()) is Verdict.CUT:
-            kept.abort()
+        if self._deadlines.verdict(self._buffer.get_write_buffer_size()) is Verdict.CUT:
+            self._buffer.abort()
         else:
-            self._look_later(kept)
+            self._arm()

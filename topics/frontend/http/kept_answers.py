@@ -1,13 +1,13 @@
-"""What the clients of one process have not taken of their answers: counted together, and bounded.
+"""Answers that the clients of one process have not read to the end: counted together, and bounded.
 
-    hold ─▶ too much of it: cut who has taken nothing for longest ─▶ and again every LOOK_S, while it is too much
-      └─▶ let_go: it is taken, or its client is gone
+    add ─▶ too many bytes: cut the client that has read nothing for longest ─▶ check again every CHECK_S until they fit
+      └─▶ remove: it is read, or its client is gone
 
-An answer counts whole until then, however much of it is taken: transports and frames refer to the bytes that were
-written, and as long as one of them is to be sent all of them are in memory.
+An answer counts with its whole length until then, however much of it is read: transports and frames refer to the bytes
+that were written, and all of them are in memory as long as one is still to be sent.
 
-It is there already, whoever made it: nobody can be asked to wait for room, as those are who make long answers beside
-others on one connection (`answers.take_room`) or write into event streams (`live/pulse.py`).
+These answers exist already, so nobody can be asked to wait for room. Those that can are asked elsewhere: handlers of
+long answers on HTTP/2 (`responses.reserve_room`), and event streams (`live/large_frames.py`).
 """
 
 from __future__ import annotations
@@ -18,79 +18,80 @@ from typing import Final, Protocol
 from topics.core.clock import Clock
 from topics.frontend.entry import limits
 from topics.frontend.entry.budget import Budget
-from topics.frontend.live.pulse import Stalls
+from topics.frontend.entry.stalled_clients import StalledClients
 
 COUNTED_FROM_BYTES: Final = 128 * 1024
-"""What is shorter is not counted: it is little more than the 64 KiB that wait for any client."""
-LOOK_S: Final = 1.0
+"""Shorter answers are not counted: they are little more than the 64 KiB that may wait for any client."""
+CHECK_S: Final = 1.0
 
 
 class AnswerHolder(Protocol):
-    """Who keeps an answer for its client: a connection, or a stream of HTTP/2."""
+    """A connection, or stream of HTTP/2, that keeps an answer for its client."""
 
     @property
     def buffered_bytes(self) -> int: ...
 
     def abort(self) -> None:
-        """Cut, whatever waits for the client is gone."""
-        ...
+        """Cut it. What waits for the client is lost."""
 
 
 class KeptAnswers:
-    """What all clients of one process have not taken of their answers. Called on its event loop."""
+    """The answers that the clients of one process have not read to the end. Used on its event loop."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.budget = Budget(limits.KEPT_ANSWERS)
         self.high_bytes = self.budget.most_bytes // 2
         self._len_bytes: dict[AnswerHolder, int] = {}
-        self._stalls = Stalls[AnswerHolder](
+        self._stalled = StalledClients[AnswerHolder](
             self.budget, self._len_bytes.__getitem__, lambda holder: -holder.buffered_bytes
         )
-        self._look_timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def held_bytes(self) -> int:
-        """All answers that are not taken to their end."""
+        """Length of all answers that are not read to the end."""
         return self.budget.held_bytes
 
-    def hold(self, holder: AnswerHolder, written_bytes: int = 0) -> None:
-        """Its client is behind; `written_bytes` is the length of what was written last, of which it has some."""
+    def add(self, holder: AnswerHolder, written_bytes: int = 0) -> None:
+        """Count the answer of a client that is behind. `written_bytes`: length of the last write, of which the client
+        has read some.
+        """
         len_bytes = max(holder.buffered_bytes, written_bytes)
         if len_bytes >= COUNTED_FROM_BYTES and holder not in self._len_bytes:
             self._len_bytes[holder] = len_bytes
-            self._stalls.note(holder, self._clock.monotonic_ms())
+            self._stalled.add(holder, self._clock.monotonic_ms())
             self._bound()
 
-    def let_go(self, holder: AnswerHolder) -> None:
-        """Its client has caught up, or is gone. Can be repeated."""
-        self._stalls.end(holder)
+    def remove(self, holder: AnswerHolder) -> None:
+        """Forget an answer (read to its end, or its client is gone). Idempotent."""
+        self._stalled.remove(holder)
         self._len_bytes.pop(holder, None)
 
     def _bound(self) -> None:
-        """Cut whose answers are too much, longest without progress first, and look again while they still are.
+        """Cut clients while their answers are too long together, longest without progress first.
 
-        Beyond `high_bytes` those are cut who have taken nothing for STALL_CUT_MS; beyond the whole budget others, too:
-        all may have come a moment ago, or take a byte now and then.
+        Above `high_bytes` those are cut that have read nothing for STALL_CUT_MS. Above the whole budget others are cut
+        as well: all of them may have come a moment ago, or read a byte now and then.
         """
         budget = self.budget
         most_bytes, high_bytes = budget.most_bytes, self.high_bytes
-        # There may be thousands, and a look is at all of them: below the most there may be, once in LOOK_S.
-        if budget.held_bytes > most_bytes or (budget.held_bytes > high_bytes and self._look_timer is None):
+        # A check is of all answers, maybe thousands: below the whole budget there is one in CHECK_S.
+        if budget.held_bytes > most_bytes or (budget.held_bytes > high_bytes and self._timer is None):
             now_ms = self._clock.monotonic_ms()
-            self._stalls.over(now_ms)
-            self._cut(self._stalls.holding(budget.held_bytes - high_bytes, now_ms))
+            self._stalled.timed_out(now_ms)  # notices who has made progress
+            self._cut(self._stalled.to_cut(budget.held_bytes - high_bytes, now_ms))
             if budget.held_bytes > most_bytes:
-                # A little more than must be: the next answer is not to be the reason for the next look.
-                self._cut(self._stalls.holding(budget.held_bytes - most_bytes // 16 * 15, now_ms, still_ms=0))
-        if budget.held_bytes > high_bytes and self._look_timer is None:
-            self._look_timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+                # A little more than needed, so that the next answer does not cause the next check.
+                self._cut(self._stalled.to_cut(budget.held_bytes - most_bytes // 16 * 15, now_ms, stalled_ms=0))
+        if budget.held_bytes > high_bytes and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(CHECK_S, self._check)
 
-    def _look(self) -> None:
-        self._look_timer = None
+    def _check(self) -> None:
+        self._timer = None
         self._bound()
 
     def _cut(self, holders: list[AnswerHolder]) -> None:
         for holder in holders:
-            self.let_go(holder)
+            self.remove(holder)
             holder.abort()

@@ -1,6 +1,6 @@
-"""Listeners and drain of a frontend's HTTP.
+"""The HTTP server of a frontend: its listeners, and its drain.
 
-Every connection starts as our HTTP/1.1 (`http1`). It is handed to Hypercorn when it turns out to be HTTP/2 or a
+Every connection starts as our HTTP/1.1 (`http1`), and is handed to Hypercorn if it turns out to be HTTP/2 or a
 WebSocket (`hypercorn_connection`).
 """
 
@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 from topics.frontend.asgi import AsgiApp
 from topics.frontend.http import hypercorn_patches
-from topics.frontend.http.deadlines import AttendedClock, HttpLimits
-from topics.frontend.http.http1 import Connections, Http1Factory
+from topics.frontend.http.connections import Connections
+from topics.frontend.http.deadlines import HttpLimits, RunningClock
+from topics.frontend.http.http1 import Http1Factory
 from topics.frontend.http.hypercorn_connection import HypercornConnections
 from topics.log import get_logger
 
@@ -28,23 +29,22 @@ async def serve(
     *,
     grace_ms: int = 10_000,
     connections: Connections | None = None,
-    clock: AttendedClock | None = None,
+    clock: RunningClock | None = None,
     on_ready: Callable[[], None] | None = None,
 ) -> None:
-    """Serve `app` on bound sockets, which other processes may share, until `shutdown`; then drain and return.
+    """Serve `app` on bound sockets, which other processes may share, until `shutdown`; then drain, close and return.
 
-    Draining has `grace_ms`. What is not done by then is cut, and requests that are not answered yet get
-    `503 shutting_down`. `connections` counts and holds the HTTP/1.1 connections; a caller that reads them passes its
-    own. `clock` is the loop's, and attended until the end. `on_ready` is called once when the sockets are being
-    listened on. The sockets are closed at the end.
+    After `grace_ms` of draining the rest is cut, and requests that are not answered yet get `503 shutting_down`. A
+    caller that reads `connections` passes its own. `clock` is the loop's; it runs until the end. `on_ready` is called
+    once, when the sockets are being listened on.
     """
     loop = asyncio.get_running_loop()
     hypercorn_patches.install(limits.max_header_bytes)
-    clock = clock if clock is not None else AttendedClock(loop.time)
+    clock = clock if clock is not None else RunningClock(loop.time)
     connections = connections if connections is not None else Connections(clock=clock)
     others = HypercornConnections(app, limits, connections, clock)
-    factory = Http1Factory(app, limits, connections, others.take, clock)
-    attending = loop.create_task(clock.attend())
+    factory = Http1Factory(app, limits, connections, others.take_over, clock)
+    clock_task = loop.create_task(clock.run())
     servers = [await loop.create_server(factory, sock=sock, backlog=1024) for sock in sockets]
     try:
         if on_ready is not None:
@@ -67,4 +67,4 @@ async def serve(
             )
         finally:
             await connections.abort()
-            attending.cancel()
+            clock_task.cancel()

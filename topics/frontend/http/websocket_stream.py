@@ -1,12 +1,11 @@
-"""WebSockets on Hypercorn: how a handshake is refused, and how messages go out.
+"""WebSockets on Hypercorn, with other handshake errors, and with bounds on messages in both directions.
 
     message ─▶ frame ─▶ HTTP/1.1: pieces of PIECE_BYTES_MAX, each when the transport has room for it
                    └──▶ HTTP/2: the stream's buffer, whole
 
-Hypercorn judges a handshake before the app hears of it. It answers an empty 400 on a connection that it then forgets,
-and takes anything for a key; here every refusal has the envelope of all errors (RFC 6455 §4.2.1, api §0.6). It hands a
-message to the transport at one go, and has it in three forms until the client has taken it; here what is kept for the
-client is known, and kept once.
+Malformed WebSocket handshakes get the usual JSON error (RFC 6455 §4.2.1, api §0.6). Hypercorn itself accepts any key,
+answers the rest with an empty 400 before the app hears of it, and leaves the connection open. It also keeps an outgoing
+message in three forms until the client has read it. Here it is kept once, and its size is known.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import sys
 from typing import Any, Final, cast
 
 from hypercorn.protocol.events import Body, Data, EndBody, Event, Request, Response, StreamClosed
-from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.protocol.ws_stream import ASGIWebsocketState, FrameTooLargeError, WebsocketBuffer, WSStream
 from hypercorn.typing import ASGISendEvent
 from wsproto.events import Event as WebSocketEvent
@@ -25,24 +23,37 @@ from wsproto.events import Message, TextMessage
 from wsproto.utilities import LocalProtocolError
 
 from topics.core.errors import TopicsError, invalid
-from topics.frontend.asgi import DROPPED, KEPT, SHARE, TRANSPORT
-from topics.frontend.entry.bodies import COUNTED_FROM_BYTES, Share
+from topics.frontend.asgi import DROPPED, RESERVATION, WRITE_BUFFER, WriteBuffer
+from topics.frontend.entry.bodies import COUNTED_FROM_BYTES, MessageReservation
 from topics.frontend.entry.responses import error_body
 from topics.frontend.http.http2_buffer import BoundedBuffer
-from topics.frontend.http.hypercorn_deadlines import Kept, Unread
+from topics.frontend.http.hypercorn_connection import context_of
+
+PIECE_BYTES_MAX: Final = 64 * 1024
+_KEY: Final = re.compile(rb"[A-Za-z0-9+/]{22}==")
+"""16 bytes in base64."""
+_VERSION: Final = b"13"
+_SHOWN_BYTES: Final = 60
+_REFUSALS: Final = {
+    400: ("invalid_request", "frames of a WebSocket came before the answer to its handshake"),
+    403: ("forbidden", "no WebSocket may be opened here"),
+    404: ("not_found", "there is nothing at this host"),
+    500: ("internal", "the handshake failed inside the server"),
+}
+"""Code and message of the refusals that Hypercorn makes by itself, by status."""
 
 
 class CountedMessages(WebsocketBuffer):
-    """The message that is coming."""
+    """The incoming message. It counts as a body does; one without room is dropped, and the app is told."""
 
     def __init__(self, max_length: int) -> None:
         super().__init__(max_length)
-        self._share: Share | None = None
+        self._reservation: MessageReservation | None = None
         self._kept_bytes = 0
         self._dropped = False
 
     def extend(self, event: Message[Any]) -> None:
-        """Another piece; it comes in the right order."""
+        """Add the next piece."""
         if self.length + len(event.data) > self.max_length:
             self._drop()
             raise FrameTooLargeError
@@ -51,78 +62,65 @@ class CountedMessages(WebsocketBuffer):
             return
         self._kept_bytes += sys.getsizeof(event.data)
         if self._kept_bytes > COUNTED_FROM_BYTES:
-            if self._share is None:
-                self._share = Share()
-            if not self._share.reach(self._kept_bytes):
+            if self._reservation is None:
+                self._reservation = MessageReservation()
+            if not self._reservation.reach(self._kept_bytes):
                 self.length += len(event.data)
                 self._drop()
                 return
         super().extend(event)
 
     def _drop(self) -> None:
-        self.value = self._share = None
+        self.value = self._reservation = None
         self._dropped = True
 
     def clear(self) -> None:
-        """The next message begins."""
+        """Begin the next message."""
         super().clear()
-        self._share = None
+        self._reservation = None
         self._kept_bytes = 0
         self._dropped = False
 
     def to_message(self) -> dict[str, Any]:
-        """For the app."""
+        """Return the ASGI message."""
         message: dict[str, Any] = super().to_message()
         if self._dropped:
             message[DROPPED] = True
-        if self._share is not None:
-            message[SHARE] = self._share
+        if self._reservation is not None:
+            message[RESERVATION] = self._reservation
         return message
-
-
-PIECE_BYTES_MAX: Final = 64 * 1024
-_KEY: Final = re.compile(rb"[A-Za-z0-9+/]{22}==")
-"""16 bytes in base64."""
-_VERSION: Final = b"13"
-_SHOWN_BYTES: Final = 60
-_BY_STATUS: Final = {
-    400: ("invalid_request", "frames of a WebSocket came before the answer to its handshake"),
-    403: ("forbidden", "no WebSocket may be opened here"),
-    404: ("not_found", "there is nothing at this host"),
-    500: ("internal", "the handshake failed inside the server"),
-}
-"""The refusals that Hypercorn makes by itself."""
 
 
 class BoundedWebSocket(WSStream):
     """Hypercorn's stream of a WebSocket, except for how it refuses and how it sends. Its app finds it in its scope as
-    `unread.Kept`."""
+    a `WriteBuffer`.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.buffer = CountedMessages(self.config.websocket_max_message_size)
         self._over_http2 = False
-        self._turn = asyncio.Lock()  # of whoever sends a frame in pieces
-        self._left_bytes = 0  # of that frame
+        self._sending = asyncio.Lock()  # one frame at a time
+        self._left_bytes = 0  # of the frame that is sent in pieces
 
     async def handle(self, event: Event) -> None:
-        """From the protocol: what the client sent."""
+        """Hypercorn: the client sent something."""
         if not isinstance(event, Request) or self.closed:
             await super().handle(event)
             return
         self._over_http2 = event.http_version == "2"
-        wrong = flaw(event.headers, event.http_version)
-        if wrong is not None:
-            await self._refuse(wrong)
+        error = handshake_error(event.headers, event.http_version)
+        if error is not None:
+            await self._refuse(error)
             return
         await super().handle(event)
-        if not self.closed:  # its app begins when this task waits for something
-            cast("dict[str, Any]", self.scope["extensions"])[KEPT] = self
+        if not self.closed:  # its app starts when this task next waits
+            cast("dict[str, Any]", self.scope["extensions"])[WRITE_BUFFER] = self
 
     # Refusals.
 
     async def _send_error_response(self, status_code: int) -> None:
-        await self._refuse(TopicsError(*_BY_STATUS[status_code]))
+        await self._refuse(TopicsError(*_REFUSALS[status_code]))
 
     async def _refuse(self, error: TopicsError) -> None:
         self.closed = True
@@ -137,7 +135,7 @@ class BoundedWebSocket(WSStream):
         await self.send(Body(stream_id=self.stream_id, data=body))
         await self.send(EndBody(stream_id=self.stream_id))
         if not self._over_http2:
-            # Else nobody would close the connection. A stream of HTTP/2 must stay: the client may still send on it.
+            # Nobody else closes the connection. A stream of HTTP/2 must stay: the client may still send on it.
             await self.send(StreamClosed(stream_id=self.stream_id))
 
     # Messages.
@@ -146,18 +144,18 @@ class BoundedWebSocket(WSStream):
         if message is None or message["type"] != "websocket.send" or self.state is not ASGIWebsocketState.CONNECTED:
             await super().app_send(message)
         elif not self.closed:
-            # Taken out of the message, which its sender has as long as this takes.
+            # Taken out of the message, which the sender keeps until this is done.
             await self._send_wsproto_event(TextMessage(data=cast("dict[str, Any]", message).pop("text")))
 
     async def _send_wsproto_event(self, event: WebSocketEvent) -> None:
         if self._over_http2:
-            # Never waits for others: whoever reads the connection answers pings here.
+            # Must not wait: the task that reads the connection answers pings here.
             data = self._framed(event)
             del event
             await self._send_data(data)
             return
-        async with self._turn:
-            data = b"" if self._left_bytes else self._framed(event)  # behind half a frame nothing can follow
+        async with self._sending:
+            data = b"" if self._left_bytes else self._framed(event)  # nothing can follow half a frame
             del event
             if len(data) <= PIECE_BYTES_MAX:
                 await self._send_data(data)
@@ -165,7 +163,7 @@ class BoundedWebSocket(WSStream):
                 await self._send_in_pieces(memoryview(data))
 
     def _framed(self, event: WebSocketEvent) -> bytes:
-        """The frame of a message; nothing when it can no longer be sent."""
+        """Return the frame of a message; empty if it can no longer be sent."""
         try:
             return self.connection.send(event)
         except LocalProtocolError:
@@ -173,33 +171,32 @@ class BoundedWebSocket(WSStream):
 
     async def _send_in_pieces(self, frame: memoryview) -> None:
         self._left_bytes = len(frame)
-        # Watched here for as long as the transport would have had it: that one has little of it at any time.
-        unread: Unread = cast("Any", self.context).watched()
-        unread.made(self)
-        unread.begin()
+        # The transport has little of the frame at any time, so the client's time for all of it is limited here.
+        timer = context_of(self).watch(self)
+        timer.start()
         try:
             while self._left_bytes and not self.closed:
                 piece = bytes(frame[-self._left_bytes :][:PIECE_BYTES_MAX])
                 self._left_bytes -= len(piece)
                 await self._send_data(piece)
         finally:
-            unread.lost()
+            timer.close()
 
     async def _send_data(self, data: bytes) -> None:
         if data:
             await self.send(Data(stream_id=self.stream_id, data=data))
 
-    # As `unread.Kept`.
+    # The calls of `asgi.WriteBuffer`.
 
     def get_write_buffer_size(self) -> int:
-        """How much of what was sent is kept for the client."""
-        kept = self._below
-        return self._left_bytes + (0 if kept is None else kept.get_write_buffer_size())
+        """Return the number of sent bytes that are kept for the client."""
+        below = self._below
+        return self._left_bytes + (0 if below is None else below.get_write_buffer_size())
 
     def is_closing(self) -> bool:
-        """Nothing is sent any more."""
-        kept = self._below
-        return kept is None or kept.is_closing()
+        """Return True if nothing is sent any more."""
+        below = self._below
+        return below is None or below.is_closing()
 
     def abort(self) -> None:
         """Cut the connection or stream. What waits for the client is lost."""
@@ -207,16 +204,16 @@ class BoundedWebSocket(WSStream):
             self._below.abort()
 
     @property
-    def _below(self) -> Kept | None:
-        """Its transport; over HTTP/2, where others share the transport, the buffer of its stream."""
-        if not self._over_http2:
-            return cast("Kept", cast("dict[str, Any]", self.scope["state"])[TRANSPORT])
-        protocol = cast(H2Protocol, cast("Any", self.send).__self__)
-        return cast("BoundedBuffer | None", protocol.stream_buffers.get(self.stream_id))
+    def _below(self) -> WriteBuffer | None:
+        """The transport; over HTTP/2, where streams share the transport, the buffer of the stream."""
+        context = context_of(self)
+        if context.http2 is None:
+            return context.transport
+        return cast("BoundedBuffer | None", context.http2.stream_buffers.get(self.stream_id))
 
 
-def flaw(headers: list[tuple[bytes, bytes]], http_version: str) -> TopicsError | None:
-    """The error in a WebSocket handshake, if there is one. Over HTTP/2 it has no key (RFC 8441)."""
+def handshake_error(headers: list[tuple[bytes, bytes]], http_version: str) -> TopicsError | None:
+    """Return the error of a malformed WebSocket handshake. Over HTTP/2 it has no key (RFC 8441)."""
     if http_version == "1.0":
         return invalid("a WebSocket needs HTTP/1.1 or HTTP/2, not HTTP/1.0")
     versions = [value for name, value in headers if name.lower() == b"sec-websocket-version"]

@@ -1,1 +1,1 @@
-"""What is pushed: watches over event streams and WebSockets, and how records get to them."""
+"""Live delivery: event streams and WebSockets, and the way of records to them."""

@@ -1,6 +1,6 @@
-"""The composite cursor of a watch (api §7): how far a stream is in each of its topics, as text.
+"""The composite cursor of a watch (api §7): the position of a stream in each of its topics, as text.
 
-A client gets it as the `id` of a frame and gives it back as `Last-Event-ID`; nothing but this module looks inside:
+A client gets it as the `id` of a frame and sends it back as `Last-Event-ID`. Only this module knows its format:
 base64url, without padding, of the JSON map from topic to position.
 """
 
@@ -19,17 +19,17 @@ _URL_SAFE = bytes.maketrans(b"+/", b"-_")
 
 
 def encode(positions: Mapping[str, int]) -> bytes:
-    """The cursor of these positions (seqs, exclusive lower bounds)."""
+    """Return the cursor of these positions (seqs, exclusive lower bounds)."""
     return binascii.b2a_base64(_encode_json(positions), newline=False).translate(_URL_SAFE).rstrip(b"=")
 
 
 def size_max_bytes(topics: int) -> int:
-    """The longest cursor of so many topics: `"<name>":<seq>,` of 255 and 20 characters, four for three in base64."""
+    """Return the greatest length of a cursor: `"<name>":<seq>,` of 255 and 20 characters, four for three in base64."""
     return 4 * (topics * (255 + 20 + 4) + 2) // 3 + 4
 
 
 def decode(cursor: bytes) -> dict[str, int] | None:
-    """The positions of a cursor, None for what never was one: clients send back what they have kept, or worse."""
+    """Return the positions of a cursor; None if it is malformed."""
     try:
         text = binascii.a2b_base64(cursor.translate(_STANDARD) + b"=" * (-len(cursor) % 4), strict_mode=True)
         return _decode_json(text)
@@ -40,12 +40,11 @@ def decode(cursor: bytes) -> dict[str, int] | None:
 def resume(
     names: Set[str], stored: Mapping[str, int], seen: Mapping[str, int] | None, exact: bool, heads: Mapping[str, int]
 ) -> dict[str, int]:
-    """Where each topic of a session goes on; one that is not in the answer has ended and the client knows.
+    """Return the position from which each topic of a session continues, without those whose end the client has seen.
 
-    `names` are the session's topics, `stored` its own positions, `seen` the client's, None where it has none. What the
-    client has seen may rewind the session, or bring back a topic whose end it has not seen. It may move the session
-    forward, up to the head, only where that cannot know how far its last stream came (not `exact`): the process that
-    served it died.
+    `names` are the session's topics, `stored` its own positions, `seen` the client's, if it sent any. The client may
+    rewind the session, and bring back a topic whose end it has not seen. It may move the session forward, up to the
+    head, only if `exact` is false: the process that served the last stream died, so its end is not known.
     """
     positions = dict(stored)
     for name, seq in (seen or {}).items():

@@ -1,5 +1,5 @@
-"""Checks which topics a client asks to follow, over an event stream (api §7) or a WebSocket (§7.7), and finds where
-each one starts.
+"""Requests to follow topics, over an event stream (api §7) or a WebSocket (§7.7): their checks, and where each topic
+starts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NO_RECORDS: Final = PageOptions(limit=1, max_batch_bytes=1)
 
 
 def page_options(request: FollowBody, settings: Settings) -> PageOptions:
-    """Clamped to what the service allows."""
+    """Return the request's page options, clamped to the service's limits."""
     return PageOptions(
         min(request.limit or LIMIT_DEFAULT, settings.max_limit),
         min(request.max_batch_bytes or BATCH_BYTES_FOR_ZERO, BATCH_BYTES_MAX),
@@ -34,7 +34,7 @@ def page_options(request: FollowBody, settings: Settings) -> PageOptions:
 
 
 def check_starts(starts: dict[str, StartBody], topics_max: int) -> None:
-    """Names, their number and how each is to begin, or `400`."""
+    """Check the names, their number, and the start of each. Raises `400 invalid_request`."""
     if not 1 <= len(starts) <= topics_max:
         raise invalid(f"topics must name 1 to {topics_max} topics, not {len(starts)}", field="topics")
     for name, start in starts.items():
@@ -42,13 +42,13 @@ def check_starts(starts: dict[str, StartBody], topics_max: int) -> None:
         wire.check_counts(start)
         if (start.from_seq > 0) + start.tail + (start.from_ts is not None) > 1:
             raise invalid(
-                f"topics.{name}: from_seq, tail and from_ts stand instead of each other: give one of them",
+                f"topics.{name}: from_seq, tail and from_ts exclude each other: give one of them",
                 field=f"topics.{name}",
             )
 
 
 def never_durable(ref: TopicRef) -> TopicsError | None:
-    """Why nothing of the topic, as it is now, can be delivered when it is durable."""
+    """Return an error if the topic's records never become durable."""
     if ref.config.durability != "ephemeral":
         return None
     return invalid(
@@ -59,7 +59,7 @@ def never_durable(ref: TopicRef) -> TopicsError | None:
 
 
 def check_strong(refs: dict[str, TopicRef]) -> None:
-    """`400` for what can never be delivered."""
+    """Raise `400` if one of the topics can never deliver a durable record."""
     for ref in refs.values():
         error = never_durable(ref)
         if error is not None:
@@ -67,9 +67,7 @@ def check_strong(refs: dict[str, TopicRef]) -> None:
 
 
 def resolve(reader: TopicReader, ref: TopicRef, start: StartBody) -> int:
-    """The cursor to start from: not beyond the head, unless it is that of a former topic of this name, whose reader is
-    to be told (`recreated`).
-    """
+    """Return the seq to start from: beyond the head only if the topic was recreated, so that its reader is told."""
     view = ref.view
     from_seq = start.from_seq if start.from_ts is None else reader.seq_before(ref, start.from_ts)
     beyond = from_seq > view.head_seq and start.from_ts is None and not view.recreated
@@ -77,9 +75,9 @@ def resolve(reader: TopicReader, ref: TopicRef, start: StartBody) -> int:
 
 
 def place(reader: TopicReader, ref: TopicRef, from_seq: int) -> dict[str, int]:
-    """A topic as the answer shows it."""
-    # The page at the head: no record, but both ends of the topic as they are at this moment.
+    """Return the state of a topic as the answer has it."""
+    # The page at the head has no record, but both ends of the topic at this moment.
     page = reader.read_page(ref, ref.view.head_seq, _NO_RECORDS, reader.now_ms())
-    # A cursor of a former topic of this name reads this one from its first record on.
+    # A cursor from before the topic was recreated reads it from its first record.
     resolved_seq = from_seq if from_seq <= page.head_seq else page.earliest_seq - 1
     return {"from_seq": resolved_seq, "head_seq": page.head_seq, "earliest_seq": page.earliest_seq}

@@ -1,11 +1,11 @@
-"""What waits for the client of a WebSocket: a few messages, whoever has more to say waits for room. Once they are
-HIGH_WATER_BYTES together nobody has room, as in an event stream: then there are these and what one step said.
+"""The outgoing messages of a WebSocket: a few wait for the client, and writers wait for room. Once they are
+HIGH_WATER_BYTES together nobody has room, as in an event stream: then these are kept, and what one step says.
 
-Two kinds of writers share it and take turns while it is full. Answers to commands wait in `put`, so a client that does
-not read its answers is not read from either. Subscriptions are the hub's: they are told that there is no room, stay
-behind in their topic, and are asked again (`on_writable`) when there is room for all that one step may say. Until then
-nothing of theirs is read or put into words: the log is their queue. What is kept is counted with the subscription that
-said it: the hub bounds all of that together (`Room`).
+Two kinds of writers share the room, and take turns while there is none. Answers to commands wait in `put`, so no more
+commands are read from a client that does not read its answers. Subscriptions are the hub's: they stay behind in their
+topic, and are called back (`on_writable`) when all messages of one step have room. Until then nothing is read or framed
+for them: the log is their queue. Each message counts with the subscription that wrote it, and the hub bounds all of
+them together (`LargeFrames`).
 """
 
 from __future__ import annotations
@@ -15,110 +15,115 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from topics.frontend.asgi import Send
+from topics.frontend.asgi import Send, WriteBuffer
 from topics.frontend.entry import limits
-from topics.frontend.http.hypercorn_deadlines import Kept
 from topics.frontend.live.push import HIGH_WATER_BYTES
 from topics.frontend.live.wording import MESSAGE_END
 
 STEP_MESSAGES_MAX: Final = 3
-"""Of one step of a stream: tombstone, record, caught_up."""
+"""Messages of one step of a stream: tombstone, record, caught_up."""
 
 
 class SocketOutbox:
-    """Of one WebSocket. `wire` tells what was sent and is still kept for the client; None where nobody can tell."""
+    """Queue of messages for one WebSocket. It owns their order, their bytes, and the turns of those that wait for room.
 
-    def __init__(self, send: Send, wire: Kept | None) -> None:
+    `buffer` holds what was sent and is still kept for the client; None if nobody can tell.
+    """
+
+    def __init__(self, send: Send, buffer: WriteBuffer | None) -> None:
         self._loop = asyncio.get_running_loop()
         self._send = send
-        self._wire = wire
+        self._buffer = buffer
         self._queue: deque[tuple[bytes, Subscription | None]] = deque()
         self._kept_bytes = 0
-        """Of the queue, and of the message that is being sent."""
-        self._news = asyncio.Event()
+        """Bytes of the queue and of the message that is being sent."""
+        self._changed = asyncio.Event()
         self._answers: deque[asyncio.Future[None]] = deque()
-        """Who waits in `put`."""
+        """Answers that wait for their turn."""
         self._promised = 0
-        """Room given to answers that have not come yet."""
+        """Number of answers that have room and are not added yet."""
         self._subscriptions: dict[Subscription, None] = {}
-        """Who was told that there is no room, longest first."""
+        """Subscriptions that wait for room, longest first."""
         self._offered = False
+        """True while a subscription has its turn."""
         self._after_answer = False
+        """True if the last turn was an answer's."""
         self._sending = False
-        self._handed_bytes = 0
+        self._sent_bytes = 0
         self._closed = False
 
     @property
-    def taken_bytes(self) -> int:
-        """How much the client has taken so far, or a little more."""
-        return self._handed_bytes - self._unsent_bytes
+    def progress_bytes(self) -> int:
+        """Number of bytes that the client has read so far, or a little more."""
+        return self._sent_bytes - self._unread_bytes
 
     @property
-    def waiting(self) -> bool:
-        """Whether there is anything that the client has not taken."""
-        return self._sending or bool(self._queue) or self._unsent_bytes > 0
+    def is_unread(self) -> bool:
+        """True if there is anything that the client has not read."""
+        return self._sending or bool(self._queue) or self._unread_bytes > 0
 
     @property
-    def full(self) -> bool:
-        """Nobody is to say more before the client has taken some of it."""
+    def is_full(self) -> bool:
+        """True if nobody may add more before the client has read some."""
         return self._kept_bytes >= HIGH_WATER_BYTES
 
     async def put(self, message: bytes) -> None:
-        """Adds an answer as soon as there is room and it is its turn."""
-        await self.enter()
+        """Add an answer as soon as there is room and it is its turn."""
+        await self.wait_for_turn()
         self.add(message)
 
-    async def enter(self) -> None:
-        """Returns when an answer has room and it is its turn; it is to be added at once. For those that are made, or
-        done, no earlier: there may be many of them.
+    async def wait_for_turn(self) -> None:
+        """Return when an answer has room and it is its turn. The caller must add it without another `await`.
+
+        For answers that should not be made earlier, because there may be many of them.
         """
         if self._answers or not self._answer_may():
-            room = self._loop.create_future()
-            self._answers.append(room)
+            turn = self._loop.create_future()
+            self._answers.append(turn)
             try:
-                await room
+                await turn
             except asyncio.CancelledError:
-                if room.done() and not room.cancelled():
+                if turn.done() and not turn.cancelled():
                     self._promised -= 1
-                    self._let_in()
+                    self._give_turns()
                 raise
             self._promised -= 1
         self._after_answer = True
 
     def add(self, message: bytes, owner: Subscription | None = None) -> None:
-        """Without asking for room: for who was promised some, and for last words."""
+        """Add a message without asking for room: for writers that have their turn, and for last messages."""
         if not self._closed:
             self._queue.append((message, owner))
             self._count(owner, len(message))
-            self._news.set()
+            self._changed.set()
 
-    async def carry(self) -> None:
-        """Sends until `close`, and then what is left."""
+    async def send_all(self) -> None:
+        """Send messages until `close`, and then those that are left."""
         while self._queue or not self._closed:
             if not self._queue:
-                self._news.clear()
-                await self._news.wait()
+                self._changed.clear()
+                await self._changed.wait()
                 continue
             message, owner = self._queue.popleft()
-            self._let_in()
+            self._give_turns()
             self._sending = True
             len_bytes = len(message)
-            self._handed_bytes += len_bytes
+            self._sent_bytes += len_bytes
             event = {"type": "websocket.send", "text": message.decode()}
             del message
             await self._send(event)
             self._sending = False
             self._count(owner, -len_bytes)
-            self._let_in()
+            self._give_turns()
 
     def close(self) -> None:
-        """Nothing more is added."""
+        """Accept no more messages."""
         self._closed = True
-        self._news.set()
+        self._changed.set()
 
     @property
-    def _unsent_bytes(self) -> int:
-        return 0 if self._wire is None else self._wire.get_write_buffer_size()
+    def _unread_bytes(self) -> int:
+        return 0 if self._buffer is None else self._buffer.get_write_buffer_size()
 
     def _count(self, owner: Subscription | None, more_bytes: int) -> None:
         self._kept_bytes += more_bytes
@@ -128,51 +133,52 @@ class SocketOutbox:
     # -- turns
 
     def _has_room(self, messages: int) -> bool:
-        return not self.full and len(self._queue) + self._promised + messages <= limits.SOCKET_MESSAGES.most_count
+        return not self.is_full and len(self._queue) + self._promised + messages <= limits.SOCKET_MESSAGES.most_count
 
     def _answer_may(self) -> bool:
         subscriptions_turn = self._offered or (self._after_answer and bool(self._subscriptions))
         return self._has_room(1) and not subscriptions_turn
 
     def has_room_for(self, subscription: Subscription) -> bool:
-        """Whether all that a step may say has room now; if not, the subscription is told when."""
+        """Return True if all messages of a step have room now. Else the subscription is called back."""
         if self._has_room(STEP_MESSAGES_MAX) and (self._offered or not self._answers):
             return True
-        self.tell(subscription)
+        self.call_back(subscription)
         return False
 
-    def tell(self, subscription: Subscription) -> None:
-        """When there is room."""
+    def call_back(self, subscription: Subscription) -> None:
+        """Call the subscription's `on_writable` when there is room."""
         self._subscriptions[subscription] = None
 
     def forget(self, subscription: Subscription) -> None:
-        """It has ended."""
+        """Forget a subscription that has ended. Idempotent."""
         self._subscriptions.pop(subscription, None)
 
-    def _let_in(self) -> None:
+    def _give_turns(self) -> None:
         while self._answers and self._answer_may():
-            room = self._answers.popleft()
-            if not room.done():
+            turn = self._answers.popleft()
+            if not turn.done():
                 self._promised += 1
                 self._after_answer = True
-                room.set_result(None)
+                turn.set_result(None)
         if self._subscriptions and not self._offered and self._has_room(STEP_MESSAGES_MAX):
             subscription = next(iter(self._subscriptions))
             del self._subscriptions[subscription]
             self._offered, self._after_answer = True, False
-            # The hub does what it does about this in its next turn, which comes before ours.
+            # The hub reacts in its next turn of the event loop, which comes before ours.
             if subscription.on_writable is not None:
                 subscription.on_writable()
-            self._loop.call_soon(self._offer_is_over)
+            self._loop.call_soon(self._end_offer)
 
-    def _offer_is_over(self) -> None:
+    def _end_offer(self) -> None:
         self._offered = False
-        self._let_in()
+        self._give_turns()
 
 
 class Subscription:
-    """One topic of a WebSocket, as the hub writes to it (`push.Push`). `on_end`: the hub ended it; `cut` the socket
-    when what is kept for it is wanted for others. `buffered_bytes` is its own part of what the outbox keeps.
+    """One topic of a WebSocket, as the hub writes to it (a `push.Push`). `buffered_bytes` is its part of the outbox.
+
+    `on_end` is called when the hub ends it, `cut` when others need the memory that the socket holds.
     """
 
     def __init__(self, outbox: SocketOutbox, on_end: Callable[[], None], cut: Callable[[], None]) -> None:
@@ -185,27 +191,27 @@ class Subscription:
         self.on_close: Callable[[], None] | None = None
 
     @property
-    def taken_bytes(self) -> int:
-        """Of the whole socket: a client that takes what others say does not stand still."""
-        return self._outbox.taken_bytes
+    def progress_bytes(self) -> int:
+        """The whole socket's: a client that reads the messages of others is not stalled."""
+        return self._outbox.progress_bytes
 
     @property
     def writable(self) -> bool:
         return not self._closed and self._outbox.has_room_for(self)
 
     def write(self, data: bytes) -> bool:
-        """False: now more is kept for the client than HIGH_WATER_BYTES. `on_writable` says when that is over."""
+        """Add the messages, and return False if the outbox is full now. Then `on_writable` says when it is not."""
         if self._closed:
             return True
         for message in _messages(data):
             self._outbox.add(message, self)
-        if not self._outbox.full:
+        if not self._outbox.is_full:
             return True
-        self._outbox.tell(self)
+        self._outbox.call_back(self)
         return False
 
     def abort(self) -> None:
-        """Cuts the socket, whatever else it follows: they share what is kept."""
+        """Cut the socket with all its subscriptions, because they share what is kept."""
         self._closed = True
         self._outbox.forget(self)
         self._cut()
@@ -221,7 +227,7 @@ _last_messages: tuple[bytes, tuple[bytes, ...]] = (b"", ())
 
 
 def _messages(data: bytes) -> tuple[bytes, ...]:
-    """The same frames go to every subscriber in turn: remembered by identity, one deep."""
+    """Split frames into messages. The same frames go to every subscriber in turn, so the last ones are remembered."""
     global _last_messages
     if _last_messages[0] is not data:
         _last_messages = (data, tuple(data.split(MESSAGE_END)[:-1]))

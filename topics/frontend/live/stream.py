@@ -1,14 +1,14 @@
-"""What one event stream says, as a pure state machine: (where it stands, what it is shown) → (bytes, where it stands).
+"""A stream as a pure state machine: (its state, what it is shown) → (bytes to send, its next state).
 
-A `Stream` is a value: the position and phase of each topic. Streams that stand at the same place are the same object,
-so the hub asks once for all of them, and a thousand watchers of one topic cost a thousand writes of one frame.
+A `StreamState` is a value: the position and phase of each topic. Streams in the same state share one object, so the hub
+makes a step once for all of them, and a thousand watchers of one topic cost a thousand writes of one frame.
 
     CONNECTING ──page──▶ BACKLOG ──page that ends at the head: caught-up──▶ LIVE
                             ▲                                                │
                             └────────── page that does not ──────────────────┘
     any ──deleted: topic-deleted──▶ ENDED            any ──cannot be read: error──▶ FAILING ──page──▶ BACKLOG
 
-How it is said, over an event stream or a WebSocket, is `wording.py`.
+`wording.py` has the frames of event streams and the messages of WebSockets.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from topics.frontend.reads.reading import RecordPage
 from topics.frontend.reads.records import PageOptions
 
 RETRY_AFTER_MS: Final = 1_000
-"""When what could not be read is tried again."""
+"""Time until a topic that could not be read is tried again."""
 
 
-class StreamPhase(IntEnum):
-    """Of one topic in one stream."""
+class TopicPhase(IntEnum):
+    """The phase of one topic in one stream."""
 
-    CONNECTING = 0
-    """Nothing of it has been looked at on this connection."""
+    CONNECTING = 0  # not read yet on this connection
     BACKLOG = 1
     LIVE = 2
     ENDED = 3
@@ -41,26 +40,20 @@ class StreamPhase(IntEnum):
 
 
 class StepOutcome(Enum):
-    """What a step leaves to do."""
+    """The work that is left after a step."""
 
-    CURRENT = 0
-    """Nothing, until the topic changes."""
-    WAITING = 1
-    """The same, but there are records that are not durable yet."""
-    MORE = 2
-    """Another page is there already."""
-    ENDED = 3
-    """Nothing, ever."""
-    FAILED = 4
-    """Try again in RETRY_AFTER_MS."""
-    COLD = 5
-    """Try again when `miss` is there."""
+    CURRENT = 0  # nothing until the topic changes
+    WAITING = 1  # the same, but there are records that are not durable yet
+    MORE = 2  # read the next page, which is there already
+    ENDED = 3  # nothing ever
+    FAILED = 4  # try again in RETRY_AFTER_MS
+    COLD = 5  # try again when `miss` is fetched
 
 
 class StreamStep(msgspec.Struct, frozen=True):
-    """`data` goes on the wire (may be nothing), `stream` is where that leaves the connection."""
+    """One step of a stream: the `data` to send (may be empty), and the `state` after it."""
 
-    stream: Stream
+    state: StreamState
     data: bytes
     frames: int
     records: int
@@ -69,27 +62,29 @@ class StreamStep(msgspec.Struct, frozen=True):
 
 
 class FramedPage(msgspec.Struct, frozen=True):
-    """A page put into words, for every stream that stands where it begins: all but the ends of frames."""
+    """A page as frames, for every stream that stands where it begins. Only the ends of the frames are missing."""
 
     topic: str
     tombstone: Tombstone | None
     record: bytes
-    """The `record` frame but for its end; empty when there is no record."""
+    """The `record` frame without its end; empty if there is no record."""
     records: int
     after_tombstone_seq: int
     next_seq: int
     head_seq: int
     hidden: bool
-    """There is more, which a `strong` stream must not show yet."""
+    """True if there is more that a `strong` stream must not show yet."""
 
 
-def batch(topic: str, from_seq: int, page: RecordPage, strong: bool, wording: Wording = EVENT_STREAM) -> FramedPage:
-    """`strong` streams live in a world whose head is what is durable (api §7)."""
+def frame_page(
+    topic: str, from_seq: int, page: RecordPage, strong: bool, wording: Wording = EVENT_STREAM
+) -> FramedPage:
+    """Frame a page. A `strong` stream takes the durable seq for the head (api §7)."""
     head_seq = max(from_seq, min(page.head_seq, page.durable_seq)) if strong else page.head_seq
     tombstone = page.tombstone
     start = from_seq
     if tombstone is not None:
-        # After `recreated` everything is read again, what its gap names are the former instance's records.
+        # After `recreated` the topic is read from its start: the gap is of the former instance's records.
         start = tombstone.earliest_seq - 1 if tombstone.reason == "recreated" else tombstone.gap_to
     record = b""
     if page.count:
@@ -99,10 +94,10 @@ def batch(topic: str, from_seq: int, page: RecordPage, strong: bool, wording: Wo
     )
 
 
-class StreamPlan:
-    """What a stream follows and how; equal ones are to be one object (`Plans`)."""
+class StreamSpec:
+    """The topics that a stream follows, and how it reads and words them. Owns the states of its streams."""
 
-    __slots__ = ("__weakref__", "_streams", "names", "options", "strong", "topic_ids", "wording")
+    __slots__ = ("__weakref__", "_states", "names", "options", "strong", "topic_ids", "wording")
 
     def __init__(
         self,
@@ -118,113 +113,102 @@ class StreamPlan:
         self.options = options
         self.strong = strong
         self.wording = wording
-        self._streams: WeakValueDictionary[tuple[tuple[int, ...], bytes], Stream] = WeakValueDictionary()
+        self._states: WeakValueDictionary[tuple[tuple[int, ...], bytes], StreamState] = WeakValueDictionary()
 
-    def start(self, positions: dict[str, int]) -> Stream:
-        """A new connection's stream; topics without a position have ended before."""
-        phases = bytes(StreamPhase.CONNECTING if name in positions else StreamPhase.ENDED for name in self.names)
-        return self.at(tuple(positions.get(name, 0) for name in self.names), phases)
+    def start(self, positions: dict[str, int]) -> StreamState:
+        """Return the state of a new connection. Topics without a position have ended before."""
+        phases = bytes(TopicPhase.CONNECTING if name in positions else TopicPhase.ENDED for name in self.names)
+        return self.state(tuple(positions.get(name, 0) for name in self.names), phases)
 
-    def at(self, positions: tuple[int, ...], phases: bytes) -> Stream:
-        """The one stream that stands there."""
-        stream = self._streams.get((positions, phases))
-        if stream is None:
-            stream = self._streams[positions, phases] = Stream(self, positions, phases)
-        return stream
+    def state(self, positions: tuple[int, ...], phases: bytes) -> StreamState:
+        """Return the one state with these positions and phases."""
+        state = self._states.get((positions, phases))
+        if state is None:
+            state = self._states[positions, phases] = StreamState(self, positions, phases)
+        return state
 
 
-class StreamPlans:
-    """All plans that are followed."""
+class StreamSpecs:
+    """The specs of all open streams. Equal ones are one object, so that their streams share steps."""
 
     def __init__(self) -> None:
-        self._plans: WeakValueDictionary[tuple[object, ...], StreamPlan] = WeakValueDictionary()
+        self._specs: WeakValueDictionary[tuple[object, ...], StreamSpec] = WeakValueDictionary()
 
-    def get(
-        self,
-        names: tuple[str, ...],
-        topic_ids: tuple[int, ...],
-        options: PageOptions,
-        strong: bool,
-        wording: Wording = EVENT_STREAM,
-    ) -> StreamPlan:
-        """The one plan that says this: streams of equal plans share what is made for them."""
-        key = (names, topic_ids, options, strong, wording)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = StreamPlan(names, topic_ids, options, strong, wording)
-        return plan
+    def share(self, spec: StreamSpec) -> StreamSpec:
+        """Return the one spec that is equal to `spec`."""
+        return self._specs.setdefault((spec.names, spec.topic_ids, spec.options, spec.strong, spec.wording), spec)
 
 
-class Stream:
-    """Where a connection stands: per topic of its plan a position and a `Phase`. Compared by identity."""
+class StreamState:
+    """The position and `TopicPhase` of each topic of a stream. Immutable; compared by identity."""
 
-    __slots__ = ("__weakref__", "_frame_end", "phases", "plan", "positions")
+    __slots__ = ("__weakref__", "_frame_end", "phases", "positions", "spec")
 
-    def __init__(self, plan: StreamPlan, positions: tuple[int, ...], phases: bytes) -> None:
-        self.plan = plan
+    def __init__(self, spec: StreamSpec, positions: tuple[int, ...], phases: bytes) -> None:
+        self.spec = spec
         self.positions = positions
         self.phases = phases
         self._frame_end: bytes | None = None
 
-    def places(self) -> dict[str, int]:
-        """Position by topic, without those that have ended."""
+    def cursor(self) -> dict[str, int]:
+        """Return the position by topic, without topics that have ended."""
         return {
             name: position
-            for name, position, phase in zip(self.plan.names, self.positions, self.phases, strict=True)
-            if phase != StreamPhase.ENDED
+            for name, position, phase in zip(self.spec.names, self.positions, self.phases, strict=True)
+            if phase != TopicPhase.ENDED
         }
 
     @property
     def frame_end(self) -> bytes:
-        """The end of a frame after which a connection stands here."""
+        """The end of a frame that leaves a stream in this state."""
         if self._frame_end is None:
-            self._frame_end = self.plan.wording.end(self.places())
+            self._frame_end = self.spec.wording.end(self.cursor())
         return self._frame_end
 
-    def take(self, index: int, batch: FramedPage) -> StreamStep:
-        """The page that follows the position in the topic at `index`."""
-        phase, wording = self.phases[index], self.plan.wording
-        assert phase != StreamPhase.ENDED
-        caught_up = batch.next_seq >= batch.head_seq
-        moved = self._moved(index, batch.next_seq, StreamPhase.LIVE if caught_up else StreamPhase.BACKLOG)
-        pieces = []
-        if batch.tombstone is not None:
-            after = self._moved(index, batch.after_tombstone_seq, StreamPhase.BACKLOG)
-            reason = batch.tombstone.reason
-            if phase == StreamPhase.CONNECTING and reason != "recreated":
+    def advance(self, index: int, page: FramedPage) -> StreamStep:
+        """Send the page that follows the position in the topic at `index`."""
+        phase, wording = self.phases[index], self.spec.wording
+        assert phase != TopicPhase.ENDED
+        caught_up = page.next_seq >= page.head_seq
+        after = self._moved(index, page.next_seq, TopicPhase.LIVE if caught_up else TopicPhase.BACKLOG)
+        frames = []
+        if page.tombstone is not None:
+            after_gap = self._moved(index, page.after_tombstone_seq, TopicPhase.BACKLOG)
+            reason = page.tombstone.reason
+            if phase == TopicPhase.CONNECTING and reason != "recreated":
                 reason = "from_seq_too_old"
-            pieces.append(wording.tombstone(batch.topic, batch.tombstone, reason) + after.frame_end)
-        if batch.record:
-            pieces.append(batch.record + moved.frame_end)
-        if caught_up and phase != StreamPhase.LIVE:
-            pieces.append(wording.caught_up(batch.topic, batch.head_seq) + moved.frame_end)
-        at_head = StepOutcome.WAITING if batch.hidden else StepOutcome.CURRENT
+            frames.append(wording.tombstone(page.topic, page.tombstone, reason) + after_gap.frame_end)
+        if page.record:
+            frames.append(page.record + after.frame_end)
+        if caught_up and phase != TopicPhase.LIVE:
+            frames.append(wording.caught_up(page.topic, page.head_seq) + after.frame_end)
+        at_head = StepOutcome.WAITING if page.hidden else StepOutcome.CURRENT
         outcome = at_head if caught_up else StepOutcome.MORE
-        return StreamStep(moved, b"".join(pieces), len(pieces), batch.records, outcome)
+        return StreamStep(after, b"".join(frames), len(frames), page.records, outcome)
 
-    def end(self, index: int, head_seq: int) -> StreamStep:
-        """The topic was deleted, whether or not its name is in use again."""
-        moved = self._moved(index, self.positions[index], StreamPhase.ENDED)
-        frame = self.plan.wording.topic_deleted(self.plan.names[index], head_seq) + moved.frame_end
-        return StreamStep(moved, frame, 1, 0, StepOutcome.ENDED)
+    def topic_deleted(self, index: int, head_seq: int) -> StreamStep:
+        """End a topic that was deleted, whether or not its name is in use again."""
+        after = self._moved(index, self.positions[index], TopicPhase.ENDED)
+        frame = self.spec.wording.topic_deleted(self.spec.names[index], head_seq) + after.frame_end
+        return StreamStep(after, frame, 1, 0, StepOutcome.ENDED)
 
-    def lack(self, miss: ColdMissError) -> StreamStep:
-        """What follows is in the cold tier and not at hand."""
+    def wait_for_cold(self, miss: ColdMissError) -> StreamStep:
+        """Send nothing until `miss` is fetched from the cold tier."""
         return StreamStep(self, b"", 0, 0, StepOutcome.COLD, miss)
 
     def fail(self, index: int, code: str, message: str) -> StreamStep:
-        """The topic cannot be read now (`code` as in api §0.6); said once, until it can be read again."""
-        if self.phases[index] == StreamPhase.FAILING:
+        """Tell the client that the topic cannot be read now (`code` as in api §0.6); once, until it can be read."""
+        if self.phases[index] == TopicPhase.FAILING:
             return StreamStep(self, b"", 0, 0, StepOutcome.FAILED)
-        moved = self._moved(index, self.positions[index], StreamPhase.FAILING)
-        frame = self.plan.wording.advisory(code, message, RETRY_AFTER_MS, [self.plan.names[index]])
-        return StreamStep(moved, frame, 1, 0, StepOutcome.FAILED)
+        after = self._moved(index, self.positions[index], TopicPhase.FAILING)
+        frame = self.spec.wording.advisory(code, message, RETRY_AFTER_MS, [self.spec.names[index]])
+        return StreamStep(after, frame, 1, 0, StepOutcome.FAILED)
 
-    def _moved(self, index: int, position: int, phase: StreamPhase) -> Stream:
+    def _moved(self, index: int, position: int, phase: TopicPhase) -> StreamState:
         if position == self.positions[index] and phase == self.phases[index]:
             return self
         after = index + 1
-        return self.plan.at(
+        return self.spec.state(
             (*self.positions[:index], position, *self.positions[after:]),
             self.phases[:index] + bytes((phase,)) + self.phases[after:],
         )

@@ -1,4 +1,4 @@
-"""What a client may send over a WebSocket (api §7.7): one JSON object a message, its kind in `op`.
+"""The commands of a WebSocket client (api §7.7): one JSON object a message, its kind in `op`.
 
 {"op":"subscribe","request_id":1,"topic":"orders","from_seq":0}
 """
@@ -16,11 +16,11 @@ from topics.shm.durations import Route
 
 _Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 RequestId = Annotated[str, msgspec.Meta(max_length=256)] | _Number | None
-"""The client's own, repeated in every answer to a command."""
+"""The client's own id, repeated in every answer to a command."""
 
 
 class Subscribe(FollowBody, tag_field="op", tag="subscribe", kw_only=True):
-    """`topic`, or `topics` as names that all start alike or as a map of their own starts."""
+    """Follow `topic`, or `topics`: a list of names with one start, or a map from name to start."""
 
     timed: ClassVar[Route] = Route.WS_SUBSCRIBE
 
@@ -35,14 +35,14 @@ class Subscribe(FollowBody, tag_field="op", tag="subscribe", kw_only=True):
         wire.check_counts(self)
         if isinstance(self.topics, dict):
             if self.topic is not None or self.from_seq or self.tail or self.from_ts is not None:
-                raise invalid("topics as an object says for each topic where to start: give nothing beside it")
+                raise invalid("topics as an object has all starts: leave out topic, from_seq, tail and from_ts")
             return self.topics
         start = StartBody(self.from_seq, self.tail, self.from_ts)
         return dict.fromkeys(_names(self.topic, self.topics), start)
 
 
 class Unsubscribe(msgspec.Struct, tag_field="op", tag="unsubscribe", kw_only=True):
-    """`topic` or `topics`; one that is not followed is none."""
+    """Follow `topic` or `topics` no longer. Topics that are not followed are ignored."""
 
     timed: ClassVar[Route] = Route.WS_UNSUBSCRIBE
 
@@ -55,7 +55,7 @@ class Unsubscribe(msgspec.Struct, tag_field="op", tag="unsubscribe", kw_only=Tru
 
 
 class Publish(AppendBody, tag_field="op", tag="publish", kw_only=True):
-    """A write (api §2)."""
+    """Append records (api §2)."""
 
     timed: ClassVar[Route] = Route.WS_PUBLISH
 
@@ -65,7 +65,7 @@ class Publish(AppendBody, tag_field="op", tag="publish", kw_only=True):
 
 
 class Ping(msgspec.Struct, tag_field="op", tag="ping", kw_only=True):
-    """Answered with `pong`."""
+    """Ask for a `pong`."""
 
     timed: ClassVar[Route] = Route.WS_PING
 
@@ -73,7 +73,7 @@ class Ping(msgspec.Struct, tag_field="op", tag="ping", kw_only=True):
 
 
 Command = Subscribe | Unsubscribe | Publish | Ping
-"""`timed`: as what the time until its answer is measured."""
+"""`timed` is the route under which the time until its answer is measured."""
 
 
 class _Any(msgspec.Struct):
@@ -85,13 +85,13 @@ _any_decoder: Final = msgspec.json.Decoder(_Any)
 
 
 def decode(message: bytes) -> Command:
-    """`400 invalid_request` for what is no command."""
+    """Return the command. Raises `400 invalid_request`."""
     command: Command = wire.decode_any(_decoder, message)
     return command
 
 
 def request_id_of(message: bytes) -> RequestId:
-    """Of a message that is no command; None where none can be made out."""
+    """Return the `request_id` of a malformed command; None if it cannot be read."""
     try:
         return _any_decoder.decode(message).request_id
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -105,6 +105,6 @@ def _names(topic: str | None, topics: list[str] | None) -> list[str]:
 
 
 def error_message(request_id: RequestId, error: TopicsError) -> bytes:
-    """A command that failed; `code` and `detail` as over HTTP (api §0.6)."""
+    """Return the answer to a failed command; `code` and `detail` as over HTTP (api §0.6)."""
     answer = {"op": "error", "request_id": request_id, "code": error.code, "message": error.message}
     return msgspec.json.encode(answer if error.detail is None else answer | {"detail": error.detail})

@@ -20,8 +20,8 @@ from topics.core.names import owner_shard
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import limits
 from topics.frontend.entry.access import caller_of
-from topics.frontend.entry.budget import Budget, Hold
-from topics.frontend.entry.responses import elapsed_ms, send_json, send_whole, take_room, weight
+from topics.frontend.entry.budget import Budget, Reservation
+from topics.frontend.entry.responses import elapsed_ms, reserve_room, send_json, send_whole, weight
 from topics.frontend.operators import exposition
 from topics.frontend.operators.exposition import TEXT_TYPE, Family, Sample, single
 from topics.frontend.operators.figures import ServiceFigures
@@ -102,7 +102,7 @@ class MetricsRoute:
         started_ns = time.perf_counter_ns()
         headers = dict(scope["headers"])
         accept = headers.get(b"accept", b"")
-        await take_room(scope, ANSWER_BYTES)
+        await reserve_room(scope, ANSWER_BYTES)
         as_json = wants_json(accept)
         series = await self._series(caller_of(scope).narrowed(""), as_json)
         if as_json:
@@ -118,9 +118,9 @@ class MetricsRoute:
         if self._budget.held_bytes // ANSWER_BYTES + len(self._budget.waiting) >= most:
             message = f"{most} scrapes of the metrics are under way already; scrape less often, or ask again later"
             raise limits.SCRAPES.refused(message, most)
-        room = Hold(self._budget)  # each scrape has all its series in memory
+        room = Reservation(self._budget)  # each scrape has all its series in memory
         try:
-            await room.wait_for(ANSWER_BYTES)
+            await room.grow(ANSWER_BYTES)
             slices = _Slices()
             families = [*self._figures.families(), *await self._topic_families(prefixes, slices)]
             rendered = []

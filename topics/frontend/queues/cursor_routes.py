@@ -19,9 +19,9 @@ from topics.core.names import check_topic_name
 from topics.frontend.asgi import DELIVER, Deliver, Message, Receive, Scope, Send
 from topics.frontend.entry import limits, wire
 from topics.frontend.entry.bodies import ClientGoneError, read_body
-from topics.frontend.entry.budget import Budget, Hold
+from topics.frontend.entry.budget import Budget, Reservation
 from topics.frontend.entry.query import name_cursor
-from topics.frontend.entry.responses import elapsed_ms, send_json, take_room
+from topics.frontend.entry.responses import elapsed_ms, reserve_room, send_json
 from topics.frontend.live.push import gone_before
 from topics.frontend.queues.cursor_locks import STUCK_RETRY_AFTER_MS, CursorLock, CursorLocks, too_many_readers
 from topics.frontend.reads.catching_up import CatchingUp
@@ -138,8 +138,8 @@ class CursorRoutes:
         )
         await self._catching_up.wait_for(name)
         most_bytes = max(options.max_batch_bytes, MAX_BATCH_BYTES[0])
-        await take_room(scope, most_bytes)
-        moving = Hold(self.moving)
+        await reserve_room(scope, most_bytes)
+        moving = Reservation(self.moving)
         take_page_room = partial(_take_page_room, moving, most_bytes, receive, self._gateway.shard_wait_s)
         try:
             if request.checkpoint:
@@ -237,13 +237,13 @@ class CursorRoutes:
             ) from None
 
 
-async def _take_page_room(moving: Hold, most_bytes: int, receive: Receive, wait_s: float) -> None:
+async def _take_page_room(moving: Reservation, most_bytes: int, receive: Receive, wait_s: float) -> None:
     """Wait for room for a page. Raises `throttled`, and ClientGoneError if the client leaves: no cursor moves for it
     then.
     """
-    if moving.grow(most_bytes):
+    if moving.try_grow(most_bytes):
         return
-    entering = asyncio.create_task(moving.wait_for(most_bytes))
+    entering = asyncio.create_task(moving.grow(most_bytes))
     try:
         async with asyncio.timeout(wait_s):
             if await gone_before(entering, receive):

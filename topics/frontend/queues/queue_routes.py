@@ -18,8 +18,8 @@ from topics.core.names import check_topic_name
 from topics.core.seq_set import runs_of
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import limits, wire
-from topics.frontend.entry.bodies import read_body, read_wish
-from topics.frontend.entry.responses import elapsed_ms, room_of, send_json, take_room
+from topics.frontend.entry.bodies import read_body, read_request
+from topics.frontend.entry.responses import elapsed_ms, reserve_room, room_of, send_json
 from topics.frontend.queues.dead_letter_moves import MOVE_WAIT_S, DeadLetters
 from topics.frontend.queues.job_channel import JobChannel
 from topics.frontend.queues.job_records import (
@@ -85,7 +85,7 @@ class QueueRoutes:
         started_ns = time.perf_counter_ns()
         name, headers = check_topic_name(scope["path_params"]["topic"]), dict(scope["headers"])
         # No long part of the body is kept, as the claim may wait for its window and for dead letters.
-        request = await read_wish(receive, headers, self._settings.max_body_bytes, self._wish)
+        request = await read_request(receive, headers, self._settings.max_body_bytes, self._wish)
         node = request.node
         most = max(1, min(request.max, self._settings.max_claim))
         await self._catching_up.wait_for(name)
@@ -154,7 +154,7 @@ class QueueRoutes:
             if lease_ms is None:
                 lease_ms = self._reader.get(name).config.lease_ms
             async with asyncio.timeout(min(ROOM_WAIT_S, lease_ms / 2000)):
-                await take_room(scope, min(ANSWER_BYTES_MAX, len(dealt.seqs) * self._settings.max_record_bytes))
+                await reserve_room(scope, min(ANSWER_BYTES_MAX, len(dealt.seqs) * self._settings.max_record_bytes))
         except (TopicsError, TimeoutError) as error:
             self._unclaim(name, node, dealt)
             if not isinstance(error, TimeoutError):
@@ -227,7 +227,7 @@ class QueueRoutes:
         request = wire.decode_as(PeekBody, body or b"{}")
         await self._catching_up.wait_for(name)
         jobs, next_from_seq = await self._look_at(name, request)
-        await take_room(scope, ANSWER_BYTES_MAX)
+        await reserve_room(scope, ANSWER_BYTES_MAX)
         bodies, count, cut_seq = await self._read_jobs(name, jobs)
         if cut_seq is not None:
             next_from_seq = cut_seq

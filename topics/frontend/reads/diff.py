@@ -14,8 +14,8 @@ from topics.core.clock import Clock
 from topics.core.names import check_topic_name
 from topics.frontend.asgi import ROUTE, Receive, Scope, Send
 from topics.frontend.entry import limits, wire
-from topics.frontend.entry.bodies import ClientGoneError, read_wish
-from topics.frontend.entry.budget import Hold
+from topics.frontend.entry.bodies import ClientGoneError, read_request
+from topics.frontend.entry.budget import Reservation
 from topics.frontend.entry.responses import elapsed_ms, room_of, send_json
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.node_sets import node_set
@@ -64,12 +64,12 @@ class DiffRoute:
         started_ns = time.perf_counter_ns()
         headers = dict(scope["headers"])
         check_topic_name(name)
-        request, options = await read_wish(receive, headers, self._settings.max_body_bytes, self._wish)
+        request, options = await read_request(receive, headers, self._settings.max_body_bytes, self._wish)
         reader = self._reader
         with_copies = await self._catching_up.wait_for(name)
         room = room_of(scope)
         if room is not None:
-            await room.take(_room_bytes(options))
+            await room.replace(_room_bytes(options))
         ref = reader.get(name)
         from_ts = request.from_ts
         page = await reader.fetch_page(ref, request.from_seq, options, reader.now_ms(), from_ts=from_ts)
@@ -106,7 +106,7 @@ class DiffRoute:
         from_ts: int | None,
         wait_ms: int,
         receive: Receive,
-        room: Hold | None,
+        room: Reservation | None,
     ) -> RecordPage:
         """Return the first page with anything to deliver, or the last one before the deadline. Its costs are those of
         all pages. `from_ts` may be in the future: records written before it are not delivered.
@@ -139,7 +139,7 @@ class DiffRoute:
             over |= self._draining  # `drain` ended only the long polls before this one
             while not (over or _deliverable(page)):
                 if room is not None:
-                    room.keep(0)
+                    room.resize(0)
                 if page.caught_up:
                     await news.wait()
                 else:
@@ -151,7 +151,7 @@ class DiffRoute:
                     entering = asyncio.timeout(0 if over else None)  # the last look is not worth a wait
                     try:
                         async with entering:
-                            await room.take(_room_bytes(options))
+                            await room.replace(_room_bytes(options))
                     except TimeoutError:
                         break
                     finally:

@@ -19,7 +19,7 @@ from topics.core.keys import KeyScope
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.frontend.entry import limits
 from topics.frontend.entry.query import count
-from topics.frontend.entry.responses import LIST_BYTES_MAX, take_room
+from topics.frontend.entry.responses import LIST_BYTES_MAX, reserve_room
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
@@ -72,7 +72,7 @@ class ManifestRoutes:
         from_seq, to_seq = count(query, "from_seq", 0), count(query, "to_seq", U64_MAX)
         ttl_ms = min(count(query, "pin_ttl_ms", 0), PIN_TTL_MAX_MS)
         await self._catching_up.wait_for(name)
-        await take_room(request.scope, LIST_BYTES_MAX)
+        await reserve_room(request.scope, LIST_BYTES_MAX)
         ref, segments = self._reader.with_segments(self._reader.get(name))
         listed, more = _wanted(ref, segments, from_seq, to_seq)
         pin: dict[str, Any] | None = None

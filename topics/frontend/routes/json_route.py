@@ -16,7 +16,7 @@ from topics.frontend.entry import wire
 from topics.frontend.entry.access import caller_of
 from topics.frontend.entry.bodies import Headers, read_body
 from topics.frontend.entry.query import name_after, page_size
-from topics.frontend.entry.responses import LIST_BYTES_MAX, send_object, take_room
+from topics.frontend.entry.responses import LIST_BYTES_MAX, reserve_room, send_object
 from topics.frontend.entry.wire import BodyT
 
 RoutesT = TypeVar("RoutesT")
@@ -66,7 +66,7 @@ class ApiRequest:
         """Return the size of the page of a list, and the name that it follows, when there is room for its answer."""
         query = self.query
         size, after = page_size(query), name_after(query.get("cursor"), check_name)
-        await take_room(self.scope, LIST_BYTES_MAX)
+        await reserve_room(self.scope, LIST_BYTES_MAX)
         return size, after
 
 

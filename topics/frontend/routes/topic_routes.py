@@ -18,7 +18,7 @@ from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import wire
 from topics.frontend.entry.query import flag, name_cursor
 from topics.frontend.live.delivery import Hub
-from topics.frontend.live.topic_views import TopicSight
+from topics.frontend.live.step_cache import KnownTopics
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.diff import DiffRoute
 from topics.frontend.reads.reading import TopicRef
@@ -56,7 +56,7 @@ class TopicRoutes:
 
     def __init__(
         self,
-        sight: TopicSight,
+        known: KnownTopics,
         arenas: Arenas,
         gateway: Gateway,
         hub: Hub,
@@ -64,8 +64,8 @@ class TopicRoutes:
         routers: RouterRoutes,
         settings: Settings,
     ) -> None:
-        self._sight = sight
-        self._reader = sight.reader
+        self._known = known
+        self._reader = known.reader
         self._arenas = arenas
         self._gateway = gateway
         self._hub = hub
@@ -127,7 +127,7 @@ class TopicRoutes:
         ref = await self.settled(self._reader.get(name))
         view, config = ref.view, ref.config
         if touch:
-            self._sight.note_read(ref)
+            self._known.note_read(ref)
         answer = {
             "topic": name,
             "type": config.type,
@@ -141,7 +141,7 @@ class TopicRoutes:
             "config": config.echo(),
             "effective_priority": self._effective_priority(ref),
             "last_write_ts": view.last_write_ts or None,
-            "last_read_ts": self._sight.last_read_ms(ref) or None,
+            "last_read_ts": self._known.last_read_ms(ref) or None,
         }
         if config.type == "queue":
             answer["queue"] = {
@@ -170,7 +170,7 @@ class TopicRoutes:
     def _entry(self, ref: TopicRef, touch: bool) -> dict[str, Any]:
         view = ref.view
         if touch:
-            self._sight.note_read(ref)
+            self._known.note_read(ref)
         return {
             "topic": ref.name,
             "head_seq": view.head_seq,
@@ -183,7 +183,7 @@ class TopicRoutes:
 
     def _effective_priority(self, ref: TopicRef) -> int:
         """Return the priority by which this process schedules the topic now (`core/priority.py`)."""
-        return self._sight.priority(ref) + age(self._hub.waiting_ms(ref.name))
+        return self._known.priority(ref) + age(self._hub.waiting_ms(ref.name))
 
     async def _all_settled(self, refs: list[TopicRef]) -> list[TopicRef]:
         now_ms = self._reader.now_ms()

@@ -271,7 +271,7 @@ class Spills:
 
     def reserve(self, request_id: int, size_bytes: int) -> None:
         """Take room for a request before `write`. OSError (ENOSPC) if there is none: indexes grow in /dev/shm, too."""
-        if not self.budget.take(size_bytes):
+        if not self.budget.try_reserve(size_bytes):
             raise OSError(errno.ENOSPC, "too many long requests at once")
         self._sizes[request_id] = size_bytes
 

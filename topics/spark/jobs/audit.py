@@ -1,8 +1,8 @@
-"""`topics spark audit`: the whole history of topics checked in parallel, beside the running service.
+"""`topics spark audit`: a check of the whole history of topics, in parallel, while the service runs.
 
 Executors read every sealed segment: checksums, sequence, index against data, tags. The driver checks that segments and
-what is over HTTP follow each other without a hole, and that the service's floors and counts are what is in the files.
-Prints a report; exit code 3 when something is wrong. `topics verify` is for a directory that no service uses.
+the records read over HTTP follow each other without a hole, and that the service's floors and counts match the files.
+It prints a report; exit code 3 when something is wrong. `topics verify` is for a directory that no service uses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made = program.parser("audit", "Check every record of topics: files, checksums, sequence, floors.")
     program.topics_arguments(made)
     made.add_argument("--data-dir", required=True, help="TOPICS_DATA_DIR as it is mounted where tasks run")
-    made.add_argument("--cold-dir", default=None, help="TOPICS_COLD_DIR likewise")
+    made.add_argument("--cold-dir", default=None, help="TOPICS_COLD_DIR as it is mounted there")
     return program.run("audit", made, _work, arguments, exit_code=lambda report: EXIT_DAMAGE if report["damage"] else 0)
 
 
@@ -79,7 +79,7 @@ def _work(spark: SparkSession, options: argparse.Namespace) -> dict[str, Any]:
 def _holes(
     topic: str, segments: Sequence[ManifestSegment], earliest_seq: int, http_from_seq: int
 ) -> Iterator[AuditFinding]:
-    """Seqs from the floor on that are in no segment and not said to be over HTTP."""
+    """Yield the seqs from the floor on that are neither in a segment nor read over HTTP."""
     from topics.spark.segment_audit import AuditFinding
 
     due = earliest_seq
@@ -97,7 +97,7 @@ def _holes(
 def _rest(
     client: Client, topic: str, before: TopicState, http_from_seq: int, audited: Sequence[Audited]
 ) -> Iterator[AuditFinding]:
-    """What is in no sealed segment can be read, in order; and all that lives is as much as the service counts."""
+    """Check that all other records can be read, in order, and that the service counts all live records."""
     from topics.client import Record, ServiceBusyError
     from topics.spark.segment_audit import AuditFinding
 
@@ -117,7 +117,7 @@ def _rest(
     after = client.get_topic(topic, touch=False)
     moved = (after.head_seq, after.count, after.epoch) != (before.head_seq, before.count, before.epoch)
     counted = live + sum(one.live for one in audited)
-    # Segments that could not be read have no count, and are said already.
+    # Segments that could not be read have no count, and findings already.
     if not moved and not any(one.findings for one in audited) and counted != after.count:
         reason = f"{counted} records live in files and over HTTP, the service counts {after.count}"
         yield AuditFinding(topic, "floors", "", 0, reason, after.earliest_seq, after.head_seq)

@@ -1,8 +1,8 @@
-"""Many small Parquet files of a day become one, so that it can be killed at any step and repeated.
+"""Compaction: the many small Parquet files of a day become one. It can be killed at any step and repeated.
 
     1. the day's rows are written to <out>/_compacting/<topic>/<date>
-    2. <out>/_compaction.json says which directories they stand for            ← from here on it will be done
-    3. the new directory is moved in, the old ones go, the plan goes
+    2. <out>/_compaction.json names the directories that it replaces           ← from here on it will be done
+    3. the new directory is moved in; the old ones and the plan are removed
 
 A reader that lists the directory between the move and the removal sees rows twice: compact while nobody reads.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def compact(spark: SparkSession, out: str, files_max: int) -> int:
-    """Compacts every day of more than `files_max` files; how many days."""
+    """Compact every day of more than `files_max` files; return how many."""
     lake = Lake(spark, out)
     lake.finish()
     days = 0
@@ -32,7 +32,7 @@ def compact(spark: SparkSession, out: str, files_max: int) -> int:
 
 
 class Lake:
-    """The file system of the lake, whichever Hadoop knows."""
+    """The lake's directories, on any file system of Hadoop, and the plan of a compaction in it."""
 
     def __init__(self, spark: SparkSession, out: str) -> None:
         jvm: Any = spark.sparkContext._jvm
@@ -61,7 +61,7 @@ class Lake:
         self.finish()
 
     def finish(self) -> None:
-        """Carries out the plan, if there is one; what is done of it already is passed over."""
+        """Carry out the plan, if there is one, from the step at which it was interrupted."""
         if not self._fs.exists(self._path(self._plan)):
             return
         stream = self._fs.open(self._path(self._plan))
@@ -69,7 +69,7 @@ class Lake:
         stream.close()
         new, place = self._path(plan["new"]), self._path(plan["place"])
         if self._fs.exists(new):
-            self._fs.delete(place, True)  # an earlier compaction of this very name is among the old ones
+            self._fs.delete(place, True)  # an earlier compaction of the same name, which is among the old ones
             if not self._fs.rename(new, place):
                 raise OSError(f"{plan['new']} cannot be moved to {plan['place']}")
         for old in plan["old"]:

@@ -1,11 +1,11 @@
-"""An export as a Delta table (`topics[delta]`), each batch once: the table's log remembers the last one (`txn`).
+"""An export as a Delta table (`topics[delta]`), each batch once: the table's log has the last one (`txn`).
 
     <out>/_delta_log/…                                          Delta's
-    <out>/topic=<name>/date=<day>/<query>-<batch>-<n>.parquet   what the log has is the table, and nothing else
+    <out>/topic=<name>/date=<day>/<query>-<batch>-<n>.parquet   files in the log are the table, others are not
     <out>/_delta_staging/<query>/<batch>                        a batch that is being written
 
-Spark's executors write the files, the driver moves them in and makes one commit of them by delta-rs. A run that dies
-anywhere repeats its batch: what is not in the log is written again under the same names, what is in it is left alone.
+Spark's executors write the files; the driver moves them in and commits them together with delta-rs. A run that dies
+anywhere repeats its batch: if it is not in the log, its files are written again under the same names.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _QUERY_ID: Final = "sql.streaming.queryId"
 
 
 def check(out: str) -> str:
-    """The directory of a table that can be written. OptionError when it is none, or the package is not there."""
+    """Return the directory of a table. OptionError when it is not a local one, or deltalake is not installed."""
     try:
         import deltalake  # noqa: F401
     except ImportError as error:
@@ -44,7 +44,7 @@ def is_table(lake: str) -> bool:
 
 
 def read(spark: SparkSession, lake: str) -> DataFrame:
-    """The table as it is now, for Spark without Delta's own package."""
+    """Return the table as it is now, also to a Spark without Delta's package."""
     from deltalake import DeltaTable
 
     out = check(lake)
@@ -53,7 +53,7 @@ def read(spark: SparkSession, lake: str) -> DataFrame:
 
 
 def compact(out: str, files_max: int) -> int:
-    """Makes one file of the many of each day that has more than `files_max`; how many days. Readers do not notice."""
+    """Compact every day of more than `files_max` files; return how many. Readers see the same rows throughout."""
     from deltalake import DeltaTable
 
     table = DeltaTable(_directory(out))
@@ -66,7 +66,7 @@ def compact(out: str, files_max: int) -> int:
 
 
 def _files(table: DeltaTable) -> pa.Table:
-    """What the log says of the files that are the table; `path` is a URI, relative to its directory."""
+    """Return the log's entries of the table's files; `path` is a URI, relative to its directory."""
     import pyarrow as pa
 
     return pa.table(table.get_add_actions(flatten=True))
@@ -78,16 +78,18 @@ class DeltaLake:
     def __init__(self, spark: SparkSession, out: str) -> None:
         self._spark = spark
         self._out = check(out)
-        # Delta knows no INT96.
+        # Delta does not have INT96, Spark's default.
         spark.conf.set("spark.sql.parquet.outputTimestampType", "TIMESTAMP_MICROS")
 
     def append(self, frame: DataFrame, batch: int) -> None:
-        """Makes `frame` part of the table, if this batch of the running query is not there yet."""
+        """Append `frame` to the table, if this batch of the running query is not in it yet."""
         from deltalake import CommitProperties, Transaction
 
         query = self._spark.sparkContext.getLocalProperty(_QUERY_ID)
         if query is None:
-            raise TopicsSparkError("Spark did not say which query this batch belongs to; it cannot be exactly once")
+            raise TopicsSparkError(
+                "Spark did not say which query this batch belongs to, so exactly once cannot be guaranteed"
+            )
         table = self._table(frame)
         application = f"topics-export:{query}"
         committed = table.transaction_version(application)
@@ -107,7 +109,7 @@ class DeltaLake:
     def _table(self, frame: DataFrame) -> DeltaTable:
         from deltalake import DeltaTable, Schema
 
-        # Delta's schemas are written as Spark's are.
+        # Delta writes schemas as Spark does.
         schema = Schema.from_json(frame.schema.json())
         if not is_table(self._out):
             return DeltaTable.create(self._out, schema, mode="ignore", partition_by=list(PARTITIONS))
@@ -122,7 +124,7 @@ class DeltaLake:
         return table
 
     def _moved_in(self, staging: str, name: str) -> Iterator[AddAction]:
-        """Moves the files of a batch to where they stay."""
+        """Move the files of a batch to their places; yield their entries in the log."""
         for directory, _, files in sorted(os.walk(staging)):
             values = dict(part.split("=", 1) for part in os.path.relpath(directory, staging).split("/") if "=" in part)
             for number, file in enumerate(sorted(file for file in files if file.endswith(".parquet"))):

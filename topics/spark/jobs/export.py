@@ -1,11 +1,11 @@
-"""`topics spark export`: topics as a lake of Parquet files, incrementally, each record once.
+"""`topics spark export`: topics into a lake of Parquet files, incrementally, each record once.
 
     <out>/topic=<name>/date=<day>/batch=<n>/part-….parquet        n: the query's batch, 10 digits
     <out>/topic=<name>/date=<day>/batch=c<n>/…                    batches up to n, compacted
-    <out>/_checkpoint                                             where the next run goes on
+    <out>/_checkpoint                                             the position for the next run
 
-A batch overwrites what an earlier attempt at the same batch has left (the same range of the same records), so a run
-that dies anywhere is repeated to the same files. Spark and other readers of Parquet leave names with `_` alone.
+A batch overwrites the files of an earlier attempt at the same batch (the same range of the same records), so a run that
+dies anywhere is repeated to the same files. Spark and other readers of Parquet ignore names with `_`.
 With `--format delta` it is a Delta table: `delta.py`.
 """
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--format", choices=("parquet", "delta"), default="parquet", help="delta: needs topics[delta]")
     made.add_argument("--max-records", type=int, default=1_000_000, help="records a batch")
     made.add_argument("--schema", default=None, help="DDL of columns to parse out of data")
-    made.add_argument("--tombstones", choices=("fail", "rows", "ignore"), default="fail", help="what becomes of gaps")
+    made.add_argument("--tombstones", choices=("fail", "rows", "ignore"), default="fail", help="what to do with gaps")
     made.add_argument("--compact", type=int, default=0, metavar="FILES", help="merge days of more files than this")
     return program.run("export", made, _work, arguments, check=_check)
 
@@ -67,7 +67,7 @@ def export(
     tombstones: str = "fail",
     format: str = "parquet",
 ) -> int:
-    """Exports what is there and was not exported before; returns how many rows."""
+    """Export the records that were not exported before; return how many rows."""
     from pyspark.sql import functions as f
 
     written = 0
@@ -75,7 +75,7 @@ def export(
 
     def write(batch: DataFrame, batch_id: int) -> None:
         nonlocal written
-        # Gaps have no time of their own: they go to the day on which they were found.
+        # A gap has no time: it goes to the day on which it was found.
         day = f.to_date(f.coalesce(f.col("timestamp"), f.current_timestamp()))
         frame = batch.withColumn("date", day).persist()
         try:

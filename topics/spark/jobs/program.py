@@ -1,4 +1,4 @@
-"""What every job does besides its work: its arguments, a session, one line for an error, a report as JSON."""
+"""The frame of every job: its arguments, a session, one line for an error, a report as JSON."""
 
 from __future__ import annotations
 
@@ -21,37 +21,35 @@ EXIT_FAILURE: Final = 1
 _ALWAYS: Final = {
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.execution.pyspark.udf.hideTraceback.enabled": "true",
-    # Reports add up what batches say of themselves; Spark forgets all but 100 of them.
+    # Reports add up the progress of all batches; Spark keeps only that of 100.
     "spark.sql.streaming.numRecentProgressUpdates": "10000",
 }
 Work = Callable[["SparkSession", argparse.Namespace], dict[str, Any]]
 
 
 def parser(name: str, about: str) -> argparse.ArgumentParser:
-    """The arguments that every job has."""
+    """Return a parser with the arguments that every job has."""
     made = argparse.ArgumentParser(
         prog=f"topics spark {name}", description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     made.add_argument("--url", default="http://127.0.0.1:4000", help="the service")
-    made.add_argument("--token-file", default=None, help="file with its API key: an argument could be read by anybody")
+    made.add_argument("--token-file", default=None, help="file with its API key; as an argument anybody could read it")
     made.add_argument("--master", default=None, help="where Spark runs, unless spark-submit says it (local[*])")
     made.add_argument("--conf", action="append", default=[], metavar="NAME=VALUE", help="a setting of Spark")
     return made
 
 
 def topics_arguments(made: argparse.ArgumentParser) -> None:
-    """Which topics are read."""
+    """Add the arguments for the topics to read."""
     which = made.add_mutually_exclusive_group(required=True)
     which.add_argument("--topics", help="topic names, comma-separated")
     which.add_argument("--pattern", help="a regular expression for topic names")
 
 
 def source_options(options: argparse.Namespace) -> dict[str, str]:
-    """Of the format `topics`, from the arguments."""
-    found = service_options(options)
-    if options.topics is not None:
-        return found | {"subscribe": options.topics}
-    return found | {"subscribePattern": options.pattern}
+    """Return the options of the format `topics` for a read."""
+    which = {"subscribe": options.topics} if options.topics is not None else {"subscribePattern": options.pattern}
+    return service_options(options) | which
 
 
 def service_options(options: argparse.Namespace) -> dict[str, str]:
@@ -77,8 +75,8 @@ def run(
     check: Callable[[argparse.Namespace], None] | None = None,
     exit_code: Callable[[dict[str, Any]], int] = lambda _report: 0,
 ) -> int:
-    """The whole program: 0 (or what `exit_code` makes of the report) with the report on stdout; 1 with one line on
-    stderr; 2 for wrong arguments. `check` raises OptionError for what is wrong before Spark is started.
+    """Run the whole program and return its exit code: 0 (or `exit_code` of the report) with the report on stdout, 1
+    with one line on stderr, 2 for wrong arguments. `check` raises OptionError before Spark is started.
     """
     options = made.parse_args(arguments)
     try:
@@ -96,7 +94,7 @@ def run(
         for setting, value in settings(options, _submitted()).items():
             builder = builder.config(setting, value)
     spark = builder.getOrCreate()
-    # Spark tells of every failed task with a stack of Java's; what went wrong is said below.
+    # Spark logs a Java stack for every failed task; the error is printed below.
     spark.sparkContext.setLogLevel("OFF")
     logging.getLogger("pyspark").setLevel(logging.CRITICAL)
     register(spark)
@@ -112,8 +110,8 @@ def run(
 
 
 def settings(options: argparse.Namespace, submitted: Mapping[str, str] | None) -> dict[str, str]:
-    """Of the session: what `--master` and `--conf` say, then what spark-submit has been told (`submitted`, None without
-    it), then what suits a small machine, unless somebody else has chosen the machine.
+    """Return the settings of the session: those of `--master` and `--conf`, then those of spark-submit (`submitted`,
+    None without it), then SMALL, unless spark-submit has chosen the machine.
     """
     chosen = dict(one.partition("=")[::2] for one in options.conf)
     if options.master is not None:
@@ -124,8 +122,8 @@ def settings(options: argparse.Namespace, submitted: Mapping[str, str] | None) -
 
 
 def _submitted() -> dict[str, str] | None:
-    """None without spark-submit, which says that it is there by its gateway's port. Without it, to ask for settings
-    would start Java before any is made.
+    """Return the settings of spark-submit; None without it, which is known by its gateway's port. Without it, asking
+    for settings would start Java before any are made.
     """
     from pyspark import SparkConf
 

@@ -1,8 +1,8 @@
 """`topics spark replay`: a lake (any Parquet with the column `data`), or a topic, back into a topic, each row once.
 
-Of a topic, sealed segments are read from their files when it is said where these are. What is read is read as a stream,
-so a run that dies goes on where it stopped and repeats nothing: its batches are the sink's. The rate is that of the
-whole job; rows of a batch become visible together.
+With `--data-dir` a topic's sealed segments are read from their files. The source is read as a stream, so a run that
+dies goes on where it stopped and repeats nothing: its batches are the sink's. The rate is that of the whole job; the
+rows of a batch become visible together.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 _KEPT = ("data", "tag", "node", "meta")
-_OF_ROUTERS = "_topics_router"
-"""A key of `meta` that only routers may write (api §6)."""
+_ROUTER_KEY = "_topics_router"
+"""The key of `meta` that only routers may write (api §6)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,11 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     source = made.add_mutually_exclusive_group(required=True)
     source.add_argument("--lake", help="the directory of Parquet files")
     source.add_argument("--from-topic", help="the topic to read, from its first record to its present head")
-    made.add_argument("--data-dir", default=None, help="of --from-topic: TOPICS_DATA_DIR as it is mounted here")
-    made.add_argument("--cold-dir", default=None, help="TOPICS_COLD_DIR likewise")
+    made.add_argument("--data-dir", default=None, help="with --from-topic: TOPICS_DATA_DIR as it is mounted here")
+    made.add_argument("--cold-dir", default=None, help="with --from-topic: TOPICS_COLD_DIR as it is mounted here")
     made.add_argument("--to-topic", required=True, help="the topic to write")
-    made.add_argument("--checkpoint", required=True, help="directory where the job keeps how far it is")
-    made.add_argument("--rate", type=int, default=0, metavar="ROWS", help="rows a second, 0: as fast as it goes")
+    made.add_argument("--checkpoint", required=True, help="directory for the job's position")
+    made.add_argument("--rate", type=int, default=0, metavar="ROWS", help="rows a second; 0: no limit")
     made.add_argument("--files-per-batch", type=int, default=16, help="files of --lake that become visible together")
     made.add_argument(
         "--records-per-batch", type=int, default=100_000, help="records of --from-topic that become visible together"
@@ -42,19 +42,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     if options.from_topic is None and (options.data_dir or options.cold_dir):
-        raise OptionError("--data-dir and --cold-dir go with --from-topic; a lake has its files itself")
+        raise OptionError("--data-dir and --cold-dir need --from-topic; a lake has its own files")
     if options.from_topic is not None and options.from_topic == options.to_topic:
-        raise OptionError(f"--from-topic and --to-topic are both {options.to_topic!r}: it would read what it writes")
+        raise OptionError(
+            f"--from-topic and --to-topic are both {options.to_topic!r}: the job would read what it writes"
+        )
     if options.lake is not None and delta.is_table(options.lake):
         raise OptionError(
-            f"--lake {options.lake} is a Delta table, whose files are no stream: replay its topic instead"
+            f"--lake {options.lake} is a Delta table, whose files cannot be read as a stream: replay its topic instead"
         )
 
 
 def _work(spark: SparkSession, options: argparse.Namespace) -> dict[str, Any]:
     rows = _of_lake(spark, options) if options.lake is not None else _of_topic(spark, options)
     if options.rate:
-        # One task, so that the rate is one.
+        # One task: the rate is that of each task.
         rows = rows.coalesce(1)
     writer = (
         _replayable(rows)
@@ -84,13 +86,13 @@ def _of_topic(spark: SparkSession, options: argparse.Namespace) -> DataFrame:
 
 
 def _replayable(rows: DataFrame) -> DataFrame:
-    """The columns that a record is made of, as far as they are there."""
+    """Return the columns of `rows` that are part of a record."""
     from pyspark.sql import functions as f
 
     kept = rows.select(*[name for name in _KEPT if name in rows.columns])
     if "meta" not in rows.columns:
         return kept
-    return kept.withColumn("meta", f.map_filter("meta", lambda key, _: key != _OF_ROUTERS))
+    return kept.withColumn("meta", f.map_filter("meta", lambda key, _: key != _ROUTER_KEY))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """`topics spark rollup`: events per tag and window of event time, from a live topic or from an exported lake.
 
-A live topic is followed with a watermark: a window is written, once and for good, when the watermark has passed its
-end; events that come later are left out and counted. From a lake every window is there, complete, at each run.
+A live topic is followed with a watermark: a window is written once, when the watermark has passed its end; events that
+come later are left out and counted. From a lake each run computes every window, complete.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     if options.to_topic is None and options.to_parquet is None:
-        raise OptionError("where to? Give --to-topic, --to-parquet or both")
+        raise OptionError("nowhere to write: give --to-topic, --to-parquet or both")
     if options.lake is None and (options.checkpoint is None or options.to_topic is None):
-        raise OptionError("a live roll-up needs --checkpoint and --to-topic; export that topic for Parquet")
+        raise OptionError("a live roll-up needs --checkpoint and --to-topic; --to-parquet is written from that topic")
 
 
 def _work(spark: SparkSession, options: argparse.Namespace) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _work(spark: SparkSession, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def event_time(field: str | None) -> Column:
-    """When an event happened: a field of its data, or else when it was written."""
+    """Return the time of an event: a field of its data, or else the time at which it was written."""
     from pyspark.sql import functions as f
 
     if field is None:
@@ -90,7 +90,7 @@ def event_time(field: str | None) -> Column:
 
 
 def by_window(events: DataFrame, time: Column, window: str, start: str) -> DataFrame:
-    """(start, end, tag, events); a null tag counts as one of its own."""
+    """Return (start, end, tag, events); null counts as a tag."""
     from pyspark.sql import functions as f
 
     counted = events.groupBy(f.window(time, window, startTime=start), "tag").agg(f.count("*").alias("events"))

@@ -1,21 +1,26 @@
-"""What handlers hand to the commit: operations, each an atomic write of a log, gathered into a draft.
+"""What handlers hand to the commit: log writes, gathered into a draft.
 
-handler ──▶ Draft ──▶ Commits.commit ──▶ the same draft, with what it changed ──▶ Publisher.show
+handler ──▶ Draft ──▶ Commits.commit ──▶ the same draft, with what became of it ──▶ Shard shows it
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Set
+from functools import partial
 from typing import Any, TypeVar
 
+from topics.core.job import Now
+from topics.core.pending import PendingTopic, PendingWrite
+from topics.core.topic import Topic
 from topics.shm.append_messages import AppendReply
 from topics.shm.messages import Reply
-from topics.storage.frame import Bytes
+from topics.storage.frame import FLAG_MORE, Bytes, FrameType
+from topics.storage.topic_frames import AppendFrames, control_frame, floor_frame, head_frame
 from topics.walshard.hosted.hosted import Hosted
 
 
 class RingRequest:
-    """A request in its place in the ring of its frontend, and the encoded reply; None when it wants none."""
+    """A request in the ring of its frontend, and its encoded reply; None when the frontend waits for none."""
 
     __slots__ = ("frontend", "id", "position", "reply")
 
@@ -27,20 +32,22 @@ class RingRequest:
 
 
 class LogWrite:
-    """One atomic write: all of its frames are in the log, or none.
+    """One atomic write: all of its frames get into the log, or none.
 
-    `buffers` are whole frames, one each but for `more_frames` that share a buffer with others. `apply(file_no, offset)`
-    runs once they are in the log and must not fail; `undo` runs instead when they will never be there. With `sync` the
-    operation counts only once it is on the disk. `request` is the one that it carries out, if any.
+    `buffers` are whole frames, one each; `more_frames` counts those that share a buffer with others. Once they are in
+    the log `place(file_no, offset)` runs, then `apply()`; neither may fail. `undo()` runs instead when they never get
+    there. With `sync` the write counts only once it is on the disk. `request` is the request that it carries out, if
+    any.
     """
 
-    __slots__ = ("apply", "buffers", "frames", "length", "request", "sync", "undo")
+    __slots__ = ("apply", "buffers", "frames", "length", "place", "request", "sync", "undo")
 
     def __init__(
         self,
         buffers: list[Bytes],
-        apply: Callable[[int, int], None] | None = None,
+        apply: Callable[[], None] | None = None,
         *,
+        place: Callable[[int, int], None] | None = None,
         more_frames: int = 0,
         sync: bool = False,
         undo: Callable[[], None] | None = None,
@@ -49,20 +56,66 @@ class LogWrite:
         self.frames = len(buffers) + more_frames
         self.length = sum(map(len, buffers))
         self.apply = apply
+        self.place = place
         self.sync = sync
         self.undo = undo
         self.request: RingRequest | None = None
 
 
-class Draft:
-    """A group of operations for the durable log and the RAM log, and the topics that it changes.
+def control_write(
+    topic: Topic,
+    ts: int,
+    bodies: list[tuple[FrameType, bytes]],
+    apply: Callable[[], None] | None,
+    undo: Callable[[], None] | None = None,
+    *,
+    sync: bool = False,
+) -> LogWrite:
+    """Return one atomic write of control frames. It is synced if `sync` or the topic's class says so."""
+    last = len(bodies) - 1
+    buffers: list[Bytes] = [
+        control_frame(type_, topic.id, ts, body, flags=FLAG_MORE if at < last else 0)
+        for at, (type_, body) in enumerate(bodies)
+    ]
+    return LogWrite(buffers, apply, sync=sync or topic.config.durability == "fsync", undo=undo)
 
-    Handlers fill it. The commit sets `committed`, and adds the topics that became durable with it. Whoever has to be
-    told learns from `touched`, `created` and `deleted` once the commit is done. `floors_of` are ids of topics whose
-    floors the operations say themselves.
+
+def floors_write(topic: Topic, ts: int) -> LogWrite:
+    """Return the write of the floors where caps have moved them."""
+    floors = topic.floors()
+
+    def apply() -> None:
+        topic.revision, topic.logged_floor = floors.revision, floors.evict_floor
+
+    return LogWrite([floor_frame(topic, floors, ts)], apply)
+
+
+def head_write(topic: Topic, seq: int, ts: int, *, exact: bool) -> LogWrite:
+    """Return the write of a head watermark, to be logged before its seqs are given out."""
+    return LogWrite([head_frame(topic, seq, ts, exact=exact)], partial(setattr, topic, "head_ceiling", seq), sync=True)
+
+
+class Draft:
+    """Writes for the durable log and the RAM log, and the topics that they make, change and delete.
+
+    Handlers fill it. The commit sets `is_logged` and `committed`, and adds to `touched` the topics that became durable
+    with it; of a refused draft it empties `made` and `deleted`. `floors_of` are ids of topics whose floors the writes
+    say themselves.
     """
 
-    __slots__ = ("carrier", "committed", "created", "deleted", "durable", "floors_of", "ram", "reply", "touched")
+    __slots__ = (
+        "_pending",
+        "carrier",
+        "committed",
+        "deleted",
+        "durable",
+        "floors_of",
+        "is_logged",
+        "made",
+        "ram",
+        "reply",
+        "touched",
+    )
 
     def __init__(
         self,
@@ -70,37 +123,67 @@ class Draft:
         ram: Iterable[LogWrite] = (),
         touched: Iterable[Hosted] = (),
         *,
+        made: Iterable[Hosted] = (),
+        deleted: Iterable[Hosted] = (),
         floors_of: Iterable[int] = (),
         reply: Reply | None = None,
     ) -> None:
         self.durable = list(durable)
         self.ram = list(ram)
-        self.touched = {hosted.topic.id: hosted for hosted in touched}
-        self.created: list[Hosted] = []
-        self.deleted: list[Hosted] = []
+        self.touched = {hosted.topic.id: hosted for hosted in touched} if touched else {}
         self.floors_of = set(floors_of)
         self.reply = reply
-        """What the request gets that the draft carries out, for a draft of one request."""
+        """Reply of the request that the draft carries out, for a draft of one request."""
+        self.made = {hosted.topic.name: hosted for hosted in made} if made else {}
+        """Topics whose creation is among the durable writes, by name."""
+        self.deleted = list(deleted)
+        """Topics whose end is among the durable writes."""
         self.carrier: LogWrite | None = None
-        """The operation that carries out the request which is being handled."""
+        """The write that carries out the request which is being handled."""
+        self._pending: dict[int, PendingTopic] = {}
+        self.is_logged = False
+        """Something of it is in a log. It is all of the durable writes then."""
         self.committed = False
+        """All of it is in the logs."""
 
     def __bool__(self) -> bool:
         return bool(self.durable or self.ram)
 
-    def next_request(self) -> None:
-        """The next request is going to be handled."""
-        self.carrier = None
-
-    def add(self, operation: LogWrite, *, in_ram: bool = False, carries_out: bool = True) -> None:
-        """Adds an operation. With `carries_out` the request that is being handled fails if it cannot be committed."""
-        (self.ram if in_ram else self.durable).append(operation)
+    def add(self, write: LogWrite, *, in_ram: bool = False, carries_out: bool = True) -> None:
+        """Add a write. With `carries_out` the request that is being handled fails if it cannot be committed."""
+        (self.ram if in_ram else self.durable).append(write)
         if carries_out:
-            self.carrier = operation
+            self.carrier = write
+
+    def add_append(self, hosted: Hosted, write: PendingWrite, frames: AppendFrames) -> None:
+        """Add the writes of an append; that of its records carries it out."""
+        for frame in frames.before:
+            self.durable.append(LogWrite([frame], write.ceiling_logged, sync=True))
+        place = partial(write.logged, frames.prefix_len)
+        records = LogWrite(frames.records, place=place, more_frames=write.outcome.records - 1, sync=write.sync)
+        self.add(records, in_ram=write.in_ram)
+        self.touched[hosted.topic.id] = hosted
 
     def touch(self, hosted: Hosted) -> None:
-        """Notes that the draft changes what readers see of a topic."""
+        """Note that the draft changes what readers see of a topic."""
         self.touched[hosted.topic.id] = hosted
+
+    def pending_of(self, topic: Topic, now: Now) -> PendingTopic:
+        """Return what the draft so far does to a topic."""
+        pending = self._pending.get(topic.id)
+        if pending is None:
+            pending = self._pending[topic.id] = PendingTopic(topic, now)
+        return pending
+
+    def dying(self, topic: Topic) -> Set[int]:
+        """Return the seqs of a topic's records whose removal is drafted."""
+        pending = self._pending.get(topic.id)
+        return frozenset() if pending is None else pending.dying
+
+    def take_carrier(self) -> LogWrite | None:
+        """Return the write that carries out the request which was handled last, None when no write does."""
+        carrier, self.carrier = self.carrier, None
+        return carrier
 
 
 T = TypeVar("T")
@@ -121,11 +204,6 @@ draft that carries it out holds the reply too: the journal has it before the log
 class CommitFirst(Exception):  # noqa: N818 - not an error
     """A request of a group can be prepared only once the group so far is committed, and then these steps are done."""
 
-    def __init__(self, steps: Steps[object]) -> None:
+    def __init__(self, steps: Steps[object] | None = None) -> None:
         super().__init__()
         self.steps = steps
-
-
-def nothing() -> Steps[None]:
-    """No steps: all that a request waits for is the commit of its group so far."""
-    yield from ()

@@ -18,7 +18,7 @@ one: at least a file, at least as much as was repeated, and at least a share of 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from topics.core.control_bodies import RamStateFrameBody, encode_body
@@ -27,14 +27,13 @@ from topics.core.location import ENTRY_WORDS, LOCATION_IN_RAM_LOG, LOW_WORD
 from topics.log import get_logger
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, read_all
-from topics.storage.frame import HEADER, Bytes, FrameType, encode
+from topics.storage.frame import HEADER, Bytes, FrameType
+from topics.storage.topic_frames import control_frame
 from topics.walshard.commit.draft import LogWrite
 from topics.walshard.commit.logs import Logs
-from topics.walshard.handlers.watch_sessions import WatchSessions
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.hosted.tag_search import TagSearch
-from topics.walshard.routers.feeds import Feeds
 
 log = get_logger()
 
@@ -56,7 +55,10 @@ class _Moved(NamedTuple):
 
 
 class RamTrim:
-    """Trims one shard's RAM log. Used between groups: nothing is prepared, everything committed is applied."""
+    """Trims one shard's RAM log. Used between groups: nothing is prepared, everything committed is applied.
+
+    `others` return the frames to repeat of what is no topic: watch sessions and routers.
+    """
 
     def __init__(
         self,
@@ -65,18 +67,16 @@ class RamTrim:
         file_bytes: int,
         logs: Logs,
         catalog: Catalog,
-        sessions: WatchSessions,
-        feeds: Feeds,
         tags: TagSearch,
+        others: Sequence[Callable[[int], list[bytes]]],
     ) -> None:
         self._fs = fs
         self._directory = directory
         self._file_bytes = file_bytes
         self._logs = logs
         self._catalog = catalog
-        self._sessions = sessions
-        self._feeds = feeds
         self._tags = tags
+        self._others = others
         self._written_before = 0
         self._next_after_bytes = file_bytes
         self._repeated_in_file = 0
@@ -104,13 +104,12 @@ class RamTrim:
                 topic.idempotency.unexpired(now_ms, topic.config.idempotency_window_ms),
                 ConsumerState(None if topic.queue is None else topic.queue.attributes()),
             )
-            buffers.append(encode(FrameType.RAM_STATE, 0, topic.id, 0, now_ms, b"", b"", encode_body(state)))
-        for body in self._sessions.bodies():
-            buffers.append(encode(FrameType.SESSION, 0, 0, 0, now_ms, b"", b"", encode_body(body)))
-        buffers += self._feeds.ram_frames(now_ms)
+            buffers.append(control_frame(FrameType.RAM_STATE, topic.id, now_ms, encode_body(state)))
+        for frames_of in self._others:
+            buffers += frames_of(now_ms)
         self._repeated_bytes = sum(map(len, buffers))
 
-        def apply(file_no: int, offset: int) -> None:
+        def place(file_no: int, offset: int) -> None:
             self._repeated_in_file = file_no
             for hosted, first_seq, entries, rows in moved:
                 for row in rows:
@@ -119,7 +118,7 @@ class RamTrim:
                 hosted.ring.replace_entries(first_seq, entries)
                 hosted.publish()
 
-        return LogWrite(buffers, apply)
+        return LogWrite(buffers, place=place)
 
     def drop_files(self) -> None:
         """After the commit: removes what no location names. A failure is logged; the next trimming tries again."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from topics.core.errors import TopicsError
 from topics.shm import messages
@@ -166,10 +166,11 @@ class ShardRings:
         self._pushes += 1
         self.answer(frontend, messages.encode_dealt(self._pushes, dealt), 0)
 
-    def notify(self, frontend: int, token: int) -> None:
-        """Queues a notice; many of one topic become one."""
-        self._notices[frontend].add(token)
-        self._touched.add(frontend)
+    def notify(self, tokens: Mapping[int, int]) -> None:
+        """Queue a notice for each frontend with its token of a topic; many of one topic become one."""
+        for frontend, token in tokens.items():
+            self._notices[frontend].add(token)
+            self._touched.add(frontend)
 
     def announce_generation(self) -> None:
         """Tells every frontend that a new arena is current."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -10,18 +11,16 @@ import msgspec
 from topics.core.control_bodies import DeleteFrameBody, encode_body
 from topics.core.errors import TopicsError, topic_not_found
 from topics.core.floors import Deletion, EvictReason
-from topics.core.job import Now
 from topics.core.seq_set import encode_runs
 from topics.core.tags import Match
 from topics.log import get_logger
 from topics.shm.asks import Done
 from topics.shm.topic_messages import DeleteRecords, DeleteRecordsReply, Expire
-from topics.storage import frame
 from topics.storage.frame import FrameType
 from topics.storage.postings import CorruptPostings
 from topics.storage.segment import CorruptSegment
+from topics.storage.topic_frames import control_frame, floor_frame
 from topics.walshard.commit.draft import AloneHandler, Draft, LogWrite, Steps
-from topics.walshard.commit.marks import floor_frame
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.hosted.tag_search import TagSearch
@@ -44,12 +43,10 @@ class Deletes:
         """Ids of the topics that were deleted from by tag, the latest last: only these have `Topic.tags`."""
         self._kept: set[int] = set()
         """Topics whose log could not be written when they were to expire: said once."""
-        self._refused: tuple[Now, set[int]] = (time.now, set())
-        """Ids of topics whose expiry the log has refused in the step that has this time."""
 
     @property
-    def routes(self) -> dict[type, AloneHandler]:
-        """The requests that are handled here."""
+    def alone_routes(self) -> dict[type, AloneHandler]:
+        """The requests that are handled here by themselves."""
         return {DeleteRecords: self.delete, Expire: self.expire_one}
 
     def expire_one(self, call: Expire, _frontend: int) -> Steps[Done]:
@@ -69,20 +66,12 @@ class Deletes:
         floors = topic.plan_eviction(topic.expired_below(expiry_ms), EvictReason.TTL)
         if floors is None:
             return True
-        entry = floor_frame(hosted, floors, self._time.now.wall_ms)
-        operation = LogWrite([entry], lambda _file_no, _offset: topic.logged(floors))
-        draft = Draft([operation], touched=[hosted], floors_of=[topic.id])
+        entry = floor_frame(topic, floors, self._time.now.wall_ms)
+        draft = Draft([LogWrite([entry], partial(topic.logged, floors))], touched=[hosted], floors_of=[topic.id])
         yield draft
         if not draft.committed:
-            if self._refused[0] is not self._time.now:
-                self._refused = (self._time.now, set())
-            self._refused[1].add(topic.id)
+            self._time.keep_expired(topic.id)
         return draft.committed
-
-    def was_refused(self, hosted: Hosted) -> bool:
-        """Whether the log could not take in this step what has expired. Then that stays, and requests go on."""
-        step, topic_ids = self._refused
-        return step is self._time.now and hosted.topic.id in topic_ids
 
     def index_some(self) -> bool:
         """In an idle turn: tags of what came into topics that were deleted from by tag lately. False: nothing came."""
@@ -121,9 +110,7 @@ class Deletes:
 
     def delete(self, call: DeleteRecords, _frontend: int) -> Steps[DeleteRecordsReply]:
         """Deletes what one turn takes of what is asked for; the reply says what is left to do."""
-        hosted = self._catalog.find(call.name)
-        if hosted is None:
-            raise topic_not_found(call.name)
+        hosted = self._catalog.require(call.name)
         yield from self.expire(hosted)
         topic = hosted.topic
         if call.topic_id not in (0, topic.id):
@@ -148,11 +135,10 @@ class Deletes:
         if not deletion.records and deletion.earliest_seq == topic.earliest_seq:
             return reply
         body = encode_body(DeleteFrameBody(deletion.below_seq, encode_runs(deletion.seqs), floors))
-        now_ms = self._time.now.wall_ms
-        entry = frame.encode(FrameType.DELETE, 0, topic.id, topic.head_seq, now_ms, b"", b"", body)
+        entry = control_frame(FrameType.DELETE, topic.id, self._time.now.wall_ms, body, seq=topic.head_seq)
         sync = topic.config.durability == "fsync"
-        operation = LogWrite([entry], lambda _file_no, _offset: topic.deleted(deletion, floors), sync=sync)
-        yield Draft([operation], touched=[hosted], floors_of=[topic.id], reply=reply)
+        write = LogWrite([entry], partial(topic.deleted, deletion, floors), sync=sync)
+        yield Draft([write], touched=[hosted], floors_of=[topic.id], reply=reply)
         return reply
 
     def _plan(self, hosted: Hosted, call: DeleteRecords, last_seq: int) -> tuple[Deletion, DeleteRecords | None]:

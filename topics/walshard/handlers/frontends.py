@@ -1,26 +1,64 @@
-"""Which frontends have died: what they had here is over at once, however long they wait for a successor.
+"""What one shard keeps for frontends: which topics they watch, and its end when they die.
 
-The supervisor, who has waited for the process, says so in its control cell (`ended`) and wakes the shards. What the
-dead one has still written into its ring comes first: a stream that it had opened would stay otherwise. A successor says
-hello before anything else; that is noted here, so that it is not taken for the dead one.
+The supervisor, which has waited for a dead process, says so in its control cell (`ended`) and wakes the shards. What
+the dead frontend has still written into its ring is taken first: a stream that it had opened would stay otherwise. A
+successor says hello before anything else. That is noted here, so that it is not taken for the dead one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from topics.shm.control import Cell, ControlPage, Role
 from topics.shm.topic_messages import Hello, Unwatch, Watch
-from topics.walshard.commit.draft import CommitFirst, Draft, GroupHandler, nothing
+from topics.walshard.commit.draft import CommitFirst, Draft, GroupHandler
 from topics.walshard.handlers.named_cursors import NamedCursors
 from topics.walshard.handlers.queues import Queues
 from topics.walshard.handlers.watch_sessions import WatchSessions
-from topics.walshard.handlers.watchers import Watchers
-from topics.walshard.step_clock import StepClock
+from topics.walshard.hosted.catalog import Catalog
+
+
+class Watchers:
+    """Knows which frontends watch which topics of one shard.
+
+    A notice is no more than a frontend's token of a topic. `notify` sends some, by frontend; `forget(frontend)` drops
+    those that were not sent.
+    """
+
+    def __init__(
+        self, catalog: Catalog, notify: Callable[[Mapping[int, int]], None], forget: Callable[[int], None]
+    ) -> None:
+        self._catalog = catalog
+        self._notify = notify
+        self._forget = forget
+
+    def watch(self, call: Watch, frontend: int, group: Draft) -> None:
+        """Note that a frontend watches a topic, and notify it at once when the topic is not what it has seen. Nobody
+        waits for a reply.
+        """
+        if group:
+            raise CommitFirst
+        hosted = self._catalog.find(call.name)
+        if hosted is not None:
+            hosted.watchers[frontend] = call.token
+        if hosted is None or (hosted.topic.id, hosted.topic.head_seq) != (call.seen_topic_id, call.seen_head_seq):
+            self._notify({frontend: call.token})
+
+    def unwatch(self, call: Unwatch, frontend: int, _group: Draft) -> None:
+        """Note that a frontend watches a topic no more, unless it does with another token. Nobody waits for a reply."""
+        hosted = self._catalog.find(call.name)
+        if hosted is not None and hosted.watchers.get(frontend) == call.token:
+            del hosted.watchers[frontend]
+
+    def frontend_died(self, frontend: int) -> None:
+        """Forget a frontend."""
+        for hosted in self._catalog:
+            hosted.watchers.pop(frontend, None)
+        self._forget(frontend)
 
 
 class Frontends:
-    """Takes notice of frontends that died, and has everything they had in one shard end.
+    """Notices that frontends died, and ends everything they had in one shard.
 
     `drain(frontend)` says whether all that a dead frontend has asked for was taken; it takes no replies any more.
     """
@@ -33,7 +71,6 @@ class Frontends:
         sessions: WatchSessions,
         queues: Queues,
         cursors: NamedCursors,
-        time: StepClock,
     ) -> None:
         self._cells = [control.cell(Role.FRONTEND, index).supervisor for index in range(control.frontends)]
         self._drain = drain
@@ -41,60 +78,43 @@ class Frontends:
         self._sessions = sessions
         self._queues = queues
         self._cursors = cursors
-        self._time = time
-        self._known = [_known_over(cell) for cell in self._cells]
-        """By frontend: the last incarnation of which it is known that it is over."""
+        self._ended = [_incarnation_ended(cell) for cell in self._cells]
+        """By frontend: the last incarnation that is known to be over."""
 
     @property
     def routes(self) -> dict[type, GroupHandler]:
         """The requests that are handled here in a group."""
-        return {Watch: self.watch, Unwatch: self.unwatch, Hello: self.hello}
-
-    def watch(self, call: Watch, frontend: int, group: Draft) -> None:
-        """A frontend wants to hear of a topic. Nobody waits for a reply."""
-        if group:
-            raise CommitFirst(nothing())
-        self._watchers.watch(call, frontend)
-
-    def unwatch(self, call: Unwatch, frontend: int, _group: Draft) -> None:
-        """A frontend wants to hear of a topic no more. Nobody waits for a reply."""
-        self._watchers.unwatch(call, frontend)
+        return {Watch: self._watchers.watch, Unwatch: self._watchers.unwatch, Hello: self.hello}
 
     def hello(self, call: Hello, frontend: int, group: Draft) -> None:
-        """A new incarnation: all before it are over. Nobody waits for a reply."""
+        """End all incarnations of a frontend before the one that says hello. Nobody waits for a reply."""
         if group:
-            raise CommitFirst(nothing())
-        self._known[frontend] = max(self._known[frontend], call.incarnation - 1)
+            raise CommitFirst
+        self._ended[frontend] = max(self._ended[frontend], call.incarnation - 1)
         self._end(frontend, group)
 
     def end_dead(self, group: Draft) -> bool:
-        """Ends what those had that have died since, and whose successor has not said hello. False: none has."""
-        dead = self._take()
-        for frontend in dead:
-            self._end(frontend, group)
-        return bool(dead)
-
-    def _end(self, frontend: int, group: Draft) -> None:
-        self._watchers.frontend_died(frontend)
-        self._sessions.frontend_died(frontend, self._time.now.mono_ms)
-        self._queues.frontend_died(frontend, group)
-        self._cursors.frontend_died(frontend)
-
-    def _take(self) -> list[int]:
-        """Frontends that have died since, and whose successor has not said hello."""
-        dead = []
+        """End what frontends had that have died, and whose successor has not said hello. False: none has."""
+        some = False
         for frontend, cell in enumerate(self._cells):
             ended = cell.get("ended")
             # In this order: what is in the ring when it is known to be dead is all there will be of it.
-            if ended > self._known[frontend] and self._drain(frontend):
-                self._known[frontend] = ended
-                dead.append(frontend)
-        return dead
+            if ended > self._ended[frontend] and self._drain(frontend):
+                self._ended[frontend] = ended
+                self._end(frontend, group)
+                some = True
+        return some
+
+    def _end(self, frontend: int, group: Draft) -> None:
+        self._watchers.frontend_died(frontend)
+        self._sessions.frontend_died(frontend)
+        self._queues.frontend_died(frontend, group)
+        self._cursors.frontend_died(frontend)
 
 
-def _known_over(cell: Cell) -> int:
-    """At the begin of a shard's life. Where a successor runs, its hello has come or will; where none does, the former
-    life may not have taken notice of the death, and to do so twice is no harm.
+def _incarnation_ended(cell: Cell) -> int:
+    """Return the last incarnation to take for ended when a shard's life begins. Where a successor runs, its hello has
+    come or will. Where none does, the former life may not have noticed the death, and to end it twice is no harm.
     """
     # In this order: one that dies meanwhile is not taken for one that had a successor.
     ended = cell.get("ended")

@@ -9,7 +9,6 @@ import msgspec
 
 from topics.core.control_bodies import encode_body
 from topics.core.cursors import CursorFrameBody, NamedCursor
-from topics.core.errors import topic_not_found
 from topics.shm.asks import Deleted, Done
 from topics.shm.queue_messages import (
     CursorAdvance,
@@ -22,18 +21,18 @@ from topics.shm.queue_messages import (
     CursorReply,
 )
 from topics.storage.frame import FrameType
-from topics.walshard.commit.draft import AloneHandler, Draft, GroupHandler, Steps
-from topics.walshard.handlers.queue_writes import QueueWrites
+from topics.walshard.commit.draft import AloneHandler, Draft, GroupHandler, Steps, control_write
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
+from topics.walshard.step_clock import StepClock
 
 
 class NamedCursors:
     """The named cursors of one shard's topics: where each is, and what of that the log has to hold."""
 
-    def __init__(self, catalog: Catalog, writes: QueueWrites) -> None:
+    def __init__(self, catalog: Catalog, time: StepClock) -> None:
         self._catalog = catalog
-        self._writes = writes
+        self._time = time
 
     @property
     def routes(self) -> dict[type, GroupHandler]:
@@ -63,14 +62,14 @@ class NamedCursors:
 
     def look(self, call: CursorGet, _frontend: int, _group: Draft) -> CursorList:
         """Shows one cursor, or a page of them."""
-        cursors = self._require(call.name).topic.cursors
+        cursors = self._catalog.require(call.name).topic.cursors
         one = call.cursor
         found = cursors.behind(call.after, call.most) if one is None else [cursors.get(call.name, one)]
         return CursorList([_shown(cursor, call.passed_seq) for cursor in found])
 
     def put(self, call: CursorPut, _frontend: int) -> Steps[CursorReply]:
         """Makes a cursor, or moves or configures one that is there."""
-        hosted = self._require(call.name)
+        hosted = self._catalog.require(call.name)
         topic = hosted.topic
         topic.cursors.check_room(call.cursor)
         known = topic.cursors.find(call.cursor)
@@ -118,7 +117,7 @@ class NamedCursors:
 
     def advance(self, call: CursorAdvance, frontend: int, group: Draft) -> CursorMoved:
         """Moves a cursor over what is being read, if nobody was faster."""
-        hosted = self._require(call.name)
+        hosted = self._catalog.require(call.name)
         cursor = hosted.topic.cursors.get(call.name, call.cursor)
         moved = cursor.advance(call.revision, call.from_seq, call.to_seq, frontend, call.read)
         reply = CursorMoved(moved, cursor.seq, cursor.up_to_seq, cursor.revision, moved and not cursor.strict)
@@ -128,7 +127,7 @@ class NamedCursors:
 
     def passed_on(self, call: CursorPassedOn, frontend: int, group: Draft) -> Done:
         """What was read has left for its client, or failed to."""
-        hosted = self._require(call.name)
+        hosted = self._catalog.require(call.name)
         cursor = hosted.topic.cursors.find(call.cursor)
         if cursor is None:
             return Done()
@@ -138,12 +137,6 @@ class NamedCursors:
             cursor.failed(call.revision, frontend, call.read)
         self._persist(group, hosted, cursor, cursor.persist_failed)
         return Done()
-
-    def _require(self, name: str) -> Hosted:
-        hosted = self._catalog.find(name)
-        if hosted is None:
-            raise topic_not_found(name)
-        return hosted
 
     def _persist(self, group: Draft, hosted: Hosted, cursor: NamedCursor, undo: Callable[[], None]) -> None:
         if cursor.to_persist:
@@ -161,7 +154,8 @@ class NamedCursors:
         *,
         sync: bool,
     ) -> None:
-        self._writes.add(group, hosted, [(FrameType.CURSOR, encode_body(body))], apply, undo, sync=sync)
+        bodies = [(FrameType.CURSOR, encode_body(body))]
+        group.add(control_write(hosted.topic, self._time.now.wall_ms, bodies, apply, undo, sync=sync))
 
 
 def _shown(cursor: NamedCursor, passed_seq: int) -> CursorReply:

@@ -21,8 +21,9 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from topics.core.control_bodies import encode_body, encode_idempotency
+from topics.core.control_bodies import encode_body
 from topics.core.floors import Floors
+from topics.core.idempotency import WriteOutcome
 from topics.core.location import (
     ENTRY_WORDS,
     FLAGS_SHIFT,
@@ -31,9 +32,9 @@ from topics.core.location import (
     LOW_WORD,
     flags_of,
 )
-from topics.storage import frame, layout
+from topics.storage import layout
 from topics.storage.frame import FLAG_MORE, HEADER, Bytes, FrameType
-from topics.walshard.commit.marks import ceiling_mark, floor_frame, head_mark
+from topics.storage.topic_frames import control_frame, floor_frame, head_frame, idempotency_frame
 from topics.walshard.hosted.hosted import Hosted
 
 TURN_BYTES: Final = 1 << 20
@@ -58,7 +59,7 @@ class Relogged(NamedTuple):
     """Of `entries`, those that were logged again: they are complete but for the file, and where the write begins."""
     is_last: bool
 
-    def apply(self, file_no: int, offset: int) -> None:
+    def place(self, file_no: int, offset: int) -> None:
         """The frames are in the log."""
         topic, entries = self.hosted.topic, self.entries
         for row in self.rows:
@@ -94,7 +95,7 @@ class Relogging:
         before = msgspec.structs.replace(
             floors, records=floors.records - len(records), live_bytes=floors.live_bytes - size_bytes
         )
-        floor = floor_frame(hosted, before, now_ms, FLAG_MORE)
+        floor = floor_frame(topic, before, now_ms, FLAG_MORE)
         offset_lens, file_words = entries[2::ENTRY_WORDS], entries[3::ENTRY_WORDS]
         offset = len(floor)
         for row, record in zip(rows, records, strict=True):
@@ -105,9 +106,9 @@ class Relogging:
         buffers: list[Bytes] = [floor, *records, *_attributes(hosted, [first_seq + row for row in rows], now_ms)]
         if is_last:
             buffers += _keys(hosted, now_ms)
-            buffers.append(head_mark(hosted, topic.head_seq, now_ms, FLAG_MORE))
+            buffers.append(head_frame(topic, topic.head_seq, now_ms, exact=True, flags=FLAG_MORE))
         else:
-            buffers.append(ceiling_mark(hosted, topic.head_ceiling, now_ms))
+            buffers.append(head_frame(topic, topic.head_ceiling, now_ms, exact=False))
         return Relogged(hosted, buffers, floors, first_seq, entries, rows, is_last)
 
     def _records(
@@ -157,15 +158,13 @@ def _attributes(hosted: Hosted, seqs: list[int], ts: int) -> list[bytes]:
     rows = [] if queue is None else queue.attributes_of(seqs)
     if not rows:
         return []
-    return [frame.encode(FrameType.JOB_ATTRIBUTES, FLAG_MORE, hosted.topic.id, 0, ts, b"", b"", encode_body(rows))]
+    return [control_frame(FrameType.JOB_ATTRIBUTES, hosted.topic.id, ts, encode_body(rows), flags=FLAG_MORE)]
 
 
 def _keys(hosted: Hosted, now_ms: int) -> list[bytes]:
     """What only the RAM log says of writes that may be repeated."""
     topic = hosted.topic
     return [
-        frame.encode(
-            FrameType.IDEMPOTENCY, FLAG_MORE, topic.id, seq, ts, b"", b"", encode_idempotency(count, bytes(key))
-        )
+        idempotency_frame(topic, bytes(key), WriteOutcome(seq, count, ts))
         for key, seq, count, ts in topic.idempotency.unexpired(now_ms, topic.config.idempotency_window_ms)
     ]

@@ -19,10 +19,10 @@ from topics.log import get_logger
 from topics.shm.arena_heap import ArenaFullError
 from topics.shm.asks import Done
 from topics.shm.topic_messages import Checkpoint, CheckpointReply, MarkAgain, TopicCheckpoint, Trim
-from topics.storage import frame
 from topics.storage.frame import FrameType
 from topics.storage.kill_points import reached
 from topics.storage.segment import CorruptSegment
+from topics.storage.topic_frames import control_frame
 from topics.walshard.commit.draft import AloneHandler, Draft, GroupHandler, LogWrite, Steps
 from topics.walshard.commit.log_trim import LogTrim
 from topics.walshard.commit.logs import Logs
@@ -145,7 +145,7 @@ class Marks:
         table = hosted.prepare_segments(segments)
         self._tables.append((hosted, table))
         body = encode_body(MarkFrameBody(checkpoint.segments, floors))
-        mark = frame.encode(FrameType.CHECKPOINT_MARK, 0, topic.id, checkpoint.up_to_seq, self._now_ms, b"", b"", body)
+        mark = control_frame(FrameType.CHECKPOINT_MARK, topic.id, self._now_ms, body, seq=checkpoint.up_to_seq)
         return LogWrite([mark], partial(_apply, hosted, checkpoint, floors, table), sync=True)
 
 
@@ -169,8 +169,6 @@ def _apply(
     checkpoint: TopicCheckpoint,
     floors: Floors,
     table: tuple[int, int],
-    _file_no: int,
-    _offset: int,
 ) -> None:
     reached("mark.logged")
     topic = hosted.topic

@@ -41,7 +41,7 @@ from topics.storage.txn_files import (
     sink_name,
     stage_name,
 )
-from topics.walshard.commit.draft import CommitFirst, Draft, GroupHandler, nothing
+from topics.walshard.commit.draft import CommitFirst, Draft, GroupHandler
 from topics.walshard.handlers.appends import Appends
 from topics.walshard.hosted.catalog import Catalog
 
@@ -75,7 +75,7 @@ class Sinks:
     def take(self, call: SinkCall, _frontend: int, group: Draft) -> TxnReply | TxnPendingReply | Done:
         """Carries out a call about a sink: its file is replaced behind all that was published for it."""
         if group:
-            raise CommitFirst(nothing())
+            raise CommitFirst
         match call:
             case TxnBegin():
                 return self._begin(call)
@@ -90,7 +90,7 @@ class Sinks:
 
     def publish(self, call: StagePublish, _frontend: int, group: Draft) -> AppendReply:
         """Appends the records of a stage."""
-        return self._appends.prepare(self.staged(call), group)
+        return self._appends.prepare(self.staged(call), _frontend, group)
 
     def stages_over(self, call: StagesOver, _frontend: int, _group: Draft) -> None:
         """A batch is published everywhere: its topics need not remember that. Nobody waits for a reply."""

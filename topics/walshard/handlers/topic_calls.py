@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import msgspec
 
 from topics.core.config import TopicConfig, incompatible_type
@@ -10,35 +13,41 @@ from topics.core.errors import TopicsError
 from topics.log import get_logger
 from topics.shm.asks import Deleted
 from topics.shm.topic_messages import DeleteTopic, EnsureTopic, PutTopic, PutTopicReply
-from topics.storage import frame
-from topics.storage.frame import FrameType
+from topics.storage.frame import Bytes, FrameType
+from topics.storage.topic_frames import control_frame, create_frame
 from topics.walshard.commit.draft import AloneHandler, Draft, LogWrite, Steps
-from topics.walshard.handlers.appends import creation
 from topics.walshard.handlers.deletes import Deletes
 from topics.walshard.handlers.relogging import Relogged, Relogging
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
-from topics.walshard.routers.routing import Routing
 from topics.walshard.step_clock import StepClock
 
 log = get_logger()
 
 
 class TopicCalls:
-    """Makes, configures and deletes the topics of one shard. Everything prepared is committed before."""
+    """Makes, configures and deletes the topics of one shard. Everything prepared is committed before.
+
+    `log_feed` logs how far the routers into a topic are, False when it cannot.
+    """
 
     def __init__(
-        self, catalog: Catalog, deletes: Deletes, routing: Routing, relogging: Relogging, time: StepClock
+        self,
+        catalog: Catalog,
+        deletes: Deletes,
+        log_feed: Callable[[Hosted], Steps[bool]],
+        relogging: Relogging,
+        time: StepClock,
     ) -> None:
         self._catalog = catalog
         self._deletes = deletes
-        self._routing = routing
+        self._log_feed = log_feed
         self._relogging = relogging
         self._time = time
 
     @property
-    def routes(self) -> dict[type, AloneHandler]:
-        """The requests that are handled here."""
+    def alone_routes(self) -> dict[type, AloneHandler]:
+        """The requests that are handled here by themselves."""
         return {PutTopic: self.put, EnsureTopic: self.ensure, DeleteTopic: self.delete}
 
     def put(self, call: PutTopic, _frontend: int) -> Steps[PutTopicReply]:
@@ -58,10 +67,10 @@ class TopicCalls:
     def _create(self, name: str, config: TopicConfig) -> Steps[PutTopicReply]:
         now_ms = self._time.now.wall_ms
         hosted = self._catalog.make(name, config, now_ms)
-        draft = Draft(reply=PutTopicReply(True, config))
-        draft.add(creation(self._catalog, hosted, now_ms, draft, sync=True))
-        yield draft
-        return PutTopicReply(True, config)
+        reply = PutTopicReply(True, config)
+        creation = LogWrite([create_frame(hosted.topic, now_ms)], sync=True)
+        yield Draft([creation], made=[hosted], reply=reply)
+        return reply
 
     def _configure(self, hosted: Hosted, call: PutTopic) -> Steps[PutTopicReply]:
         topic, config = hosted.topic, call.config
@@ -80,32 +89,36 @@ class TopicCalls:
                 f"what has expired in topic {call.name!r} cannot be logged now, so its configuration stays as it was;"
                 " see the service's log",
             )
-        if not (yield from self._routing.before_class_change(hosted)):
+        if not (yield from self._log_feed(hosted)):
             raise TopicsError(
                 "storage_unavailable",
                 f"how far the routers into topic {call.name!r} are cannot be logged now; see the service's log",
             )
         now_ms = self._time.now.wall_ms
         body = encode_body(ConfigFrameBody(config))
-        update = frame.encode(FrameType.CONFIG_UPDATE, 0, topic.id, 0, now_ms, b"", b"", body)
+        update = control_frame(FrameType.CONFIG_UPDATE, topic.id, now_ms, body)
         relogged: Relogged | None = None
         if topic.config.durability == "ephemeral" and config.durability != "ephemeral":
             relogged = self._relogged(hosted, call, now_ms)
             if not relogged.is_last:
                 reply = PutTopicReply(False, config, msgspec.structs.replace(call, turns=call.turns + 1))
-                operation = LogWrite(relogged.buffers, relogged.apply)
-                yield Draft([operation], touched=[hosted], floors_of=[topic.id], reply=reply)
+                yield Draft(
+                    [LogWrite(relogged.buffers, place=relogged.place)],
+                    touched=[hosted],
+                    floors_of=[topic.id],
+                    reply=reply,
+                )
                 return reply
         descriptor = hosted.prepare_config(config)
-
-        def apply(file_no: int, offset: int) -> None:
-            if relogged is not None:
-                relogged.apply(file_no, offset)
-            hosted.configured(config, descriptor)
-
-        buffers: list[frame.Bytes] = [update] if relogged is None else [*relogged.buffers, update]
-        operation = LogWrite(buffers, apply, sync=True, undo=lambda: hosted.release_config(descriptor))
-        yield Draft([operation], touched=[hosted], floors_of=[] if relogged is None else [topic.id], reply=reply)
+        buffers: list[Bytes] = [update] if relogged is None else [*relogged.buffers, update]
+        write = LogWrite(
+            buffers,
+            partial(hosted.configured, config, descriptor),
+            place=None if relogged is None else relogged.place,
+            sync=True,
+            undo=partial(hosted.release_config, descriptor),
+        )
+        yield Draft([write], touched=[hosted], floors_of=[] if relogged is None else [topic.id], reply=reply)
         return reply
 
     def _relogged(self, hosted: Hosted, call: PutTopic, now_ms: int) -> Relogged:
@@ -132,13 +145,7 @@ class TopicCalls:
                 f"topic {call.name!r} holds {topic.records} records",
                 {"topic": call.name, "count": topic.records},
             )
-        draft = Draft(reply=Deleted(True))
-
-        def apply(_file_no: int, _offset: int) -> None:
-            self._catalog.retire(hosted)
-            draft.deleted.append(hosted)
-
-        end = frame.encode(FrameType.TOPIC_DELETE, 0, topic.id, 0, self._time.now.wall_ms, b"", b"", b"")
-        draft.add(LogWrite([end], apply, sync=True))
-        yield draft
-        return Deleted(True)
+        reply = Deleted(True)
+        end = control_frame(FrameType.TOPIC_DELETE, topic.id, self._time.now.wall_ms)
+        yield Draft([LogWrite([end], sync=True)], deleted=[hosted], reply=reply)
+        return reply

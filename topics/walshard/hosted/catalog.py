@@ -8,13 +8,14 @@ from typing import Final
 
 from topics.core.clock import Clock
 from topics.core.config import TopicConfig
+from topics.core.errors import topic_not_found
 from topics.core.fold import Fold, FoldError
 from topics.core.job import Now
 from topics.core.location import LOCATION_IN_RAM_LOG
 from topics.core.names import TopicIds, owner_shard
 from topics.core.topic import Topic
 from topics.shm.arena import ArenaWriter
-from topics.shm.location_ring import LARGE_ENTRIES, LocationRing
+from topics.shm.arena_heap import LARGE_ENTRIES, LocationRing
 from topics.storage.wal import Moved
 from topics.walshard.hosted.holdings import Holdings
 from topics.walshard.hosted.hosted import Hosted
@@ -53,6 +54,25 @@ class Catalog:
     def find_id(self, topic_id: int) -> Hosted | None:
         return self._by_id.get(topic_id)
 
+    def require(self, name: str) -> Hosted:
+        """Return a topic, or raise `topic_not_found`."""
+        hosted = self._by_name.get(name)
+        if hosted is None:
+            raise topic_not_found(name)
+        return hosted
+
+    def find_or_make(self, name: str, create: bool, config: TopicConfig | None, now_ms: int) -> tuple[Hosted, bool]:
+        """Return a topic for a write, and whether it was made for it. Raises `topic_not_found` unless
+        the writer and the configuration allow that.
+        """
+        hosted = self._by_name.get(name)
+        if hosted is not None:
+            return hosted, False
+        config = config or TopicConfig()
+        if create and config.auto_create:
+            return self.make(name, config, now_ms), True
+        raise topic_not_found(name)
+
     def make(self, name: str, config: TopicConfig, now_ms: int) -> Hosted:
         """A topic nobody sees yet, then either hosted or abandoned; ArenaFullError when /dev/shm has no room,
         `throttled` when the service may not have one more.
@@ -71,7 +91,9 @@ class Catalog:
             topic_id = self._ids.next(now_ms)
             index = TopicIndex(topic_id, ring, self._files)
             index.copied_seq = 0  # until it is known that no router copies it
-            return Hosted(self.arena, Topic(topic_id, name, config, index, recreated), index, self._holdings)
+            topic = Topic(topic_id, name, config, index, recreated)
+            self._start(topic)
+            return Hosted(self.arena, topic, index, self._holdings)
         except Exception:
             ring.release()
             raise
@@ -84,7 +106,6 @@ class Catalog:
     def host(self, hosted: Hosted) -> None:
         assert hosted.topic.name not in self._by_name
         self._by_name[hosted.topic.name] = self._by_id[hosted.topic.id] = hosted
-        self._start(hosted.topic)
         hosted.announce()
 
     def _start(self, topic: Topic) -> None:
@@ -117,6 +138,7 @@ class Catalog:
             if topic.name in self._by_name:
                 raise FoldError(f"two topics in the log of shard {self._shard} are called {topic.name!r}")
             assert isinstance(topic.index, TopicIndex)
+            self._start(topic)
             self.host(Hosted(self.arena, topic, topic.index, self._holdings))
 
     def relocate(self, moved: Moved) -> None:

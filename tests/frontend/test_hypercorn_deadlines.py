@@ -12,8 +12,8 @@ import pytest
 
 from tests.frontend.http1_server import Server, until
 from tests.frontend.test_turned_away import one_place
-from topics.frontend.http.deadlines import AttendedClock, HttpLimits
-from topics.frontend.http.hypercorn_deadlines import Unread
+from topics.frontend.http.deadlines import HttpLimits, RunningClock
+from topics.frontend.http.hypercorn_deadlines import SlowReaderTimer
 
 LIMITS = HttpLimits(write_stall_timeout_ms=200, linger_ms=20)
 SLOW = HttpLimits(write_stall_timeout_ms=200, linger_ms=20, read_min_bytes_per_s=1 << 30)
@@ -77,16 +77,15 @@ class Transport(asyncio.Transport):
         self.aborted = True
 
 
-def on_loop(test: Callable[[Callable[[HttpLimits, Transport], Unread]], Awaitable[None]]) -> None:
+def on_loop(test: Callable[[Callable[[HttpLimits, Transport], SlowReaderTimer]], Awaitable[None]]) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        clock = AttendedClock(loop.time)
+        clock = RunningClock(loop.time)
 
-        def watched(limits: HttpLimits, transport: Transport) -> Unread:
-            unread = Unread(limits, clock, loop)
-            unread.made(transport)
-            unread.begin()
-            return unread
+        def watched(limits: HttpLimits, transport: Transport) -> SlowReaderTimer:
+            timer = SlowReaderTimer(limits, clock, loop, transport)
+            timer.start()
+            return timer
 
         async with asyncio.timeout(DEADLINE_S):
             await test(watched)
@@ -102,41 +101,41 @@ async def until_cut(transport: Transport) -> None:
 def test_what_is_left_when_it_closes_has_to_be_taken() -> None:
     """As much as is below the mark at which writing pauses: nobody else waits for it."""
 
-    async def test(watched: Callable[[HttpLimits, Transport], Unread]) -> None:
+    async def test(watched: Callable[[HttpLimits, Transport], SlowReaderTimer]) -> None:
         transport = Transport(60_000)
         transport.closing = True
-        unread = watched(LIMITS, transport)
+        timer = watched(LIMITS, transport)
         transport.kept_bytes = 100
-        unread.taken()  # below the mark at which writing goes on
+        timer.caught_up()  # below the mark at which writing goes on
         await until_cut(transport)
-        unread.lost()
+        timer.close()
 
     on_loop(test)
 
 
 def test_a_trickle_is_not_enough() -> None:
-    async def test(watched: Callable[[HttpLimits, Transport], Unread]) -> None:
+    async def test(watched: Callable[[HttpLimits, Transport], SlowReaderTimer]) -> None:
         transport = Transport(60_000)
-        unread = watched(SLOW, transport)
+        timer = watched(SLOW, transport)
         while not transport.aborted:
             transport.kept_bytes -= 1
             await asyncio.sleep(0.005)
-        unread.lost()
+        timer.close()
 
     on_loop(test)
 
 
 def test_who_has_taken_it_is_watched_no_more() -> None:
-    async def test(watched: Callable[[HttpLimits, Transport], Unread]) -> None:
+    async def test(watched: Callable[[HttpLimits, Transport], SlowReaderTimer]) -> None:
         stalled, good = Transport(60_000), Transport(60_000)
-        unread = watched(LIMITS, good)
-        unread.taken()
+        timer = watched(LIMITS, good)
+        timer.caught_up()
         lost = watched(LIMITS, Transport(60_000))
-        lost.lost()
+        lost.close()
         watched(LIMITS, stalled)
         await until_cut(stalled)
         assert not good.aborted
-        unread.begin()
+        timer.start()
         await until_cut(good)
 
     on_loop(test)

@@ -1,7 +1,7 @@
-"""Watch sessions as frontends keep them: at the shard that owns the wid, so that any frontend can go on with them.
+"""Watch sessions. The shard that owns a wid stores its session, so that any frontend can stream it.
 
-What a session follows is written once. How far its streams came is written when one ends in order; while it is open
-only this frontend knows, and a shard that was restarted is told again that it is.
+The followed topics are stored once. The positions are stored when a stream ends in order; while it is open only this
+frontend knows them, and tells a restarted shard that it is open.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from topics.shm.topic_messages import (
 SESSION_TTL_MS: Final = 300_000
 SESSION_BYTES_MAX: Final = 256 * 1024
 RENEW_S: Final = 1.0
-"""How soon a restarted shard hears of open streams; it collects sessions without one after SESSION_TTL_MS."""
+"""Time in which a restarted shard hears of open streams. It drops sessions without one after SESSION_TTL_MS."""
 _WID: Final = re.compile(r"wid_[A-Za-z0-9_-]{22}")
 _WID_BYTES: Final = 16
 _STREAM_NO_SHIFT: Final = 20
-"""A stream's number is the ms it was opened in, and below that which one of that ms."""
+"""A stream's number is the ms in which it was opened, shifted by so many bits, plus a serial."""
 
 
 class Follow(msgspec.Struct, array_like=True, frozen=True):
-    """One topic of a session: which instance of the name, and the position to start from."""
+    """One topic of a session: the instance of the name, and the position to start from."""
 
     topic_id: int
     from_seq: int
 
 
 class Session(msgspec.Struct, array_like=True, frozen=True):
-    """What a watch asked for, resolved and clamped."""
+    """The request of a watch, resolved and clamped."""
 
     topics: dict[str, Follow]
     nodes: list[bytes] | None
@@ -57,12 +57,14 @@ class Session(msgspec.Struct, array_like=True, frozen=True):
     include_data: bool
     strong: bool
     key_digest: bytes
-    """Of the key that made it, which alone may stream it; empty when nobody had to authenticate."""
+    """Digest of the creating key, which alone may stream the session; empty if none was needed."""
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """A session as a stream of it begins. `positions`: where the last one that ended in order came to, without topics
-    that had ended; None if none did. Without `exact` a later one may have come further.
+    """A session as a stream of it begins.
+
+    `positions` are those of the last stream that ended in order, without topics that had ended; None if none did. If
+    `exact` is false, a later stream may have read further.
     """
 
     wid: str
@@ -73,7 +75,7 @@ class Opened(msgspec.Struct, frozen=True):
 
 
 def without_nodes(opened: Opened) -> Opened:
-    """For as long as the stream is open: they may be most of it."""
+    """Return `opened` without its nodes, which may be most of it, to be kept while the stream is open."""
     return msgspec.structs.replace(opened, session=msgspec.structs.replace(opened.session, nodes=None))
 
 
@@ -81,8 +83,8 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Session).decode
 
 
-class SessionUse:
-    """This frontend's use of all sessions."""
+class SessionClient:
+    """Creates, opens and closes watch sessions at their shards, and owns the list of this frontend's open streams."""
 
     def __init__(self, gateway: Gateway, arenas: Arenas, clock: Clock) -> None:
         self._loop = asyncio.get_running_loop()
@@ -91,36 +93,36 @@ class SessionUse:
         self._clock = clock
         self._last_stream_no = 0
         self._open: dict[int, str] = {}
-        """Wid by stream."""
+        """Wid by stream number."""
         self._generations = self._current_generations()
         self._timer: asyncio.TimerHandle | None = None
 
     async def create(self, session: Session) -> str:
-        """A new session's wid; raises as `Gateway.call` does."""
+        """Store a new session and return its wid. Raises as `Gateway.call` does."""
         body = _encode(session)
         if len(body) > SESSION_BYTES_MAX:
-            raise invalid(f"the watch is too large to be kept: {len(body)} bytes, at most {SESSION_BYTES_MAX}")
+            raise invalid(f"the watch is too large to be stored: {len(body)} bytes, at most {SESSION_BYTES_MAX}")
         wid = "wid_" + secrets.token_urlsafe(_WID_BYTES)
         await self._gateway.call(self._owner(wid), SessionPut(wid, body))
         return wid
 
-    async def look(self, wid: str) -> Session:
-        """The session as it was made, left alone. `404 not_found` for an unknown one."""
+    async def get(self, wid: str) -> Session:
+        """Return the session as it was created, without opening it. Raises `404 not_found`."""
         _check(wid)
         return _decode((await self._gateway.call(self._owner(wid), SessionGet(wid))).body)
 
     async def open(self, wid: str) -> Opened:
-        """A stream of the session begins here; `close` or `give_back` follows. `404 not_found` for an unknown one."""
+        """Begin a stream of the session, which ends with `close` or `abandon`. Raises `404 not_found`."""
         _check(wid)
-        # Of all streams of a session, whatever frontends have them, the one opened last has the highest number.
+        # Among all streams of a session, over all frontends, the one opened last has the highest number.
         now = self._clock.monotonic_ms() << _STREAM_NO_SHIFT
         self._last_stream_no = stream_no = max(self._last_stream_no + 1, now)
-        self.announce()
+        self.tell_restarted()
         try:
             reply = await self._gateway.call(self._owner(wid), SessionOpen(wid, stream_no))
         except (TopicsError, asyncio.CancelledError) as error:
             if is_outcome_unknown(error):
-                # The shard may have it all the same, or will: a session with a stream is never collected.
+                # The shard may have opened it, or will. A session with an open stream is never dropped.
                 self._gateway.post(self._owner(wid), SessionAbandon(wid, stream_no))
             raise
         self._open[stream_no] = wid
@@ -129,19 +131,19 @@ class SessionUse:
         return Opened(wid, stream_no, _decode(reply.body), reply.positions, reply.exact)
 
     def close(self, opened: Opened, positions: dict[str, int] | None) -> None:
-        """The stream has ended and sent everything up to `positions`. The shard is told, nobody waits for it."""
-        self.announce()
+        """Tell the shard, without waiting, that the stream has ended and sent everything up to `positions`."""
+        self.tell_restarted()
         wid, stream_no = opened.wid, opened.stream_no
         del self._open[stream_no]
-        # Posted, however full the ring is: a session whose stream never ends is never collected. And now, not in a
-        # task: the same client's next GET comes behind it.
+        # Posted even if the ring is full: a session whose stream never ends is never dropped. Not in a task: it must
+        # be before the same client's next GET.
         owner = self._owner(wid)
         if not self._gateway.post(owner, SessionClose(wid, stream_no, positions), may_be_lost=True):
-            # The session goes on at an earlier position, or at the client's Last-Event-ID.
+            # The session continues at an earlier position, or at the client's Last-Event-ID.
             self._gateway.post(owner, SessionAbandon(wid, stream_no))
 
-    def give_back(self, opened: Opened) -> None:
-        """Instead of `close`, for a stream that has sent nothing: the session is as it was found."""
+    def abandon(self, opened: Opened) -> None:
+        """End a stream that has sent nothing, instead of `close`, and leave the session as it was."""
         if opened.exact:
             self.close(opened, opened.positions)
         else:
@@ -149,11 +151,11 @@ class SessionUse:
             self._gateway.post(self._owner(opened.wid), SessionAbandon(opened.wid, opened.stream_no))
 
     def _renew(self) -> None:
-        self.announce()
+        self.tell_restarted()
         self._timer = self._loop.call_later(RENEW_S, self._renew) if self._open else None
 
-    def announce(self) -> None:
-        """Tells shards that were restarted of the streams that are open."""
+    def tell_restarted(self) -> None:
+        """Tell shards that were restarted which streams are open."""
         generations = self._current_generations()
         if generations != self._generations:
             former, self._generations = self._generations, generations
@@ -172,4 +174,4 @@ class SessionUse:
 
 def _check(wid: str) -> None:
     if _WID.fullmatch(wid) is None:
-        raise TopicsError("not_found", f"no watch session {wid[:64]!r}: POST /v0/watch makes one")
+        raise TopicsError("not_found", f"no watch session {wid[:64]!r}: create one with POST /v0/watch")

@@ -1,0 +1,265 @@
+"""What one group of requests does to one topic, before any of it is logged. Pure.
+
+Requests of a group see each other: the second write to a topic gets the seqs behind the first, a repeated key is
+recognised inside the group, and a record is removed once. The topic itself changes when the group is in the log. If the
+log refuses the group, these objects are dropped with it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Set
+from itertools import islice
+from typing import Final, NamedTuple
+
+from topics.core.control_bodies import AckFrameBody, JobRow
+from topics.core.errors import TopicsError, not_a_queue
+from topics.core.idempotency import ProducerTurn, WriteOutcome, check_turn, is_pin, is_producer_key, parse_key
+from topics.core.job import Now
+from topics.core.location import LOCATION_IN_RAM_LOG, file_flags_of
+from topics.core.record_index import live_entries
+from topics.core.seq_set import seqs_of
+from topics.core.topic import Topic
+
+CEILING_STEP: Final = 4096
+"""Seqs that an `ephemeral` topic may give out before its head watermark must move: one fsync for that many records."""
+
+_SEQS_PER_STEP: Final = 1024
+_SPARE_SHARE: Final = 100
+"""One part in so many of a cap is freed beyond what is missing, so that not every write has to ask for room."""
+
+
+def ceiling_above(head_seq: int, count: int) -> int:
+    """Return the head watermark that the log needs before `count` seqs behind `head_seq` go to records in RAM."""
+    return head_seq + max(count, CEILING_STEP)
+
+
+class RecordFrames(NamedTuple):
+    """The records of one write, as their frames lie in a buffer of `size_bytes`: where each begins and how long it is,
+    and what its location repeats of it.
+    """
+
+    offset_len: array[int]
+    flags: bytes
+    size_bytes: int
+
+
+class RoomNeeded(Exception):  # noqa: N818 - not an error
+    """Records have to go before the caps take a write, and can."""
+
+
+class PendingWrite(NamedTuple):
+    """One admitted write: the seqs and the time that it gets, and all that it changes once it is logged."""
+
+    topic: Topic
+    outcome: WriteOutcome
+    key: bytes
+    records: RecordFrames
+    jobs: list[JobRow]
+    due_ms: list[int]
+    """Monotonic ms at which the delay of each job ends, 0 for none."""
+    in_ram: bool
+    """The records go to the RAM log."""
+    sync: bool
+    """It counts only once it is on the disk."""
+    ceiling: int
+    """Head watermark that the durable log needs before it, 0 when it has one."""
+
+    def ceiling_logged(self) -> None:
+        """Note that the durable log has the creation of the topic and the ceiling."""
+        self.topic.head_ceiling = max(self.topic.head_ceiling, self.ceiling)
+
+    def logged(self, prefix_len: int, file_no: int, offset: int) -> None:
+        """Apply the write, which is in the log at `offset`; the records begin behind so many bytes of it."""
+        topic, (offset_len, flags, size_bytes) = self.topic, self.records
+        base = offset + prefix_len
+        absolute = array("Q", [base + entry for entry in offset_len])
+        file_flags = file_flags_of(file_no, flags, LOCATION_IN_RAM_LOG if self.in_ram else 0)
+        topic.appended(self.outcome.ts, absolute, file_flags, size_bytes)
+        if topic.queue is not None:
+            for job, due_ms in zip(self.jobs, self.due_ms, strict=True):
+                topic.queue.add(*job, due_ms)
+        if self.key:
+            topic.idempotency.remember(self.key, self.outcome)
+
+
+class PendingTopic:
+    """What one group so far does to one topic. It decides which write may join, and gives it its seqs."""
+
+    __slots__ = (
+        "_ceiling",
+        "_dead_lettered",
+        "_dying",
+        "_earliest_seq",
+        "_keys",
+        "_now",
+        "_revision",
+        "_topic",
+        "_ts",
+        "_turns",
+        "claimed_bytes",
+        "head_seq",
+        "live_bytes",
+        "records",
+    )
+
+    def __init__(self, topic: Topic, now: Now) -> None:
+        self._topic = topic
+        self._now = now
+        self._ts = topic.commit_ts(now.wall_ms)
+        self.head_seq = topic.head_seq
+        self._ceiling = topic.head_ceiling
+        self.records = 0
+        self.live_bytes = 0
+        self.claimed_bytes = 0
+        """Bytes that the writes have claimed of what the whole service may hold."""
+        self._keys: dict[bytes, WriteOutcome] = {}
+        self._turns: dict[bytes, ProducerTurn] = {}
+        self._dying: set[int] | None = None
+        self._earliest_seq = 0
+        """The first live seq without these, so that no request looks at them again."""
+        self._revision = 0
+        """Revision of the last removal."""
+        self._dead_lettered = 0
+        """Jobs that went to the dead letters so far, 0 before one did in this group."""
+
+    # -- writes
+
+    def admit(
+        self, key: bytes, records: RecordFrames, if_head_seq: int | None, has_jobs: bool, expiry_ms: int
+    ) -> WriteOutcome | None:
+        """Decide about one more write: return the outcome of the write that it repeats, None when it may be added.
+
+        Raises RoomNeeded, or TopicsError: `fenced`, `out_of_order`, `not_a_queue`, `head_mismatch`, `record_too_large`,
+        `topic_full`. Records have expired by `expiry_ms`.
+        """
+        topic, (offset_len, _flags, size_bytes) = self._topic, records
+        count = len(offset_len)
+        if self._room_can_be_made(count, size_bytes, expiry_ms):
+            raise RoomNeeded
+        known = self._repeated(key) if key else None
+        if known is not None:
+            return known
+        if has_jobs and topic.queue is None:
+            raise not_a_queue(topic.name)
+        if not key or not is_pin(key):
+            topic.check_head(if_head_seq, self.head_seq)
+            topic.check_room(count, size_bytes, self.records, self.live_bytes)
+        elif not count:
+            raise TopicsError("not_found", f"a stage for topic {topic.name!r} is gone before it was published")
+        return None
+
+    def _room_can_be_made(self, count: int, size_bytes: int, expiry_ms: int) -> bool:
+        """Return whether expired records or acknowledged jobs are in the way of so many more, and can go."""
+        topic, config = self._topic, self._topic.config
+        if not config.ttl_ms and (config.discard == "old" or topic.queue is None):
+            return False
+        records, total_bytes = self.records + count, self.live_bytes + size_bytes
+        jobs = done_jobs_to_drop(topic, records, total_bytes, self.dying)
+        return bool(jobs) or topic.must_expire_first(records, total_bytes, expiry_ms)
+
+    def _repeated(self, key: bytes) -> WriteOutcome | None:
+        topic, now_ms = self._topic, self._now.wall_ms
+        known = self._keys.get(key) or topic.idempotency.find(key, now_ms, topic.config.idempotency_window_ms)
+        if is_producer_key(key):
+            producer, turn = parse_key(key)
+            last = self._turns.get(producer) or topic.idempotency.turn_of(producer, now_ms)
+            check_turn(producer, last, turn, is_known=known is not None)
+        return known
+
+    def growth(self, count: int, size_bytes: int) -> int:
+        """Return by how much one more write makes the topic grow, its caps having made room, beyond what is claimed."""
+        grown = self._topic.growth(self.records + count, self.live_bytes + size_bytes)
+        return max(0, grown - self.claimed_bytes)
+
+    def write(self, key: bytes, records: RecordFrames, jobs: Iterable[tuple[int, int, int, str]]) -> PendingWrite:
+        """Give the next seqs to a write that was admitted. `jobs`: (position in the write, deliver_at_ms, delay_ms,
+        order_key).
+        """
+        config = self._topic.config
+        count, former_head = len(records.offset_len), self.head_seq
+        outcome = WriteOutcome(former_head + 1, count, self._ts)
+        if key:
+            self._keys[key] = outcome
+            if is_producer_key(key):
+                producer, turn = parse_key(key)
+                self._turns[producer] = turn
+        self.head_seq += count
+        self.records += count
+        self.live_bytes += records.size_bytes
+        in_ram = config.durability == "ephemeral"
+        ceiling = 0
+        if in_ram and self.head_seq > self._ceiling:
+            ceiling = self._ceiling = ceiling_above(former_head, count)
+        rows: list[JobRow] = []
+        due_ms: list[int] = []
+        for at, deliver_at_ms, delay_ms, order_key in jobs:
+            # Not from the commit time, which stays ahead of a clock that was put back.
+            delayed_ms = self._now.wall_ms + delay_ms if delay_ms else 0
+            rows.append((former_head + 1 + at, deliver_at_ms or delayed_ms, order_key))
+            due_ms.append(self._now.mono_ms + delay_ms if delay_ms else 0)
+        # The file of a stage is removed once all are published: by then its records are on the disk, whatever the
+        # class.
+        sync = config.durability == "fsync" or (not in_ram and bool(key) and is_pin(key))
+        return PendingWrite(self._topic, outcome, key, records, rows, due_ms, in_ram, sync, ceiling)
+
+    # -- removals
+
+    @property
+    def dying(self) -> Set[int]:
+        """Seqs of records that the group removes."""
+        return self._dying or frozenset()
+
+    def remove(self, seqs: list[int], dead_letters: int) -> tuple[AckFrameBody, Callable[[], None]]:
+        """Plan the removal of live records (ascending seqs), of which so many went to the dead letters. Return the body
+        to log, and what to call once it is logged.
+        """
+        topic = self._topic
+        dying = self._dying = self._dying or set()
+        dying.update(seqs)
+        deletion = topic.plan_removal(seqs, dying, self._earliest_seq)
+        self._earliest_seq = deletion.earliest_seq
+        # The next revision says what caps evicted before this group.
+        revision = self._revision = max(topic.revision + 1, self._revision) + 1
+        total = 0
+        if dead_letters:
+            assert topic.queue is not None
+            total = self._dead_lettered = (self._dead_lettered or topic.queue.dead_lettered) + dead_letters
+
+        def logged() -> None:
+            topic.removed(deletion, revision)
+            if topic.queue is not None and total:
+                topic.queue.dead_lettered = total
+
+        return AckFrameBody.removing(topic, deletion, revision, total), logged
+
+
+def done_jobs_to_drop(topic: Topic, records: int, size_bytes: int, dying: Set[int]) -> list[int]:
+    """Return the oldest acknowledged jobs (seqs, ascending) to delete so that so many records and bytes fit.
+
+    This is for a queue that refuses what does not fit (`discard: "reject"`) and keeps acknowledged jobs (`on_ack`).
+    They stay until cap or ttl takes them, but a write is refused only when deleting them is not enough. Nobody needs
+    them, so there is no tombstone. Returns none if the write fits anyway, or would not fit without all of them.
+    `dying` are being deleted already.
+    """
+    config, queue = topic.config, topic.queue
+    if config.discard != "reject" or queue is None or not queue.done.count:
+        return []
+    over_records = topic.records + records - config.cap_records if config.cap_records else 0
+    over_bytes = topic.live_bytes + size_bytes - config.cap_bytes if config.cap_bytes else 0
+    if over_records <= 0 and over_bytes <= 0:
+        return []
+    most_records = over_records + config.cap_records // _SPARE_SHARE
+    most_bytes = over_bytes + config.cap_bytes // _SPARE_SHARE
+    found: list[int] = []
+    found_bytes = 0
+    done = seqs_of(queue.done.runs())
+    while some := list(islice(done, _SEQS_PER_STEP)):
+        for seq, offset_len in live_entries(topic.index, some, topic.earliest_seq, topic.head_seq):
+            if seq in dying:
+                continue
+            if len(found) >= most_records and found_bytes >= most_bytes:
+                return found
+            found.append(seq)
+            found_bytes += offset_len >> 32
+    return found if len(found) >= over_records and found_bytes >= over_bytes else []

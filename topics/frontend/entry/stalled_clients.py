@@ -1,0 +1,95 @@
+"""Clients that do not read what was sent to them: since when, and which of them are cut. Pure: times are passed in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Final, Generic, TypeVar
+
+from topics.frontend.entry.budget import Budget
+
+STALL_MAX_MS: Final = 30_000
+"""A client that reads nothing for so long is given up (api §7)."""
+STALL_CUT_MS: Final = 2_000
+"""A client that reads nothing for so long is cut when others need the memory that it holds."""
+
+
+class ReadProgress:
+    """The last progress of one client that has more waiting for it than its connection may buffer.
+
+    Any byte that it reads is progress. `progress_bytes` is a counter that rises as it reads, from any start.
+    """
+
+    __slots__ = ("held_bytes", "progress_bytes", "since_ms")
+
+    def __init__(self, progress_bytes: int, now_ms: int, held_bytes: int = 0) -> None:
+        self.progress_bytes = progress_bytes
+        self.since_ms = now_ms
+        self.held_bytes = held_bytes
+
+    def timed_out(self, progress_bytes: int, now_ms: int) -> bool:
+        """Note the client's progress, and return True if it has read nothing for STALL_MAX_MS."""
+        if progress_bytes > self.progress_bytes:
+            self.since_ms = now_ms
+        self.progress_bytes = progress_bytes
+        return now_ms - self.since_ms >= STALL_MAX_MS
+
+
+ClientT = TypeVar("ClientT")
+
+
+class StalledClients(Generic[ClientT]):
+    """All stalled clients. The bytes that are kept for them count in `budget`.
+
+    `buffered_bytes(client)` is what is kept for a client, `progress_bytes(client)` a counter that rises as it reads.
+    Without the latter the buffer's fall is its progress: nothing may be added meanwhile.
+    """
+
+    def __init__(
+        self,
+        budget: Budget,
+        buffered_bytes: Callable[[ClientT], int],
+        progress_bytes: Callable[[ClientT], int] | None = None,
+    ) -> None:
+        self._budget = budget
+        self._buffered_bytes = buffered_bytes
+        self._progress_bytes = progress_bytes or (lambda client: -buffered_bytes(client))
+        self._clients: dict[ClientT, ReadProgress] = {}
+
+    def add(self, client: ClientT, now_ms: int) -> None:
+        """Count a client that has fallen behind. Idempotent."""
+        if client not in self._clients:
+            held_bytes = self._buffered_bytes(client)
+            self._clients[client] = ReadProgress(self._progress_bytes(client), now_ms, held_bytes)
+            self._budget.held_bytes += held_bytes
+
+    def remove(self, client: ClientT) -> None:
+        """Forget a client (caught up or closed). Idempotent. The budget's owner then admits those that wait."""
+        progress = self._clients.pop(client, None)
+        if progress is not None:
+            self._budget.held_bytes -= progress.held_bytes
+
+    def timed_out(self, now_ms: int) -> list[ClientT]:
+        """Return the clients that have read nothing for STALL_MAX_MS. Progress is noticed here: call it often."""
+        found = []
+        for client, progress in self._clients.items():
+            held_bytes = self._buffered_bytes(client)
+            self._budget.held_bytes += held_bytes - progress.held_bytes
+            progress.held_bytes = held_bytes
+            if progress.timed_out(self._progress_bytes(client), now_ms):
+                found.append(client)
+        return found
+
+    def to_cut(self, excess_bytes: int, now_ms: int, stalled_ms: int | None = None) -> list[ClientT]:
+        """Return the clients whose end frees `excess_bytes`, longest without progress first. Fewer if not enough have
+        read nothing for `stalled_ms` (STALL_CUT_MS).
+        """
+        last_ms = now_ms - (STALL_CUT_MS if stalled_ms is None else stalled_ms)
+        holders = [(progress.since_ms, client) for client, progress in self._clients.items() if progress.held_bytes]
+        found = []
+        for since_ms, client in sorted(holders, key=itemgetter(0)):
+            if excess_bytes <= 0 or since_ms > last_ms:
+                break
+            found.append(client)
+            excess_bytes -= self._clients[client].held_bytes
+        return found

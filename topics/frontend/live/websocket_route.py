@@ -1,0 +1,83 @@
+"""`GET /v0/ws`: which clients may open a WebSocket (api §7.7), and the open ones of this frontend."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from topics.core.errors import TopicsError
+from topics.core.keys import ApiKey
+from topics.frontend.asgi import Message, Receive, Scope, Send
+from topics.frontend.entry.responses import send_error
+from topics.frontend.live.event_streams import StreamSlots, stopping
+from topics.frontend.live.websocket import GOING_AWAY, Services, Socket
+
+
+class WebSocketRoute:
+    """All sockets of this frontend. It admits them, and ends those whose key is no longer valid."""
+
+    def __init__(self, services: Services, slots: StreamSlots) -> None:
+        self._services = services
+        self._slots = slots
+        self._sockets: dict[Socket, None] = {}
+        self._draining = False
+        services.access.on_change(self._end_forbidden)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        message = await receive()
+        if message["type"] != "websocket.connect":
+            return
+        with ExitStack() as slot:
+            try:
+                caller = self._admit(scope)
+                slot.enter_context(self._slots.hold(caller))
+            except TopicsError as error:
+                self._services.cell.add("responses_4xx" if error.status < 500 else "responses_5xx")
+                await refuse(error, scope, send)
+                return
+            socket = Socket(self._services, caller.digest, scope, receive, send)
+            self._sockets[socket] = None
+            self._services.cell.set("ws_connections", len(self._sockets))
+            try:
+                await send({"type": "websocket.accept"})
+                # The keys may have changed since it was admitted.
+                socket.end_forbidden()
+                await socket.run()
+            finally:
+                del self._sockets[socket]
+                self._services.cell.set("ws_connections", len(self._sockets))
+
+    def drain(self) -> None:
+        """End all sockets and refuse new ones: the process is stopping."""
+        self._draining = True
+        for socket in list(self._sockets):
+            socket.end(GOING_AWAY, "the service is stopping")
+
+    def _admit(self, scope: Scope) -> ApiKey:
+        """Return the key of a client that may open a socket."""
+        self._services.pages.check(scope)
+        caller = self._services.access.authenticate(scope)
+        if self._draining:
+            raise stopping()
+        return caller
+
+    def _end_forbidden(self) -> None:
+        for socket in list(self._sockets):
+            socket.end_forbidden()
+
+
+async def refuse(error: TopicsError, scope: Scope, send: Send) -> None:
+    """Refuse an upgrade over HTTP, with the usual JSON error."""
+    if "websocket.http.response" not in scope.get("extensions", {}):
+        await send({"type": "websocket.close"})
+        return
+
+    async def as_http(message: Message) -> None:
+        await send({**message, "type": f"websocket.{message['type']}"})
+
+    headers = [(b"www-authenticate", b"Bearer")] if error.code == "unauthorized" else []
+    await send_error(as_http, dict(scope["headers"]), error, headers)
+
+
+async def needs_upgrade(scope: Scope, receive: Receive, send: Send) -> None:
+    """Refuse a `GET /v0/ws` without a handshake."""
+    raise TopicsError("upgrade_required", "this is a WebSocket: send Upgrade: websocket")

@@ -1,0 +1,85 @@
+"""The frames by which a log learns of a topic: its creation, its records, its floors, and heads of records in RAM.
+
+EVICT_WATERMARK says what ttl and caps took. A ttl takes nothing before the log says so. Caps evict as records come, and
+the next commit says it; a reader of a log that ends before that works it out again.
+
+HEAD_WATERMARK says how far the heads of `ephemeral` topics are. A ceiling is logged before seqs up to it are given out,
+so that none is given out twice when the RAM log is lost. An exact one says that all seqs up to it were given out: where
+the log goes on from, or what was lost with a RAM log.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from topics.core.control_bodies import CreateFrameBody, EvictFrameBody, HeadFrameBody, encode_body, encode_idempotency
+from topics.core.floors import Floors
+from topics.core.idempotency import WriteOutcome
+from topics.core.pending import PendingWrite
+from topics.core.topic import Topic
+from topics.storage.frame import FLAG_DURABLE, FLAG_MORE, Bytes, FrameType, encode, stamp
+
+
+def control_frame(type: FrameType, topic_id: int, ts: int, body: bytes = b"", *, seq: int = 0, flags: int = 0) -> bytes:
+    """Return the frame of a control entry."""
+    return encode(type, flags, topic_id, seq, ts, b"", b"", body)
+
+
+def create_frame(topic: Topic, ts: int, flags: int = 0) -> bytes:
+    """Return TOPIC_CREATE."""
+    body = encode_body(CreateFrameBody(topic.name, topic.config, topic.recreated))
+    return encode(FrameType.TOPIC_CREATE, flags, topic.id, 0, ts, b"", b"", body)
+
+
+def idempotency_frame(topic: Topic, key: bytes, outcome: WriteOutcome) -> bytes:
+    """Return IDEMPOTENCY of the records that follow."""
+    first_seq, count, ts = outcome
+    body = encode_idempotency(count, key)
+    return encode(FrameType.IDEMPOTENCY, FLAG_MORE, topic.id, first_seq, ts, b"", b"", body)
+
+
+def floor_frame(topic: Topic, floors: Floors, ts: int, flags: int = 0) -> bytes:
+    """Return EVICT_WATERMARK: the floors as they are to be."""
+    body = encode_body(EvictFrameBody(floors))
+    return encode(FrameType.EVICT_WATERMARK, flags, topic.id, floors.earliest_seq, ts, b"", b"", body)
+
+
+def head_frame(topic: Topic, seq: int, ts: int, *, exact: bool, flags: int = 0) -> bytes:
+    """Return HEAD_WATERMARK. If `exact`, every seq up to `seq` was given out, and none above it in RAM; else seqs up to
+    it may be given out to records in RAM.
+    """
+    return encode(FrameType.HEAD_WATERMARK, flags, topic.id, seq, ts, b"", b"", encode_body(HeadFrameBody(exact)))
+
+
+class AppendFrames(NamedTuple):
+    """The frames of an append: `records` with their key and the attributes of their jobs are one atomic write, in which
+    the first record begins at `prefix_len`. Those `before` are durable writes of their own.
+    """
+
+    before: list[bytes]
+    records: list[Bytes]
+    prefix_len: int
+
+
+def append_frames(write: PendingWrite, laid_out: bytearray, *, created: bool) -> AppendFrames:
+    """Return the frames of a write; `laid_out` are those of its records, which are stamped in place. If the topic is
+    `created` by it, TOPIC_CREATE is in the same atomic write, or before it if the records go to the RAM log.
+    """
+    topic, (first_seq, _count, ts) = write.topic, write.outcome
+    before: list[bytes] = []
+    records: list[Bytes] = []
+    if created and write.in_ram:
+        before.append(create_frame(topic, ts))
+    elif created:
+        records.append(create_frame(topic, ts, FLAG_MORE))
+    if write.ceiling:
+        before.append(head_frame(topic, write.ceiling, ts, exact=False))
+    if write.key:
+        records.append(idempotency_frame(topic, write.key, write.outcome))
+    if write.jobs:
+        body = encode_body(write.jobs)
+        records.append(encode(FrameType.JOB_ATTRIBUTES, FLAG_MORE, topic.id, 0, ts, b"", b"", body))
+    prefix_len = sum(map(len, records))
+    stamp(laid_out, write.records.offset_len, topic.id, first_seq, ts, FLAG_DURABLE if write.sync else 0)
+    records.append(laid_out)
+    return AppendFrames(before, records, prefix_len)
