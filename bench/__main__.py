@@ -74,7 +74,7 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench", description="Measure a real server on this machine.")
     parser.add_argument(
-        "--quick", action="store_true", help="half a second each and a tenth of the records: does it run?"
+        "--quick", action="store_true", help="half a second each and a tenth of the records, to see that it runs"
     )
     parser.add_argument(
         "--only", action="append", choices=CASES, metavar="CASE", help=f"this case, may be repeated: {', '.join(CASES)}"

@@ -13,11 +13,11 @@ import httpx
 from bench import machine, wire
 from bench.echo import echo_server
 from bench.figures import Figure
-from bench.idle_streams import IdleStreams, idle
+from bench.idle_streams import IdleStreams, run_idle_streams
 from bench.load import Outcome, Plan, closed_loop
 from bench.machine import Cores
 from bench.overload import Overload, run_overload
-from bench.slow_reader import SlowReader, undisturbed
+from bench.slow_reader import SlowReader, run_slow_reader
 from bench.watchers import WatchPlan, deliver
 from bench.worker_library import LibraryPlan, serve
 from bench.workers import WorkPlan, work
@@ -33,7 +33,7 @@ DURABILITIES = ("disk", "fsync")
 
 
 class Bench(NamedTuple):
-    """The means of a case: a pool of one process for load, the length of a measurement, the cores of each side."""
+    """The tools of every case: a pool of one process for load, the length of a measurement, the cores of each side."""
 
     pool: ProcessPoolExecutor
     cores: Cores
@@ -45,14 +45,14 @@ class Bench(NamedTuple):
 
     @contextmanager
     def service(self, shards: int | None = None) -> Iterator[Service]:
-        """A fresh service with production settings, on the server's cores."""
+        """Start a fresh service with production settings, on the server's cores."""
         with Service(
             shards=shards or self.shards, frontends=self.frontends, wal_file_bytes=None, cpus=self.cores.server
         ) as service:
             yield service
 
     def measure(self, port: int, connections: list[list[bytes]]) -> Outcome:
-        """These requests round and round, for as long as a measurement lasts."""
+        """Send these requests round and round for the length of a measurement."""
         plan = Plan(port, connections, warm_up_s=self.warm_up_s, duration_s=self.seconds)
         return self.pool.submit(closed_loop, plan).result()
 
@@ -65,7 +65,7 @@ class Bench(NamedTuple):
         assert grown == [rounds * FILL_BATCH] * len(topics), grown
 
     def run(self, service: Service, connections: list[list[bytes]], rounds: int) -> None:
-        """These requests, so many times."""
+        """Send these requests so many times."""
         self.pool.submit(closed_loop, Plan(service.port, connections, rounds=rounds)).result()
 
     def _heads(self, service: Service, topics: list[str]) -> list[int]:
@@ -87,7 +87,7 @@ def make_topic(service: Service, topic: str, durability: str) -> str:
 
 
 def fdatasync(bench: Bench) -> list[Figure]:
-    """The disk alone."""
+    """Measure the disk alone."""
     service = Service()
     try:
         times_us = sorted(machine.fdatasync_us(service.root, bench.seconds / 2))
@@ -98,7 +98,7 @@ def fdatasync(bench: Bench) -> list[Figure]:
 
 
 def echo(bench: Bench) -> list[Figure]:
-    """The protocol stack alone."""
+    """Measure the protocol stack alone."""
     with echo_server(bench.cores.server) as port:
         wait_answering(port)
         outcome = bench.measure(port, [[wire.write("t", 1)]] * 32)
@@ -106,12 +106,12 @@ def echo(bench: Bench) -> list[Figure]:
 
 
 def wait_answering(port: int) -> None:
-    """The listener queues connections from the start: the first answer says that the process is up."""
+    """Wait for the first answer: the listener queues connections before the process is up."""
     httpx.post(f"http://127.0.0.1:{port}/", json={}, timeout=30).raise_for_status()
 
 
 def ack(bench: Bench) -> list[Figure]:
-    """Latency of a write of one record."""
+    """Measure the latency of a write of one record."""
     figures = []
     with bench.service() as service:
         for durability in DURABILITIES:
@@ -125,7 +125,7 @@ def ack(bench: Bench) -> list[Figure]:
 
 
 def throughput(bench: Bench) -> list[Figure]:
-    """Acknowledged records a second."""
+    """Measure acknowledged records a second."""
     figures = []
     for durability in DURABILITIES:
         for batch in (1, 100, 1000):
@@ -145,7 +145,7 @@ def throughput(bench: Bench) -> list[Figure]:
 
 
 def diff(bench: Bench) -> list[Figure]:
-    """Pages of a warm topic, one after the other."""
+    """Measure pages of a warm topic, read one after the other."""
     figures = []
     with bench.service() as service:
         topic = make_topic(service, "pages", "disk")
@@ -162,7 +162,9 @@ def diff(bench: Bench) -> list[Figure]:
 
 
 def sse(bench: Bench) -> list[Figure]:
-    """From a write to its arrival at every watcher, writes paced well below saturation; then as many as can be."""
+    """Measure the time from a write to its arrival at every watcher, with writes far below saturation, and then the
+    rate without pauses.
+    """
     figures = []
     with bench.service() as service:
         for watchers, writes_per_s in ((1, 200.0), (10, 200.0), (100, 50.0), (1000, 20.0)):
@@ -184,7 +186,7 @@ def sse(bench: Bench) -> list[Figure]:
 
 
 def queue(bench: Bench) -> list[Figure]:
-    """Jobs claimed and acknowledged a second."""
+    """Measure jobs claimed and acknowledged a second."""
     figures = []
     for durability in DURABILITIES:
         for batch in (1, 16):
@@ -201,7 +203,7 @@ def queue(bench: Bench) -> list[Figure]:
 
 
 def worker_library(bench: Bench) -> list[Figure]:
-    """The same through the worker library, which is what a worker in Python gets of it."""
+    """Measure jobs a second through the worker library, as a worker in Python uses it."""
     figures = []
     for durability in DURABILITIES:
         for threads, name in ((False, "AsyncQueue.run"), (True, "Queue.run")):
@@ -219,7 +221,7 @@ def worker_library(bench: Bench) -> list[Figure]:
 
 
 def overload(bench: Bench) -> list[Figure]:
-    """Delivery by priority while there is more to deliver than can be."""
+    """Measure delivery by priority while there is more to deliver than the service can."""
     figures = []
     with bench.service() as service:
         plan = Overload(service.port, seconds=2 * bench.seconds)
@@ -229,15 +231,15 @@ def overload(bench: Bench) -> list[Figure]:
         for priority, (p50_us, p99_us) in outcome.delivery_us.items():
             what = "automatic" if priority is None else f"{priority:+d}"
             figures.append(Figure("overload", f"priority {what}", {"p50_us": p50_us, "p99_us": p99_us}))
-        peak = max(sight.pressure for sight in outcome.during)
+        peak = max(sample.pressure for sample in outcome.during)
         figures.append(Figure("overload", "960 streams, 24 writers", {"peak pressure": peak}))
     return figures
 
 
 def slow_reader(bench: Bench) -> list[Figure]:
-    """200 streams that read, without and with one beside them that does not."""
+    """Measure delivery to 200 streams, first when all of them read, then with another one that does not."""
     with bench.service() as service:
-        found = bench.pool.submit(undisturbed, SlowReader(service.port, seconds=bench.seconds)).result()
+        found = bench.pool.submit(run_slow_reader, SlowReader(service.port, seconds=bench.seconds)).result()
     assert not found.odd, found.odd
     assert not found.missing, found.missing
     return [
@@ -247,7 +249,7 @@ def slow_reader(bench: Bench) -> list[Figure]:
 
 
 def idle_streams(bench: Bench) -> list[Figure]:
-    """2,000 streams on which nothing happens."""
+    """Measure 2,000 streams of a topic that nobody writes to."""
     with bench.service() as service:
         plan = IdleStreams(
             service.port,
@@ -256,7 +258,7 @@ def idle_streams(bench: Bench) -> list[Figure]:
             streams=512 if bench.quick else 2048,
             seconds=2 * bench.seconds,
         )
-        found = bench.pool.submit(idle, plan).result()
+        found = bench.pool.submit(run_idle_streams, plan).result()
     assert not found.odd, found.odd
     assert not found.closed, f"{found.closed} streams were closed"
     p50_us, p99_us = found.delivery_us
@@ -268,7 +270,7 @@ def idle_streams(bench: Bench) -> list[Figure]:
 
 
 def recovery(bench: Bench) -> list[Figure]:
-    """SIGKILL, then the time until ready; and what memory the un-checkpointed tail takes, before and after."""
+    """Measure the time from SIGKILL until ready, and the memory of the tail without a checkpoint, before and after."""
     records = MILLION // 10 if bench.quick else MILLION
     label = f"{records // 1000} k records" if bench.quick else "1 M records"
     topics = [f"tail-{n}" for n in range(FILL_CONNECTIONS)]
@@ -300,7 +302,7 @@ def recovery(bench: Bench) -> list[Figure]:
 
 
 def start_s(service: Service) -> float:
-    """Seconds from starting the command until `/v0/ready` is 200."""
+    """Return the seconds from starting the command until `/v0/ready` is 200."""
     start = time.perf_counter()
     service.start()
     return time.perf_counter() - start

@@ -1,7 +1,7 @@
-"""Many clients in one process: event streams that time what reaches them, writers that take no for an answer.
+"""Many clients in one process: event streams that time each delivery, and writers that repeat what is refused.
 
-Bare transports on one event loop, one clock for both ends. Records are stamped with when they were sent; a stream keeps
-how long each took to reach it and which seqs it has seen, so that what is missing is seen.
+They use bare transports on one event loop, with one clock for both ends. Records are stamped with the time of sending;
+a stream keeps how long each took to reach it and which seqs it has seen, so that missing ones are found.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Client:
 
 
 class SharedClient(Client):
-    """One that several tasks may ask at once: each waits for its turn."""
+    """A client for several tasks: each waits for its turn."""
 
     def __init__(self, port: int) -> None:
         super().__init__(port)
@@ -80,7 +80,7 @@ class SharedClient(Client):
 
 
 class Watcher(asyncio.Protocol):
-    """One event stream of one topic."""
+    """One event stream of one topic: the seqs it has seen, and their latencies."""
 
     def __init__(self, topic: str) -> None:
         self.topic = topic
@@ -132,7 +132,7 @@ class Watcher(asyncio.Protocol):
 
 
 class Writer:
-    """Writes stamped records of one topic as fast as it is let, or `every_s`; counts what it is told."""
+    """A writer of stamped records to one topic, as fast as it is allowed or every `every_s`. It counts the answers."""
 
     def __init__(
         self,
@@ -143,8 +143,8 @@ class Writer:
         read_back: int = 0,
         readers: Sequence[Client] = (),
     ) -> None:
-        """`read_back`: each so many acknowledged writes, one is asked for by diff at once, through all of `readers` or,
-        without any, through the writer's own connection.
+        """`read_back`: after every so many acknowledged writes the last one is read at once, through each of `readers`
+        or, without any, through the writer's own connection.
         """
         self.topic = topic
         self.statuses: Counter[int] = Counter()
@@ -169,7 +169,9 @@ class Writer:
         return self._client.asked
 
     async def run(self, until_s: float, acked_min: int = 0) -> None:
-        """Until that moment of the loop's clock, and so many writes are acknowledged in all; may be called again."""
+        """Write until that moment of the loop's clock, and until `acked_min` writes are acknowledged in all; may be
+        called again.
+        """
         loop = asyncio.get_running_loop()
         next_s = loop.time()
         while loop.time() < until_s or self.acked < acked_min:
@@ -211,7 +213,7 @@ class Writer:
             self.odd.append(f"seq {seq} was acknowledged and is not there: {found.status} {found.body[:300]!r}")
 
 
-class Sight(NamedTuple):
+class PressureSample(NamedTuple):
     """The pressure at one moment, as the metrics show it."""
 
     at_s: float
@@ -224,11 +226,11 @@ class Sight(NamedTuple):
 
 
 class Observer:
-    """Looks at the metrics again and again."""
+    """Samples of the pressure, taken from the metrics again and again."""
 
     def __init__(self, port: int) -> None:
         self._client = Client(port)
-        self.sights: list[Sight] = []
+        self.samples: list[PressureSample] = []
         self.stopped = False
 
     @property
@@ -236,9 +238,9 @@ class Observer:
         """Requests so far."""
         return self._client.asked
 
-    async def look(self) -> Sight:
+    async def sample(self) -> PressureSample:
         metrics = (await self._client.ask("GET", "/v0/metrics")).json
-        sight = Sight(
+        sample = PressureSample(
             time.perf_counter(),
             metrics["topics_pressure"],
             bool(metrics["topics_deferring"]),
@@ -247,22 +249,22 @@ class Observer:
             metrics["topics_throttled_total"],
             sum(metrics["topics_frontend_requests_total"].values()),
         )
-        self.sights.append(sight)
-        return sight
+        self.samples.append(sample)
+        return sample
 
     async def run(self) -> None:
         """Look again and again until it is told to stop."""
         while not self.stopped:
-            await self.look()
+            await self.sample()
             await asyncio.sleep(0.1)
 
-    async def until(self, true: Any, what: str) -> Sight:
+    async def until(self, true: Any, what: str) -> PressureSample:
         deadline = time.monotonic() + DEADLINE_S
-        while not true(sight := await self.look()):
+        while not true(sample := await self.sample()):
             if time.monotonic() > deadline:
-                raise LoadError(f"not within {DEADLINE_S} s: {what}; seen last: {sight}")
+                raise LoadError(f"not within {DEADLINE_S} s: {what}; last sample: {sample}")
             await asyncio.sleep(0.1)
-        return sight
+        return sample
 
 
 async def put(client: Client, topic: str, **config: Any) -> None:
@@ -273,8 +275,8 @@ async def put(client: Client, topic: str, **config: Any) -> None:
 async def watch(
     client: Client, port: int, topic: str, *others: str, receive_bytes: int | None = None, **body: Any
 ) -> Watcher:
-    """A session on one topic (and others, whose records have no stamp) and its open stream. `receive_bytes`: of the
-    socket's buffer, for clients that are to be slow.
+    """Make a session on one topic (and others, whose records have no stamp), and open its stream. `receive_bytes` is
+    the size of the socket's buffer, for a client that is to be slow.
     """
     topics = {name: dict[str, int]() for name in (topic, *others)}
     answer = await client.ask("POST", "/v0/watch", json.dumps({"topics": topics, **body}).encode())
@@ -291,7 +293,7 @@ async def watch(
 
 
 async def readers(port: int, frontends: int) -> list[Client]:
-    """A connection to each of so many frontends, which for the moment nobody else asks for anything."""
+    """Return a connection to each of so many frontends. Nobody else may send requests meanwhile."""
     found: dict[str, Client] = {}
     deadline = time.monotonic() + DEADLINE_S
     while len(found) < frontends:
@@ -304,7 +306,7 @@ async def readers(port: int, frontends: int) -> list[Client]:
 
 
 async def _frontend_of(client: Client) -> str:
-    """The one whose count of requests goes up by what it is asked."""
+    """Return the frontend of a connection: the one whose count of requests grows with the connection's own."""
     before = await _requests(client)
     for _ in range(20):
         await client.ask("GET", "/v0/health")

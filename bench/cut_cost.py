@@ -1,9 +1,9 @@
-"""`python -m bench.cut_cost`: CPU time for a record of what the compactor does with a log, and of what a start does.
+"""`python -m bench.cut_cost`: CPU time a record of the compactor's work on a log, and of a start's.
 
 In one process, without a service: a log of `--records` records of 100 bytes in writes to 16 topics in turn, made by the
 log's own writer, is followed as the compactor follows it, its records are put into segments, and it is recovered as a
 shard does. CPU time, the system's included, best of `--rounds`: other work on the machine shows less in it than in
-seconds. What a cut costs besides, for a topic or a file, is not in it.
+seconds. The cost of a cut for each topic and file is not in it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _IDENTITY: Final = WalIdentity(0, 1, "bench")
 
 
 class _LocatedIndex(MarkedIndex):
-    """With the locations, which a shard publishes in its arena."""
+    """An index that keeps the locations, which a shard publishes in its arena."""
 
     __slots__ = ("located",)
 
@@ -117,7 +117,7 @@ def recover(directory: str) -> Fold:
 
 
 def copy(directory: str, data_dir: str, located: dict[int, array[int]]) -> int:
-    """Into segments, as a cut does it; how many records."""
+    """Put the records into segments, as a cut does; return how many."""
     appender = SegmentAppender(OsFileSystem(), data_dir, _SEAL_AT, set())
     buffers = LogBuffers(directory)
     copied = 0
@@ -137,7 +137,7 @@ def copy(directory: str, data_dir: str, located: dict[int, array[int]]) -> int:
 
 
 class Cost(NamedTuple):
-    """CPU time for a record, ns: the program's and the system's for it."""
+    """CPU time a record in ns: the program's own, and the system's for it."""
 
     user: float
     system: float
@@ -147,7 +147,7 @@ class Cost(NamedTuple):
 
 
 def cost(work: Callable[[], object], records: int, rounds: int) -> Cost:
-    """The least of some rounds."""
+    """Return the lowest cost of some rounds."""
     found = []
     for _ in range(rounds):
         began = resource.getrusage(resource.RUSAGE_SELF)

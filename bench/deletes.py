@@ -1,4 +1,4 @@
-"""The case of deletes and expiry: what they cost, and what somebody who writes to another topic of the shard feels."""
+"""The case of deletes and expiry: their cost, and the latency of a writer to another topic of the shard meanwhile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETTLE_S: Final = 0.2
 
 
 class Neighbour:
-    """Writes to a topic of its own, one record after the other, as long as the context lasts: its worst latency."""
+    """A writer to another topic, one record after the other while the context lasts, and its worst latency."""
 
     def __init__(self, service: Service) -> None:
         self._port = service.port
@@ -60,12 +60,16 @@ class Neighbour:
 
 
 def delete(bench: Bench) -> list[Figure]:
-    """Few of many, then many beside a neighbour: in sealed segments, in front of the floor, and in the tail."""
+    """Measure deletes of few records of many, then of many beside a neighbour: in sealed segments, at the floor, in the
+    tail.
+    """
     return _of_many(bench) + _sealed(bench) + _tail(bench)
 
 
 def _of_many(bench: Bench) -> list[Figure]:
-    """A thousand records with one tag out of a long topic, all but the last of it in sealed segments; then expiry."""
+    """Measure the delete of a thousand records with one tag from a long topic, nearly all of it in sealed segments;
+    then expiry.
+    """
     records, label = scaled(bench, 5 * MILLION)
     body = b'{"records":[{"data":1,"tag":"rare"}]}'
     with service_with(bench, {"TOPICS_CHECKPOINT_WAL_BYTES": str(16 << 20)}) as service:
@@ -124,7 +128,7 @@ def _tail(bench: Bench) -> list[Figure]:
 
 
 def _fill_tagged(bench: Bench, service: Service, records: int) -> str:
-    """A record with a tag of its own, and behind it so many with TAGS tags in turns."""
+    """Write a record with a tag of its own, then records with TAGS tags in turns."""
     topic = make_topic(service, "tagged", "disk")
     service.client.post(f"/v0/topics/{topic}", json={"records": [{"data": 0, "tag": "front"}]}).raise_for_status()
     rows = [b'{"data":%b,"tag":"g:%02d"}' % (wire.data(number), number % TAGS) for number in range(BATCH)]

@@ -1,4 +1,4 @@
-"""The baseline: an application that reads a body and answers, on the very protocol stack that the frontend uses."""
+"""The baseline: an application that reads a body and answers, on the protocol stack of the frontend."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Message = MutableMapping[str, Any]
 async def echo(
     scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
 ) -> None:
-    """Bare ASGI: takes the whole body, answers what an acknowledgement looks like."""
+    """Read the whole body and answer like an acknowledgement, as a bare ASGI application."""
     while (await receive()).get("more_body", False):
         pass
     await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
@@ -45,7 +45,7 @@ def _serve(listener: socket.socket, cores: set[int]) -> None:
 
 @contextmanager
 def echo_server(cores: set[int]) -> Iterator[int]:
-    """One echo process on these cores; its port, which accepts from the start."""
+    """Start an echo process on these cores; yield its port, which accepts connections from the start."""
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
         port: int = listener.getsockname()[1]
         # Spawned, not forked: a frontend begins with a fresh interpreter as well.

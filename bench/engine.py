@@ -26,7 +26,7 @@ ROUNDS: Final = 3
 
 @contextmanager
 def service_with(bench: Bench, env: Mapping[str, str]) -> Iterator[Service]:
-    """A fresh service with these settings, on the server's cores."""
+    """Start a fresh service with these settings, on the server's cores."""
     with Service(
         shards=bench.shards, frontends=bench.frontends, wal_file_bytes=None, cpus=bench.cores.server, env=env
     ) as service:
@@ -34,7 +34,7 @@ def service_with(bench: Bench, env: Mapping[str, str]) -> Iterator[Service]:
 
 
 def scaled(bench: Bench, records: int) -> tuple[int, str]:
-    """A tenth of them in a quick run, and how to call them."""
+    """Return the number of records and its label: a tenth in a quick run."""
     records = records // 10 if bench.quick else records
     return records, f"{records // MILLION} M records" if records >= MILLION else f"{records // 1000} k records"
 
@@ -78,7 +78,7 @@ def checkpoint(bench: Bench) -> list[Figure]:
 
 @contextmanager
 def held(service: Service, role: str) -> Iterator[None]:
-    """The process stands still: it takes no time from the others."""
+    """Stop a process, so that it takes no time from the others."""
     pid = service.pid_of(role)
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -88,7 +88,7 @@ def held(service: Service, role: str) -> Iterator[None]:
 
 
 def retained(bench: Bench) -> list[Figure]:
-    """Memory and restart while records pile up in segments."""
+    """Measure memory and restart as more and more records are in segments."""
     figures = []
     topics = [f"kept-{n}" for n in range(FILL_CONNECTIONS)]
     # As many segments of a topic as a long life has; nobody reads them.
@@ -124,12 +124,12 @@ def retained(bench: Bench) -> list[Figure]:
 
 
 def grown_bytes(before: machine.Memory, after: machine.Memory) -> int:
-    """All memory that anything could call the service's: a shared page counts once per process."""
+    """Return the growth of all memory that could be called the service's: a shared page counts once per process."""
     return after.rss + after.shared_objects - before.rss - before.shared_objects
 
 
 def cold(bench: Bench) -> list[Figure]:
-    """Pages of sealed segments: warm in the data directory, and from the cold one."""
+    """Measure pages of sealed segments: in the data directory, then in the cold one."""
     records, _ = scaled(bench, 400_000)
     limit = 1000
     with service_with(bench, {"TOPICS_CHECKPOINT_WAL_BYTES": str(4 << 20)}) as service:

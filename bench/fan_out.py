@@ -33,7 +33,7 @@ LOOK_EVERY_S: Final = 0.02
 
 
 class Meters(NamedTuple):
-    """Meters that only grow: the clock, the CPU time of all processes of the service, the bytes written to its logs."""
+    """Values that only grow: the clock, the CPU time of all processes of the service, the bytes written to its logs."""
 
     at_s: float
     cpu_s: float
@@ -41,7 +41,7 @@ class Meters(NamedTuple):
 
 
 def fan_out(bench: Bench) -> list[Figure]:
-    """Writers in a closed loop, then the wait for the last copy; a fresh service for each number of dests."""
+    """Measure writers in a closed loop, then the wait for the last copy; a fresh service for each number of dests."""
     figures: list[Figure] = []
     source_bytes = 0.0
     for dests in DESTS:
@@ -62,7 +62,7 @@ def fan_out(bench: Bench) -> list[Figure]:
 
 
 def _measure(bench: Bench, service: Service, dests: int) -> tuple[int, dict[str, float], Meters]:
-    """Records written, what their writers saw of it, and what the service used until the last copy was there."""
+    """Return (records written, what their writers saw, what the service used until the last copy was there)."""
     make_topic(service, SOURCE, "disk")
     names = [f"dest-{number:03}" for number in range(dests)]
     for name in names:
@@ -110,7 +110,7 @@ def _wait_arrived(service: Service, copies: int) -> None:
 
 
 def _verify(service: Service, dests: list[str], records: int) -> None:
-    """Each of these topics, and the source, has so many records."""
+    """Check that each of these topics, and the source, has so many records."""
     answer = service.client.get("/v0/topics", params={"page_size": 1000}).raise_for_status()
     found = {topic["topic"]: (topic["head_seq"], topic["count"]) for topic in answer.json()["topics"]}
     wanted = dict.fromkeys([SOURCE, *dests], (records, records))

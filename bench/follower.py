@@ -1,7 +1,7 @@
 """A client of event streams that accounts for every seq: each comes once, in order, or is in a tombstone.
 
-Unlike `crowd.Watcher`, which is cheap and counts, it reads every frame as a client does: it takes over where it was by
-`Last-Event-ID`, and what it has of a frame that was cut short is nothing.
+Unlike `crowd.Watcher`, which is cheap and counts, it reads every frame as a client does: it resumes with
+`Last-Event-ID`, and drops a frame that was cut short.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bench.crowd import Client
 
 
 class Follower:
-    """One session. `receive_bytes`: of its socket's buffer, for one that is to stall."""
+    """One session and its stream. `receive_bytes` is the size of its socket's buffer, for one that is to stall."""
 
     def __init__(self, port: int, *topics: str, receive_bytes: int | None = None) -> None:
         self._port = port
@@ -36,7 +36,7 @@ class Follower:
         """Records that are missing, came twice or out of order, and events that ended a stream."""
 
     async def begin(self, client: Client) -> None:
-        """Makes the session, at the heads."""
+        """Make the session, at the heads."""
         body = {"topics": {topic: {"tail": True} for topic in self._topics}}
         while (answer := await client.ask("POST", "/v0/watch", json.dumps(body).encode())).status == 429:
             await asyncio.sleep(0.1)
@@ -45,7 +45,7 @@ class Follower:
         self.next_seq = {topic: place["from_seq"] + 1 for topic, place in answer.json["topics"].items()}
 
     async def open(self) -> None:
-        """A stream, from where the last one ended; one that is refused is asked for again."""
+        """Open a stream where the last one ended; repeat a refused request."""
         while (head := await self._ask()).startswith(b"HTTP/1.1 429"):
             self.close()
             await asyncio.sleep(0.2)
@@ -65,13 +65,13 @@ class Follower:
         return await reader.readuntil(b"\r\n\r\n")
 
     def close(self) -> None:
-        """Cuts the stream, in the middle of a frame if it so happens."""
+        """Cut the stream, possibly in the middle of a frame."""
         if self._streams is not None:
             self._streams[1].transport.abort()
             self._streams = None
 
     async def read(self, seconds: float, enough: Callable[[], bool] = lambda: False) -> None:
-        """For so long, or until it is enough. In between nothing is read."""
+        """Read for so long, or until it is enough. Between two calls nothing is read."""
         try:
             async with asyncio.timeout(seconds):
                 while not enough():
@@ -82,7 +82,7 @@ class Follower:
             self.odd.append(f"{self._topics}: the server ended the stream, last was {self._unread[-300:]!r}")
 
     async def finish(self, client: Client, deadline_s: float) -> None:
-        """Everything there is, once nobody writes any more."""
+        """Read all that is left, once nobody writes any more."""
         heads = {topic: (await client.ask("GET", f"/v0/topics/{topic}")).json["head_seq"] for topic in self._topics}
         await self.open()
         await self.read(deadline_s, lambda: all(self.next_seq[topic] > heads[topic] for topic in self._topics))

@@ -1,5 +1,5 @@
-"""Writes that are still done when ten times as many writers ask as it takes to keep the service busy, and do not take
-no for an answer: a request that is refused comes again at once.
+"""Writes that are still done when ten times as many writers as keep the service busy send, and repeat a refused request
+at once.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ LOADS: Final[tuple[tuple[str, int, int, dict[str, str]], ...]] = (
 
 
 class Crowding(NamedTuple):
-    """Each of `writers` connections has one write in flight, of one record of `record_bytes` to a capped topic of its
-    own, so nothing piles up; counted for `seconds` after `warm_up_s`.
+    """The load: each of `writers` connections has one write in flight, of one record of `record_bytes` to a capped
+    topic of its own, so nothing piles up. Writes are counted for `seconds` after `warm_up_s`.
     """
 
     port: int
@@ -45,8 +45,8 @@ class Crowding(NamedTuple):
     seconds: float
 
 
-class Done(NamedTuple):
-    """Acknowledged and refused writes a second; (p50, p99) in µs of either, (0, 0) where there was none."""
+class CrowdingOutcome(NamedTuple):
+    """Acknowledged and refused writes a second; (p50, p99) in µs of either, (0, 0) if there was none."""
 
     acked_per_s: float
     refused_per_s: float
@@ -54,8 +54,8 @@ class Done(NamedTuple):
     refused_us: tuple[float, float]
 
 
-def crowd_in(plan: Crowding) -> Done:
-    """Runs the plan in this process; LoadError at an answer that is neither a success nor a 429."""
+def run_crowding(plan: Crowding) -> CrowdingOutcome:
+    """Run the plan in this process; LoadError for an answer that is neither a success nor a 429."""
     return uvloop.run(_Run(plan).run())
 
 
@@ -68,7 +68,7 @@ class _Run:
         self.took_us: dict[int, array[int]] = {_ACKED: array("Q"), _REFUSED: array("Q")}
         self.failed: asyncio.Future[None]
 
-    async def run(self) -> Done:
+    async def run(self) -> CrowdingOutcome:
         loop = asyncio.get_running_loop()
         self.failed = loop.create_future()
         writers = [_Writer(self, number) for number in range(self.plan.writers)]
@@ -84,7 +84,7 @@ class _Run:
         self.stopped = True
         for writer in writers:
             writer.close()
-        return Done(
+        return CrowdingOutcome(
             self.counts[_ACKED] / seconds,
             self.counts[_REFUSED] / seconds,
             _p50_p99(self.took_us[_ACKED]),
@@ -153,16 +153,18 @@ def _p50_p99(took_us: array[int]) -> tuple[float, float]:
 
 
 def goodput(bench: Bench) -> list[Figure]:
-    """Acknowledged writes of so many writers and of ten times as many, in turns on one service; and what it holds."""
+    """Measure the acknowledged writes of enough writers and of ten times as many, in turns on one service, and its
+    memory.
+    """
     figures = []
     for what, writers, record_bytes, env in LOADS:
-        done: dict[int, list[Done]] = {writers: [], TIMES * writers: []}
+        done: dict[int, list[CrowdingOutcome]] = {writers: [], TIMES * writers: []}
         held: list[int] = []
         with service_with(bench, env) as service:
             for _ in range(ROUNDS):
                 for count, found in done.items():
                     plan = Crowding(service.port, count, record_bytes, bench.warm_up_s, bench.seconds)
-                    found.append(bench.pool.submit(crowd_in, plan).result())
+                    found.append(bench.pool.submit(run_crowding, plan).result())
                 held.append(machine.memory_of(service.family(), service.shared_memory()).held)
         for count, found in done.items():
             values = {

@@ -1,4 +1,4 @@
-"""Thousands of event streams on which nothing happens, and one on which something does."""
+"""Thousands of event streams of an idle topic, and one of a topic that is written to."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class IdleStreams(NamedTuple):
 
 
 class Heartbeats(NamedTuple):
-    """Heartbeats that each stream got at least, the mean time between two in ms, and the longest silence of any stream,
+    """The fewest heartbeats that a stream got, the mean time between two in ms, and the longest silence of any stream,
     from the first moment to the last.
     """
 
@@ -48,9 +48,9 @@ class Heartbeats(NamedTuple):
     silence_max_ms: float
 
 
-class Idled(NamedTuple):
-    """Bytes that the service took for each stream; the heartbeats of all; delivery (p50, p99) in µs before there was
-    any of those streams and beside all of them.
+class IdleOutcome(NamedTuple):
+    """The result: bytes that the service took for each stream, their heartbeats, and delivery (p50, p99) in µs before
+    these streams and beside them.
     """
 
     bytes_each: float
@@ -61,12 +61,12 @@ class Idled(NamedTuple):
     closed: int
 
 
-def idle(plan: IdleStreams) -> Idled:
-    """Runs the plan in this process."""
-    return uvloop.run(_idle(plan))
+def run_idle_streams(plan: IdleStreams) -> IdleOutcome:
+    """Run the plan in this process."""
+    return uvloop.run(_run_idle_streams(plan))
 
 
-async def _idle(plan: IdleStreams) -> Idled:
+async def _run_idle_streams(plan: IdleStreams) -> IdleOutcome:
     loop = asyncio.get_running_loop()
 
     def held_bytes() -> int:
@@ -103,7 +103,7 @@ async def _idle(plan: IdleStreams) -> Idled:
     closed = sum(stream.closed for stream in streams)
     for stream in [*streams, probe]:
         stream.close()
-    return Idled(
+    return IdleOutcome(
         (held_after - held_before) / len(streams),
         heartbeats,
         _latencies(probe.latencies_us[:alone]),

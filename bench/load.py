@@ -49,12 +49,12 @@ class LoadError(Exception):
 
 
 def pin(cores: set[int]) -> None:
-    """For a pool's processes: stay on these cores."""
+    """Keep a pool's process on these cores."""
     os.sched_setaffinity(0, cores)
 
 
 def percentiles(latencies_us: array[int]) -> HdrHistogram:
-    """An HDR histogram of three digits."""
+    """Return an HDR histogram of three digits."""
     histogram = HdrHistogram(1, LATENCY_MAX_US, 3)
     for latency_us in latencies_us:
         histogram.record_value(min(max(latency_us, 1), LATENCY_MAX_US))
@@ -62,7 +62,7 @@ def percentiles(latencies_us: array[int]) -> HdrHistogram:
 
 
 def closed_loop(plan: Plan) -> Outcome:
-    """Runs the plan in this process; LoadError at the first answer that is not 2xx."""
+    """Run the plan in this process; LoadError for the first answer that is not 2xx."""
     return uvloop.run(_Run(plan).run())
 
 

@@ -1,4 +1,4 @@
-"""The machine under the figures: what it is, how its cores are shared out, what its disk and memory say."""
+"""The machine under the figures: its description, the sharing of its cores, and readings of its disk and memory."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ SYNC_FILE_BYTES = 4 << 20
 
 
 class Cores(NamedTuple):
-    """The cores of each side: the load generator has a core of its own where frontend and shard can have one each as
-    well.
-    """
+    """The cores of each side. The load generator has one of its own if frontend and shard can have one each as well."""
 
     server: set[int]
     load: set[int]
 
 
 def share_cores() -> Cores:
-    """The last core for the load, the others for the server; with fewer than three, all for both.
+    """Return the last core for the load and the others for the server; with fewer than three, all for both.
 
     Two processes pinned to one core take turns there, while the other core idles between answers.
     """
@@ -35,7 +33,7 @@ def share_cores() -> Cores:
 
 
 def describe(directory: Path) -> dict[str, str]:
-    """Processor, memory, kernel, Python, and the file system that `directory` is on."""
+    """Return processor, memory, kernel, Python, and the file system that `directory` is on."""
     return {
         "processor": _processor(),
         "cores": str(len(os.sched_getaffinity(0))),
@@ -62,7 +60,7 @@ def _file_system(directory: Path) -> str:
 
 
 def fdatasync_us(directory: Path, seconds: float) -> list[float]:
-    """Times of a 4 KiB write and its fdatasync, in µs, on space written before: what no durable ack can beat."""
+    """Return times of a 4 KiB write and its fdatasync in µs, on space written before: no durable ack can be faster."""
     path = directory / "fdatasync"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
@@ -96,7 +94,7 @@ class Memory(NamedTuple):
 
 
 def memory_of(pids: list[int], shared_objects: list[Path]) -> Memory:
-    """The memory of these processes together with these files or folders of /dev/shm."""
+    """Return the memory of these processes together with these files or folders of /dev/shm."""
     rollups = [_rollup_kib(pid) for pid in pids]
     anonymous_kib = sum(rollup.get("Pss_Anon", rollup.get("Anonymous", 0)) for rollup in rollups)
     rss_kib = sum(rollup["Rss"] for rollup in rollups)

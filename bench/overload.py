@@ -1,4 +1,4 @@
-"""More than a server can do, and what becomes of it: the load behind `tests/e2e/test_overload.py` and two cases."""
+"""More load than a server can do, for `tests/e2e/test_overload.py` and two cases."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import NamedTuple
 import uvloop
 
 from bench import machine
-from bench.crowd import Client, Observer, Sight, Watcher, Writer, put, readers, until, watch
+from bench.crowd import Client, Observer, PressureSample, Watcher, Writer, put, readers, until, watch
 from bench.load import percentiles
 
 
 class Overload(NamedTuple):
-    """`topics` are (priority, None for automatic; how many topics of it), each with `watchers` streams that all filter
-    differently, so that nothing is shared between them; one closed-loop writer a topic, and `floods` writers of
-    `flood_bytes` each on topics that nobody watches. What is acknowledged is read back through each of `frontends`.
+    """The load. `topics` are (priority, None for automatic; number of topics), each topic with `watchers` streams whose
+    filters all differ, so that nothing is shared between them, and one closed-loop writer. `floods` writers of
+    `flood_bytes` each write to topics that nobody watches. Acknowledged records are read back through each of
+    `frontends`.
     """
 
     port: int
@@ -36,17 +37,17 @@ class Overload(NamedTuple):
 
 
 class OverloadOutcome(NamedTuple):
-    """The result. `delivery_us` are (p50, p99) by priority, of all streams of it; `missing` are records that a
-    stream has not got after all, `odd` what the contract does not allow.
+    """The result. `delivery_us` are (p50, p99) by priority, over all its streams; `missing` are records that a stream
+    never got, `odd` answers that the contract does not allow.
     """
 
     statuses: dict[int, int]
     odd: list[str]
     missing: list[str]
     delivery_us: dict[int | None, tuple[float, float]]
-    before: Sight
-    during: list[Sight]
-    after: Sight
+    before: PressureSample
+    during: list[PressureSample]
+    after: PressureSample
     asked: int
     """Requests of the load from `before` to `after`: what the service counted beyond them was somebody else's."""
     held_bytes: list[int]
@@ -55,7 +56,7 @@ class OverloadOutcome(NamedTuple):
 
 
 def run_overload(plan: Overload) -> OverloadOutcome:
-    """Runs the plan in this process."""
+    """Run the plan in this process."""
     return uvloop.run(_run_overload(plan))
 
 
@@ -79,8 +80,8 @@ async def _run_overload(plan: Overload) -> OverloadOutcome:
     floods = [Writer(plan.port, f"flood.{n}", pad=plan.flood_bytes) for n in range(plan.floods)]
     everybody = [watcher for those in watchers.values() for watcher in those]
     await until(lambda: all(watcher.caught_up for watcher in everybody), "every stream to be caught up")
-    before = await observer.until(lambda sight: sight.pressure < 0.2, "a quiet server")
-    observer.sights.clear()
+    before = await observer.until(lambda sample: sample.pressure < 0.2, "a quiet server")
+    observer.samples.clear()
     looks = observer.asked + sum(reader.asked for reader in through)
     observing = loop.create_task(observer.run())
     held_bytes: list[int] = []
@@ -90,7 +91,7 @@ async def _run_overload(plan: Overload) -> OverloadOutcome:
     observer.stopped = True
     await observing
     weighing.cancel()
-    during = list(observer.sights)
+    during = list(observer.samples)
     expected = {writer.topic: writer.acked for writer in writers}
     missing = []
     try:
@@ -104,7 +105,7 @@ async def _run_overload(plan: Overload) -> OverloadOutcome:
                 missing.append(f"{watcher.topic}: {len(watcher.seqs)} of {expected[watcher.topic]}, {watcher.tail!r}")
     # What it gave way by ends some time after the pressure, each at its own pace.
     after = await observer.until(
-        lambda sight: sight.pressure < 0.05 and not (sight.deferring or sight.coalesce_ms or sight.window_ms),
+        lambda sample: sample.pressure < 0.05 and not (sample.deferring or sample.coalesce_ms or sample.window_ms),
         "no pressure any more",
     )
     statuses: Counter[int] = Counter()
@@ -138,7 +139,7 @@ async def _weigh(plan: Overload, held_bytes: list[int]) -> None:
 
 
 def latencies(watchers: list[Watcher]) -> tuple[float, float]:
-    """(p50, p99) in µs of everything that reached them."""
+    """Return (p50, p99) in µs of all deliveries to these watchers."""
     every: array[int] = array("Q")
     for watcher in watchers:
         every.extend(watcher.latencies_us)

@@ -1,7 +1,7 @@
-"""Cases of queues: what a deep one costs beside a shallow one, and how soon an ack through another frontend refills.
+"""Cases of queues: the cost of a deep one beside a shallow one, and the time from an ack to the next job.
 
-Two kinds of load, each one request at a time over bare blocking sockets. The deep queue and the shallow one are asked
-in turns, so whatever else the machine does meanwhile is in both.
+Both send one request at a time over bare blocking sockets. The deep and the shallow queue get requests in turns, so
+other work of the machine is in the figures of both.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Connection:
         self._socket.close()
 
     def ask(self, request: bytes) -> tuple[bytes, float]:
-        """The body of a good answer, and how long it took, µs."""
+        """Return the body of a good answer, and its latency in µs."""
         start_ns = time.perf_counter_ns()
         self.send(request)
         answer = bytearray()
@@ -73,7 +73,7 @@ class Connection:
 
 
 class DepthPlan(NamedTuple):
-    """`rounds` of each kind of request at each of these queues."""
+    """The load: `rounds` of each kind of request at each of these queues."""
 
     port: int
     queues: tuple[str, ...]
@@ -85,7 +85,7 @@ Latencies = dict[str, dict[str, tuple[float, float]]]
 
 
 def ask_in_turns(plan: DepthPlan) -> Latencies:
-    """Runs the plan in this process. Acknowledged jobs are written again, so the queues keep their depth."""
+    """Run the plan in this process. Acknowledged jobs are written again, so the queues keep their depth."""
     found: dict[str, dict[str, array[int]]] = {queue: defaultdict(lambda: array("Q")) for queue in plan.queues}
     with Connection(plan.port) as connection:
         for _ in range(plan.rounds):
@@ -126,7 +126,7 @@ def _p50_p99(took_us: array[int]) -> tuple[float, float]:
 
 
 class RefillPlan(NamedTuple):
-    """`rounds` of: an ack on one connection, the next job on the stream of another."""
+    """The load: `rounds` of an ack on one connection and the next job on the stream of another."""
 
     port: int
     queue: str
@@ -134,8 +134,8 @@ class RefillPlan(NamedTuple):
 
 
 def refill(plan: RefillPlan) -> dict[str, tuple[float, float]]:
-    """(p50, p99) in µs from just before an ack is sent until the next job has come, through the stream's own frontend
-    and through the other one. Runs in this process.
+    """Return (p50, p99) in µs from just before an ack is sent until the next job has come, through the stream's own
+    frontend and through another one. Runs in this process.
     """
     opened = [Connection(plan.port) for _ in range(ASK_MAX)]
     try:
@@ -196,8 +196,8 @@ def _next_job(stream: Connection) -> bytes:
 
 
 def queue_depth(bench: Bench) -> list[Figure]:
-    """Claims, acks and nacks at a queue with a million jobs waiting and a hundred thousand leased, and at one where a
-    plain job waits among many that ask for something.
+    """Measure claims, acks and nacks at a queue with a million jobs waiting and a hundred thousand leased, and at one
+    where a plain job waits among many with a `deliver_at`.
     """
     waiting, label = scaled(bench, WAITING)
     leased = LEASED * waiting // WAITING
@@ -227,7 +227,7 @@ def queue_depth(bench: Bench) -> list[Figure]:
 
 
 def _write_asking(queue: str) -> bytes:
-    """Jobs of the same length as `wire.write` writes."""
+    """Return a write of jobs with a `deliver_at`, of the same length as those of `wire.write`."""
     records = b",".join(b'{"data":%b,"deliver_at":1}' % wire.data(n) for n in range(CLAIM_MAX))
     return wire.post(f"/v0/topics/{queue}?return_seqs=false", b'{"records":[%b]}' % records)
 
@@ -240,7 +240,7 @@ def lease_many(service: Service, queue: str, count: int) -> None:
 
 
 def queue_refill(bench: Bench) -> list[Figure]:
-    """From an ack to the next job on a stream of `/work`."""
+    """Measure the time from an ack to the next job on a `/work` stream."""
     rounds = 200 if bench.quick else 2000
     with Service(shards=1, frontends=2, wal_file_bytes=None, cpus=bench.cores.server) as service:
         service.client.put("/v0/topics/jobs", json={"type": "queue", "lease_ms": LEASE_MS}).raise_for_status()

@@ -17,8 +17,8 @@ BALLAST = (16, 900_000)
 
 
 class SlowReader(NamedTuple):
-    """`watchers` streams of one topic and a write of `pad` bytes every `every_s`: for `seconds` with all of them
-    reading, then as long with one of them that does not, which then reads on.
+    """The load: `watchers` streams of one topic and a write of `pad` bytes every `every_s`: for `seconds` while all of
+    them read, then as long while one of them does not, which then reads again.
     """
 
     port: int
@@ -30,10 +30,10 @@ class SlowReader(NamedTuple):
     """Name of the topic; another one for each plan of the same service."""
 
 
-class Undisturbed(NamedTuple):
-    """Delivery (p50, p99, longest) in µs to those who read, before and meanwhile; the longest that the writer had
-    to wait for an answer meanwhile, in ms. What the one who did not had got by then, what
-    it has got at the end, and how many frames that took, of how many records; `odd` and `missing` are empty.
+class SlowReaderOutcome(NamedTuple):
+    """The result: delivery (p50, p99, longest) in µs to the others, before and meanwhile; the longest answer to the
+    writer meanwhile, in ms; the records that the slow stream had by then (`held_back`) and at the end, in how many
+    frames. `odd` and `missing` are empty.
     """
 
     before_us: tuple[float, float, int]
@@ -47,12 +47,12 @@ class Undisturbed(NamedTuple):
     missing: list[str]
 
 
-def undisturbed(plan: SlowReader) -> Undisturbed:
-    """Runs the plan in this process."""
-    return uvloop.run(_undisturbed(plan))
+def run_slow_reader(plan: SlowReader) -> SlowReaderOutcome:
+    """Run the plan in this process."""
+    return uvloop.run(_run_slow_reader(plan))
 
 
-async def _undisturbed(plan: SlowReader) -> Undisturbed:
+async def _run_slow_reader(plan: SlowReader) -> SlowReaderOutcome:
     loop = asyncio.get_running_loop()
     client, topic, heavy = Client(plan.port), plan.name, f"{plan.name}.ballast"
     await put(client, topic)
@@ -83,7 +83,7 @@ async def _undisturbed(plan: SlowReader) -> Undisturbed:
     missing = [f"{len(w.seqs)} of {records}" for w in everybody if list(w.seqs) != list(range(1, records + 1))]
     for watcher in everybody:
         watcher.close()
-    return Undisturbed(
+    return SlowReaderOutcome(
         _latencies(watchers, 0, first),
         _latencies(watchers, first, records),
         write_max_ms,

@@ -1,4 +1,4 @@
-"""Everything at once for a long time: a service that does the same work again and again may not grow by it."""
+"""Everything at once for a long time: a service that repeats the same work must not grow."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _JOB = re.compile(rb'data: \{"\$seq":(\d+),.*?"lease_id":"(lease_[0-9a-f]+)"')
 
 
 class Soak(NamedTuple):
-    """`pids` and `shared_objects` (files and folders of /dev/shm) are what the service consists of."""
+    """The plan. `pids` and `shared_objects` (files and folders of /dev/shm) are those of the service."""
 
     port: int
     pids: list[int]
@@ -86,9 +86,9 @@ class State(NamedTuple):
     """Open ones."""
 
 
-class Soaked(NamedTuple):
-    """`statuses` of all requests by what was asked; `delivered` are the records that reached the followers, each of
-    which had every one or a tombstone for it; `odd` is empty.
+class SoakOutcome(NamedTuple):
+    """The result. `statuses` are counted by request; `delivered` are the records that reached the followers, each of
+    which got every record or a tombstone for it; `odd` is empty.
     """
 
     states: list[State]
@@ -114,8 +114,8 @@ def growth_per_min(states: Sequence[State], value: Callable[[State], float]) -> 
     )
 
 
-def soak(plan: Soak) -> Soaked:
-    """Runs the plan in this process."""
+def soak(plan: Soak) -> SoakOutcome:
+    """Run the plan in this process."""
     return uvloop.run(_Run(plan).run())
 
 
@@ -130,7 +130,7 @@ class _Run:
         self._dice = random.Random(6)
         self._end_s = 0.0
 
-    async def run(self) -> Soaked:
+    async def run(self) -> SoakOutcome:
         loop = asyncio.get_running_loop()
         setting_up = Client(self._plan.port)
         topics = [f"soak.{durability}" for durability in CLASSES]
@@ -153,14 +153,14 @@ class _Run:
         answer = await setting_up.ask("PUT", "/v0/routers/soak", json.dumps(router).encode())
         assert answer.status in (200, 201), answer
         actors += [self._reads("soak.copies"), self._follows("soak.copies")]
-        actors += [self._comes_and_goes(n) for n in range(4)]
-        actors += [self._watches_come_and_go(topic) for topic in topics]
+        actors += [self._makes_brief_topics(n) for n in range(4)]
+        actors += [self._makes_brief_watches(topic) for topic in topics]
         await put(setting_up, "soak.ballast", durability="memory", cap_records=20)
         stalling = Follower(self._plan.port, "soak.disk", "soak.ballast", receive_bytes=RECEIVE_BYTES)
         actors.append(self._stops_reading(stalling))
         for n in range(FLOODS):
             await put(setting_up, f"soak.flood.{n}", cap_records=20)
-        actors += [self._floods(), self._scrapes(), self._errs(), self._samples()]
+        actors += [self._floods(), self._scrapes(), self._sends_errors(), self._samples()]
         setting_up.close()
         await asyncio.gather(*actors)
         looking = Client(self._plan.port)
@@ -172,7 +172,7 @@ class _Run:
             self._statuses.setdefault("write", Counter()).update(writer.statuses)
         statuses = {what: dict(counts) for what, counts in self._statuses.items()}
         delivered = sum(follower.records for follower in self._followers)
-        return Soaked(self._states, statuses, delivered, self._stalls, stalling.tombstones, self._odd)
+        return SoakOutcome(self._states, statuses, delivered, self._stalls, stalling.tombstones, self._odd)
 
     # -- the actors
 
@@ -227,7 +227,7 @@ class _Run:
         client.close()
 
     async def _follows(self, topic: str) -> None:
-        """One session whose stream is cut and opened again and again, and does not always read."""
+        """Follow with one session whose stream is cut and opened again and again, and is not always read."""
         client, follower = Client(self._plan.port), Follower(self._plan.port, topic)
         self._followers.append(follower)
         await follower.begin(client)
@@ -252,7 +252,7 @@ class _Run:
                 await self._ask("ballast", client, "POST", "/v0/topics/soak.ballast", BALLAST)
                 written += 1
             await asyncio.sleep(3)
-            await self._left_behind(client, follower)
+            await self._wait_until_behind(client, follower)
             self._stalls += 1
             await follower.read(FINISH_S, lambda until=written: follower.next_seq["soak.ballast"] > until)  # type: ignore[misc]
             if follower.next_seq["soak.ballast"] <= written:
@@ -261,7 +261,7 @@ class _Run:
         follower.close()
         client.close()
 
-    async def _left_behind(self, client: Client, follower: Follower) -> None:
+    async def _wait_until_behind(self, client: Client, follower: Follower) -> None:
         """Wait until the topic has evicted the records that the follower has not read, and those on the way to it,
         while it is written to.
         """
@@ -272,8 +272,8 @@ class _Run:
                 return
             await asyncio.sleep(0.1)
 
-    async def _watches_come_and_go(self, topic: str) -> None:
-        """Sessions that are used once."""
+    async def _makes_brief_watches(self, topic: str) -> None:
+        """Make sessions that are used once."""
         while await self._turns(1):
             client, follower = Client(self._plan.port), Follower(self._plan.port, topic)
             await follower.begin(client)
@@ -284,7 +284,7 @@ class _Run:
             client.close()
 
     async def _floods(self) -> None:
-        """Now and then more is written than fits into the rings."""
+        """Write more than fits into the rings, now and then."""
         loop = asyncio.get_running_loop()
         writers = [Writer(self._plan.port, f"soak.flood.{n}", pad=FLOOD_BYTES) for n in range(FLOODS)]
         while loop.time() < self._end_s:  # at once: its connections are there from then on
@@ -296,8 +296,8 @@ class _Run:
             self._odd += writer.odd
             self._statuses.setdefault("flood", Counter()).update(writer.statuses)
 
-    async def _comes_and_goes(self, n: int) -> None:
-        """Topics that are made, written, deleted from, and deleted; connections, too."""
+    async def _makes_brief_topics(self, n: int) -> None:
+        """Make topics, write to them, delete from them and delete them; with connections of their own."""
         while await self._turns(0.2):
             client, topic = Client(self._plan.port), f"brief.{n}"
             await self._ask("put", client, "PUT", f"/v0/topics/{topic}", {"durability": self._dice.choice(CLASSES)})
@@ -309,7 +309,7 @@ class _Run:
             client.close()
 
     async def _produces(self, queue: str) -> None:
-        """Jobs at once, later, and one after the other."""
+        """Write jobs that are due at once, jobs that are due later, and jobs in order."""
         client, number = Client(self._plan.port), 0
         while await self._turns(0.05):
             number += 1
@@ -320,7 +320,7 @@ class _Run:
         client.close()
 
     async def _claims(self, queue: str) -> None:
-        """Some jobs are done, some given back, some kept a while, some forgotten."""
+        """Claim jobs; finish some, give some back, keep some for a while, and forget some."""
         client, node = Client(self._plan.port), f"claims-{self._dice.random()}"
         while await self._turns(0.05):
             claimed = await self._ask(
@@ -335,7 +335,7 @@ class _Run:
         client.close()
 
     async def _works(self, queue: str) -> None:
-        """A stream of jobs that is opened and cut again and again."""
+        """Open and cut a stream of jobs again and again."""
         client = Client(self._plan.port)
         while await self._turns(0.1):
             reader, writer = await asyncio.open_connection("127.0.0.1", self._plan.port)
@@ -365,7 +365,7 @@ class _Run:
             await self._ask("list", client, "GET", "/v0/topics")
         client.close()
 
-    async def _errs(self) -> None:
+    async def _sends_errors(self) -> None:
         while await self._turns(0.1):
             client = Client(self._plan.port)
             await self._ask("no such topic", client, "GET", "/v0/topics/nowhere", allowed=frozenset({404}))

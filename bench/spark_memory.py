@@ -1,8 +1,8 @@
-"""`python -m bench.spark_memory`: what Spark takes of memory at most, while it does what docs/spark.md shows.
+"""`python -m bench.spark_memory`: the most memory that Spark takes for the steps of docs/spark.md.
 
-The worked example (each step a program of its own), and a topic of `--records` read in both modes and written to
-Parquet, as `bench.spark_read` does. Every 0.2 s the proportional set sizes (PSS: shared pages are counted once) of Java
-and of all Python processes are added up; the service has a column of its own. Page cache is nobody's.
+These are the worked example (each step a program of its own), and a topic of `--records` read in both modes and written
+to Parquet, as `bench.spark_read` does. Every 0.2 s the proportional set sizes (PSS: a shared page counts once) of Java
+and of all Python processes are added up; the service has a column of its own. Page cache is not counted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Sample(NamedTuple):
 
 
 class Peak:
-    """While it is entered, the largest sample of this process and what descends from it."""
+    """The largest sample, while it is entered, of this process and its descendants."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def fill(service: Service, records: int) -> None:
-    """Writes them, and waits until all but the last are in segments."""
+    """Write the records, and wait until all but the last are in segments."""
     with Client(service.url) as client:
         for first in range(0, records, BATCH):
             batch = [

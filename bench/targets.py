@@ -11,7 +11,7 @@ Ref = tuple[str, str, str]
 
 
 class Bound(NamedTuple):
-    """`(value - less) / divided_by / scale` is at most `limit`, or at least it."""
+    """A bound: `(value - less) / divided_by / scale` is at most `limit`, or with `at_least` no less."""
 
     what: str
     limit: float

@@ -1,8 +1,7 @@
 """Write → deliver: one writer and many event streams in one process, so that one clock times both ends.
 
-First writes that are paced, for how long a delivery takes; then one after the other, for how many there are a second.
-A thousand streams cost their reader as much as their server: what arrives is stamped and put aside, and looked at when
-nothing is measured any more.
+First come paced writes, for the time that a delivery takes; then writes without pauses, for the rate. A thousand
+streams cost their reader as much as their server: chunks are stamped and put aside, and parsed after the measurement.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ OPENING_AT_ONCE = 100
 
 
 class WatchPlan(NamedTuple):
-    """`stream_paths` are sessions made beforehand; one write every `1 / writes_per_s` for `duration_s`, then as long
-    without a pause.
+    """The load: streams at `stream_paths`, made beforehand; one write every `1 / writes_per_s` for `duration_s`, then
+    as long without a pause.
     """
 
     port: int
@@ -43,7 +42,7 @@ class WatchPlan(NamedTuple):
 
 
 class WatchOutcome(NamedTuple):
-    """Latencies from just before the write was sent until the record was read from a stream, in µs; deliveries to all
+    """The result: latencies in µs from just before a write was sent until a stream read the record; deliveries to all
     streams together while there was no pause, until the last stream had the last record.
     """
 
@@ -55,7 +54,7 @@ class WatchOutcome(NamedTuple):
 
 
 def deliver(plan: WatchPlan) -> WatchOutcome:
-    """Runs the plan in this process; LoadError when a record did not reach a watcher."""
+    """Run the plan in this process; LoadError when a record did not reach a watcher."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return uvloop.run(_run(plan))
@@ -116,7 +115,7 @@ async def _until(true: Callable[[], bool], what: str) -> None:
 
 
 class _Writer:
-    """One connection, one write at a time; each record says when it was sent."""
+    """One connection, one write at a time; each record has the time of its sending."""
 
     def __init__(self, topic: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._path = f"/v0/topics/{topic}?return_seqs=false"
@@ -124,7 +123,7 @@ class _Writer:
         self._writer = writer
 
     async def write(self) -> bytes:
-        """The stamp of the record, acknowledged."""
+        """Write a record; return its stamp once it is acknowledged."""
         stamp = b'"sent_ns":%d}' % time.perf_counter_ns()
         body = b'{"records":[{"data":{"pad":"%s",%s}]}' % (b"x" * 60, stamp)
         self._writer.write(wire.post(self._path, body))
@@ -141,7 +140,7 @@ class _Writer:
 
 
 class _Watcher(asyncio.Protocol):
-    """One event stream; looks only for the time stamps in it, and not before it is asked."""
+    """One event stream, of which only the time stamps are parsed, after the measurement."""
 
     def __init__(self) -> None:
         self.caught_up = False
@@ -184,7 +183,7 @@ class _Watcher(asyncio.Protocol):
         return found
 
     def keep_none(self) -> None:
-        """From now on it is of interest only when the last record comes."""
+        """Keep only the time of the last record from now on."""
         self._arrivals = None
 
     def close(self) -> None:

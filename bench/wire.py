@@ -6,18 +6,18 @@ DATA_BYTES = 100
 
 
 def data(number: int) -> bytes:
-    """A JSON object of exactly DATA_BYTES."""
+    """Return a JSON object of exactly DATA_BYTES."""
     opening = b'{"n":%d,"pad":"' % number
     return opening + b"x" * (DATA_BYTES - len(opening) - 2) + b'"}'
 
 
 def write_body(batch: int, first: int = 0) -> bytes:
-    """A write of `batch` records."""
+    """Return the body of a write of `batch` records."""
     return b'{"records":[' + b",".join(b'{"data":' + data(first + n) + b"}" for n in range(batch)) + b"]}"
 
 
 def post(path: str, body: bytes) -> bytes:
-    """One keep-alive request."""
+    """Return one keep-alive request."""
     head = (
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
@@ -26,7 +26,7 @@ def post(path: str, body: bytes) -> bytes:
 
 
 def write(topic: str, batch: int) -> bytes:
-    """A write that does not ask for its seqs: an acknowledgement is first and last."""
+    """Return a write that does not ask for its seqs: its answer has the first and the last."""
     return post(f"/v0/topics/{topic}?return_seqs=false", write_body(batch))
 
 

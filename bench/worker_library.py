@@ -42,7 +42,7 @@ class LibraryPlan(NamedTuple):
 
 
 class _Clock:
-    """Counts the jobs that are begun while it is measured, and says when to stop."""
+    """The clock of a measurement: it counts the jobs begun within it, and stops the worker."""
 
     def __init__(self, plan: LibraryPlan, stop: Callable[[], None]) -> None:
         self._plan = plan
@@ -64,7 +64,7 @@ class _Clock:
 
 
 def serve(plan: LibraryPlan) -> float:
-    """Jobs a second, each acknowledged before its hand takes the next; LoadError when they do not last."""
+    """Return jobs a second, each acknowledged before its hand takes the next; LoadError when the jobs run out."""
     url = f"http://127.0.0.1:{plan.port}"
     with Client(url) as topics:
         clock = _threads(topics, plan) if plan.threads else asyncio.run(_tasks(url, plan))

@@ -1,4 +1,4 @@
-"""Claim → ack: workers that do nothing but that, on bare transports, in a process of their own."""
+"""Claim → ack: workers that do nothing else, on bare transports, in a process of their own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CONTENT_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 
 
 class WorkPlan(NamedTuple):
-    """`workers` connections claim `batch` jobs of `topic` at a time and ack them together, for `duration_s`."""
+    """The load: `workers` connections claim `batch` jobs of `topic` and ack them together, for `duration_s`."""
 
     port: int
     topic: str
@@ -29,7 +29,7 @@ class WorkPlan(NamedTuple):
 
 
 class WorkOutcome(NamedTuple):
-    """Jobs acknowledged in the measured time; latencies of a claim and its ack together, in µs."""
+    """The result: jobs acknowledged in the measured time; latencies in µs of a claim and its ack together."""
 
     jobs: int
     seconds: float
@@ -42,7 +42,7 @@ class WorkOutcome(NamedTuple):
 
 
 def work(plan: WorkPlan) -> WorkOutcome:
-    """Runs the plan in this process; LoadError at an answer that is no success, or when the jobs do not last."""
+    """Run the plan in this process; LoadError for an answer that is not 2xx, or when the jobs run out."""
     return uvloop.run(_Run(plan).run())
 
 
@@ -81,7 +81,7 @@ class _Run:
 
 
 class _Worker(asyncio.Protocol):
-    """One connection: a claim, its ack, and again."""
+    """One connection that claims, acknowledges, and repeats that."""
 
     def __init__(self, run: _Run, node: str) -> None:
         plan = run.plan

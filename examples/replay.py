@@ -49,14 +49,16 @@ class Batch(NamedTuple):
 
 
 def first_folder(path: str) -> str | None:
-    """The tag of a path; None for a file at the root. Of a rename (`a/{old => new}/b`) the place it went to counts."""
+    """Return the tag of a path; None for a file at the root. For a rename (`a/{old => new}/b`) it is that of the new
+    path.
+    """
     path = re.sub(r"\{[^{}]* => ([^{}]*)\}", r"\1", path).rpartition(" => ")[2]
     folder, slash, _ = path.lstrip("/").partition("/")
     return folder if slash else None
 
 
 def events(path: Path) -> Iterator[Event]:
-    """The lines of an .ndjson or .ndjson.gz file."""
+    """Yield the lines of an .ndjson or .ndjson.gz file."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
         for line in lines:
             fields = json.loads(line)
@@ -64,7 +66,7 @@ def events(path: Path) -> Iterator[Event]:
 
 
 def batches(stream: Iterator[Event], max_records: int = BATCH_MAX_RECORDS) -> Iterator[Batch]:
-    """Consecutive events of one commit; a commit larger than `max_records` is cut and its parts numbered."""
+    """Yield consecutive events of one commit; a commit larger than `max_records` is cut and its parts are numbered."""
     for commit, group in itertools.groupby(stream, key=lambda event: event.commit):
         whole = list(group)
         parts = [whole[start : start + max_records] for start in range(0, len(whole), max_records)]
@@ -73,7 +75,7 @@ def batches(stream: Iterator[Event], max_records: int = BATCH_MAX_RECORDS) -> It
 
 
 def replay(topics: Client, topic: str, source: Path, *, rate: float) -> str:
-    """Writes the whole file, at most `rate` events a second (0 = as fast as it goes); a summary."""
+    """Write the whole file, at most `rate` events a second (0: no limit); return a summary."""
     total = sum(1 for _ in events(source))
     writes = deduped = done = 0
     start = time.monotonic()

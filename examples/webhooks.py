@@ -30,7 +30,7 @@ SEND_TIMEOUT_S = 10.0
 
 
 class RefusedError(Exception):
-    """The receiver did not take it."""
+    """The receiver refused a webhook."""
 
 
 def dead_letters(queue: str) -> str:
@@ -51,7 +51,7 @@ def make_queue(topics: Client, queue: str, attempts: int) -> None:
 
 
 def deliver(http: httpx.Client, job: Job) -> None:
-    """One attempt; raises when it failed."""
+    """Deliver a job once; raise when that failed."""
     hook: dict[str, Any] = job.data
     answer = http.post(hook["url"], json=hook["body"], headers={"Idempotency-Key": job.key})
     if not answer.is_success:
@@ -59,7 +59,7 @@ def deliver(http: httpx.Client, job: Job) -> None:
 
 
 def work(topics: Client, arguments: argparse.Namespace) -> None:
-    """Delivers until SIGTERM or SIGINT; what was begun is finished."""
+    """Deliver until SIGTERM or SIGINT, then finish the jobs that were begun."""
     backoff = Backoff(first_ms=arguments.backoff_ms, max_ms=arguments.backoff_max_ms)
     with httpx.Client(timeout=SEND_TIMEOUT_S, trust_env=False) as http:
         topics.queue(arguments.queue).run(

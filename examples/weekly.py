@@ -38,13 +38,13 @@ def main() -> int:
 
 
 def run(module: str, *arguments: str) -> None:
-    """A step is a program of its own, as in a pipeline; its failure is ours."""
+    """Run a step as a program of its own, as in a pipeline; fail if it fails."""
     code = f"import sys, {module} as m; sys.argv[0] = {module!r}; sys.exit(m.main())"
     subprocess.run([sys.executable, "-c", code, *arguments], check=True)
 
 
 def by_folder(counts: Path) -> dict[str, dict[int, int]]:
-    """Folder → year → events, the largest folders first and the others as one; of the weekly counts."""
+    """Return folder → year → events of the weekly counts: the largest folders first, the others as one."""
     import pyarrow.parquet as pq
 
     years: dict[str, Counter[int]] = defaultdict(Counter)
@@ -59,7 +59,7 @@ def by_folder(counts: Path) -> dict[str, dict[int, int]]:
 
 
 def draw(counts: dict[str, dict[int, int]], path: Path) -> None:
-    """A stacked bar for each year."""
+    """Draw a stacked bar for each year."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -9,8 +9,10 @@ import pytest
 from tests import words
 
 ROOT = Path(__file__).parent.parent
-CLEAN = ("bench", "examples", "topics/api", "topics/supervisor", "tests/words.py", "tests/test_words.py")
-"""Files and folders without findings. A folder joins once its docstrings are rewritten."""
+NOT_YET = ("topics/core", "topics/frontend", "topics/storage", "topics/walshard", "tests")
+"""Folders that still have findings. Remove one here once its docstrings are rewritten."""
+PATHS = ["bench", "examples", *(f"topics/{path.name}" for path in sorted((ROOT / "topics").iterdir())), "tests"]
+CLEAN = [path for path in PATHS if path not in NOT_YET]
 
 
 @pytest.mark.parametrize("path", CLEAN)

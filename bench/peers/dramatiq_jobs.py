@@ -1,4 +1,4 @@
-"""The job that dramatiq's worker does, and, run by itself, so many of them put into the queue."""
+"""The job of dramatiq's worker; run by itself, this puts so many of them into the queue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ counter = redis.Redis(port=PORT)
 
 @dramatiq.actor(max_retries=0)
 def job(number: int, payload: str) -> None:
-    """Nothing but being counted, once in so many to cost little."""
+    """Count the job, in steps of a hundred, which costs little."""
     if number % 100 == 0:
         counter.incrby("done", 100)
 

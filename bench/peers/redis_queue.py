@@ -39,7 +39,7 @@ def free_port() -> int:
 
 @contextmanager
 def redis_server(sync: str) -> Iterator[int]:
-    """A server of its own with an append-only file; its port."""
+    """Start a Redis server with an append-only file; yield its port."""
     command = shutil.which("redis-server")
     if command is None:
         sys.exit("peers: there is no redis-server on this machine; install your system's package of it")
@@ -71,7 +71,7 @@ def redis_server(sync: str) -> Iterator[int]:
 
 
 def by_list(port: int, batch: int) -> float:
-    """Jobs a second: `batch` at a time with one round trip each for taking and for acknowledging."""
+    """Return jobs a second, `batch` at a time, with one round trip for taking and one for acknowledging them."""
     filler = redis.Redis(port=port)
     for first in range(0, JOBS, 1000):
         filler.rpush("jobs", *[b"%d:%b" % (number, PAYLOAD) for number in range(first, first + 1000)])
@@ -104,7 +104,7 @@ def timed(threads: list[threading.Thread]) -> float:
 
 
 def by_dramatiq(port: int) -> float:
-    """Jobs a second through its worker process, started as its users do, with 32 threads."""
+    """Return jobs a second through dramatiq's worker process, started as its users do, with 32 threads."""
     environment = os.environ | {"PEER_REDIS_PORT": str(port), "PYTHONPATH": str(Path(__file__).parents[2])}
     module = "bench.peers.dramatiq_jobs"
     subprocess.run([sys.executable, "-m", module, str(JOBS)], env=environment, check=True)

@@ -14,7 +14,7 @@ from topics.compactor.checkpoints import SEQS_PER_MESSAGE, SYNC_ONE_BY_ONE_MAX
 from topics.core.config import TopicConfig
 from topics.shm.topic_messages import DeleteRecords, PutTopic
 from topics.storage import kill_points
-from topics.storage.filesystem import syncfs_tells_errors
+from topics.storage.filesystem import syncfs_reports_errors
 from topics.storage.verify import verify
 
 EVENTS = 8
@@ -136,14 +136,14 @@ def test_a_failed_sync_of_the_file_system_is_not_either(machine: Machine) -> Non
     ],
 )
 def test_which_kernels_tell_of_a_failed_sync_of_the_file_system(release: str, tells: bool) -> None:
-    assert syncfs_tells_errors(release) == tells
+    assert syncfs_reports_errors(release) == tells
 
 
 @pytest.mark.parametrize("tells", [True, False])
 def test_where_it_is_not_told_each_segment_is_synced_by_itself(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, tells: bool
 ) -> None:
-    monkeypatch.setattr("topics.compactor.main.syncfs_tells_errors", lambda _release: tells)
+    monkeypatch.setattr("topics.compactor.main.syncfs_reports_errors", lambda _release: tells)
     asked: list[str] = []
 
     def note(path: str) -> bool:

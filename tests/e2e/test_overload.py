@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from bench.idle_streams import LATE_MAX, IdleStreams, idle
+from bench.idle_streams import LATE_MAX, IdleStreams, run_idle_streams
 from bench.overload import Overload, OverloadOutcome, run_overload
-from bench.slow_reader import SlowReader, Undisturbed, undisturbed
+from bench.slow_reader import SlowReader, SlowReaderOutcome, run_slow_reader
 from tests.harness import Service, poll
 from topics.frontend.shards.pending_requests import ROOM_WAIT_S
 
@@ -138,10 +138,10 @@ def grown_bytes(former: OverloadOutcome, later: OverloadOutcome) -> int:
 
 
 def test_one_that_stops_reading_among_200_that_do(small: Service) -> None:
-    held_up: list[Undisturbed] = []
+    held_up: list[SlowReaderOutcome] = []
     # What is longest of all is judged: the machine may hold up one run, the slow reader would hold up each.
     while len(held_up) < 3:
-        found = undisturbed(SlowReader(small.port, seconds=2.0, name=f"read.by.many.{len(held_up)}"))
+        found = run_slow_reader(SlowReader(small.port, seconds=2.0, name=f"read.by.many.{len(held_up)}"))
         assert found.odd == []
         assert found.missing == []
         assert found.held_back < found.records == found.caught_up, "it was never behind"
@@ -152,7 +152,7 @@ def test_one_that_stops_reading_among_200_that_do(small: Service) -> None:
     pytest.fail("\n".join(f"{one.before_us} {one.meanwhile_us} {one.write_max_ms}" for one in held_up))
 
 
-def served_as_before(found: Undisturbed) -> bool:
+def served_as_before(found: SlowReaderOutcome) -> bool:
     """Who reads, and who writes, too: what a client keeps to itself for 30 s it keeps from nobody."""
     return found.write_max_ms <= HELD_UP_MAX_US / 1000 and all(
         meanwhile_us <= 3 * before_us + HELD_UP_MAX_US
@@ -161,7 +161,7 @@ def served_as_before(found: Undisturbed) -> bool:
 
 
 def test_2000_idle_streams(small: Service) -> None:
-    found = idle(IdleStreams(small.port, small.family(), small.shared_memory(), streams=2016, seconds=3.0))
+    found = run_idle_streams(IdleStreams(small.port, small.family(), small.shared_memory(), streams=2016, seconds=3.0))
     assert found.odd == []
     assert found.closed == 0
     assert found.bytes_each <= IDLE_BYTES_MAX

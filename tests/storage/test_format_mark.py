@@ -50,5 +50,5 @@ def test_what_is_not_understood_is_not_guessed(tmp_path: Path, content: bytes) -
     fs = FaultyFileSystem()
     write_mark(fs, str(tmp_path))
     Path(mark_path(str(tmp_path))).write_bytes(content)
-    with pytest.raises(RefusedLog, match=r"format\.json: not to be read: .*; restore it from a copy"):
+    with pytest.raises(RefusedLog, match=r"format\.json: cannot be decoded: .*; restore it from a copy"):
         has_mark(fs, str(tmp_path))

@@ -23,12 +23,13 @@ from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem, boot_id
 from topics.storage.format_mark import write_mark
 from topics.storage.frame import FrameType, encode
-from topics.storage.log_fold import Folding, fold_frames
+from topics.storage.log_fold import OfflineFold, fold_frames
 from topics.storage.logfile import RefusedLog, WalIdentity, WalPosition, read_first_start
 from topics.storage.recovery import recover_group
 from topics.storage.reshard import finish_swap, reshard
-from topics.storage.snapshot import encode_part, encode_parts, load, plan_move, save_snapshot
-from topics.storage.verify import DamageFinding, verify
+from topics.storage.segment_check import DamageFinding
+from topics.storage.snapshot import encode_part, encode_parts, load_snapshot, plan_move, save_snapshot
+from topics.storage.verify import verify
 
 NAMES = ("a", "b", "c", "d", "e")
 FILE_BYTES = 4096
@@ -130,13 +131,13 @@ def save_part(fs: OsFileSystem, data_dir: str, directory: str, before: int, hear
 def topics_of(data_dir: str, shards: int) -> dict[str, FoldedTopic]:
     """The topics that a start with so many shards would have."""
     fs = OsFileSystem()
-    snapshot = load(fs, data_dir)
+    snapshot = load_snapshot(fs, data_dir)
     found: dict[str, FoldedTopic] = {}
     for shard in range(shards):
         directory = layout.group_dir(data_dir, shard, shards)
         start = read_first_start(fs, directory)
         part = None if start is None or snapshot is None else snapshot.part_of(start.log_id)
-        folding = Folding(part)
+        folding = OfflineFold(part)
         for batch in recover_group(fs, directory, WalIdentity(shard, shards, boot_id()), start="lowest"):
             folding.add(batch)
         for topic in folding.state().topics:
@@ -158,8 +159,7 @@ def move(data_dir: str, shards: int) -> None:
 
     finish_swap(fs, data_dir)
     planned = plan_move(fs, data_dir, owner)
-    known = {} if planned is None else planned._asdict()
-    reshard(fs, data_dir, shards, boot_id(), owner, lambda _share: None, file_bytes=FILE_BYTES, **known)
+    reshard(fs, data_dir, shards, boot_id(), owner, lambda _share: None, file_bytes=FILE_BYTES, move=planned)
 
 
 @settings(deadline=None, max_examples=60)

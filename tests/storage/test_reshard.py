@@ -255,7 +255,7 @@ def test_a_write_over_topics_that_would_be_parted_is_refused(tmp_path: Path) -> 
     writes = [topic_create(1, names[0]), topic_create(2, names[1]), part + second]
     writer.commit(writer.plan([len(write) for write in writes]), writes, sync=False)
     kill(writer)
-    with pytest.raises(RefusedLog, match="is of topics that 2 shards would part"):
+    with pytest.raises(RefusedLog, match="is of topics that 2 shards would separate"):
         run(data_dir, 2)
 
 

@@ -16,7 +16,7 @@ from topics.storage.filesystem import FileSystem
 from topics.storage.frame import FrameType
 from topics.storage.logfile import RefusedLog, WalIdentity, WalPosition, read_first_start
 from topics.storage.recovery import recover_group
-from topics.storage.reshard import NewLog, finish_swap, needs_reshard, reshard
+from topics.storage.reshard import Move, NewLog, finish_swap, needs_reshard, reshard
 
 
 class Snapshot(NamedTuple):
@@ -108,12 +108,14 @@ def start_up(data_dir: str, shards: int, snapshots: list[Snapshot], fs: FileSyst
                 owner_of(shards),
                 lambda _share: None,
                 file_bytes=FILE_BYTES,
-                starts={
-                    layout.group_dir(data_dir, shard, current.shards): position
-                    for shard, position in current.positions.items()
-                },
-                topic_names={topic_id: NAMES[topic_id] for topic_id in current.folded},
-                before_swap=before_swap,
+                move=Move(
+                    {
+                        layout.group_dir(data_dir, shard, current.shards): position
+                        for shard, position in current.positions.items()
+                    },
+                    {topic_id: NAMES[topic_id] for topic_id in current.folded},
+                    before_swap=before_swap,
+                ),
             )
     (current,) = [snapshot for snapshot in snapshots if snapshot.fits(data_dir)]
     return current
@@ -181,9 +183,11 @@ def test_the_new_logs_are_on_the_disk_before_their_snapshot(tmp_path: Path) -> N
         owner_of(2),
         lambda _share: None,
         file_bytes=FILE_BYTES,
-        starts={layout.group_dir(str(tmp_path), 0, 1): snapshot.positions[0]},
-        topic_names=NAMES,
-        before_swap=lambda _logs: calls.extend(fs.log),
+        move=Move(
+            {layout.group_dir(str(tmp_path), 0, 1): snapshot.positions[0]},
+            NAMES,
+            before_swap=lambda _logs: calls.extend(fs.log),
+        ),
     )
     assert calls[-6:] == ["fdatasync", "pwritev", "fdatasync"] * 2
     assert fs.log[len(calls) :][:4] == ["rename", "fsync_dir", "rename", "fsync_dir"]
@@ -201,8 +205,7 @@ def test_a_snapshot_of_a_log_that_is_gone_is_refused(tmp_path: Path) -> None:
             BOOT_ID,
             owner_of(2),
             lambda _share: None,
-            starts={layout.group_dir(data_dir, 0, 1): snapshot.positions[0], missing: WalPosition(1, 0)},
-            topic_names=NAMES,
+            move=Move({layout.group_dir(data_dir, 0, 1): snapshot.positions[0], missing: WalPosition(1, 0)}, NAMES),
         )
     assert whole(data_dir, snapshot).keys() == set(NAMES)
 
@@ -218,7 +221,7 @@ def test_a_topic_that_neither_log_nor_snapshot_knows_is_refused(tmp_path: Path) 
             BOOT_ID,
             owner_of(2),
             lambda _share: None,
-            starts={layout.group_dir(data_dir, 0, 1): snapshot.positions[0]},
+            move=Move({layout.group_dir(data_dir, 0, 1): snapshot.positions[0]}, {}),
         )
 
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from topics.core.location import LOCATION_DELETED, LOCATION_LOST, offsets_of
-from topics.storage import segment_writer
+from topics.storage import segment_convert
 from topics.storage.frame import LOCATION_FLAGS, encode, lay_out, scan, stamp
 from topics.storage.segment import ENTRY, HEADER, TAIL
-from topics.storage.segment_writer import convert
+from topics.storage.segment_convert import convert
 
 TOPIC_ID = 9
 FILE_NO = 7
@@ -127,7 +127,7 @@ def test_frames_that_are_others_are_refused_wherever_they_are(rows: int) -> None
 
 def test_a_table_is_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise all of the above would hold without one."""
-    monkeypatch.delattr(segment_writer, "_one_by_one")
+    monkeypatch.delattr(segment_convert, "_one_by_one")
     record = (b"", b"t", b"123", b"")
     for sizes in (
         [32] * 5,

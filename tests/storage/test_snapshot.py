@@ -17,9 +17,9 @@ from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.snapshot import (
     BadSnapshot,
-    Loaded,
+    LoadedBody,
     UnknownSnapshotVersion,
-    load_snapshot,
+    load_body,
     read_snapshot,
     save_snapshot,
 )
@@ -54,7 +54,7 @@ def test_every_byte_is_where_the_format_says(data_dir: str) -> None:
 
 
 def test_there_is_none_yet(data_dir: str) -> None:
-    assert load_snapshot(FS, data_dir) is None
+    assert load_body(FS, data_dir) is None
     assert os.listdir(data_dir) == []
 
 
@@ -63,14 +63,14 @@ def test_there_is_none_yet(data_dir: str) -> None:
 def test_a_body_comes_back(body: bytes) -> None:
     with TemporaryDirectory() as data_dir:
         save_snapshot(FS, data_dir, body)
-        assert load_snapshot(FS, data_dir) == Loaded(1, body, [])
+        assert load_body(FS, data_dir) == LoadedBody(1, body, [])
 
 
 def test_numbers_increase_and_the_one_before_the_newest_stays(data_dir: str) -> None:
     for number, body in enumerate(BODIES, 1):
         assert save_snapshot(FS, data_dir, body) == (number, number - 1 or None)
         assert numbers(data_dir) == [one for one in (number - 1, number) if one]
-        assert load_snapshot(FS, data_dir) == Loaded(number, body, [])
+        assert load_body(FS, data_dir) == LoadedBody(number, body, [])
     assert read_snapshot(FS, data_dir, 2) == b"second"
     os.unlink(layout.snapshot_path(data_dir, 2))
     assert save_snapshot(FS, data_dir, b"fourth") == (4, 3)
@@ -88,12 +88,12 @@ def test_damaged_ones_are_passed_over_and_named(data_dir: str) -> None:
     damaged += [Path(layout.snapshot_path(data_dir, 2)).read_bytes()[:-1]]
     for content in damaged:
         put(data_dir, 3, content)
-        loaded = load_snapshot(FS, data_dir)
+        loaded = load_body(FS, data_dir)
         assert loaded is not None
         assert loaded[:2] == (2, b"second")
         (skipped,) = loaded.skipped
         assert skipped.path == path
-        assert str(skipped).startswith(f"{path}: not to be used, at offset {skipped.offset}: ")
+        assert str(skipped).startswith(f"{path}: cannot be used, at offset {skipped.offset}: ")
 
 
 @pytest.mark.parametrize("damage", ["bit", "short", "gone"])
@@ -111,7 +111,7 @@ def test_a_damaged_one_pushes_out_no_valid_one(data_dir: str, damage: str) -> No
     assert fallback == 2
     assert numbers(data_dir) == [2, number]
     put(data_dir, number, b"")
-    loaded = load_snapshot(FS, data_dir)
+    loaded = load_body(FS, data_dir)
     assert loaded is not None
     assert loaded[:2] == (2, b"second")
     assert save_snapshot(FS, data_dir, b"fifth") == (number + 1, 2)
@@ -125,19 +125,19 @@ def test_when_all_are_damaged_it_is_not_as_if_there_were_none(data_dir: str) -> 
     newest = put(data_dir, 2, b"")
     put(data_dir, 1, b"topic")
     with pytest.raises(BadSnapshot, match="the file ends inside its header") as caught:
-        load_snapshot(FS, data_dir)
+        load_body(FS, data_dir)
     assert caught.value.path == newest
 
 
 def test_one_that_goes_with_other_logs_is_passed_over(data_dir: str) -> None:
     for body in BODIES[:2]:
         save_snapshot(FS, data_dir, body)
-    loaded = load_snapshot(FS, data_dir, lambda body: body == b"first")
+    loaded = load_body(FS, data_dir, lambda body: body == b"first")
     assert loaded is not None
     assert loaded[:2] == (1, b"first")
     assert [bad.path for bad in loaded.skipped] == [layout.snapshot_path(data_dir, 2)]
     with pytest.raises(BadSnapshot, match="goes with other logs than those that are here"):
-        load_snapshot(FS, data_dir, lambda body: False)
+        load_body(FS, data_dir, lambda body: False)
 
 
 def test_an_unknown_version_is_refused_though_an_older_one_is_valid(data_dir: str) -> None:
@@ -147,7 +147,7 @@ def test_an_unknown_version_is_refused_though_an_older_one_is_valid(data_dir: st
     with pytest.raises(
         UnknownSnapshotVersion, match=r"version 2 is unknown \(this release reads version 1\)"
     ) as caught:
-        load_snapshot(FS, data_dir)
+        load_body(FS, data_dir)
     assert (caught.value.path, caught.value.version) == (path, 2)
 
 
@@ -169,7 +169,7 @@ def test_killed_at_any_call_the_former_or_the_new_one_counts(data_dir: str, nth:
     assert fs.log == SAVING[:nth]
     fs.bury()
     renamed = nth > 4 or (nth == 4 and error == Fault.LATE_CRASH)
-    assert load_snapshot(FS, data_dir) == (Loaded(3, b"third", []) if renamed else Loaded(2, b"second", []))
+    assert load_body(FS, data_dir) == (LoadedBody(3, b"third", []) if renamed else LoadedBody(2, b"second", []))
     # The one before is not removed until the new one's name is on the disk.
     assert (1 in numbers(data_dir)) == (nth < 7 or error != Fault.LATE_CRASH)
     save_snapshot(FS, data_dir, b"next")
@@ -193,7 +193,7 @@ def test_a_failure_is_told_and_the_former_ones_stay(data_dir: str, call: str, er
         assert len(os.listdir(layout.meta_dir(data_dir))) == len(numbers(data_dir))
     assert fs.struck == 1
     save_snapshot(FS, data_dir, b"next")
-    loaded = load_snapshot(FS, data_dir)
+    loaded = load_body(FS, data_dir)
     assert loaded is not None
     assert loaded.body == b"next"
     assert len(numbers(data_dir)) == 2

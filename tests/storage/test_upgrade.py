@@ -15,7 +15,7 @@ from topics.core.fold import Fold
 from topics.core.record_index import UnlocatedIndex
 from topics.core.routers import FeedFrameBody, FeedRouter, Router, RouterSpec
 from topics.storage import layout
-from topics.storage.filesystem import LookOnlyFileSystem, OsFileSystem, boot_id
+from topics.storage.filesystem import OsFileSystem, ReadOnlyFileSystem, boot_id
 from topics.storage.frame import FrameType, encode
 from topics.storage.log_fold import fold_frames
 from topics.storage.logfile import RefusedLog, WalIdentity, WalPosition
@@ -115,7 +115,7 @@ def test_a_snapshot_has_the_beginning_of_the_logs(tmp_path: Path, source_seq: in
     for shard, log_id in enumerate(log_ids):
         fold = Fold(lambda _topic_id: UnlocatedIndex())
         group = layout.group_dir(str(tmp_path), shard, SHARDS)
-        recovery = recover_group(LookOnlyFileSystem(), group, WalIdentity(shard, SHARDS, boot_id()))
+        recovery = recover_group(ReadOnlyFileSystem(), group, WalIdentity(shard, SHARDS, boot_id()))
         for batch in recovery:
             fold_frames(fold, batch, in_ram=False)
         assert recovery.end is not None

@@ -22,7 +22,7 @@ from topics.core.segment_list import SEALED as SEALED_FLAG
 from topics.core.seq_set import encode_runs
 from topics.core.shard_state import ShardState
 from topics.storage import layout
-from topics.storage.filesystem import LookOnlyFileSystem, OsFileSystem, boot_id
+from topics.storage.filesystem import OsFileSystem, ReadOnlyFileSystem, boot_id
 from topics.storage.frame import FrameType, encode
 from topics.storage.frame_columns import FrameColumns
 from topics.storage.lock import DataDirLock, DataDirLocked, holder_pid
@@ -30,11 +30,12 @@ from topics.storage.log_fold import fold_frames
 from topics.storage.logfile import WalIdentity, WalPosition
 from topics.storage.postings import write_postings
 from topics.storage.recovery import recover_group
+from topics.storage.segment_check import DamageFinding, FileKind, Report
 from topics.storage.segment_deletes import mark_deleted
 from topics.storage.segment_reader import SegmentReader
 from topics.storage.segment_writer import SegmentWriter
 from topics.storage.snapshot import decode_parts, encode_part, encode_parts, read_snapshot, save_snapshot
-from topics.storage.verify import DamageFinding, FileKind, NotADataDir, Report, verify
+from topics.storage.verify import NotADataDir, verify
 
 SEALED = [Record(b'"a"', b"n", b"t"), Record(b'"b"', tag=b"u"), Record(b'"c"', tag=b"t", meta=b'{"k":1}')]
 ACTIVE = [Record(b'"d"'), Record(b'"e"', tag=b"v")]
@@ -63,7 +64,7 @@ def snapshot(data_dir: str, shard: int, shards: int, log_id: int, position: WalP
     """As of that place in the log, which has all its files."""
     group = layout.group_dir(data_dir, shard, shards)
     fold = Fold(lambda _topic_id: UnlocatedIndex())
-    for batch in recover_group(LookOnlyFileSystem(), group, WalIdentity(shard, shards, boot_id())):
+    for batch in recover_group(ReadOnlyFileSystem(), group, WalIdentity(shard, shards, boot_id())):
         frames = FrameColumns.of(frame for frame in batch.frames if WalPosition(batch.file_no, frame[0]) < position)
         fold_frames(fold, batch._replace(frames=frames), in_ram=False)
     state = fold.state()
@@ -303,7 +304,7 @@ def test_files_of_other_versions_and_deleted_topics_are_notes(data_dir: str) -> 
     assert report.damage == []
     assert [note.rpartition(": ")[2] for note in report.notes] == [
         "the log knows no such topic",
-        "counts for nothing any more",
+        "no checkpoint counts it any more",
     ]
 
 

@@ -299,7 +299,7 @@ def test_bad_settings_are_told_before_anything_else(tmp_path: Path) -> None:
 def test_check_as_a_command(start: Start, tmp_path: Path) -> None:
     answer = command("check", "--port", "0", data_dir=tmp_path / "data")
     assert answer.returncode == 0
-    assert [line[:4] for line in answer.stdout.splitlines()] == ["ok  "] * 6
+    assert [line[:4] for line in answer.stdout.splitlines()] == ["ok  "] * 7
     service = start()
     service.wait_state("running")
     answer = command("check", "--port", "0", data_dir=service.data_dir)

@@ -20,7 +20,7 @@ from topics.storage import kill_points, layout
 from topics.storage.filesystem import OsFileSystem, boot_id
 from topics.storage.logfile import WalIdentity
 from topics.storage.recovery import recover_group
-from topics.storage.snapshot import load
+from topics.storage.snapshot import load_snapshot
 from topics.storage.verify import verify
 
 MINUTE_MS = 60_000
@@ -168,7 +168,7 @@ def test_a_log_whose_next_bytes_are_damaged_and_given_up(beside: Beside, segment
     beside.cut_beside(lambda: beside.ack(1, 50))
     beside.rig.shard.close()
     beside.rig.close()
-    snapshot = load(OsFileSystem(), beside.data_dir)
+    snapshot = load_snapshot(OsFileSystem(), beside.data_dir)
     assert snapshot is not None
     position = snapshot.parts[0].position
     with open(layout.log_path(layout.wal_dir(beside.data_dir), position.file_no), "r+b") as file:

@@ -17,7 +17,7 @@ from topics.shm.topic_messages import DeleteRecords, DeleteTopic
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, OsFileSystem, boot_id
 from topics.storage.reshard import finish_swap, needs_reshard, reshard
-from topics.storage.snapshot import load, plan_move
+from topics.storage.snapshot import load_snapshot, plan_move
 
 NAMES = [f"topic-{number}" for number in range(12)]
 Content = dict[str, list[tuple[int, bytes]]]
@@ -46,9 +46,7 @@ def move(fs: FileSystem, data_dir: str, shards: int) -> None:
         owner,
         lambda _share: None,
         file_bytes=1 << 20,
-        starts=plan.starts,
-        topic_names=plan.topic_names,
-        before_swap=plan.before_swap,
+        move=plan,
     )
 
 
@@ -99,7 +97,7 @@ def test_there_and_back(tmp_path: Path) -> None:
     content = make(data_dir)
     for shards in (3, 2, 4, 1):
         move(OsFileSystem(), data_dir, shards)
-        snapshot = load(OsFileSystem(), data_dir)
+        snapshot = load_snapshot(OsFileSystem(), data_dir)
         assert snapshot is not None
         assert [(part.shard, part.shards) for part in snapshot.parts] == [(shard, shards) for shard in range(shards)]
         for part in snapshot.parts:

@@ -13,7 +13,7 @@ from topics.core.names import owner_shard
 from topics.shm.topic_messages import CatchUp
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
-from topics.storage.snapshot import load
+from topics.storage.snapshot import load_snapshot
 from topics.storage.verify import verify
 
 DESTS = [f"dest-{number}" for number in range(6)]
@@ -46,7 +46,7 @@ def test_there_and_back(tmp_path: Path) -> None:
     for shards in (3, 2, 4, 1):
         move(OsFileSystem(), data_dir, shards)
         assert verify(data_dir, lambda _share: None).damage == []
-        snapshot = load(OsFileSystem(), data_dir)
+        snapshot = load_snapshot(OsFileSystem(), data_dir)
         assert snapshot is not None
         for part in snapshot.parts:
             state = part.decoded()

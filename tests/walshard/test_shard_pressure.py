@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.walshard.rig import Rig
+from topics.core.brake import Brake
 from topics.core.governor import FULL_FROM, INTERVAL_MS, WINDOW_US
 from topics.shm.control import Role
 from topics.walshard import shard_pressure as module
 from topics.walshard.shard_pressure import GATHERED_BYTES, ShardPressure
 
 MS = 1_000_000
+LIMIT_BYTES = 1000
 
 
 class Pressed:
@@ -23,13 +25,22 @@ class Pressed:
         self.rig = rig
         self.now = 0
         self.slept: list[float] = []
+        self.lag_bytes = 0
         self.meanwhile: Callable[[], None] = lambda: None
         """What others do while the shard sleeps."""
         frontend = rig.shared.control.cell(Role.FRONTEND, 0)
         frontend.supervisor.set("pid", 1)
         rig.cell.supervisor.set("pid", 1)
         self.others = frontend
-        self.pressure = ShardPressure(rig.shared.control, rig.cell, rig.outbox, lambda: self.now, self._sleep)
+        self.pressure = ShardPressure(
+            rig.shared.control,
+            rig.cell,
+            rig.outbox,
+            Brake(LIMIT_BYTES),
+            lambda: self.lag_bytes,
+            lambda: self.now,
+            self._sleep,
+        )
 
     def _sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
@@ -151,3 +162,22 @@ def test_a_process_that_is_gone_presses_nobody(pressed: Pressed) -> None:
     assert pressed.rig.shared.control.pressure() == 1.0
     pressed.others.supervisor.set("pid", 0)
     assert pressed.rig.shared.control.pressure() < 0.3
+
+
+def test_a_shard_whose_log_outgrows_its_snapshots_pauses_behind_each_group(pressed: Pressed) -> None:
+    def paused_after(lag_bytes: int, worked_ms: int) -> float:
+        pressed.lag_bytes = lag_bytes
+        pressed.press(0.0)
+        pressed.slept.clear()
+        pressed.rig.post_append("t", [b"1"])
+        assert pressed.turn(worked_ms)
+        return sum(pressed.slept)
+
+    assert paused_after(0, 1) == paused_after(LIMIT_BYTES // 2, 1) == 0
+    assert paused_after(LIMIT_BYTES, 1) == pytest.approx(0.004)
+    assert pressed.rig.cell.get("brake_ppm") == 500_000
+    assert paused_after(LIMIT_BYTES * 9, 1) == pytest.approx(0.008)
+    assert paused_after(LIMIT_BYTES * 9, 1000) == pytest.approx(0.2), "never for long at a time"
+    assert pressed.rig.cell.get("busy_ppm") < 1_000_000, "a pause is no work"
+    assert paused_after(0, 1) == 0
+    assert pressed.rig.cell.get("brake_ppm") == 0

@@ -10,7 +10,8 @@ import msgspec
 
 from topics.cli import EXIT_USAGE
 from topics.storage.lock import DataDirLocked
-from topics.storage.verify import NotADataDir, Report, verify
+from topics.storage.segment_check import Report
+from topics.storage.verify import NotADataDir, verify
 
 EXIT_DAMAGE: Final = 1
 _CODES: Final = """exit codes:

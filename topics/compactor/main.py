@@ -27,11 +27,11 @@ from topics.settings import Settings
 from topics.shm.control import ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.storage import kill_points, layout
-from topics.storage.filesystem import FileSystem, OsFileSystem, boot_id, syncfs_tells_errors
+from topics.storage.filesystem import FileSystem, OsFileSystem, boot_id, syncfs_reports_errors
 from topics.storage.logfile import RefusedLog, WalPosition
 from topics.storage.pins import Pinned, pins_dir, read_pinned
 from topics.storage.segment_store import LocalStore
-from topics.storage.snapshot import ShardPart, UnknownSnapshotVersion, load
+from topics.storage.snapshot import ShardPart, UnknownSnapshotVersion, load_snapshot
 
 FOLLOW_BYTES: Final = 2 * 2**20
 RETRY_MS: Final = 2_000
@@ -91,7 +91,7 @@ def build(
         while link.committed is None:
             link.take_notices()
             life.wait()
-    snapshot = load(fs, settings.data_dir)
+    snapshot = load_snapshot(fs, settings.data_dir)
     parts: dict[int, ShardPart] = {} if snapshot is None else {part.shard: part for part in snapshot.parts}
     followers = [_follow(fs, settings.data_dir, shared, link, parts.get(link.shard)) for link in links]
     for follower in followers:
@@ -127,7 +127,7 @@ def build(
         relocation = Relocation(fs, settings.data_dir, store, retention, helper, clock, pinned, wake)
         fetch = ColdFetch(fs, settings.data_dir, store, helper)
     one_by_one_max = SYNC_ONE_BY_ONE_MAX
-    if not syncfs_tells_errors(release := os.uname().release):
+    if not syncfs_reports_errors(release := os.uname().release):
         one_by_one_max = sys.maxsize
         log.info("segments are synced one by one: this kernel does not report failed syncs of a disk", kernel=release)
     compactor = Compactor(
@@ -173,7 +173,9 @@ def _follow(fs: FileSystem, data_dir: str, shared: SharedMemory, link: ShardLink
 
 def serve(compactor: Compactor, settings: Settings, life: Life, note: ClockNote) -> None:
     cell, clock = life.cell, life.clock
-    times = CutTimes(settings.checkpoint_interval_ms, settings.checkpoint_wal_bytes, clock.monotonic_ms())
+    # A shard is slowed when it has half of `max_replay_bytes` behind it: a cut must be due before that.
+    wal_bytes = min(settings.checkpoint_wal_bytes, settings.max_replay_bytes // 4 or settings.checkpoint_wal_bytes)
+    times = CutTimes(settings.checkpoint_interval_ms, wal_bytes, clock.monotonic_ms())
     upkeep_not_before_ms = 0
     pause_ms = min(HEARTBEAT_MS, settings.checkpoint_interval_ms)
     while not life.stopping:

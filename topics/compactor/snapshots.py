@@ -17,7 +17,7 @@ from topics.log import get_logger
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.logfile import WalPosition
-from topics.storage.snapshot import ShardPart, Snapshot, encode_part, encode_parts, load, save_snapshot
+from topics.storage.snapshot import ShardPart, Snapshot, encode_part, encode_parts, load_snapshot, save_snapshot
 from topics.storage.txn_files import SinkDamagedError, read_sink_head, stage_name
 
 log = get_logger()
@@ -49,7 +49,7 @@ class Snapshots:
         Returns True when the former newest one is the fallback now, or there was none. Raises OSError.
         """
         if len(parts) < self._shards:
-            newest = load(self._fs, self._data_dir)
+            newest = load_snapshot(self._fs, self._data_dir)
             assert newest is not None, "this process has saved or loaded it"
             parts = {part.shard: part for part in newest.parts} | parts
         body = encode_parts([parts[shard] for shard in sorted(parts)])

@@ -78,7 +78,8 @@ _WORDS: Final = {
     Role.WALSHARD: f"""{_COMMON}
         generation* topics* {_series("topics_{}*", CLASSES)} queue_topics* leases_in_flight* records_live* bytes_live*
         wal_file wal_offset committed wal_read_only wal_frames* wal_batches* wal_fsyncs* wal_bytes_written*
-        wal_bytes_found* wal_rotations* wal_unsynced_bytes queue_depth queue_depth_peak commit_window_us write_errors*
+        wal_bytes_found* wal_rotations* wal_unsynced_bytes queue_depth queue_depth_peak commit_window_us brake_ppm
+        write_errors*
         sessions* routers* router_copies* router_lag_records torn_bytes arena_bytes
         fsync_us_sum* {_series("fsync_us_{:02d}*", range(LATENCY_BUCKETS))} router_oversize* clock_offset_ms*""",
     Role.COMPACTOR: f"""{_COMMON}

@@ -1,11 +1,11 @@
-"""What time a service trusted last, so that the next one can tell a clock that was put forward from time that passed.
+"""The time that a service trusted last, so that the next one can tell a clock that was put forward from passed time.
 
     meta/clock.json, replaced as a whole by the compactor:
 
     {"version": 1, "boot_id": "<of the machine's boot>", "wall_ms": 1748467205000, "monotonic_ms": 81234567}
 
-`wall_ms` is the time by which records expired (`core/clock.py`) when the monotonic clock of that boot stood at
-`monotonic_ms`. It is no part of the data: without it a start has nothing to compare the clock with, and that is all.
+`wall_ms` is the time by which records expired (`core/clock.py`) when the monotonic clock of that boot was at
+`monotonic_ms`. The file is no part of the data: a start without it only has nothing to compare the clock with.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VERSION: Final = 1
 _Ms = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 
-class _Note(msgspec.Struct, kw_only=True):
+class _Note(msgspec.Struct):
     version: int
     boot_id: str
     wall_ms: _Ms
@@ -35,14 +35,13 @@ def clock_path(data_dir: str) -> str:
 
 
 def write_clock(fs: FileSystem, data_dir: str, trusted: TrustedTime) -> None:
-    """Durably. Raises OSError; the former one is as it was then."""
+    """Replace the file durably. Raises OSError; the former one is as it was then."""
     make_dirs(fs, layout.meta_dir(data_dir))
-    note = _Note(version=VERSION, boot_id=trusted.boot_id, wall_ms=trusted.wall_ms, monotonic_ms=trusted.monotonic_ms)
-    replace_file(fs, clock_path(data_dir), msgspec.json.encode(note))
+    replace_file(fs, clock_path(data_dir), msgspec.json.encode(_Note(VERSION, *trusted)))
 
 
 def read_clock(fs: FileSystem, data_dir: str) -> TrustedTime | None:
-    """None when there is none. Raises OSError, ValueError when it cannot be read."""
+    """Return the time in the file, None without a file. Raises OSError, ValueError if it is damaged."""
     path = clock_path(data_dir)
     if not fs.exists(path):
         return None
@@ -51,5 +50,5 @@ def read_clock(fs: FileSystem, data_dir: str) -> TrustedTime | None:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from error
     if note.version != VERSION:
-        raise ValueError(f"{path}: version {note.version} is unknown, this release knows {VERSION}")
+        raise ValueError(f"{path}: version {note.version} is unknown, this release reads version {VERSION}")
     return TrustedTime(note.boot_id, note.wall_ms, note.monotonic_ms)

@@ -1,8 +1,8 @@
 """Frames of the records that routers copy, made from the frames of their originals.
 
-A copy is an Append of the dest like any other. It is laid out without its ids, seq, time and checksum, which
-`frame.stamp` fills in for a whole page. Where a page passes its router unchanged, the frames of the originals are
-stamped anew as they are (`as_copies`), which costs a fraction of laying them out.
+A copy is an Append of the dest like any other. It is laid out without its topic id, seq, time and checksum, which
+`frame.stamp` fills in for a whole page. If a page passes its router unchanged, the frames of the originals are stamped
+again (`as_copies`), which costs a fraction of laying them out.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ from topics.storage.frame import (
     HEADER_LEN,
     HOPS_SHIFT,
     LENGTH_FIELD_LEN,
-    LOCATION_HAS_META,
-    LOCATION_HAS_NODE,
-    LOCATION_HAS_TAG,
+    LOCATION_FLAGS,
     OVERHEAD_LEN,
     TYPE_AT,
     Bytes,
@@ -41,7 +39,7 @@ _KEPT_FLAGS: Final = FLAG_META | FLAG_NODE | FLAG_TAG | 0xFF << HOPS_SHIFT & 0xF
 
 
 class Original(NamedTuple):
-    """A record as its frame has it: `frame` is that frame, and its payload begins at `payload_at`."""
+    """The parts of a record in its frame; the payload begins at `payload_at` of `frame`."""
 
     node: bytes
     tag: bytes
@@ -56,27 +54,18 @@ class Original(NamedTuple):
 
 
 def read_original(frame: memoryview, topic_id: int, seq: int) -> Original:
-    """The record in `frame`; ValueError when it is not this one."""
+    """Read the record in a frame of the log; ValueError if it is another or damaged."""
     frame_len, type_, flags, found_id, found_seq, _, node_len, tag_len, _ = HEADER.unpack_from(frame)
     found = (frame_len + LENGTH_FIELD_LEN, type_, found_id, found_seq)
     if found != (len(frame), FrameType.APPEND, topic_id, seq):
         raise ValueError(f"not record {seq} of topic {topic_id:#x}")
     if CHECKSUM.unpack_from(frame, len(frame) - CHECKSUM_LEN)[0] != xxh3_64_intdigest(frame[TYPE_AT:-CHECKSUM_LEN]):
         raise ValueError(f"the checksum of record {seq} of topic {topic_id:#x} does not match")
-    tag_at = HEADER_LEN + node_len
-    payload_at = tag_at + tag_len
-    return Original(
-        bytes(frame[HEADER_LEN:tag_at]),
-        bytes(frame[tag_at:payload_at]),
-        bool(flags & FLAG_META),
-        flags >> HOPS_SHIFT,
-        frame,
-        payload_at,
-    )
+    return _parts(frame, flags, HEADER_LEN, node_len, tag_len)
 
 
 def read_segment_original(frame: memoryview, seq: int) -> Original:
-    """As `read_original`, of a segment's frame (`segment.py`)."""
+    """Read the record in a frame of a segment (`segment.py`); ValueError if it is another or damaged."""
     if len(frame) < segment.HEADER_LEN + segment.TAIL_LEN:
         raise ValueError(f"no frame of record {seq}: {len(frame)} bytes")
     _, flags, found_seq, _, node_len, tag_len, data_len = segment.HEADER.unpack_from(frame)
@@ -85,41 +74,30 @@ def read_segment_original(frame: memoryview, seq: int) -> Original:
         frame[LENGTH_FIELD_LEN:-CHECKSUM_LEN]
     ):
         raise ValueError(f"the checksum of record {seq} does not match")
-    tag_at = segment.HEADER_LEN + node_len
-    payload_at = tag_at + tag_len
-    if found_seq != seq or payload_at + data_len + CHECKSUM_LEN != len(frame):
+    if found_seq != seq or segment.HEADER_LEN + node_len + tag_len + data_len + CHECKSUM_LEN != len(frame):
         raise ValueError(f"not record {seq}")
-    return Original(
-        bytes(frame[segment.HEADER_LEN : tag_at]),
-        bytes(frame[tag_at:payload_at]),
-        bool(flags & FLAG_META),
-        flags >> HOPS_SHIFT,
-        frame,
-        payload_at,
-    )
+    return _parts(frame, flags, segment.HEADER_LEN, node_len, tag_len)
+
+
+def _parts(frame: memoryview, flags: int, node_at: int, node_len: int, tag_len: int) -> Original:
+    tag_at = node_at + node_len
+    payload_at = tag_at + tag_len
+    node, tag = bytes(frame[node_at:tag_at]), bytes(frame[tag_at:payload_at])
+    return Original(node, tag, bool(flags & FLAG_META), flags >> HOPS_SHIFT, frame, payload_at)
 
 
 def lay_out_copy(node: bytes, tag: bytes, payload: Bytes, has_meta: bool, hops: int) -> tuple[bytes, int]:
-    """(an unstamped frame, its location flags). A copy is never the last frame of its write: the cursor is."""
+    """Return (an unstamped frame, its location flags). A copy is never the last frame of its write: the cursor is."""
     flags = FLAG_MORE | hops << HOPS_SHIFT
-    location_flags = 0
-    if node:
-        flags |= FLAG_NODE
-        location_flags |= LOCATION_HAS_NODE
-    if tag:
-        flags |= FLAG_TAG
-        location_flags |= LOCATION_HAS_TAG
-    if has_meta:
-        flags |= FLAG_META
-        location_flags |= LOCATION_HAS_META
+    flags |= (FLAG_NODE if node else 0) | (FLAG_TAG if tag else 0) | (FLAG_META if has_meta else 0)
     frame_len = OVERHEAD_LEN - LENGTH_FIELD_LEN + len(node) + len(tag) + len(payload)
     header = HEADER.pack(frame_len, FrameType.APPEND, flags, 0, 0, 0, len(node), len(tag), len(payload))
-    return b"".join((header, node, tag, payload, bytes(CHECKSUM_LEN))), location_flags
+    return b"".join((header, node, tag, payload, bytes(CHECKSUM_LEN))), LOCATION_FLAGS[flags]
 
 
 def as_copies(buffer: bytearray, offset_len: Sequence[int], topic_id: int, first_seq: int) -> None:
-    """Turns the frames of records from `first_seq` on into unstamped copies, in place. ValueError when one is not the
-    record with its seq, or its checksum does not match: a damaged record must not get a good checksum.
+    """Turn the frames of records from `first_seq` on into unstamped copies, in place. Raises ValueError if one is not
+    the record with its seq, or is damaged: a damaged record must not get a good checksum.
     """
     view = memoryview(buffer)
     unpack, unpack_checksum = _TYPE_AND_IDS.unpack_from, CHECKSUM.unpack_from

@@ -1,12 +1,12 @@
 """The seam between the storage code and the disk: every call that can fail, lose or tear bytes goes through here.
 
-Production has one implementation, plain system calls. Tests have better ones: they fail the Nth call, cut a write
-short, stop the world between two calls. So the surface is kept to calls whose effect on a disk can be stated; there
-is no mmap (readers map files themselves, and only ever published bytes) and no buffered file object.
+Production has one implementation, plain system calls. Tests have others: they fail the Nth call, cut a write short, or
+stop between two calls. So the surface has only calls whose effect on a disk can be stated: no mmap (readers map files
+themselves, and only published bytes) and no buffered file object.
 
-How a group reaches its log file is chosen once, when the service starts, by trying it where the log will be
-(`choose_write_path`). `pwritev` hands the kernel all pieces of a group in one call. Where a file system does not take
-it, the pieces are joined and written by `pwrite`: one more copy in memory, nothing else changes. Both are followed by
+The service chooses once, when it starts, how a group reaches its log file, by trying it where the log will be
+(`choose_write_path`). `pwritev` hands the kernel all pieces of a group in one call. If the file system does not take
+it, the pieces are joined and written by `pwrite`, at the cost of one more copy in memory. Both are followed by
 `fdatasync` (decision 7 says why not by RWF_DSYNC).
 """
 
@@ -16,15 +16,15 @@ import ctypes
 import errno
 import os
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import Any, Final, Protocol, cast
 
 from topics.storage.frame import Bytes
 
 BOOT_ID_PATH = "/proc/sys/kernel/random/boot_id"
-_SYNCFS_TELLS_ERRORS: Final = (5, 8)
+_SYNCFS_REPORTS_ERRORS: Final = (5, 8)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -32,44 +32,36 @@ class FileSystem(Protocol):
     """Calls raise OSError as the system does; a descriptor is an int that only this file system understands."""
 
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
-        """`flags` are os.O_*; O_CLOEXEC is implied."""
-        ...
+        """Open a file; `flags` are os.O_*, and O_CLOEXEC is implied."""
 
     def close(self, fd: int) -> None: ...
 
     def size_bytes(self, fd: int) -> int: ...
 
     def pread(self, fd: int, length: int, offset: int) -> bytes:
-        """May return less than `length`, b"" at the end of the file."""
-        ...
+        """Read `length` bytes or fewer, b"" at the end of the file."""
 
     def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
-        """One vectored write of at most IOV_MAX buffers; returns the bytes written, which may be fewer."""
-        ...
+        """Write at most IOV_MAX buffers with one call; return the bytes written, which may be fewer."""
 
     def fdatasync(self, fd: int) -> None:
-        """Puts the data onto the disk, and the metadata needed to read it back (size, extents)."""
-        ...
+        """Put the data onto the disk, and the metadata needed to read it back (size, extents)."""
 
     def fsync_dir(self, path: str) -> None:
-        """Makes creations, renames and removals inside the directory durable."""
-        ...
+        """Make creations, renames and removals inside the directory durable."""
 
     def sync_all(self, path: str) -> None:
-        """Puts everything onto the disk that was written to the file system that `path` is on, names included: one call
-        for what would be thousands. See `syncfs_tells_errors`.
+        """Put everything onto the disk that was written to the file system of `path`, names included: one call instead
+        of thousands. See `syncfs_reports_errors`.
         """
-        ...
 
     def ftruncate(self, fd: int, size_bytes: int) -> None: ...
 
     def fallocate(self, fd: int, offset: int, length: int) -> None:
-        """Reserves space (ENOSPC comes here rather than later) and extends the file; new bytes read as zeros."""
-        ...
+        """Reserve space (ENOSPC comes here rather than later) and extend the file; new bytes read as zeros."""
 
     def rename(self, source: str, target: str) -> None:
-        """Atomic; replaces a file at `target`."""
-        ...
+        """Rename atomically; replace a file at `target`."""
 
     def unlink(self, path: str) -> None: ...
 
@@ -83,7 +75,7 @@ class FileSystem(Protocol):
 
 
 class OsFileSystem:
-    """The real file system. Any number of processes may have theirs. `vectored`: see `choose_write_path`."""
+    """The real file system. Any number of processes may have one. `choose_write_path` explains `vectored`."""
 
     def __init__(self, vectored: bool = True) -> None:
         self._vectored = vectored
@@ -147,16 +139,26 @@ class OsFileSystem:
         return os.path.exists(path)
 
 
-def syncfs_tells_errors(release: str) -> bool:
-    """True if `OsFileSystem.sync_all` fails where something could not be written: before Linux 5.8, syncfs(2) is silent
-    about that. `release` is that of `os.uname()`; one without a number counts as old.
+@contextmanager
+def opened(fs: FileSystem, path: str, flags: int) -> Iterator[int]:
+    """Open a file inside the block."""
+    fd = fs.open(path, flags)
+    try:
+        yield fd
+    finally:
+        fs.close(fd)
+
+
+def syncfs_reports_errors(release: str) -> bool:
+    """True if `OsFileSystem.sync_all` raises when something could not be written; syncfs(2) before Linux 5.8 does not.
+    `release` is that of `os.uname()`; one without a number counts as old.
     """
     version = re.match(r"(\d+)\.(\d+)", release)
-    return version is not None and (int(version[1]), int(version[2])) >= _SYNCFS_TELLS_ERRORS
+    return version is not None and (int(version[1]), int(version[2])) >= _SYNCFS_REPORTS_ERRORS
 
 
 def make_dirs(fs: FileSystem, path: str) -> None:
-    """Makes `path` and its missing parents durably: each new entry is synced into its parent."""
+    """Make `path` and its missing parents durably: each new entry is synced into its parent."""
     if fs.exists(path):
         return
     parent = os.path.dirname(path) or "."
@@ -167,29 +169,27 @@ def make_dirs(fs: FileSystem, path: str) -> None:
 
 
 def read_all(fs: FileSystem, path: str) -> bytes:
-    """Reads the whole file. Raises OSError with the path."""
-    fd = fs.open(path, os.O_RDONLY)
-    try:
-        remaining = fs.size_bytes(fd)
-        pieces: list[bytes] = []
-        offset = 0
-        while remaining:
-            piece = fs.pread(fd, remaining, offset)
-            if not piece:
-                break
-            pieces.append(piece)
-            offset += len(piece)
-            remaining -= len(piece)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, path) from error
-    finally:
-        fs.close(fd)
+    """Read the whole file. Raises OSError with the path."""
+    with opened(fs, path, os.O_RDONLY) as fd:
+        try:
+            return read_up_to(fs, fd, fs.size_bytes(fd), 0)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, path) from error
+
+
+def read_up_to(fs: FileSystem, fd: int, length: int, offset: int) -> bytes:
+    """Read `length` bytes, fewer only at the end of the file. Raises OSError."""
+    pieces: list[bytes] = []
+    end = offset + length
+    while offset < end and (piece := fs.pread(fd, end - offset, offset)):
+        pieces.append(piece)
+        offset += len(piece)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 def write_all(fs: FileSystem, fd: int, content: Bytes, offset: int) -> None:
-    """Writes all into a file that grows for it. Of a disk with room for a part the system takes that part, and the rest
-    meets the reason. Raises OSError; some of it may be written then.
+    """Write all of `content` into a file that grows for it. A nearly full disk takes a part, and tells the reason with
+    the rest. Raises OSError; some of it may be written then.
     """
     written = 0
     while written < len(content):
@@ -200,30 +200,34 @@ def write_all(fs: FileSystem, fd: int, content: Bytes, offset: int) -> None:
 
 
 def replace_file(fs: FileSystem, path: str, content: bytes) -> None:
-    """Makes the file, or a new one in its place, durably: it has its name only once it is whole and on the disk.
+    """Make or replace a file durably: it gets its name only once it is whole and on the disk.
 
     Raises OSError; the former file is as it was then, unless only the directory's sync failed.
     """
-    tmp_path = path + ".tmp"
-    fd = fs.open(tmp_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    try:
-        try:
-            write_all(fs, fd, content, 0)
-            fs.fdatasync(fd)
-        finally:
-            fs.close(fd)
-        fs.rename(tmp_path, path)
-    except OSError:
-        # The error that brought us here is the one to report; a leftover never counts for anything.
-        with suppress(OSError):
-            fs.unlink(tmp_path)
-        raise
+    with new_file(fs, path, os.O_WRONLY) as fd:
+        write_all(fs, fd, content, 0)
     fs.fsync_dir(os.path.dirname(path))
 
 
+@contextmanager
+def new_file(fs: FileSystem, path: str, flags: int) -> Iterator[int]:
+    """Write a file inside the block, under another name; sync and rename it at the end, or remove it after an error."""
+    tmp_path = path + ".tmp"
+    try:
+        with opened(fs, tmp_path, flags | os.O_CREAT | os.O_TRUNC) as fd:
+            yield fd
+            fs.fdatasync(fd)
+        fs.rename(tmp_path, path)
+    except BaseException:
+        # The error that is being raised is the one to report; nothing reads a leftover.
+        with suppress(OSError):
+            fs.unlink(tmp_path)
+        raise
+
+
 def boot_id() -> str:
-    """An id that changes with every boot of the machine: bytes that a power loss may have torn were written under
-    another one.
+    """Return an id that changes with every boot of the machine. Bytes that a power loss may have torn were written
+    under another one.
     """
     with open(BOOT_ID_PATH, encoding="ascii") as file:
         return file.read().strip()
@@ -232,10 +236,10 @@ def boot_id() -> str:
 _ACCESS_MODE: Final = os.O_RDONLY | os.O_WRONLY | os.O_RDWR
 
 
-class LookOnlyFileSystem(OsFileSystem):
-    """A file system that reads and never changes a thing: recovery can be asked what it would do, without doing it.
+class ReadOnlyFileSystem(OsFileSystem):
+    """A file system that changes nothing: recovery shows what it would do, without doing it.
 
-    Changes succeed and have no effect; a file that would be made reads as empty.
+    Changes succeed and have no effect; a file that would be created reads as empty.
     """
 
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
@@ -246,23 +250,9 @@ class LookOnlyFileSystem(OsFileSystem):
     def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
         return sum(map(len, buffers))
 
-    def fdatasync(self, fd: int) -> None: ...
+    def _nothing(self, *_: Any, **__: Any) -> None: ...
 
-    def fsync_dir(self, path: str) -> None: ...
-
-    def sync_all(self, path: str) -> None: ...
-
-    def ftruncate(self, fd: int, size_bytes: int) -> None: ...
-
-    def fallocate(self, fd: int, offset: int, length: int) -> None: ...
-
-    def rename(self, source: str, target: str) -> None: ...
-
-    def unlink(self, path: str) -> None: ...
-
-    def mkdir(self, path: str) -> None: ...
-
-    def rmdir(self, path: str) -> None: ...
+    fdatasync = fsync_dir = sync_all = ftruncate = fallocate = rename = unlink = mkdir = rmdir = _nothing
 
 
 _PROBE_NAME: Final = ".write-path.tmp"
@@ -270,18 +260,18 @@ _PIECES: Final = (b"top", b"", b"ics")
 
 
 class WritePath(IntEnum):
-    """How a group reaches its file, as the control page has it; 0 is not chosen yet."""
+    """The call by which a group reaches its file, as the control page has it; 0 is not chosen yet."""
 
     PWRITEV = 1
     PWRITE = 2
 
     def file_system(self) -> OsFileSystem:
-        """Returns the file system that writes that way."""
+        """Return the file system that writes that way."""
         return OsFileSystem(vectored=self is WritePath.PWRITEV)
 
 
 def choose_write_path(directory: str, candidate: FileSystem | None = None) -> WritePath:
-    """Returns PWRITEV if `directory` takes it and reads back the same bytes. Raises OSError when it takes no writes."""
+    """Return PWRITEV if `directory` takes it and reads back the same bytes. Raises OSError if it takes no writes."""
     fs = candidate or OsFileSystem()
     make_dirs(fs, directory)
     path = os.path.join(directory, _PROBE_NAME)
@@ -300,9 +290,7 @@ def choose_write_path(directory: str, candidate: FileSystem | None = None) -> Wr
 
 
 def deferring_syncs(fs: FileSystem) -> FileSystem:
-    """Returns `fs` without its syncs: its user calls `sync_all` on `fs` itself when everything is written. So many
-    files cost one sync.
-    """
+    """Return `fs` without its syncs, so that many files cost one sync: `sync_all` of `fs` itself, by the caller."""
     return cast(FileSystem, _DeferringSyncs(fs))
 
 
@@ -314,7 +302,7 @@ class _DeferringSyncs:
         return getattr(self._fs, name)
 
     def fdatasync(self, fd: int) -> None:
-        """Does nothing: `sync_all` comes later."""
+        """Do nothing: the caller's `sync_all` comes later."""
 
     def fsync_dir(self, path: str) -> None:
-        """Does nothing: `sync_all` comes later."""
+        """Do nothing: the caller's `sync_all` comes later."""

@@ -1,11 +1,11 @@
-"""The format of a data directory as a whole, so that a release knows data that it must not go on with as they are.
+"""The format of a data directory as a whole, so that a release recognizes data that it must not use as they are.
 
     meta/format.json, made at the first start, before any shard runs:
 
     {"version": 2}
 
-Version 2: the copies that routers make are in the log of their dest before anybody sees them. Data without the mark are
-new, or of release 0.1.0 (`upgrade.py`).
+Version 2: the copies that routers make are in the log of their dest before a reader sees them. Data without the mark
+are new, or of release 0.1.0 (`upgrade.py`).
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ def mark_path(data_dir: str) -> str:
 
 
 def write_mark(fs: FileSystem, data_dir: str) -> None:
-    """Makes the mark of this release durably. Raises OSError."""
+    """Make the mark of this release durably. Raises OSError."""
     make_dirs(fs, layout.meta_dir(data_dir))
     replace_file(fs, mark_path(data_dir), msgspec.json.encode(_Mark(VERSION)))
 
 
 def has_mark(fs: FileSystem, data_dir: str) -> bool:
-    """Tells whether this release may go on with the data as they are; False when they have no mark yet.
-
-    Raises RefusedLog when they never may be used by this release, OSError.
+    """True if this release may use the data as they are; False if they have no mark yet. Raises RefusedLog if this
+    release must never use them, OSError.
     """
     path = mark_path(data_dir)
     if not fs.exists(path):
@@ -47,7 +46,7 @@ def has_mark(fs: FileSystem, data_dir: str) -> bool:
     try:
         version = msgspec.json.decode(read_all(fs, path), type=_Mark).version
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RefusedLog(path, f"{path}: not to be read: {error}; restore it from a copy") from error
+        raise RefusedLog(path, f"{path}: cannot be decoded: {error}; restore it from a copy") from error
     if version != VERSION:
         raise RefusedLog(
             path,

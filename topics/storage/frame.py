@@ -1,5 +1,5 @@
-"""The WAL frame: how one record or control entry lies in a log file. Others have the offsets
-inside a frame from here, and do many frames at a time: `frame_columns.py`, `segment_writer.py`.
+"""The WAL frame: the form of one record or control entry in a log file. Other modules take the offsets inside a frame
+from here to handle many frames at a time: `frame_columns.py`, `segment_convert.py`.
 
 All integers are little-endian.
 
@@ -14,8 +14,8 @@ All integers are little-endian.
                  a control frame's own body otherwise
     checksum   = XXH3-64 of bytes [4, checksum)
 
-A frame of a zero length is no frame: space that was reserved and never written reads as zeros. The frame carries no
-version of its own: the first frame of every file does (`logfile.py`), and a new type or flag is a new version there.
+A length of zero is no frame: space that was reserved and never written reads as zeros. A frame has no version of its
+own: the first frame of every file has it (`logfile.py`), and a new type or flag is a new version there.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ FLAG_DURABLE = 4
 FLAG_MORE = 8  # more frames of the same atomic write follow
 FLAG_META = 16
 HOPS_SHIFT = 5
-"""The upper three bits: how often a copy has been around a cycle of routers."""
+"""The upper three bits count how often a copy has passed a cycle of routers."""
 
-# What a location entry repeats of a frame, so that a reader need not look into the file (bits 0 and 1 are not ours).
+# Flags of a frame that its location entry repeats, for readers that do not read the file (others own bits 0 and 1).
 LOCATION_HAS_TAG = 4
 LOCATION_HAS_NODE = 8
 LOCATION_HAS_META = 16
@@ -57,7 +57,7 @@ LOCATION_FLAGS = [
     | (LOCATION_HAS_META if flags & FLAG_META else 0)
     for flags in range(256)
 ]
-"""By the flags of a frame: those of its location (`core/location.py`) that say what it has."""
+"""Flags of the location (`core/location.py`) of a frame, by the frame's flags."""
 
 NODE_MAX_BYTES = 0xFFFF
 TAG_MAX_BYTES = 0xFFFF
@@ -67,17 +67,17 @@ LENGTH_FIELD_LEN = 4
 TYPE_AT = 4
 FLAGS_AT = 5
 IDS_AT = 6
-_IDS = Struct("<QQQ")  # topic_id, seq, ts: what only the shard knows
+_IDS = Struct("<QQQ")  # topic_id, seq, ts: the shard stamps them
 _DATA_KEY = b'"data":'
 _META_KEY = b',"meta":'
 _NO_CHECKSUM = bytes(CHECKSUM_LEN)
 _JOINED_AT_ONCE_LEN = 2 << 20
 
-# The header of an unstamped Append, with the room for the checksum of the frame before it: one pack and one join entry
-# less a record than packing the two apart.
+# The header of an unstamped Append, behind room for the checksum of the frame before it: packing both together saves
+# one pack and one join entry a record.
 _ATTRIBUTE_HEADER = Struct(f"<{CHECKSUM_LEN}xIBB24xHHI")
-# The same for a record without node, tag and meta, where type, flags and both zero lengths are constants and the
-# payload's key follows at once.
+# The same for a record without node, tag and meta: type, flags and both zero lengths are constants, and the payload's
+# key follows.
 _PLAIN_HEADER = Struct(f"<{CHECKSUM_LEN}xIH24xII{len(_DATA_KEY)}s")
 
 
@@ -101,7 +101,7 @@ class FrameType(IntEnum):
     RAM_STATE = 37
     ROUTER_CURSOR = 38
     ROUTER_SOURCE = 39
-    """Version 0.1.0 wrote it. It is read and means nothing; number 40 was another of its types."""
+    """A type of version 0.1.0, read without effect. Number 40 was another one."""
     JOB_ATTRIBUTES = 48
     ACK = 49
     CURSOR = 50
@@ -112,11 +112,11 @@ _PLAIN_TYPE_AND_FLAGS = FrameType.APPEND | FLAG_MORE << 8
 
 
 class FrameTooLarge(ValueError):  # noqa: N818 — named for what it is, as the whole house does
-    """A part of a record is longer than the frame's length field can say."""
+    """A part of a record is longer than its length field in the frame can hold."""
 
 
 def encode(type: int, flags: int, topic_id: int, seq: int, ts: int, node: Bytes, tag: Bytes, data: Bytes) -> bytes:
-    """One complete frame, checksum included. FLAG_NODE and FLAG_TAG follow from `node` and `tag`.
+    """Encode one complete frame, checksum included. FLAG_NODE and FLAG_TAG follow from `node` and `tag`.
 
     Raises FrameTooLarge for a node or tag over 64 KiB or a payload that frame_len cannot hold.
     """
@@ -131,7 +131,7 @@ def encode(type: int, flags: int, topic_id: int, seq: int, ts: int, node: Bytes,
 
 @dataclass(slots=True, frozen=True)
 class LaidOut:
-    """Append frames back to back, complete but for what the shard stamps: topic_id, seq, ts and the checksums."""
+    """Append frames back to back, without topic_id, seq, ts and checksums: the shard stamps these."""
 
     buffer: bytearray
     offsets: array[int]  # u64: start of each frame in `buffer`
@@ -141,10 +141,10 @@ class LaidOut:
 
 
 def lay_out(records: Iterable[tuple[bytes, bytes, Bytes, Bytes]]) -> LaidOut:
-    """The frames of one atomic write. A record is (node, tag, data, meta): UTF-8 and raw JSON, b"" where absent.
+    """Lay out the frames of one atomic write. A record is (node, tag, data, meta): UTF-8 and raw JSON, b"" for none.
 
-    Every frame but the last carries FLAG_MORE. Raises FrameTooLarge when a part does not fit its length field or the
-    whole does not fit 4 GiB.
+    Every frame but the last has FLAG_MORE. Raises FrameTooLarge if a part does not fit its length field or the whole
+    does not fit 4 GiB.
     """
     parts: list[Bytes] = []
     add = parts.append
@@ -170,18 +170,8 @@ def lay_out(records: Iterable[tuple[bytes, bytes, Bytes, Bytes]]) -> LaidOut:
         except struct.error:
             _check_lengths(len(node), len(tag), len(_DATA_KEY) + len(data) + len(_META_KEY) + len(meta))
             raise
-    count = len(lengths)
-    if not count:
-        return LaidOut(bytearray(), array("Q"), array("Q"), b"", 0)
     add(_NO_CHECKSUM)
-    offsets = list(accumulate(lengths, initial=0))
-    whole_len = offsets.pop()
-    if whole_len >> 32:
-        raise _write_too_large(whole_len)
-    buffer = _joined(parts, whole_len)
-    buffer[offsets[-1] + FLAGS_AT] &= ~FLAG_MORE & 0xFF
-    offset_len = array("Q", [offset | length << 32 for offset, length in zip(offsets, lengths, strict=True)])
-    return LaidOut(buffer, array("Q", offsets), offset_len, bytes(flags) if has_attributes else bytes(count), count)
+    return _laid_out(parts, lengths, bytes(flags) if has_attributes else bytes(len(lengths)))
 
 
 class _PlainHeaders(dict[int, bytes]):
@@ -201,28 +191,31 @@ _plain_headers = _PlainHeaders()
 
 
 def lay_out_plain(data: Sequence[Bytes]) -> LaidOut:
-    """`lay_out` of records that have nothing but data: the same bytes in 0.6 of the time."""
+    """Lay out records that have only data: the same bytes as `lay_out` in 0.6 of the time."""
     count = len(data)
-    if not count:
-        return lay_out(())
     data_lens = list(map(len, data))
     parts: list[Bytes] = [_NO_CHECKSUM] * (2 * count + 1)
     parts[0:-1:2] = [_plain_headers[data_len] for data_len in data_lens]
     parts[1::2] = data
     extra_len = OVERHEAD_LEN + len(_DATA_KEY)
-    lengths = [data_len + extra_len for data_len in data_lens]
+    return _laid_out(parts, [data_len + extra_len for data_len in data_lens], bytes(count))
+
+
+def _laid_out(parts: list[Bytes], lengths: list[int], flags: bytes) -> LaidOut:
+    """Join frames of these lengths, of which only the last gets no FLAG_MORE."""
     offsets = list(accumulate(lengths, initial=0))
     whole_len = offsets.pop()
     if whole_len >> 32:
-        raise _write_too_large(whole_len)
+        raise FrameTooLarge(f"a write of {whole_len} bytes: the frames of one write must fit 4 GiB")
     buffer = _joined(parts, whole_len)
-    buffer[offsets[-1] + FLAGS_AT] &= ~FLAG_MORE & 0xFF
+    if offsets:
+        buffer[offsets[-1] + FLAGS_AT] &= ~FLAG_MORE & 0xFF
     offset_len = array("Q", [offset | length << 32 for offset, length in zip(offsets, lengths, strict=True)])
-    return LaidOut(buffer, array("Q", offsets), offset_len, bytes(count), count)
+    return LaidOut(buffer, array("Q", offsets), offset_len, flags, len(lengths))
 
 
 def _joined(parts: list[Bytes], whole_len: int) -> bytearray:
-    """The frames of so many bytes. Long ones piece by piece: joining tens of MB at once would hold up other threads."""
+    """Join frames; many bytes piece by piece, because joining tens of MB at once would hold up other threads."""
     if whole_len <= _JOINED_AT_ONCE_LEN:
         buffer = bytearray().join(parts)
     else:
@@ -235,23 +228,16 @@ def _joined(parts: list[Bytes], whole_len: int) -> bytearray:
     return buffer
 
 
-def _write_too_large(whole_len: int) -> FrameTooLarge:
-    return FrameTooLarge(f"a write of {whole_len} bytes: the frames of one write must fit 4 GiB")
-
-
 def _add_record(parts: list[Bytes], node: bytes, tag: bytes, data: Bytes, meta: Bytes) -> tuple[int, int]:
-    """The general record: returns (location flags, length of the whole frame)."""
+    """Add a record that has more than data; return (location flags, length of the whole frame)."""
     node_len, tag_len, data_len = len(node), len(tag), len(_DATA_KEY) + len(data)
-    flags, location_flags = FLAG_MORE, 0
+    flags = FLAG_MORE
     if tag_len:
         flags |= FLAG_TAG
-        location_flags |= LOCATION_HAS_TAG
     if node_len:
         flags |= FLAG_NODE
-        location_flags |= LOCATION_HAS_NODE
     if meta:
         flags |= FLAG_META
-        location_flags |= LOCATION_HAS_META
         data_len += len(_META_KEY) + len(meta)
     frame_len = OVERHEAD_LEN - LENGTH_FIELD_LEN + node_len + tag_len + data_len
     parts.append(_ATTRIBUTE_HEADER.pack(frame_len, FrameType.APPEND, flags, node_len, tag_len, data_len))
@@ -260,7 +246,7 @@ def _add_record(parts: list[Bytes], node: bytes, tag: bytes, data: Bytes, meta: 
     if meta:
         parts.append(_META_KEY)
         parts.append(meta)
-    return location_flags, frame_len + LENGTH_FIELD_LEN
+    return LOCATION_FLAGS[flags], frame_len + LENGTH_FIELD_LEN
 
 
 def stamp(
@@ -271,13 +257,13 @@ def stamp(
     ts: int,
     extra_flags: int,
 ) -> None:
-    """Complete laid-out frames in place: contiguous seqs from `first_seq`, one `ts` (ms), `extra_flags`, checksums.
+    """Complete laid-out frames in place: consecutive seqs from `first_seq`, one `ts` (ms), `extra_flags`, checksums.
 
     `buffer` is writable and holds the frames at the offsets of `offset_len` (offset | length << 32).
     """
     view = memoryview(buffer)
     pack_ids, pack_checksum = _IDS.pack_into, CHECKSUM.pack_into
-    if extra_flags:  # apart from the loop below, which runs without a flag for most classes
+    if extra_flags:  # not in the loop below: most classes have none
         for entry in offset_len:
             view[(entry & 0xFFFF_FFFF) + FLAGS_AT] |= extra_flags
     seq = first_seq
@@ -290,7 +276,7 @@ def stamp(
 
 
 class Frame(NamedTuple):
-    """A valid frame, its parts copied out of the file."""
+    """A valid frame; its parts are copies."""
 
     type: int
     flags: int
@@ -304,7 +290,7 @@ class Frame(NamedTuple):
 
 
 class Defect(StrEnum):
-    """Why the bytes at an offset are not a frame."""
+    """The reason why the bytes at an offset are not a frame."""
 
     EMPTY = "no frame (length zero)"
     LENGTH = "frame length runs past the end"
@@ -324,7 +310,9 @@ FrameTuple: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int]
 
 
 class Scan(NamedTuple):
-    """The valid frames from the start on, and what ended them (None: exactly the end)."""
+    """The valid frames from the start on, the end of the last one, and the defect behind it: None at the end of the
+    bytes, or after as many frames as were asked for.
+    """
 
     frames: list[FrameTuple]
     end: int
@@ -332,10 +320,7 @@ class Scan(NamedTuple):
 
 
 def scan(buffer: Bytes, start: int, end: int, limit: int = 2**63) -> Scan:
-    """The frames that lie back to back in buffer[start:end], fully validated, up to the first defect or `limit` frames.
-
-    `.end` is where the last valid frame ends; after `limit` frames the defect is None though `.end` is below `end`.
-    """
+    """Read and validate the frames that lie back to back in buffer[start:end], up to a defect or `limit` frames."""
     view = memoryview(buffer)
     frames: list[FrameTuple] = []
     add = frames.append
@@ -366,12 +351,12 @@ def scan(buffer: Bytes, start: int, end: int, limit: int = 2**63) -> Scan:
         limit -= 1
     if offset == end or not limit:
         return Scan(frames, offset, None)
-    # Fewer bytes than the smallest frame: zeros if the space was never written, else the beginning of a frame.
+    # Fewer bytes than the smallest frame: zeros if the space was never written, or the beginning of a frame.
     return Scan(frames, offset, Defect.LENGTH if any(view[offset:end]) else Defect.EMPTY)
 
 
 def read_frame(buffer: Bytes, offset: int, end: int) -> Frame | FrameDefect:
-    """The frame at `offset`, fully validated, or why there is none. `end` is where the readable bytes end."""
+    """Read and validate the frame at `offset`; return the defect if there is none. The bytes end at `end`."""
     frames, _, defect = scan(buffer, offset, end, limit=1)
     if not frames:
         return FrameDefect(offset, defect if defect is not None else Defect.EMPTY)

@@ -1,9 +1,9 @@
 """Frames of a log as columns: one array, or one string of bytes, for each field of all frames.
 
-`scan_columns` finds what `frame.scan` finds frame by frame, for a fraction of its cost where frames are many. Frames of
-one length that lie back to back, as records of a batch often do, are a table whose columns are steps over its bytes.
-Other frames are walked through one by one for their lengths, and are checked together after that. Neither way judges:
-where anything is not as it should be, `frame.scan` looks at the same frames again and says what it is.
+`scan_columns` finds what `frame.scan` finds frame by frame, at a fraction of the cost for many frames. Frames of one
+length that lie back to back, such as records of a batch, are a table: its columns are steps over its bytes. Other
+frames are walked one by one for their lengths, then checked together. If anything is wrong, `frame.scan` reads the same
+frames again and says what.
 """
 
 from __future__ import annotations
@@ -40,18 +40,16 @@ from topics.storage.frame import (
 
 HEAD_WORDS: Final = 4
 _STRETCH_MAX: Final = 4096
-"""So many frames of a write are looked at as one, however long it is; where they have several topics, fewer are looked
-at again.
-"""
+"""The most frames of a write that are compared at once; they are compared again if they have several topics."""
 _HAS_MORE: Final = bytes(1 if flags & FLAG_MORE else 0 for flags in range(256))
 _LOCATION_FLAGS: Final = bytes(LOCATION_FLAGS)
 
 
 class FrameColumns(Sequence[FrameTuple]):
-    """Valid frames in the order of the log, n of them; as a sequence they are frames as `frame.scan` gives them.
+    """Valid frames in the order of the log; as a sequence they are frames as `frame.scan` gives them.
 
-    `offset_len`: n × (offset | total_len << 32). `types`, `flags`: a byte each. `heads`: HEAD_WORDS words each:
-    topic_id, seq, ts, node_len | tag_len << 16 | data_len << 32. The columns do not change.
+    `offset_len` has a word for each frame, offset | total_len << 32. `types` and `flags` have a byte each. `heads` has
+    HEAD_WORDS words each: topic_id, seq, ts, node_len | tag_len << 16 | data_len << 32. The columns do not change.
     """
 
     __slots__ = ("_stretches", "flags", "heads", "offset_len", "types")
@@ -115,7 +113,7 @@ class FrameColumns(Sequence[FrameTuple]):
         )
 
     def without(self, types: bytes) -> FrameColumns:
-        """Returns the frames that are of none of these types."""
+        """Return the frames that are of none of these types."""
         if not self.of_any(types):
             return self
         kept = FrameColumns.none()
@@ -130,24 +128,24 @@ class FrameColumns(Sequence[FrameTuple]):
         return kept
 
     def of_any(self, types: bytes) -> int:
-        """Counts the frames of these types."""
+        """Count the frames of these types."""
         return len(self.types) - len(self.types.translate(None, types))
 
     def find(self, *types: int) -> int:
-        """Returns the number of the first frame of any of these types; n without one."""
+        """Return the number of the first frame of any of these types; the count of frames without one."""
         found = [at for type_ in types if (at := self.types.find(type_)) >= 0]
         return min(found, default=len(self))
 
     def from_offset(self, offset: int) -> FrameColumns:
-        """Returns the frames that begin at `offset` or behind it."""
+        """Return the frames that begin at `offset` or behind it."""
         return self[bisect_left(self.offset_len, offset, key=lambda place: place & 0xFFFF_FFFF) :]
 
     def complete(self) -> int:
-        """Counts the frames up to the last one that ends a write."""
+        """Count the frames up to the last one that ends a write."""
         return len(self.flags.translate(_HAS_MORE).rstrip(b"\1"))
 
     def stretches(self) -> list[tuple[int, int]]:
-        """Yields (start, stop) of frames of one type and topic, all in order; the next stretch may be of the same."""
+        """Return (start, stop) of frames of one type and topic, all in order; the next stretch may be of the same."""
         if self._stretches is None:
             has_more = self.flags.translate(_HAS_MORE)
             writes_are_long = has_more.count(1) * 8 > len(has_more) * 7
@@ -155,7 +153,7 @@ class FrameColumns(Sequence[FrameTuple]):
         return self._stretches
 
     def kinds_and_topics(self) -> set[tuple[int, int]]:
-        """Returns (type, topic_id) of all frames, each pair once."""
+        """Return (type, topic_id) of all frames, each pair once."""
         return {(self.types[start], self.heads[start * HEAD_WORDS]) for start, _ in self.stretches()}
 
     def _frame_by_frame(self) -> list[tuple[int, int]]:
@@ -168,7 +166,7 @@ class FrameColumns(Sequence[FrameTuple]):
         return list(zip([0, *borders], [*borders, count], strict=True)) if count else []
 
     def _write_by_write(self, has_more: bytes) -> Iterator[tuple[int, int]]:
-        # The frames of a write are of one topic as a rule, which is asked of all of them at once.
+        # The frames of a write are usually of one topic, so all are compared at once.
         types, topic_ids = self.types, self.heads[0::HEAD_WORDS]
         count = len(types)
         start = 0
@@ -189,7 +187,7 @@ class FrameColumns(Sequence[FrameTuple]):
             start = stop
 
     def entries(self, file_no: int, more_flags: int) -> array[int]:
-        """Returns index entries (`core/location.py`) of all frames, as if all were Appends; each gets `more_flags`."""
+        """Return index entries (`core/location.py`) of all frames, as if all were Appends; each gets `more_flags`."""
         count = len(self.types)
         files = bytearray(file_no.to_bytes(8, "little") * count)
         flags = self.flags.translate(_LOCATION_FLAGS)
@@ -209,18 +207,18 @@ _FRAME_LEN_MIN: Final = OVERHEAD_LEN - LENGTH_FIELD_LEN
 _START: Final = Struct("<IH")  # frame_len, type | flags << 8
 
 _TABLE_ROWS: Final = (512, 256, 128, 64, 32, 16)
-"""Tables have few sizes, so that the structs for them are made once; for fewer rows a walk is as fast."""
+"""Numbers of rows of a table: few, so that the structs for them are made once. For fewer rows a walk is as fast."""
 _WALK_FRAMES: Final = 128
 _ALIKE: Final = 8
-"""A walk ends behind so many frames of one length: they look like a table."""
+"""Number of frames of one length after which a walk ends: a table may begin."""
 _COPIED_MAX_BYTES: Final = 1 << 18
-"""So many bytes are copied at once, so that they are hashed while in the cache. Longer frames are not copied at all."""
+"""The most bytes that are copied at once, so that they are hashed while in the cache. Longer frames are not copied."""
 
 _KNOWN: Final = bytes(sorted(KNOWN_TYPES))
 
 
 class ColumnScan(NamedTuple):
-    """The result of a scan, as `frame.Scan`."""
+    """The result of a scan; see `frame.Scan`."""
 
     frames: FrameColumns
     end: int
@@ -228,7 +226,7 @@ class ColumnScan(NamedTuple):
 
 
 def scan_columns(buffer: Bytes, start: int, end: int, limit: int) -> ColumnScan:
-    """Scans as `frame.scan` does: it finds the same frames up to the same end."""
+    """Scan as `frame.scan` does: find the same frames up to the same end."""
     view = memoryview(buffer)
     found = FrameColumns.none()
     offset = start
@@ -253,8 +251,8 @@ def scan_columns(buffer: Bytes, start: int, end: int, limit: int) -> ColumnScan:
 
 
 class _Table(NamedTuple):
-    """Structs for so many frames of one length. `bodies` gives the hashed bytes of each and its checksum, `heads` its
-    head; `lengths` are the four columns of frame_len.
+    """Structs for a number of frames of one length: `bodies` unpacks the hashed bytes and the checksum of each, `heads`
+    its head. `lengths` are the four columns of frame_len.
     """
 
     bodies: Struct
@@ -274,7 +272,7 @@ def _table_of(total_len: int, rows: int) -> _Table:
 
 
 def _table(view: memoryview, offset: int, end: int, limit: int) -> FrameColumns | None:
-    """Returns valid frames that are as long as the one at `offset`; None when there are not enough of them."""
+    """Return valid frames that are as long as the one at `offset`; None if there are not enough of them."""
     rows_min = _TABLE_ROWS[-1]
     if limit < rows_min or offset + rows_min * OVERHEAD_LEN > end:
         return None
@@ -293,7 +291,7 @@ def _table(view: memoryview, offset: int, end: int, limit: int) -> FrameColumns 
 
 
 def _rows(table: bytes, offset: int, total_len: int, rows: int) -> FrameColumns | None:
-    """Returns the frames of `table`; None when anything is amiss with them."""
+    """Return the frames of `table`; None if any is not valid."""
     structs = _table_of(total_len, rows)
     if any(table[at::total_len] != column for at, column in enumerate(structs.lengths)):
         return None
@@ -308,7 +306,7 @@ def _rows(table: bytes, offset: int, total_len: int, rows: int) -> FrameColumns 
 
 
 class _BodyParts(dict[int, Callable[[memoryview, int], tuple[bytes, int]]]):
-    """Returns structs for the hashed bytes of a frame and its checksum, by frame_len."""
+    """Functions that unpack the hashed bytes of a frame and its checksum, by frame_len."""
 
     def __missing__(self, frame_len: int) -> Callable[[memoryview, int], tuple[bytes, int]]:
         if len(self) >= 4096:
@@ -323,7 +321,7 @@ _body_parts = _BodyParts()
 
 
 def _walk(view: memoryview, offset: int, end: int, limit: int) -> tuple[FrameColumns | None, int]:
-    """Returns (valid frames from `offset` on, their number), or (None, the number of frames looked at)."""
+    """Return (valid frames from `offset` on, their number), or (None, the number of frames that were read)."""
     bodies: list[bytes] = []
     checksums: list[int] = []
     kinds: list[int] = []
@@ -362,9 +360,7 @@ def _walk(view: memoryview, offset: int, end: int, limit: int) -> tuple[FrameCol
 
 
 def _places(offsets: array[int], lengths: array[int]) -> array[int]:
-    """Returns offset | total_len << 32 of each. It works by halves, for integers beyond 2^30 take several times as long
-    to make.
-    """
+    """Return offset | total_len << 32 of each, made of halves: integers beyond 2^30 take several times as long."""
     halves = array("I", bytes(8 * len(offsets)))
     halves[0::2] = offsets
     halves[1::2] = lengths
@@ -374,8 +370,8 @@ def _places(offsets: array[int], lengths: array[int]) -> array[int]:
 def _are_valid(
     bodies: Sequence[bytes], checksums: Sequence[int], types: bytes, heads: array[int], is_table: bool
 ) -> bool:
-    """True if `frame.scan` would take all of these for frames. `bodies` are as long as their frame_len says; in a table
-    all are as long as the first.
+    """True if `frame.scan` would accept all of these frames. `bodies` are as long as their frame_len says, in a table
+    all of one length.
     """
     if types.translate(None, _KNOWN):
         return False

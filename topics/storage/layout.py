@@ -9,18 +9,18 @@
         CURRENT, wal-<20 digits>.log
       wal.new/, wal.old/                 only while the shard count changes (`reshard.py`)
       topics/<topic id, 16 hex>/         the segments of one topic (`segment.py`), named by their first seq
-        seg-<20 digits>.data, .idx       frames, and where each lies
-        seg-<20 digits>.tags             which record has which tag (`postings.py`); only of sealed segments
-        seg-<20 digits>.<n>.data, …      the same segment, rewritten for the nth time
+        seg-<20 digits>.data, .idx       frames, and their places
+        seg-<20 digits>.tags             records by tag (`postings.py`); only of sealed segments
+        seg-<20 digits>.<n>.data, …      the same segment after its nth rewriting
       meta/snapshot.<20 digits>.bin      numbered; the newest valid one counts (`snapshot.py`)
-      meta/format.json                   which format the directory has (`format_mark.py`)
-      meta/clock.json                    what time the service trusted last (`clock_file.py`)
-      txn/stages/<stage id>.stage        records a transaction holds back (`txn_files.py`)
-      txn/sinks/<32 hex>.sink            what a sink has committed (`txn_files.py`)
-    <ram dir>/shard-<NN>/                the same for `ephemeral` topics; wiped when the service starts
+      meta/format.json                   the format of the directory (`format_mark.py`)
+      meta/clock.json                    the time that the service trusted last (`clock_file.py`)
+      txn/stages/<stage id>.stage        records that a transaction holds back (`txn_files.py`)
+      txn/sinks/<32 hex>.sink            the last batch that a sink has committed (`txn_files.py`)
+    <ram dir>/shard-<NN>/                a group for `ephemeral` topics; wiped when the service starts
 
-A group is one shard's log: a directory with files that one process writes. A name that ends in `.tmp` is a file that
-never came to be.
+A group is one shard's log: a directory with files that one process writes. A name that ends in `.tmp` is of a file that
+was never completed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _SNAPSHOT_NAME = re.compile(r"snapshot\.(\d{20})\.bin")
 
 
 class Group(NamedTuple):
-    """One shard's log as found on disk."""
+    """One shard's log on the disk."""
 
     shard: int
     path: str
@@ -66,18 +66,18 @@ def wal_dir(data_dir: str) -> str:
 
 
 def group_dir(data_dir: str, shard: int, shards: int) -> str:
-    """Where shard `shard` of `shards` keeps its log."""
+    """Return the directory of the log of shard `shard` of `shards`."""
     return group_dir_in(wal_dir(data_dir), shard, shards)
 
 
 def group_dir_in(root: str, shard: int, shards: int) -> str:
-    """The same below another root than `wal/`."""
+    """Return the directory of a shard's log below another root than `wal/`."""
     assert 0 <= shard < shards
     return root if shards == 1 else os.path.join(root, _shard_name(shard))
 
 
 def ram_group_dir(ram_dir: str, shard: int) -> str:
-    """Where shard `shard` keeps the log of its `ephemeral` topics."""
+    """Return the directory of the log of a shard's `ephemeral` topics."""
     return os.path.join(ram_dir, _shard_name(shard))
 
 
@@ -90,25 +90,25 @@ def log_path(directory: str, file_no: int) -> str:
 
 
 def log_file_no(name: str) -> int | None:
-    """The number in a log file's name, None for any other name."""
+    """Return the number in a log file's name, None for any other name."""
     match = _LOG_NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def belongs_to_log(name: str) -> bool:
-    """Whether a name in a group's directory is one that the log itself gives."""
+    """True if a file of this name in a group's directory is part of the log."""
     return name == CURRENT_NAME or log_file_no(name) is not None or name.endswith(TMP_SUFFIX)
 
 
 def list_log_files(fs: FileSystem, directory: str) -> list[int]:
-    """The numbers of the group's log files, ascending; empty when the directory does not exist."""
+    """Return the numbers of the group's log files, ascending; none if the directory does not exist."""
     if not fs.exists(directory):
         return []
     return sorted(number for name in fs.listdir(directory) if (number := log_file_no(name)) is not None)
 
 
 def discover_groups(fs: FileSystem, root: str) -> list[Group]:
-    """Every group below a wal directory, flat or sharded, by shard number."""
+    """Return every group below a wal directory, flat or sharded, by shard number."""
     if not fs.exists(root):
         return []
     names = fs.listdir(root)
@@ -129,12 +129,12 @@ def sinks_dir(data_dir: str) -> str:
 
 
 def topics_dir(data_dir: str) -> str:
-    """Where the segments of all topics are; also below a cold directory."""
+    """Return the directory of the segments of all topics, in a data or cold directory."""
     return os.path.join(data_dir, TOPICS_NAME)
 
 
 def topic_dir(data_dir: str, topic_id: int) -> str:
-    """Where one topic's segments are."""
+    """Return the directory of one topic's segments."""
     return os.path.join(topics_dir(data_dir), f"{topic_id:016x}")
 
 
@@ -151,7 +151,7 @@ def segment_tags_path(directory: str, first_seq: int, version: int = 0) -> str:
 
 
 def discover_topics(fs: FileSystem, data_dir: str) -> list[int]:
-    """The ids of topics that have a directory for segments, ascending."""
+    """Return the ids of topics that have a directory for segments, ascending."""
     root = topics_dir(data_dir)
     if not fs.exists(root):
         return []
@@ -159,30 +159,29 @@ def discover_topics(fs: FileSystem, data_dir: str) -> list[int]:
 
 
 class SegmentName(NamedTuple):
-    """What the files of a segment are called by; `version` counts how often it was rewritten."""
+    """The parts of the names of a segment's files; `version` counts its rewritings."""
 
     first_seq: int
     version: int
 
 
 def parse_segment_file(file_name: str) -> tuple[SegmentName, str] | None:
-    """The segment and which of its files ("data", "idx", "tags") a name is of; None for any other name."""
+    """Return (the segment, "data", "idx" or "tags") of the name of a segment's file; None for any other name."""
     match = _SEGMENT_NAME.fullmatch(file_name)
     return (SegmentName(int(match[1]), int(match[2] or 0)), match[3]) if match else None
 
 
 def topic_id_of(directory_name: str) -> int | None:
-    """The topic that a directory of segments is named after; None for any other name."""
+    """Return the topic of a directory of segments; None for any other name."""
     return int(directory_name, 16) if _TOPIC_NAME.fullmatch(directory_name) else None
 
 
 def discover_segments(fs: FileSystem, directory: str) -> dict[SegmentName, set[str]]:
-    """Which of "data", "idx" and "tags" exist of each segment; ascending. Empty when the directory does not exist."""
+    """Return the files ("data", "idx", "tags") of each segment, ascending; none if the directory does not exist."""
     found: dict[SegmentName, set[str]] = {}
     for name in fs.listdir(directory) if fs.exists(directory) else ():
-        match = _SEGMENT_NAME.fullmatch(name)
-        if match:
-            found.setdefault(SegmentName(int(match[1]), int(match[2] or 0)), set()).add(match[3])
+        if parsed := parse_segment_file(name):
+            found.setdefault(parsed[0], set()).add(parsed[1])
     return dict(sorted(found.items()))
 
 
@@ -195,7 +194,7 @@ def snapshot_path(data_dir: str, number: int) -> str:
 
 
 def list_snapshots(fs: FileSystem, data_dir: str) -> list[int]:
-    """The numbers of all snapshots, ascending."""
+    """Return the numbers of all snapshots, ascending."""
     directory = meta_dir(data_dir)
     if not fs.exists(directory):
         return []

@@ -1,7 +1,7 @@
-"""One service per data directory: an exclusive flock on `.topics.lock`, which holds the owner's pid.
+"""The lock of a data directory, one service each: an exclusive flock on `.topics.lock`, which holds the owner's pid.
 
 The kernel drops the lock with the last descriptor of the process that took it, however it ends, so there is no stale
-lock; the pid in the file is for people and counts only while the lock is held. Forked children inherit the lock, so it
+lock. The pid in the file is for people, and counts only while the lock is held. Forked children inherit the lock, which
 is held until the last of them has ended: no file ever has two writers.
 """
 
@@ -16,10 +16,10 @@ from topics.storage.layout import lock_path
 
 
 class DataDirLocked(Exception):  # noqa: N818 — named for what it is
-    """Another service runs on this data directory. `.pid` is its process, None when it had not said so yet."""
+    """Another service runs on this data directory. `.pid` is its process, None if the file does not have it yet."""
 
     def __init__(self, data_dir: str, pid: int | None) -> None:
-        holder = f"process {pid}" if pid is not None else "a process that is just starting"
+        holder = f"process {pid}" if pid is not None else "a process that is starting"
         super().__init__(
             f"data directory {data_dir} is in use by {holder}; stop that service or choose another TOPICS_DATA_DIR"
         )
@@ -39,7 +39,7 @@ class DataDirNotWritable(Exception):  # noqa: N818
 
 
 class DataDirLock:
-    """Held from `acquire` until `release` or the end of the process."""
+    """The exclusive lock, held from `acquire` until `release` or the end of the process."""
 
     def __init__(self, fd: int, path: str) -> None:
         self._fd = fd
@@ -47,7 +47,7 @@ class DataDirLock:
 
     @classmethod
     def acquire(cls, data_dir: str) -> DataDirLock:
-        """Makes the directory if need be and locks it. Raises DataDirLocked or DataDirNotWritable at once."""
+        """Make the directory if it is missing, and lock it. Raises DataDirLocked or DataDirNotWritable at once."""
         path = lock_path(data_dir)
         try:
             os.makedirs(data_dir, mode=0o700, exist_ok=True)
@@ -56,6 +56,9 @@ class DataDirLock:
             raise DataDirNotWritable(data_dir, error) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Writing also proves that the directory takes writes (not on a read-only mount or a full disk).
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, b"%d\n" % os.getpid(), 0)
         except BlockingIOError:
             pid = _read_pid(fd)
             os.close(fd)
@@ -63,26 +66,19 @@ class DataDirLock:
         except OSError as error:
             os.close(fd)
             raise DataDirNotWritable(data_dir, error) from error
-        try:
-            # Writing is also the proof that the directory takes writes (a read-only mount, a full disk).
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, b"%d\n" % os.getpid(), 0)
-        except OSError as error:
-            os.close(fd)
-            raise DataDirNotWritable(data_dir, error) from error
         return cls(fd, path)
 
     def release(self) -> None:
-        """The file stays: removing it would let two services lock two different inodes."""
+        """Release the lock. The file stays: if it were removed, two services could lock two different inodes."""
         os.ftruncate(self._fd, 0)
         os.close(self._fd)
 
 
 @contextmanager
 def inspecting(data_dir: str) -> Iterator[None]:
-    """No service runs on the directory, and none can start, inside the block; others may inspect it as well.
+    """Keep services from starting on the directory inside the block; others may inspect it as well. Changes nothing.
 
-    Changes nothing. Raises DataDirLocked. A directory without a lock file (a copy) has nobody to be kept out.
+    Raises DataDirLocked if a service runs. A directory without a lock file is a copy, and is not locked.
     """
     try:
         fd = os.open(lock_path(data_dir), os.O_RDONLY | os.O_CLOEXEC)
@@ -100,13 +96,13 @@ def inspecting(data_dir: str) -> Iterator[None]:
 
 
 def holder_pid(data_dir: str) -> int | None:
-    """The pid of the service that holds the lock, None when nobody does (or it has not written its pid yet)."""
+    """Return the pid of the service that holds the lock, None if nobody does (or it has not written its pid yet)."""
     try:
         fd = os.open(lock_path(data_dir), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:
-        # A shared lock is refused exactly while the exclusive one is held, and two askers do not disturb each other.
+        # A shared lock is refused exactly while the exclusive one is held, and two callers do not disturb each other.
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return _read_pid(fd)

@@ -1,7 +1,7 @@
-"""Frames of a log into the fold: the bytes of `frame.py` meet the rules of `core/fold.py`.
+"""The way of a log's frames (`frame.py`) into the fold (`core/fold.py`).
 
 Recovery reads a whole log this way, the compactor follows one, and the offline check repeats the fold of a start
-(`Folding`); all see the same topics.
+(`OfflineFold`): all of them get the same topics.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _APART_FROM_RECORDS: Final[Mapping[int, _Apply]] = {
     FrameType.CURSOR: lambda fold, topic_id, _seq, data, _ram: fold.cursor(topic_id, data),
     FrameType.SESSION: lambda fold, _id, _seq, data, _ram: fold.session(data),
 }
-"""The fold takes nothing from these frames that has to do with the records before them."""
+"""Frames that have nothing to do with the records before them."""
 _BEHIND_RECORDS: Final[Mapping[int, _Apply]] = {
     FrameType.TOPIC_CREATE: lambda fold, topic_id, _seq, data, _ram: fold.topic_create(topic_id, data),
     FrameType.CONFIG_UPDATE: lambda fold, topic_id, _seq, data, _ram: fold.config_update(topic_id, data),
@@ -47,12 +47,12 @@ _BEHIND_RECORDS: Final[Mapping[int, _Apply]] = {
     FrameType.ROUTER_DELETE: lambda fold, _id, seq, _data, _ram: fold.routers.deleted(seq),
     FrameType.ROUTER_CURSOR: lambda fold, topic_id, seq, data, in_ram: fold.router_cursor(topic_id, seq, data, in_ram),
 }
-"""These frames see their topic with all records before them."""
+"""Frames that need their topic to have all records before them."""
 _NOT_FOLDED: Final = frozenset((FrameType.FILE_START, FrameType.FILE_END, FrameType.SYNC_MARK, FrameType.ROUTER_SOURCE))
 
 
 def fold_frames(fold: Fold, batch: RecoveredFile, in_ram: bool) -> None:
-    """Feeds one batch, in order. `in_ram`: the batch is of the RAM log. Raises FoldError."""
+    """Feed one batch of the durable or the RAM log, in order. Raises FoldError."""
     frames = batch.frames
     entries = frames.entries(batch.file_no, LOCATION_IN_RAM_LOG if in_ram else 0)
     runs: dict[int, array[int]] = {}
@@ -82,11 +82,11 @@ def fold_frames(fold: Fold, batch: RecoveredFile, in_ram: bool) -> None:
         fold.records(run_topic_id, run, in_ram)
 
 
-class Known(NamedTuple):
-    """What one log says of a topic.
+class LoggedTopic(NamedTuple):
+    """A topic as one log has it.
 
     `deleted` are seqs (ascending) whose deletion segments may not have yet. `live` counts the live records from
-    `earliest_seq` to `head_seq`, None where the log cannot know (records were in RAM, or their log is lost).
+    `earliest_seq` to `head_seq`; None if the log cannot know (records were in RAM, or their log is lost).
     `live_behind` of them are in no segment.
     """
 
@@ -98,7 +98,7 @@ class Known(NamedTuple):
 
 
 class _Index(UnlocatedIndex):
-    """An index for the check. `deleted` and `lost` are the seqs of which the log says so, in its order."""
+    """An index for the check. `deleted` and `lost` are the seqs that the log has as such, in its order."""
 
     __slots__ = ("deleted", "lost")
 
@@ -117,8 +117,8 @@ class _Index(UnlocatedIndex):
         self.deleted.extend(seqs)
 
 
-class Folding:
-    """The fold that a start would do, from a snapshot's part or from nothing. Raises FoldError, msgspec.DecodeError."""
+class OfflineFold:
+    """The fold of a start, from a snapshot's part or from nothing. Raises FoldError, msgspec.DecodeError."""
 
     def __init__(self, part: ShardPart | None) -> None:
         self._fold = Fold(lambda _topic_id: _Index())
@@ -127,7 +127,7 @@ class Folding:
             self._fold.restore(part.decoded())
 
     def add(self, batch: RecoveredFile) -> None:
-        """Adds the next frames of the log; those that the snapshot has are passed over."""
+        """Feed the next frames of the log; those that the snapshot covers are skipped."""
         position = self._position
         frames = batch.frames
         if batch.file_no < position.file_no:
@@ -138,29 +138,27 @@ class Folding:
             fold_frames(self._fold, batch._replace(frames=frames), in_ram=False)
 
     def state(self) -> ShardState:
-        """The state that a snapshot would hold. FoldError when the log lacks records."""
+        """Return the state that a snapshot would hold. Raises FoldError if the log lacks records."""
         return self._fold.state()
 
-    def known(self) -> dict[int, Known]:
-        """Returns live topics by id. Raises FoldError when the log lacks records."""
+    def topics(self) -> dict[int, LoggedTopic]:
+        """Return live topics by id. Raises FoldError if the log lacks records."""
         self._fold.state()
-        found = {}
-        for topic in self._fold.topics.values():
-            assert isinstance(topic.index, _Index)
-            found[topic.id] = self._known(topic, topic.index)
-        return found
+        return {topic.id: self._logged(topic) for topic in self._fold.topics.values()}
 
-    def _known(self, topic: Topic, index: _Index) -> Known:
+    def _logged(self, topic: Topic) -> LoggedTopic:
+        index = topic.index
+        assert isinstance(index, _Index)
         deleted = frozenset(index.deleted)
         behind_seq = max(topic.earliest_seq, index.segments.last_seq + 1)
         gone = sum(1 for seq in deleted.union(index.lost) if behind_seq <= seq <= topic.head_seq)
-        # Behind an accepted loss segments go on where the log has ended, and may lack what is in between.
+        # After an accepted loss segments go on behind the end of the log, and records between may be missing.
         is_counted = (
             self._fold.is_counted(topic)
             and index.segments.last_seq <= topic.head_seq
             and index.segments.dense_from_seq <= topic.earliest_seq
         )
-        return Known(
+        return LoggedTopic(
             list(index.segments),
             array("Q", sorted(deleted)),
             topic.earliest_seq,

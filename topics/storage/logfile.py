@@ -1,15 +1,15 @@
-"""The log file: what surrounds the frames of one `wal-<20 digits>.log`. Version 2.
+"""The log file `wal-<20 digits>.log`: the frames around those of the writes. Version 2.
 
     ┌────────────┬──────────────────────────────────────────────────┬──────────┬─────────────────────┐
     │ FILE_START │ groups of writes, SYNC_MARKs between them        │ FILE_END │ zeros, never written │
     └────────────┴──────────────────────────────────────────────────┴──────────┴─────────────────────┘
 
-    FILE_START  msgpack map, the fields of `FileStart`. Every file has a durable one before it gets its name.
+    FILE_START  msgpack map, the fields of `FileStart`. It is durable before the file gets its name.
     SYNC_MARK   topic_id = file_no, seq = offset: every byte below that offset was on the disk before the mark was
-                written. What is damaged below a mark is corruption, never a torn tail.
-    FILE_END    topic_id = file_no, seq = its own offset. Durable before the next file gets its first write. The active
-                file has none, nor has a file whose sync failed: the next file's `previous_end` says where that one
-                ends, whatever lies behind.
+                written. Damage below a mark is corruption, never a torn tail.
+    FILE_END    topic_id = file_no, seq = its own offset. It is durable before the next file gets its first write. The
+                active file has none, nor has a file whose sync failed: that one ends at the next file's `previous_end`,
+                whatever lies behind.
 
 A write (frames up to one without FLAG_MORE) and a group of writes never span two files. CURRENT holds the name of the
 active file and a newline; a file after it exists at most as a spare: FILE_START and zeros.
@@ -24,7 +24,7 @@ from typing import Final, Literal
 import msgspec
 
 from topics.storage import layout
-from topics.storage.filesystem import FileSystem, read_all
+from topics.storage.filesystem import FileSystem, new_file, opened, read_all, replace_file
 from topics.storage.frame import Bytes, Frame, FrameType, encode, read_frame
 
 LOG_VERSION: Final = 2
@@ -35,7 +35,7 @@ _FILE_START_MAX_BYTES: Final = 4096
 
 
 class WalIdentity(msgspec.Struct, frozen=True):
-    """Whose log it is, and which boot of the machine writes it."""
+    """The shard that a log is of, and the boot of the machine that writes it."""
 
     shard: int
     shards: int
@@ -43,8 +43,8 @@ class WalIdentity(msgspec.Struct, frozen=True):
 
 
 class FileStart(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The first frame of a file. `log_id` is random and the same in all files of a group: a file that strayed in
-    from another log is found out.
+    """The first frame of a file. `log_id` is random and the same in all files of a group, so that a file of another
+    log is noticed.
     """
 
     version: int
@@ -57,17 +57,17 @@ class FileStart(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WalEnd(msgspec.Struct, frozen=True):
-    """Where a recovered log goes on: everything before it is valid and on the disk, everything behind it is zeros."""
+    """The end of a recovered log: everything before it is valid and on the disk, everything behind it is zeros."""
 
     file_no: int
     offset: int
     log_id: int
     boot_id: str
-    """The boot that made the file, see `WalWriter`."""
+    """The boot in which the file was made, see `WalWriter`."""
 
 
 class WalPosition(msgspec.Struct, frozen=True, order=True):
-    """Between two frames of a log: `offset` bytes into file `file_no`."""
+    """A place between two frames of a log: `offset` bytes into file `file_no`."""
 
     file_no: int
     offset: int
@@ -78,7 +78,7 @@ class _Versioned(msgspec.Struct):
 
 
 class RefusedLog(Exception):  # noqa: N818 — named for what it is
-    """The log cannot be used as it is; starting would lose or misread data. `.path` is the file."""
+    """The log cannot be used as it is: a start would lose or misread data. `.path` is the file."""
 
     def __init__(self, path: str, message: str) -> None:
         super().__init__(message)
@@ -86,7 +86,7 @@ class RefusedLog(Exception):  # noqa: N818 — named for what it is
 
 
 class UnknownLogVersion(RefusedLog):
-    """Written by another release, in a format that this one does not know."""
+    """Another release wrote the log, in a format that this one does not know."""
 
     def __init__(self, path: str, version: int) -> None:
         super().__init__(
@@ -117,7 +117,7 @@ FILE_END_LEN: Final = len(file_end_frame(0, 0))
 
 
 def parse_file_start(path: str, buffer: Bytes) -> tuple[FileStart, int]:
-    """The FILE_START that `buffer` begins with and its length. Raises NotALogFile or UnknownLogVersion."""
+    """Return the FILE_START that `buffer` begins with, and its length. Raises NotALogFile or UnknownLogVersion."""
     frame = read_frame(buffer, 0, min(len(buffer), _FILE_START_MAX_BYTES))
     if not isinstance(frame, Frame):
         raise NotALogFile(frame.defect.value)
@@ -133,52 +133,37 @@ def parse_file_start(path: str, buffer: Bytes) -> tuple[FileStart, int]:
 
 
 def read_first_start(fs: FileSystem, directory: str) -> FileStart | None:
-    """The FILE_START of the first file that the log still has, None without any. `.log_id` tells which log it is.
-
-    Raises NotALogFile, UnknownLogVersion or OSError.
+    """Return the FILE_START of the first file that the log still has, None without any. Its `log_id` identifies the
+    log. Raises NotALogFile, UnknownLogVersion or OSError.
     """
     numbers = layout.list_log_files(fs, directory)
     if not numbers:
         return None
     path = layout.log_path(directory, numbers[0])
-    fd = fs.open(path, os.O_RDONLY)
-    try:
+    with opened(fs, path, os.O_RDONLY) as fd:
         return parse_file_start(path, fs.pread(fd, _FILE_START_MAX_BYTES, 0))[0]
-    finally:
-        fs.close(fd)
 
 
 def create_log_file(
     fs: FileSystem, directory: str, file_no: int, content: Bytes, size_bytes: int, preallocate: Preallocate
 ) -> None:
-    """Makes the file, durably, with `content` at its beginning; it exists under its name only when all of it is there.
+    """Make the file durably, or replace it, with `content` at its beginning; it gets its name once all of it is there.
 
-    "zero" writes the whole space: syncing overwritten space costs no journal commit, unlike space that is merely
-    reserved. "none" leaves it a hole. Replaces a file of that name. Raises OSError and leaves nothing then.
+    "zero" writes the whole space: syncing overwritten space costs no journal commit, unlike space that is only
+    reserved. "none" leaves it a hole. Raises OSError and leaves nothing then.
     """
-    path = layout.log_path(directory, file_no)
-    tmp_path = path + layout.TMP_SUFFIX
-    fd = fs.open(tmp_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-    try:
-        try:
-            if preallocate == "zero":
-                fs.fallocate(fd, 0, size_bytes)  # a full disk says so here, before a single byte is written
-                _write_zeros(fs, fd, len(content), size_bytes)
-            else:
-                fs.ftruncate(fd, size_bytes)
-            write_fully(fs, fd, [content], 0)
-            fs.fdatasync(fd)
-        finally:
-            fs.close(fd)
-        fs.rename(tmp_path, path)
-    except OSError:
-        _try_unlink(fs, tmp_path)
-        raise
+    with new_file(fs, layout.log_path(directory, file_no), os.O_RDWR) as fd:
+        if preallocate == "zero":
+            fs.fallocate(fd, 0, size_bytes)  # a full disk fails here, before any byte is written
+            _write_zeros(fs, fd, len(content), size_bytes)
+        else:
+            fs.ftruncate(fd, size_bytes)
+        write_fully(fs, fd, [content], 0)
     fs.fsync_dir(directory)
 
 
 def write_fully(fs: FileSystem, fd: int, buffers: Sequence[Bytes], offset: int) -> None:
-    """One vectored write; a short one is an error, since the space is reserved (OSError EIO)."""
+    """Write all buffers with one call. A short write raises OSError (EIO), because the space is reserved."""
     length = sum(map(len, buffers))
     written = fs.pwritev(fd, buffers, offset)
     if written != length:
@@ -194,32 +179,23 @@ def _write_zeros(fs: FileSystem, fd: int, start: int, end: int) -> None:
 
 
 def erase_behind(fs: FileSystem, fd: int, offset: int, size_bytes: int) -> None:
-    """Makes everything from `offset` on zeros again. Raises OSError.
+    """Make everything from `offset` on zeros again, by cutting the file and extending it. Raises OSError.
 
-    By giving the space up and taking it back: a process that is killed while it overwrites may leave valid frames
-    behind a hole, which would be read as corruption; shortening a file happens at once or not at all. Readers may have
-    mapped the whole file, but none touches a byte behind the last published frame.
+    A process that is killed while it overwrites may leave valid frames behind a hole, which would be read as
+    corruption; a file is shortened at once or not at all. Readers may have mapped the whole file, but none reads a byte
+    behind the last published frame.
     """
     fs.ftruncate(fd, offset)
     fs.ftruncate(fd, size_bytes)
 
 
 def write_current(fs: FileSystem, directory: str, file_no: int) -> None:
-    """Makes CURRENT name the file, durably and atomically. Raises OSError; CURRENT is the old or the new one then."""
-    path = os.path.join(directory, layout.CURRENT_NAME)
-    tmp_path = path + layout.TMP_SUFFIX
-    fd = fs.open(tmp_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    try:
-        write_fully(fs, fd, [layout.log_name(file_no).encode() + b"\n"], 0)
-        fs.fdatasync(fd)
-    finally:
-        fs.close(fd)
-    fs.rename(tmp_path, path)
-    fs.fsync_dir(directory)
+    """Make CURRENT name the file, durably and atomically. Raises OSError; CURRENT is the old or the new one then."""
+    replace_file(fs, os.path.join(directory, layout.CURRENT_NAME), layout.log_name(file_no).encode() + b"\n")
 
 
 def read_current(fs: FileSystem, directory: str) -> int | None:
-    """The number of the file that CURRENT names, None when there is no CURRENT. Raises RefusedLog for other content."""
+    """Return the number of the file that CURRENT names, None without CURRENT. Raises RefusedLog for other content."""
     path = os.path.join(directory, layout.CURRENT_NAME)
     if not fs.exists(path):
         return None
@@ -230,10 +206,3 @@ def read_current(fs: FileSystem, directory: str) -> int | None:
             path, f"{path}: holds {content[:64]!r} instead of a log file's name; put the last file's name into it"
         )
     return file_no
-
-
-def _try_unlink(fs: FileSystem, path: str) -> None:
-    try:
-        fs.unlink(path)
-    except OSError:
-        return  # the error that brought us here is the one to report; recovery removes the leftover

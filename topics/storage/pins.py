@@ -1,13 +1,13 @@
-"""Pins: segments whose files stay because somebody outside of the service reads them. They hold for a time, and for no
-longer than the service runs.
+"""Pins: segments whose files must stay because a program outside of the service reads them. A pin holds for a time, and
+no longer than the service runs.
 
     <ram dir>/pins/pin_<22 characters>.<frontend>      JSON of a `Pin`, replaced as a whole
 
-A pin may be renewed or ended by any frontend: each writes a file of its own for it, and nobody writes another's.
-Together they say: the pin holds up to the latest `until_ms` of its files, unless one of them says that it has ended.
-Only the compactor unlinks segments, so it alone must look here before it does (`Pinned`).
+Any frontend may renew or end a pin: each writes a file of its own for it, and nobody writes another's. The pin holds up
+to the latest `until_ms` of its files, unless one of them has `ended`. Only the compactor unlinks segments, and it reads
+the pins before it does (`Pinned`).
 
-The word that a pin has ended stays while another frontend has a file of that pin, which would make it hold again.
+A file with `ended` stays while another frontend has a file of that pin, which would make it hold again.
 
 Times are those of the machine's monotonic clock, which all processes of the service share and no clock change moves.
 """
@@ -32,7 +32,7 @@ _FILE_NAME: Final = re.compile(rf"({PIN_PATTERN})\.(\d+)")
 
 
 class Pin(msgspec.Struct, frozen=True):
-    """What one file says. `segments` are (first_seq, version)."""
+    """The content of one file. `segments` are (first_seq, version)."""
 
     topic: str
     topic_id: int
@@ -42,7 +42,7 @@ class Pin(msgspec.Struct, frozen=True):
 
 
 Pinned = frozenset[tuple[int, SegmentName]]
-"""Topic ids and segments of which no file may go."""
+"""Topic ids and segments of which no file may be unlinked."""
 ReadPinned = Callable[[], Pinned]
 
 _encode = msgspec.json.Encoder().encode
@@ -58,12 +58,12 @@ def new_pin_id() -> str:
 
 
 def nothing_pinned() -> Pinned:
-    """For a compactor whose segments nobody reads but the service."""
+    """Return no segments, for a compactor without pins."""
     return frozenset()
 
 
 def read_pinned(fs: FileSystem, directory: str, now_ms: int) -> Pinned:
-    """What holds at `now_ms`, which the caller must have taken before the call. Raises OSError."""
+    """Return the segments that are pinned at `now_ms`, a time read before the call. Raises OSError."""
     pinned: set[tuple[int, SegmentName]] = set()
     for pin in _read_all(fs, directory).values():
         if not pin.ended and pin.until_ms > now_ms:
@@ -72,88 +72,80 @@ def read_pinned(fs: FileSystem, directory: str, now_ms: int) -> Pinned:
 
 
 def read_pin(fs: FileSystem, directory: str, pin_id: str, now_ms: int) -> Pin | None:
-    """A pin that holds; None when there is none of that id (any more)."""
+    """Return a pin that holds; None if there is none of that id."""
     pin = _read_all(fs, directory, pin_id).get(pin_id)
     return pin if pin is not None and not pin.ended and pin.until_ms > now_ms else None
 
 
-class _Word(NamedTuple):
-    """What a file of our own says."""
+class _OwnPin(NamedTuple):
+    """The state of a pin in this frontend's file."""
 
     until_ms: int
     ended: bool
 
 
 class PinFiles:
-    """The files of one frontend. They are few and in memory: no call waits for a disk."""
+    """The pin files of one frontend. They are few and on a RAM disk: no call waits for a disk."""
 
     def __init__(self, fs: FileSystem, directory: str, frontend: int) -> None:
         self._fs = fs
         self._directory = directory
         self._frontend = frontend
-        self._words: dict[str, _Word] | None = None
+        self._own: dict[str, _OwnPin] | None = None
 
     def held(self, now_ms: int) -> int:
-        """How many this frontend has, without those it knows to have ended; those that are over are removed first."""
+        """Count the pins of this frontend that have not ended as far as it knows; remove those that are over."""
         mine = self._mine()
         for pin_id in [pin_id for pin_id, word in mine.items() if word.until_ms <= now_ms]:
             self._remove(pin_id)
         return sum(not word.ended for word in mine.values())
 
     def remove_ended(self) -> None:
-        """Those that other frontends were told have ended: `held` counts them until then. Reads what others say of all
-        that this one has.
-        """
+        """Remove pins that were ended through other frontends, which `held` counts until then."""
         mine = self._mine()
         for pin_id, frontend, path in _files(self._fs, self._directory):
-            word = mine.get(pin_id)
-            if frontend == self._frontend or word is None or word.ended:
+            own = mine.get(pin_id)
+            if frontend == self._frontend or own is None or own.ended:
                 continue
             with suppress(FileNotFoundError):  # over, and removed meanwhile
                 if _decode(read_all(self._fs, path)).ended:
                     self._remove(pin_id)
 
     def put(self, pin_id: str, pin: Pin) -> None:
-        """Makes or replaces this frontend's word on a pin."""
+        """Make or replace this frontend's file of a pin."""
         mine = self._mine()
         if not self._fs.exists(self._directory):
             with suppress(FileExistsError):  # another frontend was as fast
                 self._fs.mkdir(self._directory)
         replace_file(self._fs, self._path(pin_id), _encode(pin))
-        mine[pin_id] = _Word(pin.until_ms, pin.ended)
+        mine[pin_id] = _OwnPin(pin.until_ms, pin.ended)
         if pin.ended:
-            self._remove_needless()
-
-    def _remove_needless(self) -> None:
-        """Of pins that have ended, what no other frontend has a file of. Also of those that ended before: what another
-        had may be gone by now, so there are never more of them than others have pins.
-        """
-        others = {pin_id for pin_id, frontend, _ in _files(self._fs, self._directory) if frontend != self._frontend}
-        mine = self._mine()
-        for pin_id in [pin_id for pin_id, word in mine.items() if word.ended and pin_id not in others]:
-            self._remove(pin_id)
+            # Of all pins that ended so far: there are never more such files than other frontends have pins.
+            others = {of for of, frontend, _ in _files(self._fs, self._directory) if frontend != self._frontend}
+            for needless in [of for of, own in mine.items() if own.ended and of not in others]:
+                self._remove(needless)
 
     def _remove(self, pin_id: str) -> None:
         with suppress(FileNotFoundError):
             self._fs.unlink(self._path(pin_id))
         del self._mine()[pin_id]
 
-    def _mine(self) -> dict[str, _Word]:
-        """A former life of this frontend may have left some."""
-        if self._words is None:
-            self._words = {}
+    def _mine(self) -> dict[str, _OwnPin]:
+        if self._own is None:
+            self._own = {}
+            # This frontend may have left some before a restart.
             for pin_id, frontend, path in _files(self._fs, self._directory):
                 if frontend == self._frontend:
                     pin = _decode(read_all(self._fs, path))
-                    self._words[pin_id] = _Word(pin.until_ms, pin.ended)
-        return self._words
+                    self._own[pin_id] = _OwnPin(pin.until_ms, pin.ended)
+        return self._own
 
     def _path(self, pin_id: str) -> str:
         return os.path.join(self._directory, f"{pin_id}.{self._frontend}")
 
 
 def _files(fs: FileSystem, directory: str) -> Iterator[tuple[str, int, str]]:
-    """(id, frontend, path) of each; some may be gone by now."""
+    """Yield (id, frontend, path) of each file; some may be removed by now."""
     for name in fs.listdir(directory) if fs.exists(directory) else ():
         match = _FILE_NAME.fullmatch(name)
         if match is not None:
@@ -161,7 +153,7 @@ def _files(fs: FileSystem, directory: str) -> Iterator[tuple[str, int, str]]:
 
 
 def _read_all(fs: FileSystem, directory: str, only: str | None = None) -> dict[str, Pin]:
-    """By id, what the files of each say together."""
+    """Return the pins by id, each the sum of its files."""
     found: dict[str, Pin] = {}
     for pin_id, _, path in _files(fs, directory):
         if only not in (None, pin_id):

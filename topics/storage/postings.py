@@ -1,7 +1,7 @@
-"""The tags of a sealed segment: which of its records have which tag. A delete by tag costs its matches (api §5).
+"""The tags of a sealed segment and the records of each, so that a delete by tag costs its matches (api §5).
 
-`seg-<20 digits>.tags`, written once, when the segment is sealed; one without tagged records has an empty one. It names
-every record that has a tag and a frame, deleted or not. Version 1. All integers are little-endian.
+`seg-<20 digits>.tags` is written once, when the segment is sealed, also without tagged records. It has every record
+with a tag and a frame, deleted or not. Version 1. All integers are little-endian.
 
   0       8         12        16          24          28          32         36        40
   ┌───────┬─────────┬─────────┬───────────┬───────────┬───────────┬──────────┬─────────┬──────────┬─
@@ -14,7 +14,7 @@ every record that has a tag and a frame, deleted or not. Version 1. All integers
    │ u32 × tag_count   │ u32 × tag_count   │ u32 × seq_count   │ utf8, text_len bytes │
   ─┴───────────────────┴───────────────────┴───────────────────┴──────────────────────┘
     magic      = "topicTAG"
-    records    = how many the segment has, from first_seq on
+    records    = the number of records in the segment, from first_seq on
     checksum   = XXH3-64 of the whole file but these 8 bytes
     text       = the tags back to back, strictly ascending by their bytes; tag i is text[text_end[i-1]:text_end[i]]
     seq offset = seq - first_seq; those of tag i are [list_end[i-1]:list_end[i]], strictly ascending
@@ -34,7 +34,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from topics.core.tags import Match
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, replace_file
-from topics.storage.segment import CommittedFile, Content, CorruptSegment
+from topics.storage.segment import CommittedFile, Content, CorruptFile, CorruptSegment
 
 MAGIC: Final = b"topicTAG"
 VERSION: Final = 1
@@ -43,24 +43,15 @@ CHECKSUM: Final = Struct("<Q")
 BODY_AT: Final = HEADER.size + CHECKSUM.size
 _U32_LEN: Final = 4
 BLOCK_TAGS: Final = 128
-"""A tag in so many is kept in memory: with 10,000 of them in a segment, less than a byte a record."""
+"""One tag in so many is kept in memory: with 10,000 of them in a segment, less than a byte a record."""
 
 
-class CorruptPostings(Exception):  # noqa: N818 — named for what it is
-    """A `.tags` file is not what was written, or of another release. `.path` and `.offset` (bytes) say where."""
-
-    def __init__(self, path: str, offset: int, reason: str) -> None:
-        super().__init__(
-            f"{path}: corrupt at offset {offset}: {reason}; restore the file from a copy: put that beside it, then"
-            " rename it to this name"
-        )
-        self.path = path
-        self.offset = offset
-        self.reason = reason
+class CorruptPostings(CorruptFile):
+    """A `.tags` file is not what was written, or of another release."""
 
 
 class UnknownPostingsVersion(CorruptPostings):
-    """Written by another release, in a format that this one does not know."""
+    """Another release wrote the file, in a format that this one does not know."""
 
 
 def write_postings(
@@ -71,15 +62,14 @@ def write_postings(
     tagged: Iterable[tuple[int, bytes]],
     version: int = 0,
 ) -> None:
-    """Makes the segment's `.tags` durably, replacing a former one; `tagged` are (seq, tag) by ascending seq.
-
-    Raises OSError; the file is there as a whole or not at all.
+    """Make or replace the segment's `.tags` durably; `tagged` are (seq, tag) by ascending seq. Raises OSError; the file
+    is there as a whole or not at all.
     """
     replace_file(fs, layout.segment_tags_path(directory, first_seq, version), encode(first_seq, records, tagged))
 
 
 def encode(first_seq: int, records: int, tagged: Iterable[tuple[int, bytes]]) -> bytes:
-    """The whole file; `tagged` are (seq, tag) by ascending seq."""
+    """Encode the whole file; `tagged` are (seq, tag) by ascending seq."""
     lists: dict[bytes, array[int]] = {}
     for seq, tag in tagged:
         if tag not in lists:
@@ -124,16 +114,16 @@ class Postings:
         if tag_count % BLOCK_TAGS:
             self._block_ends.append(text_len)
         self._firsts = [self._tag(number) for number in range(0, tag_count, BLOCK_TAGS)]
-        """The first tag of each block: most files do not have what is asked for, and one look tells."""
+        """First tag of each block: most files do not have the wanted tag, and one comparison tells."""
 
     @classmethod
     def load(cls, directory: str, first_seq: int, version: int = 0) -> Postings:
-        """The file of a segment, for who wants all of it. FileNotFoundError when it is not sealed, OSError."""
+        """Load the whole file of a segment. Raises FileNotFoundError if the segment is not sealed, OSError."""
         return cls._opened(directory, first_seq, version)[0]
 
     @classmethod
     def open(cls, directory: str, first_seq: int, version: int = 0) -> Postings:
-        """As `load`, but what is asked for is read each time (CorruptSegment where it cannot be): hardly any memory."""
+        """Open the file of a segment, to read parts of it as needed (raising CorruptSegment) with hardly any memory."""
         postings, file = cls._opened(directory, first_seq, version)
         postings._content = file
         return postings
@@ -148,7 +138,7 @@ class Postings:
             raise CorruptPostings(path, unread.offset, unread.reason) from unread
 
     def find(self, match: Match) -> list[int]:
-        """Seqs of the records with a matching tag, ascending; some may be deleted meanwhile."""
+        """Return the seqs of the records with a matching tag, ascending; some may be deleted meanwhile."""
         tag = match.tag
         block = bisect_right(self._firsts, tag) - 1
         is_in_block = block >= 0 and tag in self._block_text(block)
@@ -157,7 +147,7 @@ class Postings:
                 return []
         elif not is_in_block and not any(first.startswith(tag) for first in self._firsts[block + 1 : block + 2]):
             return []
-        # The text of a block may have it across two tags, or inside one.
+        # The text of a block may have the tag across two others, or inside one.
         numbers = range(self._tag_count)
         low = max(0, block) * BLOCK_TAGS
         first = bisect_left(numbers, tag, lo=low, hi=min(self._tag_count, low + BLOCK_TAGS), key=self._tag)
@@ -171,7 +161,7 @@ class Postings:
         return seqs if last - first == 1 else sorted(seqs)
 
     def items(self) -> Iterator[tuple[bytes, list[int]]]:
-        """Every tag with its seqs, in order."""
+        """Yield every tag with its seqs, in order."""
         for number in range(self._tag_count):
             at = self._list_ends_at
             yield self._tag(number), self._seqs(self._end(at, number - 1), self._end(at, number))

@@ -1,26 +1,26 @@
-"""Reading one log back after whatever ended its writer.
+"""The reading of one log, after whatever ended its writer.
 
-Frames are handed out file by file in batches, in log order. Every frame is validated, and only complete writes are
-handed out: a write of several frames whose last one is missing never happened. Where the log cannot be read on, there
-are two cases:
+Recovery yields frames file by file in batches, in log order. It validates every frame, and yields complete writes only:
+a write of several frames whose last one is missing never happened. A log that cannot be read on has one of two things:
 
-- A torn tail: the write that was under way when the process or the machine stopped. It is cut off, and the log says so.
-- Corruption: damage to something that had been written whole. It is refused with the file, the offset and what lies
-  behind it, because a start would lose that in silence.
+- A torn tail: the write that was under way when the process or the machine stopped. Recovery cuts it off and reports
+  that.
+- Corruption: damage to bytes that had been written whole. Recovery refuses the log with the file, the offset and what
+  lies behind it, because a start would silently lose that.
 
-Telling them apart: a torn tail is in the active file and no valid frame follows it. After a power loss valid frames may
-follow, since pages reach the disk in any order, but then no sync came after the damaged place: no SYNC_MARK vouches
-for it. A stopped process leaves no holes at all: if the machine has not been booted since, a hole is corruption.
+They differ as follows. A torn tail is in the active file and no valid frame follows it. After a power loss valid frames
+may follow, since pages reach the disk in any order, but then no sync came after the damaged place, and no SYNC_MARK
+vouches for it. A stopped process leaves no hole: without a boot of the machine since, a hole is corruption.
 
-Where reading begins (`start`):
+Reading begins at `start`:
 
-- None: with file 1; the log has all its files.
+- None: file 1. The log has all its files.
 - a WalPosition: a snapshot holds everything before it, and has been on the disk since. Files below it may be there or
-  not. The log must reach at least to it: a snapshot that is newer than the log is refused.
-- "lowest": with the first file there is. For a log that is trimmed without a snapshot because its files repeat
+  not. The log must reach it: a snapshot that is newer than the log is refused.
+- "lowest": the first file there is. This is for a log that is trimmed without a snapshot because its files repeat
   everything of earlier ones that still counts (the RAM log, `walshard/commit/ram_trim.py`).
 
-Every step can be repeated after a crash in its middle. At the end everything that was handed out is on the disk.
+Every step can be repeated after a crash in its middle. At the end everything that was yielded is on the disk.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from itertools import count
 from typing import Final, Literal, NamedTuple
 
 from topics.storage import layout
-from topics.storage.filesystem import FileSystem, read_all
-from topics.storage.frame import CHECKSUM_LEN, Defect, FrameTuple, FrameType, scan
+from topics.storage.filesystem import FileSystem, opened, read_all, replace_file
+from topics.storage.frame import CHECKSUM_LEN, TYPE_AT, Defect, FrameTuple, FrameType, scan
 from topics.storage.frame_columns import FrameColumns, scan_columns
 from topics.storage.logfile import (
     FileStart,
@@ -46,21 +46,18 @@ from topics.storage.logfile import (
     parse_file_start,
     read_current,
     write_current,
-    write_fully,
 )
 
 BATCH_FRAMES: Final = 1024  # few enough to be freed while they are in the cache: a third faster than 8192
 _HEAD_BYTES: Final = 4096
 FRAMING_TYPES: Final = bytes((FrameType.FILE_START, FrameType.FILE_END, FrameType.SYNC_MARK))
-"""These frames say something about the log, and nothing about a topic."""
+"""Types of the frames that are about the log, not about a topic."""
 
 Start = WalPosition | Literal["lowest"] | None
 
 
 class CorruptLog(RefusedLog):
-    """Damage that no crash explains. `.path` and `.offset` (bytes) say where, `.lost` says what a start in spite of it
-    costs.
-    """
+    """Damage that no crash explains. `.path` and `.offset` (bytes) say where, `.lost` what a start would lose."""
 
     def __init__(self, path: str, offset: int, reason: str, lost: str) -> None:
         super().__init__(
@@ -74,8 +71,8 @@ class CorruptLog(RefusedLog):
 
 
 class RecoveredFile(NamedTuple):
-    """A batch of one file's frames, whole writes only. A file comes as several batches in a row. Offsets in `frames`
-    are the file's, and `buffer` is the whole file.
+    """A batch of one file's frames, complete writes only; a file has several batches in a row. `buffer` is the whole
+    file, which the offsets in `frames` refer to.
     """
 
     file_no: int
@@ -85,7 +82,7 @@ class RecoveredFile(NamedTuple):
 
 
 class _File(NamedTuple):
-    """A log file whose FILE_START is in order."""
+    """A log file with a valid FILE_START."""
 
     file_no: int
     path: str
@@ -94,20 +91,18 @@ class _File(NamedTuple):
 
 
 class _Stop(NamedTuple):
-    """The place and the reason at which reading a file ended."""
+    """The place at which reading a file ended, and the reason."""
 
     kept_end: int  # behind the last complete write
-    offset: int  # behind the last valid frame, which may belong to a write that is not complete
-    sealed_at: int | None  # where FILE_END lies, if it was reached
-    defect: str | None  # None: read up to FILE_END or exactly to the limit
+    offset: int  # behind the last valid frame, which may belong to an incomplete write
+    sealed_at: int | None  # offset of FILE_END, if it was reached
+    defect: str | None  # None at FILE_END, or at the end of the bytes
     buffer: bytes
 
 
 class Recovery:
-    """The reading of one log.
-
-    Iterate once for the batches; then `end` (None: there is no log yet), `torn_bytes` and `report` are final. Iterating
-    raises CorruptLog, UnknownLogVersion, RefusedLog or OSError.
+    """The reading of one log, with its repairs. Iterate once for the batches; then `end` (None if there is no log yet),
+    `torn_bytes` and `report` are final. Iterating raises CorruptLog, UnknownLogVersion, RefusedLog or OSError.
     """
 
     def __init__(
@@ -125,11 +120,11 @@ class Recovery:
         self.end: WalEnd | None = None
         self.torn_bytes = 0
         self.report: list[str] = []
-        """Lines that an operator should see: one for every repair, with file, offset and bytes."""
+        """Lines for the operator: one for every repair, with file, offset and bytes."""
 
     @property
     def progress(self) -> float:
-        """Share of the log that has been handed out, 0 to 1."""
+        """Share of the log that has been yielded, 0 to 1."""
         return self._files_read / self._files_total if self._files_total else 1.0
 
     def __iter__(self) -> Iterator[RecoveredFile]:
@@ -148,15 +143,15 @@ class Recovery:
             active = self._is_active(stop, later)
             reason = self._damage_in_active(file, stop) if active else self._damage_in_finished(stop, later)
             if reason is not None:
-                self._give_up_behind(file, stop, reason, later)
+                self._accept_loss(file, stop, reason, later)
             elif active:
                 self._remove_spare(later)
             if active or reason is not None:
-                self._settle(file, stop, previous)
+                self._cut_tail(file, stop, previous)
                 return
             previous = file
 
-    # -- what there is
+    # -- the files
 
     def _remove_unfinished_files(self) -> None:
         for name in self._fs.listdir(self._directory):
@@ -164,7 +159,7 @@ class Recovery:
                 self._fs.unlink(os.path.join(self._directory, name))
 
     def _list_files(self) -> list[_File]:
-        """Returns the files to read, in order; a list that ends early is corruption."""
+        """Return the files to read, in order; a list that ends early is corruption."""
         numbers = layout.list_log_files(self._fs, self._directory)
         self._read_current(numbers)
         last_no = max([0, self._current_file_no, *numbers])
@@ -224,12 +219,8 @@ class Recovery:
         self._current_file_no = current or 0
 
     def _open_head(self, file_no: int, path: str, before: list[_File]) -> _File:
-        fd = self._fs.open(path, os.O_RDONLY)
-        try:
-            head = self._fs.pread(fd, _HEAD_BYTES, 0)
-        finally:
-            self._fs.close(fd)
-        start, data_offset = parse_file_start(path, head)
+        with opened(self._fs, path, os.O_RDONLY) as fd:
+            start, data_offset = parse_file_start(path, self._fs.pread(fd, _HEAD_BYTES, 0))
         identity = self._identity
         found = (start.file_no, start.shard, start.shards)
         if found != (file_no, identity.shard, identity.shards):
@@ -274,16 +265,16 @@ class Recovery:
                 return _Stop(open_write[0][0] if open_write else offset, offset, sealed_at, defect, buffer)
 
     def _check_start(self, file: _File, buffer: bytes, limit: int, previous_end: int | None) -> int:
-        """Returns where reading this file begins. Raises RefusedLog or CorruptLog when no frame ever ended there."""
+        """Return the offset at which to begin. Raises RefusedLog or CorruptLog if no frame ever ended there."""
         position = self._position
         if position is None or file.file_no != position.file_no or position.offset <= file.data_offset:
             return file.data_offset
         start = position.offset
         if previous_end is not None and previous_end <= start:
-            return limit  # what lay between them was copied to the next file
+            return limit  # the bytes between them were copied to the next file
         if scan(buffer, start, limit, limit=1).frames:
             return start
-        # The log may end exactly here. Only the frames before tell.
+        # The log may end exactly here: the frames before tell.
         offset = file.data_offset
         defect: Defect | None = None
         while offset < min(start, limit) and defect is None:
@@ -299,24 +290,23 @@ class Recovery:
         self.report.append(f"{file.path}: corrupt at offset {offset}: {reason}; the snapshot holds what was there")
         return start
 
-    # -- judging
+    # -- damage
 
     def _damage_in_finished(self, stop: _Stop, later: list[_File]) -> str | None:
-        """Says why a file that is followed by others cannot be as its writer left it; None if it can."""
+        """Return why a file that is followed by others is not as its writer left it; None if it may be."""
         if stop.kept_end < stop.offset:
             return "an incomplete write, though the log goes on in the next file"
         if stop.sealed_at is not None:
             return None if later else "the file was finished, but the next one is missing"
         reason = stop.defect or "the file ends without FILE_END"
         previous_end = later[0].start.previous_end
-        if previous_end is None:
-            return f"{reason}, though the log goes on in the next file"
-        return (
-            None if stop.offset == previous_end else f"{reason}, though its frames were on the disk to {previous_end}"
-        )
+        if stop.offset == previous_end:
+            return None
+        on_disk = "the log goes on in the next file" if previous_end is None else f"{previous_end} bytes were synced"
+        return f"{reason}, though {on_disk}"
 
     def _damage_in_active(self, file: _File, stop: _Stop) -> str | None:
-        """Says why the bytes behind the last frame are more than a torn tail; None if they are not."""
+        """Return why the bytes behind the last frame are more than a torn tail; None if they are not."""
         behind = survey(stop.buffer, stop.offset, file.file_no)
         if not behind.frames:
             return None
@@ -327,17 +317,13 @@ class Recovery:
         return None
 
     def _is_active(self, stop: _Stop, later: list[_File]) -> bool:
-        """Checks that the file `stop` is about is the one that was being written: only a spare may come after it."""
-        if stop.sealed_at is not None:
+        """True if the file was being written: only a blank spare may come after it."""
+        if stop.sealed_at is not None or not later:
+            return stop.sealed_at is None
+        spare = later[0]
+        if len(later) > 1 or spare.file_no <= self._current_file_no or spare.start.previous_end is not None:
             return False
-        if not later:
-            return True
-        return len(later) == 1 and later[0].file_no > self._current_file_no and self._is_blank(later[0])
-
-    def _is_blank(self, file: _File) -> bool:
-        if file.start.previous_end is not None:
-            return False
-        return used_bytes(read_all(self._fs, file.path), file.data_offset) == 0
+        return used_bytes(read_all(self._fs, spare.path), spare.data_offset) == 0
 
     def _survey_file(self, file_no: int) -> Survey:
         return survey(read_all(self._fs, layout.log_path(self._directory, file_no)), 0, file_no)
@@ -346,55 +332,47 @@ class Recovery:
         frames, records = sum(found.frames for found in surveys), sum(found.records for found in surveys)
         return f"{frames} valid frames, {records} of them records, in {len(surveys)} files"
 
-    # -- repairing
+    # -- repairs
 
-    def _settle(self, file: _File, stop: _Stop, previous: _File | None) -> None:
-        """Erases the bytes behind the last complete write. Everything that was handed out is on the disk afterwards."""
+    def _cut_tail(self, file: _File, stop: _Stop, previous: _File | None) -> None:
+        """Erase the bytes behind the last complete write, and sync everything that was yielded."""
         torn_bytes = used_bytes(stop.buffer, stop.kept_end)
-        fd = self._fs.open(file.path, os.O_RDWR)
-        try:
+        with opened(self._fs, file.path, os.O_RDWR) as fd:
             if torn_bytes:
                 erase_behind(self._fs, fd, stop.kept_end, len(stop.buffer))
             self._fs.fdatasync(fd)
-        finally:
-            self._fs.close(fd)
         if torn_bytes:
             self.torn_bytes += torn_bytes
             why = stop.defect if stop.defect not in (None, Defect.EMPTY.value) else "an incomplete write"
             self.report.append(f"{file.path}: torn tail at offset {stop.kept_end}: {why}; dropped {torn_bytes} bytes")
         if previous is not None and stop.kept_end == file.data_offset:
-            # The writer stopped while it went from one file to the next: the former may not be synced yet.
-            self._sync_file(previous.path)
+            # The writer stopped between the two files: the former may not be synced yet.
+            with opened(self._fs, previous.path, os.O_RDWR) as fd:
+                self._fs.fdatasync(fd)
         if self._current_file_no != file.file_no:
             write_current(self._fs, self._directory, file.file_no)
         self.end = WalEnd(file.file_no, stop.kept_end, file.start.log_id, file.start.boot_id)
 
-    def _sync_file(self, path: str) -> None:
-        fd = self._fs.open(path, os.O_RDWR)
-        try:
-            self._fs.fdatasync(fd)
-        finally:
-            self._fs.close(fd)
-
     def _remove_spare(self, later: list[_File]) -> None:
-        """The writer makes its own, with its own boot in it."""
+        """Remove the spare: the writer makes one with its own boot in it."""
         for spare in later:
             self._fs.unlink(spare.path)
         if later:
             self._fs.fsync_dir(self._directory)
 
-    def _give_up_behind(self, file: _File, stop: _Stop, reason: str, later: list[_File]) -> None:
+    def _accept_loss(self, file: _File, stop: _Stop, reason: str, later: list[_File]) -> None:
+        """End the log at `stop` if the operator accepts that, and keep copies of the rest. Raises CorruptLog if not."""
         lost = self._describe(
             survey(stop.buffer, stop.kept_end, file.file_no), *(self._survey_file(other.file_no) for other in later)
         )
         if not self._accept_data_loss:
             raise CorruptLog(file.path, stop.offset, reason, lost)
-        self._keep_copy(file.path, stop.buffer)
+        replace_file(self._fs, self._free_name(file.path), stop.buffer)
         self._set_aside([other.file_no for other in later], file.file_no)
         self.report.append(f"{file.path}: corrupt at offset {stop.offset}: {reason}; accepted the loss of {lost}")
 
     def _set_aside(self, file_nos: list[int], last_file_no: int) -> None:
-        """Takes files out of the log, from the last on, so that the rest is a log at every moment."""
+        """Rename files out of the log, the last one first, so that the rest is a log at every moment."""
         if last_file_no:
             write_current(self._fs, self._directory, last_file_no)
         elif self._current_file_no:
@@ -405,51 +383,32 @@ class Recovery:
             self._fs.rename(path, self._free_name(path))
         self._fs.fsync_dir(self._directory)
 
-    def _keep_copy(self, path: str, content: bytes) -> None:
-        copy_path = self._free_name(path)
-        fd = self._fs.open(copy_path + layout.TMP_SUFFIX, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
-            write_fully(self._fs, fd, [content], 0)
-            self._fs.fdatasync(fd)
-        finally:
-            self._fs.close(fd)
-        self._fs.rename(copy_path + layout.TMP_SUFFIX, copy_path)
-        self._fs.fsync_dir(self._directory)
-
     def _free_name(self, path: str) -> str:
         return next(name for number in count(1) if not self._fs.exists(name := f"{path}.damaged-{number}"))
 
 
 def _without_framing(frames: FrameColumns) -> tuple[FrameColumns, FrameTuple | None]:
-    """Returns the frames that say something about topics, and the FILE_START or FILE_END that ends them, if one
-    does.
-    """
+    """Return the frames of topics, and the FILE_START or FILE_END that ends them, if one does."""
     ending = frames.find(FrameType.FILE_START, FrameType.FILE_END)
     return frames[:ending].without(FRAMING_TYPES), frames[ending] if ending < len(frames) else None
 
 
 def recover_group(
-    fs: FileSystem,
-    directory: str,
-    identity: WalIdentity,
-    accept_data_loss: bool = False,
-    *,
-    start: Start = None,
+    fs: FileSystem, directory: str, identity: WalIdentity, accept_data_loss: bool = False, *, start: Start = None
 ) -> Recovery:
-    """Returns the log in `directory` from `start` on, to be iterated. Without a start it may not exist yet. The caller
-    is its only user.
+    """Return the log in `directory` from `start` on, to be iterated; without a start it may not exist yet. The caller
+    must be its only user.
     """
     return Recovery(fs, directory, identity, accept_data_loss, start)
 
 
-# Type and flags of a frame, four bytes in; only an Append may have been around a cycle. Rare in JSON and absent in
-# zeros, so few places need a closer look.
+# Type and flags of a frame; only an Append may have passed a cycle. The pattern is rare in JSON and absent in zeros, so
+# few places are scanned.
 _TYPE_AND_FLAGS: Final = re.compile(rb"(?=[\x01-\x0b\x20-\x28\x30-\x32][\x00-\x1f]|\x01[\x20-\xff])", re.DOTALL)
-_TYPE_AT: Final = 4
 
 
 class Survey(NamedTuple):
-    """The valid frames found behind a defect: the difference between a torn tail and corruption."""
+    """The valid frames behind a defect: they tell a torn tail from corruption."""
 
     frames: int
     records: int
@@ -459,13 +418,13 @@ class Survey(NamedTuple):
 
 
 def survey(buffer: bytes, start: int, file_no: int) -> Survey:
-    """Looks for valid frames at any offset in buffer[start:], the content of file `file_no`."""
+    """Find valid frames at any offset in buffer[start:], the content of file `file_no`."""
     frames = records = synced_offset = 0
     first_offset: int | None = None
     end = min(len(buffer), start + used_bytes(buffer, start) + CHECKSUM_LEN)  # a checksum may end in zeros
     offset = start
-    while (candidate := _TYPE_AND_FLAGS.search(buffer, offset + _TYPE_AT, end)) is not None:
-        offset = candidate.start() - _TYPE_AT
+    while (candidate := _TYPE_AND_FLAGS.search(buffer, offset + TYPE_AT, end)) is not None:
+        offset = candidate.start() - TYPE_AT
         found = scan(buffer, offset, end)
         if not found.frames:
             offset += 1
@@ -483,7 +442,7 @@ def survey(buffer: bytes, start: int, file_no: int) -> Survey:
 
 
 def used_bytes(buffer: bytes, start: int) -> int:
-    """Counts the bytes from `start` on that lie before the zeros that end the buffer."""
+    """Count the bytes from `start` on that lie before the zeros at the end of the buffer."""
     if buffer.count(0, start) == len(buffer) - start:
         return 0
     return len(buffer[start:].rstrip(b"\0"))

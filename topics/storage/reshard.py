@@ -1,27 +1,28 @@
-"""A changed shard count: every topic's frames go, byte for byte, into the log of the shard that owns it now.
+"""A change of the shard count: every topic's frames go, byte for byte, into the log of the shard that owns it now.
 
-Runs before any shard does, as the only user of the logs. The new logs are written beside the old and swapped in:
+It runs before any shard does, as the only user of the logs. The new logs are written beside the old and swapped in, so
+that it may be killed at any step and repeated:
 
     what exists              means                                   a repeated start
-    wal                      in order                                -
+    wal                      complete                                -
     wal, wal.new             the copy is not complete                removes wal.new, copies again
     wal.old, wal.new         half swapped                            renames wal.old back, copies again
     wal, wal.old             swapped                                 removes wal.old
 
-so that it may be killed at any step and repeated. A new service begins here as well: with several shards, all their
-directories come into being at once, and one that is missing later is damage.
+A new service begins here as well: with several shards, all their directories are made at once, and one that is missing
+later is damage.
 
-With a snapshot, only what is behind its positions is copied, so that every new log, each in a file 1 of its own, is
-exactly what follows the same snapshot dealt out to the new owners. Old and new logs differ in their random `log_id`,
-and a snapshot names those of the logs it goes with. So nothing has to happen at once:
+With a snapshot (`Move`), only the frames behind its positions are copied: every new log, which begins with a file 1,
+follows the same snapshot with its topics at their new owners. Old and new logs differ in their random `log_id`, and a
+snapshot names those of its logs. So the steps need not be atomic together:
 
     1. the new logs are complete in wal.new, on the disk
-    2. `before_swap` makes the snapshot durable that goes with them: the same topics, each at its new owner, every
-       position (1, 0), the new log ids. The old snapshot stays
+    2. `before_swap` makes the snapshot of the new logs durable: the same topics, each at its new owner, every position
+       (1, 0), the new log ids. The old snapshot stays
     3. the swap
-    4. whoever starts takes the newest snapshot whose log ids are those of the logs in `wal`: after a crash before 3
-       the old one, after it the new one. The others are of no use any more, and go before another is made: those of
-       interrupted runs must not push out the one that counts
+    4. a start takes the newest snapshot whose log ids are those of the logs in `wal`: after a crash before 3 the old
+       one, after it the new one. The others are removed before another is made, because those of interrupted runs must
+       not push out the one that counts
 """
 
 from __future__ import annotations
@@ -41,21 +42,36 @@ from topics.storage.wal import FILE_BYTES, WalWriter
 
 
 class _CreateName(msgspec.Struct):
-    """What resharding needs of a TOPIC_CREATE's body; `core.control_bodies` owns the rest."""
+    """The part of a TOPIC_CREATE's body that resharding needs; `core.control_bodies` has all of it."""
 
     name: str
 
 
 class NewLog(NamedTuple):
-    """A shard's log as resharding made it; a snapshot that goes with it has it read from `start`."""
+    """A shard's log that resharding made; with its snapshot it is read from `start`."""
 
     shard: int
     log_id: int
     start: WalPosition
 
 
-class _Found(NamedTuple):
-    """A log on disk and the shard count it was written under."""
+class Move(NamedTuple):
+    """The part of a snapshot that `reshard` needs. Choose the snapshot after `finish_swap`: an interrupted run may have
+    left no `wal` to compare it with.
+    """
+
+    starts: Mapping[str, WalPosition]
+    """Positions of the snapshot, by the path of the group."""
+    topic_names: Mapping[int, str]
+    """Live topics of the snapshot."""
+    deleted_ids: Collection[int] = ()
+    """Topics that are deleted in the snapshot."""
+    before_swap: Callable[[list[NewLog]], None] = lambda _new_logs: None
+    """Function to call with all new logs once they are on the disk."""
+
+
+class _OldLog(NamedTuple):
+    """A log on the disk and the shard count it was written under."""
 
     shard: int
     shards: int
@@ -63,7 +79,7 @@ class _Found(NamedTuple):
 
 
 def needs_reshard(fs: FileSystem, data_dir: str, shards: int) -> bool:
-    """Whether `reshard` has anything to do before `shards` shards may open their logs. Changes nothing."""
+    """True if `reshard` has anything to do before `shards` shards may open their logs. Changes nothing."""
     if any(fs.exists(os.path.join(data_dir, name)) for name in (layout.NEW_WAL_NAME, layout.OLD_WAL_NAME)):
         return True
     root = layout.wal_dir(data_dir)
@@ -89,20 +105,12 @@ def reshard(
     *,
     file_bytes: int = FILE_BYTES,
     accept_data_loss: bool = False,
-    starts: Mapping[str, WalPosition] | None = None,
-    topic_names: Mapping[int, str] | None = None,
-    deleted_ids: Collection[int] = (),
-    before_swap: Callable[[list[NewLog]], None] | None = None,
+    move: Move | None = None,
 ) -> list[str]:
-    """Brings the logs into the layout of `shards` shards; `owner` is the shard of a topic name.
+    """Bring the logs into the layout of `shards` shards, and return lines for the operator. `owner` returns the shard
+    of a topic name, `progress` gets the share that is done, 0 to 1, and `move` comes from the snapshot if there is one.
 
-    With a snapshot: `starts` are its positions by the path of the group, `topic_names` its live topics by id,
-    `deleted_ids` the topics that it knows as deleted, and `before_swap` is called with all new logs once they are on
-    the disk (see above). Choose the snapshot after `finish_swap`: an interrupted run may have left no `wal` to compare
-    it with.
-
-    `progress` hears of the share that is done, 0 to 1. Returns lines for the operator. Raises what recovery raises
-    (RefusedLog and its kinds, OSError) and WalWriteError or WalSyncError; the old logs are in force then.
+    Raises RefusedLog and its kinds, OSError, WalWriteError or WalSyncError; the old logs are in force then.
     """
     root = layout.wal_dir(data_dir)
     new_root = os.path.join(data_dir, layout.NEW_WAL_NAME)
@@ -110,36 +118,31 @@ def reshard(
     if not needs_reshard(fs, data_dir, shards):
         return report
     make_dirs(fs, data_dir)
-    groups = _find(fs, root)
-    if starts is None:
-        starts = {}
-    elif unknown := set(starts) - {group.path for group in groups}:
+    groups = _old_logs(fs, root)
+    starts = {} if move is None else move.starts
+    if unknown := set(starts) - {group.path for group in groups}:
         path = min(unknown)
         raise RefusedLog(
             path, f"{path}: the log is missing, and the snapshot goes on in it; restore the whole data directory"
         )
     copy = _Copy(fs, new_root, shards, boot_id, owner, file_bytes)
-    copy.know(topic_names or {}, deleted_ids)
+    if move is not None:
+        copy.add_topics(move.topic_names, move.deleted_ids)
     new_logs: list[NewLog] = []
     try:
         for position, group in enumerate(groups):
-            recovery = recover_group(
-                fs,
-                group.path,
-                WalIdentity(group.shard, group.shards, boot_id),
-                accept_data_loss,
-                start=starts.get(group.path),
-            )
+            identity = WalIdentity(group.shard, group.shards, boot_id)
+            recovery = recover_group(fs, group.path, identity, accept_data_loss, start=starts.get(group.path))
             for batch in recovery:
                 copy.add(batch)
                 progress((position + recovery.progress) / len(groups))
             report += recovery.report
-        if before_swap is not None:
+        if move is not None:
             new_logs = copy.all_logs()
     finally:
         copy.close()
-    if before_swap is not None:
-        before_swap(new_logs)
+    if move is not None:
+        move.before_swap(new_logs)
     if fs.exists(root):
         fs.rename(root, os.path.join(data_dir, layout.OLD_WAL_NAME))
         fs.fsync_dir(data_dir)
@@ -151,7 +154,7 @@ def reshard(
 
 
 class _Copy:
-    """The new logs while they are written."""
+    """The new logs while they are being written."""
 
     def __init__(
         self, fs: FileSystem, root: str, shards: int, boot_id: str, owner: Callable[[str], int], file_bytes: int
@@ -163,25 +166,27 @@ class _Copy:
         self._owner = owner
         self._file_bytes = file_bytes
         self._owners: dict[int, int | None] = {0: 0}
-        """Frames of no topic are of routers, which shard 0 keeps. None: a deleted topic, whose frames are left out."""
+        """Shards by topic id; None for a deleted topic, whose frames are dropped. Shard 0 keeps the frames of routers,
+        which have no topic.
+        """
         self._writers: dict[int, WalWriter] = {}
         for shard in range(shards):
             make_dirs(fs, layout.group_dir_in(root, shard, shards))
 
-    def know(self, topic_names: Mapping[int, str], deleted_ids: Collection[int]) -> None:
-        """Takes note of topics whose creation is not in what will be copied. The log may still speak of one that the
-        snapshot knows as deleted: the compactor hears of a deletion from the shard before it reads the frame.
+    def add_topics(self, topic_names: Mapping[int, str], deleted_ids: Collection[int]) -> None:
+        """Add topics whose creation will not be copied. The log may have frames of a topic that is deleted in the
+        snapshot: the compactor gets to know a deletion from the shard before it reads the frame.
         """
         self._owners |= dict.fromkeys(deleted_ids)
         for topic_id, name in topic_names.items():
             self._owners[topic_id] = self._owner(name)
 
     def all_logs(self) -> list[NewLog]:
-        """One for every shard: a snapshot goes on in each, also where nothing was copied."""
+        """Return the log of every shard, made if nothing was copied into it: a snapshot goes on in each."""
         return [NewLog(shard, self._writer(shard).log_id, WalPosition(1, 0)) for shard in range(self._shards)]
 
     def add(self, batch: RecoveredFile) -> None:
-        """Copies whole writes; those that lie side by side and stay together are copied as one piece."""
+        """Copy complete writes; neighbours that go to the same shard are copied as one piece."""
         pieces: dict[int, list[memoryview]] = {}
         frames = batch.frames
         run_start = run_end = frames[0][0]
@@ -191,9 +196,8 @@ class _Copy:
         for offset, total_len, type_, flags, topic_id, _, _, node_len, tag_len, data_len in frames:
             if write_start is None:
                 write_start = offset
-                write_topic_ids = {topic_id}
-            elif topic_id not in write_topic_ids:
-                write_topic_ids.add(topic_id)
+                write_topic_ids.clear()
+            write_topic_ids.add(topic_id)
             if type_ == FrameType.TOPIC_CREATE and topic_id not in self._owners:
                 data_at = offset + HEADER_LEN + node_len + tag_len
                 body = msgspec.msgpack.decode(batch.buffer[data_at : data_at + data_len], type=_CreateName)
@@ -214,12 +218,12 @@ class _Copy:
             writer.commit(writer.plan([len(buffer) for buffer in buffers]), buffers, sync=False)
 
     def close(self) -> None:
-        """All that was copied is on the disk afterwards."""
+        """Sync and close the new logs."""
         for writer in self._writers.values():
             writer.close()
 
     def _shard_of_write(self, batch: RecoveredFile, offset: int, topic_ids: set[int]) -> int | None:
-        """Returns the shard that owns the topics of a write, None when all of them are deleted."""
+        """Return the shard that owns the topics of a write, None if all of them are deleted."""
         try:
             shards = {owner for topic_id in topic_ids if (owner := self._owners[topic_id]) is not None}
         except KeyError as missing:
@@ -231,7 +235,7 @@ class _Copy:
         if len(shards) > 1:
             raise RefusedLog(
                 batch.path,
-                f"{batch.path}: the write at offset {offset} is of topics that {self._shards} shards would part; "
+                f"{batch.path}: the write at offset {offset} is of topics that {self._shards} shards would separate; "
                 f"start with the former TOPICS_WAL_SHARDS",
             )
         return shards.pop() if shards else None
@@ -249,10 +253,10 @@ class _Copy:
         return writer
 
 
-def _find(fs: FileSystem, root: str) -> list[_Found]:
-    """All logs below `root`, flat or sharded. Raises RefusedLog when one of a set is missing."""
+def _old_logs(fs: FileSystem, root: str) -> list[_OldLog]:
+    """Return all logs below `root`, flat or sharded. Raises RefusedLog if one of a set is missing."""
     groups = layout.discover_groups(fs, root)
-    found: list[_Found] = []
+    found: list[_OldLog] = []
     for group in groups:
         try:
             shards = _shards_of(fs, group)
@@ -261,7 +265,7 @@ def _find(fs: FileSystem, root: str) -> list[_Found]:
                 group.path, f"{group.path}: its first file is not a log file: {error}; restore it from a copy"
             ) from error
         if shards is not None:
-            found.append(_Found(group.shard, shards, group.path))
+            found.append(_OldLog(group.shard, shards, group.path))
     paths = {group.path for group in groups}
     for _, shards, path in found:
         for shard in range(shards):
@@ -274,13 +278,13 @@ def _find(fs: FileSystem, root: str) -> list[_Found]:
 
 
 def _shards_of(fs: FileSystem, group: layout.Group) -> int | None:
-    """The shard count a log was written under, None when it has no file yet."""
+    """Return the shard count a log was written under, None if it has no file yet."""
     start = read_first_start(fs, group.path)
     return None if start is None else start.shards
 
 
 def finish_swap(fs: FileSystem, data_dir: str) -> list[str]:
-    """Whatever an interrupted run left becomes one `wal`, the old or the new. Returns lines for the operator."""
+    """Complete or undo the swap of an interrupted run, so that there is one `wal`. Return lines for the operator."""
     root, old_root = layout.wal_dir(data_dir), os.path.join(data_dir, layout.OLD_WAL_NAME)
     if fs.exists(old_root) and not fs.exists(root):
         fs.rename(old_root, root)
@@ -290,7 +294,7 @@ def finish_swap(fs: FileSystem, data_dir: str) -> list[str]:
 
 
 def _remove_old(fs: FileSystem, data_dir: str) -> list[str]:
-    """Removes `wal.old`, but never a file that is not part of a log: it stays under another name then."""
+    """Remove `wal.old`, but never a file that is not part of a log: rename the directory then, and say so."""
     old_root = os.path.join(data_dir, layout.OLD_WAL_NAME)
     _remove_logs(fs, old_root)
     if not fs.exists(old_root):
@@ -300,7 +304,7 @@ def _remove_old(fs: FileSystem, data_dir: str) -> list[str]:
     )
     fs.rename(old_root, kept)
     fs.fsync_dir(data_dir)
-    return [f"{kept}: holds files that are not part of a log; they were left alone"]
+    return [f"{kept}: holds files that are not part of a log; move them away, then remove the directory"]
 
 
 def _remove_logs(fs: FileSystem, root: str) -> None:

@@ -1,6 +1,7 @@
-"""The segment: a run of one topic's records taken out of the log. Its format, its committed bytes, and its columns.
+"""The segment, a run of one topic's records moved out of the log: its format, its committed bytes, and its columns.
 
-A segment has two files, named by the first seq (others have their offsets from here). All integers are little-endian.
+A segment has two files, named by the first seq. Other modules take the offsets from here. All integers are
+little-endian.
 
 `seg-<20 digits>.data`: frames back to back from offset 0, ascending by seq. A frame is the record's Append frame of the
 log (`frame.py`) without type and topic_id, and with a byte behind it:
@@ -11,9 +12,9 @@ log (`frame.py`) without type and topic_id, and with a byte behind it:
   │ u32       │ u8    │ u64 │ u64 │ u16      │ u16     │ u32      │ utf8 │ utf8 │ bytes   │ u64      │ u8  │
   └───────────┴───────┴─────┴─────┴──────────┴─────────┴──────────┴──────┴──────┴─────────┴──────────┴─────┘
     frame_len  = every byte after this field = 25 + node_len + tag_len + data_len + 9
-    flags      = the log frame's, as they were; FLAG_MORE and FLAG_DURABLE mean nothing here
+    flags      = those of the log frame; FLAG_MORE and FLAG_DURABLE mean nothing here
     checksum   = XXH3-64 of bytes [4, checksum)
-    del        = 0xD5: the record is deleted; anything else: it lives (a writer puts 0)
+    del        = 0xD5 for a deleted record; anything else is live (a writer puts 0)
 
 `seg-<20 digits>.idx`: entry i is of seq first_seq + i.
 
@@ -25,12 +26,12 @@ log (`frame.py`) without type and topic_id, and with a byte behind it:
     offset, len = the whole frame in `.data`
     flags       = 2 deleted, 4 has tag, 8 has node, 16 has meta, 32 lost
 
-    A record that was gone before it came here has no frame: len 0, flags exactly 2 (offset 0) or 32 (offset is the
-    reason, `core.floors.EvictReason`).
+    A record that was deleted or lost before it was moved has no frame: len 0, flags exactly 2 (offset 0) or 32 (offset
+    is the reason, `core.floors.EvictReason`).
 
 Neither file has a header: their version is that of the log's CHECKPOINT_MARK and of the snapshot. These alone say that
 a segment exists and how many of its entries are committed. Bytes behind the committed entries were being written when
-the writer stopped. Committed bytes never change but for `del` and the deleted flag. `del` changes first, so that
+the writer stopped. The only committed bytes that change are `del` and the deleted flag. `del` changes first, so that
 between the two the index is behind the data, never before it.
 """
 
@@ -48,6 +49,7 @@ from typing import Final, NamedTuple, TypeAlias
 from xxhash import xxh3_64_intdigest
 
 from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_GONE
+from topics.storage.filesystem import FileSystem
 from topics.storage.frame import (
     LOCATION_FLAGS,
     LOCATION_HAS_META,
@@ -67,15 +69,15 @@ ENTRY_LEN: Final = ENTRY.size
 ENTRY_FLAGS_AT: Final = 16
 DELETED: Final = 0xD5
 LOG_FRAME_EXTRA_LEN: Final = 8
-"""A record's frame in the log is so much longer than its frame here."""
+"""Bytes by which a record's frame in the log is longer than its frame here."""
 DATA_MAX_BYTES: Final = 0xFFFF_FFFF
 
 _LENGTH_FIELD_LEN: Final = 4
 KEPT_FLAGS: Final = LOCATION_GONE | LOCATION_HAS_TAG | LOCATION_HAS_NODE | LOCATION_HAS_META
 
 
-class CorruptSegment(Exception):  # noqa: N818 — named for what it is
-    """Committed bytes of a segment are not what was written. `.path` and `.offset` (bytes) say where."""
+class CorruptFile(Exception):  # noqa: N818 — named for what it is
+    """A file is not what was written. `.path` and `.offset` (bytes) say where."""
 
     def __init__(self, path: str, offset: int, reason: str) -> None:
         super().__init__(
@@ -87,10 +89,12 @@ class CorruptSegment(Exception):  # noqa: N818 — named for what it is
         self.reason = reason
 
 
+class CorruptSegment(CorruptFile):
+    """Committed bytes of a segment's `.data` or `.idx` are not what was written."""
+
+
 def entries_of_idx(part: Bytes, first_seq: int) -> array[int]:
-    """Returns the entries that `SegmentReader.entries` gives, from a piece of an index that begins with that of
-    `first_seq`.
-    """
+    """Return the entries (`core/location.py`) in a piece of an index that begins with that of `first_seq`."""
     halves = array("I")
     halves.frombytes(part)
     count = len(halves) * 4 // ENTRY_LEN
@@ -107,7 +111,7 @@ def entries_of_idx(part: Bytes, first_seq: int) -> array[int]:
 
 
 def is_gone(file_flags: int) -> bool:
-    """True if the record of an index entry gets no frame in a segment."""
+    """True if the record of an index entry is deleted or lost, and gets no frame in a segment."""
     return bool(file_flags >> FLAGS_SHIFT & LOCATION_GONE)
 
 
@@ -117,21 +121,29 @@ def holds_frame(header: bytes, length: int, seq: int) -> bool:
     return bool(frame_len == length - _LENGTH_FIELD_LEN and frame_seq == seq)
 
 
+def pread_fully(fs: FileSystem, path: str, fd: int, length: int, offset: int) -> bytes:
+    """Read exactly `length` bytes. Raises CorruptSegment if the file is shorter, OSError."""
+    found = fs.pread(fd, length, offset)
+    if len(found) != length:
+        raise CorruptSegment(path, offset + len(found), f"the file ends there, {length} bytes from {offset} on are due")
+    return found
+
+
 class CommittedFile:
     """The committed bytes of one of a segment's files; slices of it are `bytes`.
 
-    Bytes are read when they are wanted, never mapped. Where a file was cut in place, or the disk has a bad sector, a
-    read is an error that somebody can be told. Under a map it is the end of the process (SIGBUS), again at every start
-    that comes to the same place. Reading costs half a microsecond more than a slice of a map (docs/decisions/0008).
+    Bytes are read when they are wanted, never mapped. If a file was cut in place, or the disk has a bad sector, a read
+    raises an error that can be reported; a map would end the process (SIGBUS), again at every start that reads there.
+    Reading costs half a microsecond more than a slice of a map (docs/decisions/0008).
 
-    The file may be unlinked meanwhile, and bytes behind the committed ones may change. The file stays open as long as
-    this object lives.
+    The file may be unlinked meanwhile, and bytes behind the committed ones may change. It stays open as long as this
+    object lives.
     """
 
     __slots__ = ("_fd", "_identity", "_len_bytes", "path")
 
     def __init__(self, path: str, len_bytes: int) -> None:
-        """Raises OSError, and CorruptSegment when the file is shorter."""
+        """Open the file. Raises OSError, and CorruptSegment if the file is shorter."""
         self._fd = -1
         self.path = path
         self._len_bytes = len_bytes
@@ -143,7 +155,7 @@ class CommittedFile:
 
     @classmethod
     def whole(cls, path: str) -> CommittedFile:
-        """Opens all of a file that is written once."""
+        """Open all of a file that is written once."""
         return cls(path, os.stat(path).st_size)
 
     def __del__(self) -> None:
@@ -154,7 +166,7 @@ class CommittedFile:
         return self._len_bytes
 
     def __getitem__(self, part: slice) -> bytes:
-        """Raises CorruptSegment when the bytes are not there any more, or the disk does not give them."""
+        """Read a slice. Raises CorruptSegment if the file is shorter by now, or the disk fails."""
         start, end, _ = part.indices(self._len_bytes)
         found = self._pread(end - start, start) if start < end else b""
         while start + len(found) < end:  # one call gives 2 GiB at most
@@ -184,7 +196,7 @@ class CommittedFile:
 
 
 Content: TypeAlias = Bytes | CommittedFile
-"""A segment's file, for code that takes slices of it."""
+"""A segment's file, in memory or to be read by slices."""
 
 
 _ENTRY_U32: Final = ENTRY_LEN // 4
@@ -192,11 +204,9 @@ _TS_AT: Final = 8
 
 
 class Columns(NamedTuple):
-    """Index entries of consecutive seqs, many at a time, for readers that serve pages.
-
-    One record at a time costs Python more than the disk does. So an index is columns, and a run of frames is checked by
-    a handful of calls over all of them. A record without a frame has length 0; the offset of a lost one is the reason
-    (`core.floors.EvictReason`).
+    """Index entries of consecutive seqs as columns, for readers that serve pages: one record at a time costs Python
+    more than the disk does, so a few calls check a whole run of frames. A record without a frame has length 0; the
+    offset of a lost one is the reason (`core.floors.EvictReason`).
     """
 
     ts: list[int]
@@ -205,7 +215,7 @@ class Columns(NamedTuple):
     flags: list[int]
 
     def part(self, start: int, stop: int) -> Columns:
-        """Returns the entries from `start` up to `stop`."""
+        """Return the entries from `start` up to `stop`."""
         if start == 0 and stop == len(self.ts):
             return self
         return Columns(self.ts[start:stop], self.offsets[start:stop], self.lengths[start:stop], self.flags[start:stop])
@@ -217,7 +227,7 @@ class Columns(NamedTuple):
 
 
 def read_columns(idx: Content, first: int, count: int) -> Columns:
-    """Reads `count` entries of an index, from number `first` on."""
+    """Read `count` entries of an index, from number `first` on."""
     halves = array("I")
     halves.frombytes(idx[first * ENTRY_LEN : (first + count) * ENTRY_LEN])
     ts = array("I", bytes(8 * count))
@@ -227,15 +237,13 @@ def read_columns(idx: Content, first: int, count: int) -> Columns:
         memoryview(ts).cast("B").cast("Q").tolist(),
         halves[0::_ENTRY_U32].tolist(),
         halves[1::_ENTRY_U32].tolist(),
-        # With the padding, which is zeros: other bytes there do not go with their frame.
+        # With the padding, which is zeros: with other bytes there the flags differ from those of the frame.
         halves[4::_ENTRY_U32].tolist(),
     )
 
 
 def index_digest(idx: Content) -> int:
-    """Returns XXH3-64 over offset, len and ts of all entries in order: the 16 bytes of each that no deletion
-    changes.
-    """
+    """Return XXH3-64 over offset, len and ts of all entries in order: the 16 bytes of each that no deletion changes."""
     halves = array("I")
     halves.frombytes(idx[:])
     del halves[4::_ENTRY_U32]
@@ -243,19 +251,19 @@ def index_digest(idx: Content) -> int:
 
 
 def ts_of(idx: Content, number: int) -> int:
-    """Returns the commit time of one entry."""
+    """Return the commit time of one entry."""
     at = number * ENTRY_LEN + _TS_AT
     return int.from_bytes(idx[at : at + 8], "little")
 
 
 def first_at(idx: Content, count: int, ts: int) -> int:
-    """Returns the number of the first of `count` entries with a commit time >= ts; `count` when there is none."""
+    """Return the number of the first of `count` entries with a commit time >= ts; `count` if there is none."""
     return bisect_left(range(count), ts, key=lambda number: ts_of(idx, number))
 
 
 def extent(columns: Columns, data_bytes: int, idx_path: str, first_entry_at: int) -> tuple[list[int], int]:
-    """Returns (the beginning of each frame, the end of the last one). Raises CorruptSegment when the frames do not lie
-    back to back within `data_bytes`. `first_entry_at` is the place of the first entry in the index, bytes.
+    """Return (the offset of each frame, the end of the last one). Raises CorruptSegment if the frames do not lie back
+    to back within `data_bytes`. `first_entry_at` is the offset of the first entry in the index.
     """
     framed = next((number for number, length in enumerate(columns.lengths) if length), None)
     if framed is None:
@@ -276,13 +284,11 @@ def extent(columns: Columns, data_bytes: int, idx_path: str, first_entry_at: int
 def check_frames(
     path: str, buffer: Content, base: int, first_seq: int, columns: Columns, starts: Sequence[int]
 ) -> list[int]:
-    """Checks that live records have the frames the index says, whole and unchanged. Raises CorruptSegment, naming
-    `path`.
+    """Check that live records have the frames that the index says, whole and unchanged. Raises CorruptSegment for
+    `path`. `starts` are the frames' places in `buffer`, which begins at `base` in the file.
 
-    Returns the seqs whose frames are marked deleted though their entries are not: the index is behind, or an older one.
-    The check does not look at frame_len: the checksum vouches for the length that the index gives.
-
-    `starts` are the frames' places in `buffer`, which begins at `base` in the file.
+    Return the seqs whose frames are marked deleted though their entries are not: the index is behind, or an older one.
+    frame_len is not checked: the checksum vouches for the length in the index.
     """
     ts, _, lengths, flags = columns
     seqs: Sequence[int] = range(first_seq, first_seq + len(ts))

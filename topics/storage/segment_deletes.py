@@ -1,38 +1,46 @@
-"""Marking records of a segment deleted: `del` in the frame, then the flag in the index. The format is `segment.py`'s.
+"""The deletion marks of a segment's records: `del` in the frame, then the flag in the index (`segment.py`).
 
-The only bytes of committed records that ever change. The shard changes them, all others of a segment are the
-compactor's. A record is deleted if either of the two says so, and the flag alone is what readers go by: of a segment in
-the cold tier only the index is here, for an object store could not change a byte in place, and of one whose `.data` is
-damaged or missing it is what can be said. `del` has a use when an index is not what was written.
+These are the only bytes of committed records that ever change. The shard writes them; the compactor writes everything
+else of a segment. A record is deleted if either mark says so, but readers use only the flag. A segment in the cold tier
+has only its index here, because an object store could not change a byte in place, and one with damaged or missing
+`.data` has only the flag left. `del` is for an index that is not what was written.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from struct import Struct
 from typing import Final, NamedTuple
 
 from topics.core.location import LOCATION_DELETED
 from topics.storage import layout
-from topics.storage.filesystem import FileSystem
+from topics.storage.filesystem import FileSystem, opened
 from topics.storage.logfile import write_fully
-from topics.storage.segment import DELETED, ENTRY_FLAGS_AT, ENTRY_LEN, HEADER_LEN, CorruptSegment, holds_frame
-from topics.storage.segment_writer import pread_fully
+from topics.storage.segment import (
+    DELETED,
+    ENTRY_FLAGS_AT,
+    ENTRY_LEN,
+    HEADER_LEN,
+    CorruptSegment,
+    holds_frame,
+    pread_fully,
+)
 
 _DELETED_BYTE: Final = bytes((DELETED,))
 _ENTRY_U32: Final = ENTRY_LEN // 4
 _LENGTH_FIELD_LEN: Final = 4
 _IDENTITY: Final = Struct("<IxQ")
-"""A frame's first 13 bytes: its length and seq."""
+"""Length and seq in a frame's first 13 bytes."""
 _WINDOW_BYTES: Final = 1 << 18
 _GAP_BYTES_MAX: Final = 8 << 10
-"""Frames are read together as long as what lies between two costs less to read than another call."""
+"""The widest gap between frames that are read together: reading it costs less than another call."""
 _PAGE_BYTES: Final = 4096
 
 
 class _Frame(NamedTuple):
-    """Where the index says that it is."""
+    """The place of a frame, as the index has it."""
 
     seq: int
     offset: int
@@ -42,17 +50,16 @@ class _Frame(NamedTuple):
 def mark_deleted(
     fs: FileSystem, directory: str, first_seq: int, seqs: Sequence[int], version: int = 0, *, cold: bool = False
 ) -> OSError | CorruptSegment | None:
-    """Marks committed records of one segment deleted, in the frames first, then in the index; may be repeated.
+    """Mark committed records of one segment deleted, in the frames first, then in the index; may be repeated.
 
-    `seqs` ascend; those that are gone already are passed over. Returns why not all frames could be marked, where they
-    could not: the index has all of `seqs` then, too. Raises CorruptSegment and OSError when the index cannot be marked.
-    Writes no byte to a place that is not the one; `sync_segment` makes it durable.
+    `seqs` ascend; deleted and lost ones are skipped. Returns the reason if not all frames could be marked: the index
+    has all of `seqs` nevertheless. Raises CorruptSegment and OSError if the index cannot be marked. Nothing is written
+    where the frame is not the expected one; `sync_segment` makes the marks durable.
     """
     if not seqs:
         return None
     idx_path = layout.segment_idx_path(directory, first_seq, version)
-    idx_fd = fs.open(idx_path, os.O_RDWR)
-    try:
+    with opened(fs, idx_path, os.O_RDWR) as idx_fd:
         start = (seqs[0] - first_seq) * ENTRY_LEN
         idx = bytearray(pread_fully(fs, idx_path, idx_fd, (seqs[-1] - seqs[0] + 1) * ENTRY_LEN, start))
         with memoryview(idx) as view, view.cast("I") as words:
@@ -66,29 +73,24 @@ def mark_deleted(
             idx[(frame.seq - seqs[0]) * ENTRY_LEN + ENTRY_FLAGS_AT] |= LOCATION_DELETED
         defect = None if cold else _mark_frames(fs, layout.segment_data_path(directory, first_seq, version), frames)
         write_fully(fs, idx_fd, [idx], start)
-    finally:
-        fs.close(idx_fd)
     return defect
 
 
 def _mark_frames(fs: FileSystem, path: str, frames: list[_Frame]) -> OSError | CorruptSegment | None:
-    """As many as can be; the first reason why one could not."""
+    """Mark as many frames as possible; return the first reason why one could not be marked."""
     defect: OSError | CorruptSegment | None = None
     try:
-        fd = fs.open(path, os.O_RDWR)
+        with opened(fs, path, os.O_RDWR) as fd:
+            for window in _windows(frames):
+                found = _mark_window(fs, path, fd, window)
+                defect = defect or found
     except OSError as error:
-        return error
-    try:
-        for window in _windows(frames):
-            found = _mark_window(fs, path, fd, window)
-            defect = defect or found
-    finally:
-        fs.close(fd)
+        return defect or error
     return defect
 
 
 def _windows(frames: list[_Frame]) -> Iterator[list[_Frame]]:
-    """Neighbours in the file, so many as are read with one call."""
+    """Yield neighbours in the file that are read with one call."""
     start = 0
     for at in range(1, len(frames)):
         before, frame = frames[at - 1], frames[at]
@@ -103,22 +105,19 @@ def _windows(frames: list[_Frame]) -> Iterator[list[_Frame]]:
 
 
 def _mark_window(fs: FileSystem, path: str, fd: int, frames: list[_Frame]) -> OSError | CorruptSegment | None:
-    """As many as can be; the first reason why one could not."""
+    """Mark as many frames as possible; return the first reason why one could not be marked."""
     if len(frames) > 1:
-        try:
+        with suppress(OSError, CorruptSegment):  # a defect of one frame must not leave out the others
             _mark_together(fs, path, fd, frames)
-        except (OSError, CorruptSegment):
-            pass  # what is wrong with one of them is no reason to leave out the others
-        else:
             return None
     return _mark_each(fs, path, fd, frames)
 
 
 def _mark_together(fs: FileSystem, path: str, fd: int, frames: list[_Frame]) -> None:
-    """All of them, or an error, behind which any may be marked.
+    """Mark all frames. Raises OSError or CorruptSegment; any of them may be marked then.
 
-    Marks that lie within a page of each other are written with what is between them: committed bytes, which nobody
-    changes, so they are written as they were read, and no page is written for it that would not be anyway.
+    Marks within a page of each other are written with the bytes between them. These are committed, so nobody changes
+    them, and no additional page is written.
     """
     base = frames[0].offset
     if min(frame.length for frame in frames) < HEADER_LEN:
@@ -140,7 +139,7 @@ def _mark_together(fs: FileSystem, path: str, fd: int, frames: list[_Frame]) -> 
 
 
 def _mark_each(fs: FileSystem, path: str, fd: int, frames: list[_Frame]) -> OSError | CorruptSegment | None:
-    """Each by itself; the first reason why one could not be."""
+    """Mark each frame by itself; return the first reason why one could not be marked."""
     defect: OSError | CorruptSegment | None = None
     for seq, offset, length in frames:
         try:
@@ -155,16 +154,10 @@ def _mark_each(fs: FileSystem, path: str, fd: int, frames: list[_Frame]) -> OSEr
 
 
 def sync_segment(fs: FileSystem, directory: str, first_seq: int, version: int = 0, *, cold: bool = False) -> None:
-    """What `mark_deleted` wrote is on the disk afterwards; a file that is missing has nothing. Raises OSError."""
+    """Put the marks of `mark_deleted` onto the disk; a missing file has none. Raises OSError."""
     paths = [layout.segment_idx_path(directory, first_seq, version)]
     if not cold:
         paths.insert(0, layout.segment_data_path(directory, first_seq, version))
     for path in paths:
-        try:
-            fd = fs.open(path, os.O_RDWR)
-        except FileNotFoundError:
-            continue
-        try:
+        with suppress(FileNotFoundError), opened(fs, path, os.O_RDWR) as fd:
             fs.fdatasync(fd)
-        finally:
-            fs.close(fd)

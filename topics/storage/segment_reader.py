@@ -1,5 +1,5 @@
-"""One segment, record by record: for who checks it, searches its tags or takes it apart. Readers that serve pages take
-many records at a time (`segment.py`). The format is `segment.py`'s.
+"""One segment, record by record, for code that checks it, searches its tags or rewrites it. Readers that serve pages
+take many records at a time (`segment.py`, which also has the format).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _REASONS: Final = frozenset(map(int, EvictReason)) - {EvictReason.NONE}
 
 
 class SegmentFrame(NamedTuple):
-    """A valid frame, its parts copied out of the file."""
+    """A valid frame of a segment; its parts are copies."""
 
     seq: int
     ts: int
@@ -58,7 +58,7 @@ class SegmentFrame(NamedTuple):
 
 
 class SegmentReader:
-    """The committed part of a segment: `idx` and `data` are the bytes of both files, at hand or to be read.
+    """The committed part of a segment: `idx` and `data` are the bytes of both files, in memory or to be read.
 
     Immutable but for the two marks of a deletion, so it may be used while the segment is appended to.
     """
@@ -73,9 +73,8 @@ class SegmentReader:
 
     @classmethod
     def open(cls, directory: str, first_seq: int, records: int, data_bytes: int, version: int = 0) -> SegmentReader:
-        """Of so many committed records. The files may be unlinked meanwhile.
-
-        Raises FileNotFoundError, CorruptSegment when the files are shorter, OSError; whatever reads CorruptSegment.
+        """Open a segment of so many committed records; its files may be unlinked afterwards. Raises FileNotFoundError,
+        OSError, and CorruptSegment if the files are shorter. Every method that reads raises CorruptSegment.
         """
         idx = CommittedFile(layout.segment_idx_path(directory, first_seq, version), records * ENTRY_LEN)
         data = CommittedFile(layout.segment_data_path(directory, first_seq, version), data_bytes)
@@ -86,8 +85,8 @@ class SegmentReader:
         return self.first_seq + self.records - 1
 
     def entries(self, first_seq: int, last_seq: int) -> array[int]:
-        """Index entries as in `core.topic`: seq, ts, offset | len << 32, flags << 32. `len` is that of the frame here:
-        0 without one, else LOG_FRAME_EXTRA_LEN less than it was in the log.
+        """Return index entries (`core/location.py`): seq, ts, offset | len << 32, flags << 32. `len` is that of the
+        frame here, 0 without one.
         """
         assert self.first_seq <= first_seq
         assert last_seq <= self.last_seq
@@ -96,14 +95,13 @@ class SegmentReader:
         return entries_of_idx(self._idx[start : start + count * ENTRY_LEN], first_seq)
 
     def frame(self, seq: int) -> SegmentFrame | None:
-        """The record, fully checked; None when it has no frame (any more). Raises CorruptSegment."""
+        """Return the record, fully checked; None if it has no frame. Raises CorruptSegment."""
         entry = self._entry(seq)
         return self._read(seq, *entry) if entry[1] else None
 
     def tagged(self, first_seq: int = 0, last_seq: int = 2**64) -> Iterator[tuple[int, bytes]]:
-        """(seq, tag) of every record of first_seq..last_seq that has both a tag and a frame, deleted or not.
-
-        Of a frame no more is checked than that it is the record's. Raises CorruptSegment when it is not.
+        """Yield (seq, tag) of every record of first_seq..last_seq that has both a tag and a frame, deleted or not.
+        Raises CorruptSegment if a frame is not the record's; nothing else of it is checked.
         """
         first_seq = max(first_seq, self.first_seq)
         entries = self.entries(first_seq, min(last_seq, self.last_seq))
@@ -118,7 +116,7 @@ class SegmentReader:
             if not length:
                 continue
             if offset + length > len(data) or length < HEADER_LEN + TAIL_LEN:
-                self.frame(seq)  # says what is wrong
+                self.frame(seq)  # raises the exact error
             if not window_at <= offset <= offset + length <= window_at + len(window):
                 window, window_at = bytes(data[offset : offset + max(length, _WINDOW_BYTES)]), offset
             at = offset - window_at
@@ -130,9 +128,8 @@ class SegmentReader:
             yield seq, window[start : start + tag_len]
 
     def damage(self, deletions_under_way: bool) -> Iterator[CorruptSegment]:
-        """Everything that is wrong with it: every entry, every frame, and nothing else in the files.
-
-        `deletions_under_way`: the log has deletions of this topic that may not all be marked here yet.
+        """Yield everything that is wrong with it: every entry and frame, and any other bytes. `deletions_under_way`
+        tells that the log has deletions of this topic that may not all be marked here yet.
         """
         if len(self._idx) % ENTRY_LEN:
             yield CorruptSegment(self.idx_path, self.records * ENTRY_LEN, "the file ends inside an entry")
@@ -168,7 +165,7 @@ class SegmentReader:
             yield CorruptSegment(self.data_path, end, f"the last frame ends there, the file at {len(self.data)}")
 
     def _entry(self, seq: int) -> tuple[int, int, int, int]:
-        """offset, len, ts, flags"""
+        """Return (offset, len, ts, flags) of a record."""
         assert self.first_seq <= seq <= self.last_seq
         at = (seq - self.first_seq) * ENTRY_LEN
         return ENTRY.unpack(self._idx[at : at + ENTRY_LEN])
@@ -196,20 +193,13 @@ class SegmentReader:
             node_at = HEADER_LEN - _FLAGS_AT
             tag_at = node_at + node_len
             data_at = tag_at + tag_len
-            return SegmentFrame(
-                seq,
-                ts,
-                flags,
-                bytes(body[node_at:tag_at]),
-                bytes(body[tag_at:data_at]),
-                bytes(body[data_at:]),
-                deleted == DELETED,
-            )
+            node, tag, data = body[node_at:tag_at], body[tag_at:data_at], body[data_at:]
+            return SegmentFrame(seq, ts, flags, bytes(node), bytes(tag), bytes(data), deleted == DELETED)
         raise CorruptSegment(self.data_path, offset, reason)
 
 
 def _entry_defect(offset: int, length: int, flags: int, pad: bytes) -> str | None:
-    """Why an entry of the index cannot be one; None if it can."""
+    """Return why an entry of the index is not valid; None if it is."""
     if any(pad):
         return f"padding is {pad.hex()}, not zeros"
     if flags & ~KEPT_FLAGS:

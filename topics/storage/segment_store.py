@@ -1,9 +1,9 @@
-"""The seam to where sealed segments go when they leave the data directory: a folder today, an object store by the same
-six calls.
+"""The seam to the store of sealed segments outside of the data directory: a folder today, but six calls that an object
+store could have as well.
 
 An object is written once, as a whole, under a name of two parts, `<topic id, 16 hex>/<file name>`, and never changes.
-Calls block and may take long or fail, which is a slow disk's or a network's nature: only the compactor and threads made
-for it call them, never an event loop.
+Calls block, and may take long or fail, as slow disks and networks do: only the compactor and threads of their own make
+them, never an event loop.
 """
 
 from __future__ import annotations
@@ -14,45 +14,38 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Protocol
 
-from topics.storage.filesystem import FileSystem, make_dirs, write_all
+from topics.storage.filesystem import FileSystem, make_dirs, new_file, opened, read_up_to, write_all
 from topics.storage.frame import Bytes
 from topics.storage.layout import TMP_SUFFIX
 
 
 class SegmentStore(Protocol):
-    """Calls raise OSError (of a missing object FileNotFoundError); a failed one may be repeated."""
+    """Calls raise OSError (FileNotFoundError for a missing object); a failed one may be repeated."""
 
     def put(self, name: str, pieces: Iterable[Bytes]) -> None:
-        """Makes the object, replacing one of the same name. It is durable when this returns; it is never there in part,
-        whenever the caller is killed.
-        """
-        ...
+        """Make or replace the object. It is durable when this returns, and never there in part, even after a kill."""
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
-        """Exactly so many bytes; EOFError when the object ends before."""
-        ...
+        """Read exactly `length` bytes. Raises EOFError if the object ends before."""
 
     def delete(self, name: str) -> None:
-        """Removes the object durably; nothing happens when there is none."""
-        ...
+        """Remove the object durably, if there is one."""
 
     def list(self, prefix: str) -> list[str]:
-        """Names of all objects that begin with `prefix`, ascending; an object that is being made is not among them."""
-        ...
+        """Return the names of all objects that begin with `prefix`, ascending, without those that are being made."""
 
     def exists(self, name: str) -> bool: ...
 
     def len(self, name: str) -> int:
-        """Bytes of the object."""
-        ...
+        """Return the size of the object in bytes."""
 
 
 class LocalStore:
-    """A folder, on whatever file system is mounted there. `apart_from`: what it must not be by another name: who
-    puts an object there removes the file that it was made of.
+    """A folder, on whatever file system is mounted there. It must not be the folder `apart_from` under another name:
+    after a `put` the caller removes the file that the object was made of.
 
-    `new`: nothing is known to be in it, so the first `put` makes the folder. Later, or if there should be something, a
-    folder that is missing is an error: its disk may not be mounted, and what is put in its place would go elsewhere.
+    `new` says that it has no objects yet, so the first `put` makes the folder. Later, or if it should have some, a
+    missing folder is an error: its disk may not be mounted, and a `put` would write to another disk.
     """
 
     def __init__(self, fs: FileSystem, root: str, apart_from: str | None = None, *, new: bool = True) -> None:
@@ -69,62 +62,42 @@ class LocalStore:
         elif not fs.exists(self._root):
             raise FileNotFoundError(
                 errno.ENOENT,
-                "is missing, and segments were put there: mount its disk or bring it back; only if they are lost for"
-                " good, make this folder anew",
+                "is missing, and segments were put there: mount its disk or restore it; only if they are lost for good,"
+                " create this folder again",
                 self._root,
             )
         self._new = False
         if not fs.exists(directory):
-            with suppress(FileExistsError):  # of a killed `put`
+            with suppress(FileExistsError):  # a killed `put` made it
                 fs.mkdir(directory)
             fs.fsync_dir(self._root)
         if self._apart_from is not None and os.path.samefile(self._root, self._apart_from):
             raise OSError(errno.EINVAL, f"is {self._apart_from} by another name", self._root)
-        tmp_path = path + TMP_SUFFIX
-        fd = fs.open(tmp_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
-            try:
-                offset = 0
-                for piece in pieces:
-                    write_all(fs, fd, piece, offset)
-                    offset += len(piece)
-                fs.fdatasync(fd)
-            finally:
-                fs.close(fd)
-            fs.rename(tmp_path, path)
-        except BaseException:
-            # A leftover never counts for anything.
-            with suppress(OSError):
-                fs.unlink(tmp_path)
-            raise
-        # All of them, and not only by whoever made them: that one may have been killed before its sync.
+        with new_file(fs, path, os.O_WRONLY) as fd:
+            offset = 0
+            for piece in pieces:
+                write_all(fs, fd, piece, offset)
+                offset += len(piece)
+        # All directories, also those that exist: another `put` may have been killed before its sync.
         for parent in (directory, self._root, os.path.dirname(self._root)):
             fs.fsync_dir(parent)
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
-        fs, path = self._fs, self._path(name)
-        fd = fs.open(path, os.O_RDONLY)
-        try:
-            pieces = []
-            missing = length
-            while missing:
-                piece = fs.pread(fd, missing, offset + length - missing)
-                if not piece:
-                    raise EOFError(f"{path} ends before byte {offset + length}")
-                pieces.append(piece)
-                missing -= len(piece)
-        finally:
-            fs.close(fd)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        path = self._path(name)
+        with opened(self._fs, path, os.O_RDONLY) as fd:
+            found = read_up_to(self._fs, fd, length, offset)
+        if len(found) != length:
+            raise EOFError(f"{path} ends before byte {offset + length}")
+        return found
 
     def delete(self, name: str) -> None:
         path = self._path(name)
-        is_gone = True
-        for found in (path, path + TMP_SUFFIX):  # what a killed `put` left goes as well
+        was_there = False
+        for found in (path, path + TMP_SUFFIX):  # with the leftover of a killed `put`
             with suppress(FileNotFoundError):
                 self._fs.unlink(found)
-                is_gone = False
-        if is_gone:
+                was_there = True
+        if not was_there:
             return
         directory = os.path.dirname(path)
         self._fs.fsync_dir(directory)
@@ -151,11 +124,8 @@ class LocalStore:
         return self._fs.exists(self._path(name))
 
     def len(self, name: str) -> int:
-        fd = self._fs.open(self._path(name), os.O_RDONLY)
-        try:
+        with opened(self._fs, self._path(name), os.O_RDONLY) as fd:
             return self._fs.size_bytes(fd)
-        finally:
-            self._fs.close(fd)
 
     def _path(self, name: str) -> str:
         return os.path.join(self._root, name)

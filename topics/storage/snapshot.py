@@ -1,4 +1,4 @@
-"""The snapshot: what the logs say up to a place in each of them, so that a start need not read all that was written.
+"""The snapshot: the state of all logs up to a place in each, so that a start need not read everything ever written.
 
 `meta/snapshot.<20 digits>.bin`, numbered upwards. All integers are little-endian.
 
@@ -8,15 +8,14 @@
   │ 8     │ u32     │ 4×0 │ u64      │ u64      │ msgpack, body_len    │
   └───────┴─────────┴─────┴──────────┴──────────┴──────────────────────┘
     magic    = "topicSNP"
-    checksum = XXH3-64 of bytes [0, 24) and the body; in the same place in every version, so that a version is believed
+    checksum = XXH3-64 of bytes [0, 24) and the body; in the same place in every version, so that a version is trusted
                only if it is undamaged
     body     = `{"shards": [{"shard", "shards", "log_id", "position": {"file_no", "offset"}, "state"}, …]}`: the state
                of each log up to a place in it (`core/shard_state.py`)
 
-The newest valid snapshot counts; a damaged one is passed over, and the log says so. A file gets its name only once it
-is whole and on the disk. The valid snapshot before the newest stays as well, to fall back on. It can take the newest
-one's place only if the logs still hold what came after it: logs that are trimmed further refuse to be read from its
-positions.
+The newest valid snapshot counts; a damaged one is skipped with a log line. A file gets its name only once it is whole
+and on the disk. The valid snapshot before the newest stays as a fallback. It can replace the newest only if the logs
+still have everything behind its positions: logs that are trimmed further refuse to be read from there.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from topics.core.shard_state import ShardState
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, make_dirs, read_all, replace_file
 from topics.storage.logfile import NotALogFile, RefusedLog, WalPosition, read_first_start
-from topics.storage.reshard import NewLog
+from topics.storage.reshard import Move, NewLog
 
 MAGIC: Final = b"topicSNP"
 VERSION: Final = 1
@@ -44,18 +43,18 @@ HEADER_LEN: Final = PREFIX.size + CHECKSUM.size
 
 
 class BadSnapshot(Exception):  # noqa: N818 — named for what it is
-    """The file is not as it was written, or is of no use. `.path` and `.offset` (bytes) say where."""
+    """The file is not as it was written, or is of other logs. `.path` and `.offset` (bytes) say where."""
 
     def __init__(self, path: str, offset: int, reason: str) -> None:
-        super().__init__(f"{path}: not to be used, at offset {offset}: {reason}")
+        super().__init__(f"{path}: cannot be used, at offset {offset}: {reason}")
         self.path = path
         self.offset = offset
         self.reason = reason
 
 
 class UnknownSnapshotVersion(Exception):  # noqa: N818
-    """Another release wrote the snapshot, in a format that this one does not know. It is never passed over: an older
-    snapshot and the rest of the log need not be the whole truth.
+    """Another release wrote the snapshot, in a format that this one does not know. It is never skipped: an older
+    snapshot and the rest of the log may not be everything.
     """
 
     def __init__(self, path: str, version: int) -> None:
@@ -67,8 +66,8 @@ class UnknownSnapshotVersion(Exception):  # noqa: N818
         self.version = version
 
 
-class Loaded(NamedTuple):
-    """The newest valid snapshot, and the damaged ones that were passed over to get to it."""
+class LoadedBody(NamedTuple):
+    """The newest valid snapshot, and the newer ones that were skipped."""
 
     number: int
     body: bytes
@@ -76,10 +75,8 @@ class Loaded(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The number of a snapshot that was made, and of the valid one to fall back on.
-
-    `fallback` is the newest valid one before it, if there is one and that can be told. Everything it needs must stay,
-    though it may be older than the one that came before.
+    """The number of a snapshot that was made, and of its fallback: the newest valid one before it, None if there is
+    none or that cannot be told. Everything that the fallback needs must stay.
     """
 
     number: int
@@ -87,9 +84,8 @@ class Saved(NamedTuple):
 
 
 def save_snapshot(fs: FileSystem, data_dir: str, body: bytes) -> Saved:
-    """Makes the next snapshot durably, then removes all but the valid one before it.
-
-    Raises OSError; the former snapshots are as they were then.
+    """Make the next snapshot durably, then remove all but its fallback. Raises OSError; the former snapshots are as
+    they were then.
     """
     make_dirs(fs, layout.meta_dir(data_dir))
     numbers = layout.list_snapshots(fs, data_dir)
@@ -107,8 +103,8 @@ def save_snapshot(fs: FileSystem, data_dir: str, body: bytes) -> Saved:
 
 
 def _fallbacks(fs: FileSystem, data_dir: str, numbers: list[int]) -> tuple[set[int], int | None]:
-    """Returns the snapshots to keep: the newest valid one, and later ones that cannot be judged now, so that a damaged
-    one pushes out no other. Also returns which of them is the valid one, None if that cannot be told.
+    """Return the snapshots to keep (the newest valid one, and newer ones that cannot be checked now, so that a damaged
+    one pushes out no other) and the valid one among them, None if that cannot be told.
     """
     kept: set[int] = set()
     for number in reversed(numbers):
@@ -124,13 +120,12 @@ def _fallbacks(fs: FileSystem, data_dir: str, numbers: list[int]) -> tuple[set[i
     return kept, None
 
 
-def load_snapshot(
+def load_body(
     fs: FileSystem, data_dir: str, goes_with_logs: Callable[[bytes], bool] = lambda body: True
-) -> Loaded | None:
-    """Loads the newest valid snapshot whose body goes with the logs that are here (see `reshard.py`), None when there
-    is none.
+) -> LoadedBody | None:
+    """Load the newest valid snapshot whose body goes with the logs that are here (see `reshard.py`), None without any.
 
-    Raises UnknownSnapshotVersion, OSError, and BadSnapshot (of the newest) when there are some and none will do.
+    Raises UnknownSnapshotVersion, OSError, and BadSnapshot (of the newest) if there are some and none can be used.
     """
     skipped: list[BadSnapshot] = []
     for number in reversed(layout.list_snapshots(fs, data_dir)):
@@ -140,7 +135,7 @@ def load_snapshot(
             skipped.append(bad)
         else:
             if goes_with_logs(body):
-                return Loaded(number, body, skipped)
+                return LoadedBody(number, body, skipped)
             path = layout.snapshot_path(data_dir, number)
             skipped.append(BadSnapshot(path, HEADER_LEN, "it goes with other logs than those that are here"))
     if skipped:
@@ -149,7 +144,7 @@ def load_snapshot(
 
 
 def read_snapshot(fs: FileSystem, data_dir: str, number: int) -> bytes:
-    """Reads the body of one snapshot. Raises BadSnapshot, UnknownSnapshotVersion, OSError."""
+    """Read the body of one snapshot. Raises BadSnapshot, UnknownSnapshotVersion, OSError."""
     path = layout.snapshot_path(data_dir, number)
     content = read_all(fs, path)
     if len(content) < HEADER_LEN:
@@ -168,7 +163,7 @@ def read_snapshot(fs: FileSystem, data_dir: str, number: int) -> bytes:
 
 
 class ShardPart(msgspec.Struct, frozen=True):
-    """One log up to `position`. `state` stays encoded until somebody asks for it: a shard wants no other's."""
+    """One log up to `position`. `state` stays encoded until it is needed: a shard needs only its own."""
 
     shard: int
     shards: int
@@ -177,7 +172,7 @@ class ShardPart(msgspec.Struct, frozen=True):
     state: msgspec.Raw
 
     def decoded(self) -> ShardState:
-        """Raises msgspec.DecodeError."""
+        """Decode the state. Raises msgspec.DecodeError."""
         return _decode_state(self.state)
 
 
@@ -186,14 +181,14 @@ class _SnapshotBody(msgspec.Struct):
 
 
 class Snapshot(NamedTuple):
-    """The snapshot that counts. `skipped` are newer ones that do not."""
+    """The snapshot that counts. `skipped` are newer ones that cannot be used."""
 
     number: int
     parts: list[ShardPart]
     skipped: list[BadSnapshot]
 
     def part_of(self, log_id: int) -> ShardPart | None:
-        """Returns the part of that log; None when there is none: then the log is read from its beginning."""
+        """Return the part of a log, None if there is none: then the log is read from its beginning."""
         return next((part for part in self.parts if part.log_id == log_id), None)
 
 
@@ -207,19 +202,19 @@ def encode_part(shard: int, shards: int, log_id: int, position: WalPosition, sta
 
 
 def encode_parts(parts: Iterable[ShardPart]) -> bytes:
-    """Encodes the body for `save_snapshot`."""
+    """Encode the body for `save_snapshot`."""
     return _encode(_SnapshotBody(list(parts)))
 
 
 def decode_parts(body: bytes) -> list[ShardPart]:
-    """Raises msgspec.DecodeError."""
+    """Decode the body. Raises msgspec.DecodeError."""
     return _decode_body(body).shards
 
 
-def load(fs: FileSystem, data_dir: str) -> Snapshot | None:
-    """Loads the newest snapshot that goes with the logs that are here, None without any.
+def load_snapshot(fs: FileSystem, data_dir: str) -> Snapshot | None:
+    """Load the newest snapshot that goes with the logs that are here, None without any.
 
-    Raises RefusedLog when there are some and none will do, UnknownSnapshotVersion, OSError.
+    Raises RefusedLog if there are some and none can be used, UnknownSnapshotVersion, OSError.
     """
     log_ids = present_log_ids(fs, data_dir)
 
@@ -229,16 +224,16 @@ def load(fs: FileSystem, data_dir: str) -> Snapshot | None:
         return False
 
     try:
-        loaded: Loaded | None = load_snapshot(fs, data_dir, goes_with_logs)
+        loaded = load_body(fs, data_dir, goes_with_logs)
     except BadSnapshot as bad:
         raise RefusedLog(
-            bad.path, f"{bad}; no other snapshot will do either. Restore the whole data directory from a copy"
+            bad.path, f"{bad}; no other snapshot can be used either. Restore the whole data directory from a copy"
         ) from bad
     return None if loaded is None else Snapshot(loaded.number, decode_parts(loaded.body), loaded.skipped)
 
 
 def present_log_ids(fs: FileSystem, data_dir: str) -> set[int]:
-    """Returns the ids of the logs whose first file can be read; recovery says what is wrong with any other."""
+    """Return the ids of the logs whose first file can be read; recovery says what is wrong with any other."""
     found: set[int] = set()
     for group in layout.discover_groups(fs, layout.wal_dir(data_dir)):
         with suppress(NotALogFile, RefusedLog, OSError):
@@ -249,20 +244,17 @@ def present_log_ids(fs: FileSystem, data_dir: str) -> set[int]:
 
 
 def remove_useless(fs: FileSystem, data_dir: str, used: int) -> None:
-    """Removes snapshots other than `used`: they go with other logs, and must not push it out when the next one
-    is made.
-    """
+    """Remove all snapshots but `used`: they go with other logs, and must not push it out when the next one is made."""
     for number in layout.list_snapshots(fs, data_dir):
         if number != used:
             fs.unlink(layout.snapshot_path(data_dir, number))
     fs.fsync_dir(layout.meta_dir(data_dir))
 
 
-def dealt_out(parts: Iterable[ShardPart], new_logs: Iterable[NewLog], owner: Callable[[str], int]) -> list[ShardPart]:
-    """Deals the topics out: each goes into the part of the log that its name's owner has now, with everything that
-    routers are to it. The routers themselves go to shard 0. Raises msgspec.DecodeError.
+def redistributed(parts: list[ShardPart], logs: list[NewLog], owner: Callable[[str], int]) -> list[ShardPart]:
+    """Return the parts of the new logs: each topic goes with its feeds into the part of the shard that owns its name
+    now, the routers themselves into that of shard 0. Raises msgspec.DecodeError.
     """
-    logs = list(new_logs)
     states = {log.shard: ShardState([], [], []) for log in logs}
     deleted_ids: set[int] = set()
     for part in parts:
@@ -276,33 +268,23 @@ def dealt_out(parts: Iterable[ShardPart], new_logs: Iterable[NewLog], owner: Cal
             states[owner(name)].deleted_names.append(name)
         states[ROUTERS_SHARD].routers.add_routers(state.routers)
     for state in states.values():
-        # Nobody knows whose they were; every shard may know of all.
+        # Every shard gets all ids: their former owners are not known.
         state.set_deleted_ids(deleted_ids)
         state.deleted_names.sort()
     return [encode_part(log.shard, len(logs), log.log_id, log.start, states[log.shard]) for log in logs]
 
 
-class Move(NamedTuple):
-    """The part of a snapshot that `reshard` must know."""
-
-    starts: dict[str, WalPosition]
-    topic_names: dict[int, str]
-    deleted_ids: set[int]
-    before_swap: Callable[[list[NewLog]], None]
-
-
 def plan_move(fs: FileSystem, data_dir: str, owner: Callable[[str], int]) -> Move | None:
-    """Plans the move of a snapshot to a changed shard count, after `finish_swap`. None without a snapshot: the logs are
-    all there is.
+    """Plan the move of the snapshot to a new shard count, after `finish_swap`; None without a snapshot.
 
     Raises RefusedLog, UnknownSnapshotVersion, OSError.
     """
-    snapshot = load(fs, data_dir)
+    snapshot = load_snapshot(fs, data_dir)
     if snapshot is None:
         return None
     paths: dict[int, str] = {}
     for group in layout.discover_groups(fs, layout.wal_dir(data_dir)):
-        with suppress(NotALogFile):  # `reshard` says so
+        with suppress(NotALogFile):  # `reshard` reports it
             start = read_first_start(fs, group.path)
             if start is not None:
                 paths[start.log_id] = group.path
@@ -312,7 +294,7 @@ def plan_move(fs: FileSystem, data_dir: str, owner: Callable[[str], int]) -> Mov
 
     def before_swap(new_logs: list[NewLog]) -> None:
         remove_useless(fs, data_dir, snapshot.number)
-        save_snapshot(fs, data_dir, encode_parts(dealt_out(snapshot.parts, new_logs, owner)))
+        save_snapshot(fs, data_dir, encode_parts(redistributed(snapshot.parts, new_logs, owner)))
 
     starts = {paths[part.log_id]: part.position for part in snapshot.parts}
     return Move(starts, topic_names, deleted_ids - topic_names.keys(), before_swap)

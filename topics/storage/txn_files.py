@@ -1,23 +1,23 @@
 """The files of transactions over topics (api §6): stages and sinks. All integers are little-endian.
 
-A *stage* holds records of one topic that a transaction holds back, in a file of its own until they are published:
+A *stage* is a file with records of one topic that a transaction holds back until they are published:
 
   0       4         6          8       12           20
   ┌───────┬─────────┬──────────┬───────┬────────────┬───────┬──────────────────┬──────────────┬────────┬──────────┐
   │ magic │ version │ name_len │ count │ frames_len │ topic │ offset_len       │ record flags │ frames │ checksum │
   │ TSTG  │ u16     │ u16      │ u32   │ u64        │ utf8  │ u64 × count      │ u8 × count   │ bytes  │ u64      │
   └───────┴─────────┴──────────┴───────┴────────────┴───────┴──────────────────┴──────────────┴────────┴──────────┘
-    offset_len = where a frame begins in `frames`, and its length << 32
+    offset_len = offset of a frame in `frames`, and its length << 32
     frames     = unstamped Append frames of one atomic write (`frame.py`)
     checksum   = XXH3-64 of everything before it
 
-It is written once, whole and synced before anybody hears of it (`replace_file`), and never changes. Its name is
+It is written once, whole and synced before its id is told (`replace_file`), and never changes. Its name is
 
     <xxh3-128 of topic, 0x00, transaction id: 32 hex>-<16 random hex>.stage
 
-so that the stages of a transaction are found by name, and nobody guesses a name.
+so that the stages of a transaction are found by name, and no client can guess a name.
 
-A *sink* says what it has committed: its latest batch, and the stages of it as long as they are not all published:
+A *sink* is a file with the latest batch that the sink has committed, and its stages until all of them are published:
 
   0       4         6         8          16      24              32
   ┌───────┬─────────┬─────────┬──────────┬───────┬───────────────┬───────────────────────────────────────┬──────────┐
@@ -26,7 +26,7 @@ A *sink* says what it has committed: its latest batch, and the stages of it as l
   └───────┴─────────┴─────────┴──────────┴───────┴───────────────┴───────────────────────────────────────┴──────────┘
     checksum = XXH3-64 of everything before it
 
-One file a sink, `<xxh3-128 of its name, 32 hex>.sink`. The shard that owns the name (as if it were a topic's) writes it
+Each sink has one file, `<xxh3-128 of its name, 32 hex>.sink`. The shard that would own a topic of its name writes it,
 and replaces it as a whole. A batch is decided once the file that names its stages is on the disk, and over once the
 file without them is: a process that finds `pending` publishes those that are not published yet. A stage is published
 only while its batch is decided and not over, which other shards see in the first 32 bytes.
@@ -45,7 +45,7 @@ from typing import Final, NamedTuple
 import msgspec
 from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 
-from topics.storage.filesystem import FileSystem
+from topics.storage.filesystem import FileSystem, opened
 from topics.storage.frame import LaidOut
 
 STAGE_VERSION: Final = 1
@@ -61,11 +61,11 @@ if sys.byteorder != "little":
 
 
 class StageDamagedError(Exception):
-    """The file of a stage is not as it was written; the message says how."""
+    """The file of a stage is not as it was written; the message says what is wrong."""
 
 
 class Stage(NamedTuple):
-    """The records of one write, ready to be stamped; `frames` is the reader's own copy."""
+    """The records of one write, to be stamped; `frames` is a copy that the caller may change."""
 
     topic: str
     offset_len: array[int]
@@ -74,7 +74,7 @@ class Stage(NamedTuple):
 
 
 class StageHead(NamedTuple):
-    """The beginning of a stage's file; `size_bytes` is the size of its frames."""
+    """The fields at the beginning of a stage's file; `size_bytes` is the size of its frames."""
 
     topic: str
     records: int
@@ -90,12 +90,12 @@ def is_stage_id(text: str) -> bool:
 
 
 def stage_name(stage_id: str) -> str:
-    """Returns the name of a stage's file."""
+    """Return the name of a stage's file."""
     return stage_id + _STAGE_SUFFIX
 
 
 def stage_of_name(name: str) -> str | None:
-    """Returns the stage whose file has this name, None for any other file."""
+    """Return the stage whose file has this name, None for any other file."""
     stage_id = name.removesuffix(_STAGE_SUFFIX)
     return stage_id if name.endswith(_STAGE_SUFFIX) and is_stage_id(stage_id) else None
 
@@ -119,21 +119,16 @@ def encode_stage(topic: str, records: LaidOut) -> bytes:
 
 
 def decode_stage(content: bytes) -> Stage:
-    """Raises StageDamagedError when the file is not whole or its checksum is wrong."""
+    """Decode a whole file. Raises StageDamagedError."""
     view = memoryview(content)
     if len(content) < _STAGE_HEADER.size + _CHECKSUM.size:
         raise StageDamagedError(f"it has only {len(content)} bytes")
     magic, version, name_len, count, frames_len = _STAGE_HEADER.unpack_from(content)
     if magic != _STAGE_MAGIC or version != STAGE_VERSION:
-        raise StageDamagedError(
-            f"it begins with {magic!r}, version {version}; this program knows version {STAGE_VERSION}"
-        )
+        raise StageDamagedError(f"it begins with {magic!r}, version {version}; this release reads {STAGE_VERSION}")
     whole_len = _STAGE_HEADER.size + name_len + count * (_WORD_LEN + 1) + frames_len + _CHECKSUM.size
-    if len(content) != whole_len:
-        raise StageDamagedError(f"it has {len(content)} bytes, its header says {whole_len}")
-    (checksum,) = _CHECKSUM.unpack_from(content, whole_len - _CHECKSUM.size)
-    if xxh3_64_intdigest(view[: -_CHECKSUM.size]) != checksum:
-        raise StageDamagedError("its checksum is wrong")
+    if defect := _defect(content, whole_len):
+        raise StageDamagedError(defect)
     at = _STAGE_HEADER.size
     topic = str(view[at : at + name_len], "utf-8")
     at += name_len
@@ -144,7 +139,7 @@ def decode_stage(content: bytes) -> Stage:
 
 
 def decode_stage_head(head: bytes) -> StageHead:
-    """Decodes the first STAGE_HEAD_LEN bytes of the file, without its checksum."""
+    """Decode the first STAGE_HEAD_LEN bytes of the file; the checksum is not checked. Raises StageDamagedError."""
     if len(head) < _STAGE_HEADER.size:
         raise StageDamagedError(f"it has only {len(head)} bytes")
     magic, version, name_len, count, frames_len = _STAGE_HEADER.unpack_from(head)
@@ -155,11 +150,19 @@ def decode_stage_head(head: bytes) -> StageHead:
 
 
 STAGE_HEAD_LEN: Final = _STAGE_HEADER.size + 255
-"""Enough for the longest topic name."""
+"""Length of the header with the longest topic name."""
 
 
 def _group(topic: str, txn: str) -> str:
     return xxh3_128_hexdigest(b"\x00".join((topic.encode(), txn.encode())))
+
+
+def _defect(content: bytes, whole_len: int) -> str | None:
+    """Return what is wrong with the length or the checksum of a file; None if nothing is."""
+    if len(content) != whole_len:
+        return f"it has {len(content)} bytes, its header says {whole_len}"
+    body, checksum = memoryview(content)[: -_CHECKSUM.size], content[-_CHECKSUM.size :]
+    return None if _CHECKSUM.pack(xxh3_64_intdigest(body)) == checksum else "its checksum is wrong"
 
 
 SINK_VERSION: Final = 1
@@ -169,11 +172,11 @@ _SINK_NAME: Final = re.compile(r"[0-9a-f]{32}\.sink")
 
 
 class SinkDamagedError(Exception):
-    """The file of a sink is not as it was written; the message says how."""
+    """The file of a sink is not as it was written; the message says what is wrong."""
 
 
 class Sink(msgspec.Struct, frozen=True):
-    """The state of a sink. `pending` is (stage, topic) of everything that its batch publishes, empty when that
+    """The state of a sink. `pending` has (stage, topic) of everything that its batch publishes, and is empty when that
     is done.
     """
 
@@ -189,7 +192,7 @@ SINK_HEAD_LEN: Final = _SINK_HEADER.size
 
 
 def sink_name(sink: str) -> str:
-    """Returns the name of a sink's file."""
+    """Return the name of a sink's file."""
     return f"{xxh3_128_hexdigest(sink.encode())}.sink"
 
 
@@ -204,43 +207,32 @@ def encode_sink(sink: Sink) -> bytes:
 
 
 def decode_sink_head(head: bytes) -> tuple[int, int]:
-    """Returns (batch, pending_count) from the first SINK_HEAD_LEN bytes, without the checksum: the owner checks
-    that.
+    """Return (batch, pending_count) from the first SINK_HEAD_LEN bytes; the owner checks the checksum. Raises
+    SinkDamagedError.
     """
     if len(head) < _SINK_HEADER.size:
         raise SinkDamagedError(f"it has only {len(head)} bytes")
     magic, version, _zero, _body_len, batch, pending_count = _SINK_HEADER.unpack_from(head)
     if magic != _SINK_MAGIC or version != SINK_VERSION:
-        raise SinkDamagedError(
-            f"it begins with {magic!r}, version {version}; this program knows version {SINK_VERSION}"
-        )
+        raise SinkDamagedError(f"it begins with {magic!r}, version {version}; this release reads {SINK_VERSION}")
     return batch, pending_count
 
 
 def read_sink_head(fs: FileSystem, directory: str, sink: str) -> tuple[int, int]:
-    """Returns (batch, pending_count) of a sink to any process; (0, 0) without a file. Raises OSError,
-    SinkDamagedError.
-    """
+    """Return (batch, pending_count) of a sink; (0, 0) without a file. Raises OSError, SinkDamagedError."""
     try:
-        fd = fs.open(os.path.join(directory, sink_name(sink)), os.O_RDONLY)
+        with opened(fs, os.path.join(directory, sink_name(sink)), os.O_RDONLY) as fd:
+            return decode_sink_head(fs.pread(fd, SINK_HEAD_LEN, 0))
     except FileNotFoundError:
         return 0, 0
-    try:
-        return decode_sink_head(fs.pread(fd, SINK_HEAD_LEN, 0))
-    finally:
-        fs.close(fd)
 
 
 def decode_sink(content: bytes) -> Sink:
-    """Raises SinkDamagedError when the file is not whole or its checksum is wrong."""
+    """Decode a whole file. Raises SinkDamagedError."""
     batch, pending_count = decode_sink_head(content)
     body_len = _SINK_HEADER.unpack_from(content)[3]
-    whole_len = _SINK_HEADER.size + body_len + _CHECKSUM.size
-    if len(content) != whole_len:
-        raise SinkDamagedError(f"it has {len(content)} bytes, its header says {whole_len}")
-    (checksum,) = _CHECKSUM.unpack_from(content, whole_len - _CHECKSUM.size)
-    if xxh3_64_intdigest(content[: -_CHECKSUM.size]) != checksum:
-        raise SinkDamagedError("its checksum is wrong")
+    if defect := _defect(content, _SINK_HEADER.size + body_len + _CHECKSUM.size):
+        raise SinkDamagedError(defect)
     try:
         name, pending = _decode_sink_body(content[_SINK_HEADER.size : -_CHECKSUM.size])
     except msgspec.DecodeError as error:

@@ -1,13 +1,12 @@
-"""The writing end of one log: plan, commit, roll back, rotate; and what happens when the disk fails.
+"""The writer of one log: it plans, commits, rolls back and rotates, and handles failures of the disk.
 
-Life of a group: `plan` says where each write will lie; `commit` writes the group with one vectored write, syncs it if
-asked, and only then moves the end of the log. A group lies in one file, so a failure is undone by cutting off the end
-of that file.
+`plan` returns the place of each write of a group. `commit` writes the group with one vectored write, syncs it if asked,
+and only then moves the end of the log. A group lies in one file, so a failure is undone by cutting that file.
 
-A failed *write* costs the group that was being written and nothing else. A failed *sync* costs more: the kernel may
-have dropped the pages and now calls them clean, so neither that file nor a repeated sync of it means anything. That
-file ends at the last offset known to be on the disk; the good frames behind it are read back, checked and written to a
-new file, whose `previous_end` says so. If that fails too, the log is read-only and says why.
+A failed *write* costs only the group that was being written. A failed *sync* costs more: the kernel may have dropped
+the pages and call them clean now, so neither that file nor another sync of it can be trusted. The file then ends at the
+last offset known to be on the disk; the good frames behind it are read back, checked and written to a new file with
+that offset as its `previous_end`. If that fails too, the log is read-only and has the reason.
 """
 
 from __future__ import annotations
@@ -42,12 +41,10 @@ _IOV_MAX: Final = os.sysconf("SC_IOV_MAX")
 
 
 class ActiveFile:
-    """The one log file that is being written: owns its descriptors. Methods raise OSError; the writer decides what a
-    failure means.
+    """The log file that is being written, with its descriptors. Methods raise OSError; the writer handles failures.
 
-    `end`: where the last committed group ends. `synced`: up to there the file is known to be on the disk. `marked`:
-    what the last SYNC_MARK in the file says of that; `mark_end`: where that mark ends. marked <= synced <= end, and
-    none of them ever goes back.
+    `end` is the end of the last committed group. Up to `synced` the file is known to be on the disk; `marked` is the
+    `synced` in its last SYNC_MARK, which ends at `mark_end`. marked <= synced <= end, and none of them decreases.
     """
 
     def __init__(self, fs: FileSystem, directory: str, file_no: int, end: int, marked: int) -> None:
@@ -60,8 +57,8 @@ class ActiveFile:
         self._fd = fs.open(self.path, os.O_RDWR)
         try:
             self.size_bytes = fs.size_bytes(self._fd)
-            # The kernel reports a failed write-back once to each open file: were the background sync to share this
-            # one, it could take the report that a commit's sync needs.
+            # The kernel reports a failed write-back once to each open file: if the background sync shared this one, it
+            # could take the report that a commit's sync needs.
             self._background_fd = fs.open(self.path, os.O_RDWR)
         except OSError:
             fs.close(self._fd)
@@ -79,19 +76,19 @@ class ActiveFile:
         self._fs.fdatasync(self._fd)
 
     def sync_in_background(self) -> int:
-        """Syncs, from another thread than the writer's; returns the offset up to which all is on the disk."""
+        """Sync in another thread than the writer's; return the offset up to which everything is on the disk."""
         with self._closing:
             end = self.end
-            if not self._closed:  # closed: the file was synced, or its tail saved elsewhere, when the writer left it
+            if not self._closed:  # a closed file was synced, or its tail was saved elsewhere
                 self._fs.fdatasync(self._background_fd)
             return end
 
     def erase_uncommitted(self) -> None:
-        """Makes everything behind `end` zeros again."""
+        """Make everything behind `end` zeros again."""
         erase_behind(self._fs, self._fd, self.end, self.size_bytes)
 
     def read_unsynced(self) -> bytes:
-        """Reads the committed frames from `synced` on, and checks every one."""
+        """Read the committed frames from `synced` on, and check each of them."""
         length = self.end - self.synced
         tail = self._fs.pread(self._fd, length, self.synced)
         if len(tail) != length or scan(tail, 0, length).end != length:
@@ -110,7 +107,7 @@ FILE_BYTES: Final = 64 * 1024 * 1024
 
 
 class Moved(NamedTuple):
-    """Published frames that lie elsewhere now: [start, end) of one file, in order, from `new_start` of another."""
+    """Published frames that were moved: [start, end) of one file lies at `new_start` of another now, in order."""
 
     file_no: int
     start: int
@@ -128,10 +125,8 @@ class WalWriteError(Exception):
 
 
 class WalSyncError(Exception):
-    """A sync failed: nothing of the group is in the log.
-
-    `.moved` says where acknowledged frames went that had not been synced yet. It is None if there were none, or if the
-    log could not be saved; then `WalWriter.read_only` says why.
+    """A sync failed: nothing of the group is in the log. `.moved` is the new place of acknowledged frames that had not
+    been synced, None if there were none, or if they could not be saved: then `WalWriter.read_only` has the reason.
     """
 
     def __init__(self, message: str, moved: Moved | None) -> None:
@@ -140,14 +135,14 @@ class WalSyncError(Exception):
 
 
 class GroupPlan(NamedTuple):
-    """The place of a group: write i begins at `offsets[i]` of file `file_no`, the last one ends at `end`. Void after a
-    commit that failed.
+    """The place of a group: write i begins at `offsets[i]` of file `file_no`, the last one ends at `end`. A failed
+    commit makes the plan invalid.
     """
 
     file_no: int
     start: int
-    mark: bytes  # SYNC_MARK in front of the group, b"" when none is due
-    marked: int  # what is marked as synced once the group is written
+    mark: bytes  # SYNC_MARK in front of the group, b"" if none is due
+    marked: int  # offset up to which a mark vouches once the group is written
     offsets: list[int]
     end: int
 
@@ -158,17 +153,15 @@ class CommitTimes(NamedTuple):
 
 
 class Synced(NamedTuple):
-    """Says that everything in `file_no` below `offset` is on the disk."""
+    """A place in the log; everything in `file_no` below `offset` is on the disk."""
 
     file_no: int
     offset: int
 
 
 class WalWriter:
-    """The writer of one log, used by one thread of one process (`sync_now` alone may run in another thread).
-
-    It has plain counters for metrics: frames, batches, bytes_written, fsyncs, rotations. `read_only` is None or the
-    reason.
+    """The only writer of one log, used by one thread (only `sync_now` may run in another). It has counters for metrics:
+    frames, batches, bytes_written, fsyncs, rotations. `read_only` is None or the reason.
     """
 
     def __init__(
@@ -183,11 +176,12 @@ class WalWriter:
         helper: Executor | None = None,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
-        """Goes on at `end`, as recovery found it; None starts a new log. Raises WalWriteError when the first file
-        cannot be made.
+        """Go on at the `end` that recovery found; None starts a new log. Raises WalWriteError if the file cannot be
+        made or opened.
 
-        `helper` (one thread is enough) makes the next file before it is needed; without it the commit that needs it
-        does. A file made under another boot gets no more writes: what recovery knows of torn tails depends on it.
+        `helper` (one thread is enough) makes the next file before it is needed; without it the commit that needs the
+        file does. A file that was made in another boot gets no more writes: recovery's view of torn tails depends on
+        that.
         """
         self._fs = fs
         self._directory = directory
@@ -203,7 +197,7 @@ class WalWriter:
         self.read_only: str | None = None
         self._undo_due: str | None = None
         self.refused: Callable[[], None] = _nothing
-        """Is called when a group that was being written will never be in the log, before the log goes on elsewhere."""
+        """Callback for a group that will never be in the log, before the log goes on elsewhere."""
         self.frames = self.batches = self.bytes_written = self.fsyncs = self.rotations = 0
         try:
             if end is None:
@@ -223,9 +217,7 @@ class WalWriter:
 
     @property
     def log_id(self) -> int:
-        """The id of this log. It is random and the same in all its files for ever: a snapshot says by it which log it
-        goes with.
-        """
+        """Random id of this log, the same in all its files for ever: a snapshot identifies its logs by it."""
         return self._log_id
 
     @property
@@ -234,12 +226,12 @@ class WalWriter:
 
     @property
     def offset(self) -> int:
-        """The end of the last committed group in file `file_no`."""
+        """End of the last committed group in file `file_no`."""
         return self._active.end
 
     @property
     def synced(self) -> Synced:
-        """Everything before it, earlier files included, is on the disk."""
+        """Place up to which everything, earlier files included, is on the disk."""
         return Synced(self._active.file_no, self._active.synced)
 
     @property
@@ -249,10 +241,11 @@ class WalWriter:
     # -- commit
 
     def plan(self, lengths: Sequence[int]) -> GroupPlan:
-        """Reserves room for a group, one length in bytes per write. Nothing is written and nothing can fail.
+        """Plan a group, given the length in bytes of each write. Nothing is written and nothing can fail.
 
-        A group without writes plans nothing but the mark that is due, if one is. Commit it when the log falls idle, so
-        that the last writes are known as synced after a power loss. Behind a mark none is due: it would need another.
+        The plan of a group without writes has only the mark that is due, if any. Commit it when the log becomes idle,
+        so that the last writes are known as synced after a power loss. None is due directly behind a mark, which would
+        need another one.
         """
         active = self._active
         mark, marked = b"", active.marked
@@ -274,9 +267,8 @@ class WalWriter:
         return GroupPlan(file_no, start, mark, marked, offsets, offset)
 
     def commit(self, plan: GroupPlan, buffers: Sequence[Bytes], sync: bool, frames: int = 0) -> CommitTimes:
-        """Writes the planned group, all of it or nothing; with `sync` it is on the disk when this returns.
-
-        `buffers` are the writes' bytes in order, in any number of pieces. Raises WalWriteError or WalSyncError.
+        """Write the planned group, all of it or nothing; with `sync` it is on the disk when this returns. `buffers` are
+        the writes' bytes in order, in any number of pieces. Raises WalWriteError or WalSyncError.
         """
         if self.read_only is not None:
             raise WalWriteError(f"the log is read-only: {self.read_only}")
@@ -311,7 +303,7 @@ class WalWriter:
         return CommitTimes((written_ns - started_ns) / 1000, (synced_ns - written_ns) / 1000)
 
     def close(self) -> None:
-        """Syncs, leaves a mark that says so, and closes. Descriptors are closed even when WalSyncError is raised."""
+        """Sync, write a mark that says so, and close. Descriptors are closed even if WalSyncError is raised."""
         try:
             if self.read_only is None:
                 for _ in range(2):  # the log, then the mark that covers it
@@ -320,18 +312,18 @@ class WalWriter:
             raise WalSyncError(f"the log was not closed cleanly: {error}", None) from error
         finally:
             if self._spare is not None:
-                self._spare.exception()  # waits; nobody minds a spare that could not be made any more
+                self._spare.exception()  # waits; a failure does not matter any more
             self._active.close()
 
     # -- trimming
 
     def drop_files_below(self, file_no: int) -> int:
-        """Removes the files numbered below, of those that the writer has left for good; returns how many.
+        """Remove the files below `file_no` that are finished, and return their number. Nothing in them may be needed.
 
-        Raises OSError: then some may be left, and the next call removes them. Nothing in them may count any more. They
-        go in ascending order, so that the rest has no hole. A spare that is being made has a higher number than any of
-        them.
+        They go in ascending order, so that the rest has no hole. Raises OSError: then some may be left, and the next
+        call removes them.
         """
+        # A spare that is being made has a higher number than any of them.
         bound = min(file_no, self._current_file_no, self._active.file_no)
         numbers = [number for number in layout.list_log_files(self._fs, self._directory) if number < bound]
         for number in numbers:
@@ -343,22 +335,20 @@ class WalWriter:
     # -- background sync
 
     def sync_now(self) -> Synced:
-        """Syncs everything that is committed. For a helper thread; hand the result to `note_synced` on the owner's
-        thread. When it raises OSError, call `sync_failed` on the owner's thread.
+        """Sync everything that is committed, in a helper thread. Pass the result to `note_synced` in the owner's
+        thread, or call `sync_failed` there after an OSError.
         """
         active = self._active
         return Synced(active.file_no, active.sync_in_background())
 
     def note_synced(self, file_no: int, offset: int) -> None:
-        """Takes over the result of `sync_now`. A file that the writer has left since was synced at that moment."""
+        """Take the result of `sync_now`. A file that the writer has finished since was synced then."""
         self.fsyncs += 1
         if file_no == self._active.file_no:
             self._active.synced = max(self._active.synced, offset)
 
     def sync_failed(self, file_no: int, error: OSError) -> Moved | None:
-        """Is called after `sync_now` raised for this file: saves its un-synced frames in a new file; returns where they
-        went.
-        """
+        """Save the un-synced frames of a file for which `sync_now` raised in a new one; return their new place."""
         self.fsyncs += 1
         if file_no != self._active.file_no or self.read_only is not None:
             return None
@@ -374,11 +364,11 @@ class WalWriter:
             raise WalWriteError(f"{self._active.path}: write failed: {error}", error.errno) from error
 
     def _undo(self) -> None:
-        """Takes back the bytes behind the last committed group, durably: a power loss must not bring them back."""
+        """Erase the bytes behind the last committed group, durably: a power loss must not bring them back."""
         try:
             self._active.erase_uncommitted()
         except OSError as error:
-            # The error of the undoing may pass, like the error of the write: the next commit tries again.
+            # This error may be temporary, like that of the write: the next commit tries again.
             self._undo_due = f"{self._active.path}: a failed write could not be undone: {error}"
             self.refused()
             return
@@ -396,20 +386,20 @@ class WalWriter:
             try:
                 active.erase_uncommitted()
             except OSError as erase_error:
-                # Found again only by a restart, and only if the tail cannot be saved either.
+                # Only a restart would find the group, and only if the tail cannot be saved either.
                 message += f"; the group could not be erased: {erase_error}"
             self.refused()
             raise WalSyncError(message, self._save_tail(error)) from error
         active.synced = active.end
 
     def _save_tail(self, cause: OSError) -> Moved | None:
-        """Leaves the active file for a new one that begins with its un-synced frames; or turns read-only."""
+        """Switch to a new file that begins with the un-synced frames of the active one, or become read-only."""
         active = self._active
         new_file_no = active.file_no + 1
         start_frame = self._start_frame(new_file_no, previous_end=active.synced)
         try:
             content = start_frame + active.read_unsynced()
-            self._wait_for_spare()  # it would take the name of the file that is made here
+            self._wait_for_spare()  # it has the name of the file that is made here
             size_bytes = max(self._file_bytes, len(content) + FILE_END_LEN)
             create_log_file(self._fs, self._directory, new_file_no, content, size_bytes, self._preallocate)
             following = ActiveFile(self._fs, self._directory, new_file_no, len(content), marked=len(content))
@@ -424,7 +414,7 @@ class WalWriter:
     # -- files
 
     def _rotate(self, group_bytes: int) -> None:
-        """Ends the active file and goes on in the next. On failure the log still ends where it did."""
+        """End the active file and switch to the next. On failure the log still ends where it did."""
         active = self._active
         next_file_no = active.file_no + 1
         start = len(self._start_frame(next_file_no))
@@ -450,9 +440,7 @@ class WalWriter:
             self._spare = self._helper.submit(self._make_file, active.file_no + 1, self._file_bytes)
 
     def _wait_for_spare(self) -> int:
-        """Returns the size in bytes of the next file if it is there. If not, the attempt to make it here will
-        tell why.
-        """
+        """Return the size of the next file, 0 if it could not be made: the caller makes it then, and gets the error."""
         spare, self._spare = self._spare, None
         return spare.result() if spare is not None and spare.exception() is None else 0
 
@@ -461,7 +449,7 @@ class WalWriter:
         return size_bytes
 
     def _switch_to(self, following: ActiveFile) -> None:
-        """Goes on in another file. CURRENT follows with the next commit."""
+        """Switch to another file. CURRENT follows with the next commit."""
         left, self._active = self._active, following
         self._start_next_file = False
         left.close()
@@ -483,4 +471,4 @@ class WalWriter:
 
 
 def _nothing() -> None:
-    """Nobody asked to be told."""
+    """Do nothing: no callback is set."""

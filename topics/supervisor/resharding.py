@@ -55,10 +55,7 @@ def run(settings: Settings, shared: SharedMemory) -> int:
             progress,
             file_bytes=settings.wal_file_bytes,
             accept_data_loss=settings.accept_data_loss,
-            starts=None if move is None else move.starts,
-            topic_names=None if move is None else move.topic_names,
-            deleted_ids=() if move is None else move.deleted_ids,
-            before_swap=None if move is None else move.before_swap,
+            move=move,
         )
         if not marked:
             write_mark(fs, settings.data_dir)

@@ -64,6 +64,8 @@ class ShardStatus(msgspec.Struct, frozen=True):
     fsync_p99_us: int | None
     commit_window_ms: float
     write_errors: int
+    brake: float
+    """The part of full braking, 0 to 1, while the compactor is behind."""
     lag_bytes: int
     """Bytes of its log that are in no snapshot yet; a restart reads them again."""
     progress: float | None
@@ -260,6 +262,7 @@ def _shard(page: ControlPage, index: int, state: str) -> ShardStatus:
         fsync_p50_us=latency_quantile_us(cell, 0.50),
         fsync_p99_us=latency_quantile_us(cell, 0.99),
         commit_window_ms=cell["commit_window_us"] / 1000,
+        brake=cell["brake_ppm"] / 1e6,
         lag_bytes=page.lag_bytes(index),
         progress=cell["progress_ppm"] / 1e6 if state == "recovering" else None,
         **_figures(cell, "topics wal_file wal_offset queue_depth write_errors"),
@@ -343,7 +346,7 @@ _Row = list[str | int | None]
 """Cells of a table; None is a figure that is unknown."""
 
 _PROCESS_HEADS: Final = "process pid state uptime restarts last_exit cpu_s rss_mib pressure"
-_SHARD_HEADS: Final = "shard topics wal_file wal_offset queue fsync_p50 fsync_p99 window_ms lag"
+_SHARD_HEADS: Final = "shard topics wal_file wal_offset queue fsync_p50 fsync_p99 window_ms lag brake"
 _FRONTEND_HEADS: Final = "frontend connections sse requests req/s ready wait_ms coalesce_ms throttled"
 _COMPACTOR_HEADS: Final = "compactor snapshots records segments dropped rewritten cold failures"
 
@@ -376,6 +379,7 @@ def _shard_row(shard: ShardStatus) -> _Row:
         None if shard.fsync_p99_us is None else f"{shard.fsync_p99_us} µs",
         f"{shard.commit_window_ms:.1f}",
         f"{shard.lag_bytes / MIB:.1f} MiB",
+        f"{shard.brake:.0%}",
     ]
 
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final
 
+from topics.core.brake import Brake
 from topics.core.clock import Clock, SystemClock
 from topics.core.fold import FoldError
 from topics.log import get_logger
@@ -60,7 +61,9 @@ def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) 
         cell.set("state", ProcessState.READY)
         outbox.announce_generation()
         outbox.flush()
-        _serve(shard, outbox, wake, stop, cell, clock, ShardPressure(shared.control, cell, outbox))
+        brake = Brake(settings.max_replay_bytes)
+        pressure = ShardPressure(shared.control, cell, outbox, brake, partial(shared.control.lag_bytes, index))
+        _serve(shard, outbox, wake, stop, cell, clock, pressure)
         cell.set("state", ProcessState.DRAINING)
         try:
             shard.close()

@@ -31,7 +31,7 @@ from topics.storage.layout import snapshot_path
 from topics.storage.log_fold import fold_frames
 from topics.storage.logfile import RefusedLog, WalIdentity, WalPosition, read_first_start
 from topics.storage.recovery import Recovery, recover_group
-from topics.storage.snapshot import load
+from topics.storage.snapshot import load_snapshot
 from topics.storage.wal import WalWriter
 from topics.walshard.commit.commits import Commits
 from topics.walshard.commit.draft import GroupHandler
@@ -298,7 +298,7 @@ def _restore(fold: Fold, fs: FileSystem, data_dir: str, directory: str) -> tuple
     """What the newest snapshot knows of the log in `directory`: from where the log is to be read, None from its
     beginning; and what the operator hears of it.
     """
-    snapshot = load(fs, data_dir)
+    snapshot = load_snapshot(fs, data_dir)
     if snapshot is None:
         return None, "none"
     for bad in snapshot.skipped:

@@ -13,10 +13,14 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from topics.core.brake import Brake
 from topics.core.governor import FULL_FROM, INTERVAL_MS, Governor, Ladder, Sample
+from topics.log import get_logger
 from topics.shm.control import ControlPage, ProcessCell
 from topics.shm.ring import Wake
 from topics.walshard.commit.shard_rings import ShardRings
+
+log = get_logger()
 
 GATHERED_BYTES: Final = 256 * 1024
 """With so much waiting, or a ring that is half full, a group is large enough: who writes much is not held up."""
@@ -33,12 +37,16 @@ class ShardPressure:
         control: ControlPage,
         cell: ProcessCell,
         outbox: ShardRings,
+        brake: Brake,
+        lag_bytes: Callable[[], int],
         now_ns: Callable[[], int] = time.monotonic_ns,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._control = control
         self._cell = cell
         self._outbox = outbox
+        self._brake = brake
+        self._lag_bytes = lag_bytes
         self._now_ns = now_ns
         self._sleep = sleep
         self._governor = Governor()
@@ -68,7 +76,12 @@ class ShardPressure:
         if worked:
             self._fullest = max(self._fullest, fullness)
             self._group_ns = began_ns
-            self._longest_ns = max(self._longest_ns, self._now_ns() - began_ns)
+            took_ns = self._now_ns() - began_ns
+            self._longest_ns = max(self._longest_ns, took_ns)
+            if self._brake.share:
+                pause_ns = self._brake.pause_ns(took_ns)
+                self._sleep(pause_ns / 1e9)
+                self._slept_ns += pause_ns
         return worked
 
     def aside(self, copy: Callable[[], bool]) -> bool:
@@ -99,8 +112,18 @@ class ShardPressure:
         self._slept_ns = self._longest_ns = 0
         self._fullest = 0.0
         cell = self._cell
+        self._update_brake()
         cell.set("pressure_ppm", round(pressure * 1e6))  # first: the service's pressure is that of all cells
         self._ladder.update(max(pressure, self._control.pressure()))
         cell.set("busy_ppm", round(busy * 1e6))
         cell.set("commit_window_us", self._ladder.window_us)
         cell.set("deferring", int(self._ladder.deferring))
+
+    def _update_brake(self) -> None:
+        was_on = self._brake.share > 0
+        lag_bytes = self._lag_bytes()
+        self._brake.update(lag_bytes)
+        self._cell.set("brake_ppm", round(self._brake.share * 1e6))
+        if was_on != (self._brake.share > 0):
+            note = "the compactor keeps pace again" if was_on else "writers are slowed: the compactor is behind"
+            log.info(note, lag_bytes=lag_bytes)

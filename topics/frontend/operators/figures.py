@@ -209,6 +209,9 @@ class ServiceFigures:
         ]
         help = "How far apart one shard's groups begin at least"
         yield Family("topics_shard_commit_window_seconds", "gauge", help, ("shard",), windows)
+        brakes: list[Sample] = [((str(index),), cell.get("brake_ppm") / 1e6) for index, cell in enumerate(self._shards)]
+        help = "Part of full braking (0 to 1) that slows writers while the compactor is behind"
+        yield Family("topics_shard_brake_ratio", "gauge", help, ("shard",), brakes)
         depths: list[Sample] = [
             ((str(index), str(band)), cell.get(f"ready_band_{band}"))
             for index, cell in enumerate(self._frontends)

@@ -1,0 +1,261 @@
+"""The offline check of segments: file against file, and against what log and snapshot say of them (`verify.py`)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Final
+
+import msgspec
+
+from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_GONE
+from topics.core.segment_list import COLD, SEALED, SegmentInfo
+from topics.storage import layout
+from topics.storage.filesystem import FileSystem, read_all
+from topics.storage.postings import CorruptPostings, Postings
+from topics.storage.segment import ENTRY_FLAGS_AT, ENTRY_LEN
+from topics.storage.segment_reader import SegmentReader
+
+
+class FileKind(StrEnum):
+    """The kind of file that is damaged."""
+
+    FORMAT = "format"
+    LOG = "log"
+    SEGMENT = "segment"
+    POSTINGS = "postings"
+    SNAPSHOT = "snapshot"
+    STAGE = "stage"
+    SINK = "sink"
+    UNREADABLE = "unreadable"
+
+
+class DamageFinding(msgspec.Struct, frozen=True):
+    """One damage; `path` is not as it should be from `offset` (bytes) on."""
+
+    kind: FileKind
+    path: str
+    offset: int
+    reason: str
+
+
+class Report(msgspec.Struct):
+    """Everything that the check found, and the numbers of things that it read."""
+
+    data_dir: str
+    damage: list[DamageFinding] = []
+    notes: list[str] = []
+    log_frames: int = 0
+    segments: int = 0
+    segment_records: int = 0
+    postings: int = 0
+    snapshots: int = 0
+
+    def damaged(self, kind: FileKind, path: str, reason: str, offset: int = 0) -> None:
+        """Report committed bytes that are not as they were written."""
+        self.damage.append(DamageFinding(kind, path, offset, reason))
+
+    def unreadable(self, error: OSError, path: str) -> None:
+        """Report a file, or something below `path`, that cannot be read."""
+        self.damaged(FileKind.UNREADABLE, error.filename or path, error.strerror or str(error))
+
+    def missing(self, kind: FileKind, path: str) -> None:
+        """Report a file that does not exist."""
+        self.damaged(kind, path, "the file is missing")
+
+    def note(self, line: str) -> None:
+        """Note something that the next start cuts off, or that nothing needs."""
+        self.notes.append(line)
+
+
+_LIVE_TABLE: Final = bytes(0 if flags & LOCATION_GONE else 1 for flags in range(256))
+
+
+class SegmentCheck:
+    """Checks segments. `cold_dir` has the data of cold segments; with None these are not checked."""
+
+    def __init__(self, fs: FileSystem, cold_dir: str | None, report: Report) -> None:
+        self._fs = fs
+        self._cold_dir = cold_dir
+        self._report = report
+
+    def listed(
+        self, topic_id: int, directory: str, info: SegmentInfo, earliest_seq: int, deleted: Sequence[int]
+    ) -> int:
+        """Check a segment that log or snapshot list. `deleted` are seqs (ascending) that the log has deleted and the
+        segment may not have marked yet. Return the number of its records that live from `earliest_seq` on, 0 if its
+        index cannot be read.
+        """
+        self._report.segments += 1
+        try:
+            idx = self._check_listed(topic_id, directory, info, bool(deleted))
+        except FileNotFoundError as error:
+            self._report.missing(FileKind.SEGMENT, error.filename)
+        except OSError as error:
+            self._report.unreadable(error, directory)
+        else:
+            if idx is not None:
+                return _live(idx, info.first_seq, earliest_seq, deleted)
+        return 0
+
+    def _check_listed(self, topic_id: int, directory: str, info: SegmentInfo, is_deleting: bool) -> bytes | None:
+        """Check the segment and return its index, as far as it is committed; None if that is too short."""
+        name = (info.first_seq, info.version)
+        is_sealed = bool(info.flags & SEALED)
+        idx_path = layout.segment_idx_path(directory, *name)
+        idx = self._committed(idx_path, info.records * ENTRY_LEN, f"up to seq {info.last_seq}", is_sealed)
+        if idx is None:
+            return None
+        self._report.segment_records += info.records
+        bare = SegmentReader(directory, info.first_seq, idx, b"", info.version)
+        ts = bare.entries(info.first_seq, info.last_seq)[1::ENTRY_WORDS] if info.records else None
+        is_in_time = ts is None or (ts[0], ts[-1]) == (info.first_ts, info.last_ts)
+        if ts is not None and not is_in_time:
+            reason = f"is of {ts[0]} to {ts[-1]}, the log says {info.first_ts} to {info.last_ts}"
+            self._report.damaged(FileKind.SEGMENT, idx_path, reason)
+        whole: SegmentReader | None = None
+        reported: set[tuple[str, int]] = set()
+        for path in self._data_paths(topic_id, directory, info):
+            reader = self._data(directory, info, idx, path, is_deleting, reported)
+            whole = whole or reader
+        if is_sealed:
+            self._postings(directory, whole or bare, whole is not None and is_in_time, info.version)
+        if info.flags & COLD and self._cold_dir is not None:
+            self._copies(layout.topic_dir(self._cold_dir, topic_id), directory, name, idx)
+        return idx
+
+    def _data_paths(self, topic_id: int, directory: str, info: SegmentInfo) -> list[str]:
+        """Return the places where its data must be right; just after it became cold these are both directories."""
+        name = (info.first_seq, info.version)
+        hot_path = layout.segment_data_path(directory, *name)
+        if not info.flags & COLD:
+            return [hot_path]
+        paths = [hot_path] if self._fs.exists(hot_path) else []
+        if self._cold_dir is None:
+            self._report.note(f"{hot_path}: is in the cold directory, which was not looked at")
+        else:
+            paths.append(layout.segment_data_path(layout.topic_dir(self._cold_dir, topic_id), *name))
+        return paths
+
+    def _data(
+        self,
+        directory: str,
+        info: SegmentInfo,
+        idx: bytes,
+        path: str,
+        is_deleting: bool,
+        reported: set[tuple[str, int]],
+    ) -> SegmentReader | None:
+        """Check the data at one place; return the segment with them, None if they are damaged. `reported` has the
+        damage of its index that is reported already.
+        """
+        try:
+            data = self._committed(path, info.data_bytes, "of this segment", bool(info.flags & SEALED))
+        except FileNotFoundError:
+            self._report.missing(FileKind.SEGMENT, path)
+            return None
+        if data is None:
+            return None
+        reader = SegmentReader(directory, info.first_seq, idx, data, info.version)
+        whole = True
+        for defect in reader.damage(is_deleting or bool(info.flags & COLD)):
+            whole = False
+            found = (path if defect.path == reader.data_path else defect.path, defect.offset)
+            if found not in reported:
+                self._report.damaged(FileKind.SEGMENT, found[0], defect.reason, defect.offset)
+            if found[0] != path:
+                reported.add(found)
+        return reader if whole else None
+
+    def _copies(self, cold: str, directory: str, name: tuple[int, int], idx: bytes) -> None:
+        """Compare the copies beside cold data with their originals, where alone deletions are marked."""
+        for kind, path_of in (
+            (FileKind.SEGMENT, layout.segment_idx_path),
+            (FileKind.POSTINGS, layout.segment_tags_path),
+        ):
+            path = path_of(cold, *name)
+            try:
+                copy = read_all(self._fs, path)
+                original = idx if kind == FileKind.SEGMENT else read_all(self._fs, path_of(directory, *name))
+            except FileNotFoundError as error:
+                if error.filename == path:
+                    self._report.missing(kind, path)
+                continue
+            at = _first_difference(copy, original, kind == FileKind.SEGMENT)
+            if at is not None:
+                self._report.damaged(kind, path, f"is no copy of {path_of(directory, *name)}", at)
+
+    def _committed(self, path: str, length: int, what: str, is_sealed: bool) -> bytes | None:
+        """Read the committed bytes of a file, None if it is too short. An active segment may have more behind them."""
+        content = read_all(self._fs, path)
+        if len(content) < length:
+            reason = f"ends there; {length} bytes are committed, {what}"
+            self._report.damaged(FileKind.SEGMENT, path, reason, len(content))
+            return None
+        if len(content) > length:
+            extra = f"{len(content) - length} bytes from offset {length} on"
+            if is_sealed:
+                self._report.damaged(FileKind.SEGMENT, path, f"{extra}, but the segment is sealed", length)
+            else:
+                self._report.note(f"{path}: {extra}, which no checkpoint counts yet")
+        return content[:length]
+
+    def unlisted(self, directory: str) -> None:
+        """Check all segments of a topic for which nothing says how much is committed: each must be whole."""
+        for name, parts in layout.discover_segments(self._fs, directory).items():
+            self._report.segments += 1
+            try:
+                idx = read_all(self._fs, layout.segment_idx_path(directory, *name))
+                data = read_all(self._fs, layout.segment_data_path(directory, *name))
+            except FileNotFoundError as error:
+                self._report.missing(FileKind.SEGMENT, error.filename)
+                continue
+            reader = SegmentReader(directory, name.first_seq, idx, data, name.version)
+            self._report.segment_records += reader.records
+            whole = True
+            for defect in reader.damage(True):
+                whole = False
+                self._report.damaged(FileKind.SEGMENT, defect.path, defect.reason, defect.offset)
+            if "tags" in parts:
+                self._postings(directory, reader, whole, name.version)
+
+    def _postings(self, directory: str, segment: SegmentReader, segment_is_whole: bool, version: int) -> None:
+        self._report.postings += 1
+        path = layout.segment_tags_path(directory, segment.first_seq, version)
+        try:
+            postings = Postings(path, read_all(self._fs, path))
+        except CorruptPostings as defect:
+            self._report.damaged(FileKind.POSTINGS, path, defect.reason, defect.offset)
+            return
+        if (postings.first_seq, postings.records) != (segment.first_seq, segment.records):
+            its = f"is of {postings.records} records from seq {postings.first_seq}"
+            reason = f"{its}, the segment has {segment.records} from {segment.first_seq}"
+            self._report.damaged(FileKind.POSTINGS, path, reason)
+        elif segment_is_whole:
+            expected: dict[bytes, list[int]] = {}
+            for seq, tag in segment.tagged():
+                expected.setdefault(tag, []).append(seq)
+            if list(postings.items()) != sorted(expected.items()):
+                reason = "does not list the tags that the segment's records have"
+                self._report.damaged(FileKind.POSTINGS, path, reason)
+
+
+def _live(idx: bytes, first_seq: int, earliest_seq: int, deleted: Sequence[int]) -> int:
+    """Count the live records of an index, from `earliest_seq` on and without `deleted` ones."""
+    is_live = idx[ENTRY_FLAGS_AT::ENTRY_LEN].translate(_LIVE_TABLE)
+    start = max(0, earliest_seq - first_seq)
+    live = is_live.count(1, start)
+    here = deleted[bisect_left(deleted, first_seq + start) : bisect_left(deleted, first_seq + len(is_live))]
+    return live - sum([is_live[seq - first_seq] for seq in here])
+
+
+def _first_difference(copy: bytes, original: bytes, is_idx: bool) -> int | None:
+    """Return the offset at which a copy differs from its original, where records may be deleted since."""
+    if copy == original:
+        return None
+    for at, (copied, there) in enumerate(zip(copy, original, strict=False)):
+        was_deleted = is_idx and at % ENTRY_LEN == ENTRY_FLAGS_AT and copied | LOCATION_DELETED == there
+        if copied != there and not was_deleted:
+            return at
+    return None if len(copy) == len(original) else min(len(copy), len(original))

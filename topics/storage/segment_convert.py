@@ -1,0 +1,267 @@
+"""The conversion of log frames (`frame.py`) into segment frames and their index entries (`segment.py`).
+
+Records of one length that follow each other in their topic are gathered into a table, and whole columns of it are
+moved. A record of another length is cut out by itself.
+"""
+
+from __future__ import annotations
+
+import mmap
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import accumulate, compress, repeat
+from struct import Struct
+from typing import Final, NamedTuple
+
+from xxhash import xxh3_64_intdigest
+
+from topics.core.location import (
+    ENTRY_WORDS,
+    LOCATION_DELETED,
+    LOCATION_GONE,
+    LOCATION_LOST,
+    flags_of,
+    lengths_of,
+    offsets_of,
+)
+from topics.storage.frame import CHECKSUM_LEN as WAL_CHECKSUM_LEN
+from topics.storage.frame import FLAGS_AT as WAL_FLAGS_AT
+from topics.storage.frame import IDS_AT as WAL_IDS_AT
+from topics.storage.frame import LENGTH_FIELD_LEN, OVERHEAD_LEN, Bytes
+from topics.storage.segment import ENTRY_FLAGS_AT, ENTRY_LEN, KEPT_FLAGS, LOG_FRAME_EXTRA_LEN, TAIL_LEN
+
+_WAL_IDENTITY_LEN: Final = 16  # topic_id, seq
+_WAL_SEQ_AT: Final = WAL_IDS_AT + 8
+_TABLE_ROWS_MIN: Final = 32
+_TABLE_ROWS_MAX: Final = 512
+_SHORT_ROWS: Final = 4
+_SHORT_MAX: Final = 4
+"""After _SHORT_MAX stretches of fewer than _SHORT_ROWS records, the rest of a table is gathered one by one."""
+_TABLE_MAX_BYTES: Final = 1 << 18
+"""The most bytes that are hashed at once, while they are in the cache."""
+
+# Flags in the index, by the flags of the log's entry; a deleted or lost record has no other flag.
+_IDX_FLAGS: Final = bytes(
+    LOCATION_DELETED if flags & LOCATION_DELETED else LOCATION_LOST if flags & LOCATION_LOST else flags & KEPT_FLAGS
+    for flags in range(256)
+)
+_IS_LIVE: Final = bytes(not flags & LOCATION_GONE for flags in range(256))
+_FLAG_BYTES: Final = [bytes((flags,)) for flags in range(256)]
+# The end of a frame and the length of the next: packing both together saves one pack and one join entry a record.
+_TAIL_AND_NEXT: Final = Struct("<QBI")
+_FRAME_LEN: Final = Struct("<I")
+
+
+def convert(buffer: Bytes | mmap.mmap, topic_id: int, entries: array[int], data_bytes: int) -> tuple[bytes, bytes]:
+    """Return (segment frames, to be written at `data_bytes`; their index entries) of log frames. Raises ValueError if
+    the log has other frames than the entries say.
+    """
+    count = len(entries) // ENTRY_WORDS
+    flags = flags_of(entries)
+    is_live = flags.translate(_IS_LIVE)
+    if 0 in is_live:
+        rows = array("Q", b"".join(compress(_rows_of(entries), is_live)))
+        data, live_lengths = _frames(buffer, topic_id, rows)
+        lengths = array("I", bytes(4 * count))
+        offsets = array("I", bytes(4 * count))
+        reasons = offsets_of(entries)
+        for at in range(count):
+            if flags[at] & LOCATION_LOST and not flags[at] & LOCATION_DELETED:
+                offsets[at] = reasons[at]
+        live_offsets = accumulate(live_lengths, initial=data_bytes)
+        for at, offset, length in zip(compress(range(count), is_live), live_offsets, live_lengths, strict=False):
+            offsets[at], lengths[at] = offset, length
+    else:
+        data, lengths = _frames(buffer, topic_id, entries)
+        offsets = array("I", accumulate(lengths, initial=data_bytes))
+        offsets.pop()
+    halves = array("I", entries.tobytes())
+    idx = array("I", bytes(count * ENTRY_LEN))
+    idx[0::5] = offsets
+    idx[1::5] = lengths
+    idx[2::5] = halves[2::8]
+    idx[3::5] = halves[3::8]
+    packed = bytearray(idx.tobytes())
+    packed[ENTRY_FLAGS_AT::ENTRY_LEN] = flags.translate(_IDX_FLAGS)
+    return data, bytes(packed)
+
+
+def _rows_of(entries: array[int]) -> tuple[bytes, ...]:
+    row_len = ENTRY_WORDS * entries.itemsize
+    rows: tuple[bytes, ...] = Struct(f"{row_len}s" * (len(entries) // ENTRY_WORDS)).unpack(entries.tobytes())
+    return rows
+
+
+def _frames(buffer: Bytes | mmap.mmap, topic_id: int, entries: array[int]) -> tuple[bytes, array[int]]:
+    """Return the frames of live records back to back, and the length of each."""
+    if isinstance(buffer, memoryview) and isinstance(buffer.obj, bytes) and buffer.nbytes == len(buffer.obj):
+        buffer = buffer.obj  # its slices cost half
+    seqs, places = entries[0::ENTRY_WORDS], entries[2::ENTRY_WORDS]
+    offsets, total_lens = offsets_of(entries), lengths_of(entries)
+    parts: list[bytes] = []
+    lengths = array("I")
+    loose = 0
+    count = len(places)
+    for first, behind in _tables(total_lens):
+        if loose < first:
+            parts.append(_one_by_one(buffer, topic_id, seqs[loose:first], places[loose:first], lengths))
+        table = _gathered(buffer, offsets[first:behind], total_lens[first])
+        parts.append(_converted(table, topic_id, seqs[first:behind], total_lens[first]))
+        lengths.extend(array("I", (total_lens[first] - LOG_FRAME_EXTRA_LEN,)) * (behind - first))
+        loose = behind
+    if loose < count:
+        parts.append(_one_by_one(buffer, topic_id, seqs[loose:], places[loose:], lengths))
+    return b"".join(parts), lengths
+
+
+def _tables(lengths: array[int]) -> Iterator[tuple[int, int]]:
+    """Yield (first, behind) of stretches of records of one length that are long enough."""
+    count = len(lengths)
+    first = 0
+    while first < count:
+        behind = min(count, first + max(1, min(_TABLE_ROWS_MAX, _TABLE_MAX_BYTES // max(1, lengths[first]))))
+        if not _are_alike(lengths, first, behind):
+            behind = bisect_left(
+                range(behind), True, lo=first + 1, key=lambda end: not _are_alike(lengths, first, end + 1)
+            )
+        if behind - first >= _TABLE_ROWS_MIN:
+            yield first, behind
+            first = behind
+        else:
+            first = _next_table(lengths, behind)
+
+
+def _are_alike(lengths: array[int], first: int, behind: int) -> bool:
+    return lengths[first:behind] == lengths[first : first + 1] * (behind - first)
+
+
+def _next_table(lengths: array[int], start: int) -> int:
+    """Return the number of the first record from `start` on that may begin a table, their count if none may."""
+    # Wherever a table begins, it has a whole block of half its least size in it.
+    block = _TABLE_ROWS_MIN // 2
+    at = -(-start // block) * block
+    count = len(lengths)
+    while at + block <= count and not (lengths[at] == lengths[at + block - 1] and _are_alike(lengths, at, at + block)):
+        at += block
+    if at + block > count:
+        return count
+    while at > start and lengths[at - 1] == lengths[at]:
+        at -= 1
+    return at
+
+
+def _gathered(buffer: Bytes | mmap.mmap, offsets: array[int], total_len: int) -> bytearray:
+    """Copy log frames of one length into one buffer; those of a batch lie back to back."""
+    pieces: list[Bytes] = []
+    rows = len(offsets)
+    at, guess, short = 0, rows, 0
+    while at < rows and short < _SHORT_MAX:
+        offset = offsets[at]
+        # As many as the last time (batches of one size), else count them.
+        behind = min(at + guess, rows)
+        if not _are_neighbours(offsets, at, behind, total_len) or (
+            behind < rows and offsets[behind] - offsets[behind - 1] == total_len
+        ):
+            behind = _neighbours_from(offsets, at, total_len)
+        guess = behind - at
+        short += guess < _SHORT_ROWS
+        pieces.append(buffer[offset : offset + guess * total_len])
+        at = behind
+    pieces += [buffer[offset : offset + total_len] for offset in offsets[at:]]
+    return bytearray().join(pieces)
+
+
+def _neighbours_from(offsets: array[int], first: int, total_len: int) -> int:
+    """Return the end of the frames that lie back to back from the first one on."""
+    offset = offsets[first]
+    behind = bisect_left(
+        range(len(offsets)), True, lo=first + 1, key=lambda at: offsets[at] != offset + (at - first) * total_len
+    )
+    # The search assumes the order of the log; if the frames are in another, only the first is certain.
+    return behind if _are_neighbours(offsets, first, behind, total_len) else first + 1
+
+
+def _are_neighbours(offsets: array[int], first: int, behind: int, total_len: int) -> bool:
+    offset = offsets[first]
+    end = offset + (behind - first) * total_len
+    return offsets[behind - 1] == end - total_len and offsets[first:behind] == array("I", range(offset, end, total_len))
+
+
+class _Columns(NamedTuple):
+    """Structs for a table of log frames: `identities` unpacks topic_id and seq of each; once the columns are moved,
+    `bodies` unpacks the hashed bytes of each, and `frames` the segment's frames.
+    """
+
+    identities: Struct
+    bodies: Struct
+    frames: Struct
+    frame_len: list[bytes]
+
+
+@lru_cache(64)
+def _columns_of(total_len: int, rows: int) -> _Columns:
+    begin = _WAL_SEQ_AT - 1  # place of the flags
+    frame_len = total_len - LOG_FRAME_EXTRA_LEN
+    rest = total_len - WAL_IDS_AT - _WAL_IDENTITY_LEN
+    return _Columns(
+        Struct(f"{WAL_IDS_AT}x{_WAL_IDENTITY_LEN}s{rest}x" * rows),
+        Struct(f"{begin}x{total_len - WAL_CHECKSUM_LEN - begin}s{WAL_CHECKSUM_LEN}x" * rows),
+        Struct(f"{begin - LENGTH_FIELD_LEN}x" + f"{LOG_FRAME_EXTRA_LEN}x".join([f"{frame_len}s"] * rows)),
+        [bytes((byte,)) * rows for byte in (frame_len - LENGTH_FIELD_LEN).to_bytes(LENGTH_FIELD_LEN, "little")],
+    )
+
+
+def _converted(table: bytearray, topic_id: int, seqs: array[int], total_len: int) -> bytes:
+    """Convert log frames of one length in place: a segment frame begins in the topic id of its log frame, its flags are
+    where that ended, and its `del` is the first byte of the next log frame.
+    """
+    rows = len(seqs)
+    if len(table) != rows * total_len or total_len < OVERHEAD_LEN:
+        raise _other_frames(topic_id)
+    columns = _columns_of(total_len, rows)
+    if b"".join(columns.identities.unpack(table)) != _identities(topic_id, seqs):
+        raise _other_frames(topic_id)
+    begin = _WAL_SEQ_AT - 1
+    table[begin::total_len] = table[WAL_FLAGS_AT::total_len]
+    checksums = array("Q", map(xxh3_64_intdigest, columns.bodies.unpack(table))).tobytes()
+    for at in range(WAL_CHECKSUM_LEN):
+        table[total_len - WAL_CHECKSUM_LEN + at :: total_len] = checksums[at::WAL_CHECKSUM_LEN]
+    for at, column in enumerate(columns.frame_len, begin - LENGTH_FIELD_LEN):
+        table[at::total_len] = column
+    table.append(0)
+    table[total_len::total_len] = bytes(rows)
+    return b"".join(columns.frames.unpack(table))
+
+
+def _one_by_one(
+    buffer: Bytes | mmap.mmap, topic_id: int, seqs: array[int], places: array[int], lengths: array[int]
+) -> bytes:
+    bodies = [
+        _FLAG_BYTES[buffer[(start := place & 0xFFFF_FFFF) + WAL_FLAGS_AT]]
+        + buffer[start + _WAL_SEQ_AT : start + (place >> 32) - WAL_CHECKSUM_LEN]
+        for place in places
+    ]
+    identities = [buffer[(start := (place & 0xFFFF_FFFF) + WAL_IDS_AT) : start + _WAL_IDENTITY_LEN] for place in places]
+    if b"".join(identities) != _identities(topic_id, seqs):
+        raise _other_frames(topic_id)
+    frame_lens = [(place >> 32) - LOG_FRAME_EXTRA_LEN - LENGTH_FIELD_LEN for place in places]
+    parts: list[bytes] = [b""] * (2 * len(bodies) + 1)
+    parts[0] = _FRAME_LEN.pack(frame_lens[0])
+    parts[1::2] = bodies
+    next_frame_lens = [*frame_lens[1:], 0]
+    parts[2::2] = map(_TAIL_AND_NEXT.pack, map(xxh3_64_intdigest, bodies), repeat(0), next_frame_lens)
+    parts[-1] = parts[-1][:TAIL_LEN]  # nothing is behind the last one
+    lengths.extend([frame_len + LENGTH_FIELD_LEN for frame_len in frame_lens])
+    return b"".join(parts)
+
+
+def _identities(topic_id: int, seqs: array[int]) -> bytes:
+    expected = array("Q", (topic_id,)) * (2 * len(seqs))
+    expected[1::2] = seqs
+    return expected.tobytes()
+
+
+def _other_frames(topic_id: int) -> ValueError:
+    return ValueError(f"the log's frames are not those of topic {topic_id:#x} that the entries name")
