@@ -147,7 +147,8 @@ def test_over_http2(spoken: Service, version: str | None) -> None:
                 ended = ended or isinstance(event, h2.events.StreamEnded)
             raw.sendall(h2c.data_to_send())
         # The connection serves on.
-        h2c.send_headers(3, [(":method", "GET"), (":scheme", "http"), (":path", "/v0/health"), (":authority", "localhost")])
+        about = [(":method", "GET"), (":scheme", "http"), (":path", "/v0/health"), (":authority", "localhost")]
+        h2c.send_headers(3, about)
         h2c.end_stream(3)
         raw.sendall(h2c.data_to_send())
         status = None
