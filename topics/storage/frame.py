@@ -250,12 +250,7 @@ def _add_record(parts: list[Bytes], node: bytes, tag: bytes, data: Bytes, meta: 
 
 
 def stamp(
-    buffer: bytearray | memoryview,
-    offset_len: Sequence[int],
-    topic_id: int,
-    first_seq: int,
-    ts: int,
-    extra_flags: int,
+    buffer: bytearray | memoryview, offset_len: Sequence[int], topic_id: int, first_seq: int, ts: int, extra_flags: int
 ) -> None:
     """Complete laid-out frames in place: consecutive seqs from `first_seq`, one `ts` (ms), `extra_flags`, checksums.
 

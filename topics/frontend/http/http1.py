@@ -45,7 +45,7 @@ class Http1Factory:
         self.hand_over = hand_over
         self.clock = clock
         self.loop = asyncio.get_running_loop()
-        self.vanished = VanishedClients(self.loop, connections.open, limits.vanished_after_ms, clock)
+        self.vanished = VanishedClients(connections.open, limits.vanished_after_ms, clock)
         self.unread_head_max_bytes = max(limits.read_high_water_bytes, limits.max_header_bytes)
         """A head waits in memory until it is whole, so reading must not pause in the middle of it."""
 

@@ -336,26 +336,23 @@ class Exchange:
         self.stage = AnswerStage.STARTED
 
     def _send_body(self, body: bytes, more: bool) -> None:
+        head = b""
         if self.stage is AnswerStage.STARTED:
             head = self._finish_head(body, more)
             self.stage = AnswerStage.STREAMING
-            if self._bodyless or not body:
-                self._connection.write(head + LAST_CHUNK if self._chunked and not more and not self._bodyless else head)
-            elif self._chunked:
-                self._connection.write(head, chunk(body) if more else chunk(body) + LAST_CHUNK)
-            else:
-                self._connection.write(head, body)
-        elif self.stage is AnswerStage.STREAMING:
-            if not self._bodyless:
-                if self._length_left is not None:
-                    self._length_left -= len(body)
-                    self._check_length(more)
-                if body:
-                    self._connection.write(chunk(body) if self._chunked else body)
-                if self._chunked and not more:
-                    self._connection.write(LAST_CHUNK)
-        else:
+        elif self.stage is not AnswerStage.STREAMING:
             raise RuntimeError(f"http.response.body is out of place: the answer is {self.stage.name.lower()}")
+        elif self._length_left is not None:
+            self._length_left -= len(body)
+            self._check_length(more)
+        if self._bodyless:
+            body = b""
+        elif self._chunked:
+            body = (chunk(body) if body else b"") + (b"" if more else LAST_CHUNK)
+        if head:
+            self._connection.write(head, body)
+        elif body:
+            self._connection.write(body)
         if not more:
             self._done()
 

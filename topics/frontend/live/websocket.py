@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -30,7 +31,7 @@ from topics.frontend.live.channels import StreamConnection
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.following import check_starts, check_strong, page_options, place, resolve
 from topics.frontend.live.socket_outbox import SocketOutbox, Subscription
-from topics.frontend.live.stream import TopicPhase
+from topics.frontend.live.stream import StreamSpec, TopicPhase
 from topics.frontend.live.websocket_commands import (
     Command,
     Publish,
@@ -246,7 +247,7 @@ class Socket:
         if hub.draining or self._over.done():
             return
         for name, ref in refs.items():
-            spec = hub.specs.get((name,), (ref.view.topic_id,), options, command.strong, MESSAGES)
+            spec = hub.specs.share(StreamSpec((name,), (ref.view.topic_id,), options, command.strong, MESSAGES))
             push = Subscription(self._outbox, self._ended_by_hub, self._abort)
             self._subscriptions[name] = hub.open(push, spec.start({name: positions[name]}), 0)
         # The keys may have changed while the answer waited for room.
@@ -265,34 +266,29 @@ class Socket:
         wire.check_counts(command)
         key.require(needed, (command.topic,))
         await self._may_publish.acquire()
-        limits = self._services.access.limits
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._may_publish.release)
+            limits = self._services.access.limits
             limits.acquire(key, Counted.REQUESTS)
-            try:
-                lay_out = self._services.appends.lay_out
-                if body_bytes <= INLINE_BYTES_MAX:
-                    records = lay_out(command, body_bytes)
-                else:
-                    records = await asyncio.to_thread(lay_out, command, body_bytes)
-                caller = self._key()
-                caller.require(needed, (command.topic,))
-                reply = self._services.appends.submit(command.topic, command, records, None, caller)
-            except BaseException:
-                limits.release(key, Counted.REQUESTS)
-                raise
-        except BaseException:
-            self._may_publish.release()
-            raise
+            undo.callback(limits.release, key, Counted.REQUESTS)
+            lay_out = self._services.appends.lay_out
+            if body_bytes <= INLINE_BYTES_MAX:
+                records = lay_out(command, body_bytes)
+            else:
+                records = await asyncio.to_thread(lay_out, command, body_bytes)
+            caller = self._key()
+            caller.require(needed, (command.topic,))
+            reply = self._services.appends.submit(command.topic, command, records, None, caller)
+            release = undo.pop_all().close
         answered = command.request_id, command.topic, command.return_seqs  # without the records, which may be many
         task = asyncio.create_task(self._acknowledge(*answered, reply, started_ns))
         self._publishes.add(task)
         # Not in the task itself: one that is cancelled before its first step never runs.
-        task.add_done_callback(partial(self._published, key))
+        task.add_done_callback(partial(self._published, release))
 
-    def _published(self, key: ApiKey, task: asyncio.Task[None]) -> None:
+    def _published(self, release: Callable[[], None], task: asyncio.Task[None]) -> None:
         self._publishes.discard(task)
-        self._may_publish.release()
-        self._services.access.limits.release(key, Counted.REQUESTS)
+        release()
 
     async def _acknowledge(
         self, request_id: RequestId, topic: str, with_seqs: bool, reply: asyncio.Future[AppendReply], started_ns: int

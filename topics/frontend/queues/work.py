@@ -25,8 +25,15 @@ from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry.access import Access
 from topics.frontend.entry.query import count
 from topics.frontend.entry.stalled_clients import STALL_MAX_MS, ReadProgress
-from topics.frontend.live.push import AsgiPush, Push, until_disconnect
-from topics.frontend.live.watch import EVENT_STREAM_HEADERS, HEARTBEAT_MAX_MS, accepts_event_stream
+from topics.frontend.live.event_streams import (
+    HEARTBEAT_MAX_MS,
+    StreamSlots,
+    begin_stream,
+    check_accept,
+    run_stream,
+    stopping,
+)
+from topics.frontend.live.push import Push
 from topics.frontend.live.wording import EVENT_STREAM, in_lines
 from topics.frontend.queues.job_records import ASIDE_MS, JobRendering, RenderedJobs, fetch_jobs
 from topics.frontend.queues.queue_routes import JOB_CODES, QueueServices, checked_node, clamped_lease_ms
@@ -43,7 +50,6 @@ from topics.frontend.routes.operations import (
 )
 from topics.frontend.shards.pending_requests import is_outcome_unknown
 from topics.settings import Settings
-from topics.shm.cap import Cap, Counted
 from topics.shm.control import ProcessCell
 from topics.shm.queue_messages import Dealt, Unclaim, WorkOpen
 
@@ -70,17 +76,23 @@ class WorkParams(msgspec.Struct, frozen=True):
 
 
 class WorkRoutes:
-    """All `/work` streams of this frontend. `places` limits the open streams of the whole service."""
+    """All `/work` streams of this frontend."""
 
     def __init__(
-        self, services: QueueServices, access: Access, settings: Settings, places: Cap, cell: ProcessCell, clock: Clock
+        self,
+        services: QueueServices,
+        access: Access,
+        settings: Settings,
+        slots: StreamSlots,
+        cell: ProcessCell,
+        clock: Clock,
     ) -> None:
         self.services = services
         self.cell = cell
         self.clock = clock
         self._access = access
         self._settings = settings
-        self._places = places
+        self._slots = slots
         self._streams: set[WorkStream] = set()
         self._draining = False
         access.on_change(self._end_forbidden)
@@ -91,16 +103,8 @@ class WorkRoutes:
         caller = self._access.authenticate(scope, token=True)
         caller.require(_NEEDED, (name,))
         params = self._params(name, caller.digest, scope)
-        self._access.limits.acquire(caller, Counted.STREAMS)
-        try:
-            if not self._places.claim():
-                raise self._places.reached()
-            try:
-                await self._work(params, scope, receive, send)
-            finally:
-                self._places.release()
-        finally:
-            self._access.limits.release(caller, Counted.STREAMS)
+        with self._slots.hold(caller):
+            await self._work(params, scope, receive, send)
 
     def drain(self) -> None:
         """End all streams, as the process is to stop. Their jobs are free for workers elsewhere."""
@@ -109,10 +113,7 @@ class WorkRoutes:
             stream.close()
 
     def _params(self, name: str, key_digest: bytes, scope: Scope) -> WorkParams:
-        accept = dict(scope["headers"]).get(b"accept")
-        if accept is not None and not accepts_event_stream(accept):
-            shown = accept[:100].decode("latin-1")
-            raise TopicsError("not_acceptable", f"this is a text/event-stream, which Accept: {shown} rules out")
+        check_accept(dict(scope["headers"]))
         query = QueryParams(scope["query_string"])
         heartbeat_ms = min(count(query, "heartbeat_ms", HEARTBEAT_MS), HEARTBEAT_MAX_MS)
         return WorkParams(
@@ -129,16 +130,14 @@ class WorkRoutes:
         self._streams.add(stream)
         try:
             if self._draining:
-                raise TopicsError("shutting_down", "the service is stopping; ask again when it is back")
+                raise stopping()
             await stream.open()
             self.cell.add("work_streams")
             try:
-                await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
-                extension = scope.get("extensions", {}).get("topics.push")
-                push: Push = AsgiPush(send) if extension is None else extension()
+                push = await begin_stream(scope, send)
                 stream.begin(push)
                 self._end_if_forbidden(stream)  # the keys may have changed since the request was admitted
-                await (push.run(receive) if isinstance(push, AsgiPush) else until_disconnect(receive))
+                await run_stream(push, receive)
             finally:
                 self.cell.add("work_streams", -1)
         finally:
