@@ -209,9 +209,7 @@ class ColdWaits(Generic[Waiter]):
     """The waiters for fetches. Those that miss the same blocks wait for one fetch. All calls are on one event loop."""
 
     def __init__(
-        self,
-        fetch: Callable[[ColdMissError], Awaitable[None]],
-        on_fetched: Callable[[Waiter, str | None], None],
+        self, fetch: Callable[[ColdMissError], Awaitable[None]], on_fetched: Callable[[Waiter, str | None], None]
     ) -> None:
         """`on_fetched(waiter, failure)` is called once for each waiter. `failure` is a message, or None."""
         self._fetch = fetch
