@@ -27,9 +27,9 @@ from topics.frontend.reads.reading import TopicReader
 from topics.frontend.shards.arenas import Arenas
 from topics.settings import load
 from topics.shm.arena import ArenaWriter, SlotState
+from topics.shm.arena_heap import LocationRing
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
-from topics.shm.location_ring import LocationRing
 from topics.shm.router_table import RouterTableWriter
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
