@@ -68,7 +68,7 @@ def clean_environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process runs; False for a pid that is gone or a zombie, which may wait long for its new parent."""
+    """Return whether a process runs; False for a pid that is gone or a zombie, which may wait for its new parent."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

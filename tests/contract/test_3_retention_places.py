@@ -47,7 +47,7 @@ class Place:
         return self.service.client
 
     def fill(self, topic: str, count: int, tag: Callable[[int], str] | None = None, size: int = 10) -> list[int]:
-        """Write so many records, one a write, and have them in this place; return the `$ts` of those that still live."""
+        """Write so many records, one a write, and have them there; return the `$ts` of those that still live."""
         for seq in range(1, count + 1):
             record = {"data": {"n": seq, "text": "x" * size}} | ({"tag": tag(seq)} if tag else {})
             ok(self.client.post(f"/v0/topics/{topic}", json={"records": [record]}))
