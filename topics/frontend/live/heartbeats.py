@@ -63,9 +63,7 @@ class HeartbeatQueue:
 
 
 class HeartbeatSender:
-    """Sends the heartbeats of one frontend's streams, and calls `on_stalled(connection, now_ms)` for clients that are
-    not writable.
-    """
+    """Sends the heartbeats of a frontend. Calls `on_stalled(connection, now_ms)` for clients that are not writable."""
 
     def __init__(self, clock: Clock, on_stalled: Callable[[StreamConnection, int], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -86,16 +84,14 @@ class HeartbeatSender:
 
     def _arm(self) -> None:
         next_ms = self._queue.next_ms
+        if next_ms is None or (self._timer is not None and self._timer_at_ms <= next_ms):
+            return
         if self._timer is not None:
-            if next_ms is not None and self._timer_at_ms <= next_ms:
-                return
             self._timer.cancel()
-            self._timer = None
-        if next_ms is not None:
-            self._timer_at_ms = next_ms
-            # 0 for those that are due already: the loop does what else is ready before it comes back.
-            delay_ms = max(0, next_ms - self._clock.monotonic_ms())
-            self._timer = self._loop.call_later(delay_ms / 1000, self._send)
+        self._timer_at_ms = next_ms
+        # 0 for those that are due already: the loop does what else is ready before it comes back.
+        delay_ms = max(0, next_ms - self._clock.monotonic_ms())
+        self._timer = self._loop.call_later(delay_ms / 1000, self._send)
 
     def _send(self) -> None:
         self._timer = None

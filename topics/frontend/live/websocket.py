@@ -267,9 +267,9 @@ class Socket:
         await self._may_publish.acquire()
         with ExitStack() as undo:
             undo.callback(self._may_publish.release)
-            limits = self._services.access.limits
-            limits.acquire(key, Counted.REQUESTS)
-            undo.callback(limits.release, key, Counted.REQUESTS)
+            key_limits = self._services.access.limits
+            key_limits.acquire(key, Counted.REQUESTS)
+            undo.callback(key_limits.release, key, Counted.REQUESTS)
             lay_out = self._services.appends.lay_out
             if body_bytes <= INLINE_BYTES_MAX:
                 records = lay_out(command, body_bytes)
