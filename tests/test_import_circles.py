@@ -82,7 +82,7 @@ from topics.core.errors import TopicsError
 if TYPE_CHECKING:
     from topics.shm.ring import Ring
 def f():
-    from topics import key_sources, __version__
+    from topics import settings, __version__
 """
-    modules = ["topics", "topics.log", "topics.key_sources", "topics.core", "topics.core.config", "topics.core.errors"]
+    modules = ["topics", "topics.log", "topics.settings", "topics.core", "topics.core.config", "topics.core.errors"]
     assert imported(source, [*modules, "topics.shm.ring", "topics.other"]) == {*modules, "topics.shm.ring"}

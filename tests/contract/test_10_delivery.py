@@ -114,7 +114,7 @@ class Stalled:
         head = {
             ":method": "POST",
             ":scheme": "http",
-            ":authority": "test",
+            ":authority": "localhost",
             ":path": f"/v0/topics/{topic}/cursors/c/read",
             "content-type": "application/json",
         }

@@ -64,7 +64,7 @@ class Reader:
         self._socket = socket.create_connection(("127.0.0.1", service.port), timeout=15)
         self._h2 = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
         self._h2.initiate_connection()
-        self._h2.send_headers(1, [(":scheme", "http"), (":authority", "test"), *headers])
+        self._h2.send_headers(1, [(":scheme", "http"), (":authority", "localhost"), *headers])
         self._flush()
         self._early = b""
         self.status = ""

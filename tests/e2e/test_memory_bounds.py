@@ -65,7 +65,7 @@ def open_unread(service: Service, protocol: str, subscription: dict[str, object]
     end.settimeout(30)
     end.connect(("127.0.0.1", service.port))
     client = WSConnection(ConnectionType.CLIENT)
-    end.sendall(client.send(Request(host="test", target="/v0/ws")))
+    end.sendall(client.send(Request(host="localhost", target="/v0/ws")))
     while True:
         client.receive_data(end.recv(1024))
         if any(isinstance(event, AcceptConnection) for event in client.events()):

@@ -27,9 +27,9 @@ from topics.frontend.reads.reading import TopicReader
 from topics.frontend.shards.arenas import Arenas
 from topics.settings import load
 from topics.shm.arena import ArenaWriter, SlotState
+from topics.shm.arena_heap import LocationRing
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
-from topics.shm.location_ring import LocationRing
 from topics.shm.router_table import RouterTableWriter
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
@@ -87,7 +87,7 @@ class Hosting:
         self.cold = ColdTier(self.store, self.clock, COLD_TIMEOUT_MS)
         self.arena = ArenaWriter(identity, 0, 1)
         settings = load({}, {"data_dir": data_dir, "wal_shards": 1, "frontends": 1})
-        self.holdings = Holdings(self.shared.control, 0, settings, [])
+        self.holdings = Holdings(self.shared.control, 0, settings)
         self.topics: dict[str, Hosted] = {}
         self.file_no = 1
         self.in_ram = False

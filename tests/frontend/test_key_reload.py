@@ -12,8 +12,7 @@ from structlog.testing import capture_logs
 from topics.core.errors import TopicsError
 from topics.frontend.asgi import Scope
 from topics.frontend.entry.access import Access, KeyLimits, KeyReload
-from topics.key_sources import read_keys
-from topics.settings import load
+from topics.settings import load, read_keys
 from topics.shm.cap import KeyCounts
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory

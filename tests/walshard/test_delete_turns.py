@@ -13,7 +13,7 @@ from tests.walshard.rig import Rig
 from topics.core import tags
 from topics.core.errors import TopicsError
 from topics.core.topic import Topic
-from topics.shm.location_ring import LocationRing
+from topics.shm.arena_heap import LocationRing
 from topics.shm.messages import Call
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic
 from topics.walshard.hosted import tag_search

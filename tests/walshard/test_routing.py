@@ -34,9 +34,9 @@ from topics.storage.layout import group_dir, log_path
 from topics.walshard import setup
 from topics.walshard.routers.copier import Copier
 from topics.walshard.routers.feeds import Feeds
-from topics.walshard.routers.links import Ended
 from topics.walshard.routers.page import PAGE_RECORDS
 from topics.walshard.routers.routing import PAGES_PER_STEP
+from topics.walshard.routers.sources import Ended
 
 
 def route(rig: Rig, name: str, source: str, dest: str, **fields: Any) -> None:

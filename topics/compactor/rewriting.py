@@ -99,9 +99,9 @@ def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Content | No
         fs.fsync_dir(directory)
     except Exception:
         # On a full disk other files need the room.
-        for path_of in (layout.segment_data_path, layout.segment_idx_path, layout.segment_tags_path):
+        for path in layout.segment_paths(directory, info.first_seq, version).values():
             with suppress(OSError):
-                fs.unlink(path_of(directory, info.first_seq, version))
+                fs.unlink(path)
         raise
     reached("rewrite.synced")
     return msgspec.structs.replace(info, data_bytes=data_bytes, version=version, flags=SEALED)

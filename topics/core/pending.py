@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Set
 from itertools import islice
 from typing import Final, NamedTuple
 
+from topics.core.control_bodies import AckFrameBody, JobRow
 from topics.core.errors import TopicsError, not_a_queue
 from topics.core.idempotency import ProducerTurn, WriteOutcome, check_turn, is_pin, is_producer_key, parse_key
 from topics.core.job import Now
 from topics.core.location import LOCATION_IN_RAM_LOG, file_flags_of
-from topics.core.queue_log import AckFrameBody, JobRow
 from topics.core.record_index import live_entries
 from topics.core.seq_set import seqs_of
 from topics.core.topic import Topic

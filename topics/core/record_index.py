@@ -12,14 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, Final, Protocol
 
 from topics.core.floors import EvictReason, Front
-from topics.core.location import (
-    ENTRY_WORDS,
-    FLAGS_SHIFT,
-    LOCATION_DELETED,
-    LOCATION_GONE,
-    LOCATION_LOST,
-    LOW_WORD,
-)
+from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_DELETED, LOCATION_GONE, LOCATION_LOST, LOW_WORD
 from topics.core.segment_list import SegmentInfo, SegmentList
 
 _STEP_MAX: Final = 8192
@@ -244,9 +237,7 @@ def live_entries(
 
 
 def first_kept(index: RecordIndex, seq: int, head_seq: int, records: int, size_bytes: int) -> tuple[int, int]:
-    """Return (first seq that stays, live bytes below it) when records from `seq` on go until `records` live ones and
-    `size_bytes` of theirs are gone.
-    """
+    """Return (first seq that stays, live bytes below it) if so many live records and bytes from `seq` on have to go."""
     freed_bytes = 0
     count = 4
     while (records > 0 or size_bytes > 0) and seq <= head_seq:

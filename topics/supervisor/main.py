@@ -12,8 +12,7 @@ from typing import Final
 from topics import __version__, log
 from topics.core.clock import SETTLE_MS, STEP_MAX_MS, Clock, SystemClock, offset_at_start
 from topics.core.keys import KeyRing
-from topics.key_sources import read_keys
-from topics.settings import PREFIX, Settings
+from topics.settings import PREFIX, Settings, read_keys
 from topics.shm import shm_names
 from topics.shm.control import ProcessState
 from topics.shm.instance import SharedMemory

@@ -10,7 +10,7 @@ from topics.walshard.commit.log_trim import LogTrim
 from topics.walshard.commit.logs import BackgroundSync
 from topics.walshard.commit.ram_trim import RamTrim
 from topics.walshard.handlers.deletes import Deletes
-from topics.walshard.handlers.watch_sessions import SessionCalls
+from topics.walshard.handlers.watch_sessions import WatchSessions
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.hosted.segment_files import SegmentFiles
@@ -29,7 +29,7 @@ class Upkeep:
         log_trim: LogTrim,
         ram_trim: RamTrim,
         deletes: Deletes,
-        sessions: SessionCalls,
+        sessions: WatchSessions,
         clock: Clock,
     ) -> None:
         self._catalog = catalog

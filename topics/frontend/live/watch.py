@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 
-from topics.api import answers as answer
+from topics.api import answers
 from topics.api.requests import WatchBody
 from topics.core.errors import TopicsError
 from topics.core.keys import ANYONE, ApiKey, KeyScope
@@ -29,12 +29,14 @@ from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
 from topics.frontend.routes.operations import (
     EVENTS,
     LOST,
+    TOPIC_LOST,
     Answer,
     ApiOperation,
     Binding,
+    Outcome,
     Query,
     flag_query,
-    json_answer,
+    ok,
 )
 from topics.settings import Settings
 from topics.shm.durations import Route
@@ -182,27 +184,23 @@ class WatchRoutes:
 
 def watch_operations(watch: WatchRoutes) -> list[ApiOperation]:
     """Event streams and WebSockets (api §7)."""
+    events = ok("Events: record, tombstone, caught-up, topic-deleted, error", None, EVENTS)
+    upgrade = {101: Answer("Switching to WebSocket", {})}
     return [
         ApiOperation(
             Binding("POST", "/v0/watch", watch.create, Route.CREATE_WATCH, KeyScope.READ, "watch"),
-            "Make a watch session",
-            {200: json_answer("The session", answer.WatchAnswer)},
-            ("topic_not_found", *LOST),
+            Outcome("Make a watch session", ok("The session", answers.WatchAnswer), TOPIC_LOST),
             body=WatchBody,
             query=(flag_query("lenient", False, "leave out topics that do not exist"),),
         ),
         ApiOperation(
             # An unknown wid is 404 for any key, so the handler checks the key itself.
             Binding("GET", "/v0/watch/{wid}", watch.stream, None, None, "watch"),
-            "The event stream of a session",
-            {200: Answer("Events: record, tombstone, caught-up, topic-deleted, error", {EVENTS: None})},
-            ("not_found", "not_acceptable", *LOST),
+            Outcome("The event stream of a session", events, ("not_found", "not_acceptable", *LOST)),
             query=(Query("token", {"type": "string"}, "the key, for clients that cannot send a header"),),
         ),
         ApiOperation(
             Binding("GET", "/v0/ws", needs_upgrade, None, None, "watch"),
-            "A WebSocket: subscribe, unsubscribe, publish, ping (api §7.7)",
-            {101: Answer("Switching to WebSocket", {})},
-            ("upgrade_required",),
+            Outcome("A WebSocket: subscribe, unsubscribe, publish, ping (api §7.7)", upgrade, ("upgrade_required",)),
         ),
     ]

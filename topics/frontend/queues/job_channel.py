@@ -6,7 +6,6 @@ import asyncio
 from functools import partial
 from typing import NamedTuple
 
-from topics.core.names import owner_shard
 from topics.frontend.asgi import Receive
 from topics.frontend.entry.bodies import ClientGoneError
 from topics.frontend.live.push import disconnected_before
@@ -52,7 +51,7 @@ class JobChannel:
 
         Raises ClientGoneError if the client, by `receive`, leaves before that: its place in the window is free then.
         """
-        shard = owner_shard(name, self._gateway.shards)
+        shard = self._gateway.owner(name)
         claim = Claim(name, node, most, lease_ms, self.listeners.new_number())
         repeated = False
         while True:

@@ -20,7 +20,7 @@ from starlette.datastructures import QueryParams
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
-from topics.core.names import check_topic_name, owner_shard
+from topics.core.names import check_topic_name
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry.access import Access
 from topics.frontend.entry.query import count
@@ -37,10 +37,11 @@ from topics.frontend.routes.operations import (
     EVENTS,
     NAME_SCHEMA,
     TOPIC_PATH,
-    Answer,
     ApiOperation,
     Binding,
+    Outcome,
     Query,
+    ok,
 )
 from topics.frontend.shards.pending_requests import is_outcome_unknown
 from topics.settings import Settings
@@ -164,7 +165,7 @@ class WorkStream:
         self._dead_letters, self._unreadable = services.dead_letters, services.unreadable
         self._loop = asyncio.get_running_loop()
         self.params = params
-        self.shard = owner_shard(params.name, services.gateway.shards)
+        self.shard = services.gateway.owner(params.name)
         self._number = services.channel.listeners.new_number()
         self._push: Push | None = None
         self._early: list[Dealt] = []
@@ -387,14 +388,13 @@ def _part(dealt: Dealt, start: int, end: int) -> Dealt:
 
 def work_operations(work: WorkRoutes) -> list[ApiOperation]:
     """Return the operation of streams of jobs (api §9)."""
+    events = ok("Events: job, topic-deleted, error", None, EVENTS)
     about_heartbeats = "a comment when nothing else was sent for so long"
     return [
         ApiOperation(
             # The endpoint checks the key itself, as that may be in the query.
             Binding("GET", f"{TOPIC_PATH}/work", work.work, None, None, "queues"),
-            "A stream that keeps a worker in jobs",
-            {200: Answer("Events: job, topic-deleted, error", {EVENTS: None})},
-            (*JOB_CODES, "not_acceptable"),
+            Outcome("A stream that keeps a worker in jobs", events, (*JOB_CODES, "not_acceptable")),
             query=(
                 Query("node", NAME_SCHEMA | {"minLength": 1}, "who works; required"),
                 Query("max", COUNT_SCHEMA | {"default": 1}, "jobs at any time"),

@@ -45,8 +45,8 @@ class Deletes:
         """Topics whose log could not be written when they were to expire: said once."""
 
     @property
-    def routes(self) -> dict[type, AloneHandler]:
-        """The requests that are handled here."""
+    def alone_routes(self) -> dict[type, AloneHandler]:
+        """The requests that are handled here by themselves."""
         return {DeleteRecords: self.delete, Expire: self.expire_one}
 
     def expire_one(self, call: Expire, _frontend: int) -> Steps[Done]:

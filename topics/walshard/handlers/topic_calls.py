@@ -46,8 +46,8 @@ class TopicCalls:
         self._time = time
 
     @property
-    def routes(self) -> dict[type, AloneHandler]:
-        """The requests that are handled here."""
+    def alone_routes(self) -> dict[type, AloneHandler]:
+        """The requests that are handled here by themselves."""
         return {PutTopic: self.put, EnsureTopic: self.ensure, DeleteTopic: self.delete}
 
     def put(self, call: PutTopic, _frontend: int) -> Steps[PutTopicReply]:

@@ -8,8 +8,7 @@ from topics.core.config import TopicConfig
 from topics.core.segment_list import SegmentInfo, SegmentList
 from topics.core.topic import Topic
 from topics.shm.arena import IS_QUEUE, SEGMENT_ROW_BYTES, ArenaWriter, Descriptor, SlotState, TopicView
-from topics.shm.arena_heap import ArenaFullError
-from topics.shm.location_ring import LocationRing
+from topics.shm.arena_heap import ArenaFullError, LocationRing
 from topics.walshard.hosted.holdings import Holdings
 from topics.walshard.hosted.topic_index import TopicIndex
 
@@ -79,7 +78,7 @@ class Hosted:
         """Makes the topic visible to readers."""
         self.publish()
         self._arena.announce(self.slot)
-        self._holdings.came(self.topic.config)
+        self._holdings.count_topic(self.topic.config, 1)
 
     def publish(self, state: SlotState = SlotState.LIVE) -> None:
         """What the topic is now is what readers see."""
@@ -89,7 +88,7 @@ class Hosted:
             self._renew_table()
         jobs = self.job_counts()
         if jobs[1] != self._shown_jobs[1]:
-            self._holdings.leased(jobs[1] - self._shown_jobs[1])
+            self._holdings.count_leases(jobs[1] - self._shown_jobs[1])
         self._shown_jobs = jobs
         self._arena.publish(
             self.slot,
@@ -185,8 +184,8 @@ class Hosted:
         self._arena.heap.free(*self._descriptor)
         self._descriptor = descriptor
         self._version += 1
-        self._holdings.left(self.topic.config)
-        self._holdings.came(config)
+        self._holdings.count_topic(self.topic.config, -1)
+        self._holdings.count_topic(config, 1)
         if config.durability != self.topic.config.durability:
             # Everything so far is in the durable log, and on the disk.
             self.ram_from_seq = self.topic.head_seq + 1
@@ -209,10 +208,10 @@ class Hosted:
         self.publish(SlotState.DELETED)
         self._arena.announce(self.slot)
         self._count(0, 0)
-        self._holdings.leased(-self._shown_jobs[1])
-        self._holdings.left(self.topic.config)
+        self._holdings.count_leases(-self._shown_jobs[1])
+        self._holdings.count_topic(self.topic.config, -1)
         self.abandon()
 
     def _count(self, records: int, live_bytes: int) -> None:
-        self._holdings.changed(records - self._shown_records, live_bytes - self._shown_bytes)
+        self._holdings.count_records(records - self._shown_records, live_bytes - self._shown_bytes)
         self._shown_records, self._shown_bytes = records, live_bytes
