@@ -17,6 +17,7 @@ from topics.frontend.entry import limits
 from topics.frontend.entry.access import Access, KeyLimits
 from topics.frontend.operators import exposition
 from topics.frontend.operators import service_routes as module
+from topics.frontend.operators.exposition import Family
 from topics.frontend.operators.figures import ServiceFigures
 from topics.frontend.operators.service_routes import MetricsRoute
 from topics.settings import load
@@ -82,9 +83,9 @@ def test_few_scrapes_are_made_at_once(hosting: Hosting, monkeypatch: pytest.Monk
     metrics = route(hosting, 1000)
     at_once = limits.SCRAPES.most_bytes // module.ANSWER_BYTES
     making = most = 0
-    series = metrics._series
+    series = metrics._topic_families
 
-    async def counted(*arguments: Any) -> bytes:
+    async def counted(*arguments: Any) -> list[Family]:
         nonlocal making, most
         making += 1
         most = max(most, making)
@@ -93,7 +94,7 @@ def test_few_scrapes_are_made_at_once(hosting: Hosting, monkeypatch: pytest.Monk
         finally:
             making -= 1
 
-    monkeypatch.setattr(metrics, "_series", counted)
+    monkeypatch.setattr(metrics, "_topic_families", counted)
 
     async def main() -> list[bytes]:
         scrapes = [asyncio.create_task(scrape(metrics)) for _ in range(5 * at_once)]

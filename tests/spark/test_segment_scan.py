@@ -13,7 +13,7 @@ import pytest
 
 from tests.harness import Service, poll
 from tests.spark.conftest import COMPACTED_S, Reading
-from topics.api.answers import Manifest
+from topics.api.segment_answers import Manifest
 from topics.client import Client, InvalidRequestError, NewRecord, Retry, ServiceBusyError, calls
 from topics.core.clock import SystemClock
 from topics.shm import shm_names
