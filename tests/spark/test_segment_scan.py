@@ -130,7 +130,7 @@ def manifest(client: Client, topic: str) -> Manifest:
 
 
 def settle(client: Client, topic: str, count: int) -> Manifest:
-    """Until `count` segments are sealed."""
+    """Wait until `count` segments are sealed."""
 
     def settled() -> Manifest | None:
         found = manifest(client, topic)
@@ -348,7 +348,7 @@ def test_a_file_that_nobody_has_is_a_gap(service: Service, topic: str, monkeypat
                 return error.code == "storage_unavailable"
             return False
 
-    # Each frontend lets go of its map in its own time; which one answers is chance.
+    # Each frontend closes its map in its own time; which one answers is chance.
     poll("every frontend to have let go of it", lambda: all(refused() for _ in range(20)), 20)
     records, gone = planned.read()
     assert gone == dict.fromkeys(range(3 * EVENTS + 1, 4 * EVENTS + 1), "missing")

@@ -22,7 +22,7 @@ from topics.frontend.entry.bodies import ClientGoneError, read_body
 from topics.frontend.entry.budget import Budget, Reservation
 from topics.frontend.entry.query import name_cursor
 from topics.frontend.entry.responses import elapsed_ms, reserve_room, send_json
-from topics.frontend.live.push import gone_before
+from topics.frontend.live.push import disconnected_before
 from topics.frontend.queues.cursor_locks import STUCK_RETRY_AFTER_MS, CursorLock, CursorLocks, too_many_readers
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES
@@ -58,7 +58,7 @@ from topics.shm.queue_messages import (
 
 LIMIT_MAX: Final = 2000
 TRIES_MAX: Final = 100
-"""How often a read may find that readers at other frontends were faster before its client has to ask again."""
+"""Tries of a read that finds readers at other frontends faster, before its client has to ask again."""
 
 TakeRoom = Callable[[], Awaitable[None]]
 """Returns when there is room for the page of this read."""
@@ -246,7 +246,7 @@ async def _take_page_room(moving: Reservation, most_bytes: int, receive: Receive
     entering = asyncio.create_task(moving.grow(most_bytes))
     try:
         async with asyncio.timeout(wait_s):
-            if await gone_before(entering, receive):
+            if await disconnected_before(entering, receive):
                 raise ClientGoneError
         entering.result()
     except TimeoutError:

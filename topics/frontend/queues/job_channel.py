@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from topics.frontend.asgi import Receive
 from topics.frontend.entry.bodies import ClientGoneError
-from topics.frontend.live.push import gone_before
+from topics.frontend.live.push import disconnected_before
 from topics.frontend.shards.gateway import Gateway
 from topics.frontend.shards.job_listeners import JobListener
 from topics.shm.queue_messages import Claim, Dealt, Release, Unclaim, Waiting, WorkClose
@@ -66,7 +66,7 @@ class JobChannel:
                     return reply
                 assert isinstance(reply, Waiting)
                 async with asyncio.timeout(self._longest_s(reply.wait_ms)):
-                    if await gone_before(gathered, receive):
+                    if await disconnected_before(gathered, receive):
                         raise ClientGoneError
                     dealt = gathered.result()
                 if repeated:

@@ -25,14 +25,8 @@ from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry.access import Access
 from topics.frontend.entry.query import count
 from topics.frontend.entry.stalled_clients import STALL_MAX_MS, ReadProgress
-from topics.frontend.live.event_streams import (
-    HEARTBEAT_MAX_MS,
-    StreamSlots,
-    begin_stream,
-    check_accept,
-    run_stream,
-    stopping,
-)
+from topics.frontend.live import event_streams
+from topics.frontend.live.event_streams import HEARTBEAT_MAX_MS, StreamSlots
 from topics.frontend.live.push import Push
 from topics.frontend.live.wording import EVENT_STREAM, in_lines
 from topics.frontend.queues.job_records import ASIDE_MS, JobRendering, RenderedJobs, fetch_jobs
@@ -114,7 +108,7 @@ class WorkRoutes:
             stream.close()
 
     def _params(self, name: str, key_digest: bytes, scope: Scope) -> WorkParams:
-        check_accept(dict(scope["headers"]))
+        event_streams.check_accept(dict(scope["headers"]))
         query = QueryParams(scope["query_string"])
         heartbeat_ms = min(count(query, "heartbeat_ms", HEARTBEAT_MS), HEARTBEAT_MAX_MS)
         return WorkParams(
@@ -131,14 +125,14 @@ class WorkRoutes:
         self._streams.add(stream)
         try:
             if self._draining:
-                raise stopping()
+                raise event_streams.stopping()
             await stream.open()
             self.cell.add("work_streams")
             try:
-                push = await begin_stream(scope, send)
+                push = await event_streams.begin_stream(scope, send)
                 stream.begin(push)
                 self._end_if_forbidden(stream)  # the keys may have changed since the request was admitted
-                await run_stream(push, receive)
+                await event_streams.run_stream(push, receive)
             finally:
                 self.cell.add("work_streams", -1)
         finally:
