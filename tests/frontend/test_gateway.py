@@ -22,9 +22,9 @@ from topics.settings import load
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply
 from topics.shm.arena import ArenaWriter
+from topics.shm.arena_heap import LocationRing
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
-from topics.shm.location_ring import LocationRing
 from topics.shm.messages import MessageKind
 from topics.shm.shm_names import SHM_ROOT, objects
 from topics.shm.topic_messages import (

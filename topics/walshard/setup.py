@@ -20,9 +20,9 @@ from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.append_messages import AppendRequest
 from topics.shm.arena import ArenaWriter, unlink_arena
+from topics.shm.arena_heap import LocationRing
 from topics.shm.control import ProcessCell, Role
 from topics.shm.instance import SharedMemory
-from topics.shm.location_ring import LocationRing
 from topics.shm.router_board import RouterBoard, RouterBoardWriter
 from topics.shm.router_table import RouterTable, RouterTableWriter
 from topics.storage import layout

@@ -95,7 +95,7 @@ class AnswerStage(IntEnum):
 class Exchange:
     """One request and its answer.
 
-    The connection calls `feed`, `end_of_request`, `half_closed` and `lose`; the app calls `receive`, `send`, `deliver`
+    The connection calls `feed`, `end_of_request`, `half_closed` and `drop`; the app calls `receive`, `send`, `deliver`
     and `push`. It does not refer to its scope, so that a finished request is freed by reference counting alone.
     """
 
@@ -119,7 +119,8 @@ class Exchange:
         self._length_left: int | None = None
         self._bodyless = False
         self._chunked = False
-        self._push: PushStream | None = None
+        self.push_stream: PushStream | None = None
+        """The writer of an event stream, after `push`."""
         self._unyielded_bytes = 0
         self.keep_alive = head.keep_alive
         self.stage = AnswerStage.WAITING
@@ -148,10 +149,9 @@ class Exchange:
         try:
             await app(scope, self.receive, self.send)
         except asyncio.CancelledError:
-            if self._connection.draining:
-                self._fail(TopicsError("shutting_down", "the server is stopping"))
-            else:
-                self._fail(TopicsError("internal", "the request was cancelled inside the server"))
+            cancelled = TopicsError("internal", "the request was cancelled inside the server")
+            stopping = TopicsError("shutting_down", "the server is stopping")
+            self._fail(stopping if self._connection.draining else cancelled)
             raise
         except Exception as error:  # noqa: BLE001 - the border between the app and the connection
             # An app that fails because its client is gone has nothing to report (Starlette wraps the error).
@@ -159,8 +159,8 @@ class Exchange:
                 _log.exception("request failed", method=scope["method"], path=scope["path"])
             self._fail(TopicsError("internal", "the request failed inside the server"))
         else:
-            if self._push is not None:
-                self._push.close()
+            if self.push_stream is not None:
+                self.push_stream.close()
             if self.stage is not AnswerStage.DONE and not self.lost:
                 if self.half_closed_by_client:  # the app was told of the disconnect, and may give up
                     self._transport.abort()
@@ -174,11 +174,6 @@ class Exchange:
     def unread_bytes(self) -> int:
         """Bytes of the body that have arrived and that the app has not received."""
         return len(self._body)
-
-    @property
-    def pushing(self) -> bool:
-        """True if the answer is an event stream."""
-        return self._push is not None
 
     def feed(self, data: bytes) -> None:
         """Add a piece of the body."""
@@ -202,15 +197,15 @@ class Exchange:
         """Tell the app that the client sends nothing more. It may still be reading, so the answer goes out."""
         self.half_closed_by_client = True
         self._wake()
-        if self._push is not None:
-            self._push.client_gone()
+        if self.push_stream is not None:
+            self.push_stream.client_gone()
 
-    def lose(self) -> None:
+    def drop(self) -> None:
         """Drop the exchange: nobody reads the answer."""
         self.lost = True
         self._body = b""
         self._wake()
-        push, self._push = self._push, None
+        push, self.push_stream = self.push_stream, None
         if push is not None:
             push.client_gone()
 
@@ -297,18 +292,8 @@ class Exchange:
             )
         self._send_body(b"", more=True)
         end = partial(self._send_body, b"", more=False)
-        self._push = PushStream(self._transport, self._chunked, self._connection.writable, end)
-        return self._push
-
-    def paused(self) -> None:
-        """Pause the event stream: the transport is above its high-water mark."""
-        if self._push is not None:
-            self._push.writable = False
-
-    def writable_again(self) -> None:
-        """Resume the event stream: the transport is below its low-water mark."""
-        if self._push is not None:
-            self._push.client_caught_up()
+        self.push_stream = PushStream(self._transport, self._chunked, self._connection.writable, end)
+        return self.push_stream
 
     def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         if self.stage is not AnswerStage.WAITING:

@@ -19,9 +19,10 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from topics.api.answers import TombstoneAnswer as Tombstone
 from topics.frontend.live.wording import EVENT_STREAM, Wording
 from topics.frontend.reads.cold import ColdMissError
-from topics.frontend.reads.reading import RecordPage, Tombstone
+from topics.frontend.reads.reading import RecordPage
 from topics.frontend.reads.records import PageOptions
 
 RETRY_AFTER_MS: Final = 1_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 
-from topics.api import answers as answer
+from topics.api import answers
 from topics.api.requests import WatchBody
 from topics.core.errors import TopicsError
 from topics.core.keys import ANYONE, ApiKey, KeyScope
@@ -12,18 +12,11 @@ from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry.access import Access
 from topics.frontend.entry.bodies import Headers
 from topics.frontend.entry.query import flag
-from topics.frontend.live import cursor
+from topics.frontend.live import cursor, event_streams
 from topics.frontend.live.channels import StreamConnection
 from topics.frontend.live.delivery import Hub
-from topics.frontend.live.event_streams import (
-    HEARTBEAT_MAX_MS,
-    StreamSlots,
-    begin_stream,
-    check_accept,
-    run_stream,
-    stopping,
-)
-from topics.frontend.live.following import check_starts, check_strong, page_options, place, resolve
+from topics.frontend.live.event_streams import HEARTBEAT_MAX_MS, StreamSlots
+from topics.frontend.live.following import check_starts, check_strong, page_options, start_seq, topic_state
 from topics.frontend.live.session_client import SESSION_TTL_MS, Follow, Opened, Session, SessionClient, without_nodes
 from topics.frontend.live.stream import StreamSpec, StreamState
 from topics.frontend.live.websocket_route import needs_upgrade
@@ -36,12 +29,14 @@ from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
 from topics.frontend.routes.operations import (
     EVENTS,
     LOST,
+    TOPIC_LOST,
     Answer,
     ApiOperation,
     Binding,
+    Outcome,
     Query,
     flag_query,
-    json_answer,
+    ok,
 )
 from topics.settings import Settings
 from topics.shm.durations import Route
@@ -79,12 +74,12 @@ class WatchRoutes:
         await self._catching_up.wait_for_all(body.topics)
         found = {name: ref for name in body.topics if (ref := self._find(name, lenient)) is not None}
         follows = {
-            name: Follow(ref.view.topic_id, resolve(self._reader, ref, body.topics[name]))
+            name: Follow(ref.view.topic_id, start_seq(self._reader, ref, body.topics[name]))
             for name, ref in found.items()
         }
         if body.strong:
             check_strong(found)
-        states = {name: place(self._reader, ref, follows[name].from_seq) for name, ref in found.items()}
+        states = {name: topic_state(self._reader, ref, follows[name].from_seq) for name, ref in found.items()}
         options = page_options(body, self._settings)
         wid = await self._sessions.create(
             Session(
@@ -105,7 +100,7 @@ class WatchRoutes:
 
     async def stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        check_accept(headers)
+        event_streams.check_accept(headers)
         wid = scope["path_params"]["wid"]
         caller = ANYONE
         if self._access.on:
@@ -121,13 +116,13 @@ class WatchRoutes:
             state = self._resume(opened, headers.get(b"last-event-id"))
             opened = without_nodes(opened)  # its spec has them, as a set that streams share
             if self._hub.draining:
-                raise stopping()
-            push = await begin_stream(scope, send)
+                raise event_streams.stopping()
+            push = await event_streams.begin_stream(scope, send)
             connection = self._hub.open(push, state, opened.session.heartbeat_ms)
             self._streams[connection] = opened.session
             # The keys may have changed since it was admitted.
             self._end_if_forbidden(connection, opened.session)
-            await run_stream(push, receive)
+            await event_streams.run_stream(push, receive)
         finally:
             if connection is None:
                 self._sessions.abandon(opened)
@@ -189,27 +184,23 @@ class WatchRoutes:
 
 def watch_operations(watch: WatchRoutes) -> list[ApiOperation]:
     """Event streams and WebSockets (api §7)."""
+    events = ok("Events: record, tombstone, caught-up, topic-deleted, error", None, EVENTS)
+    upgrade = {101: Answer("Switching to WebSocket", {})}
     return [
         ApiOperation(
             Binding("POST", "/v0/watch", watch.create, Route.CREATE_WATCH, KeyScope.READ, "watch"),
-            "Make a watch session",
-            {200: json_answer("The session", answer.WatchAnswer)},
-            ("topic_not_found", *LOST),
+            Outcome("Make a watch session", ok("The session", answers.WatchAnswer), TOPIC_LOST),
             body=WatchBody,
             query=(flag_query("lenient", False, "leave out topics that do not exist"),),
         ),
         ApiOperation(
             # An unknown wid is 404 for any key, so the handler checks the key itself.
             Binding("GET", "/v0/watch/{wid}", watch.stream, None, None, "watch"),
-            "The event stream of a session",
-            {200: Answer("Events: record, tombstone, caught-up, topic-deleted, error", {EVENTS: None})},
-            ("not_found", "not_acceptable", *LOST),
+            Outcome("The event stream of a session", events, ("not_found", "not_acceptable", *LOST)),
             query=(Query("token", {"type": "string"}, "the key, for clients that cannot send a header"),),
         ),
         ApiOperation(
             Binding("GET", "/v0/ws", needs_upgrade, None, None, "watch"),
-            "A WebSocket: subscribe, unsubscribe, publish, ping (api §7.7)",
-            {101: Answer("Switching to WebSocket", {})},
-            ("upgrade_required",),
+            Outcome("A WebSocket: subscribe, unsubscribe, publish, ping (api §7.7)", upgrade, ("upgrade_required",)),
         ),
     ]

@@ -20,19 +20,13 @@ from starlette.datastructures import QueryParams
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
-from topics.core.names import check_topic_name, owner_shard
+from topics.core.names import check_topic_name
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry.access import Access
 from topics.frontend.entry.query import count
 from topics.frontend.entry.stalled_clients import STALL_MAX_MS, ReadProgress
-from topics.frontend.live.event_streams import (
-    HEARTBEAT_MAX_MS,
-    StreamSlots,
-    begin_stream,
-    check_accept,
-    run_stream,
-    stopping,
-)
+from topics.frontend.live import event_streams
+from topics.frontend.live.event_streams import HEARTBEAT_MAX_MS, StreamSlots
 from topics.frontend.live.push import Push
 from topics.frontend.live.wording import EVENT_STREAM, in_lines
 from topics.frontend.queues.job_records import ASIDE_MS, JobRendering, RenderedJobs, fetch_jobs
@@ -43,10 +37,11 @@ from topics.frontend.routes.operations import (
     EVENTS,
     NAME_SCHEMA,
     TOPIC_PATH,
-    Answer,
     ApiOperation,
     Binding,
+    Outcome,
     Query,
+    ok,
 )
 from topics.frontend.shards.pending_requests import is_outcome_unknown
 from topics.settings import Settings
@@ -113,7 +108,7 @@ class WorkRoutes:
             stream.close()
 
     def _params(self, name: str, key_digest: bytes, scope: Scope) -> WorkParams:
-        check_accept(dict(scope["headers"]))
+        event_streams.check_accept(dict(scope["headers"]))
         query = QueryParams(scope["query_string"])
         heartbeat_ms = min(count(query, "heartbeat_ms", HEARTBEAT_MS), HEARTBEAT_MAX_MS)
         return WorkParams(
@@ -130,14 +125,14 @@ class WorkRoutes:
         self._streams.add(stream)
         try:
             if self._draining:
-                raise stopping()
+                raise event_streams.stopping()
             await stream.open()
             self.cell.add("work_streams")
             try:
-                push = await begin_stream(scope, send)
+                push = await event_streams.begin_stream(scope, send)
                 stream.begin(push)
                 self._end_if_forbidden(stream)  # the keys may have changed since the request was admitted
-                await run_stream(push, receive)
+                await event_streams.run_stream(push, receive)
             finally:
                 self.cell.add("work_streams", -1)
         finally:
@@ -170,7 +165,7 @@ class WorkStream:
         self._dead_letters, self._unreadable = services.dead_letters, services.unreadable
         self._loop = asyncio.get_running_loop()
         self.params = params
-        self.shard = owner_shard(params.name, services.gateway.shards)
+        self.shard = services.gateway.owner(params.name)
         self._number = services.channel.listeners.new_number()
         self._push: Push | None = None
         self._early: list[Dealt] = []
@@ -393,14 +388,13 @@ def _part(dealt: Dealt, start: int, end: int) -> Dealt:
 
 def work_operations(work: WorkRoutes) -> list[ApiOperation]:
     """Return the operation of streams of jobs (api §9)."""
+    events = ok("Events: job, topic-deleted, error", None, EVENTS)
     about_heartbeats = "a comment when nothing else was sent for so long"
     return [
         ApiOperation(
             # The endpoint checks the key itself, as that may be in the query.
             Binding("GET", f"{TOPIC_PATH}/work", work.work, None, None, "queues"),
-            "A stream that keeps a worker in jobs",
-            {200: Answer("Events: job, topic-deleted, error", {EVENTS: None})},
-            (*JOB_CODES, "not_acceptable"),
+            Outcome("A stream that keeps a worker in jobs", events, (*JOB_CODES, "not_acceptable")),
             query=(
                 Query("node", NAME_SCHEMA | {"minLength": 1}, "who works; required"),
                 Query("max", COUNT_SCHEMA | {"default": 1}, "jobs at any time"),

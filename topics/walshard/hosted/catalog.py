@@ -15,7 +15,7 @@ from topics.core.location import LOCATION_IN_RAM_LOG
 from topics.core.names import TopicIds, owner_shard
 from topics.core.topic import Topic
 from topics.shm.arena import ArenaWriter
-from topics.shm.location_ring import LARGE_ENTRIES, LocationRing
+from topics.shm.arena_heap import LARGE_ENTRIES, LocationRing
 from topics.storage.wal import Moved
 from topics.walshard.hosted.holdings import Holdings
 from topics.walshard.hosted.hosted import Hosted

@@ -9,7 +9,7 @@ from typing import Final
 
 from topics.core.location import FLAGS_SHIFT, LOCATION_GONE, LOCATION_IN_RAM_LOG, LOW_WORD
 from topics.core.topic import Topic
-from topics.shm.location_ring import LocationRing
+from topics.shm.arena_heap import LocationRing
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.frame import HEADER, HEADER_LEN, LOCATION_HAS_TAG, NODE_MAX_BYTES, TAG_MAX_BYTES

@@ -8,8 +8,7 @@ from topics.core.config import TopicConfig
 from topics.core.segment_list import SegmentInfo, SegmentList
 from topics.core.topic import Topic
 from topics.shm.arena import IS_QUEUE, SEGMENT_ROW_BYTES, ArenaWriter, Descriptor, SlotState, TopicView
-from topics.shm.arena_heap import ArenaFullError
-from topics.shm.location_ring import LocationRing
+from topics.shm.arena_heap import ArenaFullError, LocationRing
 from topics.walshard.hosted.holdings import Holdings
 from topics.walshard.hosted.topic_index import TopicIndex
 

@@ -20,7 +20,7 @@ from topics.core.location import (
     LOCATION_LOST,
 )
 from topics.core.segment_list import SEALED, SegmentInfo, SegmentList
-from topics.shm.location_ring import LocationRing
+from topics.shm.arena_heap import LocationRing
 from topics.walshard.hosted.segment_files import SegmentFiles
 
 _ELSEWHERE: Final = LOCATION_IN_RAM_LOG | LOCATION_LOST
