@@ -204,7 +204,7 @@ class Hosting:
         segments = SegmentList(hosted.index.segments)
         for info in changed:
             segments.put(info)
-        hosted.checkpointed(segments.last_seq, changed, hosted.prepare_segments(segments))
+        hosted.checkpointed(changed, hosted.prepare_segments(segments))
         hosted.publish()
 
     def _log_bytes(self, file_no: int, end: int) -> bytes:

@@ -297,7 +297,7 @@ def mark(follower: Follower, checkpoints: list[TopicCheckpoint]) -> None:
         if checkpoint.topic_id in deleted:
             follower.deleted(checkpoint.topic_id)
             continue
-        follower.index_of(topic).checkpointed(checkpoint.up_to_seq, checkpoint.segments)
+        follower.index_of(topic).checkpointed(checkpoint.segments)
     if refused:
         raise Refused(f"shard {follower.shard} could not mark {len(refused)} of {len(checkpoints)} topics")
 

@@ -304,8 +304,8 @@ class Routing:
             write = yield from self._next_write(feed)
             if write is not None:
                 writes.append(write)
-        durable = [operation for write in writes for operation in write.durable]
-        ram = [operation for write in writes for operation in write.ram]
+        durable = [one for write in writes for one in write.durable]
+        ram = [one for write in writes for one in write.ram]
         if durable or ram:
             yield Draft(durable, ram, [write.feed.hosted for write in writes if write.moves_head])
         for feed in feeds:
