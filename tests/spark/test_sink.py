@@ -12,6 +12,7 @@ from pyspark.sql.types import StringType, StructField, StructType
 
 from tests.harness import Service
 from topics.client import Client, Record
+from topics.spark.jobs.program import run_to_end
 from topics.spark.sink import BatchWriter
 from topics.spark.source import TopicsDataSource
 from topics.spark.spark_errors import TopicsSparkError, plainly
@@ -136,12 +137,8 @@ def stream(spark: SparkSession, service: Service, source: str, sink: str, checkp
     """A pass over what is in one topic, into another."""
     reader = spark.readStream.format("topics").option("url", service.url).option("subscribe", source)
     frame = reader.option("startingOffsets", "earliest").option("maxOffsetsPerTrigger", "100").load()
-    query = (
-        frame.select("data", "tag").repartition(3).writeStream.format("topics").option("url", service.url)
-        .option("topic", sink).options(**options).option("checkpointLocation", str(checkpoint))
-        .trigger(availableNow=True).start()
-    )  # fmt: skip
-    assert query.awaitTermination(300)
+    writer = frame.select("data", "tag").repartition(3).writeStream.format("topics").option("url", service.url)
+    run_to_end(writer.option("topic", sink).options(**options).option("checkpointLocation", str(checkpoint)))
 
 
 @pytest.mark.spark_since("4.2")
