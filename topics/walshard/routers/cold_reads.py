@@ -81,7 +81,7 @@ class ColdReads:
         raise NotReadYetError
 
     def forget(self, name: str, at: int) -> None:
-        """Have a damaged part of an object read again: it may have been restored. Bytes that have just come are kept."""
+        """Have a damaged part of an object read again: it may have been restored. Bytes that just came are kept."""
         old_ms = self._monotonic_ms() - FRESH_MS
         for key, (content, since_ms) in list(self._kept.items()):
             if key[0] == name and key[1] <= at < key[1] + len(content) and since_ms <= old_ms:
