@@ -46,6 +46,7 @@ check: lint types ## the pre-commit checks
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.words
 
 types: $(STAMP)
 	$(BIN)/mypy
@@ -78,7 +79,7 @@ OLD_SPARKS := 4.0.5 4.1.4
 oldspark: $(STAMP) ## the tests of batches on PySpark 4.0 and 4.1, each in an environment of its own
 	for version in $(OLD_SPARKS); do \
 	  $(PYTHON) -m venv $(VENV)-spark-$$version && \
-	  $(VENV)-spark-$$version/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,spark]' pyspark==$$version && \
+	  $(VENV)-spark-$$version/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,server,spark]' pyspark==$$version && \
 	  $(VENV)-spark-$$version/bin/pytest tests/spark/test_batch.py tests/spark/test_segment_scan.py tests/spark/test_sink.py || exit 1; \
 	done
 
@@ -97,7 +98,7 @@ peers: $(STAMP) ## the same queue work through Redis and dramatiq, and through o
 lock: ## pin the dependencies again
 	$(PYTHON) -m venv $(VENV)-lock
 	$(VENV)-lock/bin/python -m pip install --quiet --disable-pip-version-check pip-tools
-	$(VENV)-lock/bin/pip-compile --quiet --strip-extras --extra client --extra spark --extra delta --extra dev --generate-hashes --allow-unsafe \
+	$(VENV)-lock/bin/pip-compile --quiet --strip-extras --extra server --extra spark --extra delta --extra dev --generate-hashes --allow-unsafe \
 	  --no-emit-index-url --no-emit-trusted-host --no-emit-find-links --no-header --output-file requirements.lock pyproject.toml
 	rm -rf $(VENV)-lock
 

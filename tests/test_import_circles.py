@@ -38,7 +38,7 @@ def circles(graph: Graph) -> set[frozenset[str]]:
 
 
 def _walk(graph: Graph, start: str, seen: set[str]) -> list[str]:
-    """What is reached from `start` and was not seen yet, each after all that is reached from it."""
+    """Return what is reached from `start` and was not seen yet, each after all that is reached from it."""
     finished: list[str] = []
     open_modules = [(start, iter(graph[start]))] if start not in seen else []
     seen.add(start)
@@ -82,7 +82,7 @@ from topics.core.errors import TopicsError
 if TYPE_CHECKING:
     from topics.shm.ring import Ring
 def f():
-    from topics import key_sources, __version__
+    from topics import settings, __version__
 """
-    modules = ["topics", "topics.log", "topics.key_sources", "topics.core", "topics.core.config", "topics.core.errors"]
+    modules = ["topics", "topics.log", "topics.settings", "topics.core", "topics.core.config", "topics.core.errors"]
     assert imported(source, [*modules, "topics.shm.ring", "topics.other"]) == {*modules, "topics.shm.ring"}

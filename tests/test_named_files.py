@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def missing(page: str) -> list[str]:
     return sorted(name for name in named(page) - SOMEBODY_ELSES if not matching(name))
 
 
+@cache
 def matching(name: str) -> list[str]:
     """Return the files of that name, which may lack the first folders."""
     return [file for file in FILES if file == name or file.endswith(f"/{name.removeprefix('../')}")]
@@ -63,14 +65,10 @@ def defined(node: ast.stmt) -> set[str]:
     return {ast.unparse(target) for target in node.targets} if isinstance(node, ast.Assign) else set()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_file_that_is_named_exists(page: Path) -> None:
-    assert not missing(page.read_text())
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_definition_that_is_named_exists(page: Path) -> None:
-    assert not missing_definitions(page.read_text()), "name what the file defines now"
+@pytest.mark.parametrize("guard", [missing, missing_definitions])
+def test_what_is_named_exists(guard: Callable[[str], list[str]]) -> None:
+    found = {page.relative_to(ROOT).as_posix(): guard(page.read_text()) for page in PAGES}
+    assert not {page: names for page, names in found.items() if names}, "name what is there now"
 
 
 def test_the_guard_sees() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import os
+import stat
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, get_type_hints
 
 import msgspec
 
-from topics.core.keys import ApiKey, KeysError
+from topics.core.keys import ApiKey, KeyRing, KeysError, parse_lines
 from topics.setting_values import (
     GIB,
     KIB,
@@ -45,6 +46,7 @@ RING_BUDGET_BYTES: Final = 64 * MIB
 RING_DEFAULT_BYTES: Final = (1 * MIB, 4 * MIB)
 SHARDS_DEFAULT_MAX: Final = 8
 DAY_MS: Final = 86_400_000
+KEYS_FILE_BYTES_MAX: Final = 1 << 20
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,8 +98,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_interval_ms: Annotated[int, integer(10, DAY_MS, "longest time from a write to its checkpoint")] = 60_000
     checkpoint_wal_bytes: Annotated[int, byte_size(64 * KIB, 16 * GIB, "log size that makes it due")] = 64 * MIB
     max_replay_bytes: Annotated[
-        int,
-        byte_size(0, 16 * GIB, "log behind a shard's last snapshot; writers are slowed from half on; 0 = any"),
+        int, byte_size(0, 16 * GIB, "log behind a shard's last snapshot; writers are slowed from half on; 0 = any")
     ] = 256 * MIB
     segment_max_events: Annotated[int, integer(1, 10_000_000, "most records in one segment")] = 10_000
     segment_max_bytes: Annotated[int, byte_size(4 * KIB, 2 * GIB, "bytes at which a segment is sealed")] = 64 * MIB
@@ -315,3 +316,41 @@ def _take_port_of_host(given: dict[str, _GivenSetting], values: dict[str, Any], 
         values["port"] = port
     elif host.rank == other.rank and values.get("port") not in (None, port):
         problems.append(f"{host.place}={host.raw}: has another port than {other.place}={other.raw}; set only one")
+
+
+def read_keys(settings: Settings, serial: int = 0) -> KeyRing:
+    """Returns all valid keys: those of the settings, and those that the keys file has now. None: nobody authenticates.
+
+    `serial` becomes the ring's. Raises SettingsError when the file cannot be used, or repeats a key of TOPICS_API_KEYS.
+    """
+    listed = settings.api_keys or ()
+    path = settings.api_keys_file
+    if path is None:
+        return KeyRing(listed, serial)
+    place = f"{PREFIX}API_KEYS_FILE={path}"
+    try:
+        filed = parse_lines(_read_keys_file(path))
+    except OSError as error:
+        raise SettingsError([f"{place}: cannot be read: {error.strerror}"]) from None
+    except KeysError as error:
+        raise SettingsError([f"{place}: {problem}" for problem in error.problems]) from None
+    except ValueError as error:
+        raise SettingsError([f"{place}: {error}"]) from None
+    if {key.digest for key in listed} & {key.digest for key in filed}:
+        raise SettingsError([f"{place}: has a key that is in {PREFIX}API_KEYS, too; keep it in one of them"])
+    return KeyRing((*listed, *filed), serial)
+
+
+def _read_keys_file(path: str) -> str:
+    # Non-blocking: opening a FIFO of that name would wait for a writer.
+    with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("is not a regular file")
+        content = file.read(KEYS_FILE_BYTES_MAX + 1)
+    if len(content) > KEYS_FILE_BYTES_MAX:
+        raise ValueError(f"has more than {KEYS_FILE_BYTES_MAX} bytes")
+    try:
+        return content.decode("ascii")
+    except UnicodeDecodeError as error:
+        # The decoder's own message would show bytes of the keys.
+        raise ValueError(f"has a byte that is not ASCII at offset {error.start}") from None

@@ -178,20 +178,6 @@ def test_help_has_an_example_and_the_exit_codes(shell: Shell, command: str) -> N
         assert re.search(rf"^  {code}  ", help, re.MULTILINE), code
 
 
-def test_without_the_client_extra_it_says_what_is_missing() -> None:
-    program = "import sys; sys.modules['httpx'] = None; from topics.cli.main import main; sys.exit(main(['list']))"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=clean_environment({"PYTHONPATH": str(ROOT)}),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("topics list: this needs topics[client]: ")
-
-
 def test_verify_has_no_use_for_the_http_library(tmp_path: Path) -> None:
     program = (
         "import sys; from topics.cli.main import main; main(['verify', sys.argv[1]]); "

@@ -1,4 +1,4 @@
-"""api §7.7, §0.6: what is no handshake is refused in the envelope of every error, whoever speaks HTTP."""
+"""api §7.7, §0.6: requests that are no handshake are refused in the envelope of every error, for every client."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_over_http2(spoken: Service, version: str | None) -> None:
     h2c = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
     h2c.initiate_connection()
     headers = [(":method", "CONNECT"), (":protocol", "websocket"), (":scheme", "http"), (":path", "/v0/ws")]
-    headers.append((":authority", "test"))
+    headers.append((":authority", "localhost"))
     if version is not None:
         headers.append(("sec-websocket-version", version))
     answer: dict[str, str] = {}
@@ -147,7 +147,8 @@ def test_over_http2(spoken: Service, version: str | None) -> None:
                 ended = ended or isinstance(event, h2.events.StreamEnded)
             raw.sendall(h2c.data_to_send())
         # The connection serves on.
-        h2c.send_headers(3, [(":method", "GET"), (":scheme", "http"), (":path", "/v0/health"), (":authority", "test")])
+        about = [(":method", "GET"), (":scheme", "http"), (":path", "/v0/health"), (":authority", "localhost")]
+        h2c.send_headers(3, about)
         h2c.end_stream(3)
         raw.sendall(h2c.data_to_send())
         status = None

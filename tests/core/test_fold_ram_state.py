@@ -85,7 +85,7 @@ def test_keys_of_it_and_around_it_are_in_order_of_age() -> None:
 
 def test_durable_records_of_a_topic_that_left_them_behind_stay_gone() -> None:
     fold = Fold(lambda _topic_id: ListIndex(1))
-    fold.records(T, entries(101, 20))
+    fold.records(T, entries(101, 20), in_ram=True)
     fold.ram_state(T, encode_body(RamStateFrameBody(50, 50, EvictReason.CAP, 1, 5, [])))
     fold.topic_create(T, encode_body(CreateFrameBody("t", TopicConfig())))
     fold.records(T, entries(1, 100))

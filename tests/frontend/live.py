@@ -16,6 +16,7 @@ from topics.core.config import TopicConfig
 from topics.core.keys import KeyRing
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.frontend.live.channels import StreamConnection
+from topics.frontend.live.stream import StreamSpec
 from topics.frontend.reads.files import object_name
 from topics.frontend.reads.reading import TopicRef
 from topics.frontend.reads.records import PageOptions
@@ -105,7 +106,7 @@ class Wire:
         return [frame.json for frame in self.frames() if frame.event == kind]
 
     def seqs(self, topic: str = "t") -> list[int]:
-        """Of all records delivered."""
+        """Return the seqs of all delivered records."""
         return [r["$seq"] for frame in self.of("record") if frame["topic"] == topic for r in frame["records"]]
 
 
@@ -215,7 +216,7 @@ class Live:
     ) -> tuple[Wire, StreamConnection]:
         """Opens a stream on topics that exist."""
         ids = tuple(self.reader.get(name).view.topic_id for name in starts)
-        spec = self.hub.specs.get(tuple(starts), ids, options, strong)
+        spec = self.hub.specs.share(StreamSpec(tuple(starts), ids, options, strong))
         wire = Wire()
         return wire, self.hub.open(wire, spec.start(dict(starts)), heartbeat_ms)
 

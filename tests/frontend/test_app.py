@@ -19,7 +19,7 @@ from topics.frontend.asgi import RESERVATION, ROOM
 from topics.frontend.entry import limits
 from topics.frontend.entry.bodies import LONG_BYTES, MessageReservation, long_bodies, medium_bodies
 from topics.frontend.entry.budget import Budget, Reservation
-from topics.frontend.live import websocket, websocket_commands
+from topics.frontend.live import websocket_commands
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.websocket_commands import Command
 from topics.frontend.reads import node_sets as node_sets_module
@@ -382,7 +382,7 @@ def test_effective_priority_is_what_is_scheduled_by(hosting: Hosting, monkeypatc
 
 
 def test_when_a_topic_was_read_is_told_by_the_wall_clock(hosting: Hosting) -> None:
-    """Not by that of expiry, which does not yet take a clock that was put forward for time."""
+    """The clock of expiry is not asked: it does not yet take a clock that was put forward for time."""
     hosting.make("t")
     hosting.write("t", [Written(b"1")])
 
@@ -413,12 +413,13 @@ def test_a_long_message_is_counted_until_it_is_answered(
 ) -> None:
     """In bytes, not in characters, and no longer: the socket stays open."""
     counted: list[int] = []
+    decode_command = websocket_commands.decode
 
     def decode(body: bytes) -> Command:
         counted.append(long_bodies.held_bytes)
-        return websocket_commands.decode(body)
+        return decode_command(body)
 
-    monkeypatch.setattr(websocket, "decode", decode)
+    monkeypatch.setattr(websocket_commands, "decode", decode)
     padding = filling * ((LONG_BYTES + 100_000) // len(filling.encode()))
     text = msgspec.json.encode({"op": "ping", "request_id": 1, "padding": padding}).decode()
 

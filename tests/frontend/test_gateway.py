@@ -22,9 +22,9 @@ from topics.settings import load
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply
 from topics.shm.arena import ArenaWriter
+from topics.shm.arena_heap import LocationRing
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
-from topics.shm.location_ring import LocationRing
 from topics.shm.messages import MessageKind
 from topics.shm.shm_names import SHM_ROOT, objects
 from topics.shm.topic_messages import (
@@ -86,7 +86,7 @@ class Shard:
 
     def host(self, name: str, topic_id: int) -> Hosted:
         index = TopicIndex(topic_id, LocationRing(self.arena.heap, 1), SegmentFiles(OsFileSystem(), "nowhere", 64))
-        holdings = Holdings(self.shared.control, 0, load({}, {"wal_shards": 1, "frontends": 1}), [])
+        holdings = Holdings(self.shared.control, 0, load({}, {"wal_shards": 1, "frontends": 1}))
         hosted = Hosted(self.arena, Topic(topic_id, name, TopicConfig(), index), index, holdings)
         hosted.announce()
         return hosted

@@ -12,8 +12,7 @@ from structlog.testing import capture_logs
 from topics.core.errors import TopicsError
 from topics.frontend.asgi import Scope
 from topics.frontend.entry.access import Access, KeyLimits, KeyReload
-from topics.key_sources import read_keys
-from topics.settings import load
+from topics.settings import load, read_keys
 from topics.shm.cap import KeyCounts
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
@@ -23,7 +22,7 @@ FAILED = "keys not reloaded, the former ones stay"
 
 
 class Frontend:
-    """What a frontend reads its keys with, beside a supervisor that is the test."""
+    """A frontend that reads its keys, beside a supervisor that is the test."""
 
     def __init__(self, identity: str, file: Path) -> None:
         self.file = file
@@ -42,7 +41,7 @@ class Frontend:
         copy.rename(self.file)
 
     def ask(self, serial: int) -> None:
-        """As the supervisor does once it has read the file."""
+        """Ask for a reload, as the supervisor does once it has read the file."""
         self.header.set("keys_serial", serial)
         self.reload.request()
 

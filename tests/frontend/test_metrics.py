@@ -17,6 +17,7 @@ from topics.frontend.entry import limits
 from topics.frontend.entry.access import Access, KeyLimits
 from topics.frontend.operators import exposition
 from topics.frontend.operators import service_routes as module
+from topics.frontend.operators.exposition import Family
 from topics.frontend.operators.figures import ServiceFigures
 from topics.frontend.operators.service_routes import MetricsRoute
 from topics.settings import load
@@ -75,16 +76,16 @@ def test_series_of_topics_are_bounded_by_name_and_the_bound_is_told(hosting: Hos
 
 
 def test_few_scrapes_are_made_at_once(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many ask: each has all its series in memory, and takes slices of a millisecond in turns with others."""
+    """The bound holds however many ask: each scrape has all its series in memory, and takes slices of a millisecond."""
     monkeypatch.setattr(module, "SLICE_S", 0.0)
     for n in range(3 * module.PAGE_TOPICS):
         hosting.make(f"t{n}")
     metrics = route(hosting, 1000)
     at_once = limits.SCRAPES.most_bytes // module.ANSWER_BYTES
     making = most = 0
-    series = metrics._series
+    series = metrics._topic_families
 
-    async def counted(*arguments: Any) -> bytes:
+    async def counted(*arguments: Any) -> list[Family]:
         nonlocal making, most
         making += 1
         most = max(most, making)
@@ -93,7 +94,7 @@ def test_few_scrapes_are_made_at_once(hosting: Hosting, monkeypatch: pytest.Monk
         finally:
             making -= 1
 
-    monkeypatch.setattr(metrics, "_series", counted)
+    monkeypatch.setattr(metrics, "_topic_families", counted)
 
     async def main() -> list[bytes]:
         scrapes = [asyncio.create_task(scrape(metrics)) for _ in range(5 * at_once)]
@@ -117,7 +118,7 @@ def test_so_many_scrapes_may_wait_and_the_next_one_is_refused(
     metrics = route(hosting, 1000)
 
     async def main() -> None:
-        for _ in range(2):  # whoever was there before counts no longer
+        for _ in range(2):  # the one that was there before counts no longer
             scrapes = [asyncio.create_task(scrape(metrics)) for _ in range(at_once + 3)]
             await asyncio.sleep(0)
             with pytest.raises(TopicsError) as refused:
@@ -133,7 +134,7 @@ def test_so_many_scrapes_may_wait_and_the_next_one_is_refused(
 
 @pytest.mark.parametrize("accept", [b"", b"application/json"])
 def test_a_scrape_of_ten_thousand_topics_lets_others_have_their_turn(hosting: Hosting, accept: bytes) -> None:
-    """How much is done between two turns of the loop is bounded, in topics read and in series rendered."""
+    """The work between two turns of the loop is bounded, in topics read and in series rendered."""
     topics = 10_000
     for n in range(topics):
         hosting.make(f"topic-{n:05}")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.contract.stream import Frame
 from tests.frontend.hosting import Hosting, Written
+from topics.api.answers import TombstoneAnswer as Tombstone
 from topics.core.config import TopicConfig
 from topics.core.floors import EvictReason
 from topics.frontend.live.stream import (
@@ -24,7 +25,7 @@ from topics.frontend.live.stream import (
     frame_page,
 )
 from topics.frontend.live.wording import EVENT_STREAM
-from topics.frontend.reads.reading import RecordPage, Tombstone
+from topics.frontend.reads.reading import RecordPage
 from topics.frontend.reads.records import PageOptions
 from topics.shm import shm_names
 
@@ -197,7 +198,7 @@ def test_streams_at_the_same_place_are_the_same_object() -> None:
 
 
 class Follower:
-    """What a client knows of topic `t`, from the frames alone."""
+    """A client's knowledge of topic `t`, from the frames alone."""
 
     def __init__(self, position: int) -> None:
         self.position = position

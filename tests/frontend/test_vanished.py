@@ -11,9 +11,10 @@ from functools import partial
 import pytest
 
 from tests.frontend.http1_server import Server, until
+from topics.core.clock import SystemClock
 from topics.frontend.entry.stalled_clients import STALL_MAX_MS
 from topics.frontend.http.deadlines import HttpLimits
-from topics.frontend.http.vanished import Unacknowledged, unacknowledged_ms
+from topics.frontend.http.vanished import VanishedClients, unacknowledged_ms
 from topics.frontend.live.stream import RETRY_AFTER_MS
 
 SO_ATTACH_FILTER = 26
@@ -51,15 +52,15 @@ class Somebody:
 
 
 def test_who_was_idle_for_long_and_is_sent_something_has_its_time_to_acknowledge_it() -> None:
-    unacknowledged, idle = Unacknowledged(300), Somebody()
-    assert not unacknowledged.has_vanished(idle, 100_000, 1000), "sent a moment ago"
-    assert not unacknowledged.has_vanished(idle, None, 1100), "and acknowledged"
-    assert not unacknowledged.has_vanished(idle, 150, 1250), "sent again"
-    assert not unacknowledged.has_vanished(idle, 100, 1549), "one acknowledgement of two"
-    assert not unacknowledged.has_vanished(idle, 399, 1848)
-    assert unacknowledged.has_vanished(idle, 400, 1849)
-    unacknowledged.retain([])
-    assert not unacknowledged.has_vanished(idle, 500, 1949), "another connection"
+    vanished, idle = VanishedClients([], 300, SystemClock()), Somebody()
+    assert not vanished.has_vanished(idle, 100_000, 1000), "sent a moment ago"
+    assert not vanished.has_vanished(idle, None, 1100), "and acknowledged"
+    assert not vanished.has_vanished(idle, 150, 1250), "sent again"
+    assert not vanished.has_vanished(idle, 100, 1549), "one acknowledgement of two"
+    assert not vanished.has_vanished(idle, 399, 1848)
+    assert vanished.has_vanished(idle, 400, 1849)
+    vanished.check()
+    assert not vanished.has_vanished(idle, 500, 1949), "another connection"
 
 
 def test_who_merely_takes_nothing_has_not_vanished() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NoReturn, cast
 
@@ -17,8 +18,9 @@ from topics.frontend.asgi import Receive, Send
 from topics.frontend.entry import limits
 from topics.frontend.entry.access import Access, KeyLimits
 from topics.frontend.live import session_client as module
+from topics.frontend.live.event_streams import StreamSlots, check_accept
 from topics.frontend.live.session_client import SESSION_TTL_MS, Follow, Session, SessionClient
-from topics.frontend.live.watch import WatchRoutes, accepts_event_stream
+from topics.frontend.live.watch import WatchRoutes
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.shards import gateway
 from topics.shm.cap import Cap, KeyCounts
@@ -48,7 +50,8 @@ SESSION = Session({"t": Follow(1, 5)}, [b"me"], 256, 1000, 15_000, False, True, 
     ],
 )
 def test_accept(accept: bytes, allowed: bool) -> None:
-    assert accepts_event_stream(accept) is allowed
+    with nullcontext() if allowed else pytest.raises(TopicsError, match="rules out"):
+        check_accept({b"accept": accept})
 
 
 async def refusal(sessions: SessionClient, wid: str) -> TopicsError:
@@ -162,7 +165,7 @@ def test_a_session_too_large_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_restarted_shard_hears_of_the_open_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would take their sessions for idle ones, and collect them."""
+    """Otherwise it would take their sessions for idle ones, and collect them."""
     monkeypatch.setattr(module, "RENEW_S", 0.005)
 
     async def test(live: Live) -> None:
@@ -186,7 +189,7 @@ def test_a_restarted_shard_hears_of_the_open_streams(tmp_path: Path, monkeypatch
 
 
 def fill(live: Live) -> None:
-    """The shard stands still and its ring is full, at the top of the ladder: whoever may be refused is."""
+    """Have the shard stand still and its ring full, at the top of the ladder: every request that may be refused is."""
     live.shard_up = False
     while not live.cell.get("ring_full"):
         live.submit("t", data=b'"%b"' % (b"x" * 100_000)).add_done_callback(lambda future: future.exception())
@@ -240,7 +243,7 @@ def cram(live: Live) -> None:
 
 
 def posts(live: Live) -> int:
-    """How many wait for room, nobody awaiting them."""
+    """Return the number of messages without an answer that wait for room."""
     return len(live.gateway.links[0].requests.posts.messages)
 
 
@@ -387,7 +390,9 @@ def test_a_stream_that_cannot_be_resumed_gives_its_session_back(
         places = Cap("sse_connections", 0, "sse_admitted", live.cell, [live.cell])
         catching_up = cast(CatchingUp, None)  # for new sessions only
         access = Access(KeyRing(()), False, limits)
-        routes = WatchRoutes(live.reader, sessions, live.hub, access, settings, places, catching_up)
+        routes = WatchRoutes(
+            live.reader, sessions, live.hub, access, settings, StreamSlots(limits, places), catching_up
+        )
         wid = await sessions.create(SESSION)
         scope = {"headers": [], "method": "GET", "path_params": {"wid": wid}}
         with pytest.raises(TopicsError, match="the shard reads its log"):

@@ -15,6 +15,7 @@ from topics.core.errors import TopicsError
 from topics.core.keys import KeyRing, parse_list
 from topics.frontend.entry.access import Access, KeyLimits
 from topics.frontend.entry.stalled_clients import STALL_MAX_MS
+from topics.frontend.live.event_streams import StreamSlots
 from topics.frontend.queues import work as module
 from topics.frontend.queues.queue_routes import QueueServices
 from topics.frontend.queues.work import WorkRoutes
@@ -35,7 +36,7 @@ class Worker:
         self.access = Access(KeyRing(parse_list(keys) if keys else ()), False, limits)
         places = Cap("sse_connections", 0, "sse_admitted", live.cell, [live.cell])
         services = QueueServices(live.gateway, live.reader)
-        self.routes = WorkRoutes(services, self.access, settings, places, live.cell, live.clock)
+        self.routes = WorkRoutes(services, self.access, settings, StreamSlots(limits, places), live.cell, live.clock)
         self.wire = Wire()
         self.head_sent = asyncio.Event()
         self.may_begin = asyncio.Event()
@@ -200,7 +201,7 @@ async def deadly(live: Live) -> None:
 
 
 def carried_away(live: Live) -> bool:
-    """Whether the job is where dead jobs belong, and nowhere else."""
+    """Return whether the job is where dead jobs belong, and nowhere else."""
     try:
         return live.reader.get("dead").view.records == 1 and live.reader.get("q").view.records == 0
     except TopicsError:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from topics.core.config import TopicConfig
 from topics.shm.arena import ArenaReader, ArenaWriter, Descriptor, SlotState, TopicView
-from topics.shm.location_ring import LocationRing
+from topics.shm.arena_heap import LocationRing
 
 
 def view_of(ring: LocationRing, descriptor: tuple[int, int], **changes: int) -> TopicView:

@@ -14,7 +14,7 @@ from tests.harness import Service, poll
 from tests.spark.conftest import COMPACTED_S
 from tests.storage.logs import TOPIC_ID
 from tests.storage.segments import Record, make_segment
-from topics.api.answers import ManifestSegment
+from topics.api.segment_answers import ManifestSegment
 from topics.client import Client, NewRecord, calls
 from topics.core.location import LOCATION_DELETED
 from topics.spark.jobs import audit

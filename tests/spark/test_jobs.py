@@ -56,7 +56,7 @@ class Jobs:
         return report
 
     def refusal(self, job: str, *arguments: str) -> str:
-        """What a job that ends with exit code 1 says: one line."""
+        """Return the one line that a job prints which ends with exit code 1."""
         err = io.StringIO()
         with contextlib.redirect_stderr(err):
             code = importlib.import_module(f"topics.spark.jobs.{job}").main(["--url", self._url, *arguments])
@@ -201,7 +201,7 @@ def test_a_compaction_that_died_is_completed_by_the_next(
 def test_segments_of_a_topic_are_replayed_once(
     service: Service, topics: Client, jobs: Jobs, topic: str, tmp_path: Path
 ) -> None:
-    """Of a topic that a router filled as well: what it wrote into `meta` is not for others to write."""
+    """The topic was also filled by a router, whose members of `meta` nobody else may write."""
     route = {"source": topic, "dest": f"{topic}.d", "guarantee": "exactly_once"}
     topics.put_topic(topic)
     assert service.client.put(f"/v0/routers/{topic}", json=route).status_code == 201
@@ -277,7 +277,7 @@ def test_a_job_that_fails_says_why_in_one_line(jobs: Jobs, topic: str, tmp_path:
 
 
 def test_spark_submit_is_not_overruled() -> None:
-    """What it was told of the machine stands; only a plain `topics spark` brings settings for a small one."""
+    """The settings of spark-submit stand; only a plain `topics spark` brings settings for a small machine."""
     options = argparse.Namespace(master=None, conf=["spark.a=1"])
     alone = program.settings(options, None)
     assert (alone["spark.master"], alone["spark.driver.memory"], alone["spark.a"]) == ("local[*]", "1g", "1")

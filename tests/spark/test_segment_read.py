@@ -11,7 +11,7 @@ from pyspark.sql.types import StructType
 
 from tests.storage.logs import TOPIC_ID, TS_MS
 from tests.storage.segments import Logged, Record, logged
-from topics.api.answers import ManifestSegment
+from topics.api.segment_answers import ManifestSegment
 from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_DELETED, LOCATION_LOST
 from topics.spark.columns import ColumnBuilder

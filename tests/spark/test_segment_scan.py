@@ -13,7 +13,7 @@ import pytest
 
 from tests.harness import Service, poll
 from tests.spark.conftest import COMPACTED_S, Reading
-from topics.api.answers import Manifest
+from topics.api.segment_answers import Manifest
 from topics.client import Client, InvalidRequestError, NewRecord, Retry, ServiceBusyError, calls
 from topics.core.clock import SystemClock
 from topics.shm import shm_names
@@ -131,7 +131,7 @@ def manifest(client: Client, topic: str) -> Manifest:
 
 
 def settle(client: Client, topic: str, count: int) -> Manifest:
-    """Until `count` segments are sealed."""
+    """Wait until `count` segments are sealed."""
 
     def settled() -> Manifest | None:
         found = manifest(client, topic)
@@ -346,7 +346,7 @@ def test_a_file_that_nobody_has_is_a_gap(service: Service, topic: str, monkeypat
                 return error.code == "storage_unavailable"
             return False
 
-    # Each frontend lets go of its map in its own time; which one answers is chance.
+    # Each frontend closes its map in its own time; which one answers is chance.
     poll("every frontend to have let go of it", lambda: all(refused() for _ in range(20)), 20)
     records, gone = planned.read()
     assert gone == dict.fromkeys(range(3 * EVENTS + 1, 4 * EVENTS + 1), "missing")

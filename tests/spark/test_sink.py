@@ -45,7 +45,7 @@ def records(topics: Client, topic: str) -> list[Record]:
 
 
 def stages_left(service: Service) -> set[str]:
-    """Of all who share the service."""
+    """Return the stages of all who share the service."""
     directory = service.data_dir / "txn" / "stages"
     return {path.name for path in directory.iterdir()} if directory.exists() else set()
 
@@ -201,7 +201,7 @@ def test_a_stream_is_copied_exactly_once_over_restarts(
 def test_a_batch_that_spark_repeats_appends_nothing(
     spark: SparkSession, service: Service, topics: Client, topic: str, tmp_path: Path
 ) -> None:
-    """As after a crash between the sink's commit and Spark's note of it: the note is taken back."""
+    """Spark's note of the commit is taken back, as after a crash between the sink's commit and the note."""
     before = stages_left(service)
     topics.append(topic, [{"n": n} for n in range(150)])
     stream(spark, service, topic, f"{topic}-out", tmp_path)

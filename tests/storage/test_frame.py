@@ -66,9 +66,9 @@ def test_what_is_laid_out_and_stamped_reads_back(written: list[tuple[bytes, byte
     found = scan(laid_out.buffer, 0, len(laid_out.buffer))
     assert found.defect is None
     assert found.end == len(laid_out.buffer)
-    assert len(found.frames) == laid_out.count == len(written) == len(laid_out.offsets) == len(laid_out.flags)
+    assert len(found.frames) == laid_out.count == len(written) == len(laid_out.offset_len) == len(laid_out.flags)
     for position, (node, tag, data, meta) in enumerate(written):
-        offset = laid_out.offsets[position]
+        offset = laid_out.offset_len[position] & 0xFFFF_FFFF
         frame = read_frame(laid_out.buffer, offset, len(laid_out.buffer))
         payload = b'"data":' + data + (b',"meta":' + meta if meta else b"")
         more = FLAG_MORE if position + 1 < len(written) else 0

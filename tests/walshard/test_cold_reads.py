@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from topics.walshard.hosted import cold_reads
-from topics.walshard.hosted.cold_reads import FAILURE_KEPT_MS, FRESH_MS, IN_FLIGHT_MAX, ColdReads, NotAtHandError
+from topics.walshard.routers import cold_reads
+from topics.walshard.routers.cold_reads import FAILURE_KEPT_MS, FRESH_MS, IN_FLIGHT_MAX, ColdReads, NotReadYetError
 
 DEADLINE_S = 20.0
 CONTENT = bytes(range(256)) * 16
@@ -52,7 +52,7 @@ class Asking:
     def get(self, name: str, start: int = 10) -> bytes | None:
         try:
             return bytes(self.reads.get(name, start, start + 10, len(CONTENT)))
-        except NotAtHandError:
+        except NotReadYetError:
             return None
 
     def awaited(self, name: str, start: int = 10) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from topics.walshard.routers.turns import FeedTurns
+from topics.walshard.routers.routing import FeedTurns
 
 
 def taken(turns: FeedTurns) -> list[int]:
@@ -16,7 +16,7 @@ def test_first_come_first_served_and_each_once() -> None:
     turns = FeedTurns()
     assert not turns
     for dest_id in (3, 1, 3, 2):
-        turns.give(dest_id)
+        turns.line_up(dest_id)
     assert 3 in turns
     assert taken(turns) == [3, 1, 2]
     assert 3 not in turns
@@ -24,29 +24,29 @@ def test_first_come_first_served_and_each_once() -> None:
 
 def test_who_waits_has_no_turn_before_its_time() -> None:
     turns = FeedTurns()
-    turns.give(1)
-    turns.wait(1, until_ms=50)
-    turns.wait(2, until_ms=40)
-    assert turns.anybody_waits
+    turns.line_up(1)
+    turns.defer(1, until_ms=50)
+    turns.defer(2, until_ms=40)
+    assert turns.some_wait
     assert not turns
-    turns.look(39)
+    turns.wake_due(39)
     assert not turns
-    turns.look(40)
+    turns.wake_due(40)
     assert taken(turns) == [2]
-    turns.look(50)
+    turns.wake_due(50)
     assert taken(turns) == [1]
-    assert not turns.anybody_waits
+    assert not turns.some_wait
 
 
 def test_waking_is_for_those_that_wait() -> None:
     turns = FeedTurns()
     turns.wake(1)
     assert not turns
-    turns.wait(1, until_ms=1000)
+    turns.defer(1, until_ms=1000)
     turns.wake(1)
-    assert not turns.anybody_waits
+    assert not turns.some_wait
     assert taken(turns) == [1]
-    turns.wait(1, until_ms=1000)
-    turns.give(1)
-    turns.look(2000)
+    turns.defer(1, until_ms=1000)
+    turns.line_up(1)
+    turns.wake_due(2000)
     assert taken(turns) == [1]

@@ -8,7 +8,7 @@ hold every answer against them. Frontends write answers as JSON text, without th
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -18,13 +18,12 @@ Seq = Annotated[int, msgspec.Meta(ge=0)]
 Ms = Annotated[int, msgspec.Meta(ge=0)]
 
 
-def _one_of(words: Any) -> msgspec.Meta:
-    """Words that the document lists."""
+def one_of(words: Any) -> msgspec.Meta:
+    """Return the mark that has the document list these words."""
     return msgspec.Meta(extra_json_schema={"enum": sorted(get_args(words))})
 
 
-_CONFIG: Final = msgspec.Meta(extra_json_schema={"$ref": "#/components/schemas/EchoedConfig"})
-Config = Annotated[dict[str, Any], _CONFIG]
+Config = Annotated[dict[str, Any], msgspec.Meta(extra_json_schema={"$ref": "#/components/schemas/EchoedConfig"})]
 """The whole configuration of a topic."""
 
 
@@ -45,6 +44,12 @@ class Timed(msgspec.Struct, frozen=True, kw_only=True):
     """The members of all answers."""
 
     performance: Performance
+
+
+class TopicAnswer(Timed, frozen=True, kw_only=True):
+    """An answer about one topic."""
+
+    topic: str
 
 
 # -- errors and probes
@@ -86,10 +91,9 @@ class Ready(Timed, frozen=True, kw_only=True):
 # -- topics
 
 
-class PutTopicAnswer(Timed, frozen=True, kw_only=True):
+class PutTopicAnswer(TopicAnswer, frozen=True, kw_only=True):
     """A topic was created or configured."""
 
-    topic: str
     created: bool
     config: Config
 
@@ -102,11 +106,10 @@ class QueueCounts(msgspec.Struct, frozen=True):
     dead_lettered: int
 
 
-class TopicState(Timed, frozen=True, kw_only=True):
+class TopicState(TopicAnswer, frozen=True, kw_only=True):
     """A topic as it is. `epoch` names this instance: a topic that is deleted and made again has another one."""
 
-    topic: str
-    type: Annotated[str, _one_of(Literal["log", "queue"])]
+    type: Annotated[str, one_of(Literal["log", "queue"])]
     head_seq: Seq
     earliest_seq: Seq
     next_seq: Seq
@@ -140,10 +143,9 @@ class TopicList(Timed, frozen=True, kw_only=True):
     next_cursor: str | None = None
 
 
-class DeleteTopicAnswer(Timed, frozen=True, kw_only=True):
+class DeleteTopicAnswer(TopicAnswer, frozen=True, kw_only=True):
     """`deleted` is false when there was none."""
 
-    topic: str
     deleted: bool
     routers_removed: list[str]
 
@@ -151,19 +153,18 @@ class DeleteTopicAnswer(Timed, frozen=True, kw_only=True):
 # -- records
 
 
-class AppendAnswer(Timed, frozen=True, kw_only=True):
+class AppendAnswer(TopicAnswer, frozen=True, kw_only=True):
     """A write of records first_seq..last_seq, as durable as `durability` says; `seqs` unless `return_seqs=false`.
     `deduped`: an earlier attempt had committed it.
     """
 
-    topic: str
     first_seq: Seq
     last_seq: Seq
     head_seq: Seq
     count: int
     created: bool
     deduped: bool
-    durability: Annotated[str, _one_of(Durability)]
+    durability: Annotated[str, one_of(Durability)]
     seqs: list[Seq] | None = None
 
 
@@ -186,21 +187,20 @@ class Record(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         return msgspec.json.decode(self.raw)
 
 
-class TombstoneAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class TombstoneAnswer(msgspec.Struct, frozen=True):
     """Records gap_from..gap_to, which were lost without anybody asking for it (api §3.3)."""
 
     gap_from: Seq
     gap_to: Seq
     reason: str
+    missed_estimate: int
     earliest_seq: Seq
     head_seq: Seq
-    missed_estimate: int
 
 
-class DiffAnswer(Timed, frozen=True, kw_only=True):
+class DiffAnswer(TopicAnswer, frozen=True, kw_only=True):
     """The records that follow a cursor."""
 
-    topic: str
     records: list[Record]
     next_from_seq: Seq
     head_seq: Seq
@@ -212,10 +212,9 @@ class DiffAnswer(Timed, frozen=True, kw_only=True):
     lag: int
 
 
-class DeleteRecordsAnswer(Timed, frozen=True, kw_only=True):
+class DeleteRecordsAnswer(TopicAnswer, frozen=True, kw_only=True):
     """The topic after a deletion of records (api §5)."""
 
-    topic: str
     deleted: int
     earliest_seq: Seq
     head_seq: Seq
@@ -286,10 +285,9 @@ class WatchAnswer(Timed, frozen=True, kw_only=True):
 # -- transactions
 
 
-class StageAnswer(Timed, frozen=True, kw_only=True):
+class StageAnswer(TopicAnswer, frozen=True, kw_only=True):
     """Records that are kept back; `stage` names them in the commit."""
 
-    topic: str
     txn: str
     stage: str
     count: int
@@ -297,10 +295,9 @@ class StageAnswer(Timed, frozen=True, kw_only=True):
     expires_in_ms: Ms
 
 
-class DropStagesAnswer(Timed, frozen=True, kw_only=True):
+class DropStagesAnswer(TopicAnswer, frozen=True, kw_only=True):
     """Stages of a transaction were dropped."""
 
-    topic: str
     txn: str
     dropped: int
 
@@ -333,33 +330,29 @@ class ForgetSinkAnswer(Timed, frozen=True, kw_only=True):
 
 
 class JobAnswer(Record, frozen=True, gc=False, kw_only=True):
-    """A job, and the lease that its consumer has on it until `deadline` (ms since the epoch). `deliveries` counts this
-    one as well.
-    """
+    """A job, leased to its consumer until `deadline` (ms since the epoch). `deliveries` counts this one as well."""
 
     lease_id: str
     deadline: Ms
     deliveries: int
 
 
-class ClaimAnswer(Timed, frozen=True, kw_only=True):
+class ClaimAnswer(TopicAnswer, frozen=True, kw_only=True):
     """Claimed jobs, ascending by seq; `ready` are left."""
 
-    topic: str
     claimed: list[JobAnswer]
     count: int
     ready: int
 
 
-class SettledAnswer(Timed, frozen=True, kw_only=True):
+class SettledAnswer(TopicAnswer, frozen=True, kw_only=True):
     """The common part of ack, nack and extend: `skipped` were not leased to this node, or not by these leases."""
 
-    topic: str
     skipped: list[Seq]
 
 
 class AckAnswer(SettledAnswer, frozen=True, kw_only=True):
-    """`skipped` were not leased to this node, or not by these leases."""
+    """The numbers of jobs that were acknowledged, and of those ready and leased now."""
 
     acked: int
     ready: int
@@ -367,7 +360,7 @@ class AckAnswer(SettledAnswer, frozen=True, kw_only=True):
 
 
 class NackAnswer(SettledAnswer, frozen=True, kw_only=True):
-    """`skipped` were not leased to this node, or not by these leases."""
+    """The numbers of jobs that were given back, and of those ready and leased now."""
 
     nacked: int
     ready: int
@@ -375,27 +368,26 @@ class NackAnswer(SettledAnswer, frozen=True, kw_only=True):
 
 
 class ExtendAnswer(SettledAnswer, frozen=True, kw_only=True):
-    """`deadlines` by seq."""
+    """The number of leases that were extended, and their deadlines by seq."""
 
     extended: int
     deadlines: dict[str, Ms]
 
 
-class RedriveAnswer(Timed, frozen=True, kw_only=True):
+class RedriveAnswer(TopicAnswer, frozen=True, kw_only=True):
     """The number of dead letters that are jobs again; `next_from_seq` only if it stopped before the end."""
 
-    topic: str
     source: str = msgspec.field(name="from")
     redriven: int
     next_from_seq: Seq | None = None
 
 
 class PeekedJob(Record, frozen=True, gc=False, kw_only=True):
-    """A job and where it stands: `node` has it until `deadline`; it waits until `deliver_at`, or for others with its
-    `order_key`. `deliveries` is how often it was handed out. Times in ms since the epoch.
+    """A job and its state: `node` has it until `deadline`; it waits until `deliver_at`, or for others with its
+    `order_key`. `deliveries` counts how often it was handed out. Times are in ms since the epoch.
     """
 
-    state: Annotated[str, _one_of(State)]
+    state: Annotated[str, one_of(State)]
     deliveries: int
     leased_to: str | None = msgspec.field(name="node", default=None)
     deadline: Ms | None = None
@@ -403,10 +395,9 @@ class PeekedJob(Record, frozen=True, gc=False, kw_only=True):
     order_key: str | None = None
 
 
-class PeekAnswer(Timed, frozen=True, kw_only=True):
+class PeekAnswer(TopicAnswer, frozen=True, kw_only=True):
     """Jobs, ascending by seq; `next_from_seq` only where there may be more, behind that."""
 
-    topic: str
     jobs: list[PeekedJob]
     count: int
     next_from_seq: Seq | None = None
@@ -419,7 +410,7 @@ class CursorState(msgspec.Struct, frozen=True, kw_only=True):
     """A named cursor: `cursor_seq` was read last, `persisted_seq` is its position after a crash."""
 
     cursor: str
-    consistency: Annotated[str, _one_of(Consistency)]
+    consistency: Annotated[str, one_of(Consistency)]
     persist_every: int
     cursor_seq: Seq
     persisted_seq: Seq
@@ -438,18 +429,16 @@ class PutCursorAnswer(CursorAnswer, frozen=True, kw_only=True):
     created: bool
 
 
-class CursorListAnswer(Timed, frozen=True, kw_only=True):
+class CursorListAnswer(TopicAnswer, frozen=True, kw_only=True):
     """A page, ordered by name; `next_cursor` only when there are more."""
 
-    topic: str
     cursors: list[CursorState]
     next_cursor: str | None = None
 
 
-class DeleteCursorAnswer(Timed, frozen=True, kw_only=True):
+class DeleteCursorAnswer(TopicAnswer, frozen=True, kw_only=True):
     """`deleted` is false when there was none."""
 
-    topic: str
     cursor: str
     deleted: bool
 
@@ -459,65 +448,3 @@ class ReadCursorAnswer(DiffAnswer, frozen=True, kw_only=True):
 
     cursor: str
     cursor_seq: Seq
-
-
-# -- segments
-
-
-class ManifestSegment(msgspec.Struct, frozen=True):
-    """A sealed segment: records first_seq..last_seq, of first_ts..last_ts. `data_path` is below the cold directory when
-    `tier` is "cold", `idx_path` always below the data directory. `idx_xxh3`: XXH3-64 over offset, len and ts of all
-    entries of the index; null where it cannot be read. Frames carry checksums of their own.
-    """
-
-    first_seq: Seq
-    last_seq: Seq
-    records: int
-    first_ts: Ms
-    last_ts: Ms
-    data_bytes: int
-    version: int
-    tier: Annotated[str, _one_of(Literal["cold", "hot"])]
-    data_path: str
-    idx_path: str
-    idx_xxh3: str | None
-
-
-class PinMade(msgspec.Struct, frozen=True):
-    """A pin: the files of the listed segments stay for `ttl_ms`."""
-
-    id: str
-    ttl_ms: Ms
-
-
-class Manifest(Timed, frozen=True, kw_only=True):
-    """Sealed segments of a topic. Records from `http_from_seq` on are in no sealed segment; those below `earliest_seq`
-    do not count, wherever they still are. `next_from_seq`: ask again from there for more; null: these are all.
-    """
-
-    topic: str
-    epoch: str
-    head_seq: Seq
-    earliest_seq: Seq
-    evict_floor: Seq
-    dedupe_node: bool
-    http_from_seq: Seq
-    segments: list[ManifestSegment]
-    next_from_seq: Seq | None
-    pin: PinMade | None
-
-
-class PinRenewed(Timed, frozen=True, kw_only=True):
-    """`held` is false for a pin that is over, or never was: its files may be gone."""
-
-    topic: str
-    pin: str
-    held: bool
-
-
-class PinEnded(Timed, frozen=True, kw_only=True):
-    """`ended` is false for a pin that was over, or never was."""
-
-    topic: str
-    pin: str
-    ended: bool

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from topics import __version__
-from topics.cli import EXIT_BROKEN_PIPE, EXIT_USAGE
+from topics.cli import EXIT_BROKEN_PIPE
 
 COMMANDS: Final = {
     "write": ("write", "append records to a topic: NDJSON on stdin"),
@@ -24,8 +24,6 @@ COMMANDS: Final = {
 }
 """Name → (module, help text). Only the module of the given command is imported: `verify` needs no HTTP library, and a
 client no storage."""
-CLIENT_EXTRA: Final = ("httpx", "httpx_sse")
-"""Packages of `topics[client]`."""
 EXIT_INTERRUPTED: Final = 130
 
 
@@ -52,13 +50,7 @@ def _run(arguments: Sequence[str]) -> int:
         command = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
         if name != given:
             continue
-        try:
-            importlib.import_module(f"topics.cli.{module}").fill(command)
-        except ModuleNotFoundError as error:
-            if error.name not in CLIENT_EXTRA:
-                raise
-            print(f"topics {name}: this needs topics[client]: {error}", file=sys.stderr)
-            return EXIT_USAGE
+        importlib.import_module(f"topics.cli.{module}").fill(command)
     options = parser.parse_args(arguments)
     options.environment = os.environ
     return int(options.command(options))

@@ -1,4 +1,4 @@
-"""`topics spark JOB …`: the pipelines of `topics[spark]`."""
+"""`topics spark JOB …`: the pipelines of `topicsd[spark]`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def _run(options: argparse.Namespace) -> int:
         job = importlib.import_module(f"topics.spark.jobs.{options.job}")
         importlib.import_module("pyspark")
     except ImportError as error:
-        print(f"topics spark: this needs topics[spark]: {error}", file=sys.stderr)
+        print(f"topics spark: this needs topicsd[spark]: {error}", file=sys.stderr)
         return EXIT_USAGE
     return int(job.main(options.arguments))

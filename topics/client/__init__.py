@@ -1,4 +1,4 @@
-"""The Python client of the `/v0` API: `Client` for threads, `AsyncClient` for asyncio. Install as `topics[client]`."""
+"""The Python client of the `/v0` API: `Client` for threads, `AsyncClient` for asyncio (`pip install topicsd`)."""
 
 from topics.api.answers import AppendAnswer as Appended
 from topics.api.answers import ClaimAnswer as Claimed

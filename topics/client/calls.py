@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from topics.api import answers, requests
+from topics.api import answers, requests, segment_answers
 from topics.api.requests import Consistency, NewRecord, ProducerBody, State
 from topics.client.errors import ServiceFaultError
 from topics.client.json_body import encode_body
@@ -325,20 +325,20 @@ def forget_sink(sink: str) -> Call[answers.ForgetSinkAnswer]:
 
 def segments(
     topic: str, from_seq: int = 0, to_seq: int | None = None, *, pin_ttl_ms: int = 0
-) -> Call[answers.Manifest]:
+) -> Call[segment_answers.Manifest]:
     """List the segments with records from_seq + 1..to_seq; with `pin_ttl_ms` the files stay for so long."""
     query = {"from_seq": str(from_seq), "pin_ttl_ms": str(pin_ttl_ms)}
     if to_seq is not None:
         query["to_seq"] = str(to_seq)
     # A repeat makes another pin, which ends by itself.
-    return _call("GET", answers.Manifest, "topics", topic, "segments", query=query)
+    return _call("GET", segment_answers.Manifest, "topics", topic, "segments", query=query)
 
 
-def renew_pin(topic: str, pin: str, pin_ttl_ms: int) -> Call[answers.PinRenewed]:
+def renew_pin(topic: str, pin: str, pin_ttl_ms: int) -> Call[segment_answers.PinRenewed]:
     """Keep the pinned files for so long from now on, if the pin still holds."""
-    return _call("PUT", answers.PinRenewed, "topics", topic, "pins", pin, query={"pin_ttl_ms": str(pin_ttl_ms)})
+    return _call("PUT", segment_answers.PinRenewed, "topics", topic, "pins", pin, query={"pin_ttl_ms": str(pin_ttl_ms)})
 
 
-def end_pin(topic: str, pin: str) -> Call[answers.PinEnded]:
+def end_pin(topic: str, pin: str) -> Call[segment_answers.PinEnded]:
     """End a pin before its time."""
-    return _call("DELETE", answers.PinEnded, "topics", topic, "pins", pin)
+    return _call("DELETE", segment_answers.PinEnded, "topics", topic, "pins", pin)

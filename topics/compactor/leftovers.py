@@ -212,12 +212,7 @@ class Leftovers:
         return swept
 
     def _remove_found(
-        self,
-        topic_id: int,
-        names: Kinds,
-        needed: TopicFiles | None,
-        pinned: Pinned,
-        swept: Swept,
+        self, topic_id: int, names: Kinds, needed: TopicFiles | None, pinned: Pinned, swept: Swept
     ) -> Kinds | None:
         """Removes files of one topic. Returns those that stay for now; None when all is done."""
         left: Kinds = {}
@@ -287,12 +282,7 @@ class Leftovers:
         return found if found or is_to_go else None
 
     def _remove(self, topic_id: int, name: SegmentName, kinds: frozenset[str]) -> None:
-        directory = layout.topic_dir(self._data_dir, topic_id)
-        paths = {
-            "data": layout.segment_data_path(directory, *name),
-            "idx": layout.segment_idx_path(directory, *name),
-            "tags": layout.segment_tags_path(directory, *name),
-        }
+        paths = layout.segment_paths(layout.topic_dir(self._data_dir, topic_id), *name)
         for kind in sorted(kinds):
             if self._fs.exists(paths[kind]):
                 self._fs.unlink(paths[kind])

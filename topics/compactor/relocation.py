@@ -33,7 +33,7 @@ from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.kill_points import reached
 from topics.storage.layout import SegmentName
-from topics.storage.pins import Pinned, ReadPinned, nothing_pinned
+from topics.storage.pins import ReadPinned, nothing_pinned
 from topics.storage.segment_store import SegmentStore
 
 RETRY_MS: Final = 10_000
@@ -61,6 +61,11 @@ class RelocationCopy(NamedTuple):
     shard: int
     topic_id: int
     info: SegmentInfo
+
+    @property
+    def objects(self) -> list[str]:
+        """The names of its objects in the cold directory."""
+        return object_names(self.topic_id, self.info.first_seq, self.info.version)
 
 
 class CopyQueue(WorkQueue[RelocationCopy]):
@@ -108,13 +113,6 @@ class HotRetention(NamedTuple):
                 break
             kept += 1
         return hot[: len(hot) - kept]
-
-
-class RelocationStep(NamedTuple):
-    """The result of a step: the numbers of segments that became cold, and of copies that failed (made again later)."""
-
-    relocated: int
-    failed: int
 
 
 class Relocation:
@@ -168,8 +166,8 @@ class Relocation:
         for info in self._retention.excess(follower.index_of(topic).segments):
             self._queue.add(RelocationCopy(follower.shard, topic.id, info))
 
-    def step(self, followers: list[Follower]) -> RelocationStep:
-        """Marks finished copies, and begins the next ones."""
+    def step(self, followers: list[Follower]) -> tuple[int, int]:
+        """Marks finished copies and begins the next ones. Returns the numbers of new cold segments and of failures."""
         copied: dict[int, list[RelocationCopy]] = {}
         failed = 0
         while self._copying and self._copying[0][1].done():
@@ -187,15 +185,15 @@ class Relocation:
         relocated = 0
         for shard, copies in copied.items():
             reached("relocate.copied")
-            step = self._mark_cold(followers[shard], copies)
-            relocated, failed = relocated + step.relocated, failed + step.failed
+            marked, unmarked = self._mark_cold(followers[shard], copies)
+            relocated, failed = relocated + marked, failed + unmarked
         if len(self._queue) > self._queue_max:
             self._queue.keep_only(lambda copy: self._current(followers[copy.shard], copy) is not None)
             self._queue_max = max(QUEUE_MIN, 2 * len(self._queue))
         self._begin(followers)
         if self._copying and self._copying[0][1].done():
             self._wake()  # the helper finished while the shard was waited for
-        return RelocationStep(relocated, failed)
+        return relocated, failed
 
     def _begin(self, followers: list[Follower]) -> None:
         """Gives the helper as many copies as it may have in advance."""
@@ -245,8 +243,13 @@ class Relocation:
         self._found |= self._removed
         self._removed = set()
         needless = _needless(files_of, self._being_copied())
-        agreed = {name for name in self._due if _is_of(name, in_snapshot)}
-        judged = {name for name in self._found if _is_of(name, in_snapshot)}
+
+        def is_new(name: str) -> bool:
+            parsed = _parsed(name)
+            return parsed is None or in_snapshot(parsed[0])
+
+        agreed = set(filter(is_new, self._due))
+        judged = set(filter(is_new, self._found))
         self._held |= agreed
         self._due = self._due - agreed | {name for name in judged if needless(name)}
         self._found -= judged
@@ -298,18 +301,14 @@ class Relocation:
         except OSError as error:
             failures.append(error)
             return
-        going = sorted(name for name in self._held if not _is_pinned(name, pinned))
+        going = sorted(name for name in self._held if _parsed(name) not in pinned)
         if going:
             self._held.difference_update(going)
             self._deleting = self._helper.submit(self._delete, going)
 
     def _being_copied(self) -> frozenset[str]:
         """Returns the objects that are being copied: their copies may count by the time a deletion would be done."""
-        return frozenset(
-            name
-            for copy, _ in self._copying
-            for name in object_names(copy.topic_id, copy.info.first_seq, copy.info.version)
-        )
+        return frozenset(name for copy, _ in self._copying for name in copy.objects)
 
     def _current(self, follower: Follower, copy: RelocationCopy) -> Topic | None:
         """Returns the topic, if the segment is still as it was when it was queued."""
@@ -321,9 +320,9 @@ class Relocation:
     def _outdated(self, copy: RelocationCopy) -> None:
         """Drops a copy whose segment was rewritten or removed meanwhile; what was copied of it is superfluous."""
         self._queue.drop(copy)
-        self._found.update(object_names(copy.topic_id, copy.info.first_seq, copy.info.version))
+        self._found.update(copy.objects)
 
-    def _mark_cold(self, follower: Follower, copies: list[RelocationCopy]) -> RelocationStep:
+    def _mark_cold(self, follower: Follower, copies: list[RelocationCopy]) -> tuple[int, int]:
         """Has the shard mark these segments as cold, in one message. Segments that are not marked are copied again."""
         cold: dict[int, list[SegmentInfo]] = {}
         for copy in copies:
@@ -351,15 +350,13 @@ class Relocation:
             follower.shrunk.update(copy.topic_id for copy in marked)
         for copy in marked:
             self._queue.done(copy)
-        return RelocationStep(sum(map(len, cold.values())) - len(unmarked), len(unmarked))
+        return sum(map(len, cold.values())) - len(unmarked), len(unmarked)
 
     # -- on the helper's thread
 
     def _copy(self, copy: RelocationCopy) -> None:
-        directory = layout.topic_dir(self._data_dir, copy.topic_id)
-        for name in object_names(copy.topic_id, copy.info.first_seq, copy.info.version):
-            path = os.path.join(directory, os.path.basename(name))
-            self._store.put(name, self._pieces(path))
+        for name in copy.objects:
+            self._store.put(name, self._pieces(os.path.join(layout.topics_dir(self._data_dir), name)))
 
     def _pieces(self, path: str) -> Iterator[bytes]:
         fd = self._fs.open(path, os.O_RDONLY)
@@ -384,41 +381,30 @@ class Relocation:
 
 def object_names(topic_id: int, first_seq: int, version: int) -> list[str]:
     """Returns the names of a segment's files in a store; the data last, so a reader that finds them finds all."""
-    directory = layout.topic_dir("", topic_id)
-    paths = (
-        layout.segment_tags_path(directory, first_seq, version),
-        layout.segment_idx_path(directory, first_seq, version),
-        layout.segment_data_path(directory, first_seq, version),
-    )
-    return [os.path.join(os.path.basename(directory), os.path.basename(path)) for path in paths]
+    directory = os.path.basename(layout.topic_dir("", topic_id))
+    return list(layout.segment_paths(directory, first_seq, version).values())
 
 
-def _is_of(name: str, topics: Callable[[int], bool]) -> bool:
-    """True if the object belongs to one of these topics, or to none at all."""
-    topic_id = layout.topic_id_of(name.partition("/")[0])
-    return topic_id is None or topics(topic_id)
-
-
-def _is_pinned(name: str, pinned: Pinned) -> bool:
+def _parsed(name: str) -> tuple[int, SegmentName] | None:
+    """Returns the topic id and the segment of an object; None if it belongs to no segment."""
     directory, _, file = name.partition("/")
-    topic_id, parsed = layout.topic_id_of(directory), layout.parse_segment_file(file)
-    return topic_id is not None and parsed is not None and (topic_id, parsed[0]) in pinned
+    topic_id, found = layout.topic_id_of(directory), layout.parse_segment_file(file)
+    return None if topic_id is None or found is None else (topic_id, found[0])
 
 
 def _needless(files_of: FilesOf, being_copied: frozenset[str]) -> Callable[[str], bool]:
     """Returns a function: true if an object is known to be superfluous, for its segment is hot or was removed."""
 
     def needless(name: str) -> bool:
-        directory, _, file = name.partition("/")
-        topic_id, parsed = layout.topic_id_of(directory), layout.parse_segment_file(file)
-        if topic_id is None or parsed is None or name in being_copied:
+        parsed = _parsed(name)
+        if parsed is None or name in being_copied:
             return False
+        topic_id, segment = parsed
         needed = files_of(topic_id)
         if needed is None:
             return False
         if needed.segments is None:
             return True
-        segment_name, _ = parsed
-        return not needed.is_cold(segment_name) and needed.superfluous(segment_name) is not None
+        return not needed.is_cold(segment) and needed.superfluous(segment) is not None
 
     return needless

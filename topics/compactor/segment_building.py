@@ -18,15 +18,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from topics.core.location import (
-    ENTRY_WORDS,
-    LOCATION_GONE,
-    LOW_WORD,
-    any_flagged,
-    flags_of,
-    lengths_of,
-    offsets_of,
-)
+from topics.core.location import ENTRY_WORDS, LOCATION_GONE, LOW_WORD, any_flagged, flags_of, lengths_of, offsets_of
 from topics.core.segment_list import SEALED, SegmentInfo
 from topics.log import get_logger
 from topics.storage import layout
@@ -190,9 +182,9 @@ class SegmentAppender:
     def _remove_new(self, topic_id: int, first_seq: int) -> None:
         """Removes the files of a new segment after a failure: even empty files take room."""
         directory = layout.topic_dir(self._data_dir, topic_id)
-        for path_of in (layout.segment_tags_path, layout.segment_idx_path, layout.segment_data_path):
+        for path in layout.segment_paths(directory, first_seq).values():
             with suppress(OSError):
-                self._fs.unlink(path_of(directory, first_seq))
+                self._fs.unlink(path)
 
     def _reopen(self, directory: str, info: SegmentInfo) -> SegmentWriter | None:
         path = layout.segment_data_path(directory, info.first_seq, info.version)

@@ -53,9 +53,7 @@ STEP_MAX_MS: Final = 60_000
 SETTLE_MS: Final = 600_000
 """Time for somebody to notice a wrong clock and put it right."""
 AWAY_MAX_MS: Final = 600_000
-"""Time for a machine to boot, or for data to move to another one. Expiring so much too early is better than a hold at
-each boot.
-"""
+"""Time for a machine to boot, or for data to move to another one. Expiring so much too early costs little."""
 
 
 class TrustedTime(NamedTuple):

@@ -10,15 +10,21 @@ They are msgpack maps, so that a reader in another language needs nothing else:
     CHECKPOINT_MARK  topic_id, seq            {"segments": [[…], …], "floors": […]}   records up to seq are in segments
     HEAD_WATERMARK   topic_id, seq            {"exact": bool}               no seq above was assigned in RAM
     IDEMPOTENCY      topic_id, seq = first    count u32 | key bytes         first frame of the write that has this key
-    LEASE, JOB_ATTRIBUTES, ACK, CURSOR        see `core/queue_log.py`
-    RAM_STATE        topic_id                 {"earliest_seq": u64, "evict_floor": u64, …}, see RamStateFrameBody
+    JOB_ATTRIBUTES   topic_id                 [[seq, deliver_at_ms, order_key], …]     first frame of the write it is of
+    LEASE            topic_id                 {"node": str, "deadline_ms": u64, "lease_ms": u64, "seqs": [u64], …}
+    ACK              topic_id                 {"runs": [[first_seq, last_seq], …], "keep": bool, …}
+    CURSOR           topic_id                 {"name": str, "consistency": str | nil, "persist_every": u64, "seq": u64,
+                                               "missing": [[after_seq, to_seq], …]}
+    RAM_STATE        topic_id                 {"earliest_seq": u64, "evict_floor": u64, …}
     ROUTER_…                                  see `core/routers.py`
     SESSION          0                        {"wid": str, "body": bytes | nil, "positions": {…} | nil, "exact": bool}
 
 `floors` is the state of the topic after the frame (`floors.Floors`), `segments` the new and changed ones
 (`segment_list.SegmentInfo`), both as arrays. `runs` are the seqs above `below_seq` that a DELETE took: how many to pass
-over (from 1 on at first), how many were taken, and so on. So reading the log works nothing out again: by then records
-may be marked, evicted or rewritten.
+over (from 1 on at first), how many were taken, and so on.
+
+A frame has the state after it, and needs no record: by the time the log is read, records may be marked, rewritten or
+evicted. Frames with floors, and an ACK that deletes, have a revision: a run of frames that comes twice changes nothing.
 """
 
 from __future__ import annotations
@@ -28,10 +34,15 @@ import struct
 import msgspec
 
 from topics.core.config import TopicConfig
-from topics.core.floors import Floors
-from topics.core.job import ConsumerState
+from topics.core.cursors import CursorFrameBody
+from topics.core.floors import Deletion, Floors
+from topics.core.job import ConsumerState, LeaseFrameBody
 from topics.core.segment_list import SegmentInfo
+from topics.core.seq_set import Run, runs_of, seqs_of
+from topics.core.topic import Topic
 
+JobRow = tuple[int, int, str]
+"""(seq, deliver_at_ms, order_key)"""
 _COUNT = struct.Struct("<I")
 
 
@@ -77,6 +88,51 @@ class SessionFrameBody(msgspec.Struct):
     exact: bool = True
 
 
+class AckFrameBody(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Jobs that are over. If `keep`, their records stay. Else these are deleted: `records` and `size_bytes` fewer live.
+
+    `revision`, `earliest_seq` and `evict_…` are as in `Floors`. `dead_lettered` is the number of all jobs that went to
+    the dead letters so far, 0 for no change. Unlike a DELETE, the body does not count what is left: an ack is one of
+    many writes in a group and does not know the others.
+    """
+
+    runs: list[Run]
+    keep: bool = False
+    dead_lettered: int = 0
+    revision: int = 0
+    records: int = 0
+    size_bytes: int = 0
+    earliest_seq: int = 1
+    evict_floor: int = 1
+    evict_reason: int = 0
+    evict_run_seq: int = 1
+
+    @staticmethod
+    def removing(topic: Topic, deletion: Deletion, revision: int, dead_lettered: int) -> AckFrameBody:
+        """Return the body to log for this deletion."""
+        floors = topic.floors_without(deletion)
+        taken = deletion.records, deletion.size_bytes, deletion.earliest_seq
+        evicted = floors.evict_floor, floors.evict_reason, floors.evict_run_seq
+        return AckFrameBody(runs_of(deletion.seqs), False, dead_lettered, revision, *taken, *evicted)
+
+    def seqs(self) -> list[int]:
+        return list(seqs_of(self.runs))
+
+    def floors_of(self, topic: Topic) -> Floors:
+        """Return the floors of a topic after this ack; the topic has everything before it."""
+        evicted: AckFrameBody | Floors = self if self.evict_floor > topic.evict_floor else topic.floors()
+        return Floors(
+            self.revision,
+            max(topic.earliest_seq, self.earliest_seq),
+            evicted.evict_floor,
+            evicted.evict_reason,
+            evicted.evict_run_seq,
+            # The durable log alone knows fewer records of an `ephemeral` topic than this ack may take.
+            max(0, topic.records - self.records),
+            max(0, topic.live_bytes - self.size_bytes),
+        )
+
+
 class RamStateFrameBody(msgspec.Struct):
     """State of a topic with records in the RAM log that only removed files of that log had. `keys` are (key, first_seq,
     records, ts), oldest first. `consumers` has the attributes of jobs whose records are in the RAM log.
@@ -98,6 +154,10 @@ decode_delete = msgspec.msgpack.Decoder(DeleteFrameBody).decode
 decode_evict = msgspec.msgpack.Decoder(EvictFrameBody).decode
 decode_mark = msgspec.msgpack.Decoder(MarkFrameBody).decode
 decode_head = msgspec.msgpack.Decoder(HeadFrameBody).decode
+decode_job_rows = msgspec.msgpack.Decoder(list[JobRow]).decode
+decode_lease = msgspec.msgpack.Decoder(LeaseFrameBody).decode
+decode_ack = msgspec.msgpack.Decoder(AckFrameBody).decode
+decode_cursor = msgspec.msgpack.Decoder(CursorFrameBody).decode
 decode_ram_state = msgspec.msgpack.Decoder(RamStateFrameBody).decode
 decode_session = msgspec.msgpack.Decoder(SessionFrameBody).decode
 

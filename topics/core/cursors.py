@@ -53,9 +53,7 @@ class CursorFrameBody(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class NamedCursor:
-    """One cursor: its position, the reads under way, and what the log has of it. `revision` changes whenever anything
-    but a reader moves it.
-    """
+    """One cursor: its position and the reads under way. `revision` changes when anything but a reader moves it."""
 
     __slots__ = (
         "_front",

@@ -50,9 +50,7 @@ class Floors(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Front(NamedTuple):
-    """The first live record, and the loss just before it: everything below `lost_below_seq` (0: nothing) was lost for
-    `lost_reason`.
-    """
+    """The first live record, and the loss just before it: of everything below `lost_below_seq` (0: nothing)."""
 
     earliest_seq: int
     lost_below_seq: int = 0

@@ -16,27 +16,24 @@ import msgspec
 from topics.core.control_bodies import (
     RamStateFrameBody,
     SessionFrameBody,
+    decode_ack,
     decode_config,
     decode_create,
+    decode_cursor,
     decode_delete,
     decode_evict,
     decode_head,
     decode_idempotency,
+    decode_job_rows,
+    decode_lease,
     decode_mark,
     decode_ram_state,
     decode_session,
 )
 from topics.core.floors import EvictReason, Floors
 from topics.core.idempotency import WriteOutcome
+from topics.core.job import ConsumerState
 from topics.core.location import ENTRY_WORDS, dense_run, in_order, lost_entries
-from topics.core.queue_log import (
-    consumer_state,
-    decode_ack,
-    fold_cursor,
-    fold_job_attributes,
-    fold_lease,
-    restore_consumers,
-)
 from topics.core.ram_periods import RamPeriods
 from topics.core.record_index import RecordIndex
 from topics.core.routers import FoldedRouters, decode_feed
@@ -105,7 +102,7 @@ class Fold:
                     list(topic.index.segments),
                     topic.idempotency.unexpired(topic.last_write_ts, topic.config.idempotency_window_ms),
                     self._ram.ceiling(topic.id),
-                    consumer_state(topic),
+                    ConsumerState(None if topic.queue is None else topic.queue.state(), topic.cursors.bodies()),
                     self._ram.deleted_runs(topic),
                     self._ram.exact_head(topic.id),
                 )
@@ -128,7 +125,7 @@ class Fold:
         topic = Topic(kept.id, kept.name, kept.config, index, kept.recreated)
         self.topics[kept.id] = topic
         self.created_ids.add(kept.id)
-        index.checkpointed(0, kept.segments)
+        index.checkpointed(kept.segments)
         index.skip_to(kept.head_seq + 1)
         topic.head_seq = kept.head_seq
         topic.last_write_ts = kept.last_write_ts
@@ -136,7 +133,7 @@ class Fold:
         topic.logged(kept.floors)
         for key, *outcome in kept.keys:
             topic.idempotency.remember(key, WriteOutcome(*outcome))
-        restore_consumers(topic, kept.consumers)
+        _restore_consumers(topic, kept.consumers)
         self._ram.restore(kept)
         held_seq = max(index.segments.last_seq, topic.earliest_seq - 1)
         if held_seq < topic.head_seq:
@@ -171,7 +168,7 @@ class Fold:
         for key, outcome in self._early_keys.pop(topic_id, ()):
             topic.idempotency.remember(key, outcome)
         for attributes in self._early_attributes.pop(topic_id, ()):
-            fold_job_attributes(topic, attributes)
+            _add_jobs(topic, attributes)
 
     def topic_delete(self, topic_id: int) -> None:
         topic = self._topic(topic_id)
@@ -197,7 +194,7 @@ class Fold:
             body = decode_delete(data)
             seqs = decode_runs(body.runs)
             self._end_jobs(topic, seqs)
-            if self._is_news(topic, body.floors.revision, body.floors.earliest_seq):
+            if self._is_new(topic, body.floors.revision, body.floors.earliest_seq):
                 self._flag_deleted(topic, seqs)
                 self._apply_floors(topic, body.floors)
 
@@ -205,17 +202,17 @@ class Fold:
         topic = self._topic(topic_id)
         if topic is not None:
             floors = decode_evict(data).floors
-            if self._is_news(topic, floors.revision, floors.earliest_seq):
+            if self._is_new(topic, floors.revision, floors.earliest_seq):
                 self._apply_floors(topic, floors)
 
     def checkpoint_mark(self, topic_id: int, up_to_seq: int, data: bytes) -> None:
         topic = self._topic(topic_id)
         if topic is not None:
             body = decode_mark(data)
-            if self._is_news(topic, body.floors.revision, body.floors.earliest_seq):
+            if self._is_new(topic, body.floors.revision, body.floors.earliest_seq):
                 if up_to_seq > topic.head_seq:
                     self._uncounted.add(topic_id)
-                topic.index.checkpointed(up_to_seq, body.segments)
+                topic.index.checkpointed(body.segments)
                 topic.extend_head(up_to_seq)
                 self._apply_floors(topic, body.floors)
                 topic.index.drop_before(topic.earliest_seq)
@@ -236,14 +233,14 @@ class Fold:
     def job_attributes(self, topic_id: int, data: bytes) -> None:
         topic = self.topics.get(topic_id)
         if topic is not None:
-            fold_job_attributes(topic, data)
+            _add_jobs(topic, data)
         elif topic_id not in self.created_ids:
             self._early_attributes.setdefault(topic_id, []).append(data)
 
     def lease(self, topic_id: int, data: bytes) -> None:
         topic = self._topic(topic_id)
-        if topic is not None:
-            fold_lease(topic, data)
+        if topic is not None and topic.queue is not None:
+            topic.queue.logged(decode_lease(data))
 
     def ack(self, topic_id: int, data: bytes) -> None:
         topic = self._topic(topic_id)
@@ -256,14 +253,14 @@ class Fold:
             if not body.keep:
                 seqs = body.seqs()
                 self._end_jobs(topic, seqs)
-                if self._is_news(topic, body.revision, body.earliest_seq):
+                if self._is_new(topic, body.revision, body.earliest_seq):
                     self._flag_deleted(topic, seqs)
                     self._apply_floors(topic, body.floors_of(topic))
 
     def cursor(self, topic_id: int, data: bytes) -> None:
         topic = self._topic(topic_id)
         if topic is not None:
-            fold_cursor(topic, data)
+            topic.cursors.logged(decode_cursor(data))
 
     def ram_state(self, topic_id: int, data: bytes) -> None:
         """Take the state that removed files of the RAM log had; the latest frame counts."""
@@ -382,7 +379,7 @@ class Fold:
             topic.restored(entries[: run * ENTRY_WORDS])
             entries = entries[run * ENTRY_WORDS :]
 
-    def _is_news(self, topic: Topic, revision: int, earliest_seq: int) -> bool:
+    def _is_new(self, topic: Topic, revision: int, earliest_seq: int) -> bool:
         """True if a frame with this revision says anything new; the topic has all records before the frame then."""
         if topic.queue is not None:
             topic.queue.forget_below(earliest_seq)
@@ -428,7 +425,7 @@ class Fold:
         topic.last_write_ts = max(topic.last_write_ts, state.last_write_ts)
         for key, *outcome in state.keys:
             topic.idempotency.remember(key, WriteOutcome(*outcome))
-        restore_consumers(topic, state.consumers)
+        _restore_consumers(topic, state.consumers)
 
     def _mark_lost(self, topic: Topic, last_seq: int) -> None:
         """Take the seqs up to `last_seq` for lost with the RAM log."""
@@ -437,3 +434,16 @@ class Fold:
             topic.restored(lost_entries(topic.head_seq + 1, last_seq, topic.last_write_ts, EvictReason.RESTART))
         else:
             topic.lost_below(last_seq + 1, EvictReason.RESTART)
+
+
+def _add_jobs(topic: Topic, data: bytes) -> None:
+    if topic.queue is not None:
+        for row in decode_job_rows(data):
+            topic.queue.add(*row)
+
+
+def _restore_consumers(topic: Topic, state: ConsumerState) -> None:
+    if state.queue is not None and topic.queue is not None:
+        topic.queue.restore(state.queue)
+    for body in state.cursors:
+        topic.cursors.logged(body)

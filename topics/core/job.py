@@ -47,9 +47,7 @@ class JobPhase(IntEnum):
 
 
 class JobView(NamedTuple):
-    """One job as a peek shows it. `at_ms` (wall) is the end of its lease or of its waiting, else 0. `node` is the
-    consumer that has it, "" for none.
-    """
+    """One job as a peek shows it. `at_ms` (wall) ends its lease or delay, 0 for none; `node` has it, "" for none."""
 
     seq: int
     state: State

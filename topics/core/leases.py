@@ -21,9 +21,7 @@ _FREE: Final = (JobPhase.READY, JobPhase.RETURNED, JobPhase.DELAYED)
 
 
 class LeasedSeqs(NamedTuple):
-    """Jobs that were handed out: their seqs, ascending, their lease numbers from `first_lease_no` on, and their
-    deliveries, this one included.
-    """
+    """Jobs that were handed out: ascending seqs, leases from `first_lease_no` on, deliveries with this one."""
 
     seqs: list[int]
     first_lease_no: int
@@ -194,9 +192,7 @@ class Leases(QueueJobs):
         return NamedJobs(found, skipped)
 
     def hold(self, seqs: Iterable[int]) -> None:
-        """Hold jobs while the end of their leases is being logged. Then call `deleted`, `finish` or `release`; if the
-        log fails, `unhold`.
-        """
+        """Hold jobs while the end of their leases is logged; call `unhold` if that fails."""
         for seq in seqs:
             self._set(seq, self._jobs[seq], JobPhase.HELD)
 

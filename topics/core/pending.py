@@ -1,4 +1,4 @@
-"""What one group of requests does to one topic, before any of it is logged. Pure.
+"""The changes that one group of requests makes to one topic, before any of it is logged. Pure.
 
 Requests of a group see each other: the second write to a topic gets the seqs behind the first, a repeated key is
 recognised inside the group, and a record is removed once. The topic itself changes when the group is in the log. If the
@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Set
 from itertools import islice
 from typing import Final, NamedTuple
 
+from topics.core.control_bodies import AckFrameBody, JobRow
 from topics.core.errors import TopicsError, not_a_queue
 from topics.core.idempotency import ProducerTurn, WriteOutcome, check_turn, is_pin, is_producer_key, parse_key
 from topics.core.job import Now
 from topics.core.location import LOCATION_IN_RAM_LOG, file_flags_of
-from topics.core.queue_log import AckFrameBody, JobRow
 from topics.core.record_index import live_entries
 from topics.core.seq_set import seqs_of
 from topics.core.topic import Topic
@@ -84,7 +84,7 @@ class PendingWrite(NamedTuple):
 
 
 class PendingTopic:
-    """What one group so far does to one topic. It decides which write may join, and gives it its seqs."""
+    """The changes that one group so far makes to one topic. It decides which write may join, and gives it its seqs."""
 
     __slots__ = (
         "_ceiling",

@@ -12,14 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, Final, Protocol
 
 from topics.core.floors import EvictReason, Front
-from topics.core.location import (
-    ENTRY_WORDS,
-    FLAGS_SHIFT,
-    LOCATION_DELETED,
-    LOCATION_GONE,
-    LOCATION_LOST,
-    LOW_WORD,
-)
+from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_DELETED, LOCATION_GONE, LOCATION_LOST, LOW_WORD
 from topics.core.segment_list import SegmentInfo, SegmentList
 
 _STEP_MAX: Final = 8192
@@ -60,8 +53,8 @@ class RecordIndex(Protocol):
     def flag_deleted(self, seqs: Sequence[int]) -> None:
         """Flag ascending seqs as deleted; skip those that are deleted or lost already."""
 
-    def checkpointed(self, up_to_seq: int, segments: Iterable[SegmentInfo]) -> None:
-        """Take in new and changed segments; entries up to `up_to_seq` are in segments now, with their deletions."""
+    def checkpointed(self, segments: Iterable[SegmentInfo]) -> None:
+        """Take in new and changed segments: they have the entries of their records now, with their deletions."""
 
     def drop_before(self, seq: int) -> None: ...
     def skip_to(self, seq: int) -> None:
@@ -93,7 +86,7 @@ class UnlocatedIndex:
     def flag_deleted(self, seqs: Sequence[int]) -> None:
         """Do nothing: the shard flags the records, and the log has everything that follows from it."""
 
-    def checkpointed(self, up_to_seq: int, segments: Iterable[SegmentInfo]) -> None:
+    def checkpointed(self, segments: Iterable[SegmentInfo]) -> None:
         for segment in segments:
             self.segments.put(segment)
 
@@ -244,9 +237,7 @@ def live_entries(
 
 
 def first_kept(index: RecordIndex, seq: int, head_seq: int, records: int, size_bytes: int) -> tuple[int, int]:
-    """Return (first seq that stays, live bytes below it) when records from `seq` on go until `records` live ones and
-    `size_bytes` of theirs are gone.
-    """
+    """Return (first seq that stays, live bytes below it) if so many live records and bytes from `seq` on have to go."""
     freed_bytes = 0
     count = 4
     while (records > 0 or size_bytes > 0) and seq <= head_seq:

@@ -236,9 +236,7 @@ class FeedFrameBody(msgspec.Struct, omit_defaults=True):
 
 
 class FoldedRouters(msgspec.Struct):
-    """All routers, and the feeds by the topic id of the dest: `feeds` from the durable log, `ram_feeds` (of `ephemeral`
-    dests) from the RAM log.
-    """
+    """All routers; `feeds` of the durable log and `ram_feeds` of the RAM log, by the topic id of their dest."""
 
     routers: dict[str, Router] = {}
     last_id: int = 0

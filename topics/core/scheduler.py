@@ -140,9 +140,7 @@ class Scheduler(Generic[Item]):
         return entry.item
 
     def served(self, cost: int, now_ms: int, *, more: bool, fresh: bool = False) -> None:
-        """End the turn of the item that `take` returned. It stays ready if there is `more` work, with age 0 if that is
-        `fresh`.
-        """
+        """End the turn of the item that `take` returned. `more` work keeps it ready, at age 0 if that is `fresh`."""
         entry, self._serving = self._serving, None
         assert entry is not None
         self._deficits[entry.band] -= cost

@@ -32,9 +32,7 @@ class Match(NamedTuple):
 
 
 def parse_match(given: object, field: str = "match") -> Match:
-    """Parse `["tag","Eq","x"]`, `["tag","Glob","x*"]` or a bare string (a Glob if it ends in `*`); raise `400
-    invalid_request` for its `field`.
-    """
+    """Parse `["tag","Eq","x"]`, `["tag","Glob","x*"]`, or "x" and "x*" for these; `400` names the `field`."""
     if isinstance(given, str):
         return Match("glob", given[:-1].encode()) if given.endswith("*") else Match("eq", given.encode())
     if not isinstance(given, list) or len(given) != 3 or not all(isinstance(part, str) for part in given):

@@ -134,9 +134,7 @@ class Topic:
         return size_bytes - self._over_cap(count, size_bytes)[1]
 
     def must_expire_first(self, count: int, size_bytes: int, now_ms: int) -> bool:
-        """True if a cap would refuse so many more records, or evict for them, while there are expired records, which
-        no cap should count.
-        """
+        """True if a cap would refuse so many more, or evict for them, while it still counts expired records."""
         config = self.config
         if not config.ttl_ms:
             return False
@@ -269,9 +267,7 @@ class Topic:
         return [seq for seq, _ in live_entries(self.index, seqs, self.earliest_seq, self.head_seq)]
 
     def floors_without(self, deletion: Deletion) -> Floors:
-        """Return `floors` after a deletion. A deleted record is not a lost one: evict_floor moves only over records
-        that had been lost before.
-        """
+        """Return `floors` after a deletion. Deleting is no loss: evict_floor moves only over records lost before."""
         floors = msgspec.structs.replace(
             self.floors(),
             earliest_seq=max(self.earliest_seq, deletion.earliest_seq),

@@ -13,6 +13,7 @@ from topics.frontend.app import App
 from topics.frontend.entry.access import Access, KeyLimits
 from topics.frontend.entry.pages import Pages
 from topics.frontend.live.delivery import Hub
+from topics.frontend.live.event_streams import StreamSlots
 from topics.frontend.live.session_client import SessionClient
 from topics.frontend.live.step_cache import KnownTopics
 from topics.frontend.live.watch import WatchRoutes, watch_operations
@@ -122,14 +123,14 @@ def build_app(process: Process, keys: KeyRing, store: SegmentStore | None) -> Fr
     access = Access(keys, settings.probe_auth, limits)
     pages = Pages(settings, access)
     append = AppendRoute(gateway, settings, cell)
-    places = process.cap("sse_connections", settings.max_sse_connections, "sse_admitted")
+    slots = StreamSlots(limits, process.cap("sse_connections", settings.max_sse_connections, "sse_admitted"))
     observe = partial(shared.durations.observe, index)
     services = Services(reader, append, hub, access, pages, settings, catching_up, cell, running_clock, observe)
-    websocket = WebSocketRoute(services, places)
+    websocket = WebSocketRoute(services, slots)
     topics = TopicRoutes(known, arenas, gateway, hub, catching_up, routers, settings)
-    watch = WatchRoutes(reader, SessionClient(gateway, arenas, clock), hub, access, settings, places, catching_up)
+    watch = WatchRoutes(reader, SessionClient(gateway, arenas, clock), hub, access, settings, slots, catching_up)
     queue_services = QueueServices(gateway, reader)
-    work = WorkRoutes(queue_services, access, settings, places, cell, running_clock)
+    work = WorkRoutes(queue_services, access, settings, slots, cell, running_clock)
     figures = ServiceFigures(shared.control, shared.durations, clock.now_ms)
     metrics = MetricsRoute(figures, arenas, shards, settings.max_metric_topics)
     coordinator = TxnCoordinator(gateway, Stages(settings.data_dir, settings.stage_ttl_ms))

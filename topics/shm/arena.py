@@ -45,8 +45,7 @@ from sortedcontainers import SortedDict
 from topics.core.config import TopicConfig
 from topics.core.location import ENTRY_WORDS
 from topics.core.segment_list import SegmentInfo
-from topics.shm.arena_heap import ArenaFullError, ArenaHeap
-from topics.shm.location_ring import copy_entries
+from topics.shm.arena_heap import ArenaFullError, ArenaHeap, copy_entries
 from topics.shm.memory import SharedObject
 from topics.shm.shm_names import shm_name
 
@@ -315,11 +314,10 @@ class ArenaReader:
 
     def locations(self, view: TopicView, first_seq: int, last_seq: int) -> Locations | None:
         """Returns the columns of first_seq..last_seq; None when the ring has moved (take a new view)."""
-        raw = copy_entries(self._words, view.ring_word, view.ring_capacity, first_seq, last_seq)
-        entries = memoryview(raw).cast("Q").tolist()
-        if entries[0::4] != list(range(first_seq, last_seq + 1)):
+        entries = self.entries(view, first_seq, last_seq)
+        if entries is None:
             return None
-        return Locations(entries[1::4], entries[2::4], entries[3::4])
+        return Locations(*(entries[column::ENTRY_WORDS].tolist() for column in (1, 2, 3)))
 
     def ts_at(self, view: TopicView, seq: int) -> int | None:
         """Returns the commit time of one record in the ring, None when the ring has moved."""

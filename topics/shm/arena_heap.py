@@ -1,19 +1,26 @@
-"""Blocks of memory in an index arena (`arena.py`): powers of two from 64 bytes, backed by memory when they are needed.
+"""Blocks of memory in an index arena (`arena.py` has the layout), and the rings of locations in them.
 
-Only the shard knows which blocks are free. A freed block is used again for the next one of its size.
+Blocks are powers of two from 64 bytes, backed by memory when they are needed. Only the shard knows which blocks are
+free. A freed block is used again for the next one of its size.
 """
 
 from __future__ import annotations
 
 import mmap
+from array import array
+from collections.abc import Sequence
 from typing import Final
 
+from topics.core.location import ENTRY_WORDS
 from topics.shm.instance import ARENA_RESERVE_BYTES
 from topics.shm.memory import SharedObject
 
 _BLOCK_MIN_BYTES: Final = 64
 _GIVE_BACK_BYTES: Final = 64 * 1024
 """Free blocks of this size or more hold no memory."""
+RING_MIN_ENTRIES: Final = 16
+LARGE_ENTRIES: Final = 4096
+"""Rings of this size (128 KiB) or more are also shrunk where no checkpoint does it."""
 
 
 class ArenaFullError(Exception):
@@ -89,3 +96,150 @@ def _whole_pages(offset: int, size: int) -> tuple[int, int]:
     """Returns start and end of the pages that lie in a block as a whole."""
     page = mmap.PAGESIZE
     return -(-offset // page) * page, (offset + size) // page * page
+
+
+class LocationRing:
+    """The shard's side of one topic's ring. After `reserve`, `append` cannot fail."""
+
+    __slots__ = ("_heap", "_outgrown", "_words", "base_seq", "capacity", "next_seq", "word")
+
+    def __init__(self, heap: ArenaHeap, first_seq: int) -> None:
+        self._heap = heap
+        self._words = heap.words
+        self.base_seq = first_seq
+        self.next_seq = first_seq
+        self.capacity = RING_MIN_ENTRIES
+        self.word = heap.allocate(RING_MIN_ENTRIES * ENTRY_WORDS * 8) >> 3
+        self._outgrown: list[tuple[int, int]] = []
+
+    def reserve(self, count: int) -> None:
+        """Makes room for `count` more entries. Raises ArenaFullError."""
+        need = self.next_seq - self.base_seq + count
+        if need <= self.capacity:
+            return
+        capacity = self.capacity
+        while capacity < need:
+            capacity *= 2
+        self._move(capacity)
+
+    def shrink(self) -> None:
+        """Frees memory when hardly any of it is used. On ArenaFullError the ring stays as it is."""
+        used = self.next_seq - self.base_seq
+        if self.capacity > RING_MIN_ENTRIES and used * 4 <= self.capacity:
+            self._move(max(RING_MIN_ENTRIES, 1 << (2 * used - 1).bit_length()))
+
+    def _move(self, capacity: int) -> None:
+        """Moves the ring to another block."""
+        word = self._heap.allocate(capacity * ENTRY_WORDS * 8) >> 3
+        old_word, old_capacity = self.word, self.capacity
+        columns = self._copy(self.base_seq, self.next_seq - 1) if self.next_seq > self.base_seq else None
+        self.word, self.capacity = word, capacity
+        if columns is not None:
+            self._store(self.base_seq, columns)
+        # Readers read the old block until the topic is published again.
+        self._outgrown.append((old_word << 3, old_capacity * ENTRY_WORDS * 8))
+
+    def published(self) -> None:
+        """Frees former blocks: readers know the current one."""
+        for block in self._outgrown:
+            self._heap.free(*block)
+        self._outgrown.clear()
+
+    def append(self, ts: int, offset_len: array[int], file_flags: array[int]) -> None:
+        """Appends entries for the next len(offset_len) seqs, all of one commit time."""
+        count = len(offset_len)
+        first = self.next_seq
+        if count == 1:
+            word = self.word + (first & (self.capacity - 1)) * ENTRY_WORDS
+            words = self._words
+            words[word + 1] = ts
+            words[word + 2] = offset_len[0]
+            words[word + 3] = file_flags[0]
+            words[word] = first
+        else:
+            entries = array("Q", bytes(count * ENTRY_WORDS * 8))
+            entries[0::4] = array("Q", range(first, first + count))
+            entries[1::4] = array("Q", [ts]) * count
+            entries[2::4] = offset_len
+            entries[3::4] = file_flags
+            self._store(first, entries)
+        self.next_seq = first + count
+
+    def append_entries(self, entries: array[int]) -> None:
+        """Appends whole entries of consecutive seqs (recovery)."""
+        self._store(self.next_seq, entries)
+        self.next_seq += len(entries) // ENTRY_WORDS
+
+    def drop_before(self, seq: int) -> None:
+        """Forgets entries below `seq`."""
+        self.base_seq = max(self.base_seq, min(seq, self.next_seq))
+
+    def skip_to(self, seq: int) -> None:
+        """Empties the ring; the next entry will be that of `seq`."""
+        assert seq >= self.next_seq
+        self.base_seq = self.next_seq = seq
+
+    def entries(self, first_seq: int, last_seq: int) -> array[int]:
+        """Returns the words of the entries first_seq..last_seq, ENTRY_WORDS each."""
+        assert self.base_seq <= first_seq
+        assert last_seq < self.next_seq
+        return self._copy(first_seq, last_seq)
+
+    def replace(self, seq: int, word: int, value: int) -> None:
+        """Overwrites one word (0..3) of an entry."""
+        assert self.base_seq <= seq < self.next_seq
+        self._words[self.word + (seq & (self.capacity - 1)) * ENTRY_WORDS + word] = value
+
+    def flag(self, seqs: Sequence[int], bits: int) -> None:
+        """Sets bits in the file_flags of these entries."""
+        assert not seqs or (self.base_seq <= seqs[0] and seqs[-1] < self.next_seq)
+        words, start, mask = self._words, self.word + 3, self.capacity - 1
+        for seq in seqs:
+            words[start + (seq & mask) * ENTRY_WORDS] |= bits
+
+    def column(self, seqs: Sequence[int], word: int) -> list[int]:
+        """Returns one word (0..3) of the entry of each of these seqs, which ascend."""
+        assert not seqs or (self.base_seq <= seqs[0] and seqs[-1] < self.next_seq)
+        words, start, mask = self._words, self.word + word, self.capacity - 1
+        return [words[start + (seq & mask) * ENTRY_WORDS] for seq in seqs]
+
+    def replace_entries(self, first_seq: int, entries: array[int]) -> None:
+        """Overwrites whole entries of consecutive seqs."""
+        assert self.base_seq <= first_seq
+        assert first_seq + len(entries) // ENTRY_WORDS <= self.next_seq
+        self._store(first_seq, entries)
+
+    def ts_at(self, seq: int) -> int:
+        """Returns the commit time of a record in the ring, in ms."""
+        assert self.base_seq <= seq < self.next_seq
+        ts: int = self._words[self.word + (seq & (self.capacity - 1)) * ENTRY_WORDS + 1]
+        return ts
+
+    def release(self) -> None:
+        """Frees the ring: the topic was deleted."""
+        self.published()
+        self._heap.free(self.word << 3, self.capacity * ENTRY_WORDS * 8)
+
+    def _copy(self, first_seq: int, last_seq: int) -> array[int]:
+        return array("Q", copy_entries(self._words, self.word, self.capacity, first_seq, last_seq))
+
+    def _store(self, first_seq: int, entries: array[int]) -> None:
+        words = self._words
+        start = (first_seq & (self.capacity - 1)) * ENTRY_WORDS
+        room = self.capacity * ENTRY_WORDS - start
+        assert len(entries) <= self.capacity * ENTRY_WORDS
+        words[self.word + start : self.word + start + min(room, len(entries))] = entries[:room]
+        if len(entries) > room:
+            words[self.word : self.word + len(entries) - room] = entries[room:]
+
+
+def copy_entries(words: memoryview, ring_word: int, capacity: int, first_seq: int, last_seq: int) -> bytes:
+    """Returns the bytes of consecutive ring entries, across the wrap."""
+    start = (first_seq & (capacity - 1)) * ENTRY_WORDS
+    length = (last_seq - first_seq + 1) * ENTRY_WORDS
+    assert length <= capacity * ENTRY_WORDS
+    room = capacity * ENTRY_WORDS - start
+    head = words[ring_word + start : ring_word + start + min(room, length)].tobytes()
+    if length <= room:
+        return head
+    return head + words[ring_word : ring_word + length - room].tobytes()

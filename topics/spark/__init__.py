@@ -1,4 +1,4 @@
-"""Topics in Spark: `spark.read.format("topics")` and the rest of it (docs/spark.md). Install as `topics[spark]`.
+"""Topics in Spark: `spark.read.format("topics")` and the rest of it (docs/spark.md). Install as `topicsd[spark]`.
 
 Nothing is imported here: Spark's workers import this package to find one class of it.
 """

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from topics.api.answers import ManifestSegment
+from topics.api.segment_answers import ManifestSegment
 from topics.core.location import LOCATION_DELETED, LOCATION_LOST
 from topics.spark.columns import Records
 from topics.spark.options import Directories

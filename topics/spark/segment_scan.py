@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from topics.api.answers import Manifest, ManifestSegment
+from topics.api.segment_answers import Manifest, ManifestSegment
 from topics.client import Client, ClientError, NotFoundError, Retry, ServiceBusyError, UnreachableError, calls
 from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_GONE, LOCATION_LOST

@@ -226,9 +226,7 @@ def new_file(fs: FileSystem, path: str, flags: int) -> Iterator[int]:
 
 
 def boot_id() -> str:
-    """Return an id that changes with every boot of the machine. Bytes that a power loss may have torn were written
-    under another one.
-    """
+    """Return an id that changes with every boot: what a power loss may have torn was written under another one."""
     with open(BOOT_ID_PATH, encoding="ascii") as file:
         return file.read().strip()
 

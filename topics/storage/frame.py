@@ -134,7 +134,6 @@ class LaidOut:
     """Append frames back to back, without topic_id, seq, ts and checksums: the shard stamps these."""
 
     buffer: bytearray
-    offsets: array[int]  # u64: start of each frame in `buffer`
     offset_len: array[int]  # u64: start | whole length of the frame << 32
     flags: bytes  # LOCATION_HAS_* of each record
     count: int
@@ -211,7 +210,7 @@ def _laid_out(parts: list[Bytes], lengths: list[int], flags: bytes) -> LaidOut:
     if offsets:
         buffer[offsets[-1] + FLAGS_AT] &= ~FLAG_MORE & 0xFF
     offset_len = array("Q", [offset | length << 32 for offset, length in zip(offsets, lengths, strict=True)])
-    return LaidOut(buffer, array("Q", offsets), offset_len, flags, len(lengths))
+    return LaidOut(buffer, offset_len, flags, len(lengths))
 
 
 def _joined(parts: list[Bytes], whole_len: int) -> bytearray:
@@ -250,12 +249,7 @@ def _add_record(parts: list[Bytes], node: bytes, tag: bytes, data: Bytes, meta: 
 
 
 def stamp(
-    buffer: bytearray | memoryview,
-    offset_len: Sequence[int],
-    topic_id: int,
-    first_seq: int,
-    ts: int,
-    extra_flags: int,
+    buffer: bytearray | memoryview, offset_len: Sequence[int], topic_id: int, first_seq: int, ts: int, extra_flags: int
 ) -> None:
     """Complete laid-out frames in place: consecutive seqs from `first_seq`, one `ts` (ms), `extra_flags`, checksums.
 
@@ -361,20 +355,11 @@ def read_frame(buffer: Bytes, offset: int, end: int) -> Frame | FrameDefect:
     if not frames:
         return FrameDefect(offset, defect if defect is not None else Defect.EMPTY)
     _, total_len, type_, flags, topic_id, seq, ts, node_len, tag_len, data_len = frames[0]
-    node_at = offset + HEADER_LEN
-    tag_at = node_at + node_len
+    tag_at = offset + HEADER_LEN + node_len
     data_at = tag_at + tag_len
-    return Frame(
-        type_,
-        flags,
-        topic_id,
-        seq,
-        ts,
-        bytes(buffer[node_at:tag_at]),
-        bytes(buffer[tag_at:data_at]),
-        bytes(buffer[data_at : data_at + data_len]),
-        total_len,
-    )
+    node, tag = bytes(buffer[offset + HEADER_LEN : tag_at]), bytes(buffer[tag_at:data_at])
+    data = bytes(buffer[data_at : data_at + data_len])
+    return Frame(type_, flags, topic_id, seq, ts, node, tag, data, total_len)
 
 
 def is_utf8(text: bytes) -> bool:

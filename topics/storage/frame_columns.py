@@ -370,9 +370,7 @@ def _places(offsets: array[int], lengths: array[int]) -> array[int]:
 def _are_valid(
     bodies: Sequence[bytes], checksums: Sequence[int], types: bytes, heads: array[int], is_table: bool
 ) -> bool:
-    """True if `frame.scan` would accept all of these frames. `bodies` are as long as their frame_len says, in a table
-    all of one length.
-    """
+    """True if `frame.scan` would accept all these frames. `bodies` are as long as their frame_len says."""
     if types.translate(None, _KNOWN):
         return False
     if tuple(map(xxh3_64_intdigest, bodies)) != tuple(checksums):

@@ -150,6 +150,12 @@ def segment_tags_path(directory: str, first_seq: int, version: int = 0) -> str:
     return os.path.join(directory, f"{_segment_stem(first_seq, version)}.tags")
 
 
+def segment_paths(directory: str, first_seq: int, version: int = 0) -> dict[str, str]:
+    """Returns the paths of a segment's files by their kinds ("tags", "idx", "data"), the data last."""
+    stem = os.path.join(directory, _segment_stem(first_seq, version))
+    return {kind: f"{stem}.{kind}" for kind in ("tags", "idx", "data")}
+
+
 def discover_topics(fs: FileSystem, data_dir: str) -> list[int]:
     """Return the ids of topics that have a directory for segments, ascending."""
     root = topics_dir(data_dir)

@@ -43,9 +43,7 @@ class WalIdentity(msgspec.Struct, frozen=True):
 
 
 class FileStart(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The first frame of a file. `log_id` is random and the same in all files of a group, so that a file of another
-    log is noticed.
-    """
+    """The first frame of a file. `log_id` is random and the same in all files of a group: no other file fits."""
 
     version: int
     log_id: int

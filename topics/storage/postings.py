@@ -55,12 +55,7 @@ class UnknownPostingsVersion(CorruptPostings):
 
 
 def write_postings(
-    fs: FileSystem,
-    directory: str,
-    first_seq: int,
-    records: int,
-    tagged: Iterable[tuple[int, bytes]],
-    version: int = 0,
+    fs: FileSystem, directory: str, first_seq: int, records: int, tagged: Iterable[tuple[int, bytes]], version: int = 0
 ) -> None:
     """Make or replace the segment's `.tags` durably; `tagged` are (seq, tag) by ascending seq. Raises OSError; the file
     is there as a whole or not at all.

@@ -396,9 +396,7 @@ def _without_framing(frames: FrameColumns) -> tuple[FrameColumns, FrameTuple | N
 def recover_group(
     fs: FileSystem, directory: str, identity: WalIdentity, accept_data_loss: bool = False, *, start: Start = None
 ) -> Recovery:
-    """Return the log in `directory` from `start` on, to be iterated; without a start it may not exist yet. The caller
-    must be its only user.
-    """
+    """Return the log in `directory` from `start` on, to be iterated once. The caller must be its only user."""
     return Recovery(fs, directory, identity, accept_data_loss, start)
 
 

@@ -166,9 +166,7 @@ class _Copy:
         self._owner = owner
         self._file_bytes = file_bytes
         self._owners: dict[int, int | None] = {0: 0}
-        """Shards by topic id; None for a deleted topic, whose frames are dropped. Shard 0 keeps the frames of routers,
-        which have no topic.
-        """
+        """Shards by topic id; None for a deleted topic, whose frames are dropped; shard 0 for frames of routers."""
         self._writers: dict[int, WalWriter] = {}
         for shard in range(shards):
             make_dirs(fs, layout.group_dir_in(root, shard, shards))

@@ -50,13 +50,7 @@ from xxhash import xxh3_64_intdigest
 
 from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_GONE
 from topics.storage.filesystem import FileSystem
-from topics.storage.frame import (
-    LOCATION_FLAGS,
-    LOCATION_HAS_META,
-    LOCATION_HAS_NODE,
-    LOCATION_HAS_TAG,
-    Bytes,
-)
+from topics.storage.frame import LOCATION_FLAGS, LOCATION_HAS_META, LOCATION_HAS_NODE, LOCATION_HAS_TAG, Bytes
 
 assert sys.byteorder == "little", "columns are read and written without a conversion"
 

@@ -85,9 +85,7 @@ class SegmentReader:
         return self.first_seq + self.records - 1
 
     def entries(self, first_seq: int, last_seq: int) -> array[int]:
-        """Return index entries (`core/location.py`): seq, ts, offset | len << 32, flags << 32. `len` is that of the
-        frame here, 0 without one.
-        """
+        """Return entries (`core/location.py`) without file_no. `len` is that of the frame here, 0 without one."""
         assert self.first_seq <= first_seq
         assert last_seq <= self.last_seq
         start = (first_seq - self.first_seq) * ENTRY_LEN

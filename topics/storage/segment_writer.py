@@ -14,14 +14,7 @@ from topics.core.location import ENTRY_WORDS, LOCATION_GONE, flags_of, lengths_o
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, make_dirs, write_all
 from topics.storage.frame import Bytes
-from topics.storage.segment import (
-    DATA_MAX_BYTES,
-    ENTRY,
-    ENTRY_LEN,
-    LOG_FRAME_EXTRA_LEN,
-    CorruptSegment,
-    pread_fully,
-)
+from topics.storage.segment import DATA_MAX_BYTES, ENTRY, ENTRY_LEN, LOG_FRAME_EXTRA_LEN, CorruptSegment, pread_fully
 from topics.storage.segment_convert import convert
 
 _CHUNK_RECORDS: Final = 4096  # few enough to be hashed and joined while they are in the cache
@@ -71,9 +64,7 @@ class SegmentWriter:
     def reopen(
         cls, fs: FileSystem, directory: str, first_seq: int, records: int, data_bytes: int, version: int = 0
     ) -> SegmentWriter:
-        """Open the segment as the last mark has it, and cut off the bytes behind. Raises CorruptSegment if it is
-        shorter.
-        """
+        """Open the segment as the last mark has it, cutting what is behind. Raises CorruptSegment if it is shorter."""
         was_sealed = _unseal(fs, directory, first_seq, version)
         fds = _open_pair(fs, directory, first_seq, version, os.O_RDWR)
         try:

@@ -84,9 +84,7 @@ class Saved(NamedTuple):
 
 
 def save_snapshot(fs: FileSystem, data_dir: str, body: bytes) -> Saved:
-    """Make the next snapshot durably, then remove all but its fallback. Raises OSError; the former snapshots are as
-    they were then.
-    """
+    """Make the next snapshot durably, then remove all but its fallback. Raises OSError: no former one is lost then."""
     make_dirs(fs, layout.meta_dir(data_dir))
     numbers = layout.list_snapshots(fs, data_dir)
     number = numbers[-1] + 1 if numbers else 1

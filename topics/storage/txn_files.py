@@ -176,9 +176,7 @@ class SinkDamagedError(Exception):
 
 
 class Sink(msgspec.Struct, frozen=True):
-    """The state of a sink. `pending` has (stage, topic) of everything that its batch publishes, and is empty when that
-    is done.
-    """
+    """The state of a sink. `pending` has (stage, topic) of all that its batch publishes, nothing once that is done."""
 
     sink: str
     batch: int
@@ -207,9 +205,7 @@ def encode_sink(sink: Sink) -> bytes:
 
 
 def decode_sink_head(head: bytes) -> tuple[int, int]:
-    """Return (batch, pending_count) from the first SINK_HEAD_LEN bytes; the owner checks the checksum. Raises
-    SinkDamagedError.
-    """
+    """Return (batch, pending_count) of the first SINK_HEAD_LEN bytes, unchecked. Raises SinkDamagedError."""
     if len(head) < _SINK_HEADER.size:
         raise SinkDamagedError(f"it has only {len(head)} bytes")
     magic, version, _zero, _body_len, batch, pending_count = _SINK_HEADER.unpack_from(head)

@@ -244,8 +244,8 @@ class _Check:
                     self._report.note(f"{layout.segment_data_path(directory, *name)}: {why}")
             self._listed(topic_id, directory, logged)
         for name in names:
-            for path_of in (layout.segment_data_path, layout.segment_idx_path, layout.segment_tags_path):
-                self._done(path_of(directory, *name))
+            for path in layout.segment_paths(directory, *name).values():
+                self._done(path)
 
     def _listed(self, topic_id: int, directory: str, logged: LoggedTopic) -> None:
         findings = len(self._report.damage)

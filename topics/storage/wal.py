@@ -135,9 +135,7 @@ class WalSyncError(Exception):
 
 
 class GroupPlan(NamedTuple):
-    """The place of a group: write i begins at `offsets[i]` of file `file_no`, the last one ends at `end`. A failed
-    commit makes the plan invalid.
-    """
+    """The place of a group: write i begins at `offsets[i]` of file `file_no`. A failed commit makes it invalid."""
 
     file_no: int
     start: int

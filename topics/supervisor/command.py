@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Final, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple, NoReturn
 
 import msgspec
 
 from topics import __version__
 from topics.core.clock import SystemClock
-from topics.key_sources import read_keys
 from topics.setting_values import show_bytes
-from topics.settings import COMMAND_LINE_ONLY, PREFIX, SECRET, VARIABLES, Settings, SettingsError, load
+from topics.settings import COMMAND_LINE_ONLY, PREFIX, SECRET, VARIABLES, Settings, SettingsError, load, read_keys
+from topics.shm import shm_names
+from topics.shm.control import ControlPage, ProcessState, Role
+from topics.storage.lock import holder_pid
 from topics.supervisor.check import check
 from topics.supervisor.children import ChildMains
 from topics.supervisor.main import StartError, serve
 from topics.supervisor.notify import Notify
-from topics.supervisor.running import ReloadRefused, reload, stop
 from topics.supervisor.status import Status, StatusReader, render
 from topics.supervisor.supervision import Signals
 
@@ -32,6 +36,8 @@ EXIT_UNKNOWN: Final = 4
 STOP_MARGIN_MS: Final = 5_000
 RELOAD_TIMEOUT_MS: Final = 10_000
 RATE_SAMPLE_S: Final = 0.1
+POLL_S: Final = 0.01
+_WITHOUT_CONNECTIONS: Final = (ProcessState.NONE, ProcessState.DEAD, ProcessState.STOPPED)
 WATCH_INTERVAL_MS: Final = 1_000
 
 _RUN_CODES = """exit codes:
@@ -131,9 +137,7 @@ def _status(settings: Settings, options: argparse.Namespace) -> int:
 
 
 def _watch(reader: StatusReader, options: argparse.Namespace) -> int:
-    """Prints the status every second until a signal comes. Blocked signals never interrupt a line, and none is lost
-    (Python drops an exception that is raised in a destructor).
-    """
+    """Prints the status every second until a signal comes, which never interrupts a line."""
     with Signals() as signals:
         while True:
             try:
@@ -141,9 +145,8 @@ def _watch(reader: StatusReader, options: argparse.Namespace) -> int:
             except (OSError, ValueError) as error:
                 return _status_unknown(error)
             _print_status(status, options)
-            signal = signals.wait(WATCH_INTERVAL_MS)
-            if signal is not None:
-                return 128 + signal
+            if (number := signals.wait(WATCH_INTERVAL_MS)) is not None:
+                return 128 + number
 
 
 def _status_unknown(error: Exception) -> int:
@@ -182,6 +185,96 @@ def _stop(settings: Settings, options: argparse.Namespace) -> int:
         return 1
     print("not running" if pid is None else f"stopped process {pid}")
     return 0
+
+
+class RunningSupervisor(NamedTuple):
+    """The supervisor of a data directory. `process_fd` stays with this process; its pid may be used again later."""
+
+    pid: int
+    process_fd: int
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal. PermissionError when it is another user's, ProcessLookupError when it has ended."""
+        signal.pidfd_send_signal(self.process_fd, number)
+
+
+@contextmanager
+def running_supervisor(data_dir: str) -> Iterator[RunningSupervisor | None]:
+    """Finds the supervisor that holds the lock of `data_dir`; None when nothing runs."""
+    pid = holder_pid(data_dir)
+    try:
+        process_fd = None if pid is None else os.pidfd_open(pid)
+    except ProcessLookupError:
+        process_fd = None
+    if pid is None or process_fd is None:
+        yield None
+        return
+    try:
+        yield RunningSupervisor(pid, process_fd) if holder_pid(data_dir) == pid else None
+    finally:
+        os.close(process_fd)
+
+
+def stop(data_dir: str, timeout_ms: int) -> int | None:
+    """Sends SIGTERM to the data directory's service and waits for its end.
+
+    Returns the pid that has ended, None when nothing ran. Raises TimeoutError when it still runs after `timeout_ms`
+    and PermissionError when it belongs to another user.
+    """
+    with running_supervisor(data_dir) as service:
+        if service is None:
+            return None
+        try:
+            service.signal(signal.SIGTERM)
+        except ProcessLookupError:
+            return None
+        poll = select.poll()
+        poll.register(service.process_fd, select.POLLIN)
+        if not poll.poll(timeout_ms):
+            raise TimeoutError(f"process {service.pid} still runs after {timeout_ms} ms")
+        return service.pid
+
+
+class ReloadRefused(Exception):  # noqa: N818 — named for what it is
+    """The service read its keys again, found them unusable and keeps the former ones."""
+
+
+def reload(data_dir: str, timeout_ms: int) -> int | None:
+    """Sends SIGHUP to the data directory's service and waits until every frontend uses the new keys.
+
+    Returns the service's pid, None when nothing ran. Raises ReloadRefused; TimeoutError when a frontend still uses the
+    former keys after `timeout_ms`; PermissionError when the service belongs to another user; OSError or ValueError when
+    its control page cannot be read.
+    """
+    with running_supervisor(data_dir) as service:
+        if service is None:
+            return None
+        page = ControlPage.attach(shm_names.shm_name(shm_names.identity(data_dir), "control"))
+        header = page.header
+        reloads, serial = header.get("reloads"), header.get("keys_serial")
+        try:
+            service.signal(signal.SIGHUP)
+        except ProcessLookupError:
+            return None
+        deadline_s = time.monotonic() + timeout_ms / 1000
+        while True:
+            if header.get("reloads") != reloads:
+                if header.get("keys_serial") == serial:
+                    raise ReloadRefused
+                if _all_use_newest_keys(page):
+                    return service.pid
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"process {service.pid} has not reloaded its keys after {timeout_ms} ms")
+            time.sleep(POLL_S)
+
+
+def _all_use_newest_keys(page: ControlPage) -> bool:
+    """True if every frontend uses the newest keys; one that does not run will start with them."""
+    serial = page.header.get("keys_serial")
+    cells = [page.cell(Role.FRONTEND, index) for index in range(page.frontends)]
+    return all(
+        cell.get("keys_serial") >= serial or cell.supervisor.get("state") in _WITHOUT_CONNECTIONS for cell in cells
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

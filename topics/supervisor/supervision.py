@@ -11,14 +11,13 @@ import os
 import signal
 import socket
 from collections.abc import Callable
-from types import TracebackType
+from functools import partial
 from typing import Final, Self
 
 from topics import log
 from topics.core.clock import Clock
 from topics.core.keys import KeyRing
-from topics.key_sources import read_keys
-from topics.settings import Settings, SettingsError
+from topics.settings import Settings, SettingsError, read_keys
 from topics.shm.control import EXIT_REFUSED, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.supervisor.children import Child, ChildMains, exit_code_of
@@ -36,9 +35,7 @@ class Signals:
         self._before = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         # A second stop request must not change the exit code of the finished stop, not even while the interpreter ends.
         # Ignored signals are dropped, also those that are pending.
         for number in STOP:
@@ -93,9 +90,9 @@ class Supervisor:
         self._signals = signals
         self._notify = notify
         self._header = shared.control.header
-        self._frontends = [self._new_frontend(index) for index in range(settings.frontends)]
-        self._shards = [self._new_shard(index) for index in range(settings.wal_shards)]
-        self._compactor = self._new_compactor()
+        self._frontends = [self._frontend(index) for index in range(settings.frontends)]
+        self._shards = [self._shard(index) for index in range(settings.wal_shards)]
+        self._compactor = self._child(Role.COMPACTOR, 0, partial(mains.compactor, settings, shared))
         self._reshard: Child | None = None
         self._exit_code = EXIT_OK
         self._stopping: list[tuple[list[Child], int]] | None = None
@@ -121,7 +118,7 @@ class Supervisor:
 
     # -- starting
 
-    def _new_frontend(self, index: int) -> Child:
+    def _frontend(self, index: int) -> Child:
         def main(incarnation: int) -> int:
             self._close_listeners(but=index)
             listeners = self._listeners[index]
@@ -129,30 +126,17 @@ class Supervisor:
 
         return self._child(Role.FRONTEND, index, main)
 
-    def _new_shard(self, index: int) -> Child:
-        def main(incarnation: int) -> int:
-            self._close_listeners()  # a shard that outlives the supervisor must not hold the port
-            return self._mains.walshard(self._settings, self._shared, index, incarnation)
+    def _shard(self, index: int) -> Child:
+        return self._child(Role.WALSHARD, index, partial(self._mains.walshard, self._settings, self._shared, index))
 
-        return self._child(Role.WALSHARD, index, main)
+    def _child(self, role: Role | None, index: int, main: Callable[[int], int]) -> Child:
+        def run(incarnation: int) -> int:
+            if role is not Role.FRONTEND:
+                self._close_listeners()  # a process that outlives the supervisor must not hold the port
+            return main(incarnation)
 
-    def _new_compactor(self) -> Child:
-        def main(incarnation: int) -> int:
-            self._close_listeners()
-            return self._mains.compactor(self._settings, self._shared, incarnation)
-
-        return self._child(Role.COMPACTOR, 0, main)
-
-    def _child(self, role: Role, index: int, main: Callable[[int], int]) -> Child:
-        cell = self._shared.control.cell(role, index).supervisor
-        return Child(role.name.lower(), index, main, cell, self._clock)
-
-    def _new_resharder(self) -> Child:
-        def main(_incarnation: int) -> int:
-            self._close_listeners()
-            return self._mains.reshard(self._settings, self._shared)
-
-        return Child("reshard", 0, main, None, self._clock)
+        cell = None if role is None else self._shared.control.cell(role, index).supervisor
+        return Child("reshard" if role is None else role.name.lower(), index, run, cell, self._clock)
 
     def _start(self, reshard: bool) -> None:
         for child in self._frontends:
@@ -160,7 +144,7 @@ class Supervisor:
         if reshard:
             _logger.info("preparing the logs", shards=self._settings.wal_shards)
             self._header.set("state", ProcessState.RECOVERING)
-            self._reshard = self._new_resharder()
+            self._reshard = self._child(None, 0, lambda _: self._mains.reshard(self._settings, self._shared))
             self._reshard.start()
         else:
             self._start_shards()

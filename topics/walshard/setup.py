@@ -15,14 +15,14 @@ import msgspec
 
 from topics.core.clock import Clock, ExpiryClock
 from topics.core.fold import Fold
-from topics.core.routers import FoldedRouters
+from topics.core.routers import ROUTERS_SHARD, FoldedRouters
 from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.append_messages import AppendRequest
 from topics.shm.arena import ArenaWriter, unlink_arena
+from topics.shm.arena_heap import LocationRing
 from topics.shm.control import ProcessCell, Role
 from topics.shm.instance import SharedMemory
-from topics.shm.location_ring import LocationRing
 from topics.shm.router_board import RouterBoard, RouterBoardWriter
 from topics.shm.router_table import RouterTable, RouterTableWriter
 from topics.storage import layout
@@ -44,12 +44,11 @@ from topics.walshard.handlers.deletes import Deletes
 from topics.walshard.handlers.frontends import Frontends, Watchers
 from topics.walshard.handlers.named_cursors import NamedCursors
 from topics.walshard.handlers.queues import Queues
-from topics.walshard.handlers.relogging import Relogging
 from topics.walshard.handlers.removals import Removals
 from topics.walshard.handlers.segment_handover import SegmentHandover
 from topics.walshard.handlers.sinks import Sinks
 from topics.walshard.handlers.topic_calls import TopicCalls
-from topics.walshard.handlers.watch_sessions import SessionCalls, WatchSessions
+from topics.walshard.handlers.watch_sessions import WatchSessions
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.frame_tags import FrameTags
 from topics.walshard.hosted.holdings import Holdings
@@ -57,14 +56,12 @@ from topics.walshard.hosted.segment_files import SegmentFiles
 from topics.walshard.hosted.segment_tags import tags_max
 from topics.walshard.hosted.tag_search import TagSearch
 from topics.walshard.hosted.topic_index import TopicIndex
-from topics.walshard.routers import registrar
 from topics.walshard.routers.copier import Copier
 from topics.walshard.routers.feeds import Feeds
-from topics.walshard.routers.links import Links
 from topics.walshard.routers.originals import Originals
 from topics.walshard.routers.registrar import Registrar
 from topics.walshard.routers.routing import Routing
-from topics.walshard.routers.sources import Sources
+from topics.walshard.routers.sources import Links, Sources
 from topics.walshard.shard import Handlers, Shard
 from topics.walshard.step_clock import StepClock
 from topics.walshard.upkeep import Upkeep
@@ -78,13 +75,13 @@ def set_up(
     settings: Settings,
     shared: SharedMemory,
     index: int,
-    outbox: ShardRings,
+    rings: ShardRings,
     cell: ProcessCell,
     clock: Clock,
     fs: FileSystem,
     helpers: Helpers,
 ) -> Parts:
-    """The shard as its files say, its arena built and current.
+    """Return the shard as its files say, its arena built and current.
 
     Raises RefusedLog or FoldError when the log must not be used as it is.
     """
@@ -92,22 +89,18 @@ def set_up(
     generation = cell.get("generation") + 1
     unlink_arena(shared.identity, index, generation)  # of an incarnation that died while it recovered
     arena = ArenaWriter(shared.identity, index, generation)
-    place = _Place(settings, shared, index, cell, clock, fs)
+    place = _Place(settings, shared, index, rings, cell, clock, fs, helpers)
     files = SegmentFiles(fs, settings.data_dir, tags_max(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
     recovered = _read_logs(place, lambda topic_id: TopicIndex(topic_id, LocationRing(arena.heap, 1), files))
-    fold = recovered.fold
     if generation == 1:
         cell.set("wal_bytes_found", recovered.log_bytes)
 
-    sessions = WatchSessions()
-    sessions.recovered(fold.sessions, clock.monotonic_ms())
-    holdings = Holdings(shared.control, index, settings, sessions)
+    holdings = Holdings(shared.control, index, settings)
     catalog = Catalog(index, settings.wal_shards, arena, holdings, files, clock)
-    catalog.take_over(fold)
-    logs = _open_logs(place, recovered, catalog, outbox, helpers)
-    parts = _put_together(place, recovered, catalog, holdings, sessions, files, logs, outbox, helpers)
+    catalog.take_over(recovered.fold)
+    parts = _put_together(place, recovered, catalog, holdings, files)
 
-    logs.count()  # the compactor reads the log up to there
+    parts.logs.count()  # the compactor reads the log up to there
     holdings.settle()
     cell.set("torn_bytes", recovered.durable.torn_bytes)
     cell.set("arena_bytes", arena.used_bytes)
@@ -127,20 +120,17 @@ def set_up(
 
 
 class Parts(NamedTuple):
-    """A shard, and what it is made of."""
+    """A shard, and some of its parts."""
 
     shard: Shard
     catalog: Catalog
     files: SegmentFiles
     logs: Logs
     commits: Commits
-    holdings: Holdings
     sessions: WatchSessions
     deletes: Deletes
     queues: Queues
     sinks: Sinks
-    ram_trim: RamTrim
-    tags: TagSearch
 
 
 class Helpers(NamedTuple):
@@ -151,14 +141,16 @@ class Helpers(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a shard is: its settings, shared memory, number, cell, clock and file system."""
+    """The place of a shard: its settings, shared memory, number, rings, cell, clock, file system and threads."""
 
     settings: Settings
     shared: SharedMemory
     shard: int
+    rings: ShardRings
     cell: ProcessCell
     clock: Clock
     fs: FileSystem
+    helpers: Helpers
 
     @property
     def identity(self) -> WalIdentity:
@@ -166,17 +158,17 @@ class _Place(NamedTuple):
 
     @property
     def directory(self) -> str:
-        """Of the durable log."""
+        """Directory of the durable log."""
         return layout.group_dir(self.settings.data_dir, self.shard, self.settings.wal_shards)
 
     @property
     def ram_directory(self) -> str:
-        """Of the RAM log."""
+        """Directory of the RAM log."""
         return layout.ram_group_dir(self.shared.ram_dir, self.shard)
 
 
 class _Recovered(NamedTuple):
-    """What the files say: the fold of both logs, and how each was read."""
+    """The fold of both logs, and how each was read."""
 
     fold: Fold
     durable: Recovery
@@ -201,93 +193,71 @@ def _read_logs(place: _Place, make_index: Callable[[int], TopicIndex]) -> _Recov
     return _Recovered(fold, durable, ram, ram_frames + frames, log_bytes, snapshot_line)
 
 
-def _open_logs(place: _Place, recovered: _Recovered, catalog: Catalog, outbox: ShardRings, helpers: Helpers) -> Logs:
+def _open_logs(place: _Place, recovered: _Recovered, catalog: Catalog) -> Logs:
+    fs, identity, end = place.fs, place.identity, recovered.durable.end
+    file_bytes, helper = place.settings.wal_file_bytes, place.helpers.preallocating
+
     def open_ram() -> WalWriter:
         end = recovered.ram.end
-        return WalWriter(
-            place.fs, place.ram_directory, place.identity, end, file_bytes=RAM_FILE_BYTES, preallocate="none"
-        )
+        return WalWriter(fs, place.ram_directory, identity, end, file_bytes=RAM_FILE_BYTES, preallocate="none")
 
-    wal = WalWriter(
-        place.fs,
-        place.directory,
-        place.identity,
-        recovered.durable.end,
-        file_bytes=place.settings.wal_file_bytes,
-        helper=helpers.preallocating,
-    )
-    ends = recovered.durable.end, recovered.ram.end
+    wal = WalWriter(fs, place.directory, identity, end, file_bytes=file_bytes, helper=helper)
     ram = None if recovered.ram.end is None else open_ram()
-    return Logs(wal, ram, open_ram, catalog.relocate, outbox.withdraw, place.cell, ends, place.clock)
+    ends = end, recovered.ram.end
+    return Logs(wal, ram, open_ram, catalog.relocate, place.rings.withdraw, place.cell, ends, place.clock)
 
 
 def _put_together(
-    place: _Place,
-    recovered: _Recovered,
-    catalog: Catalog,
-    holdings: Holdings,
-    sessions: WatchSessions,
-    files: SegmentFiles,
-    logs: Logs,
-    outbox: ShardRings,
-    helpers: Helpers,
+    place: _Place, recovered: _Recovered, catalog: Catalog, holdings: Holdings, files: SegmentFiles
 ) -> Parts:
-    settings, shared, shard, cell, clock, fs = place
+    settings, shared, shard, rings, cell, clock, fs, helpers = place
+    logs = _open_logs(place, recovered, catalog)
     expiry = ExpiryClock(clock, log.warning, shared.control.trusted_offset_ms(Role.WALSHARD, shard))
     time = StepClock(clock, expiry)
     tags = TagSearch(files, FrameTags(fs, place.directory, place.ram_directory), clock)
     syncs = BackgroundSync(logs, helpers.syncing, shared.shard_wakes[shard], clock.monotonic_ms())
-    outbox.take_over([entry for entry in outbox.committed_before() if logs.holds(entry)])
-    commits = Commits(logs, syncs, outbox, catalog, recovered.fold.lost_heads, time)
+    rings.take_over([entry for entry in rings.committed_before() if logs.holds(entry)])
+    commits = Commits(logs, syncs, rings, catalog, recovered.fold.lost_heads, time)
 
     deletes = Deletes(catalog, tags, time)
     removals = Removals(deletes, time)
     appends = Appends(catalog, holdings, removals, time)
-    queues = Queues(catalog, removals, deletes, outbox.push, cell, time)
+    queues = Queues(catalog, removals, deletes, rings.push, cell, time)
     cursors = NamedCursors(catalog, time)
-    session_calls = SessionCalls(sessions, holdings, time)
+    sessions = WatchSessions(holdings, time)
+    sessions.recovered(recovered.fold.sessions)
     sinks = Sinks(fs, settings.data_dir, shard, settings.wal_shards, catalog, appends)
     routing = _make_routing(place, recovered.fold.routers, catalog, holdings, removals)
-    topic_calls = TopicCalls(catalog, deletes, routing.log_feed, Relogging(place.ram_directory), time)
+    topic_calls = TopicCalls(catalog, deletes, routing.log_feed, place.ram_directory, time)
     log_trim = LogTrim(logs, catalog, tags)
-    checkpoints = SegmentHandover(catalog, files, logs, log_trim, time)
-    watchers = Watchers(catalog, outbox.notify, outbox.forget_notices)
-    frontends = Frontends(shared.control, outbox.drain_dead, watchers, sessions, queues, cursors, time)
+    segments = SegmentHandover(catalog, files, logs, log_trim, time)
+    watchers = Watchers(catalog, rings.notify, rings.forget_notices)
+    frontends = Frontends(shared.control, rings.drain_dead, watchers, sessions, queues, cursors)
+
     in_group: dict[type, GroupHandler] = {AppendRequest: appends.prepare}
-    in_group |= queues.routes | cursors.routes | session_calls.routes | sinks.routes | checkpoints.routes
-    alone = topic_calls.routes | deletes.routes | cursors.alone_routes | session_calls.alone_routes
-    alone |= checkpoints.alone_routes | routing.alone_routes
-    handlers = Handlers(in_group | frontends.routes, alone, queues, cursors, frontends)
-    others = (sessions.ram_frames, routing.feeds.ram_frames)
+    for handler in (queues, cursors, sessions, sinks, segments, frontends):
+        in_group |= handler.routes
+    alone = topic_calls.alone_routes | deletes.alone_routes | routing.alone_routes
+    alone |= cursors.alone_routes | sessions.alone_routes | segments.alone_routes
+    handlers = Handlers(in_group, alone, queues, cursors, frontends)
+    others = sessions.ram_frames, routing.feeds.ram_frames
     ram_trim = RamTrim(fs, place.ram_directory, RAM_FILE_BYTES, logs, catalog, tags, others)
-    upkeep = Upkeep(catalog, files, syncs, log_trim, ram_trim, deletes, session_calls, clock)
-    return Parts(
-        Shard(outbox, handlers, routing, commits, holdings, upkeep, cell, time),
-        catalog,
-        files,
-        logs,
-        commits,
-        holdings,
-        sessions,
-        deletes,
-        queues,
-        sinks,
-        ram_trim,
-        tags,
-    )
+    upkeep = Upkeep(catalog, files, syncs, log_trim, ram_trim, deletes, sessions, clock)
+    whole = Shard(rings, handlers, routing, commits, holdings, upkeep, cell, time)
+    return Parts(whole, catalog, files, logs, commits, sessions, deletes, queues, sinks)
 
 
 def _make_routing(
     place: _Place, state: FoldedRouters, catalog: Catalog, holdings: Holdings, removals: Removals
 ) -> Routing:
-    settings, shared, shard, cell, clock, fs = place
-    originals = Originals(fs, settings, shared, shard, catalog, clock.monotonic_ms)
+    settings, shared, shard, _rings, cell, clock, fs, _helpers = place
+    originals = Originals(fs, settings, shared, clock.monotonic_ms)
     boards = [RouterBoard(board) for board in shared.router_boards]
     sources = Sources(catalog, RouterTable(shared.router_table), boards, Links(shared, shard))
     feeds = Feeds(RouterBoardWriter(shared.router_boards[shard]), clock.now_ms)
     feeds.recovered(state, {hosted.topic.id: hosted for hosted in catalog})
     registry: Registrar | None = None
-    if shard == registrar.SHARD:
+    if shard == ROUTERS_SHARD:
         writer = RouterTableWriter(shared.router_table)
         registry = Registrar(writer, state, cell, settings.max_routers, clock.now_ms)
     copier = Copier(originals, holdings.claim_bytes, cell, clock)
@@ -295,8 +265,8 @@ def _make_routing(
 
 
 def _restore(fold: Fold, fs: FileSystem, data_dir: str, directory: str) -> tuple[WalPosition | None, str]:
-    """What the newest snapshot knows of the log in `directory`: from where the log is to be read, None from its
-    beginning; and what the operator hears of it.
+    """Restore what the newest snapshot knows of the log in `directory`. Return the position from which the log is to be
+    read, None for its beginning, and a word on the snapshot for the service's log.
     """
     snapshot = load_snapshot(fs, data_dir)
     if snapshot is None:
@@ -316,7 +286,7 @@ def _restore(fold: Fold, fs: FileSystem, data_dir: str, directory: str) -> tuple
 
 
 def _fold_log(fold: Fold, recovery: Recovery, in_ram: bool, cell: ProcessCell) -> tuple[int, int]:
-    """Feeds the frames of one log, in order; returns how many, and their bytes."""
+    """Fold the frames of one log, in order; return how many, and their bytes."""
     frames = size_bytes = 0
     for batch in recovery:
         fold_frames(fold, batch, in_ram)

@@ -18,9 +18,8 @@ from topics.core.errors import TopicsError, invalid
 from topics.core.keys import ANYONE, ApiKey, KeyRing, KeyScope
 from topics.frontend.asgi import AsgiApp, Scope
 from topics.frontend.entry.responses import error_body
-from topics.key_sources import read_keys
 from topics.log import get_logger
-from topics.settings import Settings, SettingsError
+from topics.settings import Settings, SettingsError, read_keys
 from topics.shm.cap import Counted, KeyCounts
 from topics.shm.control import Cell, ProcessCell
 

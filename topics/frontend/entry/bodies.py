@@ -86,9 +86,7 @@ def allow_bodies_of(max_body_bytes: int) -> None:
 
 
 async def reserve(budget: Budget, size_bytes: int) -> None:
-    """Count `size_bytes` more until the current task ends or releases them. Raises `throttled` if no room comes free
-    in time.
-    """
+    """Count `size_bytes` more until the current task ends. Raises `throttled` if no room comes free in time."""
     task = asyncio.current_task()
     assert task is not None
     if task not in _reservations:
@@ -113,9 +111,7 @@ def _release(task: asyncio.Task[Any]) -> None:
 
 
 class MessageReservation:
-    """The room that one WebSocket message has in both budgets while it arrives and as long as it is kept. It is
-    released when nothing refers to it.
-    """
+    """The room of one WebSocket message in both budgets. It is released when nothing refers to it."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

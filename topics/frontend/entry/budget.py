@@ -20,9 +20,7 @@ RETRY_AFTER_MS: Final = 1000
 
 
 class AtLimit(Enum):
-    """The fate of a request that finds no room. One that waits and exceeds the whole budget enters it when it is
-    empty.
-    """
+    """The fate of a request that finds no room. One that waits may exceed an empty budget."""
 
     WAIT = "waits in line"
     REFUSE = "is refused"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -134,31 +134,23 @@ def error_body(error: TopicsError) -> bytes:
 
 def accepts_gzip(accept_encoding: bytes) -> bool:
     """Return True if `gzip` (or `*`) is listed with a weight above zero."""
-    chosen = False
-    for part in accept_encoding.lower().split(b","):
-        coding, _, parameters = part.partition(b";")
-        name = coding.strip()
-        if name in (b"gzip", b"x-gzip", b"*"):
-            weight = parameters.strip().removeprefix(b"q=").strip(b"0.")
-            acceptable = not parameters.strip() or bool(weight)
-            if name != b"*":
-                return acceptable
-            chosen = acceptable
-    return chosen
+    return _best_weight(accept_encoding, {b"*": 1, b"gzip": 2, b"x-gzip": 2}) > 0
 
 
 def weight(accept: bytes, media_type: bytes) -> float:
     """Return the weight of `media_type` in an Accept header, 0 to 1. The most specific range that covers it counts."""
-    main = media_type.partition(b"/")[0]
-    ranges = {b"*/*": 1, main + b"/*": 2, media_type: 3}
-    best, wanted = 0, 0.0
+    return _best_weight(accept, {b"*/*": 1, media_type.partition(b"/")[0] + b"/*": 2, media_type: 3})
+
+
+def _best_weight(accept: bytes, specificity: Mapping[bytes, int]) -> float:
+    best, weight = 0, 0.0
     for part in accept.lower().split(b","):
-        media_range, *parameters = (piece.strip() for piece in part.split(b";"))
-        specificity = ranges.get(media_range, 0)
-        if specificity > best:
-            given = next((value for value in parameters if value.startswith(b"q=")), b"q=1")
+        value, *parameters = (piece.strip() for piece in part.split(b";"))
+        if specificity.get(value, 0) > best:
+            best = specificity[value]
+            given = next((parameter[2:] for parameter in parameters if parameter.startswith(b"q=")), b"1")
             try:
-                best, wanted = specificity, min(1.0, max(0.0, float(given[2:])))
+                weight = min(1.0, max(0.0, float(given)))
             except ValueError:
-                best, wanted = specificity, 1.0
-    return wanted
+                weight = 1.0
+    return weight

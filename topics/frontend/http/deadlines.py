@@ -69,8 +69,7 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The most that a connection may ask for, in bytes and milliseconds."""
 
     max_header_bytes: int = 64 * 1024
-    """A whole head with its request line. The framing and trailers of a chunked body may be as long, plus eight times
-    the body."""
+    """A whole head with its request line. The framing of a chunked body may be as long, plus eight times the body."""
     max_headers: int = 128
     max_uri_bytes: int = 16 * 1024
     max_body_bytes: int = 64 * 1024 * 1024
@@ -91,8 +90,7 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     linger_ms: int = 1_000
     """The time for which input is read and dropped after a last answer, so that no reset overtakes the answer."""
     discard_max_bytes: int = 256 * 1024
-    """The rest of a body that is read and dropped after an early answer, to keep the connection. With a longer rest the
-    connection is closed."""
+    """The rest of a body that is dropped after an early answer, to keep the connection. A longer rest closes it."""
     discard_timeout_ms: int = 5_000
     """The time for which Hypercorn's connections read and drop such a rest before they are cut."""
     read_high_water_bytes: int = 64 * 1024

@@ -45,7 +45,7 @@ class Http1Factory:
         self.hand_over = hand_over
         self.clock = clock
         self.loop = asyncio.get_running_loop()
-        self.vanished = VanishedClients(self.loop, connections.open, limits.vanished_after_ms, clock)
+        self.vanished = VanishedClients(connections.open, limits.vanished_after_ms, clock)
         self.unread_head_max_bytes = max(limits.read_high_water_bytes, limits.max_header_bytes)
         """A head waits in memory until it is whole, so reading must not pause in the middle of it."""
 
@@ -117,7 +117,7 @@ class Http1Protocol(asyncio.Protocol):
         self._pending = bytearray()
         exchange, self._exchange = self._exchange, None  # breaks a reference cycle
         if exchange is not None:
-            exchange.lose()
+            exchange.drop()
 
     def data_received(self, data: bytes) -> None:
         if self._ending:
@@ -138,14 +138,14 @@ class Http1Protocol(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """asyncio: more than `write_high_water_bytes` are buffered for the client."""
-        exchange = self._exchange
         self.writable = False
         self._can_write.clear()
         self._deadlines.begin_reader(self.buffered_bytes)
-        if exchange is None or not exchange.pushing:  # the hub counts what event streams hold
+        push = None if self._exchange is None else self._exchange.push_stream
+        if push is None:
             self._factory.connections.kept.add(self, self._written_bytes)
-        if exchange is not None:
-            exchange.paused()
+        else:  # the hub counts what event streams hold
+            push.writable = False
         self.settle()
 
     def resume_writing(self) -> None:
@@ -157,8 +157,8 @@ class Http1Protocol(asyncio.Protocol):
         if self._pending or self._eof:
             self._loop.call_soon(self._advance_pending)
         self.settle()
-        if self._exchange is not None:
-            self._exchange.writable_again()
+        if self._exchange is not None and self._exchange.push_stream is not None:
+            self._exchange.push_stream.client_caught_up()
 
     # Bytes to requests.
 
@@ -211,7 +211,7 @@ class Http1Protocol(asyncio.Protocol):
         if self._parser.complete:
             exchange.half_closed()
         else:
-            exchange.lose()
+            exchange.drop()
             self._end()
 
     def _begin(self, head: Head) -> None:
@@ -345,7 +345,7 @@ class Http1Protocol(asyncio.Protocol):
         exchange, self._exchange, self._scope = self._exchange, None, None
         started = exchange is not None and exchange.stage in (AnswerStage.STREAMING, AnswerStage.DONE)
         if exchange is not None:
-            exchange.lose()
+            exchange.drop()
         if not started:
             self._transport.write(error_answer(error))
         elif exchange is not None and exchange.stage is AnswerStage.STREAMING:

@@ -95,7 +95,7 @@ class AnswerStage(IntEnum):
 class Exchange:
     """One request and its answer.
 
-    The connection calls `feed`, `end_of_request`, `half_closed` and `lose`; the app calls `receive`, `send`, `deliver`
+    The connection calls `feed`, `end_of_request`, `half_closed` and `drop`; the app calls `receive`, `send`, `deliver`
     and `push`. It does not refer to its scope, so that a finished request is freed by reference counting alone.
     """
 
@@ -119,7 +119,8 @@ class Exchange:
         self._length_left: int | None = None
         self._bodyless = False
         self._chunked = False
-        self._push: PushStream | None = None
+        self.push_stream: PushStream | None = None
+        """The writer of an event stream, after `push`."""
         self._unyielded_bytes = 0
         self.keep_alive = head.keep_alive
         self.stage = AnswerStage.WAITING
@@ -148,10 +149,9 @@ class Exchange:
         try:
             await app(scope, self.receive, self.send)
         except asyncio.CancelledError:
-            if self._connection.draining:
-                self._fail(TopicsError("shutting_down", "the server is stopping"))
-            else:
-                self._fail(TopicsError("internal", "the request was cancelled inside the server"))
+            cancelled = TopicsError("internal", "the request was cancelled inside the server")
+            stopping = TopicsError("shutting_down", "the server is stopping")
+            self._fail(stopping if self._connection.draining else cancelled)
             raise
         except Exception as error:  # noqa: BLE001 - the border between the app and the connection
             # An app that fails because its client is gone has nothing to report (Starlette wraps the error).
@@ -159,8 +159,8 @@ class Exchange:
                 _log.exception("request failed", method=scope["method"], path=scope["path"])
             self._fail(TopicsError("internal", "the request failed inside the server"))
         else:
-            if self._push is not None:
-                self._push.close()
+            if self.push_stream is not None:
+                self.push_stream.close()
             if self.stage is not AnswerStage.DONE and not self.lost:
                 if self.half_closed_by_client:  # the app was told of the disconnect, and may give up
                     self._transport.abort()
@@ -174,11 +174,6 @@ class Exchange:
     def unread_bytes(self) -> int:
         """Bytes of the body that have arrived and that the app has not received."""
         return len(self._body)
-
-    @property
-    def pushing(self) -> bool:
-        """True if the answer is an event stream."""
-        return self._push is not None
 
     def feed(self, data: bytes) -> None:
         """Add a piece of the body."""
@@ -202,15 +197,15 @@ class Exchange:
         """Tell the app that the client sends nothing more. It may still be reading, so the answer goes out."""
         self.half_closed_by_client = True
         self._wake()
-        if self._push is not None:
-            self._push.client_gone()
+        if self.push_stream is not None:
+            self.push_stream.client_gone()
 
-    def lose(self) -> None:
+    def drop(self) -> None:
         """Drop the exchange: nobody reads the answer."""
         self.lost = True
         self._body = b""
         self._wake()
-        push, self._push = self._push, None
+        push, self.push_stream = self.push_stream, None
         if push is not None:
             push.client_gone()
 
@@ -297,18 +292,8 @@ class Exchange:
             )
         self._send_body(b"", more=True)
         end = partial(self._send_body, b"", more=False)
-        self._push = PushStream(self._transport, self._chunked, self._connection.writable, end)
-        return self._push
-
-    def paused(self) -> None:
-        """Pause the event stream: the transport is above its high-water mark."""
-        if self._push is not None:
-            self._push.writable = False
-
-    def writable_again(self) -> None:
-        """Resume the event stream: the transport is below its low-water mark."""
-        if self._push is not None:
-            self._push.client_caught_up()
+        self.push_stream = PushStream(self._transport, self._chunked, self._connection.writable, end)
+        return self.push_stream
 
     def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         if self.stage is not AnswerStage.WAITING:
@@ -336,26 +321,23 @@ class Exchange:
         self.stage = AnswerStage.STARTED
 
     def _send_body(self, body: bytes, more: bool) -> None:
+        head = b""
         if self.stage is AnswerStage.STARTED:
             head = self._finish_head(body, more)
             self.stage = AnswerStage.STREAMING
-            if self._bodyless or not body:
-                self._connection.write(head + LAST_CHUNK if self._chunked and not more and not self._bodyless else head)
-            elif self._chunked:
-                self._connection.write(head, chunk(body) if more else chunk(body) + LAST_CHUNK)
-            else:
-                self._connection.write(head, body)
-        elif self.stage is AnswerStage.STREAMING:
-            if not self._bodyless:
-                if self._length_left is not None:
-                    self._length_left -= len(body)
-                    self._check_length(more)
-                if body:
-                    self._connection.write(chunk(body) if self._chunked else body)
-                if self._chunked and not more:
-                    self._connection.write(LAST_CHUNK)
-        else:
+        elif self.stage is not AnswerStage.STREAMING:
             raise RuntimeError(f"http.response.body is out of place: the answer is {self.stage.name.lower()}")
+        elif self._length_left is not None:
+            self._length_left -= len(body)
+            self._check_length(more)
+        if self._bodyless:
+            body = b""
+        elif self._chunked:
+            body = (chunk(body) if body else b"") + (b"" if more else LAST_CHUNK)
+        if head:
+            self._connection.write(head, body)
+        elif body:
+            self._connection.write(body)
         if not more:
             self._done()
 

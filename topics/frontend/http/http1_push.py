@@ -29,9 +29,7 @@ class PushStream:
         self._chunked = chunked
         self.closed = False
         self.writable = writable
-        """True while the stream is open and below the high-water mark. An attribute, because it is read for each frame
-        and client.
-        """
+        """True while it is open and below the high-water mark. An attribute, as each frame reads it for each client."""
         self.on_writable: Callable[[], None] | None = None
         self.on_close: Callable[[], None] | None = None
 
@@ -46,9 +44,7 @@ class PushStream:
         return -self._transport.get_write_buffer_size()
 
     def write(self, data: bytes) -> bool:
-        """Send `data` now; nothing if it is empty or the stream is closed. False: the client is above the high-water
-        mark.
-        """
+        """Send `data` now, unless the stream is closed. False: the client is above the high-water mark."""
         global _last_chunk
         if data and not self.closed:
             if self._chunked:

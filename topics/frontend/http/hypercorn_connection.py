@@ -21,7 +21,6 @@ from hypercorn.config import Config
 from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.protocol.ws_stream import WSStream
-from hypercorn.typing import AppWrapper
 
 from topics.frontend.asgi import AsgiApp, Message, Receive, Scope, Send, WriteBuffer
 from topics.frontend.entry import limits
@@ -126,7 +125,7 @@ class ConnectionContext(WorkerContext):
                 await self.closed.wait()
 
 
-def context_of(part: H2Protocol | HTTPStream | WSStream) -> ConnectionContext:
+def context_of(part: TCPServer | H2Protocol | HTTPStream | WSStream) -> ConnectionContext:
     """Return the connection's context, which Hypercorn knows by its base class."""
     return cast(ConnectionContext, part.context)
 
@@ -139,14 +138,8 @@ async def _drop(receive: Receive) -> None:
 class WatchedProtocol(asyncio.StreamReaderProtocol):
     """Tells the context when the connection is closed, and when its client falls behind and catches up."""
 
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        connected: Callable[[asyncio.StreamReader, asyncio.StreamWriter], None],
-        loop: asyncio.AbstractEventLoop,
-        context: ConnectionContext,
-    ) -> None:
-        super().__init__(reader, connected, loop)
+    def __init__(self, context: ConnectionContext, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._context = context
 
     @property
@@ -181,19 +174,9 @@ class WatchedProtocol(asyncio.StreamReaderProtocol):
 class HypercornConnection(TCPServer):
     """Hypercorn's connection. Other than Hypercorn's, it limits the time for which a client may not read its end."""
 
-    def __init__(
-        self,
-        app: AppWrapper,
-        loop: asyncio.AbstractEventLoop,
-        config: Config,
-        context: ConnectionContext,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        high_water_bytes: int,
-    ) -> None:
-        super().__init__(app, loop, config, context, {}, reader, writer)
-        context.server = self
-        self._reader_timer = context.reader_timer
+    def __init__(self, high_water_bytes: int, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        context_of(self).server = self
         self._high_water_bytes = high_water_bytes
 
     async def wait_emptied(self) -> None:
@@ -211,11 +194,11 @@ class HypercornConnection(TCPServer):
                 raise ConnectionResetError("the client is gone")
 
     async def _initiate_server_close(self) -> None:
-        self._reader_timer.start()
+        context_of(self).reader_timer.start()
         await super()._initiate_server_close()
 
     async def _close(self) -> None:
-        self._reader_timer.start()
+        context_of(self).reader_timer.start()
         await super()._close()
 
 
@@ -240,7 +223,7 @@ class HypercornConnections:
         watch = partial(SlowReaderTimer, self._limits, self._clock, self._loop)
         context = ConnectionContext(transport, watch, self._connections.kept)
         reader = asyncio.StreamReader(limit=self._limits.read_high_water_bytes, loop=self._loop)
-        protocol = WatchedProtocol(reader, partial(self._start, context), self._loop, context)
+        protocol = WatchedProtocol(context, reader, partial(self._start, context), self._loop)
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
         protocol.data_received(_without_compression(data))
@@ -258,7 +241,7 @@ class HypercornConnections:
         try:
             app = ASGIWrapper(cast(Any, partial(self._run, context)))
             high_water_bytes = self._limits.write_high_water_bytes
-            await HypercornConnection(app, self._loop, self._config, context, reader, writer, high_water_bytes)
+            await HypercornConnection(high_water_bytes, app, self._loop, self._config, context, {}, reader, writer)
         except Exception:
             log.exception("connection failed")
         finally:

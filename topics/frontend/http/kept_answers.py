@@ -54,9 +54,7 @@ class KeptAnswers:
         return self.budget.held_bytes
 
     def add(self, holder: AnswerHolder, written_bytes: int = 0) -> None:
-        """Count the answer of a client that is behind. `written_bytes`: length of the last write, of which the client
-        has read some.
-        """
+        """Count the answer of a client that is behind. `written_bytes` is the length of the last write, partly read."""
         len_bytes = max(holder.buffered_bytes, written_bytes)
         if len_bytes >= COUNTED_FROM_BYTES and holder not in self._len_bytes:
             self._len_bytes[holder] = len_bytes

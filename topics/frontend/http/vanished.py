@@ -48,15 +48,26 @@ def unacknowledged_ms(end: socket.socket) -> int | None:
     return last_ack_ms if unacked else None
 
 
-class Unacknowledged:
-    """Connections with unacknowledged data, and the monotonic ms since which no acknowledgement came.
+class VanishedClients:
+    """Checks `connections` regularly, and aborts those whose clients have vanished.
 
-    The kernel's time of the last acknowledgement is not enough: it may be older than what was sent.
+    It keeps the monotonic ms since which nothing of a connection's data was acknowledged. The kernel's time of the last
+    acknowledgement is not enough: it may be older than the data.
     """
 
-    def __init__(self, vanished_ms: int) -> None:
+    def __init__(self, connections: Collection[TcpConnection], vanished_ms: int, clock: Clock) -> None:
+        self._connections = connections
         self._vanished_ms = vanished_ms
+        self._clock = clock
         self._since_ms: dict[TcpConnection, int] = {}
+        self._todo: list[TcpConnection] = []
+        self._timer: asyncio.Handle | None = None
+
+    def start(self) -> None:
+        """Check as long as there are connections. Idempotent."""
+        if self._timer is None:
+            every_s = self._vanished_ms / 1000 / CHECKS_PER_TIMEOUT
+            self._timer = asyncio.get_running_loop().call_later(every_s, self.check)
 
     def has_vanished(self, connection: TcpConnection, unacknowledged_ms: int | None, now_ms: int) -> bool:
         """Note one check of a connection, and return True if its client has vanished."""
@@ -69,37 +80,10 @@ class Unacknowledged:
         self._since_ms[connection] = since_ms
         return now_ms - since_ms >= self._vanished_ms
 
-    def retain(self, connections: Collection[TcpConnection]) -> None:
-        """Forget all but `connections`."""
-        for connection in self._since_ms.keys() - set(connections):
-            del self._since_ms[connection]
-
-
-class VanishedClients:
-    """Checks `connections` regularly, and aborts those whose clients have vanished."""
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        connections: Collection[TcpConnection],
-        vanished_ms: int,
-        clock: Clock,
-    ) -> None:
-        self._loop = loop
-        self._clock = clock
-        self._connections = connections
-        self._unacknowledged = Unacknowledged(vanished_ms)
-        self._every_s = vanished_ms / 1000 / CHECKS_PER_TIMEOUT
-        self._todo: list[TcpConnection] = []
-        self._timer: asyncio.Handle | None = None
-
-    def start(self) -> None:
-        """Check as long as there are connections. Idempotent."""
-        if self._timer is None:
-            self._timer = self._loop.call_later(self._every_s, self._check)
-
-    def _check(self) -> None:
-        self._unacknowledged.retain(self._connections)
+    def check(self) -> None:
+        """Check all connections, some of them in each turn of the event loop."""
+        for closed in self._since_ms.keys() - set(self._connections):
+            del self._since_ms[closed]
         self._todo = list(self._connections)
         self._check_some()
 
@@ -109,9 +93,9 @@ class VanishedClients:
         for _ in range(min(CHECKED_PER_TURN, len(self._todo))):
             connection = self._todo.pop()
             end = connection.open_socket
-            if end is not None and self._unacknowledged.has_vanished(connection, unacknowledged_ms(end), now_ms):
+            if end is not None and self.has_vanished(connection, unacknowledged_ms(end), now_ms):
                 connection.abort()
         if self._todo:
-            self._timer = self._loop.call_soon(self._check_some)
+            self._timer = asyncio.get_running_loop().call_soon(self._check_some)
         elif self._connections:
             self.start()

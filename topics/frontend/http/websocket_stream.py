@@ -92,9 +92,7 @@ class CountedMessages(WebsocketBuffer):
 
 
 class BoundedWebSocket(WSStream):
-    """Hypercorn's stream of a WebSocket, except for how it refuses and how it sends. Its app finds it in its scope as
-    a `WriteBuffer`.
-    """
+    """Hypercorn's stream of a WebSocket, except for how it refuses and sends. A `WriteBuffer` in its app's scope."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -209,7 +207,9 @@ class BoundedWebSocket(WSStream):
         context = context_of(self)
         if context.http2 is None:
             return context.transport
-        return cast("BoundedBuffer | None", context.http2.stream_buffers.get(self.stream_id))
+        buffer = context.http2.stream_buffers.get(self.stream_id)
+        assert isinstance(buffer, BoundedBuffer | None)
+        return buffer
 
 
 def handshake_error(headers: list[tuple[bytes, bytes]], http_version: str) -> TopicsError | None:

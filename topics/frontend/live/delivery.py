@@ -52,8 +52,8 @@ class Hub:
         self._clock = clock
         self._connections: dict[StreamConnection, None] = {}
         self._channels: dict[str, Channel] = {}
-        self._ready: Scheduler[Channel] = Scheduler(lambda channel: topics.base_priority(channel.name))
-        """Channels that have work."""
+        self.ready: Scheduler[Channel] = Scheduler(lambda channel: topics.base_priority(channel.name))
+        """The channels that have work. Others may read it."""
         self.steps = StepCache(topics)
         self._failed: dict[tuple[StreamConnection, int], None] = {}
         self._kept = Budget(limits.KEPT_FRAMES)
@@ -112,20 +112,15 @@ class Hub:
         for connection in list(self._connections):
             self.close(connection)
 
-    @property
-    def ready(self) -> Scheduler[Channel]:
-        """The topics that wait to be delivered. For reading only."""
-        return self._ready
-
     def waiting_ms(self, name: str) -> int:
         """Return how long new records of a topic have been waiting to be delivered here."""
         channel = self._channels.get(name)
-        return 0 if channel is None else self._ready.waiting_ms(channel, self._clock.monotonic_ms())
+        return 0 if channel is None else self.ready.waiting_ms(channel, self._clock.monotonic_ms())
 
     def pause(self, paused: bool) -> None:
         """Stop or resume the delivery of topics with negative priority. Those that wait long rise above zero."""
-        if self._ready.paused != paused:
-            self._ready.paused = paused
+        if self.ready.paused != paused:
+            self.ready.paused = paused
             self._schedule_rest()
 
     # -- joining and leaving channels
@@ -154,7 +149,7 @@ class Hub:
             assert channel.watch is not None
             channel.watch.cancel()
             self._undurable.pop(channel, None)
-            self._ready.discard(channel)
+            self.ready.discard(channel)
             self._topics.forget(name)
             del self._channels[name]
 
@@ -211,7 +206,7 @@ class Hub:
         self._mark(channel, self._clock.monotonic_ms())
 
     def _mark(self, channel: Channel, now_ms: int) -> None:
-        self._ready.mark(channel, now_ms)
+        self.ready.mark(channel, now_ms)
         self._schedule()
 
     def _schedule(self) -> None:
@@ -253,7 +248,7 @@ class Hub:
         self.steps.begin()
         until_s = self._loop.time() + SLICE_S
         try:
-            while (channel := self._ready.take(now_ms)) is not None:
+            while (channel := self.ready.take(now_ms)) is not None:
                 self._serve(channel, work)
                 if self._loop.time() >= until_s:
                     break
@@ -276,18 +271,18 @@ class Hub:
                 cost += self._read_on(channel, work)
         finally:
             fresh = not channel.todo and not channel.backlog_due
-            self._ready.served(cost, work.now_ms, more=channel.has_work, fresh=fresh)
+            self.ready.served(cost, work.now_ms, more=channel.has_work, fresh=fresh)
 
     def _schedule_rest(self) -> None:
-        if self._ready.eligible:
+        if self.ready.eligible:
             self._schedule()
-        elif len(self._ready) and self._age_timer is None:
+        elif len(self.ready) and self._age_timer is None:
             self._age_timer = self._loop.call_later(TICK_MS / 1000, self._age)
 
     def _age(self) -> None:
         """Age the waiting topics, none of which may be delivered yet."""
         self._age_timer = None
-        self._ready.age(self._clock.monotonic_ms())
+        self.ready.age(self._clock.monotonic_ms())
         self._schedule_rest()
 
     def _fan_out(self, channel: Channel, work: Slice) -> int:

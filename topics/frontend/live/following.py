@@ -66,7 +66,7 @@ def check_strong(refs: dict[str, TopicRef]) -> None:
             raise error
 
 
-def resolve(reader: TopicReader, ref: TopicRef, start: StartBody) -> int:
+def start_seq(reader: TopicReader, ref: TopicRef, start: StartBody) -> int:
     """Return the seq to start from: beyond the head only if the topic was recreated, so that its reader is told."""
     view = ref.view
     from_seq = start.from_seq if start.from_ts is None else reader.seq_before(ref, start.from_ts)
@@ -74,7 +74,7 @@ def resolve(reader: TopicReader, ref: TopicRef, start: StartBody) -> int:
     return view.head_seq if start.tail or beyond else from_seq
 
 
-def place(reader: TopicReader, ref: TopicRef, from_seq: int) -> dict[str, int]:
+def topic_state(reader: TopicReader, ref: TopicRef, from_seq: int) -> dict[str, int]:
     """Return the state of a topic as the answer has it."""
     # The page at the head has no record, but both ends of the topic at this moment.
     page = reader.read_page(ref, ref.view.head_seq, _NO_RECORDS, reader.now_ms())

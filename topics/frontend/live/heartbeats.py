@@ -6,7 +6,7 @@ import asyncio
 import heapq
 from collections.abc import Callable
 from itertools import count
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final
 
 from topics.core.clock import Clock
 from topics.frontend.live.channels import StreamConnection
@@ -16,17 +16,7 @@ PER_TURN_MAX: Final = 64
 """Heartbeats in one turn of the event loop, which has other things to do as well."""
 
 
-class IdleConnection(Protocol):
-    """A connection that needs a heartbeat `heartbeat_ms` after `idle_since_ms`."""
-
-    heartbeat_ms: int
-    idle_since_ms: int
-
-
-ConnectionT = TypeVar("ConnectionT", bound=IdleConnection)
-
-
-class HeartbeatQueue(Generic[ConnectionT]):
+class HeartbeatQueue:
     """Connections by the time of their next heartbeat. Pure: the monotonic time is passed in.
 
     A write to a connection costs nothing here: `pop_due` checks it at its old time and files it again.
@@ -35,15 +25,15 @@ class HeartbeatQueue(Generic[ConnectionT]):
     def __init__(self) -> None:
         self._heap: list[list[Any]] = []
         """Entries [due_ms, serial, connection; None if removed]."""
-        self._entries: dict[ConnectionT, list[Any]] = {}
+        self._entries: dict[StreamConnection, list[Any]] = {}
         self._serials = count()
 
-    def add(self, connection: ConnectionT) -> None:
+    def add(self, connection: StreamConnection) -> None:
         due_ms = connection.idle_since_ms + connection.heartbeat_ms
         entry = self._entries[connection] = [due_ms, next(self._serials), connection]
         heapq.heappush(self._heap, entry)
 
-    def remove(self, connection: ConnectionT) -> None:
+    def remove(self, connection: StreamConnection) -> None:
         """Forget a connection. Idempotent. Its empty entry stays in the heap until it is due."""
         entry = self._entries.pop(connection, None)
         if entry is not None:
@@ -54,7 +44,7 @@ class HeartbeatQueue(Generic[ConnectionT]):
         """The time of the next check; None if there is none."""
         return self._heap[0][0] if self._heap else None
 
-    def pop_due(self, now_ms: int, most: int) -> list[ConnectionT]:
+    def pop_due(self, now_ms: int, most: int) -> list[StreamConnection]:
         """Return connections that have been idle for `heartbeat_ms`, and count them as written to now.
 
         Checks `most` and leaves the rest due: the streams of one topic were all written to at the same moment.
@@ -73,15 +63,13 @@ class HeartbeatQueue(Generic[ConnectionT]):
 
 
 class HeartbeatSender:
-    """Sends the heartbeats of one frontend's streams, and calls `on_stalled(connection, now_ms)` for clients that are
-    not writable.
-    """
+    """Sends the heartbeats of a frontend. Calls `on_stalled(connection, now_ms)` for clients that are not writable."""
 
     def __init__(self, clock: Clock, on_stalled: Callable[[StreamConnection, int], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._clock = clock
         self._on_stalled = on_stalled
-        self._queue: HeartbeatQueue[StreamConnection] = HeartbeatQueue()
+        self._queue = HeartbeatQueue()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_ms = 0
 
@@ -96,16 +84,14 @@ class HeartbeatSender:
 
     def _arm(self) -> None:
         next_ms = self._queue.next_ms
+        if next_ms is None or (self._timer is not None and self._timer_at_ms <= next_ms):
+            return
         if self._timer is not None:
-            if next_ms is not None and self._timer_at_ms <= next_ms:
-                return
             self._timer.cancel()
-            self._timer = None
-        if next_ms is not None:
-            self._timer_at_ms = next_ms
-            # 0 for those that are due already: the loop does what else is ready before it comes back.
-            delay_ms = max(0, next_ms - self._clock.monotonic_ms())
-            self._timer = self._loop.call_later(delay_ms / 1000, self._send)
+        self._timer_at_ms = next_ms
+        # 0 for those that are due already: the loop does what else is ready before it comes back.
+        delay_ms = max(0, next_ms - self._clock.monotonic_ms())
+        self._timer = self._loop.call_later(delay_ms / 1000, self._send)
 
     def _send(self) -> None:
         self._timer = None

@@ -128,7 +128,7 @@ class AsgiPush:
                 self.on_close()
 
 
-async def gone_before(done: asyncio.Future[Any], receive: Receive) -> bool:
+async def disconnected_before(done: asyncio.Future[Any], receive: Receive) -> bool:
     """Wait for `done` or the client's disconnect, and return True if the client is gone."""
     gone = asyncio.create_task(until_disconnect(receive))
     try:

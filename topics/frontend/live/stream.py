@@ -19,9 +19,10 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from topics.api.answers import TombstoneAnswer as Tombstone
 from topics.frontend.live.wording import EVENT_STREAM, Wording
 from topics.frontend.reads.cold import ColdMissError
-from topics.frontend.reads.reading import RecordPage, Tombstone
+from topics.frontend.reads.reading import RecordPage
 from topics.frontend.reads.records import PageOptions
 
 RETRY_AFTER_MS: Final = 1_000
@@ -94,7 +95,7 @@ def frame_page(
 
 
 class StreamSpec:
-    """The topics that a stream follows, and how it reads and words them. Made by `StreamSpecs`; owns its states."""
+    """The topics that a stream follows, and how it reads and words them. Owns the states of its streams."""
 
     __slots__ = ("__weakref__", "_states", "names", "options", "strong", "topic_ids", "wording")
 
@@ -133,20 +134,9 @@ class StreamSpecs:
     def __init__(self) -> None:
         self._specs: WeakValueDictionary[tuple[object, ...], StreamSpec] = WeakValueDictionary()
 
-    def get(
-        self,
-        names: tuple[str, ...],
-        topic_ids: tuple[int, ...],
-        options: PageOptions,
-        strong: bool,
-        wording: Wording = EVENT_STREAM,
-    ) -> StreamSpec:
-        """Return the one spec with these values."""
-        key = (names, topic_ids, options, strong, wording)
-        spec = self._specs.get(key)
-        if spec is None:
-            spec = self._specs[key] = StreamSpec(names, topic_ids, options, strong, wording)
-        return spec
+    def share(self, spec: StreamSpec) -> StreamSpec:
+        """Return the one spec that is equal to `spec`."""
+        return self._specs.setdefault((spec.names, spec.topic_ids, spec.options, spec.strong, spec.wording), spec)
 
 
 class StreamState:

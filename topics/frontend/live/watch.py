@@ -3,54 +3,43 @@
 from __future__ import annotations
 
 import hmac
-import time
-from typing import Any, Final
 
-from starlette.datastructures import QueryParams
-
-from topics.api import answers as answer
+from topics.api import answers
 from topics.api.requests import WatchBody
 from topics.core.errors import TopicsError
 from topics.core.keys import ANYONE, ApiKey, KeyScope
 from topics.frontend.asgi import Receive, Scope, Send
-from topics.frontend.entry import wire
-from topics.frontend.entry.access import Access, caller_of
-from topics.frontend.entry.bodies import Headers, read_body
+from topics.frontend.entry.access import Access
+from topics.frontend.entry.bodies import Headers
 from topics.frontend.entry.query import flag
-from topics.frontend.entry.responses import HeaderList, send_object, weight
-from topics.frontend.live import cursor
+from topics.frontend.live import cursor, event_streams
 from topics.frontend.live.channels import StreamConnection
 from topics.frontend.live.delivery import Hub
-from topics.frontend.live.following import check_starts, check_strong, page_options, place, resolve
-from topics.frontend.live.push import AsgiPush, until_disconnect
+from topics.frontend.live.event_streams import HEARTBEAT_MAX_MS, StreamSlots
+from topics.frontend.live.following import check_starts, check_strong, page_options, start_seq, topic_state
 from topics.frontend.live.session_client import SESSION_TTL_MS, Follow, Opened, Session, SessionClient, without_nodes
-from topics.frontend.live.stream import StreamState
+from topics.frontend.live.stream import StreamSpec, StreamState
 from topics.frontend.live.websocket_route import needs_upgrade
 from topics.frontend.live.wording import EVENT_STREAM
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.node_sets import node_sets
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.reads.records import PageOptions
+from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
 from topics.frontend.routes.operations import (
     EVENTS,
     LOST,
+    TOPIC_LOST,
     Answer,
     ApiOperation,
     Binding,
+    Outcome,
     Query,
     flag_query,
-    json_answer,
+    ok,
 )
 from topics.settings import Settings
-from topics.shm.cap import Cap, Counted
 from topics.shm.durations import Route
-
-HEARTBEAT_MAX_MS: Final = 60_000
-EVENT_STREAM_HEADERS: Final[HeaderList] = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-store"),
-    (b"x-accel-buffering", b"no"),
-]
 
 
 class WatchRoutes:
@@ -63,98 +52,77 @@ class WatchRoutes:
         hub: Hub,
         access: Access,
         settings: Settings,
-        places: Cap,
+        slots: StreamSlots,
         catching_up: CatchingUp,
     ) -> None:
-        """`places` caps the open streams of the whole service."""
         self._reader = reader
         self._sessions = sessions
         self._hub = hub
         self._access = access
         self._settings = settings
-        self._places = places
+        self._slots = slots
         self._catching_up = catching_up
         self._streams: dict[StreamConnection, Session] = {}
         access.on_change(self._end_forbidden)
 
-    async def create(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started_ns = time.perf_counter_ns()
-        headers = dict(scope["headers"])
-        lenient = flag(QueryParams(scope["query_string"]), "lenient", False)
-        request = wire.decode_as(WatchBody, await read_body(receive, headers, self._settings.max_body_bytes))
-        check_starts(request.topics, self._settings.max_watch_topics)
-        caller = caller_of(scope)
-        caller.require(KeyScope.READ, request.topics)
-        await self._catching_up.wait_for_all(request.topics)
-        found = {name: ref for name in request.topics if (ref := self._find(name, lenient)) is not None}
+    @json_route
+    async def create(self, request: ApiRequest) -> JsonReply:
+        lenient = flag(request.query, "lenient", False)
+        body = await request.decoded(WatchBody, self._settings.max_body_bytes)
+        check_starts(body.topics, self._settings.max_watch_topics)
+        request.caller.require(KeyScope.READ, body.topics)
+        await self._catching_up.wait_for_all(body.topics)
+        found = {name: ref for name in body.topics if (ref := self._find(name, lenient)) is not None}
         follows = {
-            name: Follow(ref.view.topic_id, resolve(self._reader, ref, request.topics[name]))
+            name: Follow(ref.view.topic_id, start_seq(self._reader, ref, body.topics[name]))
             for name, ref in found.items()
         }
-        if request.strong:
+        if body.strong:
             check_strong(found)
-        states = {name: place(self._reader, ref, follows[name].from_seq) for name, ref in found.items()}
-        options = page_options(request, self._settings)
+        states = {name: topic_state(self._reader, ref, follows[name].from_seq) for name, ref in found.items()}
+        options = page_options(body, self._settings)
         wid = await self._sessions.create(
             Session(
                 follows,
                 None if options.nodes is None else sorted(options.nodes),
                 options.limit,
                 options.max_batch_bytes,
-                max(self._settings.test_min_heartbeat_ms, min(request.heartbeat_ms, HEARTBEAT_MAX_MS)),
+                max(self._settings.test_min_heartbeat_ms, min(body.heartbeat_ms, HEARTBEAT_MAX_MS)),
                 options.include_tags,
                 options.include_meta,
                 options.include_data,
-                request.strong,
-                caller.digest,
+                body.strong,
+                request.caller.digest,
             )
         )
-        answer: dict[str, Any] = {
-            "wid": wid,
-            "stream_url": f"/v0/watch/{wid}",
-            "session_ttl_ms": SESSION_TTL_MS,
-            "topics": states,
-        }
-        await send_object(send, headers, 200, answer, started_ns)
+        stream_url = f"/v0/watch/{wid}"
+        return JsonReply({"wid": wid, "stream_url": stream_url, "session_ttl_ms": SESSION_TTL_MS, "topics": states})
 
     async def stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        accept = headers.get(b"accept")
-        if accept is not None and not accepts_event_stream(accept):
-            shown = accept[:100].decode("latin-1")
-            raise TopicsError("not_acceptable", f"this is a text/event-stream, which Accept: {shown} rules out")
+        event_streams.check_accept(headers)
         wid = scope["path_params"]["wid"]
         caller = ANYONE
         if self._access.on:
             caller = self._admit(await self._sessions.get(wid), scope)
         # Before the session is opened: a refused request must not end the stream that has it.
-        self._access.limits.acquire(caller, Counted.STREAMS)
-        try:
-            if not self._places.claim():
-                raise self._places.reached()
-            try:
-                await self._stream(wid, headers, scope, receive, send)
-            finally:
-                self._places.release()
-        finally:
-            self._access.limits.release(caller, Counted.STREAMS)
+        with self._slots.hold(caller):
+            await self._stream(wid, headers, scope, receive, send)
 
     async def _stream(self, wid: str, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
         opened = await self._sessions.open(wid)
         connection: StreamConnection | None = None
         try:
-            stream = self._resume(opened, headers.get(b"last-event-id"))
+            state = self._resume(opened, headers.get(b"last-event-id"))
             opened = without_nodes(opened)  # its spec has them, as a set that streams share
             if self._hub.draining:
-                raise TopicsError("shutting_down", "the service is stopping; ask again when it is back")
-            await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
-            extension = scope.get("extensions", {}).get("topics.push")
-            push = AsgiPush(send) if extension is None else extension()
-            connection = self._hub.open(push, stream, opened.session.heartbeat_ms)
+                raise event_streams.stopping()
+            push = await event_streams.begin_stream(scope, send)
+            connection = self._hub.open(push, state, opened.session.heartbeat_ms)
             self._streams[connection] = opened.session
             # The keys may have changed since it was admitted.
             self._end_if_forbidden(connection, opened.session)
-            await (push.run(receive) if isinstance(push, AsgiPush) else until_disconnect(receive))
+            await event_streams.run_stream(push, receive)
         finally:
             if connection is None:
                 self._sessions.abandon(opened)
@@ -197,7 +165,7 @@ class WatchRoutes:
                 ref = self._reader.find(name)
                 if ref is not None and ref.view.topic_id == follows[name].topic_id:
                     heads[name] = ref.view.head_seq
-        spec = self._hub.specs.get(
+        spec = StreamSpec(
             tuple(follows),
             tuple(follow.topic_id for follow in follows.values()),
             PageOptions(
@@ -211,37 +179,28 @@ class WatchRoutes:
             ),
             session.strong,
         )
-        return spec.start(cursor.resume(follows.keys(), stored, seen, opened.exact, heads))
-
-
-def accepts_event_stream(accept: bytes) -> bool:
-    """Return True if an Accept header allows `text/event-stream`."""
-    return weight(accept, b"text/event-stream") > 0
+        return self._hub.specs.share(spec).start(cursor.resume(follows.keys(), stored, seen, opened.exact, heads))
 
 
 def watch_operations(watch: WatchRoutes) -> list[ApiOperation]:
     """Event streams and WebSockets (api §7)."""
+    events = ok("Events: record, tombstone, caught-up, topic-deleted, error", None, EVENTS)
+    upgrade = {101: Answer("Switching to WebSocket", {})}
     return [
         ApiOperation(
             Binding("POST", "/v0/watch", watch.create, Route.CREATE_WATCH, KeyScope.READ, "watch"),
-            "Make a watch session",
-            {200: json_answer("The session", answer.WatchAnswer)},
-            ("topic_not_found", *LOST),
+            Outcome("Make a watch session", ok("The session", answers.WatchAnswer), TOPIC_LOST),
             body=WatchBody,
             query=(flag_query("lenient", False, "leave out topics that do not exist"),),
         ),
         ApiOperation(
             # An unknown wid is 404 for any key, so the handler checks the key itself.
             Binding("GET", "/v0/watch/{wid}", watch.stream, None, None, "watch"),
-            "The event stream of a session",
-            {200: Answer("Events: record, tombstone, caught-up, topic-deleted, error", {EVENTS: None})},
-            ("not_found", "not_acceptable", *LOST),
+            Outcome("The event stream of a session", events, ("not_found", "not_acceptable", *LOST)),
             query=(Query("token", {"type": "string"}, "the key, for clients that cannot send a header"),),
         ),
         ApiOperation(
             Binding("GET", "/v0/ws", needs_upgrade, None, None, "watch"),
-            "A WebSocket: subscribe, unsubscribe, publish, ping (api §7.7)",
-            {101: Answer("Switching to WebSocket", {})},
-            ("upgrade_required",),
+            Outcome("A WebSocket: subscribe, unsubscribe, publish, ping (api §7.7)", upgrade, ("upgrade_required",)),
         ),
     ]

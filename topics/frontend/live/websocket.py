@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -26,21 +27,13 @@ from topics.frontend.entry.access import Access
 from topics.frontend.entry.bodies import INLINE_BYTES_MAX, LONG_BYTES, MessageReservation, long_bodies, no_room, reserve
 from topics.frontend.entry.pages import Pages
 from topics.frontend.entry.stalled_clients import ReadProgress
+from topics.frontend.live import websocket_commands
 from topics.frontend.live.channels import StreamConnection
 from topics.frontend.live.delivery import Hub
-from topics.frontend.live.following import check_starts, check_strong, page_options, place, resolve
+from topics.frontend.live.following import check_starts, check_strong, page_options, start_seq, topic_state
 from topics.frontend.live.socket_outbox import SocketOutbox, Subscription
-from topics.frontend.live.stream import TopicPhase
-from topics.frontend.live.websocket_commands import (
-    Command,
-    Publish,
-    RequestId,
-    Subscribe,
-    Unsubscribe,
-    decode,
-    error_message,
-    request_id_of,
-)
+from topics.frontend.live.stream import StreamSpec, TopicPhase
+from topics.frontend.live.websocket_commands import Command, Publish, RequestId, Subscribe, Unsubscribe
 from topics.frontend.live.wording import MESSAGES
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader
@@ -131,7 +124,9 @@ class Socket:
             if not (key.has(KeyScope.READ) and key.covers(name)):
                 self._unfollow([name])
                 reason = f"the key of this socket may no longer read topic {name!r}"
-                self._outbox.add(error_message(None, TopicsError("forbidden", reason, {"topic": name})))
+                self._outbox.add(
+                    websocket_commands.error_message(None, TopicsError("forbidden", reason, {"topic": name}))
+                )
 
     # -- commands
 
@@ -177,12 +172,9 @@ class Socket:
             if text is None:
                 raise invalid("a message is JSON text, not binary")
             try:
-                # In UTF-8 it may be longer than it was when it arrived.
-                if len(body) > LONG_BYTES and not (reservation and reservation.reach(len(body))):
-                    await reserve(long_bodies, len(body))
-                command = decode(body) if len(body) <= INLINE_BYTES_MAX else await asyncio.to_thread(decode, body)
+                command = await self._decode(body, reservation)
             except TopicsError:
-                request_id = request_id_of(body)
+                request_id = websocket_commands.request_id_of(body)
                 raise
             request_id, route = command.request_id, command.timed
             await self._execute(command, len(body), started_ns)
@@ -195,9 +187,17 @@ class Socket:
             await self._refuse(request_id, TopicsError("internal", "the command failed inside the server"))
         self._observe(route, started_ns)
 
+    async def _decode(self, body: bytes, reservation: MessageReservation | None) -> Command:
+        # In UTF-8 a message may be longer than it was when it arrived.
+        if len(body) > LONG_BYTES and not (reservation and reservation.reach(len(body))):
+            await reserve(long_bodies, len(body))
+        if len(body) <= INLINE_BYTES_MAX:
+            return websocket_commands.decode(body)
+        return await asyncio.to_thread(websocket_commands.decode, body)
+
     async def _refuse(self, request_id: RequestId, error: TopicsError) -> None:
         self._services.cell.add("responses_4xx" if error.status < 500 else "responses_5xx")
-        await self._outbox.put(error_message(request_id, error))
+        await self._outbox.put(websocket_commands.error_message(request_id, error))
 
     def _observe(self, route: Route, started_ns: int) -> None:
         self._services.observe(route, (time.perf_counter_ns() - started_ns) // 1000)
@@ -235,18 +235,18 @@ class Socket:
         refs = {name: reader.get(name) for name in starts}
         if command.strong:
             check_strong(refs)
-        positions = {name: resolve(reader, ref, starts[name]) for name, ref in refs.items()}
-        places = {name: place(reader, ref, positions[name]) for name, ref in refs.items()}
+        positions = {name: start_seq(reader, ref, starts[name]) for name, ref in refs.items()}
+        topics = {name: topic_state(reader, ref, positions[name]) for name, ref in refs.items()}
         options = page_options(command, self._services.settings)  # may refuse, so before anything is ended
         await self._outbox.wait_for_turn()
         # The former subscription must not send anything after the answer to this one. It ends only when there is room,
         # because its messages count with it.
         self._unfollow([*ended, *starts])
-        self._outbox.add(_encode({"op": "subscribed", "request_id": command.request_id, "topics": places}))
+        self._outbox.add(_encode({"op": "subscribed", "request_id": command.request_id, "topics": topics}))
         if hub.draining or self._over.done():
             return
         for name, ref in refs.items():
-            spec = hub.specs.get((name,), (ref.view.topic_id,), options, command.strong, MESSAGES)
+            spec = hub.specs.share(StreamSpec((name,), (ref.view.topic_id,), options, command.strong, MESSAGES))
             push = Subscription(self._outbox, self._ended_by_hub, self._abort)
             self._subscriptions[name] = hub.open(push, spec.start({name: positions[name]}), 0)
         # The keys may have changed while the answer waited for room.
@@ -265,34 +265,29 @@ class Socket:
         wire.check_counts(command)
         key.require(needed, (command.topic,))
         await self._may_publish.acquire()
-        limits = self._services.access.limits
-        try:
-            limits.acquire(key, Counted.REQUESTS)
-            try:
-                lay_out = self._services.appends.lay_out
-                if body_bytes <= INLINE_BYTES_MAX:
-                    records = lay_out(command, body_bytes)
-                else:
-                    records = await asyncio.to_thread(lay_out, command, body_bytes)
-                caller = self._key()
-                caller.require(needed, (command.topic,))
-                reply = self._services.appends.submit(command.topic, command, records, None, caller)
-            except BaseException:
-                limits.release(key, Counted.REQUESTS)
-                raise
-        except BaseException:
-            self._may_publish.release()
-            raise
+        with ExitStack() as undo:
+            undo.callback(self._may_publish.release)
+            key_limits = self._services.access.limits
+            key_limits.acquire(key, Counted.REQUESTS)
+            undo.callback(key_limits.release, key, Counted.REQUESTS)
+            lay_out = self._services.appends.lay_out
+            if body_bytes <= INLINE_BYTES_MAX:
+                records = lay_out(command, body_bytes)
+            else:
+                records = await asyncio.to_thread(lay_out, command, body_bytes)
+            caller = self._key()
+            caller.require(needed, (command.topic,))
+            reply = self._services.appends.submit(command.topic, command, records, None, caller)
+            release = undo.pop_all().close
         answered = command.request_id, command.topic, command.return_seqs  # without the records, which may be many
         task = asyncio.create_task(self._acknowledge(*answered, reply, started_ns))
         self._publishes.add(task)
         # Not in the task itself: one that is cancelled before its first step never runs.
-        task.add_done_callback(partial(self._published, key))
+        task.add_done_callback(partial(self._published, release))
 
-    def _published(self, key: ApiKey, task: asyncio.Task[None]) -> None:
+    def _published(self, release: Callable[[], None], task: asyncio.Task[None]) -> None:
         self._publishes.discard(task)
-        self._may_publish.release()
-        self._services.access.limits.release(key, Counted.REQUESTS)
+        release()
 
     async def _acknowledge(
         self, request_id: RequestId, topic: str, with_seqs: bool, reply: asyncio.Future[AppendReply], started_ns: int

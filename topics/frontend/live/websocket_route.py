@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from topics.core.errors import TopicsError
 from topics.core.keys import ApiKey
 from topics.frontend.asgi import Message, Receive, Scope, Send
 from topics.frontend.entry.responses import send_error
+from topics.frontend.live.event_streams import StreamSlots, stopping
 from topics.frontend.live.websocket import GOING_AWAY, Services, Socket
-from topics.shm.cap import Cap, Counted
 
 
 class WebSocketRoute:
     """All sockets of this frontend. It admits them, and ends those whose key is no longer valid."""
 
-    def __init__(self, services: Services, places: Cap) -> None:
-        """`places` caps the open sockets and event streams of the whole service."""
+    def __init__(self, services: Services, slots: StreamSlots) -> None:
         self._services = services
-        self._places = places
+        self._slots = slots
         self._sockets: dict[Socket, None] = {}
         self._draining = False
         services.access.on_change(self._end_forbidden)
@@ -25,25 +26,25 @@ class WebSocketRoute:
         message = await receive()
         if message["type"] != "websocket.connect":
             return
-        try:
-            caller = self._admit(scope)
-        except TopicsError as error:
-            self._services.cell.add("responses_4xx" if error.status < 500 else "responses_5xx")
-            await refuse(error, scope, send)
-            return
-        socket = Socket(self._services, caller.digest, scope, receive, send)
-        self._sockets[socket] = None
-        self._services.cell.set("ws_connections", len(self._sockets))
-        try:
-            await send({"type": "websocket.accept"})
-            # The keys may have changed since it was admitted.
-            socket.end_forbidden()
-            await socket.run()
-        finally:
-            del self._sockets[socket]
+        with ExitStack() as slot:
+            try:
+                caller = self._admit(scope)
+                slot.enter_context(self._slots.hold(caller))
+            except TopicsError as error:
+                self._services.cell.add("responses_4xx" if error.status < 500 else "responses_5xx")
+                await refuse(error, scope, send)
+                return
+            socket = Socket(self._services, caller.digest, scope, receive, send)
+            self._sockets[socket] = None
             self._services.cell.set("ws_connections", len(self._sockets))
-            self._places.release()
-            self._services.access.limits.release(caller, Counted.STREAMS)
+            try:
+                await send({"type": "websocket.accept"})
+                # The keys may have changed since it was admitted.
+                socket.end_forbidden()
+                await socket.run()
+            finally:
+                del self._sockets[socket]
+                self._services.cell.set("ws_connections", len(self._sockets))
 
     def drain(self) -> None:
         """End all sockets and refuse new ones: the process is stopping."""
@@ -52,15 +53,11 @@ class WebSocketRoute:
             socket.end(GOING_AWAY, "the service is stopping")
 
     def _admit(self, scope: Scope) -> ApiKey:
-        """Return the key of a client that may open a socket, and count the socket."""
+        """Return the key of a client that may open a socket."""
         self._services.pages.check(scope)
         caller = self._services.access.authenticate(scope)
         if self._draining:
-            raise TopicsError("shutting_down", "the service is stopping; ask again when it is back")
-        self._services.access.limits.acquire(caller, Counted.STREAMS)
-        if not self._places.claim():
-            self._services.access.limits.release(caller, Counted.STREAMS)
-            raise self._places.reached()
+            raise stopping()
         return caller
 
     def _end_forbidden(self) -> None:

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import msgspec
 
+from topics.api.answers import TombstoneAnswer as Tombstone
 from topics.frontend.live import cursor
-from topics.frontend.reads.reading import Tombstone
 
 MESSAGE_END: Final = b"\x1e"
 ADVISORY: Final = 429

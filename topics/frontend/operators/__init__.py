@@ -1,1 +1,1 @@
-"""The view of those who run the service: probes, metrics, the OpenAPI page, pressure."""
+"""Routes and figures for operators: probes, metrics, the OpenAPI page, pressure."""

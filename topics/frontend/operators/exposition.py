@@ -1,7 +1,7 @@
-"""Metrics in words: the Prometheus text format 0.0.4, and the same as JSON. Pure, and made piece by piece.
+"""Renders metrics as the Prometheus text format 0.0.4 and as JSON. Pure, and made piece by piece.
 
-Our own few lines rather than a client library: those keep the metrics of one process and render all of them at one go,
-while these are read from shared memory and may be a hundred thousand lines, between which others must have their turn.
+This is not a client library: those keep the metrics of one process and render all of them at once. Ours are read from
+shared memory, and may be a hundred thousand lines, between which other requests must have their turn.
 
     text    # HELP <name> <help> LF  # TYPE <name> <kind> LF  { <name>{<label>="<value>",…} <number> LF } …
     JSON    {"<name>": <number>, "<name>": {"<value>": <number>, …}, …}          one level of objects for each label
@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from topics.frontend.entry.responses import encode_json
 
 TEXT_TYPE: Final = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 PIECE_SAMPLES: Final = 256
-"""How many are rendered at once, some hundred µs of work."""
+"""Samples rendered at once, some hundred µs of work."""
 
 
 class Buckets(NamedTuple):
-    """A histogram: `counts[i]` values are at most `bounds[i]` and fit no earlier bucket, the last count is of those
-    that fit none; `total` is the sum of all.
+    """A histogram: `counts[i]` values are at most `bounds[i]` and fit no earlier bucket, and the last count is of those
+    that fit none. `total` is the sum of all values.
     """
 
     bounds: list[str]
@@ -35,22 +35,27 @@ Sample = tuple[tuple[str, ...], Value]
 
 
 class Family(NamedTuple):
-    """One metric. Each sample has a value for each of `labels`; their characters need no escape in either format."""
+    """One metric. Each sample has a value for each of `labels`. Their characters need no escape in either format."""
 
     name: str
-    kind: Literal["gauge", "counter", "histogram"]
     help: str
     labels: tuple[str, ...]
     samples: list[Sample]
 
+    @property
+    def kind(self) -> str:
+        if self.samples and isinstance(self.samples[0][1], Buckets):
+            return "histogram"
+        return "counter" if self.name.endswith("_total") else "gauge"
 
-def single(name: str, kind: Literal["gauge", "counter"], help: str, value: float) -> Family:
-    """A metric without labels."""
-    return Family(name, kind, help, (), [((), value)])
+
+def single(name: str, help: str, value: Value) -> Family:
+    """Return a metric without labels."""
+    return Family(name, help, (), [((), value)])
 
 
 def text(families: Iterable[Family]) -> Iterator[bytes]:
-    """The exposition, in pieces."""
+    """Yield the text format, in pieces."""
     for family in families:
         if not family.samples:
             continue
@@ -60,7 +65,7 @@ def text(families: Iterable[Family]) -> Iterator[bytes]:
 
 
 def json(families: Iterable[Family]) -> Iterator[bytes]:
-    """The members of one JSON object, in pieces, without its braces."""
+    """Yield the members of one JSON object, in pieces, without its braces."""
     for at, family in enumerate(families):
         yield b'%b"%b":' % (b"," if at else b"", family.name.encode())
         if len(family.labels) != 1:
@@ -96,7 +101,7 @@ def _cumulative(value: Buckets) -> Iterator[tuple[str, int]]:
 
 
 def _nested(samples: list[Sample]) -> Any:
-    """The number, or objects in objects, one level for each label."""
+    """Return the number, or objects in objects, one level for each label."""
     root: dict[str, Any] = {}
     for values, value in samples:
         if not values:

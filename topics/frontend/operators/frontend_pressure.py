@@ -1,4 +1,4 @@
-"""A frontend's pressure: sampled, published in its cell, and what the ladder says done to delivery and to writes."""
+"""Samples a frontend's pressure, publishes it in the cell, and slows delivery and writes as the ladder says."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from topics.frontend.shards.gateway import Gateway
 from topics.shm.control import ControlPage, ProcessCell
 
 READY_FULL: Final = 10_000
-"""So many topics that wait to be delivered are a full queue."""
+"""Number of topics that wait to be delivered at which the queue counts as full."""
 
 
 def ready_fullness(depths: Sequence[int]) -> float:
-    """How full the queue of topics is, 0 to 1, by how many wait in each band. The last band is left out: its topics may
-    wait without anything being wrong, and while they are paused for the pressure they would keep it up themselves.
+    """Return the fullness of the queue of topics, 0 to 1, by how many wait in each band. The last band does not count:
+    its topics may wait without need, and while pressure pauses them they would keep up that pressure.
     """
     return min(1.0, sum(depths[:LAST]) / READY_FULL)
 
 
 class FrontendPressure:
-    """Everything on the event loop whose delays it measures: a turn that comes late is a turn that others waited."""
+    """The pressure of one frontend. It runs on the event loop that it measures: its own delay is that of all others."""
 
     def __init__(self, control: ControlPage, cell: ProcessCell, hub: Hub, gateway: Gateway) -> None:
         self._loop = asyncio.get_running_loop()
@@ -39,7 +39,7 @@ class FrontendPressure:
         self._cpu_s = time.process_time()
 
     def start(self) -> None:
-        """Samples until the loop ends."""
+        """Sample until the loop ends."""
         self._due_s = self._loop.time() + INTERVAL_MS / 1000
         self._loop.call_at(self._due_s, self._sample)
 
@@ -66,7 +66,7 @@ class FrontendPressure:
         self.start()
 
     def _waited_ms(self) -> float:
-        """How long on average what was delivered since the last sample had waited for its turn."""
+        """Return the mean wait of the topics that were delivered since the last sample."""
         ready = self._hub.ready
         waits, waited_ms = ready.waits, ready.waited_ms
         ready.waits = ready.waited_ms = 0

@@ -1,6 +1,6 @@
-"""`GET /v0/openapi.json`: the table of operations as OpenAPI 3.1, and a page that shows it to people.
+"""`GET /v0/openapi.json`: the table of operations as OpenAPI 3.1, and a page that shows it.
 
-Schemas are those of `topics/api`, which requests are decoded into, and which the client decodes answers into.
+The schemas are made from `topics/api`: frontends decode requests into those types, and the client answers.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from topics.core.errors import RETRY_AFTER_S, STATUS_BY_CODE, TopicsError
 from topics.core.keys import KeyScope
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry.responses import encode_json, send_whole
-from topics.frontend.routes.operations import JSON, Answer, ApiOperation, Binding
+from topics.frontend.routes.operations import JSON, Answer, ApiOperation, Binding, Outcome, common_codes, ok
 from topics.shm.durations import Route
 
 _REF: Final = "#/components/schemas/{name}"
 _PARAMETER: Final = re.compile(r"\{(\w+)\}")
-_PATH_SCHEMAS: Final[dict[str, dict[str, Any]]] = {
-    "topic": {"type": "string", "pattern": r"^[A-Za-z0-9][A-Za-z0-9._:\-]{0,254}$"},
-    "sink": {"type": "string", "pattern": r"^[A-Za-z0-9][A-Za-z0-9._:\-]{0,254}$"},
-    "router": {"type": "string", "pattern": r"^[A-Za-z0-9][A-Za-z0-9._:>\-]{0,254}$"},
-    "cursor": {"type": "string", "pattern": r"^[A-Za-z0-9][A-Za-z0-9._:\-]{0,254}$"},
-    "pin": {"type": "string", "pattern": r"^pin_[A-Za-z0-9_\-]{22}$"},
-    "wid": {"type": "string", "pattern": r"^wid_[A-Za-z0-9_\-]{22}$"},
+_NAME_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9._:\-]{0,254}$"
+_PATH_PATTERNS: Final = {
+    "topic": _NAME_PATTERN,
+    "sink": _NAME_PATTERN,
+    "router": r"^[A-Za-z0-9][A-Za-z0-9._:>\-]{0,254}$",
+    "cursor": _NAME_PATTERN,
+    "pin": r"^pin_[A-Za-z0-9_\-]{22}$",
+    "wid": r"^wid_[A-Za-z0-9_\-]{22}$",
 }
 _FOLDER: Final = os.path.join(os.path.dirname(__file__), "console")
 _FILES: Final = {
@@ -46,14 +47,14 @@ _PAGE_HEADERS: Final = [
 
 
 class EchoedConfig(TopicConfig, frozen=True):
-    """The whole configuration of a topic, as answers show it."""
+    """The whole configuration of a topic in answers."""
 
     durable: bool = False
 
 
 def document(operations: Sequence[ApiOperation]) -> dict[str, Any]:
-    """The OpenAPI document of these operations."""
-    answers = [answer for one in operations for answer in one.answers.values()]
+    """Return the OpenAPI document of these operations."""
+    answers = [answer for one in operations for answer in one.outcome.answers.values()]
     bodies = [body for answer in answers for body in answer.bodies.values() if body is not None]
     by_type, components = _schemas([Error, *bodies])
     _leave_out_nulls(components)
@@ -77,14 +78,14 @@ def document(operations: Sequence[ApiOperation]) -> dict[str, Any]:
 
 
 def _schemas(types: Sequence[Any]) -> tuple[dict[Any, Any], dict[str, Any]]:
-    """The schema of each of these types, and the components that they refer to."""
+    """Return the schema of each of these types, and the components that they refer to."""
     distinct = list(dict.fromkeys(types))
     schemas, components = msgspec.json.schema_components(distinct, ref_template=_REF)
     return dict(zip(distinct, schemas, strict=True)), components
 
 
 def _leave_out_nulls(components: dict[str, Any]) -> None:
-    """A field of an answer with the default None is absent where it does not apply (`api/answers.py`)."""
+    """Remove `null` from the types of optional fields: they are absent where they do not apply (`api/answers.py`)."""
     for component in components.values():
         for schema in component["properties"].values():
             if schema.get("default", ...) is None:
@@ -95,23 +96,23 @@ def _leave_out_nulls(components: dict[str, Any]) -> None:
 
 def _operation(one: ApiOperation, by_type: dict[Any, Any]) -> dict[str, Any]:
     parameters = [
-        {"name": name, "in": "path", "required": True, "schema": _PATH_SCHEMAS.get(name, {"type": "string"})}
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "pattern": _PATH_PATTERNS[name]}}
         for name in _PARAMETER.findall(one.binding.path)
     ]
     parameters += [
         {"name": query.name, "in": "query", "required": False, "schema": query.schema, "description": query.about}
         for query in one.query
     ]
-    responses = {str(status): _success(answer, by_type) for status, answer in one.answers.items()}
+    responses = {str(status): _success(answer, by_type) for status, answer in one.outcome.answers.items()}
     by_status: dict[int, list[str]] = {}
-    for code in dict.fromkeys((*one.common_codes, *one.codes)):
+    for code in dict.fromkeys((*common_codes(one.body is not None, one.public), *one.outcome.codes)):
         by_status.setdefault(STATUS_BY_CODE[code], []).append(code)
     for status, codes in sorted(by_status.items()):
         responses[str(status)] = _failure(codes, by_type)
     shown: dict[str, Any] = {
         "operationId": _operation_id(one),
         "tags": [one.binding.tag],
-        "summary": one.summary,
+        "summary": one.outcome.summary,
         "responses": responses,
     }
     if parameters:
@@ -152,7 +153,7 @@ def _failure(codes: list[str], by_type: dict[Any, Any]) -> dict[str, Any]:
 
 
 class OpenApiRoutes:
-    """The document of `operations` and its own, made once."""
+    """The document of `operations` and of its own routes, made once; and the files of the page."""
 
     def __init__(self, operations: Sequence[ApiOperation]) -> None:
         self._files: dict[str, tuple[bytes, bytes]] = {}
@@ -162,15 +163,16 @@ class OpenApiRoutes:
         self.operations = [
             ApiOperation(
                 Binding("GET", "/v0/openapi.json", self.get, Route.OTHER, None, "service"),
-                "This document",
-                {200: Answer("OpenAPI 3.1", {JSON: dict[str, Any]})},
+                Outcome("This document", ok("OpenAPI 3.1", dict[str, Any])),
                 public=True,
             ),
             *(
                 ApiOperation(
                     Binding("GET", f"/v0/{path}", self.page, Route.OTHER, None, "service"),
-                    "A page that shows this document" if path == "docs" else f"Part of the page: {path}",
-                    {200: Answer("A file", {media_type.partition(b";")[0].decode(): None})},
+                    Outcome(
+                        "A page that shows this document" if path == "docs" else f"Part of the page: {path}",
+                        ok("A file", None, media_type.partition(b";")[0].decode()),
+                    ),
                     public=True,
                 )
                 for path, (media_type, _) in self._files.items()

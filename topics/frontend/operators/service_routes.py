@@ -1,7 +1,7 @@
-"""The answers to those who run the service (api §8): probes and metrics.
+"""Probes and metrics for operators (api §8).
 
-`/v0/health` and `/v0/ready` are read from the control page alone, so they are always answered. Any frontend answers
-`/v0/metrics` for the whole service, from shared memory.
+`/v0/health` and `/v0/ready` read only the control page, so they are always answered. Any frontend answers `/v0/metrics`
+for the whole service, from shared memory.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator
 from typing import Any, Final
 
 from topics import __version__
-from topics.api import answers as answer
+from topics.api import answers
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
@@ -22,18 +21,12 @@ from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import limits
 from topics.frontend.entry.access import caller_of
 from topics.frontend.entry.budget import Budget, Reservation
-from topics.frontend.entry.responses import elapsed_ms, reserve_room, send_json, send_object, send_whole, weight
+from topics.frontend.entry.responses import elapsed_ms, reserve_room, send_json, send_whole, weight
 from topics.frontend.operators import exposition
 from topics.frontend.operators.exposition import TEXT_TYPE, Family, Sample, single
 from topics.frontend.operators.figures import ServiceFigures
-from topics.frontend.routes.operations import (
-    JSON,
-    TEXT,
-    Answer,
-    ApiOperation,
-    Binding,
-    json_answer,
-)
+from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
+from topics.frontend.routes.operations import JSON, TEXT, Answer, ApiOperation, Binding, Outcome, ok
 from topics.frontend.shards.arenas import Arenas, live_names
 from topics.shm.arena import TopicView
 from topics.shm.control import ControlPage, ProcessState, Role, replay_progress
@@ -41,20 +34,20 @@ from topics.shm.durations import Route
 
 
 class ProbeRoutes:
-    """Health: this process answers. Ready: every shard has recovered, so that all topics can be read."""
+    """The probes. Health: this process answers. Ready: every shard has recovered, so that all topics can be read."""
 
     def __init__(self, control: ControlPage, clock: Clock) -> None:
         self._control = control
         self._clock = clock
         self._shards = [control.cell(Role.WALSHARD, shard) for shard in range(control.shards)]
 
-    async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
+    @json_route
+    async def health(self, _request: ApiRequest) -> JsonReply:
         uptime_ms = max(0, self._clock.now_ms() - self._control.header.get("started_ms"))
-        answer: dict[str, Any] = {"status": "ok", "version": __version__, "uptime_ms": uptime_ms}
-        await send_object(send, dict(scope["headers"]), 200, answer, time.perf_counter_ns())
+        return JsonReply({"status": "ok", "version": __version__, "uptime_ms": uptime_ms})
 
-    async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started_ns = time.perf_counter_ns()
+    @json_route
+    async def ready(self, _request: ApiRequest) -> JsonReply:
         waiting = [cell for cell in self._shards if cell.get("generation") == 0]
         if waiting:
             raise TopicsError(
@@ -62,7 +55,7 @@ class ProbeRoutes:
                 f"{len(waiting)} of {len(self._shards)} shards still replay their log",
                 {"replay_progress": replay_progress(self._shards)},
             )
-        # A shard that is being restarted is read from where it was; only its writes wait.
+        # The topics of a shard that restarts can be read; only writes to them wait.
         recovering = [n for n, cell in enumerate(self._shards) if cell.get("state") != ProcessState.READY]
         read_only = [n for n, cell in enumerate(self._shards) if cell.get("wal_read_only")]
         answer: dict[str, Any] = {
@@ -75,11 +68,11 @@ class ProbeRoutes:
             answer["recovering_shards"] = recovering
         if read_only:
             answer["read_only_shards"] = read_only
-        await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
+        return JsonReply(answer)
 
 
 ANSWER_BYTES: Final = 8 << 20
-"""Room that is taken for one; 10,000 topics are about 3 MB."""
+"""Room taken for one scrape; 10,000 topics are about 3 MB."""
 SLICE_S: Final = 0.001
 PAGE_TOPICS: Final = 64
 _TOPIC_SERIES: Final = (
@@ -91,12 +84,12 @@ _TOPIC_SERIES: Final = (
 _QUEUE_SERIES: Final = (
     ("queue_ready", "Jobs of a queue that a claim would get now"),
     ("queue_in_flight", "Jobs of a queue that are leased"),
-    ("queue_dead_lettered", "Jobs of a queue that went to its dead letters"),
+    ("queue_dead_lettered", "Jobs of a queue that were moved to its dead letters"),
 )
 
 
 class MetricsRoute:
-    """`topics_max`: so many topics, the first by name, have series of their own."""
+    """The scrapes of this frontend. The first `topics_max` topics by name have series of their own."""
 
     def __init__(self, figures: ServiceFigures, arenas: Arenas, shards: int, topics_max: int) -> None:
         self._figures = figures
@@ -111,7 +104,7 @@ class MetricsRoute:
         accept = headers.get(b"accept", b"")
         await reserve_room(scope, ANSWER_BYTES)
         as_json = wants_json(accept)
-        series = await self._in_turn(caller_of(scope).narrowed(""), as_json)
+        series = await self._series(caller_of(scope).narrowed(""), as_json)
         if as_json:
             took_ms = str(elapsed_ms(started_ns)).encode()
             series = b'{%b,"performance":{"server_total_ms":%b}}' % (series, took_ms)
@@ -119,31 +112,32 @@ class MetricsRoute:
         else:
             await send_whole(send, headers, 200, TEXT_TYPE, series, [(b"vary", b"accept")])
 
-    async def _in_turn(self, prefixes: tuple[str, ...], as_json: bool) -> bytes:
+    async def _series(self, prefixes: tuple[str, ...], as_json: bool) -> bytes:
+        """Return all series, as text or as the members of a JSON object, once there is room for this scrape."""
         most = limits.SCRAPES.most_count
         if self._budget.held_bytes // ANSWER_BYTES + len(self._budget.waiting) >= most:
             message = f"{most} scrapes of the metrics are under way already; scrape less often, or ask again later"
             raise limits.SCRAPES.refused(message, most)
-        room = Reservation(self._budget)  # each has all its series in memory
+        room = Reservation(self._budget)  # each scrape has all its series in memory
         try:
             await room.grow(ANSWER_BYTES)
-            return await self._series(prefixes, as_json)
+            slices = _Slices()
+            families = [*self._figures.families(), *await self._topic_families(prefixes, slices)]
+            rendered = []
+            for piece in exposition.json(families) if as_json else exposition.text(families):
+                rendered.append(piece)
+                await slices.yield_if_over()
+            return b"".join(rendered)
         finally:
             room.close()
 
-    async def _series(self, prefixes: tuple[str, ...], as_json: bool) -> bytes:
-        """All of them, as text or as the members of a JSON object."""
-        families = [*self._figures.families(), *await self._topic_families(prefixes)]
-        return await _in_slices(exposition.json(families) if as_json else exposition.text(families))
-
-    async def _topic_families(self, prefixes: tuple[str, ...]) -> list[Family]:
-        """The series of topics that begin with one of these: nobody learns the names of others."""
+    async def _topic_families(self, prefixes: tuple[str, ...], slices: _Slices) -> list[Family]:
+        """Return the series of the topics that begin with one of `prefixes`: a key learns of no others."""
         columns: list[list[Sample]] = [[] for _ in _TOPIC_SERIES]
         queue_columns: list[list[Sample]] = [[] for _ in _QUEUE_SERIES]
-        turn = _Turn()
         for shard in range(self._shards):
             while (arena := self._arenas.of(shard)) is not None and not arena.learn(PAGE_TOPICS):
-                await turn.taken()
+                await slices.yield_if_over()
         after, room = "", self._topics_max
         while room:
             page = self._page(prefixes, after, min(room, PAGE_TOPICS))
@@ -160,21 +154,21 @@ class MetricsRoute:
                         column.append((labels, value))
             after = page[-1][0]
             room -= len(page)
-            await turn.taken()
+            await slices.yield_if_over()
         truncated = int(bool(self._page(prefixes, after, 1)))
         help = "1 if there are more topics than may have series of their own"
         return [
             *(
-                Family(f"topics_topic_{name}", "gauge", of, ("topic",), samples)
+                Family(f"topics_topic_{name}", of, ("topic",), samples)
                 for (name, of), samples in zip(
                     (*_TOPIC_SERIES, *_QUEUE_SERIES), (*columns, *queue_columns), strict=True
                 )
             ),
-            single("topics_topic_metrics_truncated", "gauge", help, truncated),
+            single("topics_topic_metrics_truncated", help, truncated),
         ]
 
     def _page(self, prefixes: tuple[str, ...], after: str, most: int) -> list[tuple[str, TopicView]]:
-        """The topics that follow a name, those of shards that have recovered; empty only when there is none."""
+        """Return the topics after a name, of the shards that have recovered. Empty only when there are no more."""
         arenas = [self._arenas.of(shard) for shard in range(self._shards)]
         names = list(itertools.islice(live_names([arena for arena in arenas if arena], prefixes, after), most))
         found = []
@@ -183,66 +177,48 @@ class MetricsRoute:
             hit = None if arena is None else arena.look_up(name)
             if hit is not None:
                 found.append((name, hit[1]))
-        if names and not found:  # all of them went away between the two lines
+        if names and not found:  # all were deleted in the meantime
             return self._page(prefixes, names[-1], most)
         return found
 
 
-class _Turn:
-    """Lets the event loop go on when a slice is over."""
+class _Slices:
+    """The slices of time in which a scrape is made. Other tasks run between two of them."""
 
     def __init__(self) -> None:
         self._until_s = time.monotonic() + SLICE_S
 
-    async def taken(self) -> None:
+    async def yield_if_over(self) -> None:
         if time.monotonic() >= self._until_s:
             await asyncio.sleep(0)
             self._until_s = time.monotonic() + SLICE_S
 
 
-async def _in_slices(pieces: Iterator[bytes]) -> bytes:
-    turn = _Turn()
-    rendered = []
-    for piece in pieces:
-        rendered.append(piece)
-        await turn.taken()
-    return b"".join(rendered)
-
-
 def wants_json(accept: bytes) -> bool:
-    """Text is what scrapers expect, whatever else they take: JSON only for who names it and does not prefer text."""
+    """Tell whether an Accept header names JSON and does not prefer text, which scrapers expect whatever they accept."""
     json = weight(accept, b"application/json")
     return b"application/json" in accept.lower() and 0 < json >= weight(accept, b"text/plain")
 
 
 def service_operations(probes: ProbeRoutes, metrics: MetricsRoute, probe_auth: bool) -> list[ApiOperation]:
-    """Probes and metrics (api §8)."""
+    """Return the operations of probes and metrics (api §8)."""
     needs = KeyScope.NONE if probe_auth else None
-    health = {200: json_answer("It answers", answer.Health)}
-    ready = {200: json_answer("All topics can be read", answer.Ready)}
+    health = Outcome("Alive?", ok("It answers", answers.Health))
+    ready = Outcome("Recovered?", ok("All topics can be read", answers.Ready), ("not_ready",))
+    probed = (
+        ("/v0/health", probes.health, Route.HEALTH, health),
+        ("/healthz", probes.health, Route.HEALTH, health),
+        ("/v0/ready", probes.ready, Route.READY, ready),
+        ("/readyz", probes.ready, Route.READY, ready),
+    )
+    scraped = {200: Answer("Prometheus text, or JSON by Accept", {TEXT: None, JSON: dict[str, Any]})}
     return [
         *(
-            ApiOperation(
-                Binding("GET", path, probes.health, Route.HEALTH, needs, "service"),
-                "Alive?",
-                health,
-                public=not probe_auth,
-            )
-            for path in ("/v0/health", "/healthz")
-        ),
-        *(
-            ApiOperation(
-                Binding("GET", path, probes.ready, Route.READY, needs, "service"),
-                "Recovered?",
-                ready,
-                ("not_ready",),
-                public=not probe_auth,
-            )
-            for path in ("/v0/ready", "/readyz")
+            ApiOperation(Binding("GET", path, endpoint, timed, needs, "service"), outcome, public=not probe_auth)
+            for path, endpoint, timed, outcome in probed
         ),
         ApiOperation(
             Binding("GET", "/v0/metrics", metrics.get, Route.METRICS, KeyScope.READ, "service"),
-            "Metrics of the whole service",
-            {200: Answer("Prometheus text, or JSON by Accept", {TEXT: None, JSON: dict[str, Any]})},
+            Outcome("Metrics of the whole service", scraped),
         ),
     ]

@@ -15,14 +15,14 @@ from topics.api import answers
 from topics.api.requests import CursorBody, ReadBody
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import KeyScope
-from topics.core.names import check_topic_name, owner_shard
+from topics.core.names import check_topic_name
 from topics.frontend.asgi import DELIVER, Deliver, Message, Receive, Scope, Send
 from topics.frontend.entry import limits, wire
 from topics.frontend.entry.bodies import ClientGoneError, read_body
 from topics.frontend.entry.budget import Budget, Reservation
 from topics.frontend.entry.query import name_cursor
 from topics.frontend.entry.responses import elapsed_ms, reserve_room, send_json
-from topics.frontend.live.push import gone_before
+from topics.frontend.live.push import disconnected_before
 from topics.frontend.queues.cursor_locks import STUCK_RETRY_AFTER_MS, CursorLock, CursorLocks, too_many_readers
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES
@@ -33,11 +33,13 @@ from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
 from topics.frontend.routes.operations import (
     LOST,
     PAGE_QUERIES,
+    TOPIC_LOST,
     TOPIC_PATH,
     ApiOperation,
     Binding,
-    json_answer,
+    Outcome,
     made_or_there,
+    ok,
 )
 from topics.frontend.shards.gateway import Gateway
 from topics.frontend.shards.pending_requests import is_outcome_unknown
@@ -56,7 +58,7 @@ from topics.shm.queue_messages import (
 
 LIMIT_MAX: Final = 2000
 TRIES_MAX: Final = 100
-"""How often a read may find that readers at other frontends were faster before its client has to ask again."""
+"""Tries of a read that finds readers at other frontends faster, before its client has to ask again."""
 
 TakeRoom = Callable[[], Awaitable[None]]
 """Returns when there is room for the page of this read."""
@@ -76,6 +78,7 @@ class CursorRoutes:
     ) -> None:
         self._catching_up = catching_up
         self._gateway = gateway
+        self._owner = gateway.owner
         self._reader = reader
         self._body_max_bytes = settings.max_body_bytes
         self._cell = cell
@@ -233,9 +236,6 @@ class CursorRoutes:
                 {"topic": name, "reason": "corrupt", "seq": error.seq, "file": error.file, "offset": error.offset},
             ) from None
 
-    def _owner(self, name: str) -> int:
-        return owner_shard(name, self._gateway.shards)
-
 
 async def _take_page_room(moving: Reservation, most_bytes: int, receive: Receive, wait_s: float) -> None:
     """Wait for room for a page. Raises `throttled`, and ClientGoneError if the client leaves: no cursor moves for it
@@ -246,7 +246,7 @@ async def _take_page_room(moving: Reservation, most_bytes: int, receive: Receive
     entering = asyncio.create_task(moving.grow(most_bytes))
     try:
         async with asyncio.timeout(wait_s):
-            if await gone_before(entering, receive):
+            if await disconnected_before(entering, receive):
                 raise ClientGoneError
         entering.result()
     except TimeoutError:
@@ -320,36 +320,28 @@ def cursor_operations(cursors: CursorRoutes) -> list[ApiOperation]:
     return [
         ApiOperation(
             Binding("GET", f"{TOPIC_PATH}/cursors", cursors.list_all, Route.OTHER_CURSOR, KeyScope.READ, "cursors"),
-            "List the cursors of a topic by name",
-            {200: json_answer("A page of cursors", answers.CursorListAnswer)},
-            ("topic_not_found", *LOST),
+            Outcome(
+                "List the cursors of a topic by name", ok("A page of cursors", answers.CursorListAnswer), TOPIC_LOST
+            ),
             query=PAGE_QUERIES,
         ),
         ApiOperation(
             Binding("GET", path, cursors.get, Route.OTHER_CURSOR, KeyScope.READ, "cursors"),
-            "Where a cursor is",
-            {200: json_answer("The cursor", answers.CursorAnswer)},
-            missing,
+            Outcome("Where a cursor is", ok("The cursor", answers.CursorAnswer), missing),
         ),
         ApiOperation(
             Binding("PUT", path, cursors.put, Route.OTHER_CURSOR, KeyScope.WRITE, "cursors"),
-            "Make a cursor, or change or move it",
-            made_or_there(answers.PutCursorAnswer),
-            ("topic_not_found", *LOST),
+            Outcome("Make a cursor, or change or move it", made_or_there(answers.PutCursorAnswer), TOPIC_LOST),
             body=CursorBody,
             body_required=False,
         ),
         ApiOperation(
             Binding("DELETE", path, cursors.delete, Route.OTHER_CURSOR, KeyScope.DELETE, "cursors"),
-            "Delete a cursor",
-            {200: json_answer("It is gone, or never was", answers.DeleteCursorAnswer)},
-            LOST,
+            Outcome("Delete a cursor", ok("It is gone, or never was", answers.DeleteCursorAnswer), LOST),
         ),
         ApiOperation(
             Binding("POST", f"{path}/read", cursors.read, Route.READ_CURSOR, KeyScope.READ, "cursors"),
-            "Read on, and move the cursor",
-            {200: json_answer("A page of records", answers.ReadCursorAnswer)},
-            missing,
+            Outcome("Read on, and move the cursor", ok("A page of records", answers.ReadCursorAnswer), missing),
             body=ReadBody,
             body_required=False,
         ),

@@ -17,7 +17,6 @@ from topics.core.config import TopicConfig
 from topics.core.dead_letters import FROM, ORDER_KEY, Meta, dead_letter_meta, redriven_meta
 from topics.core.errors import TopicsError
 from topics.core.idempotency import KeyMark
-from topics.core.names import owner_shard
 from topics.frontend.queues.job_records import ASIDE_MS, UnreadableJobs
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.reads.records import PageOptions
@@ -94,7 +93,7 @@ class DeadLetters:
         return task
 
     async def _move(self, name: str, dealt: Dealt) -> None:
-        shard = owner_shard(name, self._gateway.shards)
+        shard = self._gateway.owner(name)
         try:
             copied, unreadable = await self._copy_dead(name, dealt)
             left = sorted(set(dealt.dead).difference(copied, unreadable))
@@ -167,7 +166,7 @@ class DeadLetters:
 
     async def _move_back(self, name: str, ref: TopicRef, letters: list[_Record]) -> tuple[int, TopicsError | None]:
         """Return how many of these this call made jobs again, and the error of the first of the others."""
-        owner = owner_shard(ref.name, self._gateway.shards)
+        owner = self._gateway.owner(ref.name)
         free = await self._gateway.call(owner, Reserve(ref.name, [letter.seq for letter in letters]))
         carried = set(free.seqs)
         copies = [
@@ -200,7 +199,7 @@ class DeadLetters:
         the copies that are in the topic, and the error of the first of the others. A missing topic is created with
         `config`; None: it must exist.
         """
-        shard = owner_shard(name, self._gateway.shards)
+        shard = self._gateway.owner(name)
         futures: list[asyncio.Future[AppendReply]] = []
         for copy in copies:
             record = copy.record

@@ -6,10 +6,9 @@ import asyncio
 from functools import partial
 from typing import NamedTuple
 
-from topics.core.names import owner_shard
 from topics.frontend.asgi import Receive
 from topics.frontend.entry.bodies import ClientGoneError
-from topics.frontend.live.push import gone_before
+from topics.frontend.live.push import disconnected_before
 from topics.frontend.shards.gateway import Gateway
 from topics.frontend.shards.job_listeners import JobListener
 from topics.shm.queue_messages import Claim, Dealt, Release, Unclaim, Waiting, WorkClose
@@ -52,7 +51,7 @@ class JobChannel:
 
         Raises ClientGoneError if the client, by `receive`, leaves before that: its place in the window is free then.
         """
-        shard = owner_shard(name, self._gateway.shards)
+        shard = self._gateway.owner(name)
         claim = Claim(name, node, most, lease_ms, self.listeners.new_number())
         repeated = False
         while True:
@@ -67,7 +66,7 @@ class JobChannel:
                     return reply
                 assert isinstance(reply, Waiting)
                 async with asyncio.timeout(self._longest_s(reply.wait_ms)):
-                    if await gone_before(gathered, receive):
+                    if await disconnected_before(gathered, receive):
                         raise ClientGoneError
                     dealt = gathered.result()
                 if repeated:

@@ -14,7 +14,7 @@ from topics.core.config import LEASE_MS
 from topics.core.errors import TopicsError, invalid, not_a_queue
 from topics.core.job import JobView
 from topics.core.keys import KeyScope
-from topics.core.names import check_topic_name, owner_shard
+from topics.core.names import check_topic_name
 from topics.core.seq_set import runs_of
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import limits, wire
@@ -34,7 +34,7 @@ from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-from topics.frontend.routes.operations import LOST, TOPIC_PATH, Answer, ApiOperation, Binding, Endpoint, json_answer
+from topics.frontend.routes.operations import LOST, TOPIC_PATH, ApiOperation, Binding, Endpoint, Outcome, ok
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
@@ -72,6 +72,7 @@ class QueueRoutes:
 
     def __init__(self, services: QueueServices, catching_up: CatchingUp, settings: Settings, cell: ProcessCell) -> None:
         self._gateway = services.gateway
+        self._owner = services.gateway.owner
         self._reader = services.reader
         self._channel = services.channel
         self._dead_letters = services.dead_letters
@@ -300,9 +301,6 @@ class QueueRoutes:
             )
         return given
 
-    def _owner(self, name: str) -> int:
-        return owner_shard(name, self._gateway.shards)
-
 
 def checked_node(node: str, settings: Settings) -> str:
     """Return the name of the consumer. `400` if it is empty or too long."""
@@ -340,32 +338,25 @@ def queue_operations(queue: QueueRoutes) -> list[ApiOperation]:
     """Return the operations on jobs that have one answer (api §9)."""
 
     def post(
-        word: str,
-        endpoint: Endpoint,
-        timed: Route,
-        needs: KeyScope,
-        body: type[msgspec.Struct],
-        summary: str,
-        answer: Answer,
-        codes: tuple[str, ...] = (),
+        word: str, endpoint: Endpoint, timed: Route, needs: KeyScope, body: type[msgspec.Struct], outcome: Outcome
     ) -> ApiOperation:
         binding = Binding("POST", f"{TOPIC_PATH}/{word}", endpoint, timed, needs, "queues")
-        return ApiOperation(binding, summary, {200: answer}, (*JOB_CODES, *codes), body, body is not PeekBody)
+        return ApiOperation(binding, outcome, body, body_required=body is not PeekBody)
 
     read, write, admin = KeyScope.READ, KeyScope.WRITE, KeyScope.ADMIN
-    claimed = json_answer("Jobs, or none", answers.ClaimAnswer)
-    acked = json_answer("Which of them", answers.AckAnswer)
-    nacked = json_answer("Which of them", answers.NackAnswer)
-    extended = json_answer("Until when", answers.ExtendAnswer)
-    redriven = json_answer("How many", answers.RedriveAnswer)
-    peeked = json_answer("Jobs, and where each stands", answers.PeekAnswer)
-    too_many = ("batch_too_large",)
-    refused = ("topic_full", "record_too_large")
+    too_many, refused = (*JOB_CODES, "batch_too_large"), (*JOB_CODES, "topic_full", "record_too_large")
+    claim = Outcome("Lease jobs", ok("Jobs, or none", answers.ClaimAnswer), JOB_CODES)
+    ack = Outcome("Jobs are done", ok("Which of them", answers.AckAnswer), too_many)
+    nack = Outcome("Give jobs back", ok("Which of them", answers.NackAnswer), too_many)
+    extend = Outcome("Keep jobs for longer", ok("Until when", answers.ExtendAnswer), too_many)
+    redrive = Outcome("Bring dead letters back", ok("How many", answers.RedriveAnswer), refused)
+    peeked = ok("Jobs, and where each stands", answers.PeekAnswer)
+    peek = Outcome("Look at jobs without claiming them", peeked, JOB_CODES)
     return [
-        post("claim", queue.claim, Route.CLAIM, read | write, ClaimBody, "Lease jobs", claimed),
-        post("ack", queue.ack, Route.ACK, write, JobsBody, "Jobs are done", acked, too_many),
-        post("nack", queue.nack, Route.NACK, write, NackBody, "Give jobs back", nacked, too_many),
-        post("extend", queue.extend, Route.EXTEND, write, ExtendBody, "Keep jobs for longer", extended, too_many),
-        post("redrive", queue.redrive, Route.REDRIVE, admin, RedriveBody, "Bring dead letters back", redriven, refused),
-        post("peek", queue.peek, Route.PEEK, read, PeekBody, "Look at jobs without claiming them", peeked),
+        post("claim", queue.claim, Route.CLAIM, read | write, ClaimBody, claim),
+        post("ack", queue.ack, Route.ACK, write, JobsBody, ack),
+        post("nack", queue.nack, Route.NACK, write, NackBody, nack),
+        post("extend", queue.extend, Route.EXTEND, write, ExtendBody, extend),
+        post("redrive", queue.redrive, Route.REDRIVE, admin, RedriveBody, redrive),
+        post("peek", queue.peek, Route.PEEK, read, PeekBody, peek),
     ]

@@ -20,13 +20,14 @@ from starlette.datastructures import QueryParams
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
-from topics.core.names import check_topic_name, owner_shard
+from topics.core.names import check_topic_name
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry.access import Access
 from topics.frontend.entry.query import count
 from topics.frontend.entry.stalled_clients import STALL_MAX_MS, ReadProgress
-from topics.frontend.live.push import AsgiPush, Push, until_disconnect
-from topics.frontend.live.watch import EVENT_STREAM_HEADERS, HEARTBEAT_MAX_MS, accepts_event_stream
+from topics.frontend.live import event_streams
+from topics.frontend.live.event_streams import HEARTBEAT_MAX_MS, StreamSlots
+from topics.frontend.live.push import Push
 from topics.frontend.live.wording import EVENT_STREAM, in_lines
 from topics.frontend.queues.job_records import ASIDE_MS, JobRendering, RenderedJobs, fetch_jobs
 from topics.frontend.queues.queue_routes import JOB_CODES, QueueServices, checked_node, clamped_lease_ms
@@ -36,14 +37,14 @@ from topics.frontend.routes.operations import (
     EVENTS,
     NAME_SCHEMA,
     TOPIC_PATH,
-    Answer,
     ApiOperation,
     Binding,
+    Outcome,
     Query,
+    ok,
 )
 from topics.frontend.shards.pending_requests import is_outcome_unknown
 from topics.settings import Settings
-from topics.shm.cap import Cap, Counted
 from topics.shm.control import ProcessCell
 from topics.shm.queue_messages import Dealt, Unclaim, WorkOpen
 
@@ -70,17 +71,23 @@ class WorkParams(msgspec.Struct, frozen=True):
 
 
 class WorkRoutes:
-    """All `/work` streams of this frontend. `places` limits the open streams of the whole service."""
+    """All `/work` streams of this frontend."""
 
     def __init__(
-        self, services: QueueServices, access: Access, settings: Settings, places: Cap, cell: ProcessCell, clock: Clock
+        self,
+        services: QueueServices,
+        access: Access,
+        settings: Settings,
+        slots: StreamSlots,
+        cell: ProcessCell,
+        clock: Clock,
     ) -> None:
         self.services = services
         self.cell = cell
         self.clock = clock
         self._access = access
         self._settings = settings
-        self._places = places
+        self._slots = slots
         self._streams: set[WorkStream] = set()
         self._draining = False
         access.on_change(self._end_forbidden)
@@ -91,16 +98,8 @@ class WorkRoutes:
         caller = self._access.authenticate(scope, token=True)
         caller.require(_NEEDED, (name,))
         params = self._params(name, caller.digest, scope)
-        self._access.limits.acquire(caller, Counted.STREAMS)
-        try:
-            if not self._places.claim():
-                raise self._places.reached()
-            try:
-                await self._work(params, scope, receive, send)
-            finally:
-                self._places.release()
-        finally:
-            self._access.limits.release(caller, Counted.STREAMS)
+        with self._slots.hold(caller):
+            await self._work(params, scope, receive, send)
 
     def drain(self) -> None:
         """End all streams, as the process is to stop. Their jobs are free for workers elsewhere."""
@@ -109,10 +108,7 @@ class WorkRoutes:
             stream.close()
 
     def _params(self, name: str, key_digest: bytes, scope: Scope) -> WorkParams:
-        accept = dict(scope["headers"]).get(b"accept")
-        if accept is not None and not accepts_event_stream(accept):
-            shown = accept[:100].decode("latin-1")
-            raise TopicsError("not_acceptable", f"this is a text/event-stream, which Accept: {shown} rules out")
+        event_streams.check_accept(dict(scope["headers"]))
         query = QueryParams(scope["query_string"])
         heartbeat_ms = min(count(query, "heartbeat_ms", HEARTBEAT_MS), HEARTBEAT_MAX_MS)
         return WorkParams(
@@ -129,16 +125,14 @@ class WorkRoutes:
         self._streams.add(stream)
         try:
             if self._draining:
-                raise TopicsError("shutting_down", "the service is stopping; ask again when it is back")
+                raise event_streams.stopping()
             await stream.open()
             self.cell.add("work_streams")
             try:
-                await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
-                extension = scope.get("extensions", {}).get("topics.push")
-                push: Push = AsgiPush(send) if extension is None else extension()
+                push = await event_streams.begin_stream(scope, send)
                 stream.begin(push)
                 self._end_if_forbidden(stream)  # the keys may have changed since the request was admitted
-                await (push.run(receive) if isinstance(push, AsgiPush) else until_disconnect(receive))
+                await event_streams.run_stream(push, receive)
             finally:
                 self.cell.add("work_streams", -1)
         finally:
@@ -171,7 +165,7 @@ class WorkStream:
         self._dead_letters, self._unreadable = services.dead_letters, services.unreadable
         self._loop = asyncio.get_running_loop()
         self.params = params
-        self.shard = owner_shard(params.name, services.gateway.shards)
+        self.shard = services.gateway.owner(params.name)
         self._number = services.channel.listeners.new_number()
         self._push: Push | None = None
         self._early: list[Dealt] = []
@@ -394,14 +388,13 @@ def _part(dealt: Dealt, start: int, end: int) -> Dealt:
 
 def work_operations(work: WorkRoutes) -> list[ApiOperation]:
     """Return the operation of streams of jobs (api §9)."""
+    events = ok("Events: job, topic-deleted, error", None, EVENTS)
     about_heartbeats = "a comment when nothing else was sent for so long"
     return [
         ApiOperation(
             # The endpoint checks the key itself, as that may be in the query.
             Binding("GET", f"{TOPIC_PATH}/work", work.work, None, None, "queues"),
-            "A stream that keeps a worker in jobs",
-            {200: Answer("Events: job, topic-deleted, error", {EVENTS: None})},
-            (*JOB_CODES, "not_acceptable"),
+            Outcome("A stream that keeps a worker in jobs", events, (*JOB_CODES, "not_acceptable")),
             query=(
                 Query("node", NAME_SCHEMA | {"minLength": 1}, "who works; required"),
                 Query("max", COUNT_SCHEMA | {"default": 1}, "jobs at any time"),

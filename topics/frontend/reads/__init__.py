@@ -1,1 +1,1 @@
-"""Where records are and how pages are made of them: log, segments, cold tier."""
+"""Reads: the places of records (log, segments, cold tier), and the pages that are made of them."""

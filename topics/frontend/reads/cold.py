@@ -1,12 +1,12 @@
-"""Reading from the cold tier, which may be slow, hang or fail, without anything else noticing.
+"""Reads from the cold tier, which may be slow, hang or fail, without holding up anything else.
 
-A page is made on the event loop from bytes that are at hand. Where it needs some that only the cold tier has, `extent`
-raises ColdMissError, and whoever can wait awaits `fetch` and makes the page again. What was fetched stays for a while,
-in blocks: a reader that pages through a cold segment asks for each block once, and so do many readers together.
+A page is made on the event loop from bytes in memory. If it needs others that only the cold tier has, `extent` raises
+ColdMissError. A caller that can wait then awaits `fetch` and makes the page again. Fetched bytes are kept for a while,
+in blocks: readers that page through a cold segment, one or many, fetch each block once.
 
-Each read has a thread of its own, and there are few: one that hangs keeps its place until it returns, however long ago
-its readers were told that the tier does not answer. No other thread of the process is ever used, and none of these
-holds up its end.
+Each read has its own thread, and there are few. A read that hangs occupies its place until it returns, long after its
+readers were told that the tier does not answer. No other thread of the process is used, and the end of the process
+waits for none of these.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from threading import Thread
 from typing import Final, Generic, NamedTuple, TypeVar
 
@@ -26,19 +27,19 @@ from topics.storage.segment_store import SegmentStore
 
 BLOCK_BYTES: Final = 1 << 20
 CACHE_BYTES: Final = 32 << 20
-"""Kept of what was fetched; no less than the longest page needs at once."""
+"""Size of the cache of fetched blocks. It is no less than the longest page needs at once."""
 IN_FLIGHT_MAX: Final = 8
 FRESH_MS: Final = 1000
-"""What was read no longer ago is not read again for being damaged, however many meet that damage."""
+"""Age up to which a damaged block is not read again, however many readers meet the damage."""
 
 
 class ColdMissError(TopicsError):
-    """Bytes start..end of an object are not at hand. Who cannot wait answers with it as it is."""
+    """Bytes start..end of an object are not in memory. It is the answer of a request that cannot wait for them."""
 
     def __init__(self, name: str, start: int, end: int, data_bytes: int) -> None:
         super().__init__(
             "storage_unavailable",
-            f"segment {name} is in the cold tier and not at hand; ask again",
+            f"segment {name} is in the cold tier and has to be fetched; ask again",
             {"segment": name},
         )
         self.name = name
@@ -48,48 +49,46 @@ class ColdMissError(TopicsError):
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """Equal for those that the same read answers."""
+        """A key that is equal for all misses of the same blocks."""
         return self.name, self.start // BLOCK_BYTES, (self.end - 1) // BLOCK_BYTES
 
 
 class _Block(NamedTuple):
-    """`read_ms`: when it came, monotonic."""
+    """A fetched block, and the monotonic ms at which it was read."""
 
     data: bytes
     read_ms: int
 
 
+@dataclass(eq=False)
 class _RangedRead:
-    """One ranged read of neighbouring blocks. `done` is None, or what it failed with."""
+    """One read of neighbouring blocks, `start..end` in bytes. `done` gets None, or the error."""
 
-    __slots__ = ("blocks", "done", "length", "name", "offset", "waiters")
-
-    def __init__(self, name: str, blocks: range, data_bytes: int, done: asyncio.Future[Exception | None]) -> None:
-        self.name = name
-        self.blocks = blocks
-        self.offset = blocks.start * BLOCK_BYTES
-        self.length = min(blocks.stop * BLOCK_BYTES, data_bytes) - self.offset
-        self.done = done
-        self.waiters = 0
+    name: str
+    blocks: range
+    start: int
+    end: int
+    done: asyncio.Future[Exception | None]
+    waiters: int = 0
 
 
 class ColdTier:
-    """The cold tier as one frontend reads it. All calls on one event loop."""
+    """The reads of one frontend from the cold tier, and the blocks it keeps. All calls are on one event loop."""
 
     def __init__(self, store: SegmentStore, clock: Clock, timeout_ms: int, cache_bytes: int = CACHE_BYTES) -> None:
-        """`timeout_ms`: how long a reader waits for it."""
+        """`timeout_ms` is the longest that a reader waits for the tier."""
         self._store = store
         self._clock = clock
         self.timeout_ms = timeout_ms
         self._blocks: OrderedDict[tuple[str, int], _Block] = OrderedDict()
         self._blocks_max = cache_bytes // BLOCK_BYTES
         self._reads: dict[tuple[str, int], _RangedRead] = {}
-        """By each block they bring."""
+        """Reads that are waiting or under way, by each of their blocks."""
         self._waiting: deque[_RangedRead] = deque()
         self._in_flight = 0
 
     def extent(self, name: str, start: int, end: int, data_bytes: int) -> tuple[bytes, int]:
-        """Bytes that include start..end of an object of `data_bytes`, and where they begin. Raises ColdMissError."""
+        """Return bytes that include start..end of an object of `data_bytes`, and their start. Raises ColdMissError."""
         pieces = []
         first, last = start // BLOCK_BYTES, (end - 1) // BLOCK_BYTES
         for number in range(first, last + 1):
@@ -102,8 +101,8 @@ class ColdTier:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces), first * BLOCK_BYTES
 
     def forget(self, name: str) -> bool:
-        """What was read of this object is damaged. True if some of it is so old that it may have been restored since:
-        that is gone then, and read anew by who asks next.
+        """Drop blocks of an object that is damaged, so that the next reader fetches it again. Blocks younger than
+        FRESH_MS stay. True: some were dropped, as the object may have been restored since they were read.
         """
         old_ms = self._clock.monotonic_ms() - FRESH_MS
         old = [key for key, block in self._blocks.items() if key[0] == name and block.read_ms <= old_ms]
@@ -112,8 +111,8 @@ class ColdTier:
         return bool(old)
 
     async def fetch(self, miss: ColdMissError) -> None:
-        """Gets what was missed. Raises FileNotFoundError when there is no such object (any more), `storage_unavailable`
-        when the tier fails or does not answer in time.
+        """Fetch the missing bytes. Raises FileNotFoundError if there is no such object (any more), and
+        `storage_unavailable` if the tier fails or does not answer in time.
         """
         name = miss.name
         wanted = range(miss.start // BLOCK_BYTES, (miss.end - 1) // BLOCK_BYTES + 1)
@@ -145,7 +144,8 @@ class ColdTier:
         most = limits.COLD_READS.most_count
         if len(self._waiting) >= most:
             raise _unavailable(name, f"{most} reads are waiting for it already")
-        read = _RangedRead(name, blocks, data_bytes, asyncio.get_running_loop().create_future())
+        start, end = blocks.start * BLOCK_BYTES, min(blocks.stop * BLOCK_BYTES, data_bytes)
+        read = _RangedRead(name, blocks, start, end, asyncio.get_running_loop().create_future())
         for number in blocks:
             self._reads.setdefault((name, number), read)
         self._waiting.append(read)
@@ -155,22 +155,22 @@ class ColdTier:
         while self._waiting and self._in_flight < IN_FLIGHT_MAX:
             read = self._waiting.popleft()
             self._in_flight += 1
-            # A daemon: the end of the process does not wait for a tier that hangs.
+            # A daemon, so that the end of the process does not wait for a tier that hangs.
             thread = Thread(target=self._run, args=(read,), name="cold-read", daemon=True)
             try:
                 thread.start()
-            except RuntimeError as error:  # the process may have no more of them
-                # Not within this call: `fetch` is still to find the read, and `_finish` starts others.
+            except RuntimeError as error:  # the process may have no more threads
+                # Not within this call: `fetch` has yet to find the read, and `_finish` starts others.
                 read.done.get_loop().call_soon(self._finish, read, b"", error)
 
     def _run(self, read: _RangedRead) -> None:
-        """In a thread of its own."""
+        """Read from the store. Runs in a thread."""
         data, error = b"", None
         try:
-            data = self._store.read_range(read.name, read.offset, read.length)
-        except Exception as failure:  # noqa: BLE001 — a store of any kind fails in its own ways; each is for its readers
+            data = self._store.read_range(read.name, read.start, read.end - read.start)
+        except Exception as failure:  # noqa: BLE001 — each kind of store has its own errors; all go to the readers
             error = failure
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
+        with suppress(RuntimeError):  # the loop is closed, and nobody waits
             read.done.get_loop().call_soon_threadsafe(self._finish, read, data, error)
 
     def _finish(self, read: _RangedRead, data: bytes, error: Exception | None) -> None:
@@ -206,21 +206,19 @@ _log = get_logger()
 
 
 class ColdWaits(Generic[Waiter]):
-    """The waiters of each fetch. All that lack the same wait for one fetch. Everything is called on one event loop."""
+    """The waiters for fetches. Those that miss the same blocks wait for one fetch. All calls are on one event loop."""
 
     def __init__(
-        self,
-        fetch: Callable[[ColdMissError], Awaitable[None]],
-        on_fetched: Callable[[Waiter, str | None], None],
+        self, fetch: Callable[[ColdMissError], Awaitable[None]], on_fetched: Callable[[Waiter, str | None], None]
     ) -> None:
-        """`on_fetched(waiter, failure)` comes once for each waiter; `failure` is a message, None when it is there."""
+        """`on_fetched(waiter, failure)` is called once for each waiter. `failure` is a message, or None."""
         self._fetch = fetch
         self._on_fetched = on_fetched
         self._waiters: dict[tuple[str, int, int], list[Waiter]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def wait(self, miss: ColdMissError, waiter: Waiter) -> None:
-        """Fetch what is missed, unless that is under way."""
+        """Fetch the missing bytes for a waiter, unless that is under way."""
         waiters = self._waiters.get(miss.key)
         if waiters is not None:
             waiters.append(waiter)
@@ -237,9 +235,9 @@ class ColdWaits(Generic[Waiter]):
         except TopicsError as error:
             failure = error.message
         except FileNotFoundError as error:
-            # Dropped or rewritten meanwhile, most likely: the next look at the topic will not lead there again.
+            # Most likely it was dropped or rewritten in the meantime. A new view of the topic does not name it then.
             failure = f"segment {miss.name} is not in the cold tier: {error}"
-        except Exception:  # noqa: BLE001 — whoever waits is told in any case
+        except Exception:  # noqa: BLE001 — the waiters are called in any case
             _log.exception("a segment could not be fetched", segment=miss.name)
             failure = f"segment {miss.name} cannot be read"
         finally:

@@ -1,11 +1,13 @@
-"""`POST /v0/topics/:t/diff`: what follows a cursor, at once or as soon as there is something (api §3)."""
+"""`POST /v0/topics/:t/diff`: the records that follow a cursor, at once or as soon as there are some (api §3)."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from topics.api.requests import DiffBody
 from topics.core.clock import Clock
@@ -27,22 +29,15 @@ from topics.shm.recency import RecencyWriter
 
 LIMIT_DEFAULT: Final = 256
 MAX_BATCH_BYTES: Final = (1 << 20, 8 << 20)
-"""Default and most of `max_batch_bytes`."""
+"""Default and maximum of `max_batch_bytes`."""
 WAIT_MS_MAX: Final = 30_000
-
-
 _ANSWER: Final = b'{"topic":"%b",' + PAGE_MEMBERS + b',"performance":{"server_total_ms":%b,"records_scanned":%d%b%b}}'
 
 
-class Cost(NamedTuple):
-    """What the pages of an answer took: records examined, segments of the cold tier."""
-
-    scanned: int
-    cold_segments: int
-
-
 class DiffRoute:
-    """Answers from the arena and the files alone; only a long poll asks the shard to tell of changes."""
+    """The diffs of this frontend. It answers from the arena and the files; only a long poll asks the shard to report
+    changes.
+    """
 
     def __init__(
         self,
@@ -62,7 +57,7 @@ class DiffRoute:
         self._catching_up = catching_up
         self._clock = clock
         self._waiting: set[Callable[[], None]] = set()
-        """Long polls: each ends when it is called."""
+        """The functions that end the long polls."""
         self._draining = False
 
     async def __call__(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,20 +73,19 @@ class DiffRoute:
         ref = reader.get(name)
         from_ts = request.from_ts
         page = await reader.fetch_page(ref, request.from_seq, options, reader.now_ms(), from_ts=from_ts)
-        cost = Cost(page.scanned, page.cold_segments)
         self._recency.touch(ref.shard, ref.slot, ref.view.topic_id, self._clock.now_ms())
         if request.wait_ms and not _deliverable(page):
             scope[ROUTE] = Route.DIFF_WAIT
             wait_ms = min(request.wait_ms, WAIT_MS_MAX)
-            page, cost = await self._wait(ref, page, options, from_ts, wait_ms, receive, room)
+            page = await self._wait(ref, page, options, from_ts, wait_ms, receive, room)
         self._cell.add("records_out", page.count)
-        answering = send_json(send, headers, 200, _answer(name, page, cost, with_copies, started_ns))
-        # As long as the answer may be, and the writers who are left out: not to be kept while the client takes it.
+        answering = send_json(send, headers, 200, _answer(name, page, with_copies, started_ns))
+        # The page and the names of writers may be long: they are not kept while the client takes the answer.
         del page, options
         await answering
 
     def drain(self) -> None:
-        """The process is to stop: every long poll answers now what it has."""
+        """Have every long poll answer now, as the process is to stop."""
         self._draining = True
         for end in self._waiting:
             end()
@@ -101,7 +95,7 @@ class DiffRoute:
         limit = min(request.limit or LIMIT_DEFAULT, self._settings.max_limit)
         max_batch_bytes = min(request.max_batch_bytes or MAX_BATCH_BYTES[0], MAX_BATCH_BYTES[1])
         nodes = node_set(request.node)
-        request.node = None  # a list may say the same many times
+        request.node = None  # a list may name the same writer many times
         return request, PageOptions(limit, max_batch_bytes, nodes, request.include_tags, request.include_meta)
 
     async def _wait(
@@ -113,16 +107,16 @@ class DiffRoute:
         wait_ms: int,
         receive: Receive,
         room: Reservation | None,
-    ) -> tuple[RecordPage, Cost]:
-        """The first page that delivers something, or the last one before the deadline; what all of them took.
-        `from_ts` may be yet to come: what is written before it is not what the reader waits for.
+    ) -> RecordPage:
+        """Return the first page with anything to deliver, or the last one before the deadline. Its costs are those of
+        all pages. `from_ts` may be in the future: records written before it are not delivered.
         """
         most = limits.LONG_POLLS.most_count
         if len(self._waiting) >= most:
             raise limits.LONG_POLLS.refused(f"{most} long polls are waiting already", most, retry_after_ms=None)
         loop = asyncio.get_running_loop()
         news = asyncio.Event()
-        cost = Cost(page.scanned, page.cold_segments)
+        scanned = cold_segments = 0
         over = False
         entering: asyncio.Timeout | None = None
 
@@ -133,31 +127,28 @@ class DiffRoute:
             over = True
             news.set()
 
-        # The timer alone says when it is over: by the loop's clock it may fire before its time, and there is no second.
+        # Only the timer ends it: by the loop's clock it may fire early, and would then not fire again.
         timer = loop.call_later(wait_ms / 1000, end)
         watch = self._gateway.watch(ref.shard, ref.name, ref.view, news.set)
-        # Nothing but a disconnect can come behind the body.
+        # Only a disconnect can follow the body.
         gone = loop.create_task(_disconnect(receive))
         gone.add_done_callback(lambda _: news.set())
         self._waiting.add(end)
         self._cell.set("long_polls", len(self._waiting))
         try:
-            # Who drains has ended those that were there.
-            over |= self._draining
+            over |= self._draining  # `drain` ended only the long polls before this one
             while not (over or _deliverable(page)):
                 if room is not None:
                     room.resize(0)
                 if page.caught_up:
                     await news.wait()
                 else:
-                    # A long stretch of filtered records: others get their turn between its pages.
-                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)  # other requests have their turn between pages of filtered records
                 news.clear()
                 if gone.done():
                     raise ClientGoneError
                 if room is not None:
-                    # The last look is not worth a wait.
-                    entering = asyncio.timeout(0 if over else None)
+                    entering = asyncio.timeout(0 if over else None)  # the last look is not worth a wait
                     try:
                         async with entering:
                             await room.replace(_room_bytes(options))
@@ -168,19 +159,21 @@ class DiffRoute:
                 reader = self._reader
                 ref = reader.get(ref.name)
                 watch.found(ref.view)
+                scanned, cold_segments = scanned + page.scanned, cold_segments + page.cold_segments
                 page = await reader.fetch_page(ref, page.next_from_seq, options, reader.now_ms(), from_ts=from_ts)
-                cost = Cost(cost.scanned + page.scanned, cost.cold_segments + page.cold_segments)
         finally:
             timer.cancel()
             watch.cancel()
             gone.cancel()
             self._waiting.discard(end)
             self._cell.set("long_polls", len(self._waiting))
-        return page, cost
+        return msgspec.structs.replace(
+            page, scanned=scanned + page.scanned, cold_segments=cold_segments + page.cold_segments
+        )
 
 
 def _room_bytes(options: PageOptions) -> int:
-    """What a page may take: one record at least, however little is asked for."""
+    """Return the longest that a page may be: it has at least one record, however few bytes are asked for."""
     return max(options.max_batch_bytes, MAX_BATCH_BYTES[0])
 
 
@@ -193,12 +186,12 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-def _answer(name: str, page: RecordPage, cost: Cost, with_copies: bool, started_ns: int) -> bytes:
+def _answer(name: str, page: RecordPage, with_copies: bool, started_ns: int) -> bytes:
     return _ANSWER % (
         name.encode(),
         *page_values(page),
         str(elapsed_ms(started_ns)).encode(),
-        cost.scanned,
-        b',"cold_segments_read":%d' % cost.cold_segments if cost.cold_segments else b"",
+        page.scanned,
+        b',"cold_segments_read":%d' % page.cold_segments if page.cold_segments else b"",
         b"" if with_copies else b',"copies_pending":true',
     )

@@ -1,4 +1,4 @@
-"""The files that this frontend reads records from, mapped read-only: logs and segments."""
+"""The files that this frontend reads records from: logs, which are mapped read-only, and segments."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ MAPS_MAX: Final = 64
 
 
 class LogFiles:
-    """Maps the files of all shards, the least recently used going first when there are too many.
+    """The mapped log files of all shards. It keeps the `maps_max` last used ones.
 
-    Only bytes that a published location names are ever looked at, and those do not change any more.
+    Only bytes that a published location names are read, and those never change.
     """
 
     def __init__(self, data_dir: str, ram_dir: str, shards: int, maps_max: int = MAPS_MAX) -> None:
@@ -40,7 +40,9 @@ class LogFiles:
         self._maps_max = maps_max
 
     def get(self, shard: int, in_ram: bool, file_no: int, end: int) -> mmap.mmap:
-        """The file, mapped at least up to byte `end`; FileNotFoundError when it is gone, EOFError if shorter."""
+        """Return the file, mapped at least up to byte `end`. FileNotFoundError if it was removed, EOFError if it is
+        shorter.
+        """
         key = (shard, in_ram, file_no)
         mapped = self._maps.get(key)
         if mapped is not None and end <= len(mapped):
@@ -58,12 +60,12 @@ class LogFiles:
         return mapped
 
     def sweep(self) -> None:
-        """Let go of files that their shards removed. Call it now and then."""
+        """Unmap files that their shards removed. Call this now and then."""
         for shard, in_ram in {key[:2] for key in self._maps}:
             self._forget_removed(shard, in_ram)
 
     def _forget_removed(self, shard: int, in_ram: bool) -> None:
-        """A file that its shard removed takes space until the last map of it is gone."""
+        """Unmap removed files, which take up space until then."""
         directory = self._directories[shard][in_ram]
         for key in [key for key in self._maps if key[:2] == (shard, in_ram)]:
             if not os.path.exists(layout.log_path(directory, key[2])):
@@ -80,14 +82,14 @@ class LogFiles:
 
 
 SEGMENTS_MAX: Final = 128
-"""Open at once, each with its index and, most often, its data."""
+"""Segments that are open at once, each with its index and, most often, its data."""
 _SWEEP_STEP: Final = 8
 _CHECKED: Final = b"\1"
 _MARKED: Final = 2
 
 
 class OpenSegment:
-    """The committed part of one segment."""
+    """The committed part of one segment. Methods that read its files raise CorruptSegment."""
 
     __slots__ = (
         "_checked",
@@ -103,9 +105,7 @@ class OpenSegment:
     )
 
     def __init__(self, directory: str, topic_id: int, info: SegmentInfo, checked: bytes = b"") -> None:
-        """Opens the index; FileNotFoundError when it is gone, CorruptSegment when it is shorter. What reads the files
-        raises CorruptSegment, too.
-        """
+        """Open the index. FileNotFoundError if it was removed, CorruptSegment if it is shorter than `info` says."""
         self.first_seq = info.first_seq
         self.last_seq = info.last_seq
         self.data_bytes = info.data_bytes
@@ -115,30 +115,29 @@ class OpenSegment:
         self._idx = CommittedFile(self.idx_path, info.records * ENTRY_LEN)
         self._data: CommittedFile | None = None
         self.is_cold = False
-        """The cold tier has its data, and this directory for a while at most."""
+        """True if the cold tier has the data. Then they are in this directory for a while at most."""
         self._checked = bytearray(checked.ljust(info.records, b"\0"))
-        """1: the frame of this record was found to be whole since this was opened; 2: and marked deleted."""
-
-    def data(self) -> CommittedFile:
-        """The file that the index leads to, opened when it is first asked for: times and floors are in the index alone.
-        Raises FileNotFoundError, CorruptSegment.
+        """A byte for each record: 1 if its frame was found to be whole since this was opened; 2 if it is also marked as
+        deleted.
         """
-        if self._data is None:
-            self._data = CommittedFile(self.data_path, self.data_bytes)
-        return self._data
 
-    def data_here(self) -> CommittedFile | None:
-        """`data`; None when only the cold tier has them. They stay here for a while after they have become cold."""
-        if not self.is_cold:
-            return self.data()
-        self.let_go()
+    def local_data(self) -> CommittedFile | None:
+        """Return the data file, opened at its first use: times and floors are in the index. None if only the cold tier
+        has it. Raises FileNotFoundError, CorruptSegment.
+        """
+        if self.is_cold:
+            self.close_outdated()
         try:
-            return self.data()
+            if self._data is None:
+                self._data = CommittedFile(self.data_path, self.data_bytes)
+            return self._data
         except FileNotFoundError:
-            return None
+            if self.is_cold:
+                return None
+            raise
 
-    def let_go(self) -> None:
-        """Of data that were removed, which take space as long as they are open, or replaced by what nobody checked."""
+    def close_outdated(self) -> None:
+        """Close data that were removed, as they take up space until then, or replaced by a file that is unchecked."""
         if self._data is not None and not self._data.has_its_name:
             self._data = None
             self._checked = bytearray(len(self._checked))
@@ -149,16 +148,16 @@ class OpenSegment:
         return self._idx.has_its_name
 
     def columns(self, first_seq: int, last_seq: int) -> Columns:
-        """Index entries of these seqs."""
+        """Return the index entries of these seqs."""
         return read_columns(self._idx, first_seq - self.first_seq, last_seq - first_seq + 1)
 
     def entries(self, first_seq: int, last_seq: int) -> array[int]:
-        """The same as entries of a record index (`core.location`)."""
+        """Return the index entries of these seqs as those of a record index (`core.location`)."""
         start = (first_seq - self.first_seq) * ENTRY_LEN
         return entries_of_idx(self._idx[start : start + (last_seq - first_seq + 1) * ENTRY_LEN], first_seq)
 
     def extent(self, first_seq: int, columns: Columns) -> tuple[list[int], int]:
-        """(where the frames of `columns` begin, where the last one ends). Raises CorruptSegment."""
+        """Return (the starts of the frames of `columns`, the end of the last one)."""
         return extent(columns, self.data_bytes, self.idx_path, (first_seq - self.first_seq) * ENTRY_LEN)
 
     def check(
@@ -171,11 +170,11 @@ class OpenSegment:
         again: bool = False,
         fetched: bool = False,
     ) -> list[int]:
-        """That these frames are whole (`segment.check_frames`): once for bytes of this file unless it has to be
-        `again`, every time for those that were `fetched` from the cold tier. Raises CorruptSegment.
+        """Check that these frames are whole (`segment.check_frames`): bytes of this file only once, unless `again`;
+        bytes that were `fetched` from the cold tier every time.
 
-        Returns the seqs whose frames say that they are deleted, though the index did not: an older one, as a rule, that
-        somebody put here. Either of the two counts.
+        Return the seqs that are deleted by their frames, though not by the index, which may be an older copy. A mark in
+        either of them counts.
         """
         start = first_seq - self.first_seq
         end = start + len(starts)
@@ -193,21 +192,21 @@ class OpenSegment:
         ]
 
     def checked(self) -> bytes:
-        """To be handed on to the same segment when it has grown."""
-        self.let_go()
+        """Return the results of `check`, for the same segment when it has grown."""
+        self.close_outdated()
         return bytes(self._checked)
 
     def ts_at(self, seq: int) -> int:
-        """Commit time of a record, ms."""
+        """Return the commit time of a record, ms."""
         return ts_of(self._idx, seq - self.first_seq)
 
     def first_seq_at(self, ts: int) -> int:
-        """The first seq whose commit time is >= ts; last_seq + 1 when there is none."""
+        """Return the first seq with a commit time >= ts; last_seq + 1 if there is none."""
         return self.first_seq + first_at(self._idx, self.last_seq - self.first_seq + 1, ts)
 
 
-class OpenSegments:
-    """Segments of all topics, the least recently used going first when there are too many."""
+class SegmentCache:
+    """The open segments of all topics. It keeps the `segments_max` last used ones."""
 
     def __init__(self, data_dir: str, segments_max: int = SEGMENTS_MAX) -> None:
         self._data_dir = data_dir
@@ -216,7 +215,7 @@ class OpenSegments:
         self._unswept: list[tuple[int, int, int]] = []
 
     def get(self, topic_id: int, info: SegmentInfo) -> OpenSegment:
-        """The segment, at least as long as `info` says. Raises FileNotFoundError, CorruptSegment, OSError."""
+        """Return the segment, at least as long as `info` says. Raises FileNotFoundError, CorruptSegment, OSError."""
         key = (topic_id, info.first_seq, info.version)
         opened = self._open.get(key)
         if opened is None or opened.last_seq < info.last_seq:
@@ -230,12 +229,12 @@ class OpenSegments:
         return opened
 
     def forget(self, path: str) -> None:
-        """This file of a segment is damaged: whoever comes next opens what there is by then."""
+        """Close the segment with this damaged file. The next reader opens the file that is there by then."""
         for key in [key for key, opened in self._open.items() if path in (opened.idx_path, opened.data_path)]:
             del self._open[key]
 
     def sweep(self) -> None:
-        """Lets go of some whose files were removed or replaced meanwhile; to be called now and then."""
+        """Close some of the segments whose files were removed or replaced. Call this now and then."""
         if not self._unswept:
             self._unswept = list(self._open)
         for key in self._unswept[-_SWEEP_STEP:]:
@@ -243,12 +242,12 @@ class OpenSegments:
             if known is None:
                 continue
             if known.is_current:
-                known.let_go()
+                known.close_outdated()
             else:
                 del self._open[key]
         del self._unswept[-_SWEEP_STEP:]
 
 
 def object_name(topic_id: int, info: SegmentInfo) -> str:
-    """The name of a segment's `.data` in the cold tier (`storage.segment_store`)."""
+    """Return the name of a segment's `.data` in the cold tier (`storage.segment_store`)."""
     return layout.segment_data_path(f"{topic_id:016x}", info.first_seq, info.version)

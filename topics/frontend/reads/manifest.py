@@ -11,7 +11,7 @@ import re
 from collections import OrderedDict
 from typing import Any, Final
 
-from topics.api import answers
+from topics.api import segment_answers as answers
 from topics.core.clock import Clock
 from topics.core.config import U64_MAX
 from topics.core.errors import TopicsError, invalid
@@ -23,7 +23,7 @@ from topics.frontend.entry.responses import LIST_BYTES_MAX, reserve_room
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-from topics.frontend.routes.operations import COUNT_SCHEMA, TOPIC_PATH, ApiOperation, Binding, Query, json_answer
+from topics.frontend.routes.operations import COUNT_SCHEMA, TOPIC_PATH, ApiOperation, Binding, Outcome, Query, ok
 from topics.shm.durations import Route
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
@@ -129,13 +129,7 @@ class ManifestRoutes:
         return pin
 
     def _pinned(
-        self,
-        pin_id: str,
-        ref: TopicRef,
-        listed: list[SegmentInfo],
-        more: bool,
-        range_: tuple[int, int],
-        ttl_ms: int,
+        self, pin_id: str, ref: TopicRef, listed: list[SegmentInfo], more: bool, range_: tuple[int, int], ttl_ms: int
     ) -> tuple[TopicRef, tuple[SegmentInfo, ...], list[SegmentInfo], bool]:
         """Pin the listed segments, and list them again until all that are listed are pinned."""
         most = limits.PINS.most_count
@@ -228,13 +222,13 @@ def _path_params(request: ApiRequest) -> tuple[str, str]:
 def manifest_operations(manifest: ManifestRoutes) -> list[ApiOperation]:
     """Return the operations on segments and pins."""
     pin_path = f"{TOPIC_PATH}/pins/{{pin}}"
+    about = "The sealed segments of a topic, for readers of the files themselves"
+    listed = ok("The segments, and what else it takes to read them", answers.Manifest)
     ttl = f"how long the files stay whatever happens, ms, at most {PIN_TTL_MAX_MS}"
     return [
         ApiOperation(
             Binding("GET", f"{TOPIC_PATH}/segments", manifest.list_segments, Route.OTHER, KeyScope.READ, "segments"),
-            "The sealed segments of a topic, for readers of the files themselves",
-            {200: json_answer("The segments, and what else it takes to read them", answers.Manifest)},
-            ("topic_not_found", "storage_unavailable"),
+            Outcome(about, listed, ("topic_not_found", "storage_unavailable")),
             query=(
                 Query("from_seq", COUNT_SCHEMA | {"default": 0}, "a cursor: only segments with records behind it"),
                 Query("to_seq", COUNT_SCHEMA, "only segments with records up to it"),
@@ -243,13 +237,11 @@ def manifest_operations(manifest: ManifestRoutes) -> list[ApiOperation]:
         ),
         ApiOperation(
             Binding("PUT", pin_path, manifest.renew_pin, Route.OTHER, KeyScope.READ, "segments"),
-            "Keep pinned files for longer",
-            {200: json_answer("Whether the pin still holds", answers.PinRenewed)},
+            Outcome("Keep pinned files for longer", ok("Whether the pin still holds", answers.PinRenewed)),
             query=(Query("pin_ttl_ms", COUNT_SCHEMA | {"default": PIN_TTL_DEFAULT_MS}, f"{ttl}, from now on"),),
         ),
         ApiOperation(
             Binding("DELETE", pin_path, manifest.end_pin, Route.OTHER, KeyScope.READ, "segments"),
-            "End a pin before its time",
-            {200: json_answer("It is over", answers.PinEnded)},
+            Outcome("End a pin before its time", ok("It is over", answers.PinEnded)),
         ),
     ]

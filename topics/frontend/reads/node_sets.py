@@ -1,12 +1,12 @@
-"""The writers whose records readers do not want back (api §4): equal sets are one, and the long ones have a bound
-together.
+"""The sets of writers whose records readers leave out (api §4): equal sets are shared, and long ones have a common
+bound.
 
-    node_set ─▶ equal to one that lives: that one
-        └─▶ new, and room for it: counted ─▶ whoever reads with it keeps it ─▶ nobody does any more: counted no longer
+    node_set ─▶ equal to a living set: that one
+        └─▶ new, and room for it: counted ─▶ its readers keep it ─▶ freed after the last one: no longer counted
                  └─▶ no room: 429 throttled
 
-A long poll keeps its set for half a minute, a stream for as long as it is open, and each is worth a body of a MiB. How
-long one lives is nobody's to say: it is counted until it is freed.
+A long poll keeps its set for half a minute, a stream for as long as it is open, and a set may be as long as a body of a
+MiB. No reader knows when the last one ends, so a set is counted until it is freed.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from topics.frontend.entry.budget import Budget
 
 NODES_MAX: Final = 10_000
 NODES_MAX_BYTES: Final = 1 << 20
-"""Of one reader."""
+"""Bounds of the set of one reader."""
 COUNTED_FROM_BYTES: Final = 4096
-"""In memory. What is shorter is not counted: about thirty names."""
+"""Size in memory from which a set is counted, about thirty names."""
 _NAME_OVERHEAD_BYTES: Final = sys.getsizeof(b"") + 15
-"""Of an object of bytes, at most: malloc deals in 16 bytes."""
+"""The most that a name takes beside its own bytes: malloc allocates in steps of 16 bytes."""
 
 Nodes = frozenset[bytes]
 
 
 class NodeSets:
-    """Of one process. Called on its event loop; sets may be freed by any thread."""
+    """The counted sets of one process. All calls are on its event loop; any thread may free a set."""
 
     def __init__(self) -> None:
         self._sets: dict[ref[Nodes], tuple[ref[Nodes], int]] = {}
@@ -41,18 +41,18 @@ class NodeSets:
 
     @property
     def held_bytes(self) -> int:
-        """Memory of all that is counted and lives."""
+        """The memory of all counted sets that live."""
         self._count_freed()
         return self.budget.held_bytes
 
     def _count_freed(self) -> None:
         while self._freed:
-            _, size_bytes = self._sets.pop(self._freed.popleft(), (None, 0))  # one that was refused is not there
+            _, size_bytes = self._sets.pop(self._freed.popleft(), (None, 0))  # a refused set is not in it
             self.budget.release(size_bytes)
 
     def keep(self, nodes: Nodes, admitted: bool = False) -> Nodes:
-        """The one that is to be kept instead. Raises `throttled` when there is no room for it, unless it was `admitted`
-        before: then it counts, and others are refused.
+        """Count a set, and return the one to keep instead of it. Raises `throttled` if there is no room for it. A set
+        that was `admitted` before is counted in any case; then others are refused.
         """
         size_bytes = sys.getsizeof(nodes) + sum(map(len, nodes)) + len(nodes) * _NAME_OVERHEAD_BYTES
         if size_bytes < COUNTED_FROM_BYTES:
@@ -65,8 +65,8 @@ class NodeSets:
             return found
         if not admitted and not self.budget.fits(size_bytes):
             raise self.budget.refused(
-                f"the writers that readers name in node fill all of the {self.budget.most_bytes} bytes that they may;"
-                " name fewer of them, or ask again later"
+                f"the writers that readers name in node take up all of the {self.budget.most_bytes} bytes for them;"
+                " name fewer, or ask again later"
             )
         self._sets[key] = key, size_bytes
         self.budget.held_bytes += size_bytes
@@ -74,11 +74,11 @@ class NodeSets:
 
 
 node_sets: Final = NodeSets()
-"""Of this process: there is one event loop, and all routes share it."""
+"""The counted sets of this process, which has one event loop that all routes share."""
 
 
 def node_set(node: str | list[str] | None) -> Nodes | None:
-    """As a client names them; None for nobody. Raises `invalid_request`, `throttled`."""
+    """Return the set that a client names; None for an empty one. Raises `invalid_request`, `throttled`."""
     if not node:
         return None
     nodes = frozenset([node.encode()] if isinstance(node, str) else [one.encode() for one in node])

@@ -1,8 +1,8 @@
-"""Reading a topic: the page that follows a cursor (api §3). Diff and watch streams both read through here.
+"""Reads a topic: the page that follows a cursor (api §3). Diffs, watch streams and claims all read through here.
 
-No message: what is read is the arena's view of the topic and the files it points into, so reads of what is committed go
-on while the shard is dead, and a page is one consistent state. No await either, but where only the cold tier has a
-record (`TopicReader.fetch_page`).
+No shard is asked. A read takes the arena's view of the topic and the files that it points into, so committed records
+can be read while the shard is dead, and a page is one consistent state. A read awaits nothing, unless only the cold
+tier has a record (`TopicReader.fetch_page`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
+from topics.api.answers import TombstoneAnswer as Tombstone
 from topics.core.clock import STEP_MAX_MS, Clock
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError, topic_not_found
@@ -23,8 +24,8 @@ from topics.core.record_index import front_from, last_undeleted
 from topics.core.segment_list import SegmentInfo
 from topics.frontend.entry.responses import encode_json
 from topics.frontend.reads.cold import ColdMissError, ColdTier
-from topics.frontend.reads.files import LogFiles, OpenSegments
-from topics.frontend.reads.record_sources import MismatchError, MovedError, Source, Stores
+from topics.frontend.reads.files import LogFiles, SegmentCache
+from topics.frontend.reads.located_records import LocatedRecords, MismatchError, MovedError, RecordStores
 from topics.frontend.reads.records import PageOptions, render
 from topics.frontend.shards.arenas import Arenas
 from topics.log import get_logger
@@ -32,38 +33,27 @@ from topics.shm.arena import ArenaReader, SlotState, TopicView
 from topics.storage.segment import CorruptSegment
 
 
-class Tombstone(msgspec.Struct, frozen=True):
-    """Records that are gone and were not asked to go (api §3.3)."""
-
-    gap_from: int
-    gap_to: int
-    reason: str
-    missed_estimate: int
-    earliest_seq: int
-    head_seq: int
-
-
-def logical_view(view: TopicView, ttl_ms: int, source: Source, now_ms: int) -> TopicView:
-    """`view` with its floors over what has expired since the shard last looked, as the shard will move them
-    (`core.topic.Topic.plan_eviction`): floors are exact at every answer, only disk space is lazy. `records` and
-    `live_bytes` are not recounted.
+def logical_view(view: TopicView, ttl_ms: int, records: LocatedRecords, now_ms: int) -> TopicView:
+    """Return `view` with the floors behind the records that have expired since the shard last looked. The shard will
+    move them there (`core.topic.Topic.plan_eviction`), but answers have exact floors now. `records` and `live_bytes`
+    are not recounted.
     """
     if not ttl_ms or view.earliest_seq > view.head_seq:
         return view
-    if now_ms - source.ts_at(view.earliest_seq) <= ttl_ms:
+    if now_ms - records.ts_at(view.earliest_seq) <= ttl_ms:
         return view
-    seq = source.first_seq_at(now_ms - ttl_ms)
-    # What was deleted behind the last that expired was not lost.
-    lost_seq = last_undeleted(source, view.earliest_seq, seq - 1)
-    front = front_from(source, seq, view.head_seq)
+    seq = records.first_seq_at(now_ms - ttl_ms)
+    # Records deleted behind the last one that expired were not lost.
+    lost_seq = last_undeleted(records, view.earliest_seq, seq - 1)
+    front = front_from(records, seq, view.head_seq)
     view = _evicted(view._replace(earliest_seq=front.earliest_seq), lost_seq + 1, EvictReason.TTL)
     return _evicted(view, front.lost_below_seq, front.lost_reason)
 
 
 def floor_tombstone(view: TopicView, from_seq: int) -> Tombstone | None:
-    """Return what a reader at `from_seq` has lost to the floors (api §3.3)."""
+    """Return the records that a reader at `from_seq` has lost to the floors (api §3.3)."""
     if from_seq > view.head_seq:
-        # Another topic's cursor, if this name had one before; otherwise nobody ever had it from us.
+        # The cursor is from a deleted topic of this name, if there was one; otherwise it never came from here.
         if not view.recreated or not view.head_seq:
             return None
         return Tombstone(1, view.head_seq, "recreated", view.head_seq, view.earliest_seq, view.head_seq)
@@ -76,7 +66,7 @@ def floor_tombstone(view: TopicView, from_seq: int) -> Tombstone | None:
 
 
 def _evicted(view: TopicView, seq: int, reason: EvictReason) -> TopicView:
-    """Move the floor as `core.floors.Floors.evicted` does."""
+    """Move the evict floor as `core.floors.Floors.evicted` does."""
     if seq <= view.evict_floor:
         return view
     run_seq = run_after(reason, view.evict_reason, view.evict_floor, view.evict_run_seq)
@@ -84,11 +74,11 @@ def _evicted(view: TopicView, seq: int, reason: EvictReason) -> TopicView:
 
 
 SCAN_MAX: Final = 8192
-"""Records examined for one page, about: filtering a long log must not hold the event loop."""
+"""About the most records examined for one page: filtering a long log must not block the event loop."""
 _STEP_MAX: Final = 1024
 _STEP_MIN: Final = 16
 _BEYOND_BYTES: Final = 64 * 1024
-"""What a look may read that is at more records than are wanted, as some may not be for this reader."""
+"""Bytes that one step may read if it covers more records than are wanted, as some may be filtered out."""
 _TRIES: Final = 8
 _COLD_TRIES: Final = 16
 _T = TypeVar("_T")
@@ -97,7 +87,7 @@ _log = get_logger()
 
 
 class TopicRef(NamedTuple):
-    """A live topic as it was found. To be used at once: after an `await`, find it again."""
+    """A live topic as it was found. It is valid until the next `await`: then find it again."""
 
     name: str
     shard: int
@@ -108,7 +98,9 @@ class TopicRef(NamedTuple):
 
 
 class RecordPage(msgspec.Struct, frozen=True):
-    """`body` is `count` record objects joined by commas; everything up to `next_from_seq` has been examined."""
+    """Records that follow a cursor: `body` is `count` JSON objects joined by commas, and all records up to
+    `next_from_seq` were examined.
+    """
 
     body: bytes
     count: int
@@ -120,7 +112,7 @@ class RecordPage(msgspec.Struct, frozen=True):
     scanned: int
     topic_id: int
     cold_segments: int = 0
-    """How many it took records from that are in the cold tier."""
+    """Number of segments in the cold tier that records were taken from."""
 
     @property
     def caught_up(self) -> bool:
@@ -128,28 +120,29 @@ class RecordPage(msgspec.Struct, frozen=True):
 
 
 class TopicReader:
-    """Finds and reads topics of all shards."""
+    """Finds and reads the topics of all shards."""
 
     def __init__(
         self, arenas: Arenas, files: LogFiles, shards: int, clock: Clock, cold: ColdTier | None = None
     ) -> None:
-        """`clock`: of expiry (`core/clock.py`). `cold`: where segments are that are not in the data directory;
-        None when none ever left it.
+        """Records expire by `clock` (`core/clock.py`). `cold` has the segments that are not in the data directory; None
+        if none ever left it.
         """
         self._arenas = arenas
-        self.stores = Stores(files, OpenSegments(files.data_dir), cold)
+        self.stores = RecordStores(files, SegmentCache(files.data_dir), cold)
         self._shards = shards
         self._clock = clock
         self._now_ms = 0
 
     def sweep(self) -> None:
-        """Lets go of files that were removed; to be called now and then."""
+        """Close files that were removed. Call this now and then."""
         self.stores.logs.sweep()
         self.stores.segments.sweep()
 
     def now_ms(self) -> int:
-        """Milliseconds since the epoch, for expiry: what has expired stays expired when the clock is corrected. A clock
-        that was far ahead is not waited for: what the shard has not expired by it is there again.
+        """Return the ms since the epoch by which records expire. It does not go back when the clock is corrected, so
+        expired records stay expired. After a clock that was far ahead it does: then the records that the shard has not
+        evicted by it come back.
         """
         now_ms = self._clock.now_ms()
         if not now_ms < self._now_ms <= now_ms + STEP_MAX_MS:
@@ -157,16 +150,11 @@ class TopicReader:
         return self._now_ms
 
     def owner(self, name: str) -> int:
-        """The shard of a topic, whether it exists or not."""
+        """Return the shard of a topic, which need not exist."""
         return owner_shard(name, self._shards)
 
-    @property
-    def replay_progress(self) -> float:
-        """The progress of all shards."""
-        return self._arenas.replay_progress
-
     def find(self, name: str) -> TopicRef | None:
-        """The topic as it is now; raises `not_ready` until its shard has recovered."""
+        """Return the topic as it is now, if it exists. Raises `not_ready` until its shard has recovered."""
         shard = owner_shard(name, self._shards)
         arena = self._arenas.require(shard)
         found = arena.look_up(name)
@@ -176,34 +164,34 @@ class TopicReader:
         return TopicRef(name, shard, arena, slot, view, arena.config(slot, view))
 
     def get(self, name: str) -> TopicRef:
-        """Find the topic; `404 topic_not_found` where there is none."""
+        """Find the topic. `404 topic_not_found` if it does not exist."""
         ref = self.find(name)
         if ref is None:
             raise topic_not_found(name)
         return ref
 
     def refresh(self, ref: TopicRef) -> TopicRef:
-        """The same topic now; `404 topic_not_found` when it is gone, though its name may be in use again."""
+        """Return the same topic as it is now. `404 topic_not_found` if it was deleted, also if its name is reused."""
         view = ref.arena.view(ref.slot)
         if view.topic_id != ref.view.topic_id or view.state != SlotState.LIVE:
             raise topic_not_found(ref.name)
         return ref._replace(view=view, config=ref.arena.config(ref.slot, view))
 
     def seq_before(self, ref: TopicRef, ts: int) -> int:
-        """The cursor whose next record is the first with `$ts >= ts` (api §3 from_ts)."""
-        return self._steady(ref, lambda ref: self._source(ref).first_seq_at(ts) - 1)
+        """Return the cursor before the first record with `$ts >= ts` (api §3 from_ts)."""
+        return self._retrying(ref, lambda ref: self._records(ref).first_seq_at(ts) - 1)
 
     def with_segments(self, ref: TopicRef) -> tuple[TopicRef, tuple[SegmentInfo, ...]]:
-        """The topic with exact floors, and its segments at the same moment; raises as `read_page`."""
+        """Return the topic with exact floors, and its segments at the same moment. Raises as `read_page` does."""
 
         def look(ref: TopicRef) -> tuple[TopicRef, tuple[SegmentInfo, ...]]:
-            view = logical_view(ref.view, ref.config.ttl_ms, self._source(ref), self.now_ms())
+            view = logical_view(ref.view, ref.config.ttl_ms, self._records(ref), self.now_ms())
             segments = ref.arena.segments(ref.slot, ref.view)
             if segments is None:
                 raise MovedError
             return ref._replace(view=view), segments
 
-        return self._steady(ref, look)
+        return self._retrying(ref, look)
 
     def has_expired(self, ref: TopicRef, now_ms: int) -> bool:
         """Tell whether records have expired that the shard still counts."""
@@ -211,12 +199,12 @@ class TopicReader:
         if not ttl_ms or view.earliest_seq > view.head_seq:
             return False
         try:
-            return now_ms - self._source(ref).ts_at(view.earliest_seq) > ttl_ms
+            return now_ms - self._records(ref).ts_at(view.earliest_seq) > ttl_ms
         except (MovedError, FileNotFoundError):
-            # The shard has moved on since `view`; it may be for this very reason.
+            # The shard has changed the topic since `view`, maybe because records expired.
             return True
         except (CorruptSegment, OSError):
-            # Nothing a shard could settle; whoever reads the records will be told.
+            # The shard cannot mend that. The readers of the records will get the error.
             return False
 
     def read_page(
@@ -228,12 +216,12 @@ class TopicReader:
         up_to_seq: int | None = None,
         from_ts: int | None = None,
     ) -> RecordPage:
-        """The records that follow `from_seq`, not beyond `up_to_seq`, and none before the first with `$ts >= from_ts`.
+        """Return the records after `from_seq`, up to `up_to_seq`, and none before the first with `$ts >= from_ts`.
 
-        Raises `topic_not_found` when the topic went away, `storage_unavailable` when a frame cannot be read;
-        ColdMissError when the first record is in the cold tier and not at hand (`fetch_page` waits for it).
+        Raises `topic_not_found` if the topic was deleted, `storage_unavailable` if a frame cannot be read, and
+        ColdMissError if the first record has to be fetched from the cold tier (`fetch_page` does that).
         """
-        return self._steady(ref, lambda ref: self._read(ref, from_seq, options, now_ms, up_to_seq, from_ts))
+        return self._retrying(ref, lambda ref: self._read(ref, from_seq, options, now_ms, up_to_seq, from_ts))
 
     async def fetch_page(
         self,
@@ -244,7 +232,7 @@ class TopicReader:
         up_to_seq: int | None = None,
         from_ts: int | None = None,
     ) -> RecordPage:
-        """As `read_page`, waiting for the cold tier where it must; then `ref` is to be found again."""
+        """Read as `read_page` does, and fetch records from the cold tier. Find the topic again after this."""
         reason: Exception | None = None
         for _ in range(_COLD_TRIES):
             try:
@@ -253,7 +241,7 @@ class TopicReader:
                 try:
                     await self.fetch(miss)
                 except FileNotFoundError as error:
-                    # Dropped or rewritten meanwhile, in which case a new view does not lead there again.
+                    # The segment was dropped or rewritten in the meantime. Then a new view no longer names it.
                     if isinstance(reason, FileNotFoundError):
                         raise _unreadable(ref, error) from error
                     reason = error
@@ -261,12 +249,12 @@ class TopicReader:
         raise _unreadable(ref, reason)
 
     async def fetch(self, miss: ColdMissError) -> None:
-        """Gets what a page lacked (`ColdTier.fetch`)."""
+        """Fetch the bytes that a page lacked (`ColdTier.fetch`)."""
         assert self.stores.cold is not None
         await self.stores.cold.fetch(miss)
 
-    def _steady(self, ref: TopicRef, look: Callable[[TopicRef], _T]) -> _T:
-        """What `look` finds, which gets a new view of the topic each time it finds that its own is old."""
+    def _retrying(self, ref: TopicRef, look: Callable[[TopicRef], _T]) -> _T:
+        """Return what `look` returns, which is called with a new view of the topic while its view is outdated."""
         reason: Exception | None = None
         for _ in range(_TRIES):
             try:
@@ -283,8 +271,8 @@ class TopicReader:
             ref = self.refresh(ref)
         raise _unreadable(ref, reason)
 
-    def _source(self, ref: TopicRef) -> Source:
-        return Source(self.stores, ref.shard, ref.arena, ref.slot, ref.view)
+    def _records(self, ref: TopicRef) -> LocatedRecords:
+        return LocatedRecords(self.stores, ref.shard, ref.arena, ref.slot, ref.view)
 
     def _read(
         self,
@@ -295,11 +283,11 @@ class TopicReader:
         up_to_seq: int | None,
         from_ts: int | None,
     ) -> RecordPage:
-        source = self._source(ref)
+        records = self._records(ref)
         if from_ts is not None:
-            # In this very view: a record that comes between finding the start and reading may be too early.
-            from_seq = max(from_seq, source.first_seq_at(from_ts) - 1)
-        view = logical_view(ref.view, ref.config.ttl_ms, source, now_ms)
+            # In this view, as a record that is written between finding the start and reading may be too early.
+            from_seq = max(from_seq, records.first_seq_at(from_ts) - 1)
+        view = logical_view(ref.view, ref.config.ttl_ms, records, now_ms)
         tombstone = floor_tombstone(view, from_seq)
         if from_seq > view.head_seq:
             from_seq = 0 if view.recreated else view.head_seq
@@ -317,15 +305,15 @@ class TopicReader:
                 room_bytes = options.max_batch_bytes - size_bytes
                 if step > options.limit - count:
                     room_bytes = min(room_bytes, _BEYOND_BYTES)
-                runs = source.runs(cursor + 1, cursor + step, room_bytes, options.verify)
+                runs = records.runs(cursor + 1, cursor + step, room_bytes, options.verify)
             except (ColdMissError, CorruptSegment) as error:
                 if isinstance(error, CorruptSegment) and step > 1:
-                    # Damage keeps nobody from what lies before it.
+                    # The records before the damage are served.
                     step_max = step // 2
                     continue
                 if count or (cursor > start and isinstance(error, ColdMissError)):
-                    # Also a page of nothing but how far it looked: made again from `start`, it could come to need more
-                    # of the cold tier at once than is kept of it, and never get on.
+                    # The page may have no records, only a new cursor. If it were made again from `start`, it could need
+                    # more blocks of the cold tier at once than are kept, and never succeed.
                     break
                 raise
             for run in runs:
@@ -339,10 +327,9 @@ class TopicReader:
                     if count or tombstone is not None:
                         ended = True
                         break
-                    tombstone = _lost_run(source, view, cursor + 1, last_seq)
+                    tombstone = _lost_run(records, view, cursor + 1, last_seq)
                     cursor = tombstone.gap_to
-                    # The rest of these runs is behind us.
-                    break
+                    break  # the cursor is behind the rest of these runs
                 if part.full:
                     ended = True
                     break
@@ -356,16 +343,16 @@ class TopicReader:
             tombstone,
             cursor - start,
             view.topic_id,
-            len(source.cold_segments),
+            len(records.cold_segments),
         )
 
 
-def _lost_run(source: Source, view: TopicView, first_seq: int, last_seq: int) -> Tombstone:
-    """The records from `first_seq` on that are gone though older ones live (LOCATION_LOST)."""
+def _lost_run(records: LocatedRecords, view: TopicView, first_seq: int, last_seq: int) -> Tombstone:
+    """Return the records from `first_seq` on that are lost though older ones live (LOCATION_LOST)."""
     seq = first_seq
     reason = EvictReason.NONE
     while seq <= last_seq:
-        flags, offsets = source.gone(seq, min(last_seq, seq + _STEP_MAX - 1))
+        flags, offsets = records.gone(seq, min(last_seq, seq + _STEP_MAX - 1))
         if reason == EvictReason.NONE:
             reason = EvictReason(offsets[0])
         for flag in flags:
@@ -379,7 +366,7 @@ def _lost_run(source: Source, view: TopicView, first_seq: int, last_seq: int) ->
 
 
 def _unreadable(ref: TopicRef, error: Exception | None) -> TopicsError:
-    reason = "its index does not hold still" if isinstance(error, MovedError) else str(error)
+    reason = "its index changes faster than it can be read" if isinstance(error, MovedError) else str(error)
     _log.error("a topic cannot be read", topic=ref.name, shard=ref.shard, reason=reason)
     return TopicsError(
         "storage_unavailable", f"topic {ref.name!r} cannot be read: {reason}", {"topic": ref.name, "reason": reason}
@@ -387,20 +374,22 @@ def _unreadable(ref: TopicRef, error: Exception | None) -> TopicsError:
 
 
 def _corrupt(ref: TopicRef, damage: CorruptSegment) -> TopicsError:
-    """Never taken for absence: the reader is told where it is, and stays before it."""
+    """Return the error for damage, which is never taken for absence. The reader stays before it, and learns where it
+    is.
+    """
     segment = _in_topics_dir(damage.path)
     _log.error("a segment is corrupt", topic=ref.name, path=damage.path, offset=damage.offset, reason=damage.reason)
     return TopicsError(
         "storage_unavailable",
         f"topic {ref.name!r} cannot be read on: segment {segment} is corrupt at offset {damage.offset}:"
         f" {damage.reason}; restore the file from a copy (put that beside it, then rename it to this name), or give up"
-        " what lies there by a delete with before_seq",
+        " its records by a delete with before_seq",
         {"topic": ref.name, "segment": segment, "offset": damage.offset, "reason": damage.reason},
     )
 
 
 def _in_topics_dir(path: str) -> str:
-    """The path of a segment's file below `topics/`, which is its name in the cold tier, too."""
+    """Return the path of a segment's file below `topics/`, which is also its name in the cold tier."""
     return os.path.join(os.path.basename(os.path.dirname(path)), os.path.basename(path))
 
 
@@ -408,11 +397,11 @@ PAGE_MEMBERS: Final = (
     b'"records":[%b],"next_from_seq":%d,"head_seq":%d,"earliest_seq":%d,"durable_seq":%d,"epoch":"%016x",'
     b'"caught_up":%b,"tombstone":%b,"lag":%d'
 )
-"""To be filled in with `page_values`, together with the rest of the answer: the records are copied once."""
+"""Template for `page_values`. An answer is filled in as a whole, so that the records are copied once."""
 
 
 def page_values(page: RecordPage) -> tuple[bytes | int, ...]:
-    """The values of PAGE_MEMBERS for this page."""
+    """Return the values of PAGE_MEMBERS for this page."""
     return (
         page.body,
         page.next_from_seq,

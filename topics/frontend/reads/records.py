@@ -1,8 +1,8 @@
-"""Records as they are served: from frames in a log file or a segment to the JSON objects of an answer.
+"""Renders records: from frames in a log file or a segment to the JSON objects of an answer.
 
-A frame's payload already is the JSON that the client gets, so a record is three texts put together: its numbers, its
-node and tag if it has them, its payload. The common page, without node, tag, meta or deletions, is one slice for each
-record and one formatting for all of them (`bench diff`).
+A frame's payload is already the JSON that the client gets. So a record is joined from three texts: its numbers, its
+node and tag if it has them, its payload. The common page, without node, tag, meta or deletions, takes one slice for
+each record and one formatting for all of them (`bench diff`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from topics.storage.frame import (
 )
 
 _LENS: Final = Struct("<HH4x")
-"""node_len and tag_len: what a header ends with, before data_len, in the log and in a segment alike."""
+"""node_len and tag_len, the last fields before data_len of a header, in the log and in a segment alike."""
 _META: Final = b',"meta":{'
 _DATA_KEY_LEN: Final = len('"data":')
 _META_KEYS_LEN: Final = len('"data":,"meta":')
@@ -39,7 +39,7 @@ _LENGTH_FIELD_LEN: Final = 4
 
 
 class CorruptRecordError(Exception):
-    """A frame is the one that was looked for, and its bytes are not those that were written."""
+    """A frame is the right one, but its bytes are not those that were written."""
 
     def __init__(self, seq: int, file: str, offset: int) -> None:
         super().__init__(f"record {seq}: {file}, offset {offset}")
@@ -49,9 +49,9 @@ class CorruptRecordError(Exception):
 
 
 class PageOptions(NamedTuple):
-    """What a reader wants: `nodes` are the writers whose records it does not want back (api §4), None for all.
-    `extras` are members to add to the records of these seqs, each with a comma before it. `payload_bytes`: of the byte
-    budget only data and meta count; `verify`: checksums are looked at now, whoever did before (CorruptRecordError).
+    """The wishes of a reader. Records of the writers `nodes` are left out (api §4). `extras` are members to add to the
+    records of these seqs, each with a comma before it. With `payload_bytes` only data and meta count as bytes. With
+    `verify` checksums are checked even if they were before (CorruptRecordError).
     """
 
     limit: int
@@ -66,12 +66,12 @@ class PageOptions(NamedTuple):
 
 
 class FrameKind(NamedTuple):
-    """What the frames of the log and those of segments differ in, for a reader; all in bytes."""
+    """The differences between frames of the log and of segments, in bytes."""
 
     header_len: int
     tail_len: int
     extra_len: int
-    """What makes a length that of the frame in the log: pages are to end at the same record wherever it is."""
+    """Bytes by which the frame is longer in the log: pages must end at the same record wherever it is."""
 
 
 LOG_FRAME: Final = FrameKind(HEADER_LEN, CHECKSUM_LEN, 0)
@@ -79,24 +79,25 @@ SEGMENT_FRAME: Final = FrameKind(segment.HEADER_LEN, segment.TAIL_LEN, segment.L
 
 
 class Run(NamedTuple):
-    """Consecutive records, and the bytes their frames are in; the live ones were found to be the right ones."""
+    """Consecutive records, and the bytes of their frames. The live ones were checked to be the right ones."""
 
     first_seq: int
     ts: list[int]
     starts: list[int]
-    """Where each frame begins in `buffer`."""
+    """The start of each frame in `buffer`."""
     lengths: list[int]
     flags: list[int]
     buffer: bytes | mmap
     kind: FrameKind
     file_no: int = 0
-    """Of the log file that they are in, and `buffer` from `base` on."""
+    """The log file that the records are in."""
     base: int = 0
+    """The start of `buffer` in that file."""
 
 
 class Rendered(msgspec.Struct, frozen=True, gc=False):
-    """JSON objects joined by commas; `examined` is how many records were looked at, `full` that a bound of the options
-    ended it, `lost` that a lost record did (it is not among those examined).
+    """JSON objects joined by commas, made from the first `examined` records of a run. A bound of the options ended it
+    (`full`), or a lost record, which is not examined (`lost`), or the run did.
     """
 
     body: bytes
@@ -108,7 +109,7 @@ class Rendered(msgspec.Struct, frozen=True, gc=False):
 
 
 def render(run: Run, options: PageOptions, count: int, size_bytes: int) -> Rendered:
-    """The records of a run as far as the options allow, `count` and `size_bytes` of which are used up already."""
+    """Render the records of a run as far as the options allow. They count on from `count` and `size_bytes`."""
     special = options.extras is not None or options.payload_bytes or options.verify
     if options.include_data and max(run.flags) <= LOCATION_IN_RAM_LOG and not special:
         return _render_plain(run, options, count, size_bytes)
@@ -116,7 +117,7 @@ def render(run: Run, options: PageOptions, count: int, size_bytes: int) -> Rende
 
 
 def _render_plain(run: Run, options: PageOptions, count: int, size_bytes: int) -> Rendered:
-    """Records without node, tag and meta, none deleted or lost."""
+    """Render records without node, tag and meta, none of which is deleted or lost."""
     first_seq, ts, starts, lengths, _, buffer, (header_len, tail_len, extra_len), *_ = run
     examined = take = len(ts)
     size_bytes += sum(lengths) + extra_len * take
@@ -146,7 +147,7 @@ def _render_any(run: Run, options: PageOptions, count: int, size_bytes: int) -> 
     taken = 0
     full = lost = False
     buffer, (header_len, tail_len, extra_len) = run.buffer, run.kind
-    verify = options.verify and run.kind is LOG_FRAME  # those of segments are, before they come here
+    verify = options.verify and run.kind is LOG_FRAME  # frames of segments were verified before
     unpack = _LENS.unpack_from
     seq = run.first_seq - 1
     for ts, start, length, flags in zip(run.ts, run.starts, run.lengths, run.flags, strict=True):
@@ -175,7 +176,7 @@ def _render_any(run: Run, options: PageOptions, count: int, size_bytes: int) -> 
         if verify and CHECKSUM.unpack_from(buffer, start + length - CHECKSUM_LEN)[0] != xxh3_64_intdigest(
             buffer[start + _LENGTH_FIELD_LEN : start + length - CHECKSUM_LEN]
         ):
-            if count + taken:  # what is before it is whole; it is the next page's first
+            if count + taken:  # the records before it are whole; it is the first of the next page
                 full = True
                 break
             raise CorruptRecordError(seq, f"log file {run.file_no}", run.base + start)
@@ -196,10 +197,10 @@ def _render_any(run: Run, options: PageOptions, count: int, size_bytes: int) -> 
 
 
 def _part(payload: bytes, options: PageOptions) -> bytes:
-    """A payload without its data (then with the comma before it), its meta or both.
+    """Return a payload without its data (then with the comma before it), its meta or both.
 
-    Meta is an object whose values hold no object that has a `meta` of its own, so the last occurrence is its start,
-    whatever `data` contains; inside a string the quotes would be escaped.
+    The values of meta hold no object with a `meta` of its own, and quotes inside a string are escaped. So the last
+    occurrence is the start of meta, whatever `data` contains.
     """
     split = payload.rindex(_META)
     if options.include_data:

@@ -1,1 +1,1 @@
-"""The routes of topics, records and routers, and the table that says what the API offers."""
+"""The routes of topics, records and routers, and the types of the table of all operations."""

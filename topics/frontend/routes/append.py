@@ -1,4 +1,4 @@
-"""`POST /v0/topics/:t`: the write (api §2). The hottest route: plain ASGI, one decode, one copy into the ring."""
+"""`POST /v0/topics/:t`: the write (api §2). The hottest route has plain ASGI, one decode, one copy into the ring."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ TIME_MS_MAX: Final = 1 << 53
 SEARCHED_RECORDS_MAX: Final = 64
 
 FrameParts = tuple[bytes, bytes, msgspec.Raw, msgspec.Raw | bytes]
-"""node, tag, data, meta as `lay_out` takes them."""
+"""(node, tag, data, meta) for `lay_out`."""
 
 
 class AppendRoute:
-    """Validates, lays the frames out, has the shard commit them, answers."""
+    """The writes of this frontend: it validates them, lays out their frames, and has the shards commit them."""
 
     def __init__(self, gateway: Gateway, settings: Settings, cell: ProcessCell) -> None:
         self._gateway = gateway
@@ -69,9 +69,8 @@ class AppendRoute:
     def submit(
         self, name: str, request: AppendBody, records: LaidOut, key_header: bytes | None, caller: ApiKey
     ) -> asyncio.Future[AppendReply]:
-        """A write on its way to its shard, in order with those submitted before; `records` are those of `lay_out`.
-
-        Raises TopicsError for what is wrong with it; the future fails as `Gateway.submit_append` says.
+        """Send a write to its shard, behind those submitted before. `records` come from `lay_out`. Raises TopicsError
+        if the write is invalid; the future fails as that of `Gateway.submit_append` does.
         """
         key = _key(request, key_header)
         config, create = None, request.create
@@ -79,7 +78,7 @@ class AppendRoute:
             try:
                 config = parse_config(wire.decode_part(request.config, "config"), name)[0]
             except TopicsError:
-                # Of a topic that exists it is ignored, whatever it is (api §2).
+                # The config is ignored if the topic exists (api §2).
                 if not self._gateway.knows(name):
                     raise
                 create = False
@@ -104,12 +103,12 @@ class AppendRoute:
         return request, self.lay_out(request, len(body))
 
     def decode(self, decoder: msgspec.json.Decoder[BodyT], body: bytes) -> BodyT:
-        """A body of records; a long one in a thread."""
+        """Decode a body of records. Call this in a thread for a long one."""
         settings = self._settings
         return long_bodies.decode(decoder, body, settings.max_batch_records, settings.max_record_bytes)
 
     def lay_out(self, request: AppendBody, body_bytes: int) -> LaidOut:
-        """Frames of all records of a body so long, each within its limits (api §2.3)."""
+        """Return the frames of all records, after a check of their limits (api §2.3). The body had `body_bytes`."""
         settings = self._settings
         records = request.records
         if not records:
@@ -121,7 +120,7 @@ class AppendRoute:
                 {"max_batch_records": settings.max_batch_records},
             )
         node = b"" if request.node is None else self._node(request.node, "node")
-        # A body that is no longer than one record may be holds none that is too long.
+        # A shorter body has no record that is too long.
         if body_bytes > settings.max_record_bytes:
             self._check_sizes(records)
         attributed = [record for record in records if record.tag is not None or record.node is not None or record.meta]
@@ -143,7 +142,7 @@ class AppendRoute:
         if not RESERVED.isdisjoint(meta):
             name = min(RESERVED & meta.keys())
             raise invalid(
-                f"{field}.{name} is the server's, which says by it where a record came from: leave it out",
+                f"{field}.{name} is reserved for the server, which notes there where a record came from: leave it out",
                 field=f"{field}.{name}",
             )
         if len(meta) > META_MAX_KEYS:
@@ -153,8 +152,8 @@ class AppendRoute:
         return node, tag, record.data, record.meta
 
     def _job_attributes(self, name: str, records: list[RecordBody]) -> JobAttributes:
-        """Of those that are to come later, or in order (api §9). A long write to a log is not searched for them: it
-        takes a tenth of what the whole write costs. A log refuses them in its first and last record, which will do.
+        """Return the attributes of jobs that are scheduled or ordered (api §9). Only the first and last record of a
+        long write to a log are looked at, enough for the log to refuse it: a look at all costs a tenth of the write.
         """
         jobs: JobAttributes = []
         candidates: Iterable[tuple[int, RecordBody]] = enumerate(records)
@@ -164,10 +163,8 @@ class AppendRoute:
             if not wire.has_job_attributes(record):
                 continue
             if record.deliver_at is not None and record.delay_ms is not None:
-                raise invalid(
-                    f"records[{at}]: deliver_at and delay_ms stand instead of each other: give one of them",
-                    field="delay_ms",
-                )
+                message = f"records[{at}]: deliver_at and delay_ms exclude each other: give one of them"
+                raise invalid(message, field="delay_ms")
             deliver_at, delay_ms = record.deliver_at or 0, record.delay_ms or 0
             if (time_ms := max(deliver_at, delay_ms)) > TIME_MS_MAX:
                 field = "delay_ms" if delay_ms else "deliver_at"
@@ -199,17 +196,17 @@ class AppendRoute:
 
 @lru_cache(maxsize=64)
 def _wants_seqs(query: bytes) -> bool:
-    """`?return_seqs`. Remembered: a writer asks in the same words each time."""
+    """Return the value of `?return_seqs`. Cached, as a writer sends the same query each time."""
     return flag(QueryParams(query), "return_seqs", True)
 
 
 def _key(request: AppendBody, header: bytes | None) -> bytes:
-    """The idempotency key, b"" for none; the body's wins over the header's (api §0.9); or a producer's."""
+    """Return the idempotency key, b"" for none. That of the body wins over the header's (api §0.9)."""
     key = request.idempotency_key
     producer = request.producer
     if producer is not None:
         if key is not None or header is not None:
-            raise invalid("a write of a producer is known by its n: send no idempotency key with it", field="producer")
+            raise invalid("the n of a producer identifies its write: send no idempotency key with it", field="producer")
         wire.check_counts(producer)
         return producer_key(producer.id.encode(), ProducerTurn(producer.epoch, producer.n))
     if key is None:
@@ -231,7 +228,7 @@ def _too_long(field: str, length: int, max_bytes: int) -> TopicsError:
 
 
 def members(name: str, reply: AppendReply, with_seqs: bool, started_ns: int) -> bytes:
-    """The members of the answer to a write, without the braces around them."""
+    """Return the members of the answer to a write, without the braces around them."""
     first, count = reply.first_seq, reply.count
     seqs = f'"seqs":{encode_json(list(range(first, first + count))).decode()},' if with_seqs else ""
     return (

@@ -1,16 +1,16 @@
-"""Long bodies of writes, decoded in pieces: a call into C holds up every other thread, and one that decodes 60 MB takes
+"""Decodes long bodies of writes in pieces. A call into C holds up every other thread, and one that decodes 60 MB takes
 30 to 200 ms, in which no request is served and no heartbeat sent.
 
     {"node":"n","records":[ {…},{…} , {…},{…},{…} , {…} ],"if_head_seq":7}
     └─────── frame ────────┘└ piece ┘ └── piece ──┘ └ p ┘└──── frame ────┘
 
-The body is cut between its records, about every PIECE_BYTES. Where that may be is guessed from what stands between the
-first two of them, and proven by what comes out: a piece in brackets has to be a JSON array of records, and the frame
-with one made-up record in place of all of them has to be the write with that record in it. Then the whole is what its
-pieces are, since JSON can be read in one way only. Where the guess is wrong, msgspec is asked where each value ends.
+The body is cut between its records, about every PIECE_BYTES. The place of a cut is guessed from the text between the
+first two records, and proven by the result: a piece in brackets must be a JSON array of records, and the frame with one
+made-up record in place of all must be a write with that record. As JSON can be read in only one way, the pieces are
+then the whole. After a wrong guess, msgspec is asked where each value ends.
 
-What cannot be cut (no records near its beginning, two of them, one record as long as many) and what is wrong is decoded
-whole: the error is then in the words of any other body.
+A body that cannot be cut (no `records` near its beginning, two of them, one record as long as many), or that is
+invalid, is decoded as a whole, which makes the usual error.
 """
 
 from __future__ import annotations
@@ -29,28 +29,30 @@ from topics.frontend.entry import wire
 BodyT = TypeVar("BodyT", AppendBody, StageBody)
 
 WHOLE_BYTES_MAX: Final = 2 << 20
-"""A body that is no longer is decoded at once."""
+"""Longest body that is decoded at once."""
 PIECE_BYTES: Final = 256 << 10
 REST_S: Final = 50e-6
-"""Between two pieces: an event loop that has to ask for the interpreter gets it after milliseconds, or now."""
+"""Pause between two pieces. Without it the event loop gets the interpreter only after milliseconds."""
 _FRAME_BYTES_MAX: Final = 64 << 10
-"""Before the first record, and as much behind the last."""
+"""Most bytes before the first record, and behind the last one."""
 _JOINT_BYTES_MAX: Final = 256
 _RECORDS: Final = re.compile(rb'"records"[ \t\r\n]*:[ \t\r\n]*\[')
 _JOINT: Final = re.compile(rb'\}[ \t\r\n]*,[ \t\r\n]*\{[ \t\r\n]*"[a-z_]+"[ \t\r\n]*:')
 _ENDED: Final = re.compile(r"trailing characters \(byte (\d+)\)$")
-"""msgspec's message when a value ends before its input does; the byte behind it counts as that many."""
+"""msgspec's message when a value ends before its input does, with the position of the next byte, from 1."""
 
 _skip: Final = msgspec.json.Decoder(msgspec.Raw).decode
 _records: Final = msgspec.json.Decoder(list[RecordBody])
 
 
 class UncutError(Exception):
-    """The body is to be decoded whole."""
+    """The body has to be decoded as a whole."""
 
 
 def decode(decoder: msgspec.json.Decoder[BodyT], body: bytes, records_max: int, record_max_bytes: int) -> BodyT:
-    """As `wire.decode`, and `batch_too_large` as soon as there are more than `records_max`. For threads: it rests."""
+    """Decode as `wire.decode` does; `batch_too_large` as soon as there are more than `records_max`. It sleeps now and
+    then, so call it in a thread.
+    """
     if len(body) > WHOLE_BYTES_MAX:
         try:
             return Cutter(body, records_max, record_max_bytes).decode(decoder)
@@ -60,6 +62,8 @@ def decode(decoder: msgspec.json.Decoder[BodyT], body: bytes, records_max: int, 
 
 
 class Cutter:
+    """One long body, decoded piece by piece."""
+
     def __init__(self, body: bytes, records_max: int, record_max_bytes: int) -> None:
         self._body = body
         self._view = memoryview(body)
@@ -101,10 +105,10 @@ class Cutter:
         return request
 
     def _frame(self, decoder: msgspec.json.Decoder[BodyT], start: int, end: int) -> BodyT:
-        """All but what is between, which has to be the records and not what only looks like them."""
+        """Decode the body without the text between `start` and `end`, which must be its records."""
         if len(self._body) - end > _FRAME_BYTES_MAX:
             raise UncutError
-        stand_in = os.urandom(16).hex().encode()  # nobody can have sent it
+        stand_in = os.urandom(16).hex().encode()  # no client can have sent it
         try:
             request = wire.decode(decoder, b'%b{"data":"%b"}%b' % (self._body[:start], stand_in, self._body[end:]))
         except TopicsError:
@@ -114,7 +118,7 @@ class Cutter:
         return request
 
     def _piece(self, at: int, end: int) -> list[RecordBody] | None:
-        """The records that are all there is between; None if it is something else."""
+        """Decode the text between as records; None if it is anything else."""
         try:
             records: list[RecordBody] = wire.decode_any(_records, b"".join((b"[", self._view[at:end], b"]")))
         except TopicsError:
@@ -122,14 +126,14 @@ class Cutter:
         return records or None
 
     def _guess(self, at: int, joint: re.Match[bytes]) -> int:
-        """Where a piece from `at` on may end: at a comma, or at the bracket behind the last record; -1: no idea."""
+        """Guess the end of a piece from `at` on: a comma, or the bracket behind the last record; -1: unknown."""
         if len(self._body) - at <= 2 * PIECE_BYTES:
             return self._body.rfind(b"]", at)
         found = self._body.find(joint[0], at + PIECE_BYTES, at + 2 * PIECE_BYTES)
         return -1 if found < 0 else found + joint[0].index(b",")
 
     def _walk(self, at: int, records: int) -> int:
-        """Where a piece from `at` on ends that has at most so many records, value by value."""
+        """Find the end of a piece from `at` on with at most so many records, value by value."""
         start = at
         while True:
             end = self.end_of_value(at)
@@ -139,7 +143,7 @@ class Cutter:
             at = end + 1
 
     def end_of_value(self, at: int) -> int:
-        """Where something other than space follows the value at `at`."""
+        """Return the position of the first byte other than space behind the value at `at`."""
         try:
             _skip(self._view[at : at + self._value_max_bytes])
         except msgspec.DecodeError as error:

@@ -20,6 +20,7 @@ EVENTS: Final = "text/event-stream"
 TOPIC_PATH: Final = "/v0/topics/{topic}"
 LOST: Final = ("shard_unavailable", "storage_unavailable")
 """The errors of a request that a shard has to carry out."""
+TOPIC_LOST: Final = ("topic_not_found", *LOST)
 NAME_SCHEMA: Final = {"type": "string"}
 COUNT_SCHEMA: Final = {"type": "integer", "minimum": 0}
 
@@ -61,13 +62,19 @@ class Binding(NamedTuple):
     tag: str
 
 
-class ApiOperation(NamedTuple):
-    """One method of one path, and its description in the document. `codes` are errors beyond `common_codes`."""
+class Outcome(NamedTuple):
+    """The purpose of an operation, its answers by status, and its error codes beyond `common_codes`."""
 
-    binding: Binding
     summary: str
     answers: dict[int, Answer]
     codes: tuple[str, ...] = ()
+
+
+class ApiOperation(NamedTuple):
+    """One method of one path. `body` is the type of its request body, `public` means that it needs no key."""
+
+    binding: Binding
+    outcome: Outcome
     body: Any = None
     body_required: bool = True
     query: tuple[Query, ...] = ()
@@ -76,12 +83,7 @@ class ApiOperation(NamedTuple):
     @property
     def is_stream(self) -> bool:
         """True if the answer is an event stream."""
-        return any(EVENTS in answer.bodies for answer in self.answers.values())
-
-    @property
-    def common_codes(self) -> tuple[str, ...]:
-        """The errors of every request of this kind."""
-        return common_codes(self.body is not None, self.public)
+        return any(EVENTS in answer.bodies for answer in self.outcome.answers.values())
 
 
 def common_codes(has_body: bool, public: bool = False) -> tuple[str, ...]:
@@ -94,14 +96,19 @@ def common_codes(has_body: bool, public: bool = False) -> tuple[str, ...]:
     return tuple(codes)
 
 
-def json_answer(about: str, body: Any) -> Answer:
-    """Return a success with a JSON body of this type."""
-    return Answer(about, {JSON: body})
+def ok(about: str, body: Any, media: str = JSON) -> dict[int, Answer]:
+    """Return one success, with a body of this type."""
+    return {200: Answer(about, {media: body})}
+
+
+def ok_or_created(about: str, about_created: str, body: Any) -> dict[int, Answer]:
+    """Return the successes of an operation that may create something."""
+    return ok(about, body) | {201: Answer(about_created, {JSON: body})}
 
 
 def made_or_there(body: Any) -> dict[int, Answer]:
     """Return the successes of a `PUT`."""
-    return {200: json_answer("It was there", body), 201: json_answer("It was made", body)}
+    return ok_or_created("It was there", "It was made", body)
 
 
 def flag_query(name: str, default: bool, about: str) -> Query:

@@ -22,9 +22,10 @@ from topics.frontend.routes.operations import (
     PAGE_QUERIES,
     ApiOperation,
     Binding,
+    Outcome,
     Query,
-    json_answer,
     made_or_there,
+    ok,
 )
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
@@ -41,9 +42,7 @@ def _require(caller: ApiKey, needed: KeyScope, router: Router) -> None:
     caller.require(needed)
     if not (caller.covers(router.spec.source) and caller.covers(router.spec.dest)):
         raise TopicsError(
-            "forbidden",
-            f"router {router.name!r} has a topic outside the prefixes of this key",
-            {"name": router.name},
+            "forbidden", f"router {router.name!r} has a topic outside the prefixes of this key", {"name": router.name}
         )
 
 
@@ -202,11 +201,11 @@ def _covers(caller: ApiKey, router: Router) -> bool:
 def router_operations(routers: RouterRoutes) -> list[ApiOperation]:
     """Return the operations on routers (api §6)."""
     path = "/v0/routers/{router}"
+    conflicts = ("topic_not_found", "topic_exists_incompatible", "router_cycle", *LOST)
     return [
         ApiOperation(
             Binding("GET", "/v0/routers", routers.list_all, Route.LIST_ROUTERS, KeyScope.READ, "routers"),
-            "List routers by name",
-            {200: json_answer("A page of routers", answers.RouterList)},
+            Outcome("List routers by name", ok("A page of routers", answers.RouterList)),
             query=(
                 Query("prefix", NAME_SCHEMA, "only names that begin with it"),
                 Query("source", NAME_SCHEMA, "only routers from this topic"),
@@ -216,21 +215,19 @@ def router_operations(routers: RouterRoutes) -> list[ApiOperation]:
         ),
         ApiOperation(
             Binding("GET", path, routers.get, Route.GET_ROUTER, KeyScope.READ, "routers"),
-            "A router, and how much it has forwarded",
-            {200: json_answer("The router", answers.RouterState)},
-            ("router_not_found",),
+            Outcome(
+                "A router, and how much it has forwarded", ok("The router", answers.RouterState), ("router_not_found",)
+            ),
         ),
         ApiOperation(
             Binding("PUT", path, routers.put, Route.PUT_ROUTER, KeyScope.ADMIN, "routers"),
-            "Forward what comes into a topic to another one",
-            made_or_there(answers.PutRouterAnswer),
-            ("topic_not_found", "topic_exists_incompatible", "router_cycle", *LOST),
+            Outcome(
+                "Forward what comes into a topic to another one", made_or_there(answers.PutRouterAnswer), conflicts
+            ),
             body=GivenRouter,
         ),
         ApiOperation(
             Binding("DELETE", path, routers.delete, Route.DELETE_ROUTER, KeyScope.DELETE, "routers"),
-            "Remove a router; what it has forwarded stays",
-            {200: json_answer("It is gone", answers.DeleteRouterAnswer)},
-            LOST,
+            Outcome("Remove a router; what it has forwarded stays", ok("It is gone", answers.DeleteRouterAnswer), LOST),
         ),
     ]

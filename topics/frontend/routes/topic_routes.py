@@ -12,7 +12,7 @@ from topics.api.requests import AppendBody, DeleteBody, DiffBody, GivenConfig
 from topics.core.config import parse_config
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
-from topics.core.names import check_topic_name, owner_shard
+from topics.core.names import check_topic_name
 from topics.core.priority import age
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import wire
@@ -28,14 +28,17 @@ from topics.frontend.routes.operations import (
     LOST,
     NAME_SCHEMA,
     PAGE_QUERIES,
+    TOPIC_LOST,
     TOPIC_PATH,
     ApiOperation,
     Binding,
     Endpoint,
+    Outcome,
     Query,
     flag_query,
-    json_answer,
     made_or_there,
+    ok,
+    ok_or_created,
 )
 from topics.frontend.routes.router_routes import RouterRoutes
 from topics.frontend.shards.arenas import Arenas, live_names
@@ -77,7 +80,7 @@ class TopicRoutes:
         config, type_given = parse_config(wire.decode_object(body) if body else {}, name)
         if config.dead_letter is not None:
             request.caller.require(KeyScope.ADMIN, (config.dead_letter,))
-        shard, call = owner_shard(name, self._gateway.shards), PutTopic(name, config, type_given)
+        shard, call = self._gateway.owner(name), PutTopic(name, config, type_given)
         reply = await self._gateway.call(shard, call)
         while reply.rest is not None:
             # A change that has begun is not given up because a ring is full.
@@ -90,7 +93,7 @@ class TopicRoutes:
         name = request.topic
         if_empty = flag(request.query, "if_empty", False)
         routers, with_copies = await self._routers.before_delete(name)
-        reply = await self._gateway.call(owner_shard(name, self._gateway.shards), DeleteTopic(name, if_empty))
+        reply = await self._gateway.call(self._gateway.owner(name), DeleteTopic(name, if_empty))
         if not reply.deleted:
             routers = []
         if routers:
@@ -209,7 +212,7 @@ async def delete_in_turns(gateway: Gateway, call: DeleteRecords) -> tuple[int, D
     """Delete records, turn by turn of the shard so that it serves others in between. Return their number, and the last
     reply of the shard.
     """
-    shard = owner_shard(call.name, gateway.shards)
+    shard = gateway.owner(call.name)
     deleted = 0
     while True:
         try:
@@ -242,12 +245,15 @@ def topic_operations(append: AppendRoute, diff: DiffRoute, topics: TopicRoutes) 
     """Return the operations on topics and records (api §1 to §5)."""
     path = TOPIC_PATH
     delete = topics.delete_records
-    append_codes = ("batch_too_large", "record_too_large", "topic_not_found", "not_a_queue", "head_mismatch")
+    put, deleted = made_or_there(answers.PutTopicAnswer), ok("It is gone", answers.DeleteTopicAnswer)
+    appended = ok_or_created("Appended", "Appended, and the topic created", answers.AppendAnswer)
+    page = ok("A page of records", answers.DiffAnswer)
+    refused = ("batch_too_large", "record_too_large", "topic_not_found", "not_a_queue", "head_mismatch")
+    append_codes = (*refused, "fenced", "out_of_order", "topic_full", *LOST)
     return [
         ApiOperation(
             Binding("GET", "/v0/topics", topics.list_all, Route.LIST_TOPICS, KeyScope.READ, "topics"),
-            "List topics by name",
-            {200: json_answer("A page of topics", answers.TopicList)},
+            Outcome("List topics by name", ok("A page of topics", answers.TopicList)),
             query=(
                 Query("prefix", NAME_SCHEMA, "only names that begin with it"),
                 *PAGE_QUERIES,
@@ -256,49 +262,36 @@ def topic_operations(append: AppendRoute, diff: DiffRoute, topics: TopicRoutes) 
         ),
         ApiOperation(
             Binding("GET", path, topics.get, Route.GET_TOPIC, KeyScope.READ, "topics"),
-            "The state of a topic",
-            {200: json_answer("The topic", answers.TopicState)},
-            ("topic_not_found",),
+            Outcome("The state of a topic", ok("The topic", answers.TopicState), ("topic_not_found",)),
             query=(flag_query("touch", True, "whether this counts as reading the topic"),),
         ),
         ApiOperation(
             Binding("PUT", path, topics.put, Route.PUT_TOPIC, KeyScope.ADMIN, "topics"),
-            "Create a topic, or replace its configuration",
-            made_or_there(answers.PutTopicAnswer),
-            ("topic_exists_incompatible", *LOST),
+            Outcome("Create a topic, or replace its configuration", put, ("topic_exists_incompatible", *LOST)),
             body=GivenConfig,
             body_required=False,
         ),
         ApiOperation(
             Binding("DELETE", path, topics.delete, Route.DELETE_TOPIC, KeyScope.DELETE, "topics"),
-            "Delete a topic and all of its records",
-            {200: json_answer("It is gone", answers.DeleteTopicAnswer)},
-            ("topic_not_empty", *LOST),
+            Outcome("Delete a topic and all of its records", deleted, ("topic_not_empty", *LOST)),
             query=(flag_query("if_empty", False, "only a topic without records"),),
         ),
         ApiOperation(
             Binding("POST", path, of_topic(append), Route.APPEND, KeyScope.WRITE, "records"),
-            "Append records, all or none",
-            {
-                200: json_answer("Appended", answers.AppendAnswer),
-                201: json_answer("Appended, and the topic created", answers.AppendAnswer),
-            },
-            (*append_codes, "fenced", "out_of_order", "topic_full", *LOST),
+            Outcome("Append records, all or none", appended, append_codes),
             body=AppendBody,
             query=(flag_query("return_seqs", True, "whether the answer lists the seqs"),),
         ),
         ApiOperation(
             Binding("POST", f"{path}/diff", of_topic(diff), Route.DIFF, KeyScope.READ, "records"),
-            "Read what follows a cursor, or wait for it",
-            {200: json_answer("A page of records", answers.DiffAnswer)},
-            ("topic_not_found", "storage_unavailable"),
+            Outcome("Read what follows a cursor, or wait for it", page, ("topic_not_found", "storage_unavailable")),
             body=DiffBody,
         ),
         ApiOperation(
             Binding("POST", f"{path}/delete", delete, Route.DELETE_RECORDS, KeyScope.DELETE, "records"),
-            "Delete records by seq, by tag, or both",
-            {200: json_answer("They are gone", answers.DeleteRecordsAnswer)},
-            ("topic_not_found", *LOST),
+            Outcome(
+                "Delete records by seq, by tag, or both", ok("They are gone", answers.DeleteRecordsAnswer), TOPIC_LOST
+            ),
             body=DeleteBody,
         ),
     ]

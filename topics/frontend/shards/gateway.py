@@ -105,6 +105,10 @@ class Gateway:
     def shards(self) -> int:
         return len(self.links)
 
+    def owner(self, name: str) -> int:
+        """Return the shard of a topic, which need not exist."""
+        return owner_shard(name, len(self.links))
+
     def knows(self, name: str) -> bool:
         """Tell whether this topic is known to exist."""
         return self._view(name) is not None

@@ -1,1 +1,1 @@
-"""Commits over several topics: stages, and who carries a decided batch to its end."""
+"""Commits over several topics: stages, and the coordinator of their batches."""

@@ -18,7 +18,6 @@ from collections.abc import Collection, Coroutine, Iterator
 from typing import Any, Final
 
 from topics.core.errors import TopicsError
-from topics.core.names import owner_shard
 from topics.frontend.shards.gateway import Gateway
 from topics.log import get_logger
 from topics.shm.append_messages import AppendReply
@@ -164,6 +163,7 @@ class TxnCoordinator:
 
     def __init__(self, gateway: Gateway, stages: Stages) -> None:
         self._gateway = gateway
+        self._owner = gateway.owner
         self.stages = stages
         self._tasks: set[asyncio.Task[None]] = set()
         self._finishing: set[tuple[str, int]] = set()
@@ -337,6 +337,3 @@ class TxnCoordinator:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    def _owner(self, name: str) -> int:
-        return owner_shard(name, self._gateway.shards)

@@ -15,7 +15,7 @@ from topics.frontend.entry import wire
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.routes.append import AppendRoute
 from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-from topics.frontend.routes.operations import LOST, ApiOperation, Binding, Query, json_answer
+from topics.frontend.routes.operations import LOST, ApiOperation, Binding, Outcome, Query, ok
 from topics.frontend.txn.coordinator import TxnCoordinator
 from topics.settings import Settings
 from topics.shm.durations import Route
@@ -102,13 +102,7 @@ class TxnRoutes:
             stages = [(stage, head.topic) for stage, head in heads.items()]
             duplicate, last_batch, records = await self._coordinator.commit(sink, given.batch, stages)
         return JsonReply(
-            {
-                "sink": sink,
-                "batch": given.batch,
-                "last_batch": last_batch,
-                "duplicate": duplicate,
-                "count": records,
-            }
+            {"sink": sink, "batch": given.batch, "last_batch": last_batch, "duplicate": duplicate, "count": records}
         )
 
     @json_route
@@ -165,40 +159,41 @@ def _checked_txn(txn: str) -> str:
 def txn_operations(txn: TxnRoutes) -> list[ApiOperation]:
     """Return the operations on stages and sinks (api §6)."""
     stage_path, sink_path = "/v0/stage/{topic}", "/v0/txn/{sink}"
+    staged = ok("They are on the disk, and invisible", answers.StageAnswer)
+    committed = ok("All of it is visible, now or from an earlier commit", answers.CommitAnswer)
+    forgotten = ok("It is forgotten", answers.ForgetSinkAnswer)
+    too_large = ("batch_too_large", "record_too_large")
+    commit_codes = ("batch_too_large", "not_found", "topic_full", *LOST)
     return [
         ApiOperation(
             Binding("POST", stage_path, txn.stage, Route.OTHER, KeyScope.WRITE, "transactions"),
-            "Keep records back until their transaction is committed",
-            {200: json_answer("They are on the disk, and invisible", answers.StageAnswer)},
-            ("batch_too_large", "record_too_large", "topic_full", *LOST),
+            Outcome(
+                "Keep records back until their transaction is committed", staged, (*too_large, "topic_full", *LOST)
+            ),
             body=StageBody,
         ),
         ApiOperation(
             Binding("DELETE", stage_path, txn.drop, Route.OTHER, KeyScope.WRITE, "transactions"),
-            "Drop what a transaction keeps back in a topic",
-            {200: json_answer("They are gone", answers.DropStagesAnswer)},
-            LOST,
+            Outcome(
+                "Drop what a transaction keeps back in a topic", ok("They are gone", answers.DropStagesAnswer), LOST
+            ),
             body=DropBody,
             body_required=False,
             query=(Query("txn", {"type": "string", "minLength": 1, "maxLength": 256}, "the transaction"),),
         ),
         ApiOperation(
             Binding("POST", f"{sink_path}/commit", txn.commit, Route.OTHER, KeyScope.WRITE, "transactions"),
-            "Publish all stages of a batch, once for each batch of the sink",
-            {200: json_answer("All of it is visible, now or from an earlier commit", answers.CommitAnswer)},
-            ("batch_too_large", "not_found", "topic_full", *LOST),
+            Outcome("Publish all stages of a batch, once for each batch of the sink", committed, commit_codes),
             body=CommitBody,
         ),
         ApiOperation(
             Binding("GET", sink_path, txn.get, Route.OTHER, KeyScope.READ, "transactions"),
-            "The latest batch of a sink",
-            {200: json_answer("The sink; null when it never committed", answers.SinkAnswer)},
-            LOST,
+            Outcome(
+                "The latest batch of a sink", ok("The sink; null when it never committed", answers.SinkAnswer), LOST
+            ),
         ),
         ApiOperation(
             Binding("DELETE", sink_path, txn.forget, Route.OTHER, KeyScope.DELETE, "transactions"),
-            "Forget a sink: its next batch may have any number",
-            {200: json_answer("It is forgotten", answers.ForgetSinkAnswer)},
-            ("out_of_order", *LOST),
+            Outcome("Forget a sink: its next batch may have any number", forgotten, ("out_of_order", *LOST)),
         ),
     ]

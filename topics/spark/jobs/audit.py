@@ -19,7 +19,7 @@ from topics.spark.jobs import program
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from topics.api.answers import ManifestSegment
+    from topics.api.segment_answers import ManifestSegment
     from topics.client import Client, TopicState
     from topics.spark.segment_audit import Audited, AuditFinding
 

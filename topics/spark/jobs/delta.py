@@ -1,4 +1,4 @@
-"""An export as a Delta table (`topics[delta]`), each batch once: the table's log has the last one (`txn`).
+"""An export as a Delta table (`topicsd[delta]`), each batch once: the table's log has the last one (`txn`).
 
     <out>/_delta_log/…                                          Delta's
     <out>/topic=<name>/date=<day>/<query>-<batch>-<n>.parquet   files in the log are the table, others are not
@@ -35,7 +35,7 @@ def check(out: str) -> str:
     try:
         import deltalake  # noqa: F401
     except ImportError as error:
-        raise OptionError(f"--format delta needs the package deltalake: pip install topics[delta] ({error})") from None
+        raise OptionError(f"--format delta needs the package deltalake: pip install topicsd[delta] ({error})") from None
     return _directory(out)
 
 

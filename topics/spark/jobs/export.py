@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made = program.parser("export", "Export topics to partitioned Parquet (or Delta), incrementally, each record once.")
     program.topics_arguments(made)
     made.add_argument("--out", required=True, help="the directory of the lake")
-    made.add_argument("--format", choices=("parquet", "delta"), default="parquet", help="delta: needs topics[delta]")
+    made.add_argument("--format", choices=("parquet", "delta"), default="parquet", help="delta: needs topicsd[delta]")
     made.add_argument("--max-records", type=int, default=1_000_000, help="records a batch")
     made.add_argument("--schema", default=None, help="DDL of columns to parse out of data")
     made.add_argument("--tombstones", choices=("fail", "rows", "ignore"), default="fail", help="what to do with gaps")

@@ -1,4 +1,4 @@
-"""What one shard keeps for frontends: which topics they watch, and its end when they die.
+"""State that one shard keeps for frontends: the topics they watch. It ends when they die.
 
 The supervisor, which has waited for a dead process, says so in its control cell (`ended`) and wakes the shards. What
 the dead frontend has still written into its ring is taken first: a stream that it had opened would stay otherwise. A
@@ -16,7 +16,6 @@ from topics.walshard.handlers.named_cursors import NamedCursors
 from topics.walshard.handlers.queues import Queues
 from topics.walshard.handlers.watch_sessions import WatchSessions
 from topics.walshard.hosted.catalog import Catalog
-from topics.walshard.step_clock import StepClock
 
 
 class Watchers:
@@ -72,7 +71,6 @@ class Frontends:
         sessions: WatchSessions,
         queues: Queues,
         cursors: NamedCursors,
-        time: StepClock,
     ) -> None:
         self._cells = [control.cell(Role.FRONTEND, index).supervisor for index in range(control.frontends)]
         self._drain = drain
@@ -80,7 +78,6 @@ class Frontends:
         self._sessions = sessions
         self._queues = queues
         self._cursors = cursors
-        self._time = time
         self._ended = [_incarnation_ended(cell) for cell in self._cells]
         """By frontend: the last incarnation that is known to be over."""
 
@@ -110,7 +107,7 @@ class Frontends:
 
     def _end(self, frontend: int, group: Draft) -> None:
         self._watchers.frontend_died(frontend)
-        self._sessions.frontend_died(frontend, self._time.now.mono_ms)
+        self._sessions.frontend_died(frontend)
         self._queues.frontend_died(frontend, group)
         self._cursors.frontend_died(frontend)
 

@@ -1,11 +1,11 @@
-"""What a shard does with queue requests (api §9): they join the group commit as appends do.
+"""Queue requests (api §9): they join the group commit as appends do.
 
-A claim reads and writes nothing but memory, unless its queue has `leases_durable`: then what is leased is logged before
-it is told. An ack is logged as what it is, the deletion of its jobs. The lease machine (`core/leases.py`) changes as a
-request is prepared; what the log must have first is held until the commit, and `Operation.undo` takes it back.
+A claim reads and writes nothing but memory, unless its queue has `leases_durable`: then the lease is logged before it
+is told. An ack is logged as the deletion of its jobs. The lease machine (`core/leases.py`) changes as a request is
+prepared; jobs whose end must be logged first are held until the commit, and `LogWrite.undo` releases them.
 
-Streams and gathered claims are dealt to after each commit, in `deal`, and when the clock says so, in `tick`. While the
-service defers what is not urgent, streams of a queue of negative priority wait as pushes of such a topic do.
+Jobs are dealt to streams and gathered claims after each commit, in `deal`, and at times of their own, in `tick`. While
+the service defers what is not urgent, streams of a queue of negative priority wait as pushes of such a topic do.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from topics.core.control_bodies import encode_body
+from topics.core.control_bodies import AckFrameBody, encode_body
 from topics.core.errors import not_a_queue
 from topics.core.governor import INTERVAL_MS
 from topics.core.leases import Leases, NamedJobs
 from topics.core.priority import below_zero_ms
-from topics.core.queue_log import AckFrameBody
 from topics.core.seq_set import runs_of
 from topics.shm.asks import Done
 from topics.shm.control import ProcessCell
@@ -54,11 +53,13 @@ from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.step_clock import StepClock
 
 REFUSED_WAIT_MS: Final = 1_000
-"""Until streams are dealt to again after the log could not be written."""
+"""Wait before jobs are dealt to streams again after the log could not be written."""
 
 
 class Queues:
-    """The queues of one shard. `push(frontend, dealt)` tells of jobs once everything before it is told."""
+    """Handles the queues of one shard. It owns who waits for their jobs, and their timers. `push(frontend, dealt)`
+    sends jobs behind the answers before them.
+    """
 
     def __init__(
         self,
@@ -76,9 +77,9 @@ class Queues:
         self._cell = cell
         self._time = time
         self._workers: dict[int, Workers] = {}
-        """By topic id, of queues for which somebody waits."""
+        """Workers that wait, by topic id of their queue."""
         self._changed: dict[int, Hosted] = {}
-        """Queues whose counts readers do not know yet, and whose jobs may be dealt."""
+        """Queues whose counts are to be published and whose jobs may be dealt, by topic id."""
         self._timers = Timers()
         for hosted in catalog:
             self.changed(hosted)
@@ -86,17 +87,17 @@ class Queues:
     # -- the shard's steps
 
     def changed(self, hosted: Hosted) -> None:
-        """Something happened to this topic: appends, evictions, deletions, or one of ours."""
+        """Note that a topic changed, by an append, an eviction, a deletion or a queue request."""
         if hosted.topic.queue is not None:
             self._changed[hosted.topic.id] = hosted
 
     @property
     def have_changed(self) -> bool:
-        """Whether `deal` has anything to look at."""
+        """Return whether `deal` has queues to look at."""
         return bool(self._changed)
 
     def deal(self, group: Draft) -> None:
-        """Deals to whom waits, and shows what changed. Leases that outlive a restart are added to the group."""
+        """Deal jobs of changed queues to those who wait, and publish counts. Durable leases are added to the group."""
         changed, self._changed = self._changed, {}
         for topic_id, hosted in changed.items():
             leases = hosted.topic.queue
@@ -116,17 +117,17 @@ class Queues:
             self._set_timer(hosted, leases, workers)
 
     def tick(self) -> Steps[None]:
-        """Takes note of queues in which something ends or begins at this time; `deal` is next."""
+        """Note the queues whose timers are due, and expire their records; `deal` is next."""
         for topic_id, name in self._timers.take_due(self._time.now.mono_ms):
             hosted = self._catalog.find(name)
             if hosted is not None and hosted.topic.id == topic_id:
-                # If the log cannot be written, what has expired stays: the sweep says so, and tries again.
+                # If the log cannot be written, expired records stay: the sweep logs that, and tries again.
                 yield from self._deletes.expire(hosted)
                 self.changed(hosted)
 
     @property
     def is_due(self) -> bool:
-        """Whether `tick` has anything to do."""
+        """Return whether `tick` has something to do."""
         next_ms = self._timers.next_ms
         return next_ms is not None and next_ms <= self._time.now.mono_ms
 
@@ -136,7 +137,7 @@ class Queues:
         return self._timers.next_ms
 
     def topic_deleted(self, hosted: Hosted) -> None:
-        """It was deleted: whoever waits for its jobs is told."""
+        """Tell those who wait for jobs of a deleted queue that it ended."""
         self._timers.forget(hosted.topic.id)
         workers = self._workers.pop(hosted.topic.id, None)
         for worker in workers.clear() if workers is not None else ():
@@ -144,7 +145,7 @@ class Queues:
             self._push(frontend, Dealt(stream, [], 0, 0, [], 0, ended=True))
 
     def frontend_died(self, frontend: int, group: Draft) -> None:
-        """Its streams are over and what it carried to dead letters may not have come there."""
+        """End the streams of a frontend, and release the jobs that it was moving to dead letters."""
         for hosted in self._catalog:
             leases = hosted.topic.queue
             if leases is None:
@@ -160,7 +161,7 @@ class Queues:
 
     @property
     def routes(self) -> dict[type, GroupHandler]:
-        """The requests that are handled here, each in a group."""
+        """The requests that are handled here in a group."""
         return {
             Claim: self.claim,
             Ack: self.ack,
@@ -170,14 +171,14 @@ class Queues:
             WorkOpen: self.open_work,
             WorkClose: self.close_work,
             Bury: self.bury,
-            Release: self.exhume,
+            Release: self.release,
             Peek: self.peek,
-            Reserve: self.carry,
+            Reserve: self.reserve,
             Remove: self.remove,
         }
 
     def unclaim(self, call: Unclaim, _frontend: int, group: Draft) -> Done:
-        """Takes back a claim whose jobs nobody got."""
+        """Take back a claim whose jobs nobody got."""
         hosted, leases = self._queue(call.name, group)
         seqs = self._owned(group, hosted, leases, call).seqs
         leases.unclaim(seqs, call.delay_ms, self._time.now)
@@ -185,27 +186,27 @@ class Queues:
         return Done()
 
     def bury(self, call: Bury, frontend: int, group: Draft) -> RemoveReply:
-        """Removes jobs that are in the dead letters now."""
+        """Remove jobs that are in the dead letters now."""
         hosted, leases = self._queue(call.name, group)
         seqs = leases.carried_by(frontend, set(call.seqs) - group.dying(hosted.topic))
         self._removals.remove(group, hosted, seqs, dead_letters=len(seqs))
         return RemoveReply(len(seqs))
 
-    def exhume(self, call: Release, frontend: int, group: Draft) -> Done:
-        """Gives back jobs that did not get to the dead letters."""
+    def release(self, call: Release, frontend: int, group: Draft) -> Done:
+        """Release jobs that did not get to the dead letters."""
         hosted, leases = self._queue(call.name, group)
         seqs = leases.carried_by(frontend, set(call.seqs) - group.dying(hosted.topic))
         self._release(group, hosted, leases, seqs, call.delay_ms)
         return Done()
 
     def peek(self, call: Peek, _frontend: int, group: Draft) -> Peeked:
-        """Shows jobs by their state; leases nothing."""
+        """Return jobs by their state; lease none."""
         hosted, leases = self._queue(call.name, group)
         jobs, up_to_seq = leases.peek(call.from_seq, call.state, call.max)
         return Peeked(jobs, up_to_seq, up_to_seq < hosted.topic.head_seq)
 
     def _queue(self, name: str, group: Draft) -> tuple[Hosted, Leases]:
-        """The queue, its floors and leases as the clock has them now."""
+        """Return a queue, its floors and leases as of this step."""
         hosted = self._catalog.require(name)
         leases = hosted.topic.queue
         if leases is None:
@@ -216,11 +217,11 @@ class Queues:
         return hosted, leases
 
     def _owned(self, group: Draft, hosted: Hosted, leases: Leases, call: Ack | Nack | Extend | Unclaim) -> NamedJobs:
-        """The jobs it names that are its consumer's. Those whose removal is prepared in this group are nobody's."""
+        """Return the jobs it names that its consumer holds. Jobs whose removal is drafted belong to nobody."""
         return leases.leased_to(call.node, call.seqs, call.lease_nos, group.dying(hosted.topic))
 
     def claim(self, call: Claim, frontend: int, group: Draft) -> Dealt | Waiting:
-        """Leases jobs to a worker, or lets it wait for the end of a window."""
+        """Lease jobs to a worker, or have it wait for the end of a window."""
         hosted, leases = self._queue(call.name, group)
         config = hosted.topic.config
         if config.claim_jitter_ms:
@@ -234,7 +235,7 @@ class Queues:
         return dealt
 
     def ack(self, call: Ack, frontend: int, group: Draft) -> AckReply:
-        """Ends jobs that are done."""
+        """End jobs that are done."""
         hosted, leases = self._queue(call.name, group)
         topic = hosted.topic
         seqs, skipped = self._owned(group, hosted, leases, call)
@@ -250,7 +251,7 @@ class Queues:
         return reply
 
     def nack(self, call: Nack, frontend: int, group: Draft) -> AckReply:
-        """Gives jobs back, to be delivered again."""
+        """Release jobs, to be delivered again."""
         hosted, leases = self._queue(call.name, group)
         seqs, skipped = self._owned(group, hosted, leases, call)
         now = self._time.now
@@ -268,7 +269,7 @@ class Queues:
         return reply
 
     def extend(self, call: Extend, frontend: int, group: Draft) -> ExtendReply:
-        """Lets leases end later."""
+        """Let leases end later."""
         hosted, leases = self._queue(call.name, group)
         seqs, skipped = self._owned(group, hosted, leases, call)
         former = leases.extend(seqs, call.lease_ms, self._time.now)
@@ -277,21 +278,21 @@ class Queues:
         return reply
 
     def open_work(self, call: WorkOpen, frontend: int, group: Draft) -> Done:
-        """A stream begins to take jobs."""
+        """Begin to deal jobs to a stream."""
         hosted, _ = self._queue(call.name, group)
         worker = Worker((frontend, call.stream), call.node, call.max, call.lease_ms, once=False)
         self._workers.setdefault(hosted.topic.id, Workers()).put(worker)
         return Done()
 
     def close_work(self, call: WorkClose, frontend: int, group: Draft) -> Done:
-        """A stream is over: its leases are given back."""
+        """End a stream and release its leases."""
         where = (frontend, call.stream)
         hosted = self._catalog.find(call.name)
         if hosted is None or hosted.topic.queue is None:
             return Done()
         if group and hosted.topic.queue.is_ending(where):
-            # An end of a job that is prepared is the job's end; if the log refuses it, the job is this stream's again.
-            # Without one the group goes on: when many streams end at once, each would be a commit.
+            # A drafted end of a job is the job's end; if the log refuses it, the job is this stream's again. Only then
+            # is there a commit: many streams may end at once.
             raise CommitFirst
         workers = self._workers.get(hosted.topic.id)
         if workers is not None:
@@ -302,8 +303,8 @@ class Queues:
         self._release(group, hosted, leases, leases.leases_of(where), 0)
         return Done()
 
-    def carry(self, call: Reserve, frontend: int, group: Draft) -> Reserved:
-        """Takes jobs out of everybody's reach while a frontend brings them to another topic."""
+    def reserve(self, call: Reserve, frontend: int, group: Draft) -> Reserved:
+        """Reserve jobs for a frontend, which moves them to another topic."""
         hosted = self._records(call.name, group)
         seqs = hosted.topic.live_of(sorted(set(call.seqs) - group.dying(hosted.topic)))
         leases = hosted.topic.queue
@@ -314,16 +315,16 @@ class Queues:
         return Reserved(seqs)
 
     def remove(self, call: Remove, frontend: int, group: Draft) -> RemoveReply:
-        """Removes records that are in another topic now."""
+        """Remove records that are in another topic now."""
         hosted = self._records(call.name, group)
         wanted = sorted(set(call.seqs) - group.dying(hosted.topic))
-        # What was carried for too long may be somebody's job by now. It is elsewhere all the same, and not to be twice.
+        # A record whose reservation has ended may be somebody's job by now. It is elsewhere all the same.
         seqs = hosted.topic.live_of(wanted)
         self._removals.remove(group, hosted, seqs)
         return RemoveReply(len(seqs))
 
     def _records(self, name: str, group: Draft) -> Hosted:
-        """A topic of whatever type, its floors as the clock has them now."""
+        """Return a topic of any type, its floors as of this step."""
         hosted = self._catalog.require(name)
         self._removals.require_settled(hosted, group)
         return hosted
@@ -342,7 +343,7 @@ class Queues:
         *,
         carries_out: bool = False,
     ) -> None:
-        """Add these jobs as they are now to the group, if that is to outlive a restart."""
+        """Add the leases of these jobs to the group, if leases of this queue outlive a restart."""
         leases = hosted.topic.queue
         if seqs and leases is not None and hosted.topic.config.leases_durable:
             bodies = [(FrameType.LEASE, encode_body(body)) for body in leases.bodies(seqs)]
@@ -378,7 +379,7 @@ class Queues:
             self._log(group, hosted, bodies, partial(self._push, frontend, dealt), undo)
 
     def _undeal(self, hosted: Hosted, leases: Leases, frontend: int, dealt: Dealt) -> None:
-        """The log cannot be written: the jobs wait and are dealt again in a while, a claim hears of that."""
+        """Take back jobs whose leases the log refused: they are dealt again in a while. A waiting claim is told."""
         self._unclaim(leases, dealt.seqs, dealt.dead)
         self._push(frontend, Dealt(dealt.stream, [], 0, 0, [], leases.ready, refused=True))
         hosted.publish_counts()
@@ -399,13 +400,13 @@ class Queues:
         if workers is not None and workers.window_ends_ms is not None:
             at_ms = workers.window_ends_ms if at_ms is None else min(at_ms, workers.window_ends_ms)
         if workers is not None and workers.held_since_ms is not None:
-            # To see whether their time, or that of the pressure, is over.
+            # Held streams have waited long enough by then, or the pressure is over.
             look_ms = self._time.now.mono_ms + INTERVAL_MS
             at_ms = look_ms if at_ms is None else min(at_ms, look_ms)
         expiry_ms = hosted.topic.next_expiry_ms() if workers is not None else None
         if expiry_ms is not None and expiry_ms > self._time.expiry_ms:
-            # What expires is nobody's any more: who had it has room for the next one, before that expires as well.
-            gone_ms = self._time.now.mono_ms + expiry_ms - self._time.expiry_ms
-            at_ms = gone_ms if at_ms is None else min(at_ms, gone_ms)
+            # A job that expires makes room for the next one at its worker.
+            expired_ms = self._time.now.mono_ms + expiry_ms - self._time.expiry_ms
+            at_ms = expired_ms if at_ms is None else min(at_ms, expired_ms)
         if at_ms is not None:
             self._timers.set(hosted.topic.id, hosted.topic.name, at_ms)

@@ -57,7 +57,7 @@ class Removals:
         acknowledged jobs. Nothing else may be prepared. Raises TopicsError when the log refuses to remove jobs.
         """
         yield from self.expire(hosted, records, size_bytes)
-        if not (yield from self.give_way(hosted, records, size_bytes)):
+        if not (yield from self.drop_done_jobs(hosted, records, size_bytes)):
             raise TopicsError(
                 "storage_unavailable",
                 f"topic {hosted.topic.name!r} is full of acknowledged jobs, and the log cannot take their removal; see"
@@ -69,7 +69,7 @@ class Removals:
         if hosted.topic.must_expire_first(records, size_bytes, self._time.expiry_ms):
             yield from self._deletes.expire(hosted)
 
-    def give_way(self, hosted: Hosted, records: int, size_bytes: int) -> Steps[bool]:
+    def drop_done_jobs(self, hosted: Hosted, records: int, size_bytes: int) -> Steps[bool]:
         """Remove acknowledged jobs for so many more. Comes to False when the log refuses that."""
         draft = Draft()
         self.remove(draft, hosted, done_jobs_to_drop(hosted.topic, records, size_bytes, frozenset()))

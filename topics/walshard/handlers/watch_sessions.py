@@ -1,14 +1,15 @@
-"""Watch sessions of one shard (api §7): which stream has them, and from where the next one goes on.
+"""Watch sessions of one shard (api §7): the stream that each has, and the positions from which the next one goes on.
 
 A session outlives the frontend that made it and a crash of this shard (it is in the RAM log), not a restart of the
-service. While a stream is open only its frontend knows how far it is; it says so when it closes. If the frontend dies
-instead, the stored positions are a lower bound, and the client's Last-Event-ID knows better: `exact` tells which.
+service. While a stream is open only its frontend knows its positions, and says them when it closes. If the frontend
+dies instead, the stored positions are a lower bound, and the client's Last-Event-ID knows better: `exact` tells which.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Final
 
 from topics.core.control_bodies import SessionFrameBody, encode_body
 from topics.core.errors import TopicsError
@@ -27,12 +28,12 @@ from topics.walshard.commit.draft import AloneHandler, Draft, GroupHandler, LogW
 from topics.walshard.hosted.holdings import Holdings
 from topics.walshard.step_clock import StepClock
 
-SESSION_TTL_MS = 300_000
+SESSION_TTL_MS: Final = 300_000
 
 
 class WatchSession:
-    """`stream` is (frontend, number) while one is open; `idle_since_ms` counts from the last close. Numbers grow with
-    time, also from frontend to frontend; `newest_stream` is the highest that was heard of.
+    """One session. `stream` is (frontend, number) while one is open, `idle_since_ms` is when the last one closed.
+    Numbers grow with time, also from frontend to frontend; `newest_stream` is the highest so far.
     """
 
     __slots__ = ("body", "exact", "idle_since_ms", "newest_stream", "positions", "stream")
@@ -45,103 +46,31 @@ class WatchSession:
         self.newest_stream = 0
         self.idle_since_ms = now_ms
 
+    def end_stream(self, stream: tuple[int, int], now_ms: int) -> None:
+        """End a stream without its positions, if it is the session's."""
+        if self.stream == stream:
+            self.stream = None
+            self.idle_since_ms = now_ms
+
 
 class WatchSessions:
-    """The watch sessions of one shard as its log has them. Times are monotonic ms."""
+    """Handles requests about the watch sessions of one shard. What is to outlive a crash goes to the RAM log."""
 
-    def __init__(self) -> None:
+    def __init__(self, holdings: Holdings, time: StepClock) -> None:
+        self._holdings = holdings
+        self._time = time
         self.by_wid: dict[str, WatchSession] = {}
 
     def __len__(self) -> int:
         return len(self.by_wid)
 
-    def recovered(self, sessions: dict[str, SessionFrameBody], now_ms: int) -> None:
-        """A crash of the shard: streams may be open that it knows nothing of, so no position is exact."""
+    def recovered(self, sessions: dict[str, SessionFrameBody]) -> None:
+        """Take over the sessions of the RAM log after a crash. Streams may be open of which this shard knows nothing,
+        so no position is exact.
+        """
         for wid, session in sessions.items():
             assert session.body is not None
-            self.by_wid[wid] = WatchSession(session.body, session.positions, False, now_ms)
-
-    def put(self, wid: str, body: bytes, now_ms: int) -> None:
-        self.by_wid[wid] = WatchSession(body, None, True, now_ms)
-
-    def look(self, wid: str) -> SessionOpenReply:
-        """What `open` would answer; `404 not_found` for an unknown session."""
-        session = self.by_wid.get(wid)
-        if session is None:
-            raise TopicsError("not_found", f"no watch session {wid!r}: it was never made, or collected when idle")
-        return SessionOpenReply(session.body, session.positions, session.exact and session.stream is None)
-
-    def open(self, wid: str, frontend: int, stream: int) -> SessionOpenReply:
-        """A stream begins, or a frontend tells a restarted shard that it has one. An older one of the same session no
-        longer counts: told of after a newer one, it changes nothing, or its end could take positions back.
-        """
-        reply = self.look(wid)
-        session = self.by_wid[wid]
-        if stream >= session.newest_stream:
-            session.stream = (frontend, stream)
-            session.newest_stream = stream
-            session.exact = False
-        return reply
-
-    def abandoned(self, wid: str, frontend: int, stream: int, now_ms: int) -> None:
-        """That stream never began; what the positions were worth before is not known any more."""
-        session = self.by_wid.get(wid)
-        if session is not None and session.stream == (frontend, stream):
-            session.stream = None
-            session.idle_since_ms = now_ms
-
-    def closing(
-        self, wid: str, frontend: int, stream: int, positions: dict[str, int] | None
-    ) -> SessionFrameBody | None:
-        """What to log when this stream ends; None when it is not the session's stream.
-
-        One that was replaced, and is closed long after, may not take the positions back: they count as exact.
-        """
-        session = self.by_wid.get(wid)
-        if session is None or session.stream != (frontend, stream):
-            return None
-        return SessionFrameBody(wid, session.body, positions, exact=True)
-
-    def closed(self, wid: str, positions: dict[str, int] | None, now_ms: int) -> None:
-        session = self.by_wid[wid]
-        session.stream = None
-        session.positions = positions
-        session.exact = True
-        session.idle_since_ms = now_ms
-
-    def frontend_died(self, frontend: int, now_ms: int) -> None:
-        """Its streams ended without a word."""
-        for session in self.by_wid.values():
-            if session.stream is not None and session.stream[0] == frontend:
-                session.stream = None
-                session.idle_since_ms = now_ms
-
-    def overdue(self, now_ms: int) -> list[str]:
-        """Sessions without a stream for longer than SESSION_TTL_MS."""
-        return [
-            wid
-            for wid, session in self.by_wid.items()
-            if session.stream is None and now_ms - session.idle_since_ms > SESSION_TTL_MS
-        ]
-
-    def remove(self, wid: str) -> None:
-        self.by_wid.pop(wid, None)
-
-    def ram_frames(self, now_ms: int) -> list[bytes]:
-        """Return SESSION of every session, to be repeated where older files of the RAM log go (at a wall time)."""
-        return [
-            _session_frame(SessionFrameBody(wid, session.body, session.positions, session.exact), now_ms)
-            for wid, session in self.by_wid.items()
-        ]
-
-
-class SessionCalls:
-    """Handles the requests about watch sessions: what is to outlive a crash goes to the RAM log."""
-
-    def __init__(self, sessions: WatchSessions, holdings: Holdings, time: StepClock) -> None:
-        self._sessions = sessions
-        self._holdings = holdings
-        self._time = time
+            self._set(wid, WatchSession(session.body, session.positions, False, self._time.now.mono_ms))
 
     @property
     def routes(self) -> dict[type, GroupHandler]:
@@ -154,39 +83,86 @@ class SessionCalls:
         return {SessionPut: self.put, SessionClose: self.close}
 
     def put(self, call: SessionPut, _frontend: int) -> Steps[Done]:
-        """Makes a session."""
+        """Make a session."""
         self._holdings.claim_session()
-        now_ms = self._time.now.mono_ms
-        body = SessionFrameBody(call.wid, call.body)
-        yield from self._log(body, lambda: self._sessions.put(call.wid, call.body, now_ms))
+        session = WatchSession(call.body, None, True, self._time.now.mono_ms)
+        yield from self._log(SessionFrameBody(call.wid, call.body), partial(self._set, call.wid, session))
         return Done()
 
     def look(self, call: SessionGet, _frontend: int, _group: Draft) -> SessionOpenReply:
-        """Shows a session without opening it."""
-        return self._sessions.look(call.wid)
+        """Return a session without opening it."""
+        return self._find(call.wid)[1]
 
     def open(self, call: SessionOpen, frontend: int, _group: Draft) -> SessionOpenReply:
-        """A stream of a session begins."""
-        return self._sessions.open(call.wid, frontend, call.stream)
+        """Begin a stream of a session, or hear of one that a frontend had open when this shard restarted. A stream that
+        is older than the newest one changes nothing, or its end could take positions back.
+        """
+        session, reply = self._find(call.wid)
+        if call.stream >= session.newest_stream:
+            session.stream = (frontend, call.stream)
+            session.newest_stream = call.stream
+            session.exact = False
+        return reply
 
     def close(self, call: SessionClose, frontend: int) -> Steps[Done]:
-        """A stream of a session ends: the next one goes on from its positions."""
-        sessions, now_ms = self._sessions, self._time.now.mono_ms
-        closed = sessions.closing(call.wid, frontend, call.stream, call.positions)
-        if closed is not None:
-            # The stream has ended whether or not the log can take how far it came.
-            ended = partial(sessions.abandoned, call.wid, frontend, call.stream, now_ms)
-            yield from self._log(closed, lambda: sessions.closed(call.wid, call.positions, now_ms), ended)
+        """End a stream of a session: the next one goes on from its positions. A stream that another one replaced may
+        not take the positions back, which count as exact.
+        """
+        session, stream, now_ms = self.by_wid.get(call.wid), (frontend, call.stream), self._time.now.mono_ms
+        if session is not None and session.stream == stream:
+            body = SessionFrameBody(call.wid, session.body, call.positions, exact=True)
+
+            def closed() -> None:
+                session.end_stream(stream, now_ms)
+                session.positions, session.exact = call.positions, True
+
+            # If the log refuses its positions the stream has ended all the same.
+            yield from self._log(body, closed, partial(session.end_stream, stream, now_ms))
         return Done()
 
     def abandon(self, call: SessionAbandon, frontend: int, _group: Draft) -> None:
-        """A stream that was opened never began. Nobody waits for a reply."""
-        self._sessions.abandoned(call.wid, frontend, call.stream, self._time.now.mono_ms)
+        """End a stream that was opened and never began: the positions may have been exact before, and are not any more.
+        Nobody waits for a reply.
+        """
+        session = self.by_wid.get(call.wid)
+        if session is not None:
+            session.end_stream((frontend, call.stream), self._time.now.mono_ms)
+
+    def frontend_died(self, frontend: int) -> None:
+        """End the streams of a frontend, whose positions nobody says."""
+        for session in self.by_wid.values():
+            if session.stream is not None and session.stream[0] == frontend:
+                session.end_stream(session.stream, self._time.now.mono_ms)
 
     def collect(self) -> Steps[None]:
-        """Ends sessions that had no stream for too long."""
-        for wid in self._sessions.overdue(self._time.now.mono_ms):
-            yield from self._log(SessionFrameBody(wid, None), partial(self._sessions.remove, wid))
+        """Remove sessions that had no stream for SESSION_TTL_MS."""
+        now_ms = self._time.now.mono_ms
+        for wid, session in list(self.by_wid.items()):
+            if session.stream is None and now_ms - session.idle_since_ms > SESSION_TTL_MS:
+                yield from self._log(SessionFrameBody(wid, None), partial(self._set, wid, None))
+
+    def ram_frames(self, now_ms: int) -> list[bytes]:
+        """Return SESSION of every session, to be repeated before older files of the RAM log are removed. `now_ms` is
+        wall time.
+        """
+        return [
+            _session_frame(SessionFrameBody(wid, session.body, session.positions, session.exact), now_ms)
+            for wid, session in self.by_wid.items()
+        ]
+
+    def _find(self, wid: str) -> tuple[WatchSession, SessionOpenReply]:
+        """Return a session and what its client gets; `404 not_found` if it is unknown."""
+        session = self.by_wid.get(wid)
+        if session is None:
+            raise TopicsError("not_found", f"no watch session {wid!r}: it was never made, or collected when idle")
+        return session, SessionOpenReply(session.body, session.positions, session.exact and session.stream is None)
+
+    def _set(self, wid: str, session: WatchSession | None) -> None:
+        if session is None:
+            self.by_wid.pop(wid, None)
+        else:
+            self.by_wid[wid] = session
+        self._holdings.sessions = len(self.by_wid)
 
     def _log(
         self, body: SessionFrameBody, apply: Callable[[], None], undo: Callable[[], None] | None = None

@@ -1,4 +1,4 @@
-"""Who waits for jobs of one queue at its shard: `/work` streams, and claims that gather in a window (api §9)."""
+"""The workers that wait for jobs of a queue: `/work` streams, and claims that gather in a window (api §9)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from topics.shm.queue_messages import Dealt
 
 
 class Worker:
-    """A stream that is to have `most` jobs at any time, or (`once`) a claim of at most that many."""
+    """A stream that holds up to `most` jobs at any time, or (`once`) a claim of at most that many."""
 
     __slots__ = ("lease_ms", "most", "node", "once", "where")
 
@@ -27,12 +27,12 @@ class Worker:
 
     @property
     def holder(self) -> Holder | None:
-        """Whose leases end with the connection; a claim's do not."""
+        """The stream with which its leases end; None for a claim."""
         return None if self.once else self.where
 
 
 class Hand(NamedTuple):
-    """What one of them was dealt."""
+    """The jobs that one worker was dealt."""
 
     worker: Worker
     leased: LeasedSeqs
@@ -40,56 +40,57 @@ class Hand(NamedTuple):
 
 
 class Workers:
-    """Of one queue; in turn: who got something goes to the end.
+    """The workers of one queue. They take turns: a worker that got jobs goes to the end.
 
-    Dealing costs the jobs that are dealt and the claims that are answered, however many streams are open: only those
-    that may have room are looked at, and no more of them than there are jobs.
+    Dealing costs the jobs that are dealt and the claims that are answered, however many streams are open: it looks only
+    at workers that may have room, and at no more of them than there are jobs.
     """
 
     def __init__(self) -> None:
         self._workers: dict[Holder, Worker] = {}
         self._hungry: OrderedDict[Holder, Worker] = OrderedDict()
-        """Those who may have room, in turn. The front of a plain dict is O(n) to find after many removals."""
+        """Workers that may have room, in turn. The front of a plain dict is O(n) to find after many removals."""
         self._claims: dict[Holder, Worker] = {}
         self.window_ends_ms: int | None = None
-        """Monotonic; None while nobody waits for the end of a window."""
+        """Monotonic ms; None while nobody waits for the end of a window."""
         self.held_since_ms: int | None = None
-        """Monotonic; since when there has been something for streams that they are not dealt yet."""
+        """Monotonic ms since when jobs are held back from streams."""
 
     def __len__(self) -> int:
         return len(self._workers)
 
     def put(self, worker: Worker) -> None:
-        """One more, or another `most` of one that is there."""
+        """Add a worker, or change the `most` of a known one."""
         self._workers[worker.where] = self._hungry[worker.where] = worker
         if worker.once:
             self._claims[worker.where] = worker
 
     def have_room(self, holders: Iterable[Holder]) -> None:
-        """Leases of theirs are over."""
+        """Note that leases of these ended."""
         for where in holders:
             worker = self._workers.get(where)
             if worker is not None:
                 self._hungry.setdefault(where, worker)
 
     def remove(self, where: Holder) -> None:
+        """Forget a worker."""
         for known in (self._workers, self._hungry, self._claims):
             known.pop(where, None)
 
     def remove_frontend(self, frontend: int) -> None:
-        """That process is gone, and all that it had."""
+        """Forget the workers of a frontend."""
         for where in [where for where in self._workers if where[0] == frontend]:
             self.remove(where)
 
     def clear(self) -> list[Worker]:
-        """The queue is gone; returns whom to tell."""
+        """Forget all workers, and return them."""
         workers = list(self._workers.values())
         for known in (self._workers, self._hungry, self._claims):
             known.clear()
         return workers
 
     def hold(self, patience_ms: int, ready: int, now: Now) -> bool:
-        """Whether streams are not to be dealt what is ready: until it has been for `patience_ms`."""
+        """Return whether ready jobs are held back from streams, for `patience_ms` at most."""
         if not patience_ms or not ready or not self._hungry:
             self.held_since_ms = None
             return False
@@ -98,8 +99,9 @@ class Workers:
         return now.mono_ms - self.held_since_ms < patience_ms
 
     def may_deal(self, ready: int, jitter_ms: int, now: Now, held: bool = False) -> bool:
-        """Whether it is time to deal. With a window, it opens with the first who could have something (a claim wants
-        an answer in any case) and everybody who comes before its end takes part; but no stream that is `held`.
+        """Return whether it is time to deal. A window opens with the first worker that could get something (a claim
+        wants an answer in any case), and all that come before its end take part, but streams only if they are not
+        `held`.
         """
         if self.window_ends_ms is None:
             if not self._claims and not (ready and self._hungry and not held):
@@ -110,8 +112,8 @@ class Workers:
         return now.mono_ms >= self.window_ends_ms
 
     def deal(self, leases: Leases, lease_ms: int, deliveries_max: int, now: Now, held: bool = False) -> list[Hand]:
-        """Leases what is ready among all of them, or among claims if streams are `held`; claims are over then, whatever
-        they got.
+        """Lease ready jobs to all workers, or to claims only if streams are `held`. Claims end with it, whatever they
+        got.
         """
         self.window_ends_ms = None
         if not held:
@@ -135,16 +137,8 @@ class Workers:
                 self._hungry.move_to_end(worker.where)
         return hands
 
-    def refuse(self) -> list[Worker]:
-        """Nothing can be dealt now: claims are over, streams wait. Returns the claims."""
-        self.window_ends_ms = None
-        claims = list(self._claims.values())
-        for worker in claims:
-            self.remove(worker.where)
-        return claims
-
     def _takers(self, leases: Leases, held: bool) -> dict[Worker, int]:
-        """Those who can get something or have to be answered, in turn, and how much each has room for."""
+        """Return the workers that can get jobs or have to be answered, in turn, and how many each has room for."""
         takers: dict[Worker, int] = {}
         full = []
         ready = leases.ready
@@ -164,12 +158,12 @@ class Workers:
 
 
 def deliveries_max(config: TopicConfig) -> int:
-    """Without a dead-letter topic there is no bound: a job is never thrown away."""
+    """Return how often a job is delivered at most; 0 is no bound, for a queue without a dead-letter topic."""
     return 0 if config.dead_letter is None else config.max_deliveries
 
 
 def dealt_of(stream: int, leased: LeasedSeqs, dead: list[int], leases: Leases, config: TopicConfig) -> Dealt:
-    """What a frontend is told of it."""
+    """Return what the frontend is told."""
     return Dealt(
         stream,
         leased.seqs,
@@ -185,9 +179,8 @@ def dealt_of(stream: int, leased: LeasedSeqs, dead: list[int], leases: Leases, c
 
 
 class Timers:
-    """The next moment, in monotonic ms, at which the clock brings something to each queue of one shard, by topic id.
-
-    A moment that an earlier one came before stays until it is past, and means nothing.
+    """The next monotonic ms at which each queue of one shard is due, by topic id. A time that an earlier one replaced
+    stays in the heap until it is past, and is ignored.
     """
 
     def __init__(self) -> None:
@@ -195,28 +188,28 @@ class Timers:
         self._of: dict[int, int] = {}
 
     def __len__(self) -> int:
-        """How many moments are kept."""
+        """Number of times in the heap."""
         return len(self._heap)
 
     @property
     def next_ms(self) -> int | None:
-        """None: nothing waits for the clock."""
+        """The earliest time, None if there is none."""
         return self._heap[0][0] if self._heap else None
 
     def set(self, topic_id: int, name: str, at_ms: int) -> None:
-        """It is looked at then at the latest."""
+        """Make a queue due at this time, or before if it was."""
         known_ms = self._of.get(topic_id)
         if known_ms is not None and known_ms <= at_ms:
             return
         self._of[topic_id] = at_ms
         heappush(self._heap, (at_ms, topic_id, name))
         if len(self._heap) > 64 + 4 * len(self._of):
-            # A far one is set anew behind each near one that was set before it, and there it stays.
+            # Replaced times are most of the heap: drop them.
             self._heap = [timer for timer in set(self._heap) if self._of.get(timer[1]) == timer[0]]
             heapify(self._heap)
 
     def take_due(self, now_ms: int) -> Iterator[tuple[int, str]]:
-        """(topic id, name) of each whose moment has come; it has none then."""
+        """Yield (topic id, name) of each queue that is due, and forget its time."""
         while self._heap and self._heap[0][0] <= now_ms:
             at_ms, topic_id, name = heappop(self._heap)
             if self._of.get(topic_id) == at_ms:
@@ -224,5 +217,5 @@ class Timers:
                 yield topic_id, name
 
     def forget(self, topic_id: int) -> None:
-        """The queue is gone."""
+        """Forget a queue."""
         self._of.pop(topic_id, None)

@@ -1,13 +1,13 @@
-"""What a shard holds: so many topics, records, bytes, sessions; and whether the service may have more of them.
+"""Counts of what a shard holds: topics, records, bytes, sessions; and claims of more of them.
 
 These words of its cell are the shard's part of the whole service's figures: metrics add them up, and so do the caps of
-api §11 (`shm/cap.py`). While a group is prepared they also hold what it has claimed; `settle` sets them to what is.
+api §11 (`shm/cap.py`). While a group is prepared they also contain its claims, until `settle`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 
 from topics.core.config import CLASSES, TopicConfig
 from topics.core.errors import TopicsError
@@ -17,10 +17,9 @@ from topics.shm.control import ControlPage, Role, replay_progress
 
 
 class Holdings:
-    """One shard's figures, kept by adding and taking away: nothing here costs the number of topics."""
+    """One shard's figures, kept by adding and subtracting: no call costs the number of topics."""
 
-    def __init__(self, control: ControlPage, shard: int, settings: Settings, sessions: Sized) -> None:
-        self._watch_sessions = sessions
+    def __init__(self, control: ControlPage, shard: int, settings: Settings) -> None:
         self._cell = cell = control.cell(Role.WALSHARD, shard)
         self._every = [control.cell(Role.WALSHARD, other) for other in range(control.shards)]
         self._topics = Cap("topics", settings.max_topics, "topics", cell, self._every)
@@ -32,33 +31,28 @@ class Holdings:
         self._records = 0
         self._leases = 0
         self._live_bytes = 0
+        self.sessions = 0
 
-    # -- what there is
+    # -- counts
 
-    def came(self, config: TopicConfig) -> None:
-        """A topic of this configuration is there."""
+    def count_topic(self, config: TopicConfig, change: int) -> None:
+        """Count one topic of this configuration more (1) or fewer (-1)."""
         self._topics_changed = True
-        self._by_class[config.durability] += 1
-        self._queues += config.type == "queue"
+        self._by_class[config.durability] += change
+        self._queues += change if config.type == "queue" else 0
 
-    def left(self, config: TopicConfig) -> None:
-        """It is not any more, or not with this configuration."""
-        self._topics_changed = True
-        self._by_class[config.durability] -= 1
-        self._queues -= config.type == "queue"
-
-    def changed(self, records: int, live_bytes: int) -> None:
-        """So many more than before, or fewer when negative."""
+    def count_records(self, records: int, live_bytes: int) -> None:
+        """Count so many more than before, or fewer when negative."""
         self._records += records
         self._live_bytes += live_bytes
 
-    def leased(self, leases: int) -> None:
-        """So many more leases than before, or fewer when negative."""
+    def count_leases(self, leases: int) -> None:
+        """Count so many more leases than before, or fewer when negative."""
         self._leases += leases
         self._cell.set("leases_in_flight", self._leases)
 
     def settle(self) -> None:
-        """Everything claimed is there or given up: the cell says what is."""
+        """Set the cell to the counts. Claims are counted by now, or given up."""
         cell = self._cell
         if self._topics_changed:
             self._topics_changed = False
@@ -71,21 +65,22 @@ class Holdings:
                 "leases_in_flight": self._leases,
                 "records_live": self._records,
                 "bytes_live": self._live_bytes,
-                "sessions": len(self._watch_sessions),
+                "sessions": self.sessions,
             }
         )
 
-    # -- what there may be
+    # -- claims
 
     def claim_topic(self) -> None:
-        """One more, or `throttled`; to be followed by `settle`, or `release_topic` if it never comes to be."""
+        """Claim one more topic; raises `throttled`. `release_topic` gives it back if the topic is never hosted."""
         self._claim(self._topics)
 
     def release_topic(self) -> None:
+        """Give a claimed topic back."""
         self._topics.release()
 
     def claim_session(self) -> None:
-        """As `claim_topic`."""
+        """Claim one more watch session; raises `throttled`."""
         self._claim(self._sessions)
 
     def claim_bytes(self, gross: int, net: Callable[[], int]) -> int:
@@ -108,7 +103,7 @@ class Holdings:
             raise cap.reached()
 
     def _require_all_known(self, cap: Cap) -> None:
-        """A shard that has not recovered once in this service says nothing of what it holds."""
+        """Raise `not_ready` while some shard has not recovered once in this service: its counts are unknown."""
         if cap.most:
             unknown = [cell for cell in self._every if not cell.get("generation")]
             if unknown:

@@ -1,4 +1,4 @@
-"""The next write of a router's dest: a page of copies with its cursor, or a gap, or why it has to wait.
+"""The next write of a router's dest: a page of copies with its cursor, or a gap, or a reason to wait.
 
 Copies and cursor are one atomic write of the dest's own log. So after any end of a process the dest has a copy and the
 cursor behind it, or neither: no copy is made twice, and every seq stays what readers have seen.
@@ -37,11 +37,11 @@ log = get_logger()
 WAIT_FIRST_MS: Final = 10
 WAIT_LONGEST_MS: Final = 1_000
 LOG_CURSOR_SEQS: Final = 16_384
-"""So far may a cursor be ahead of the log while nothing is copied, since no router lets the records pass."""
+"""Seqs that a cursor may be ahead of the log while no router lets a record pass."""
 
 
-class Write(NamedTuple):
-    """The next write for a dest: its operations for the durable log and the RAM log, and whether its head moves."""
+class CopyWrite(NamedTuple):
+    """The next write of a dest, for the durable log and the RAM log; `moves_head` if the dest's head moves with it."""
 
     feed: Feed
     durable: list[LogWrite]
@@ -50,10 +50,8 @@ class Write(NamedTuple):
 
 
 class Copier:
-    """Makes the writes of one shard's feeds. A write changes its feed once it is in the log; if it does not get there,
-    the feed waits.
-
-    `claim_bytes` is `Holdings.claim_bytes`.
+    """Makes the writes of one shard's feeds. A write changes its feed once it is in the log. If the log refuses it, the
+    feed waits. `claim_bytes` is `Holdings.claim_bytes`.
     """
 
     def __init__(
@@ -68,8 +66,8 @@ class Copier:
         self._cell = cell
         self._clock = clock
 
-    def next_write(self, feed: Feed, sight: SourceSight) -> Write | None:
-        """What the log of the dest gets next. None when the feed is at the head of its source, or must wait:
+    def next_write(self, feed: Feed, sight: SourceSight) -> CopyWrite | None:
+        """Return what the log of the dest gets next. None when the feed is at the head of its source, or must wait:
         `feed.retry_ms` says until when, `feed.hindrance` why.
         """
         feed.source_head_seq = sight.head_seq
@@ -91,11 +89,11 @@ class Copier:
             return self._cursor(feed, min(floor - 1, sight.head_seq))
         return self._copies(feed, sight, first_seq)
 
-    def source_ended(self, feed: Feed) -> Write | None:
-        """The source was deleted, or another topic has its name: what waited to be copied is lost, as if evicted. None
-        when nothing waited.
+    def source_ended(self, feed: Feed) -> CopyWrite | None:
+        """Return a gap for what waited to be copied from a source that was deleted, or whose name another topic has.
+        None when nothing waited.
         """
-        # Nobody knows how many waited before the service started.
+        # Nobody knows how many records waited before the service started.
         waiting = max(feed.uncopied, int(feed.full))
         if not waiting:
             return None
@@ -104,14 +102,14 @@ class Copier:
         return self._gap(feed, last_seq, waiting, EvictReason.SOURCE_TRIM, full=False)
 
     def wait(self, feed: Feed, hindrance: Hindrance = Hindrance.LASTING) -> None:
-        """The feed cannot go on now; it tries again later and later."""
+        """Have a feed wait that cannot go on now: each time longer."""
         feed.hindrance = hindrance
         feed.retry_ms = self._clock.monotonic_ms() + doubled_ms(WAIT_FIRST_MS, feed.failures, WAIT_LONGEST_MS)
         feed.failures += 1
 
     # -- copies
 
-    def _copies(self, feed: Feed, sight: SourceSight, first_seq: int) -> Write | None:
+    def _copies(self, feed: Feed, sight: SourceSight, first_seq: int) -> CopyWrite | None:
         try:
             last_seq = min(sight.head_seq, feed.source_seq + PAGE_RECORDS)
             locations = self._originals.locations(feed.source, sight.topic_id, first_seq, last_seq)
@@ -160,16 +158,16 @@ class Copier:
         originals = self._originals.read(feed.source, sight.topic_id, first_seq, locations)
         return copy_page(originals, feed.routers, feed.source, sight.topic_id, feed.source_seq, feed.topic)
 
-    def _nothing_passed(self, feed: Feed, sight: SourceSight, page: CopyPage) -> Write | None:
+    def _nothing_passed(self, feed: Feed, sight: SourceSight, page: CopyPage) -> CopyWrite | None:
         if page.source_seq == feed.source_seq:
             return self._left_out(feed, page.oversize) if page.oversize else self._wait_for_room(feed)
         # No router lets these records pass.
         if _must_be_logged(feed, sight, page.source_seq):
             return self._cursor(feed, page.source_seq)
         feed.source_seq = page.source_seq
-        return Write(feed, [], [])
+        return CopyWrite(feed, [], [])
 
-    def _write(self, feed: Feed, page: CopyPage) -> Write:
+    def _write(self, feed: Feed, page: CopyPage) -> CopyWrite:
         topic, in_ram = feed.topic, feed.is_ephemeral
         ts = topic.commit_ts(self._clock.now_ms())
         body = feed.body()
@@ -185,7 +183,7 @@ class Copier:
         def place(file_no: int, offset: int) -> None:
             absolute = array("Q", [offset + entry for entry in page.offset_len])
             topic.appended(ts, absolute, file_flags_of(file_no, page.record_flags, location_flags), page.size_bytes)
-            feed.moved(body, in_ram)
+            feed.logged(body, in_ram)
             feed.leaving_out = False
             self._cell.add("router_copies", len(page))
             if page.full:
@@ -193,29 +191,29 @@ class Copier:
             else:
                 feed.failures = 0
 
-        operation = LogWrite([frames, cursor], place=place, more_frames=len(page) - 1, undo=partial(self.wait, feed))
+        write = LogWrite([frames, cursor], place=place, more_frames=len(page) - 1, undo=partial(self.wait, feed))
         if not in_ram:
-            return Write(feed, [operation], [], True)
+            return CopyWrite(feed, [write], [], True)
         ceilings = []
         if head_seq > topic.head_ceiling:
             ceilings.append(head_write(topic, ceiling_above(topic.head_seq, len(page)), ts, exact=False))
-        return Write(feed, ceilings, [operation], True)
+        return CopyWrite(feed, ceilings, [write], True)
 
     # -- what is not copied
 
-    def _cursor(self, feed: Feed, source_seq: int, full: bool | None = None) -> Write:
-        """The cursor moves, and nothing of the dest does."""
+    def _cursor(self, feed: Feed, source_seq: int, full: bool | None = None) -> CopyWrite:
+        """Return a write that moves the cursor, and nothing of the dest."""
         body = feed.body()
         body.source_seq = source_seq
         if full is not None:
             body.full = full
-        operation = feed.cursor_operation(body, self._clock.now_ms())
-        operation.undo = partial(self.wait, feed)
-        return Write(feed, [operation], [])
+        write = feed.cursor_write(body, self._clock.now_ms())
+        write.undo = partial(self.wait, feed)
+        return CopyWrite(feed, [write], [])
 
-    def _lost(self, feed: Feed, last_source_seq: int, reason: EvictReason) -> Write | None:
-        """Records that the source has lost before they were copied: a gap with a seq for each. It has one seq for all
-        when an `ephemeral` source was lost, since nobody knows how many there were.
+    def _lost(self, feed: Feed, last_source_seq: int, reason: EvictReason) -> CopyWrite | None:
+        """Return a gap for records that the source lost before they were copied, with a seq for each. It has one seq
+        for all when an `ephemeral` source was lost, since nobody knows how many there were.
         """
         if min(room(feed.topic)) <= 0:
             self.wait(feed, Hindrance.NONE)  # more may follow until there is room
@@ -224,9 +222,9 @@ class Copier:
         log.warning("a router's source lost records before they were copied", topic=feed.topic.name, records=count)
         return self._gap(feed, last_source_seq, count, EvictReason.SOURCE_TRIM)
 
-    def _left_out(self, feed: Feed, copies: int) -> Write | None:
-        """The next record is more than the dest may ever hold: waiting for room would end the router. Its copies are a
-        gap, as if they had been appended and evicted at once, which is what a dest that discards old ones does.
+    def _left_out(self, feed: Feed, copies: int) -> CopyWrite | None:
+        """Return a gap for the next record, whose copies are more than the dest may ever hold: waiting for room would
+        end the router. It is as if they had been appended and evicted at once, as by a dest that discards old ones.
         """
         write = self._gap(feed, feed.source_seq + 1, copies, EvictReason.CAP)
         if write is None:
@@ -246,8 +244,8 @@ class Copier:
 
     def _gap(
         self, feed: Feed, last_source_seq: int, count: int, reason: EvictReason, full: bool | None = None
-    ) -> Write | None:
-        """The next `count` seqs of the dest stand for the source's records up to `last_source_seq`."""
+    ) -> CopyWrite | None:
+        """Return a write of a gap: the next `count` seqs of the dest, for the source up to `last_source_seq`."""
         try:
             feed.hosted.ring.reserve(count)
         except ArenaFullError:
@@ -258,52 +256,52 @@ class Copier:
         body.source_seq = last_source_seq
         if full is not None:
             body.full = full
-        operation = feed.cursor_operation(body, now_ms, trimmed=count, trim_reason=reason)
+        write = feed.cursor_write(body, now_ms, trimmed=count, trim_reason=reason)
 
         def apply() -> None:
-            feed.moved(body)
+            feed.logged(body)
             topic.skipped(topic.head_seq + count, reason)
 
-        operation.apply, operation.undo = apply, partial(self.wait, feed)
+        write.apply, write.undo = apply, partial(self.wait, feed)
         # No record in RAM tells of these seqs.
         heads = [head_write(topic, topic.head_seq + count, now_ms, exact=True)] if feed.is_ephemeral else []
-        return Write(feed, [*heads, operation], [], True)
+        return CopyWrite(feed, [*heads, write], [], True)
 
     # -- waiting
 
-    def _wait_for_room(self, feed: Feed, hindrance: Hindrance = Hindrance.NONE) -> Write | None:
+    def _wait_for_room(self, feed: Feed, hindrance: Hindrance = Hindrance.NONE) -> CopyWrite | None:
         self.wait(feed, hindrance)
         return None if feed.full else self._cursor(feed, feed.source_seq, full=True)
 
 
 _OF_THE_INDEX: Final = LOCATION_IN_RAM_LOG | LOCATION_GONE
-"""Flags of a location that say nothing of its frame."""
+"""Flags of a location that do not describe its frame."""
 
 
 def _unless_full(feed: Feed, hindrance: Hindrance) -> Hindrance:
-    """NONE for a dest that is full: what keeps its source from being read keeps nothing from it. A queue may have jobs
-    that would give way, so nobody knows of a queue.
+    """Return NONE for a dest that is full: it misses nothing while its source cannot be read. A full queue may have
+    jobs that can be dropped, so it is not known to be full.
     """
     is_full = feed.topic.queue is None and (feed.has_no_room() or min(room(feed.topic)) <= 0)
     return Hindrance.NONE if is_full else hindrance
 
 
 def _must_be_logged(feed: Feed, sight: SourceSight, source_seq: int) -> bool:
-    """Whether the log must hear of a cursor that moved though nothing was copied. A restart goes on from the last one
-    in the log: it must not read too much again, nor take for a loss what the source has evicted since.
+    """Return whether a cursor that moved without a copy must be logged. A restart goes on from the last one in the log:
+    it must not read too much again, nor take for a loss what the source has evicted since.
     """
     behind = source_seq - feed.logged_source_seq
     return behind >= LOG_CURSOR_SEQS or (behind > 0 and sight.evict_floor > feed.logged_source_seq + 1)
 
 
 def _leading_gone(locations: SourceLocations, gone_flags: int, first_seq: int, evict_floor: int) -> tuple[int, bool]:
-    """(how many of the first records are not there to be copied, whether those were deleted: else they were lost)."""
+    """Return how many of the first records cannot be copied, and whether they were deleted; else they were lost."""
     count, were_deleted = 0, False
     for offset_len, word in zip(locations.offset_len, locations.file_flags, strict=True):
         flags = word >> FLAGS_SHIFT
         if not flags & gone_flags:
             break
-        # A segment has no frame of what was deleted before it came there, and no reason why.
+        # A segment has neither frame nor reason of a record that was deleted before it was sealed.
         unexplained = not offset_len & LOW_WORD and first_seq + count >= evict_floor
         deleted = bool(flags & LOCATION_DELETED) or unexplained
         if count and deleted != were_deleted:
@@ -313,7 +311,7 @@ def _leading_gone(locations: SourceLocations, gone_flags: int, first_seq: int, e
 
 
 def _within_bytes(locations: SourceLocations, gone_flags: int) -> SourceLocations:
-    """Up to the first record that is not to be copied, and to PAGE_BYTES: at least one."""
+    """Return the locations up to the first record that is not to be copied, and up to PAGE_BYTES: at least one."""
     size_bytes = 0
     for at, (offset_len, word) in enumerate(zip(locations.offset_len, locations.file_flags, strict=True)):
         size_bytes += offset_len >> 32

@@ -1,7 +1,7 @@
-"""The dests of routers on one shard: what each copies from, through which routers, and up to where it has.
+"""The dests of routers on one shard: the source of each, its routers, and how far it has copied.
 
-All routers into a dest share one source, and so one cursor: a dest and its routers are one feed. Whatever begins,
-changes or ends a feed is in the log before it counts.
+All routers into a dest share one source, and so one cursor: a dest and its routers are one feed. A feed begins, changes
+or ends only once the log says so.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ log = get_logger()
 
 
 class Hindrance(Enum):
-    """Why a dest did not get all that its source has, the last time that it was to."""
+    """The reason why a dest did not get all that its source has at the last try."""
 
     NONE = 0
-    """It did, or has no room for it."""
+    """It got all, or has no room for it."""
     SOURCE = 1
-    """The source could not be looked at, or read, at that moment; at the next one it may."""
+    """The source could not be looked at, or read, at that moment. The next try may succeed."""
     LASTING = 2
     """Anything else: a log that cannot be written, a source whose bytes cannot be read."""
 
@@ -49,21 +49,21 @@ class Feed:
         self.logged_source_seq = body.source_seq
         """`source_seq` of the last cursor in the durable log."""
         self.full = body.full
-        """The dest, or the service, has had no room for what comes next, and the feed has not caught up since. What
-        the source evicts meanwhile is a gap, what it deletes is left out.
+        """The dest, or the service, had no room for the next record, and the feed has not caught up since. What the
+        source evicts meanwhile is a gap, what it deletes is left out.
         """
         self.no_room_for = 0, 0, 0
-        """Behind which seq of the source comes what last had no room, and the (records, bytes) that its copies take."""
+        """Seq of the source behind which the record comes that had no room, and the (records, bytes) of its copies."""
         self.leaving_out = False
-        """The last record was more than the dest may ever hold; the log says it of the first of several."""
+        """The last record was more than the dest may ever hold. The service's log has the first of several."""
         self.source_head_seq = 0
-        """The head of the source when it was looked at last."""
+        """Head of the source at the last look."""
         self.unreadable = ""
-        """Why the source could not be read, as the service's log has it; empty when it could."""
+        """Reason why the source could not be read, as it was logged; empty when it could."""
         self.hindrance = Hindrance.NONE
         self.retry_ms = 0
         self.failures = 0
-        """How often in a row it had to wait."""
+        """Number of times in a row that it had to wait."""
 
     @property
     def topic(self) -> Topic:
@@ -71,16 +71,16 @@ class Feed:
 
     @property
     def is_ephemeral(self) -> bool:
-        """Whether copies and cursor are in the RAM log."""
+        """Return whether copies and cursor are in the RAM log."""
         return self.topic.config.durability == "ephemeral"
 
     @property
     def uncopied(self) -> int:
-        """How many records of the source are yet to be copied, as far as this life of the shard has seen."""
+        """Number of the source's records that are yet to be copied, as far as this life of the shard has seen."""
         return max(0, self.source_head_seq - self.source_seq)
 
     def has_no_room(self) -> bool:
-        """Whether what comes next is known not to fit into the dest: it need not be read to say so."""
+        """Return whether the next record is known not to fit into the dest, without reading it."""
         source_seq, records, size_bytes = self.no_room_for
         if not records or source_seq != self.source_seq or can_never_hold(self.topic, records, size_bytes):
             return False
@@ -88,27 +88,28 @@ class Feed:
         return records > room_records or size_bytes > room_bytes
 
     def body(self) -> FeedFrameBody:
-        """The feed as it is now, as the next cursor says it."""
+        """Return the feed as it is now, for the next cursor."""
         routers = [FeedRouter(one.router, one.from_seq, one.forwarded_total) for one in self.routers]
         return FeedFrameBody(
             self.source, self.source_topic_id, self.source_seq, routers, self.revision + 1, full=self.full
         )
 
     def cursor_frame(self, body: FeedFrameBody, head_seq: int, ts: int) -> bytes:
-        """ROUTER_CURSOR: the end of a write, or a write of its own."""
+        """Return ROUTER_CURSOR, which is the end of a write or a write of its own."""
         return control_frame(FrameType.ROUTER_CURSOR, self.topic.id, ts, encode_router(body), seq=head_seq)
 
-    def moved(self, body: FeedFrameBody, in_ram: bool = False) -> None:
-        """This cursor is in the log."""
+    def logged(self, body: FeedFrameBody, in_ram: bool = False) -> None:
+        """Take over a cursor that is in the log."""
         self.source_topic_id, self.source_seq, self.routers = body.source_topic_id, body.source_seq, body.routers
         self.revision, self.full = body.revision, body.full
         if not in_ram:
             self.logged_source_seq = body.source_seq
 
     def registered(self) -> list[Router]:
+        """Return its routers as they are registered."""
         return [one.router for one in self.routers]
 
-    def cursor_operation(
+    def cursor_write(
         self,
         body: FeedFrameBody,
         now_ms: int,
@@ -117,18 +118,18 @@ class Feed:
         trimmed: int = 0,
         trim_reason: EvictReason = EvictReason.SOURCE_TRIM,
     ) -> LogWrite:
-        """A cursor alone, for the durable log. With `trimmed` the next so many seqs of the dest are a gap."""
+        """Return the write of a cursor alone, for the durable log. The next `trimmed` seqs of the dest are a gap."""
         if trimmed:
             body.trimmed = trimmed
             body.trim_reason = 0 if trim_reason == EvictReason.SOURCE_TRIM else int(trim_reason)
         cursor = self.cursor_frame(body, self.topic.head_seq + trimmed, now_ms)
-        return LogWrite([cursor], partial(self.moved, body), sync=sync)
+        return LogWrite([cursor], partial(self.logged, body), sync=sync)
 
 
 class Feeds:
-    """One shard's feeds by dest and by source, and the board that shows how far their routers are.
+    """One shard's feeds by dest and by source. It owns the board that shows how far their routers are.
 
-    Steps that come to a bool come to False when the log could not be written: nothing has changed then.
+    Steps to a bool return False when the log could not be written: nothing has changed then.
     """
 
     def __init__(self, board: RouterBoardWriter, now_ms: Callable[[], int]) -> None:
@@ -138,7 +139,7 @@ class Feeds:
         self.by_source: dict[str, dict[int, Feed]] = {}
 
     def recovered(self, state: FoldedRouters, hosted: dict[int, Hosted]) -> None:
-        """Takes over the feeds that the logs speak of."""
+        """Take over the feeds that are in the logs."""
         for topic_id, body in state.feeds.items():
             dest = hosted.get(topic_id)
             if dest is None:
@@ -147,15 +148,15 @@ class Feeds:
             ephemeral = dest.topic.config.durability == "ephemeral"
             feed = Feed(dest, body)
             if ephemeral and in_ram is not None and _is_later(in_ram, body):
-                feed.moved(in_ram, in_ram=True)
+                feed.logged(in_ram, in_ram=True)
             if feed.routers:
                 self._pass_over(feed)
                 self._add(feed)
                 self.show_progress(feed)
 
     def _pass_over(self, feed: Feed) -> None:
-        """After a crash of this process alone, the board tells of records that no router let pass. Every copy has a
-        cursor in the log, so nothing was copied behind the last one.
+        """Skip records that no router let pass, as the board of the former life says. Every copy has a cursor in the
+        log, so nothing was copied behind the last one.
         """
         for one in feed.routers:
             former = self._board.former.get(one.router.id)
@@ -163,7 +164,7 @@ class Feeds:
                 feed.source_seq = max(feed.source_seq, former.source_seq)
 
     def start(self, hosted: Hosted, source: str, sight: SourceSight | None, routers: list[Router]) -> Steps[bool]:
-        """Begins to copy into a dest, behind the head of its source. Logged: a restart begins at the same place."""
+        """Begin to copy into a dest, behind the head of its source. A restart begins at the same place."""
         head_seq = 0 if sight is None else sight.head_seq
         body = FeedFrameBody(
             source, 0 if sight is None else sight.topic_id, head_seq, [FeedRouter(one, head_seq) for one in routers]
@@ -176,13 +177,13 @@ class Feeds:
         return True
 
     def bind(self, feed: Feed, sight: SourceSight) -> Steps[bool]:
-        """The source exists now: it is copied from its first record on."""
+        """Copy a source that exists now from its first record on."""
         body = feed.body()
         body.source_topic_id = sight.topic_id
         return (yield from self._log_and_show(feed, body))
 
     def reroute(self, feed: Feed, sight: SourceSight | None, routers: list[Router]) -> Steps[bool]:
-        """Other routers, or changed ones, into the same dest from the same source. New ones begin at its head."""
+        """Take other routers, or changed ones, from the same source. New ones begin at its head."""
         head_seq = 0 if sight is None else sight.head_seq
         known = {one.router.id: one for one in feed.routers}
         body = feed.body()
@@ -200,7 +201,7 @@ class Feeds:
         return True
 
     def stop(self, feed: Feed) -> Steps[bool]:
-        """Nothing is copied into the dest any more; its copies stay."""
+        """Copy nothing into the dest any more; its copies stay."""
         body, former = feed.body(), feed.routers
         body.routers = []
         if not (yield from self.log_cursor(feed, body, sync=True)):
@@ -210,7 +211,7 @@ class Feeds:
         return True
 
     def forget(self, feed: Feed) -> None:
-        """The dest is gone, or nothing is copied into it any more."""
+        """Forget a feed whose dest was deleted, or into which nothing is copied any more."""
         for one in feed.routers:
             self._board.remove(one.router.id)
         del self.by_dest[feed.topic.id]
@@ -220,20 +221,20 @@ class Feeds:
             del self.by_source[feed.source]
 
     def log_cursor(self, feed: Feed, body: FeedFrameBody, *, sync: bool = False) -> Steps[bool]:
-        """Logs how far a feed is, in the durable log."""
-        draft = Draft([feed.cursor_operation(body, self._now_ms(), sync=sync)])
+        """Log how far a feed is, in the durable log."""
+        draft = Draft([feed.cursor_write(body, self._now_ms(), sync=sync)])
         yield draft
         return draft.committed
 
     def log_ephemeral(self) -> Steps[None]:
-        """Logs how far `ephemeral` dests are: their copies are lost with the service, and are not to come again."""
+        """Log how far `ephemeral` dests are: their copies are lost with the service, and must not come again."""
         behind = [feed for feed in self.by_dest.values() if feed.is_ephemeral]
         behind = [feed for feed in behind if feed.logged_source_seq != feed.source_seq]
         if behind:
-            yield Draft([feed.cursor_operation(feed.body(), self._now_ms()) for feed in behind])
+            yield Draft([feed.cursor_write(feed.body(), self._now_ms()) for feed in behind])
 
     def show_progress(self, feed: Feed) -> None:
-        """Puts on the board how far the routers of a feed are, once the copies can be read."""
+        """Show on the board how far the routers of a feed are, once the copies can be read."""
         for one in feed.routers:
             router = one.router
             try:
@@ -246,7 +247,7 @@ class Feeds:
                 log.error("a router cannot be shown", router=router.name, error=str(error))
 
     def ram_frames(self, now_ms: int) -> list[bytes]:
-        """Return the cursors of `ephemeral` dests, to be repeated where older files of the RAM log go."""
+        """Return the cursors of `ephemeral` dests, to be repeated before older files of the RAM log are removed."""
         frames: list[bytes] = []
         for feed in self.by_dest.values():
             if feed.is_ephemeral:
@@ -267,8 +268,8 @@ class Feeds:
 
 
 def _is_later(in_ram: FeedFrameBody, durable: FeedFrameBody) -> bool:
-    """Whether the RAM log has the later cursor of the same feed. That of a feed which was stopped may have a higher
-    revision, but not the same routers in the same versions.
+    """Return whether the RAM log has the later cursor of the same feed. The cursor of a feed which was stopped may have
+    a higher revision, but not the same routers in the same versions.
     """
     same = [one.router for one in in_ram.routers] == [one.router for one in durable.routers]
     return same and in_ram.revision > durable.revision

@@ -1,7 +1,11 @@
-"""The records of topics that are copied, of this shard or another: what frontends read, read by a shard.
+"""The records of topics that are copied, of this shard or another.
 
-A topic of another shard is read from that shard's arena, log files and segments, which are there also while it is dead;
-nobody is asked. So forwarding needs no records in rings, and goes on where it was after a crash of either side.
+They are read as frontends read them, from the arena, the log files and the segments of their shard, which are there
+also while it is dead; nobody is asked. So forwarding needs no records in rings, and goes on where it was after a crash
+of either side.
+
+They are in segments when the source was checkpointed before they were copied: the dest was full, or the router had to
+wait for something else.
 """
 
 from __future__ import annotations
@@ -10,48 +14,47 @@ import os
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from topics.core.location import LOCATION_IN_RAM_LOG, LOCATION_LOST, LOW_WORD
 from topics.core.names import owner_shard
-from topics.core.segment_list import SegmentInfo, SegmentList
+from topics.core.segment_list import COLD, SegmentInfo, SegmentList
 from topics.settings import Settings
-from topics.shm.arena import ArenaReader
+from topics.shm.arena import ArenaReader, TopicView
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
 from topics.storage import layout
-from topics.storage.copies import Original, read_original
+from topics.storage.copies import Original, read_original, read_segment_original
 from topics.storage.filesystem import FileSystem
+from topics.storage.segment import ENTRY_LEN, entries_of_idx
 from topics.storage.segment_store import LocalStore
-from topics.walshard.hosted.catalog import Catalog
-from topics.walshard.hosted.cold_reads import ColdReads, NotAtHandError
-from topics.walshard.routers.segment_originals import SegmentOriginals
+from topics.walshard.routers.cold_reads import ColdReads, NotReadYetError
 
 _RUN_BYTES: Final = 1 << 18
 _FILES_MAX: Final = 16
 _ATTACH_TRIES: Final = 10
 
+T = TypeVar("T")
+
 
 class UnknownError(Exception):
-    """What is asked cannot be known now: the shard has not recovered, or moved on meanwhile. Ask again."""
+    """The answer cannot be known now: the shard has not recovered, or the topic has changed meanwhile. Ask again."""
 
 
 class SourceSight(NamedTuple):
-    """A topic as it is now, for who copies it."""
+    """A topic that is copied, as it is now."""
 
     topic_id: int
     head_seq: int
     base_seq: int
-    """What is below cannot be read any more."""
-    ring_base_seq: int
-    """What is below is in segments."""
+    """Lowest seq that can be read."""
     earliest_seq: int
     evict_floor: int
     evict_reason: int
 
 
 class SourceLocations(NamedTuple):
-    """Columns of consecutive records, as in the arena; of those in a segment offsets in its `.data`."""
+    """Columns of consecutive records, as in the arena. Offsets of records in a segment are those in its `.data`."""
 
     offset_len: list[int]
     file_flags: list[int]
@@ -59,16 +62,10 @@ class SourceLocations(NamedTuple):
 
 
 class Originals:
-    """Sees topics of all shards; keeps a few log files open."""
+    """Reads topics of all shards. It keeps a few log files open."""
 
     def __init__(
-        self,
-        fs: FileSystem,
-        settings: Settings,
-        shared: SharedMemory,
-        shard: int,
-        catalog: Catalog,
-        monotonic_ms: Callable[[], int],
+        self, fs: FileSystem, settings: Settings, shared: SharedMemory, monotonic_ms: Callable[[], int]
     ) -> None:
         self._fs = fs
         cold = None
@@ -76,8 +73,6 @@ class Originals:
             cold = ColdReads(LocalStore(fs, layout.topics_dir(settings.cold_dir)), monotonic_ms)
         self._segments = SegmentOriginals(fs, settings.data_dir, cold)
         self._shards = settings.wal_shards
-        self._shard = shard
-        self._catalog = catalog
         self._identity = shared.identity
         self._cells = [shared.control.cell(Role.WALSHARD, peer) for peer in range(self._shards)]
         self._arenas: list[ArenaReader | None] = [None] * self._shards
@@ -87,113 +82,72 @@ class Originals:
         ]
         self._open: OrderedDict[tuple[int, int, int], int] = OrderedDict()
 
-    def owner(self, name: str) -> int:
-        return owner_shard(name, self._shards)
-
     def look(self, name: str) -> SourceSight | None:
-        """The topic, None when there is none; UnknownError while its shard has never recovered."""
-        if self.owner(name) == self._shard:
-            hosted = self._catalog.find(name)
-            if hosted is None:
-                return None
-            topic = hosted.topic
-            return SourceSight(
-                topic.id,
-                topic.head_seq,
-                hosted.index.base_seq,
-                hosted.ring.base_seq,
-                topic.earliest_seq,
-                topic.evict_floor,
-                topic.evict_reason,
-            )
-        arena = self._arena(self.owner(name))
+        """Return a topic, None when there is none. Raises UnknownError while its shard has never recovered."""
+        arena = self._arena_of(name)
         found = arena.look_up(name)
         if found is None:
             return None
         slot, view = found
-        segments = arena.segments(slot, view)
-        if segments is None:
-            raise UnknownError
+        segments = _require(arena.segments(slot, view))
         return SourceSight(
             view.topic_id,
             view.head_seq,
             segments[0].first_seq if segments else view.base_seq,
-            view.base_seq,
             view.earliest_seq,
             view.evict_floor,
             view.evict_reason,
         )
 
     def locations(self, name: str, topic_id: int, first_seq: int, last_seq: int) -> SourceLocations:
-        """Where records are, deleted ones included; of the first ones, as far as they are in one place. UnknownError
-        when the index has moved on; OSError, ValueError.
+        """Return the locations of records, deleted ones included: of the first ones, as far as they are in one place.
+        Raises UnknownError when the index has changed meanwhile, OSError, ValueError.
         """
-        if self.owner(name) == self._shard:
-            hosted = self._catalog.find(name)
-            if hosted is None or hosted.topic.id != topic_id:
-                raise UnknownError
-            if first_seq < hosted.ring.base_seq:
-                return self._in_segment(
-                    name, topic_id, hosted.index.segments, hosted.ring.base_seq, first_seq, last_seq
-                )
-            entries = hosted.ring.entries(first_seq, last_seq)
-            return SourceLocations(entries[2::4].tolist(), entries[3::4].tolist())
-        arena = self._arena(self.owner(name))
-        found = arena.look_up(name)
-        if found is None or found[1].topic_id != topic_id:
-            raise UnknownError
-        if first_seq < found[1].base_seq:
-            segments = arena.segments(*found)
-            if segments is None:
-                raise UnknownError
-            return self._in_segment(name, topic_id, SegmentList(segments), found[1].base_seq, first_seq, last_seq)
-        columns = arena.locations(found[1], first_seq, last_seq)
-        if columns is None:
-            raise UnknownError
-        return SourceLocations(columns.offset_len, columns.file_flags)
-
-    def _in_segment(
-        self, name: str, topic_id: int, segments: SegmentList, ring_base_seq: int, first_seq: int, last_seq: int
-    ) -> SourceLocations:
+        arena, slot, view = self._find(name, topic_id)
+        if first_seq >= view.base_seq:
+            columns = _require(arena.locations(view, first_seq, last_seq))
+            return SourceLocations(columns.offset_len, columns.file_flags)
+        segments = SegmentList(_require(arena.segments(slot, view)))
         info = segments.at(first_seq)
         if info is None:  # between two segments there was nothing left
-            next_seq = next((info.first_seq for info in segments if info.first_seq > first_seq), ring_base_seq)
+            next_seq = next((info.first_seq for info in segments if info.first_seq > first_seq), view.base_seq)
             count = min(last_seq + 1, next_seq) - first_seq
             return SourceLocations([0] * count, [LOCATION_LOST << 32] * count)
         try:
-            columns = self._segments.locations(topic_id, info, first_seq, min(last_seq, info.last_seq))
+            in_segment = self._segments.locations(topic_id, info, first_seq, min(last_seq, info.last_seq))
         except FileNotFoundError:
-            self._raise_if_moved(name, topic_id, info)
+            self._raise_if_replaced(name, topic_id, info)
             raise
-        return SourceLocations(*columns, segment=info)
+        return SourceLocations(*in_segment, segment=info)
 
-    def _raise_if_moved(self, name: str, topic_id: int, info: SegmentInfo) -> None:
-        """UnknownError when the topic has other segments by now than it had."""
-        if self.owner(name) == self._shard:
-            hosted = self._catalog.find(name)
-            now = None if hosted is None or hosted.topic.id != topic_id else hosted.index.segments
-        else:
-            arena = self._arena(self.owner(name))
-            found = arena.look_up(name)
-            rows = None if found is None or found[1].topic_id != topic_id else arena.segments(*found)
-            now = None if rows is None else SegmentList(rows)
-        if now is None or now.at(info.first_seq) != info:
+    def _find(self, name: str, topic_id: int) -> tuple[ArenaReader, int, TopicView]:
+        """Return a topic's arena, slot and state. Raises UnknownError when another topic has the name, or none."""
+        arena = self._arena_of(name)
+        slot, view = _require(arena.look_up(name))
+        if view.topic_id != topic_id:
+            raise UnknownError
+        return arena, slot, view
+
+    def _raise_if_replaced(self, name: str, topic_id: int, info: SegmentInfo) -> None:
+        """Raise UnknownError when the topic does not have this segment any more."""
+        arena, slot, view = self._find(name, topic_id)
+        if SegmentList(_require(arena.segments(slot, view))).at(info.first_seq) != info:
             raise UnknownError
 
     def read(self, name: str, topic_id: int, first_seq: int, locations: SourceLocations) -> Iterator[Original]:
-        """The records at `locations`, none of them lost. OSError when one cannot be read, ValueError when it is not
-        what its location says; UnknownError when it cannot be read yet, or not there any more.
+        """Yield the records at `locations`, none of them lost. Raises OSError when one cannot be read, ValueError when
+        it is not what its location says, UnknownError when it cannot be read yet or is not there any more.
         """
         if locations.segment is not None:
             try:
                 yield from self._segments.read(topic_id, locations.segment, first_seq, locations.offset_len)
-            except NotAtHandError:
+            except NotReadYetError:
                 raise UnknownError from None
             except FileNotFoundError:
-                self._raise_if_moved(name, topic_id, locations.segment)
+                self._raise_if_replaced(name, topic_id, locations.segment)
                 raise
             return
-        for content, start, at, stop in self._runs(self.owner(name), locations):
+        for content, start, at, stop in self._runs(owner_shard(name, self._shards), locations):
             for row in range(at, stop):
                 offset = (locations.offset_len[row] & LOW_WORD) - start
                 yield read_original(
@@ -201,11 +155,11 @@ class Originals:
                 )
 
     def frames(self, name: str, locations: SourceLocations) -> tuple[bytearray, array[int]]:
-        """(the frames at `locations` one behind the other, where each lies and its length as in the index). None of
-        them is lost or in a segment. Nothing is checked but that the files have so many bytes: OSError, ValueError.
+        """Return the frames at `locations` one behind the other, and the place of each as in the index. None of them is
+        lost or in a segment. Raises OSError, and ValueError when a file is too short; nothing else is checked.
         """
         buffer, rows = bytearray(), array("Q")
-        for content, start, at, stop in self._runs(self.owner(name), locations):
+        for content, start, at, stop in self._runs(owner_shard(name, self._shards), locations):
             places = locations.offset_len[at:stop]
             if len(content) == sum([place >> 32 for place in places]):
                 shift = start - len(buffer)
@@ -219,22 +173,22 @@ class Originals:
         return buffer, rows
 
     def _runs(self, shard: int, locations: SourceLocations) -> Iterator[tuple[memoryview, int, int, int]]:
-        """(bytes of a log file, their offset in it, first and last + 1 of the locations that are in them)."""
+        """Yield (bytes of a log file, their offset in it, first and last + 1 of the locations that are in them)."""
         offset_lens, file_flags, _ = locations
         at, count = 0, len(offset_lens)
         while at < count:
             word = file_flags[at]
             assert not word >> 32 & LOCATION_LOST
-            start, end = offset_lens[at] & 0xFFFF_FFFF, (offset_lens[at] & 0xFFFF_FFFF) + (offset_lens[at] >> 32)
+            start, end = offset_lens[at] & LOW_WORD, (offset_lens[at] & LOW_WORD) + (offset_lens[at] >> 32)
             stop = at + 1
             # Neighbours in a file are read with one call.
             while stop < count and _same_file(file_flags[stop], word) and end - start < _RUN_BYTES:
-                offset, length = offset_lens[stop] & 0xFFFF_FFFF, offset_lens[stop] >> 32
+                offset, length = offset_lens[stop] & LOW_WORD, offset_lens[stop] >> 32
                 if not end <= offset <= end + 4096:
                     break
                 end = offset + length
                 stop += 1
-            content = memoryview(self._pread((shard, word >> 32 & LOCATION_IN_RAM_LOG, word & 0xFFFF_FFFF), start, end))
+            content = memoryview(self._pread((shard, word >> 32 & LOCATION_IN_RAM_LOG, word & LOW_WORD), start, end))
             yield content, start, at, stop
             at = stop
 
@@ -251,7 +205,8 @@ class Originals:
             raise ValueError(f"log file {key[2]} of shard {key[0]} ends before byte {end}")
         return content
 
-    def _arena(self, shard: int) -> ArenaReader:
+    def _arena_of(self, name: str) -> ArenaReader:
+        shard = owner_shard(name, self._shards)
         for _ in range(_ATTACH_TRIES):
             generation = self._cells[shard].get("generation")
             if not generation:
@@ -272,5 +227,75 @@ class Originals:
         raise UnknownError
 
 
+def _require(found: T | None) -> T:
+    if found is None:
+        raise UnknownError
+    return found
+
+
 def _same_file(word: int, other: int) -> bool:
-    return (word ^ other) & (0xFFFF_FFFF | LOCATION_IN_RAM_LOG << 32) == 0
+    return (word ^ other) & (LOW_WORD | LOCATION_IN_RAM_LOG << 32) == 0
+
+
+class SegmentOriginals:
+    """Reads segments of topics of any shard. `cold` is None without a cold directory."""
+
+    def __init__(self, fs: FileSystem, data_dir: str, cold: ColdReads | None) -> None:
+        self._fs = fs
+        self._data_dir = data_dir
+        self._cold = cold
+
+    def locations(self, topic_id: int, info: SegmentInfo, first_seq: int, last_seq: int) -> tuple[list[int], list[int]]:
+        """Return the columns (offset | len_bytes << 32 in `.data`) and (flags << 32) of records of that segment. A
+        record without a frame was deleted before it came here, or was rewritten: it counts as lost.
+
+        Raises FileNotFoundError when there is no such segment any more, OSError, ValueError.
+        """
+        path = layout.segment_idx_path(layout.topic_dir(self._data_dir, topic_id), info.first_seq, info.version)
+        start = (first_seq - info.first_seq) * ENTRY_LEN
+        entries = entries_of_idx(self._pread(path, start, start + (last_seq - first_seq + 1) * ENTRY_LEN), first_seq)
+        offset_lens, words = entries[2::4].tolist(), entries[3::4].tolist()
+        lost = LOCATION_LOST << 32
+        return offset_lens, [
+            word if offset_len >> 32 else word | lost for offset_len, word in zip(offset_lens, words, strict=True)
+        ]
+
+    def read(self, topic_id: int, info: SegmentInfo, first_seq: int, offset_lens: list[int]) -> Iterator[Original]:
+        """Yield the records at these places, which follow each other. Raises NotReadYetError while a cold segment is
+        being read, FileNotFoundError, OSError, and ValueError when a record is not what its location says.
+        """
+        if not offset_lens:
+            return
+        start = offset_lens[0] & LOW_WORD
+        end = (offset_lens[-1] & LOW_WORD) + (offset_lens[-1] >> 32)
+        path = layout.segment_data_path(layout.topic_dir(self._data_dir, topic_id), info.first_seq, info.version)
+        name = layout.segment_data_path(f"{topic_id:016x}", info.first_seq, info.version)
+        if not start < end <= info.data_bytes:
+            raise ValueError(f"{path}: records from {first_seq} on are said to lie at {start}..{end}")
+        try:
+            # Also of a cold one: its data are here as well for a while, and need no waiting.
+            content = memoryview(self._pread(path, start, end))
+        except FileNotFoundError:
+            if not info.flags & COLD:
+                raise
+            if self._cold is None:
+                raise ValueError(f"{path} is in the cold directory, and TOPICS_COLD_DIR is not set") from None
+            content = self._cold.get(name, start, end, info.data_bytes)
+        for seq, offset_len in enumerate(offset_lens, first_seq):
+            offset = (offset_len & LOW_WORD) - start
+            try:
+                yield read_segment_original(content[offset : offset + (offset_len >> 32)], seq)
+            except ValueError as error:
+                if self._cold is not None:
+                    self._cold.forget(name, start + offset)
+                raise ValueError(f"{path}: at offset {start + offset}: {error}") from error
+
+    def _pread(self, path: str, start: int, end: int) -> bytes:
+        fd = self._fs.open(path, os.O_RDONLY)
+        try:
+            content = self._fs.pread(fd, end - start, start)
+        finally:
+            self._fs.close(fd)
+        if len(content) != end - start:
+            raise ValueError(f"{path} ends before byte {end}")
+        return content

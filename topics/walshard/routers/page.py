@@ -1,4 +1,4 @@
-"""A page of a source as copies for one dest: the frames to log, laid out, and how the index will name them.
+"""A page of a source as copies for one dest: the frames to log, laid out, and their entries for the index.
 
 Each record of the source passes each router of the dest in turn, in the order of their ids. So the copies of a dest
 have one order, whenever they are made.
@@ -42,7 +42,7 @@ class CopyPage:
     def __init__(self, source_seq: int) -> None:
         self.source_seq = source_seq
         self.offset_len = array("Q")
-        """As in the index, offsets counted from the first frame."""
+        """Entries as in the index, with offsets from the first frame."""
         self.record_flags = bytearray()
         self.copies_by_router: dict[int, int] = {}
         self.full = False
@@ -58,14 +58,14 @@ class CopyPage:
         return len(self._buffer)
 
     def add(self, frame: Bytes, location_flags: int, router_id: int) -> None:
-        """Adds one copy, an unstamped frame."""
+        """Add one copy, an unstamped frame."""
         self.offset_len.append(len(self._buffer) | len(frame) << 32)
         self.record_flags.append(location_flags)
         self._buffer += frame
         self.copies_by_router[router_id] = self.copies_by_router.get(router_id, 0) + 1
 
     def stamped(self, topic_id: int, first_seq: int, ts: int) -> bytearray:
-        """The frames, complete: contiguous seqs from `first_seq`, one commit time."""
+        """Return the complete frames: contiguous seqs from `first_seq`, one commit time."""
         stamp(self._buffer, self.offset_len, topic_id, first_seq, ts, 0)
         return self._buffer
 
@@ -73,8 +73,8 @@ class CopyPage:
     def whole(
         cls, source_seq: int, source_topic_id: int, frames: bytearray, rows: array[int], flags: bytes, router_id: int
     ) -> CopyPage:
-        """All records behind `source_seq` as they are, through one router. `frames` are those of the originals and
-        become the page's. ValueError when one is not what its location says.
+        """Return a page of all records behind `source_seq` as they are, through one router. `frames` are those of the
+        originals and become the page's. Raises ValueError when one is not what its location says.
         """
         as_copies(frames, rows, source_topic_id, source_seq + 1)
         page = cls(source_seq + len(rows))
@@ -84,7 +84,7 @@ class CopyPage:
 
 
 def passes_whole(routers: list[FeedRouter], source_seq: int, topic: Topic) -> bool:
-    """Whether what follows `source_seq` passes these routers unchanged, all of it, into a dest that takes all."""
+    """Return whether all records behind `source_seq` pass these routers unchanged, into a dest that takes all."""
     if len(routers) != 1 or topic.config.discard == "reject":
         return False
     router = routers[0].router
@@ -101,7 +101,7 @@ def copy_page(
     source_seq: int,
     topic: Topic,
 ) -> CopyPage:
-    """The copies that the records behind `source_seq` get, as far as `topic` has room for them."""
+    """Return the copies of the records behind `source_seq`, as far as `topic` has room for them."""
     page = CopyPage(source_seq)
     room_records, room_bytes = room(topic)
     matching = [(one, one.router.spec.match) for one in routers]
@@ -131,7 +131,7 @@ def _copies_of(
     source_topic_id: int,
     source_seq: int,
 ) -> Iterator[tuple[bytes, int, int]]:
-    """(unstamped frame, location flags, router id) for each router that lets the record pass."""
+    """Yield (unstamped frame, location flags, router id) for each router that lets the record pass."""
     for one, match in matching:
         router = one.router
         spec = router.spec
@@ -151,7 +151,7 @@ def _copies_of(
 
 
 def room(topic: Topic) -> tuple[int, int]:
-    """(records, bytes) that a `reject` topic can take; any other makes room."""
+    """Return the (records, bytes) that a `reject` topic can take; any other topic makes room."""
     config = topic.config
     if config.discard != "reject":
         return U64_MAX, U64_MAX
@@ -162,7 +162,7 @@ def room(topic: Topic) -> tuple[int, int]:
 
 
 def can_never_hold(topic: Topic, records: int, size_bytes: int) -> bool:
-    """Whether a writer would be told `record_too_large`: a `reject` topic is too small for so much even when empty."""
+    """Return whether a topic is too small for so much even when empty: a writer would be told `record_too_large`."""
     config = topic.config
     return bool(
         (config.cap_records and records > config.cap_records) or (config.cap_bytes and size_bytes > config.cap_bytes)

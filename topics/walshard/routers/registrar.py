@@ -1,6 +1,6 @@
-"""The registry of all routers, kept by shard 0: one place says which may exist beside each other, and logs it.
+"""The registry of all routers, kept by shard 0: one place decides which may exist beside each other, and logs it.
 
-What it says everybody reads in the router table; the shard of a router's dest then does the work (`routing.py`).
+Every process reads it in the router table; the shard of a router's dest does the work (`routing.py`).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from topics.core.errors import TopicsError
-from topics.core.routers import ROUTERS_SHARD, FoldedRouters, Router, RouterRegistry, encode_router
+from topics.core.routers import FoldedRouters, Router, RouterRegistry, encode_router
 from topics.log import get_logger
 from topics.shm.asks import Deleted, Done
 from topics.shm.cap import cap_reached
@@ -20,14 +20,11 @@ from topics.storage.frame import FLAG_MORE, Bytes, FrameType
 from topics.storage.topic_frames import control_frame
 from topics.walshard.commit.draft import AloneHandler, Draft, LogWrite, Steps
 
-SHARD = ROUTERS_SHARD
-"""Whose log has the routers, whatever the number of shards."""
-
 log = get_logger()
 
 
 class Registrar:
-    """Owns the registry and the table of routers in shared memory. Each change is logged before it is shown."""
+    """Owns the registry and the table of routers in shared memory. It logs each change before it shows it."""
 
     def __init__(
         self,
@@ -45,7 +42,8 @@ class Registrar:
         for router in sorted(state.routers.values(), key=lambda router: router.id):
             self._registry.put(router)
         self._registry.last_id = max(self._registry.last_id, state.last_id)
-        self._show_all()
+        table.store_all(self._registry.by_name.values())
+        cell.set("routers", len(self._registry))
 
     @property
     def alone_routes(self) -> dict[type, AloneHandler]:
@@ -53,7 +51,7 @@ class Registrar:
         return {PutRouter: self.put, DeleteRouter: self.delete, RemoveRouters: self.remove}
 
     def put(self, call: PutRouter, _frontend: int) -> Steps[PutRouterReply]:
-        """Registers or changes a router; TopicsError when it may not be."""
+        """Register or change a router. Raises TopicsError when it may not be."""
         registry = self._registry
         router, created = registry.plan(call.name, call.spec)
         reply = PutRouterReply(created, router)
@@ -72,23 +70,23 @@ class Registrar:
         return reply
 
     def delete(self, call: DeleteRouter, _frontend: int) -> Steps[Deleted]:
-        """Removes a router by its name."""
+        """Remove a router by its name."""
         router = self._registry.by_name.get(call.name)
         reply = Deleted(router is not None)
         yield from self._remove([] if router is None else [router], reply)
         return reply
 
     def remove(self, call: RemoveRouters, _frontend: int) -> Steps[Done]:
-        """Removes routers by their ids."""
+        """Remove routers by their ids."""
         yield from self._remove(self._with_ids(call.router_ids), Done())
         return Done()
 
-    def gone(self, router_ids: list[int]) -> Steps[None]:
-        """As `remove`, said by a shard that has seen a topic of theirs go; it says so again until they are gone."""
+    def ended(self, router_ids: list[int]) -> Steps[None]:
+        """Remove routers that ended with a topic. Its shard repeats that until the table has them no more."""
         try:
             yield from self._remove(self._with_ids(router_ids), None)
         except TopicsError as error:
-            log.error("routers of a topic that is gone cannot be removed now", reason=error.message)
+            log.error("routers of a deleted topic cannot be removed now", reason=error.message)
 
     def _with_ids(self, router_ids: list[int]) -> list[Router]:
         wanted = set(router_ids)
@@ -115,8 +113,4 @@ class Registrar:
 
     def _show(self, changes: list[Change]) -> None:
         self._table.store(changes, self._registry.by_name.values())
-        self._cell.set("routers", len(self._registry))
-
-    def _show_all(self) -> None:
-        self._table.store_all(self._registry.by_name.values())
         self._cell.set("routers", len(self._registry))

@@ -1,26 +1,138 @@
-"""The topics of a shard that routers copy: who is told that they changed, and what their index keeps to be copied."""
+"""The topics of a shard that routers copy: who is told that they changed, and what their index keeps to be copied.
+
+Shards tell each other by a ring for each ordered pair, messages in order, each taken at least once. A message stays in
+its ring until it was handled; a shard that is killed finds it again. What a sender had not yet put into a full ring
+dies with it, so nothing may depend on a message alone: every shard looks at all its sources once a second, whatever it
+was told.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Final
+
+import msgspec
 
 from topics.core.config import U64_MAX
 from topics.core.names import owner_shard
+from topics.core.routers import ROUTERS_SHARD
+from topics.shm.instance import SharedMemory
 from topics.shm.router_board import RouterBoard
 from topics.shm.router_table import RouterTable
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
-from topics.walshard.routers import registrar
-from topics.walshard.routers.links import Ended, Links, RoutersGone
 
 _IDS_PER_MESSAGE: Final = 256
 
 
-class Sources:
-    """One shard's view of the table of routers, and what it says to the shards of their dests.
+class Changed(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """These topics of mine, which routers copy into topics of yours, have changed."""
 
-    Nothing is copied here: the shard of a dest reads the source itself. It is told so that it need not look.
+    names: list[str]
+
+
+class Ended(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """My topic `name`, from which you may copy, was deleted; its last record was `head_seq`."""
+
+    name: str
+    source_topic_id: int
+    head_seq: int
+
+
+class RoutersEnded(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """To shard 0: these routers ended with a topic."""
+
+    router_ids: list[int]
+
+
+PeerMessage = Changed | Ended | RoutersEnded
+
+_encode = msgspec.msgpack.Encoder().encode
+_decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)
+_NAMES_PER_MESSAGE: Final = 8
+"""A name has 255 bytes at most, so any such message fits the smallest ring."""
+
+
+class Links:
+    """One shard's ends of the rings between shards. What it says to itself arrives as well, with the next `receive`."""
+
+    def __init__(self, shared: SharedMemory, shard: int) -> None:
+        self.shard = shard
+        self._out = shared.links[shard]
+        self._in = [row[shard] for row in shared.links]
+        self._wakes = shared.shard_wakes
+        self._waiting: list[deque[PeerMessage]] = [deque() for _ in self._out]
+        self._changed: list[dict[str, None]] = [{} for _ in self._out]
+        self._own: deque[PeerMessage] = deque()
+
+    @property
+    def shards(self) -> int:
+        return len(self._out)
+
+    @property
+    def idle(self) -> bool:
+        """Return whether no message is to be taken."""
+        return not (self._own or self._changed[self.shard]) and all(ring is None or ring.empty for ring in self._in)
+
+    @property
+    def stuck(self) -> bool:
+        """Return whether messages wait for room in the ring of another shard."""
+        return any(self._waiting) or any(
+            names for peer, names in enumerate(self._changed) if peer != self.shard and names
+        )
+
+    def send(self, shard: int, message: PeerMessage) -> None:
+        """Send a message with the next `flush`."""
+        (self._own if shard == self.shard else self._waiting[shard]).append(message)
+
+    def changed(self, shard: int, name: str) -> None:
+        """Send a Changed with the next `flush`; many of one topic become one."""
+        self._changed[shard][name] = None
+
+    def flush(self) -> None:
+        """Put into the rings what fits, and wake the peers."""
+        for shard, ring in enumerate(self._out):
+            waiting, changed = self._waiting[shard], self._changed[shard]
+            if ring is None:
+                continue
+            sent = False
+            while waiting and ring.push(_encode(waiting[0])):
+                waiting.popleft()
+                sent = True
+            while changed and not waiting:
+                names = list(changed)[:_NAMES_PER_MESSAGE]
+                if not ring.push(_encode(Changed(names))):
+                    break
+                for name in names:
+                    del changed[name]
+                sent = True
+            if sent:
+                self._wakes[shard].signal()
+
+    def receive(self, take: Callable[[PeerMessage], None]) -> bool:
+        """Hand over all messages that have come. False if there were none."""
+        some = False
+        changed, self._changed[self.shard] = self._changed[self.shard], {}
+        if changed:
+            some = True
+            take(Changed(list(changed)))
+        for _ in range(len(self._own)):
+            some = True
+            take(self._own.popleft())
+        for ring in self._in:
+            if ring is None or ring.empty:
+                continue
+            some = True
+            for message, position in ring.peek():
+                take(_decoder.decode(message))
+                ring.consume(position)
+        return some
+
+
+class Sources:
+    """One shard's view of the table of routers. It tells the shards of their dests when topics of its own change, so
+    that they need not look, and has indexes keep what is yet to be copied. The shard of a dest reads the source itself.
     """
 
     def __init__(self, catalog: Catalog, table: RouterTable, boards: list[RouterBoard], links: Links) -> None:
@@ -29,27 +141,27 @@ class Sources:
         self._boards = boards
         self.links = links
         self._shards_of_dests: dict[str, tuple[int, ...]] = {}
-        """By source, as far as it was asked for."""
+        """By source, as far as somebody asked."""
         self._ended: set[int] = set()
-        """Ids of routers that went with a topic, and that the table may still have."""
+        """Ids of routers that ended with a topic, and that the table may still have."""
         self.rerouted: set[str] = set()
-        """Topics of this shard whose routers have changed, until `take_rerouted`."""
+        """Names of this shard's topics whose routers have changed since `take_rerouted`."""
         self._kept: dict[int, Hosted] = {}
-        """Topics that have routers, by id: their index keeps what is yet to be copied."""
+        """Topics that routers copy, by id: their index keeps what is yet to be copied."""
         self._refresh()  # before anything is evicted
 
     def owns(self, name: str) -> bool:
-        """Whether a topic of this name is this shard's."""
+        """Return whether a topic of this name is this shard's."""
         return owner_shard(name, self.links.shards) == self.links.shard
 
     def take_rerouted(self) -> set[str]:
-        """Topics of this shard whose routers have changed since this was asked last."""
+        """Return the names of this shard's topics whose routers have changed since the last call."""
         self._refresh()
         rerouted, self.rerouted = self.rerouted, set()
         return rerouted
 
     def _refresh(self) -> None:
-        """Takes over what has changed in the table."""
+        """Take over what has changed in the table."""
         if not self.table.stale:
             return
         touched = {name for name in self.table.refresh() if self.owns(name)}
@@ -62,7 +174,7 @@ class Sources:
         self.rerouted |= touched
 
     def changed(self, hosted: Hosted) -> None:
-        """A topic was published: the shards that copy it are told. Called for each topic of each group."""
+        """Tell the shards that copy a topic that it was published. This is called for each topic of each group."""
         if self.table.stale:
             self._refresh()
         registry = self.table.registry
@@ -78,14 +190,14 @@ class Sources:
             self.links.changed(shard, name)
 
     def created(self, hosted: Hosted) -> None:
-        """A topic was made: routers may have waited for it, and copy it from its first record on."""
+        """Note that a topic was made: routers may have waited for it, and copy it from its first record on."""
         self._refresh()
         self._keep(hosted)
-        hosted.index.drop_before(hosted.topic.earliest_seq)  # what its first group evicted
+        hosted.index.drop_before(hosted.topic.earliest_seq)  # those that its first group evicted
         self.changed(hosted)
 
     def deleted(self, hosted: Hosted) -> None:
-        """A topic was deleted: its routers go with it. The shards of its dests hear where it ended first."""
+        """End the routers of a deleted topic; first tell the shards of its dests where it ended."""
         self._refresh()
         topic, registry = hosted.topic, self.table.registry
         dests = {router.spec.dest for router in registry.from_source(topic.name)}
@@ -99,17 +211,19 @@ class Sources:
     # -- routers that end with a topic
 
     def end(self, router_ids: Iterable[int]) -> None:
-        """These routers end now; shard 0 is told."""
+        """End these routers, and tell shard 0."""
         added = sorted(set(router_ids) - self._ended)
         self._ended.update(added)
         self._tell_ended(added)
 
     def has_ended(self, router_id: int) -> bool:
-        """Whether the table may still have a router that is no more."""
+        """Return whether a router has ended that the table may still have."""
         return router_id in self._ended
 
     def sweep(self) -> None:
-        """Once a second: shard 0 hears again of routers that it still has, and rings let go of what was copied."""
+        """Once a second, tell shard 0 again of ended routers that the table still has, and drop what was copied from
+        rings.
+        """
         if self._ended:
             self._ended &= {router.id for router in self.table.registry.by_name.values()}
             self._tell_ended(sorted(self._ended))
@@ -123,17 +237,17 @@ class Sources:
 
     def _tell_ended(self, router_ids: list[int]) -> None:
         for at in range(0, len(router_ids), _IDS_PER_MESSAGE):
-            self.links.send(registrar.SHARD, RoutersGone(router_ids[at : at + _IDS_PER_MESSAGE]))
+            self.links.send(ROUTERS_SHARD, RoutersEnded(router_ids[at : at + _IDS_PER_MESSAGE]))
 
     # -- what a source keeps
 
     def _keep(self, hosted: Hosted) -> None:
-        """Has the index keep what its routers have yet to copy, as far as their boards say."""
+        """Have the index keep what its routers have yet to copy, as far as their boards say."""
         routers = self.table.registry.from_source(hosted.topic.name)
         copied_seq = U64_MAX if not routers else hosted.topic.head_seq
         for router in routers:
             progress = self._boards[owner_shard(router.spec.dest, self.links.shards)].find(router.id)
-            # 0: its router has not seen yet that it exists, and begins with the first record.
+            # 0: the router has not seen the topic yet, and begins with its first record.
             if progress is not None and progress.source_topic_id in (0, hosted.topic.id):
                 copied_seq = min(copied_seq, progress.source_seq)
         hosted.index.copied_seq = copied_seq

@@ -1,7 +1,7 @@
-"""Where the records of a topic are: the older ones in segments, those behind `base_seq` in the log.
+"""Locates the records of a topic in one view of it: in the log from `base_seq` on, in segments before.
 
-Everything here speaks of one view of a topic. MovedError says that the shard or the compactor has gone on since, and
-that a new view will do; it is never raised for what is damaged.
+MovedError says that the shard or the compactor has changed the topic since, so that a new view is needed. It is never
+raised for damage.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, repeat
 from mmap import mmap
 from operator import attrgetter
@@ -19,7 +20,7 @@ from topics.core.errors import TopicsError
 from topics.core.location import LOCATION_DELETED, LOCATION_GONE, LOCATION_IN_RAM_LOG
 from topics.core.segment_list import SegmentInfo
 from topics.frontend.reads.cold import ColdTier
-from topics.frontend.reads.files import LogFiles, OpenSegment, OpenSegments
+from topics.frontend.reads.files import LogFiles, OpenSegment, SegmentCache
 from topics.frontend.reads.records import LOG_FRAME, SEGMENT_FRAME, Run
 from topics.shm.arena import ArenaReader, TopicView
 from topics.storage.segment import Columns
@@ -28,34 +29,35 @@ _IDENTITY: Final = Struct("<I2xQQ")
 """frame_len, topic_id, seq of a frame in the log."""
 _LENGTH_FIELD_LEN: Final = 4
 _COPY_MAX_BYTES: Final = 256 * 1024
-"""Slices of `bytes` cost half of those of a map: so many are copied out of it first, if most of them are wanted."""
+"""The most bytes that are copied out of a map before they are sliced, if most of them are wanted: a slice of `bytes`
+costs half of a slice of a map."""
 _first_seq = attrgetter("first_seq")
 _last_ts = attrgetter("last_ts")
 
 
 class MovedError(Exception):
-    """The view was overtaken: take a new one."""
+    """The view is outdated: take a new one."""
 
 
 class MismatchError(Exception):
-    """A frame is not the one its location promises: the location is out of date, or the log file is damaged."""
+    """A frame is not the one that its location names: the location is outdated, or the log file is damaged."""
 
 
-class Stores:
-    """What a frontend reads records from."""
+@dataclass
+class RecordStores:
+    """The files that a frontend reads records from."""
 
-    def __init__(self, logs: LogFiles, segments: OpenSegments, cold: ColdTier | None) -> None:
-        self.logs = logs
-        self.segments = segments
-        self.cold = cold
+    logs: LogFiles
+    segments: SegmentCache
+    cold: ColdTier | None
 
 
-class Source:
-    """The records of one topic at one moment."""
+class LocatedRecords:
+    """The records of one topic in one view of it."""
 
     __slots__ = ("_arena", "_shard", "_slot", "_stores", "_table", "_view", "cold_segments")
 
-    def __init__(self, stores: Stores, shard: int, arena: ArenaReader, slot: int, view: TopicView) -> None:
+    def __init__(self, stores: RecordStores, shard: int, arena: ArenaReader, slot: int, view: TopicView) -> None:
         self._stores = stores
         self._shard = shard
         self._arena = arena
@@ -63,12 +65,12 @@ class Source:
         self._view = view
         self._table: tuple[SegmentInfo, ...] | None = None
         self.cold_segments: set[int] = set()
-        """First seqs of those that runs were taken from the cold tier of."""
+        """First seqs of the segments that runs were taken from the cold tier of."""
 
-    # -- when
+    # -- times
 
     def ts_at(self, seq: int) -> int:
-        """Commit time of a record that is there, ms."""
+        """Return the commit time of an existing record, ms."""
         if seq < self._view.base_seq:
             info = self._segment_of(seq)
             return info.first_ts if seq == info.first_seq else self._open(info).ts_at(seq)
@@ -78,7 +80,7 @@ class Source:
         return ts
 
     def first_seq_at(self, ts: int) -> int:
-        """The first seq from earliest_seq on whose commit time is >= ts; head_seq + 1 when there is none."""
+        """Return the first seq from earliest_seq on with a commit time >= ts; head_seq + 1 if there is none."""
         view = self._view
         if view.earliest_seq < view.base_seq:
             table = self._segments()
@@ -92,19 +94,20 @@ class Source:
             raise MovedError
         return max(seq_in_log, view.earliest_seq)
 
-    # -- what
+    # -- records
 
     def runs(self, first_seq: int, last_seq: int, room_bytes: int, again: bool = False) -> Iterator[Run]:
-        """Records from first_seq on, checked, in one or more runs; not beyond last_seq, and not much more than
-        room_bytes if more than one. `again`: checksums of segments are looked at whether they were right before or not.
-        At least one record, unless it raises: MovedError, FileNotFoundError, EOFError, CorruptSegment, ColdMissError.
+        """Return checked records of first_seq..last_seq in one or more runs: at least one record, and further ones up
+        to about room_bytes. With `again` the checksums of segments are checked even if they were right before.
+
+        Raises MovedError, FileNotFoundError, EOFError, CorruptSegment, ColdMissError.
         """
         if first_seq < self._view.base_seq:
             return iter((self._segment_run(first_seq, last_seq, room_bytes, again),))
         return self._log_runs(first_seq, last_seq, room_bytes)
 
     def gone(self, first_seq: int, last_seq: int) -> tuple[list[int], list[int]]:
-        """(location flags, offsets) of records from first_seq on, not beyond last_seq; at least one."""
+        """Return (location flags, offsets) of records of first_seq..last_seq, at least of one."""
         if first_seq < self._view.base_seq:
             info = self._segment_of(first_seq)
             columns = self._open(info).columns(first_seq, min(last_seq, info.last_seq))
@@ -113,8 +116,8 @@ class Source:
         return columns.flags, columns.offsets
 
     def entries(self, first_seq: int, last_seq: int) -> array[int]:
-        """Index entries (`core.location`) of records that are there; what locates them means nothing in segments.
-        Raises MovedError, FileNotFoundError, CorruptSegment.
+        """Return index entries (`core.location`) of existing records. In segments they locate nothing. Raises
+        MovedError, FileNotFoundError, CorruptSegment.
         """
         found = array("Q")
         while first_seq <= last_seq and first_seq < self._view.base_seq:
@@ -157,11 +160,11 @@ class Source:
         buffer = b""
         base = starts[0]
         if columns.has_gone:
-            # Nothing is read, nor fetched, for the frames of deleted records around the live ones.
+            # The frames of deleted records before and after the live ones are neither read nor fetched.
             live = [number for number, flag in enumerate(columns.flags) if not flag & LOCATION_GONE]
             base, end = (starts[live[0]], starts[live[-1]] + columns.lengths[live[-1]]) if live else (0, 0)
         if end:
-            data = opened.data_here()
+            data = opened.local_data()
             if data is None:
                 buffer, base = self._cold_tier(opened).extent(opened.name, base, end, info.data_bytes)
                 self.cold_segments.add(info.first_seq)
@@ -181,8 +184,8 @@ class Source:
         if self._stores.cold is None:
             raise TopicsError(
                 "storage_unavailable",
-                f"segment {opened.name} is in the cold tier, and this service has none: start it with the"
-                " TOPICS_COLD_DIR it had",
+                f"segment {opened.name} is in the cold tier, and this service has none: start it with its former"
+                " TOPICS_COLD_DIR",
                 {"segment": opened.name},
             )
         return self._stores.cold
@@ -190,7 +193,7 @@ class Source:
     # -- in the log
 
     def _columns(self, first_seq: int, last_seq: int) -> tuple[Columns, list[int]]:
-        """(index entries, the numbers of their files)"""
+        """Return (index entries, the numbers of their files)."""
         entries = self._arena.entries(self._view, first_seq, last_seq)
         if entries is None:
             raise MovedError
@@ -208,7 +211,7 @@ class Source:
             start = stop
 
     def _log_run(self, first_seq: int, columns: Columns, file_nos: list[int]) -> Run:
-        """Records of which the live ones are in one file."""
+        """Return consecutive records, the live ones of which are in one file."""
         ts, offsets, lengths, flags = columns
         live: Sequence[int] = range(len(ts))
         if columns.has_gone:
@@ -216,7 +219,7 @@ class Source:
             if not live:
                 return Run(first_seq, ts, offsets, lengths, flags, b"", LOG_FRAME)
         first, last = live[0], live[-1]
-        # Within a file offsets grow with the seq: where the last frame ends, all do.
+        # Within a file offsets grow with the seq, so no frame ends behind the last one.
         base, end = offsets[first], offsets[last] + lengths[last]
         file_no = file_nos[first]
         file = self._stores.logs.get(self._shard, bool(flags[first] & LOCATION_IN_RAM_LOG), file_no, end)
@@ -240,7 +243,7 @@ class Source:
 
 
 def _file_ends(flags: list[int], file_nos: list[int]) -> list[int]:
-    """Where runs of records end whose frames are in one file; a record that is gone may be in any."""
+    """Return the ends of the runs whose frames are in one file. Deleted and lost records may be in any run."""
     count = len(flags)
     if file_nos.count(file_nos[0]) == count and len({flag & LOCATION_IN_RAM_LOG for flag in set(flags)}) == 1:
         return [count]
@@ -257,7 +260,7 @@ def _file_ends(flags: list[int], file_nos: list[int]) -> list[int]:
 
 
 def _fitting(lengths: list[int], room_bytes: int) -> int:
-    """How many of the first fit into so many bytes, at least one."""
+    """Return the number of first frames that fit into `room_bytes`, at least one."""
     if sum(lengths) <= room_bytes:
         return len(lengths)
     return max(1, bisect_right(list(accumulate(lengths)), room_bytes))

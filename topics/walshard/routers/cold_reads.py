@@ -1,7 +1,7 @@
-"""Reading from the cold tier for routers: in threads made for it, so that a tier that is slow, hangs or fails holds up
-one router and nothing else of its shard.
+"""Reads from the cold tier for routers, in threads of their own: a tier that is slow, hangs or fails holds up one
+router and nothing else of its shard.
 
-Nobody waits here. Who finds that bytes are not at hand tries again later, as with anything a router has to wait for.
+Nobody waits here. A router whose bytes are not read yet tries again later, as with anything it has to wait for.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Final, NamedTuple
 from topics.storage.segment_store import SegmentStore
 
 READ_BYTES: Final = 2 << 20
-"""As much is read at once, or what is asked for if that is more: a router pages through a segment."""
+"""Bytes of one read, or those that are asked for if they are more: a router pages through a segment."""
 KEPT_READS: Final = 8
 IN_FLIGHT_MAX: Final = 4
-"""A read that hangs keeps its thread, and its place; no other does."""
+"""Reads under way at most. A read that hangs keeps its thread and its place."""
 FAILURE_KEPT_MS: Final = 10_000
-"""For who asked, whose next try is long due by then: its topic went, or has other segments. Asked later, it is read."""
+"""A router that does not ask in this time has ended, or its source has other segments. A later one reads again."""
 FRESH_MS: Final = 1000
-"""What came no longer ago is not read again for being damaged, however often it is asked for."""
+"""Bytes that came no longer ago are not read again for being damaged."""
 
 
-class NotAtHandError(Exception):
+class NotReadYetError(Exception):
     """The bytes are being read, or will be: ask again."""
 
 
 class _ThreadRead:
-    """`outcome` is set by its thread, once: the bytes, or why there are none."""
+    """One read. Its thread sets `outcome` once: the bytes, or why there are none."""
 
     __slots__ = ("length", "name", "offset", "outcome")
 
@@ -41,27 +41,26 @@ class _ThreadRead:
 
 
 class _Kept(NamedTuple):
-    """`since_ms`: when it came."""
+    """Bytes that were read, and the monotonic ms at which they came."""
 
     content: bytes
     since_ms: int
 
 
 class ColdReads:
-    """Of one shard. Reads of an object are named by where they begin. `monotonic_ms`: milliseconds."""
+    """The cold reads of one shard, by object and offset. It owns their threads, and keeps the last few results."""
 
     def __init__(self, store: SegmentStore, monotonic_ms: Callable[[], int]) -> None:
         self._store = store
         self._monotonic_ms = monotonic_ms
         self._kept: OrderedDict[tuple[str, int], _Kept] = OrderedDict()
         self._failed: dict[tuple[str, int], tuple[Exception, int]] = {}
-        """Why, and when that was seen; the oldest first."""
+        """Reasons, and the monotonic ms at which they were seen; the oldest first."""
         self._reads: dict[tuple[str, int], _ThreadRead] = {}
-        """Under way."""
 
     def get(self, name: str, start: int, end: int, data_bytes: int) -> memoryview:
-        """Bytes start..end of an object of `data_bytes`. NotAtHandError as long as they are not here; OSError and
-        ValueError when they cannot be read: asked again, it is tried again.
+        """Return bytes start..end of an object of `data_bytes`. Raises NotReadYetError as long as they are not here,
+        OSError and ValueError when they cannot be read; the next call tries again.
         """
         self._take_finished()
         for (kept_name, offset), (content, _) in self._kept.items():
@@ -79,12 +78,10 @@ class ColdReads:
             read = self._reads[key] = _ThreadRead(name, start, length)
             # A daemon: the end of the process does not wait for a tier that hangs.
             Thread(target=self._run, args=(read,), name="cold-read", daemon=True).start()
-        raise NotAtHandError
+        raise NotReadYetError
 
     def forget(self, name: str, at: int) -> None:
-        """The byte there of an object is damaged. Unless it has just come, whoever asks next has it read anew, for it
-        may have been restored.
-        """
+        """Have a damaged part of an object read again: it may have been restored. Bytes that just came are kept."""
         old_ms = self._monotonic_ms() - FRESH_MS
         for key, (content, since_ms) in list(self._kept.items()):
             if key[0] == name and key[1] <= at < key[1] + len(content) and since_ms <= old_ms:
@@ -110,8 +107,8 @@ class ColdReads:
             del self._failed[key]
 
     def _run(self, read: _ThreadRead) -> None:
-        """In a thread of its own."""
+        """Read, in the read's own thread."""
         try:
             read.outcome = self._store.read_range(read.name, read.offset, read.length)
-        except Exception as error:  # noqa: BLE001 — a store of any kind fails in its own ways; each is for who asked
+        except Exception as error:  # noqa: BLE001 — each kind of store fails in its own ways; `get` raises what failed
             read.outcome = error

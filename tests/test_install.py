@@ -1,0 +1,94 @@
+"""The parts that `pip install topicsd` brings, and the messages of its programs where something is missing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import topicsd
+
+ROOT = Path(topicsd.__file__).parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TEXTS = (".py", ".md", ".toml", ".service", ".yml", ".yaml", ".sh", ".json", "Makefile")
+
+
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def tracked() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [ROOT / name for name in listed.stdout.splitlines() if name.endswith(TEXTS)]
+
+
+def test_nothing_tells_anybody_to_install_the_package_of_somebody_else() -> None:
+    wrong = re.compile(r"pip install [^\n`]*(?<![\w./-])topics(?![\w/-])")
+    found = [str(path.relative_to(ROOT)) for path in tracked() if wrong.search(path.read_text(errors="replace"))]
+    assert found == []
+    for line in ("pip install topics", "pip install topics[client]", "pip install -q 'topics[spark]'"):
+        assert wrong.search(line)
+    for line in ("pip install topicsd", "pip install 'topicsd[server]'", "pip install ."):
+        assert not wrong.search(line)
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[<>=\[ ]", requirement)[0].replace("-", "_") for requirement in requirements}
+
+
+def test_the_extra_of_the_service_is_what_its_programs_ask_for() -> None:
+    assert names(PROJECT["optional-dependencies"]["server"]) == topicsd.SERVER_MODULES
+    assert PROJECT["name"] == "topicsd"
+
+
+BLOCKED = """
+import sys
+for name in sys.argv[1].split():
+    sys.modules[name] = None
+import topicsd
+sys.argv[1:] = sys.argv[2:]
+sys.exit(topicsd.{program}())
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments"), [("topics_supervisor", ("run",)), ("topics", ("verify", "/nowhere"))]
+)
+def test_a_program_of_the_service_without_its_packages_says_what_to_install(
+    program: str, arguments: tuple[str, ...]
+) -> None:
+    done = run(BLOCKED.format(program=program), " ".join(topicsd.SERVER_MODULES), *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(
+        rf"{program.replace('_', '-')}: this needs the service's packages \(\w+ is missing\): "
+        r"pip install 'topicsd\[server\]'\n",
+        done.stderr,
+    )
+
+
+def test_the_client_and_its_commands_need_nothing_of_the_service() -> None:
+    blocked = " ".join(topicsd.SERVER_MODULES)
+    done = run(BLOCKED.format(program="topics"), blocked, "list", "--url", "http://127.0.0.1:1")
+    assert done.returncode not in (0, 2), done.stderr
+    assert "127.0.0.1:1" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_foreign_package_of_the_same_name_is_named(tmp_path: Path) -> None:
+    (tmp_path / "topics").mkdir()
+    (tmp_path / "topics" / "__init__.py").write_text("__version__ = '0.2.5'\n")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import topicsd; sys.exit(topicsd.topics())"
+    done = run(program)
+    assert done.returncode == 2
+    assert f"the package topics in {tmp_path}/topics is not the one of topicsd" in done.stderr
+    assert "pip uninstall topics" in done.stderr
+
+
+def test_any_other_missing_module_is_an_error_of_its_own() -> None:
+    with pytest.raises(ModuleNotFoundError, match="surprise"):
+        topicsd.missing(ModuleNotFoundError("No module named 'surprise'", name="surprise"))

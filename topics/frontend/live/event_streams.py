@@ -1,0 +1,71 @@
+"""Answers that are event streams: which clients may open one, its head, and its writes until the client is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from topics.core.errors import TopicsError
+from topics.core.keys import ApiKey
+from topics.frontend.asgi import Receive, Scope, Send
+from topics.frontend.entry.access import KeyLimits
+from topics.frontend.entry.bodies import Headers
+from topics.frontend.entry.responses import HeaderList, weight
+from topics.frontend.live.push import AsgiPush, Push, until_disconnect
+from topics.shm.cap import Cap, Counted
+
+HEARTBEAT_MAX_MS: Final = 60_000
+_HEAD: Final[HeaderList] = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class StreamSlots:
+    """Limits the open streams and WebSockets of the whole service (`places`) and of each key (api §11)."""
+
+    def __init__(self, limits: KeyLimits, places: Cap) -> None:
+        self._limits = limits
+        self._places = places
+
+    @contextmanager
+    def hold(self, key: ApiKey) -> Iterator[None]:
+        """Count one stream of this key inside the block. Raises `429 throttled`."""
+        self._limits.acquire(key, Counted.STREAMS)
+        try:
+            if not self._places.claim():
+                raise self._places.reached()
+            try:
+                yield
+            finally:
+                self._places.release()
+        finally:
+            self._limits.release(key, Counted.STREAMS)
+
+
+def check_accept(headers: Headers) -> None:
+    """Raise `406 not_acceptable` if the client does not accept `text/event-stream`."""
+    accept = headers.get(b"accept")
+    if accept is not None and not weight(accept, b"text/event-stream"):
+        shown = accept[:100].decode("latin-1")
+        raise TopicsError("not_acceptable", f"this is a text/event-stream, which Accept: {shown} rules out")
+
+
+def stopping() -> TopicsError:
+    """Return the `503` for a stream that is opened while the service stops."""
+    return TopicsError("shutting_down", "the service is stopping; ask again when it is back")
+
+
+async def begin_stream(scope: Scope, send: Send) -> Push:
+    """Send the head of an event stream, and return its writer."""
+    await send({"type": "http.response.start", "status": 200, "headers": _HEAD})
+    extension = scope.get("extensions", {}).get("topics.push")
+    push: Push = AsgiPush(send) if extension is None else extension()
+    return push
+
+
+async def run_stream(push: Push, receive: Receive) -> None:
+    """Return when the stream is closed or its client is gone."""
+    await (push.run(receive) if isinstance(push, AsgiPush) else until_disconnect(receive))

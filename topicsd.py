@@ -1,0 +1,58 @@
+"""The programs of the distribution `topicsd`. They say in a sentence what is missing before anything else is imported.
+
+`pip install topicsd` brings the client and the commands of `topics` that talk to a service; the service itself, Spark
+and Delta are extras. A package of somebody else is called `topics` as well, and replaces ours where both are installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Final
+
+EXIT_USAGE: Final = 2
+SERVER_MODULES: Final = frozenset(
+    ("h2", "hypercorn", "httptools", "posix_ipc", "psutil", "sortedcontainers", "starlette", "structlog", "uvloop")
+) | {"xxhash"}
+"""Modules that `topicsd[server]` brings."""
+
+
+def topics() -> int:
+    """The program `topics`."""
+    return _run("topics", "topics.cli.main")
+
+
+def topics_supervisor() -> int:
+    """The program `topics-supervisor`."""
+    return _run("topics-supervisor", "topics.supervisor.command")
+
+
+def foreign(package: ModuleType) -> str | None:
+    """Return why the imported package `topics` is not ours, None if it is."""
+    if getattr(package, "DISTRIBUTION", None) == "topicsd":
+        return None
+    return (
+        f"the package topics in {package.__path__[0]} is not the one of topicsd; run: pip uninstall topics,"
+        " then pip install --force-reinstall --no-deps topicsd"
+    )
+
+
+def missing(error: ModuleNotFoundError) -> str:
+    """Return the sentence about a module that is not installed; raises the error if no extra brings it."""
+    if error.name is None or error.name.partition(".")[0] not in SERVER_MODULES:
+        raise error
+    return f"this needs the service's packages ({error.name} is missing): pip install 'topicsd[server]'"
+
+
+def _run(program: str, module: str) -> int:
+    problem = foreign(importlib.import_module("topics"))
+    if problem is None:
+        try:
+            code: int = importlib.import_module(module).main()
+        except ModuleNotFoundError as error:
+            problem = missing(error)
+        else:
+            return code
+    print(f"{program}: {problem}", file=sys.stderr)
+    return EXIT_USAGE
