@@ -41,7 +41,7 @@ class LogTrim:
 
     @property
     def busy(self) -> bool:
-        """Whether `poll` has something to do."""
+        """Return whether `poll` has something to do."""
         return self._unchecked is not None
 
     def poll(self) -> None:

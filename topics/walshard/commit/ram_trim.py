@@ -86,7 +86,7 @@ class RamTrim:
 
     @property
     def due(self) -> bool:
-        """Whether a trimming is worth its cost."""
+        """Return whether a trimming is worth its cost."""
         return self._written_bytes >= self._next_after_bytes
 
     def repeat_live(self, now_ms: int) -> LogWrite:
