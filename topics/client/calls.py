@@ -189,7 +189,7 @@ def watch(
 
 
 def claim(topic: str, node: str, max_jobs: int = 1, lease_ms: int | None = None) -> Call[answers.ClaimAnswer]:
-    """Lease up to so many of the jobs that are ready now, none perhaps. The caller has to extend the leases (`work`
+    """Lease up to `max_jobs` ready jobs; the answer may have none. The caller has to extend the leases (`work`
     does that itself). If the answer is lost its jobs stay leased until their deadline.
     """
     body = requests.ClaimBody(node, max_jobs, lease_ms)

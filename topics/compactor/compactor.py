@@ -73,7 +73,7 @@ class CutTimes:
         return since_ms >= wait_ms or new_bytes >= self._wal_bytes
 
     def done(self, complete: bool, now_ms: int, was_made: bool = True) -> None:
-        """Notes that a cut was tried, or (not `was_made`) not needed. `complete`: all shards took part."""
+        """Notes the end of a try. `was_made` False: there was nothing to cut. `complete`: all shards took part."""
         self._last_ms = now_ms
         self._has_tried = True
         self._failed = 0 if complete else self._failed + 1

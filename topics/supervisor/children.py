@@ -34,7 +34,7 @@ EXIT_CRASHED: Final = 70
 RESTART_DELAY_MS: Final = (50, 5_000)
 """The shortest and the longest pause before a restart; it doubles with each death. The first restart has none."""
 STABLE_AFTER_MS: Final = 10_000
-"""After a life this long the pauses begin again with none."""
+"""After a life this long the next restart is immediate again."""
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NAME: Final = 15
 

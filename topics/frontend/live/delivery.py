@@ -36,7 +36,7 @@ from topics.shm.control import ProcessCell
 
 SLICE_S: Final = 0.0005
 FAN_OUT_STEP: Final = 64
-"""Cost of a part of a pass over one channel, after which its backlog has its turn and the time is checked."""
+"""A pass over a channel stops after this much cost, to serve the backlog and to look at the clock."""
 PAGE_COST: Final = 16
 """Cost of reading and framing a page, in writes of a small frame."""
 

@@ -42,7 +42,7 @@ _SUMS: Final = (
     ("records_written_total", _FRONTEND, "records_in", "Records committed for clients"),
     ("records_delivered_total", _FRONTEND, "records_out", "Records sent to clients, by diff and watch"),
     ("sse_frames_total", _FRONTEND, "sse_frames", "Frames sent on event streams"),
-    ("throttled_total", _FRONTEND, "throttled", "Requests refused with 429 for want of room to a shard, not by limits"),
+    ("throttled_total", _FRONTEND, "throttled", "Requests refused with 429 because a ring was full, not by limits"),
 )
 """(name, role, fields, help) of each metric that is a sum of fields over all processes of the role."""
 

@@ -1,4 +1,4 @@
-"""State that one shard keeps for frontends: the topics they watch. It ends when they die.
+"""Frontends as a shard knows them: the topics that each watches, and all that ends in the shard when one dies.
 
 The supervisor, which has waited for a dead process, says so in its control cell (`ended`) and wakes the shards. What
 the dead frontend has still written into its ring is taken first: a stream that it had opened would stay otherwise. A
@@ -58,7 +58,7 @@ class Watchers:
 
 
 class Frontends:
-    """Notices that frontends died, and ends everything they had in one shard.
+    """Detects dead frontends, and ends everything they had in one shard.
 
     `drain(frontend)` says whether all that a dead frontend has asked for was taken; it takes no replies any more.
     """
