@@ -15,9 +15,10 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from pyspark.errors import StreamingQueryException
 
 from examples import weekly
 from examples.replay import DATA, first_folder
@@ -285,3 +286,35 @@ def test_spark_submit_is_not_overruled() -> None:
     assert submitted["spark.a"] == "1"
     named = argparse.Namespace(master="local[1]", conf=[])
     assert program.settings(named, {"spark.master": "yarn"})["spark.master"] == "local[1]"
+
+
+class SlowStarts:
+    """A writer whose first queries fail as those of a machine on which Python takes more than 10 s to start."""
+
+    def __init__(self, failures: int, message: str = program.SLOW_WORKER) -> None:
+        self.left = failures
+        self.message = message
+        self.starts = 0
+
+    def trigger(self, *, availableNow: bool) -> SlowStarts:  # noqa: N803 — Spark's name
+        assert availableNow
+        return self
+
+    def start(self) -> SlowStarts:
+        self.starts += 1
+        return self
+
+    def awaitTermination(self) -> None:  # noqa: N802
+        if self.left:
+            self.left -= 1
+            raise StreamingQueryException(f"[STREAM_FAILED] Query terminated with exception: {self.message}.")
+
+
+def test_a_query_whose_python_is_slow_to_start_is_started_again() -> None:
+    slow = SlowStarts(3)
+    program.run_to_end(cast(Any, slow))
+    assert slow.starts == 4
+    for failing in (SlowStarts(100), SlowStarts(1, "records 1 to 2 are gone")):
+        with pytest.raises(StreamingQueryException):
+            program.run_to_end(cast(Any, failing))
+        assert failing.starts == (program.STARTS_MAX if failing.left else 1)

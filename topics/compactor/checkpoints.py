@@ -125,9 +125,7 @@ class Checkpoints:
         self._one_by_one_max = one_by_one_max
         self._suspects: set[str] = set()
         self._unsealable: dict[tuple[int, SegmentInfo], tuple[int, int]] = {}
-        """(pause in ms, its end on the monotonic clock) for segments that could not be sealed. They stay as they are
-        until something is appended to them, or they can be sealed.
-        """
+        """(pause in ms, its end in monotonic ms) of segments that could not be sealed; an append ends it."""
 
     def run(self, follower: Follower, buffers: LogBuffers) -> Written:
         """Puts everything that the follower has read into segments; then the shard's log is synced up to there.

@@ -42,7 +42,7 @@ class Upkeep:
 
     @property
     def busy(self) -> bool:
-        """Whether there is more to do at once."""
+        """Return whether there is more to do at once."""
         return self._log_trim.busy
 
     def sync(self) -> list[Hosted]:
@@ -66,7 +66,7 @@ class Upkeep:
 
     @property
     def ram_log_is_long(self) -> bool:
-        """Whether `trim_ram_log` is worth its cost."""
+        """Return whether `trim_ram_log` is worth its cost."""
         return self._ram_trim.due
 
     def trim_ram_log(self) -> Steps[None]:

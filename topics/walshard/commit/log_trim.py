@@ -92,7 +92,7 @@ class RamTrim:
 
     @property
     def due(self) -> bool:
-        """Whether a trimming is worth its cost."""
+        """Return whether a trimming is worth its cost."""
         return self._written_bytes >= self._next_after_bytes
 
     def repeat_live(self, now_ms: int) -> LogWrite:
@@ -226,7 +226,7 @@ class LogTrim:
 
     @property
     def busy(self) -> bool:
-        """Whether `poll` has something to do."""
+        """Return whether `poll` has something to do."""
         return self._unchecked is not None
 
     def poll(self) -> None:

@@ -85,7 +85,7 @@ class ShardRings:
 
     @property
     def idle(self) -> bool:
-        """Whether no ring has new requests, but rings whose answers are stuck."""
+        """Return whether no ring has new requests, but rings whose answers are stuck."""
         return all(
             waiting or pair.requests.written == read
             for pair, read, waiting in zip(self._rings, self._read, self._waiting, strict=True)
@@ -93,7 +93,7 @@ class ShardRings:
 
     @property
     def stuck(self) -> bool:
-        """Whether an answer or notice waits for room in a reply ring."""
+        """Return whether an answer or notice waits for room in a reply ring."""
         return any(self._waiting) or any(self._notices)
 
     @property

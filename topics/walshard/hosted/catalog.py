@@ -112,7 +112,7 @@ class Catalog:
         hosted.announce()
 
     def _start(self, topic: Topic) -> None:
-        """Begin the numbers of leases and cursors anew: those of another life are told from them."""
+        """Begin new numbers of leases and cursors: those of another life are told from them."""
         random = secrets.randbits(_RANDOM_BITS)
         topic.cursors.restart(random)
         if topic.queue is not None:

@@ -63,13 +63,13 @@ class Hosted:
 
     @property
     def has_unlogged_floor(self) -> bool:
-        """Whether records were evicted, and the log does not say so yet."""
+        """Return whether records were evicted, and the log does not say so yet."""
         return self.topic.evict_floor > self.topic.logged_floor
 
     @property
     def has_evicted_for_ram(self) -> bool:
-        """Whether caps have evicted durable records for records in RAM, and the log does not say so yet. A reader of
-        the log alone, without these, could not work it out.
+        """Return whether caps have evicted durable records for records in RAM, and the log does not say so yet. A
+        reader of the log alone, without these, could not work it out.
         """
         is_ephemeral = self.topic.config.durability == "ephemeral"
         return is_ephemeral and self.has_unlogged_floor and self.topic.logged_floor < self.ram_from_seq

@@ -269,7 +269,7 @@ class SegmentFiles:
 
     @property
     def is_marked(self) -> bool:
-        """Whether all deletions are marked in the indexes that exist."""
+        """Return whether all deletions are marked in the indexes that exist."""
         return not any(due.holds_up for due in self._due.values())
 
     def is_marked_of(self, topic_id: int) -> bool:

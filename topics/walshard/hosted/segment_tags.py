@@ -21,7 +21,7 @@ log = get_logger()
 
 _FILES_MAX: Final = 16384
 """Postings that stay open at most. Each delete by tag asks those of all sealed segments of its topic: if these were
-more, every one would be opened and checked anew each time.
+more, every one would be opened and checked again each time.
 """
 
 
@@ -44,9 +44,9 @@ class SegmentTags:
     def find(self, topic_id: int, info: SegmentInfo, match: Match) -> list[int]:
         """Return the seqs of a sealed segment's records with a matching tag, ascending; some may be deleted meanwhile.
 
-        Missing or damaged postings are made anew from the frames. Raises CorruptPostings or FileNotFoundError when
+        Missing or damaged postings are made again from the frames. Raises CorruptPostings or FileNotFoundError when
         these are cold or damaged, too, or the postings are of another release; OSError when they cannot be read now,
-        for want of open files for example; CorruptSegment.
+        with too few open files for example; CorruptSegment.
         """
         postings = self._postings(topic_id, info)
         try:

@@ -37,8 +37,8 @@ CATCH_UP_RECORDS: Final = 1024
 GATHERED_RECORDS: Final = 8192
 """Records gathered from an index between two looks at the clock."""
 LEFT_MAX: Final = 16
-"""Deletes whose matches are kept between turns. One more finds its own anew each turn until one of these is done: if it
-took the place of the oldest, each of them would lose its own before its next turn.
+"""Deletes whose matches are kept between turns. One more finds its own again each turn until one of these is done: if
+it took the place of the oldest, each of them would lose its own before its next turn.
 """
 _KEPT_MS: Final = 10_000
 IDLE_RECORDS: Final = 512
