@@ -77,8 +77,8 @@ def test_a_group_of_many_is_as_many_groups_of_one(
             logged(outcome(PendingTopic(topic, NOW), *write))
     pending = PendingTopic(together, NOW)
     prepared = [outcome(pending, *write) for write in group]
-    for write in prepared:
-        logged(write)
+    for written in prepared:
+        logged(written)
     alone = []
     for write in group:
         alone.append(outcome(PendingTopic(apart, NOW), *write))
