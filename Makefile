@@ -46,6 +46,7 @@ check: lint types ## the pre-commit checks
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.words
 
 types: $(STAMP)
 	$(BIN)/mypy

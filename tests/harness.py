@@ -30,13 +30,14 @@ from topics.shm.shm_names import identity
 COMMAND = Path(sys.executable).with_name("topics-supervisor")
 START_DEADLINE_S = 30.0
 STOP_GRACE_MS = 30_000
-"""Of a service that a test starts, unless it says otherwise. Whoever is killed after its share of it fails the test,
-and a machine that stands still for some seconds is no reason for that."""
+"""Grace of a service that a test starts, unless it says otherwise. A process that is killed after its share of it fails
+the test, and a machine that stands still for some seconds is no reason for that.
+"""
 STOP_MARGIN_S = 10.0
 HEAL_DEADLINE_S = 30.0
 LOG_TAIL_BYTES = 16_384
 SETTINGS = dict(pair.split("=", 1) for pair in os.environ.get("SERVICE_SETTINGS", "").split())
-"""Of every service, unless a test says otherwise: `make eager`."""
+"""Settings of every service, unless a test says otherwise: `make eager`."""
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -67,7 +68,7 @@ def clean_environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_running(pid: int) -> bool:
-    """False for a pid that is gone or a zombie: an orphan may wait long for whoever adopted it."""
+    """Return whether a process runs; False for a pid that is gone or a zombie, which may wait for its new parent."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -80,7 +81,7 @@ def _stop_with_parent() -> None:
 
 
 def size_bytes(paths: Iterable[Path]) -> int:
-    """Of those that are there: a service removes files meanwhile."""
+    """Return the bytes of those files that are there: a service removes files meanwhile."""
     size = 0
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
@@ -198,7 +199,7 @@ class Service:
         self._forget()
 
     def was_killed(self) -> None:
-        """To be called when something else has killed the whole group; it may be started again then."""
+        """Note that something else has killed the whole group; it may be started again then."""
         self._running_process().wait(self.stop_deadline_s)
         self._forget()
 
@@ -250,7 +251,7 @@ class Service:
 
     @contextlib.contextmanager
     def unstarted(self) -> Iterator[Self]:
-        """As the service's own context manager, but to start and to stop it is the body's affair."""
+        """Do as the service's own context manager does, but leave starting and stopping to the body."""
         try:
             yield self
         except BaseException as error:
@@ -328,7 +329,7 @@ class Service:
         """SIGKILL to one process; its pid, which is gone on return."""
 
         def send() -> int | None:
-            """None when it has just died by itself: there will be another one."""
+            """Send the signal; None when the process has just died by itself: there will be another one."""
             pid = self.pid_of(role, index)
             if not is_running(pid):
                 return None
@@ -361,7 +362,7 @@ class Service:
             return []
 
     def shared_memory(self) -> list[Path]:
-        """What this data directory's instances have in /dev/shm right now."""
+        """Return the objects of this data directory's instances in /dev/shm right now."""
         if not self.data_dir.exists():
             return []
         return sorted(Path("/dev/shm").glob(f"*{identity(str(self.data_dir))}*"))

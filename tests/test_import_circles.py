@@ -38,7 +38,7 @@ def circles(graph: Graph) -> set[frozenset[str]]:
 
 
 def _walk(graph: Graph, start: str, seen: set[str]) -> list[str]:
-    """What is reached from `start` and was not seen yet, each after all that is reached from it."""
+    """Return what is reached from `start` and was not seen yet, each after all that is reached from it."""
     finished: list[str] = []
     open_modules = [(start, iter(graph[start]))] if start not in seen else []
     seen.add(start)

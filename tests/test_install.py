@@ -1,4 +1,4 @@
-"""What `pip install topicsd` brings, and what its programs say where something is missing."""
+"""The parts that `pip install topicsd` brings, and the messages of its programs where something is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log lines as whoever collects them finds them."""
+"""Log lines as their collectors find them."""
 
 from __future__ import annotations
 

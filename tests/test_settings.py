@@ -1,4 +1,4 @@
-"""What the service may be told, and what it answers when it is told something else."""
+"""Settings of the service, and its answers to wrong ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was made simple stays simple: few collaborators, objects that are whole once made, one place that commits."""
+"""The shape of the code stays simple: few collaborators, objects that are whole once made, one place that commits."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def bases(node: ast.ClassDef) -> set[str]:
 
 
 def is_plain_data(node: ast.ClassDef, parents: dict[str, set[str]]) -> bool:
-    """Whether a class only holds data, also by a parent of it."""
+    """Return whether a class only holds data, also by a parent of it."""
     names, seen = bases(node), set[str]()
     while names:
         if names & PLAIN_DATA:
@@ -126,7 +126,7 @@ def part(module: str) -> str:
 
 
 def parts_below() -> dict[str, set[str]]:
-    """What each part of a shard imports of the others."""
+    """Return the parts that each part of a shard imports of the others."""
     below: dict[str, set[str]] = {}
     for module, path in MODULES.items():
         if module.startswith(f"{WALSHARD}."):

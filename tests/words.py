@@ -59,7 +59,7 @@ LITERARY: Final = (
     r"(has|have|had) (?!to |let )(\w+ )?go",
     r"lets? (it |them )?go(?! of)|lets go",
     r"one's place|(its|their) stead",
-    r"(see|sees|seen|seeing) to(?! it)(?! be)",
+    r"(see|sees|seeing) to(?! it)",
     r"endure[sd]?|stirs|stirred|heed|befalls?",
     r"(?<=, )for (it|they|there|nobody|he|we) (is|are|was|were|may|might|can|has|have|will|would|must|had|could)",
 )

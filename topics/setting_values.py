@@ -8,16 +8,19 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple, TypeVar
 
-from topics.core.keys import ApiKey, parse_list
+from topics.core.keys import parse_list
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
 GIB: Final = 1024 * MIB
 PIB: Final = 1024 * 1024 * GIB
 COUNT_MAX: Final = 1_000_000_000
+
+NumberT = TypeVar("NumberT", int, float)
+WordT = TypeVar("WordT")
 
 
 class Variable(NamedTuple):
@@ -44,32 +47,20 @@ def byte_size(minimum: int, maximum: int, help: str) -> Variable:
 
 
 def choice(*values: str, help: str) -> Variable:
-    def parse(raw: object) -> str:
-        text = str(raw).lower()
-        if text not in values:
-            raise ValueError
-        return text
-
-    return Variable(parse, " or ".join((", ".join(values[:-1]), values[-1])), help)
+    words = {value: value for value in values}
+    return Variable(lambda raw: _word(raw, words), " or ".join((", ".join(values[:-1]), values[-1])), help)
 
 
 def flag(help: str) -> Variable:
     words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-
-    def parse(raw: object) -> bool:
-        try:
-            return words[str(raw).lower()]
-        except KeyError:
-            raise ValueError from None
-
-    return Variable(parse, "1 or 0 (also true/false, yes/no, on/off)", help)
+    return Variable(lambda raw: _word(raw, words), "1 or 0 (also true/false, yes/no, on/off)", help)
 
 
 def path_name(help: str) -> Variable:
     def parse(raw: object) -> str:
-        if not isinstance(raw, str) or not raw or "\0" in raw:
+        if not raw or "\0" in (text := _text(raw)):
             raise ValueError
-        return os.path.abspath(raw)
+        return os.path.abspath(text)
 
     return Variable(parse, "a path", help)
 
@@ -78,10 +69,7 @@ def ratio(help: str) -> Variable:
     def parse(raw: object) -> float:
         if isinstance(raw, bool) or not isinstance(raw, str | int | float):
             raise ValueError
-        value = float(raw)
-        if not 0 <= value <= 1:
-            raise ValueError
-        return value
+        return _within(float(raw), 0, 1)
 
     return Variable(parse, "a number from 0 to 1", help)
 
@@ -104,12 +92,7 @@ def hosts(help: str) -> Variable:
 
 
 def keys(help: str) -> Variable:
-    def parse(raw: object) -> tuple[ApiKey, ...]:
-        if not isinstance(raw, str):
-            raise ValueError
-        return parse_list(raw)
-
-    return Variable(parse, "text: key[:scopes[:prefixes]],…", help)
+    return Variable(lambda raw: parse_list(_text(raw)), "text: key[:scopes[:prefixes]],…", help)
 
 
 def kill_point(help: str) -> Variable:
@@ -130,6 +113,13 @@ def show_bytes(count: int) -> str:
     return f"{count} bytes"
 
 
+def _word(raw: object, words: Mapping[str, WordT]) -> WordT:
+    try:
+        return words[str(raw).lower()]
+    except KeyError:
+        raise ValueError from None
+
+
 def _to_int(raw: object) -> int:
     if isinstance(raw, bool) or not isinstance(raw, int | str):
         raise ValueError
@@ -145,7 +135,13 @@ def _to_bytes(raw: object) -> int:
     return _to_int(raw)
 
 
-def _within(value: int, minimum: int, maximum: int) -> int:
+def _text(raw: object) -> str:
+    if not isinstance(raw, str):
+        raise ValueError
+    return raw
+
+
+def _within(value: NumberT, minimum: NumberT, maximum: NumberT) -> NumberT:
     if not minimum <= value <= maximum:
         raise ValueError
     return value
@@ -153,19 +149,20 @@ def _within(value: int, minimum: int, maximum: int) -> int:
 
 def _split_host(raw: object) -> tuple[str, int | None]:
     """Splits `host`, `host:port`, `::1`, `[::1]` or `[::1]:port` into (host, port or None)."""
-    if not isinstance(raw, str) or not raw or any(c.isspace() or c in "/@\0" for c in raw):
+    text = _text(raw)
+    if not text or any(c.isspace() or c in "/@\0" for c in text):
         raise ValueError
-    if raw.startswith("["):
-        host, bracket, rest = raw[1:].partition("]")
+    if text.startswith("["):
+        host, bracket, rest = text[1:].partition("]")
         if not bracket or (rest and not rest.startswith(":")):
             raise ValueError
         return str(ipaddress.IPv6Address(host)), _within(_to_int(rest[1:]), 0, 65535) if rest else None
-    if raw.count(":") == 1:
-        host, _, port = raw.partition(":")
+    if text.count(":") == 1:
+        host, _, port = text.partition(":")
         if not host:
             raise ValueError
         return host, _within(_to_int(port), 0, 65535)
-    return (str(ipaddress.IPv6Address(raw)) if ":" in raw else raw), None
+    return (str(ipaddress.IPv6Address(text)) if ":" in text else text), None
 
 
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9._~-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")

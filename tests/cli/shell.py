@@ -37,7 +37,7 @@ class Shell:
         return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
     def ok(self, *arguments: str, given: str | bytes = b"") -> str:
-        """What it prints; it has to succeed, and silently."""
+        """Run a command that has to succeed, and silently; return what it prints."""
         done = self.run(*arguments, given=given)
         assert (done.returncode, done.stderr) == (0, ""), done
         return done.stdout
@@ -49,7 +49,7 @@ class Shell:
         stdout: int = subprocess.PIPE,
         stderr: int = subprocess.PIPE,
     ) -> subprocess.Popen[bytes]:
-        """Running, unbuffered; whoever begins it ends it, best by `with`."""
+        """Start a command, unbuffered. The caller ends it, best by `with`."""
         return subprocess.Popen(
             [*COMMAND, *arguments],
             stdin=stdin,

@@ -1,4 +1,4 @@
-"""Which lines of stdin go together, and when."""
+"""Lines of stdin: which go together in a request, and when it is sent."""
 
 from __future__ import annotations
 

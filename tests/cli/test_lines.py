@@ -1,4 +1,4 @@
-"""What is a line of the input, and a line of the output: pure functions."""
+"""Lines of the input and of the output: pure functions."""
 
 from __future__ import annotations
 

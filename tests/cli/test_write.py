@@ -13,7 +13,7 @@ from topics.client import Client, NotFoundError, Record
 
 
 def data_of(topics: Client, topic: str) -> list[bytes]:
-    """What is in a topic, nothing while there is none."""
+    """Return the records of a topic, none while there is no topic."""
     try:
         return [bytes(item.raw) for item in topics.read(topic) if isinstance(item, Record)]
     except NotFoundError:

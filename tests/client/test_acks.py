@@ -17,7 +17,7 @@ def job(seq: int, lease_id: str = "lease_1") -> ClaimedJob:
 
 
 class Requests:
-    """What was sent, each waiting for its answer."""
+    """Requests that were sent, each waiting for its answer."""
 
     def __init__(self) -> None:
         self.sent: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""What is sent again, when, and what never is."""
+"""Requests that are sent again, their times, and those that never are."""
 
 from __future__ import annotations
 

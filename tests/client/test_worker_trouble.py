@@ -61,7 +61,7 @@ def queue(small: Service, topic: str) -> str:
 
 @pytest.fixture
 def requests(caplog: pytest.LogCaptureFixture) -> Callable[[str, int], int]:
-    """How many requests to a path with this end were answered with this status so far."""
+    """Return a function that counts requests to a path with this end that were answered with this status so far."""
     caplog.set_level(logging.INFO, "httpx")
     return lambda end, status: sum(f'/{end} "HTTP/1.1 {status}' in line for line in caplog.messages)
 
@@ -88,7 +88,7 @@ def wait_counts(service: Service, name: str, wanted: tuple[int, int]) -> None:
 
 
 async def until(what: str, probe: Callable[[], object]) -> None:
-    """As `poll`, in an event loop."""
+    """Poll, in an event loop."""
     end = time.monotonic() + PATIENCE_S
     while not probe():
         assert time.monotonic() < end, f"not within {PATIENCE_S} s: {what}"

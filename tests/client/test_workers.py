@@ -168,7 +168,7 @@ def test_a_lost_lease_is_said(service: Service, topics: Client, queue: str) -> N
             service.wait_healed(pid)
         with pytest.raises(LeaseLostError, match=f"job {job.seq} of '{queue}'"):
             job.ack()
-        # Whoever comes next gets it, and that may be the worker itself, even one that was cut off again before it knew.
+        # The next worker gets it; that may be the same one, even one that was cut off again before it knew.
         other = topics.queue(queue, node="other")
         found = [next(jobs).claimed]
 

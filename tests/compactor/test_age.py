@@ -25,7 +25,7 @@ def compaction(tmp_path: Path) -> Iterator[Compaction]:
 
 
 def settle(compaction: Compaction) -> None:
-    """What the process does when it is time for a cut, as long as there is reason for one."""
+    """Do what the process does when a cut is due, as long as there is reason for one."""
     for _ in range(5):
         if not compaction.compactor.has_news:
             return

@@ -1,5 +1,5 @@
-"""What is deleted in the cold directory gives its space back: the segment comes here, is rewritten, and goes there
-again; whatever fails, hangs or dies meanwhile.
+"""Deletions in the cold directory give their space back: the segment comes here, is rewritten, and goes there again,
+whatever fails, hangs or dies meanwhile.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def test_what_is_deleted_there_gives_its_space_back(tiers: Tiers) -> None:
 
 
 def test_a_share_of_the_bytes_decides(tiers: Tiers) -> None:
-    """Not more than the ratio: it stays as it is."""
+    """A segment with no more deleted bytes than the ratio stays as it is."""
     for _ in range(2):
         tiers.rig.call(DeleteRecords("t", 3, None, b""))
     tiers.live = tiers.live[2:]
@@ -298,13 +298,13 @@ def test_a_cold_directory_that_fails_is_asked_again_later(gated: tuple[Tiers, Co
 
 @pytest.mark.parametrize("what", ["damaged", "gone"])
 def test_a_cold_directory_that_gave_something_begins_anew(tmp_path: Path, what: str) -> None:
-    """Whatever became of it: the next failure is a first one."""
+    """The next failure counts as a first one, whatever became of the fetched segment."""
     fs = ColdGate(str(tmp_path / "cold"))
     tiers = Tiers(tmp_path, fs)
     tiers.all_cold_but_one()
     compactor = tiers.compaction.compactor
     step_ms = 1_000
-    """What was begun in one is taken in the next one."""
+    """a fetch that was begun in one step is taken in the next one"""
 
     def failure_after_ms() -> int:
         waited_ms = 0

@@ -1,4 +1,4 @@
-"""Which copy is next, and which comes again when."""
+"""The order of copies, and the times at which failed ones come again."""
 
 from __future__ import annotations
 

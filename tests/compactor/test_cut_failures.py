@@ -1,4 +1,4 @@
-"""What one topic, one shard or a full disk does to a cut: no more than it must."""
+"""Failures of one topic, one shard or the whole disk cost a cut no more than they must."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from topics.storage.verify import verify
 BIG = b'"' + b"x" * 2000 + b'"'
 BLOCK = b"x" * 200_000
 BLOCKS = 6
-"""So many of them do not go into one log file."""
+"""Blocks that do not fit into one log file."""
 
 
 class Picky(FaultyFileSystem):
@@ -88,7 +88,7 @@ class Machine:
         return self._directories[name]
 
     def files_of(self, name: str, kind: str = "*") -> list[str]:
-        """Of its segments."""
+        """Return the files of its segments."""
         return sorted(path.name for path in self.directory_of(name).glob(f"seg-*.{kind}"))
 
     def delete(self, name: str) -> None:
@@ -98,7 +98,7 @@ class Machine:
         return [seq for seq, _ in self.compaction.read(name)]
 
     def in_segments(self, name: str) -> int:
-        """Up to which seq."""
+        """Return the last seq that is in segments."""
         return max((info.last_seq for info in self.compaction.segments(name)), default=0)
 
 

@@ -1,4 +1,4 @@
-"""When the next cut is due: after one that was complete, and after one that was not."""
+"""Times of the next cut, after one that was complete and after one that was not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ WAL_BYTES = 1000
 
 
 def first_due(times: CutTimes, now_ms: int, new_bytes: int = 0) -> int:
-    """How long after `now_ms`, to the half second."""
+    """Return the time from `now_ms` until a cut is due, to the half second."""
     waited_ms = 0
     while not times.is_due(new_bytes, now_ms + waited_ms):
         waited_ms += 500

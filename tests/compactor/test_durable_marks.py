@@ -1,4 +1,4 @@
-"""A deletion that the log says no more is marked on the disk, whatever sync failed before, whoever was restarted."""
+"""A deletion that the log no longer says is marked on the disk, whatever sync failed or process restarted before."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def once(machine: Machine, wanted: Callable[[str], bool]) -> Callable[[str], boo
 
 
 def test_the_model_forgets_what_a_failed_sync_covered(tmp_path: Path) -> None:
-    """And a later sync of the same bytes does not bring them back; only to write them again does."""
+    """A later sync of the same bytes does not bring them back; only writing them again does."""
     disk = PageCache()
     path = str(tmp_path / "file")
     fd = disk.open(path, 0o102)  # O_RDWR | O_CREAT
@@ -110,7 +110,7 @@ def test_a_failed_sync_of_marks_is_not_repeated_as_if_clean(machine: Machine, ki
 
 
 def test_a_failed_sync_of_the_file_system_is_not_either(machine: Machine) -> None:
-    """Of many segments; and more of them than one message to the shard tells of."""
+    """The sync is of many segments, and of more than one message to the shard tells of."""
     count = max(EVENTS * (SYNC_ONE_BY_ONE_MAX + 2), 2 * SEQS_PER_MESSAGE + 2)
     machine.write(count)
     machine.compaction.cut()
@@ -179,7 +179,7 @@ def test_the_sync_of_what_is_appended_covers_marks_as_well(machine: Machine, kin
 
 @pytest.mark.parametrize("restarted", ["nobody", "compactor"])
 def test_what_is_deleted_between_copying_and_marking_is_marked_on_the_disk(machine: Machine, restarted: str) -> None:
-    """The log tells of the deletion before it tells of the segment: whoever reads it anew must know of both."""
+    """The log tells of the deletion before it tells of the segment: a process that reads it again must know of both."""
 
     def delete() -> None:
         kill_points.arm(None, lambda: None)

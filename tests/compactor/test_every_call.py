@@ -101,7 +101,7 @@ class World:
         assert found == {name: [(n, b"%d" % n) for n in numbers] for name, numbers in self.expected.items()}
 
     def go_on(self) -> None:
-        """Whatever happened: the next cuts work, and the service starts again on what they left."""
+        """Check that the next cuts work, and that the service starts again on what they left."""
         self.check()
         self._cut()
         self.check()

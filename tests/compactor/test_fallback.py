@@ -15,7 +15,7 @@ from topics.storage.verify import verify
 
 BLOCKS = 6
 BLOCK = b"x" * 200_000
-"""So many of them do not go into one log file."""
+"""A block of which six do not fit into one log file."""
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def first_log_file(compaction: Compaction) -> int:
 
 
 def versions(compaction: Compaction) -> set[int]:
-    """Of the first segment of topic t, as its files are."""
+    """Return the versions of the first segment of topic t, by its files."""
     view = compaction.rig.view("t")
     names = layout.discover_segments(
         compaction.rig.fs, layout.topic_dir(compaction.rig.settings.data_dir, view.topic_id)

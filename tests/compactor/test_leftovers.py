@@ -1,4 +1,4 @@
-"""What is removed, when, and what is only said."""
+"""Files that are removed, when, and files that are only reported."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class Stuck(OsFileSystem):
 
 @pytest.mark.parametrize("stuck", [f"{1:020d}.data", ".aaa.tmp"])
 def test_a_file_that_cannot_be_removed_keeps_no_other(directory: Directory, stuck: str) -> None:
-    """Nor does it keep the cold directory from hearing what went."""
+    """The cold directory hears all the same what was removed."""
     fs = Stuck(stuck)
     directory.leftovers = Leftovers(fs, directory.data_dir)
     for name in (".aaa.tmp", "seg.zzz.tmp"):
@@ -241,7 +241,7 @@ def test_what_a_snapshot_says_nothing_new_of_waits(directory: Directory) -> None
 
 
 def test_on_a_full_disk_only_what_is_gone_for_good_goes_at_once(directory: Directory) -> None:
-    """Not an old version, from which a start may read deletions, nor what may be told of any moment."""
+    """An old version stays, because a start may read deletions from it; so does a file that a former state may need."""
     for name in (f"seg-{6:020d}.1", f"seg-{16:020d}"):
         for kind in ("data", "idx", "tags"):
             (directory.path / f"{name}.{kind}").write_bytes(b"")
@@ -344,7 +344,7 @@ class Listing(OsFileSystem):
 
 
 def snapshots_while_waiting(directory: Directory) -> list[list[int]]:
-    """As an idle service makes them: only if something would go."""
+    """Return the snapshots that an idle service makes: only if something would be removed."""
     gone = []
     while directory.leftovers.waiting:
         removed, failures = directory.leftovers.sweep(lambda topic_id: directory.needed, directory.in_snapshot)
@@ -355,7 +355,7 @@ def snapshots_while_waiting(directory: Directory) -> list[list[int]]:
 
 
 def test_a_look_that_failed_is_repeated_without_a_snapshot(directory: Directory) -> None:
-    """What it finds is for the next two of them: the last one may need what the log has given up since."""
+    """Files that it finds wait for the next two snapshots: the last one may need what the log has given up since."""
     fs = Listing(failing=2)
     directory.leftovers = Leftovers(fs, directory.data_dir)
     assert directory.sweep() == []

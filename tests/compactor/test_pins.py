@@ -1,4 +1,4 @@
-"""What a pin holds stays, in both tiers, and goes when the pin is over (storage/pins.py)."""
+"""Files that a pin holds stay, in both tiers, and are removed when the pin is over (storage/pins.py)."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Directory:
         return [name.first_seq for _, name in removed]
 
     def tidy(self, needed: TopicFiles) -> list[int]:
-        """Without a snapshot."""
+        """Tidy without a snapshot."""
         removed, _ = self.leftovers.tidy(lambda topic_id: needed)
         return [name.first_seq for _, name in removed]
 

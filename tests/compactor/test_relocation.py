@@ -230,7 +230,7 @@ def test_a_topic_that_the_shard_does_not_mark_leaves_the_others_cold(
 def test_while_the_cold_directory_hangs_what_has_gone_takes_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is anything forgotten: what was put there before goes when it can."""
+    """Nothing is forgotten either: objects that were put there before are removed when they can be."""
     monkeypatch.setattr("topics.compactor.relocation.QUEUE_MIN", 8)
     monkeypatch.setattr("topics.compactor.relocation.REMOVED_MAX", 20)
     (tmp_path / "data").mkdir()
@@ -290,7 +290,7 @@ class Listed(Picky):
 def test_what_the_cold_directory_has_for_nothing_goes_though_nothing_else_happens(
     tmp_path: Path, needless: bool, failing: int, late: bool
 ) -> None:
-    """However often, and how long, it could not be looked at. What it has for something is no reason for a snapshot."""
+    """A failed look is repeated however often and long it fails. Objects without a use are no reason for a snapshot."""
     (tmp_path / "data").mkdir()
     helper = Hanging()
     tiers = Tiers(tmp_path, helper)

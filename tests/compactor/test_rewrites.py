@@ -1,4 +1,4 @@
-"""Which segments are looked at to be rewritten, and what a rewriting that fails leaves."""
+"""Segments that are examined for rewriting, and what a failed rewriting leaves."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Serving(Life):
 
 
 def test_upkeep_waits_for_the_first_cut(tmp_path: Path) -> None:
-    """What ends the process in upkeep, in each of its lives, is not to keep it from ever making a snapshot."""
+    """An error that ends the process in upkeep, in each incarnation, must not keep it from ever making a snapshot."""
     rig = Rig(
         str(tmp_path),
         segment_max_events="8",

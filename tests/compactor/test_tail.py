@@ -63,7 +63,7 @@ def test_nothing_behind_the_committed_end_is_looked_at(directory: str) -> None:
 
 
 def test_a_file_whose_sync_failed_goes_on_in_the_next_one(directory: str) -> None:
-    """What was read of it already comes again; what was not is not missed."""
+    """Frames that were read already come again; no frame is missed."""
     fs = FaultyFileSystem()
     writer = open_writer(fs, directory)
     commit(writer, appends(1, [b"1"]), sync=True)

@@ -167,12 +167,12 @@ def _settings(line: int, content: list[str]) -> dict[str, str]:
 # --- whether an answer is the one that is shown
 
 IDS: Final = frozenset({"epoch", "wid", "lease_id", "stage", "id", "idx_xxh3"})
-"""Text that is made up anew; where the page has it again, so has the service."""
+"""Fields whose text the service makes up; where the page repeats one, the service repeats its own."""
 TIMES: Final = frozenset(
     {"$ts", "deadline", "deliver_at", "deadlines", "first_ts", "last_ts", "last_write_ts", "last_read_ts"}
 )
 MEASURED: Final = frozenset({"performance", "uptime_ms", "pressure", "durable_seq"})
-"""What depends on how long something took."""
+"""Members whose value depends on how long something took."""
 
 
 class Likeness:
@@ -182,7 +182,7 @@ class Likeness:
         self._known: dict[str, str] = {}
 
     def attempt(self, shown: Any, actual: Any) -> None:
-        """As `check`; what is not alike leaves nothing known."""
+        """Check as `check` does; an answer that is not alike leaves nothing known."""
         before = dict(self._known)
         try:
             self.check(shown, actual)

@@ -1,4 +1,4 @@
-"""What every contract test does to the service and to its answers."""
+"""Requests that every contract test makes, and checks of their answers."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def head_seq(client: httpx.Client, topic: str) -> int:
 
 
 def long_polls(service: Service) -> int:
-    """How many reads of the whole service wait for news right now."""
+    """Return the number of reads of the whole service that wait for news right now."""
     metrics = ok(service.client.get("/v0/metrics", headers={"Accept": "application/json"}))
     return int(sum(metrics["topics_frontend_long_polls"].values()))
 

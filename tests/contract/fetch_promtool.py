@@ -22,7 +22,7 @@ COMMAND: Final = "promtool"
 
 
 class CannotFetchError(Exception):
-    """Why there is no promtool."""
+    """The reason why there is no promtool."""
 
 
 def fetch(directory: Path) -> None:

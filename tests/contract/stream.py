@@ -18,7 +18,7 @@ from topics.shm.control import ControlPage, Role
 from topics.shm.shm_names import identity, shm_name
 
 READ_TIMEOUT_S = 30.0
-"""How long a test waits for the next bytes before it fails: more than the 15 s after which an idle stream beats."""
+"""Time that a test waits for the next bytes before it fails: more than the 15 s after which an idle stream beats."""
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -151,7 +151,7 @@ def follow(service: Service, topics: dict[str, Any], **body: Any) -> Stream:
 
 
 def open_streams(service: Service) -> dict[int, int]:
-    """How many event streams each frontend holds, as `status` counts them."""
+    """Return the number of event streams of each frontend, as `status` counts them."""
     return {frontend["index"]: frontend["sse_connections"] for frontend in service.status()["frontends"]}
 
 

@@ -175,7 +175,7 @@ def test_every_route_without_a_valid_key(nobody: httpx.Client, row: RouteRow) ->
 
 @route
 def test_a_refusal_changes_and_reveals_nothing(root: httpx.Client, row: RouteRow) -> None:
-    """As if the body had never come; and the same whether or not the topic exists."""
+    """The answer is as if the body had never come, and the same whether or not the topic exists."""
     before = state(root, TOPIC)
     outsider = header(TableKey(frozenset(SCOPES), "another"))
     for headers in ({"Authorization": ""}, outsider):
@@ -365,7 +365,7 @@ def test_who_only_knows_the_wid_does_not_disturb_it(guarded: Service, root: http
 
 
 def streams(guarded: Service, path: str, **headers: str) -> bool:
-    """Whether it is a stream (True) or a whole 401 (False)."""
+    """Return whether the answer is a stream; otherwise it is a whole 401."""
     with (
         httpx.Client(base_url=guarded.url, timeout=10) as client,
         client.stream("GET", path, headers=headers) as answer,

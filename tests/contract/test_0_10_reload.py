@@ -39,7 +39,7 @@ class Guarded:
         return answer.returncode, answer.stdout + answer.stderr
 
     def statuses(self, key: str) -> set[int]:
-        """What a list answers to this key, over connections of their own."""
+        """Return the statuses of a list for this key, over connections of their own."""
         found = set()
         for _ in range(CONNECTIONS):
             connection = http.client.HTTPConnection("127.0.0.1", self.service.port, timeout=10)

@@ -27,7 +27,7 @@ def head(topic: str, length: int, route: str = "") -> bytes:
 
 
 def own_connections(service: Service) -> int:
-    """How many this process has to the service."""
+    """Return the number of connections that this process has to the service."""
     return sum(
         one.status == psutil.CONN_ESTABLISHED and bool(one.raddr) and one.raddr.port == service.port
         for one in psutil.Process().net_connections("tcp")
@@ -68,7 +68,9 @@ def test_clients_gone_while_they_poll_leave_no_connection_behind(service: Servic
     put(service.client, topic)
 
     def are_counted() -> bool:
-        """As many connections as this process has. What tests before have broken off may be noticed at any time."""
+        """Return whether the service counts the connections of this process. It may notice broken ones of earlier tests
+        late.
+        """
         counted = sum(frontend["connections"] for frontend in service.status()["frontends"])
         return counted == own_connections(service)
 

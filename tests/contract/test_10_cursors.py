@@ -145,7 +145,7 @@ def test_all_are_listed_by_name(client: httpx.Client, topic: str) -> None:
 
 
 def test_the_list_comes_in_pages(client: httpx.Client, topic: str) -> None:
-    """As every list does (api §0.8)."""
+    """The list of cursors has pages like every list (api §0.8)."""
     put(client, topic)
     names = [f"c{n:03}" for n in range(130)]
     for name in names:
@@ -249,7 +249,7 @@ def test_cursors_end_with_their_topic(client: httpx.Client, topic: str) -> None:
 def test_readers_at_once_never_get_the_same_record(
     service: Service, client: httpx.Client, topic: str, consistency: str
 ) -> None:
-    """Nor is one of them refused: they take turns."""
+    """No reader gets a record twice, and none is refused: they take turns."""
     readers = 40
     write(client, topic, *range(400))
     make(client, topic, consistency=consistency, persist_every=7)

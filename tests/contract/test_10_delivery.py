@@ -25,7 +25,7 @@ pytestmark = pytest.mark.long
 
 RECORD_BYTES: Final = 900 * 1024
 LONG_PAGE: Final = 9
-"""So many of them are 8 MiB: more than the kernel takes off a frontend whose client reads nothing."""
+"""Records of a page of 8 MiB: more than the kernel takes off a frontend whose client reads nothing."""
 RECEIVE_BUFFER_BYTES: Final = 4096
 
 
@@ -60,7 +60,7 @@ def ask(service: Service) -> socket.socket:
 
 
 def kill(service: Service, client: socket.socket) -> None:
-    """What the kernel had of the answer still comes."""
+    """Kill the frontend; the client still gets the part of the answer that the kernel had."""
     pid = service.pid_of("frontend")
     os.kill(pid, signal.SIGKILL)
     got = 0
@@ -164,7 +164,7 @@ def test_at_least_once_who_takes_long_takes_back_nobody_else(full: Service) -> N
 
 
 def test_at_least_once_a_crash_brings_again_what_was_under_way_and_at_most_n_reads() -> None:
-    """However much others read while one takes long."""
+    """The bound holds however much others read while one reader takes long."""
     every, taken_long = 3, 500
     with Service(shards=1, frontends=1) as service:
         write(service.client, "short", *["x" * 2000] * 1000)
@@ -250,6 +250,6 @@ def test_what_floors_took_of_a_lost_answer_is_its_tombstone_alone(full: Service)
 
 
 def seqs(client: httpx.Client, **body: Any) -> list[int]:
-    """Of one page of `short`."""
+    """Return the seqs of one page of `short`."""
     answer = client.post("/v0/topics/short/cursors/c/read", json={"max_bytes": 8 << 20, **body})
     return [record["$seq"] for record in json.loads(answer.content)["records"]]

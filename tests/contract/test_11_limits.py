@@ -96,7 +96,7 @@ def test_limits_by_key_under_churn(start: Any, killing: bool) -> None:
         client = by(service, key)
         ends_s = time.monotonic() + PATIENCE_S
         turn = 0
-        # Whoever is refused is so at once: all turns may be over before a place that was given back is free.
+        # A request is refused at once: all turns may be over before a place that was given back is free.
         while turn < turns or (granted <= turns and time.monotonic() < ends_s):
             turn += 1
             try:

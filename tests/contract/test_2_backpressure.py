@@ -20,7 +20,7 @@ pytestmark = pytest.mark.long
 
 DEADLINE_S = 60.0
 SIZES = (15_000, 5_000, 1_000, 200, 1)
-"""Of records: what is left of a ring of 64 KiB beside one size has no room for four of the next larger one."""
+"""Sizes of records: the rest of a ring of 64 KiB beside one size has no room for four of the next larger one."""
 
 
 class Stopped:

@@ -30,7 +30,7 @@ CLAIM_WAITS_S = 2.0
 PAGES = 40
 """320 MiB, were they all made."""
 KEPT_BYTES_MAX = 48 << 20
-"""What may be kept, 16 MiB, and as much again twice for whatever else a process does."""
+"""Bytes that may be kept, 16 MiB, and as much again twice for everything else that a process does."""
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_pages_that_nobody_takes_are_not_made_and_all_come_when_they_are_taken(s
 
 
 def test_long_polls_take_no_room_while_they_wait(service: Service) -> None:
-    """As many as there are streams wait on one connection, and are all answered by one record."""
+    """The longest possible number of streams wait on one connection, and one record answers all of them."""
     put(service.client, "polled")
     with connected(service) as streams:
         poll_body = json.dumps({"from_seq": 0, "wait_ms": 20_000, "max_batch_bytes": 8 << 20}).encode()

@@ -224,7 +224,7 @@ def test_a_long_poll_at_its_deadline_answers_the_caught_up_shape(client: httpx.C
 
 
 def test_every_long_poll_ends_at_its_deadline(service: Service, topic: str) -> None:
-    """Of those that ended when the loop's clock was a rounding error before the deadline, each waited for ever."""
+    """No long poll waits for ever. Some did, when the loop's clock was a rounding error before their deadline."""
     write(service.client, topic, 1)
 
     def wait(_: int) -> list[bool]:

@@ -12,7 +12,7 @@ from tests.contract.timing import now_ms, undisturbed, until_ms
 from tests.harness import Service, poll
 
 FRAME_BYTES = 46
-"""What a record takes beside its data and their key (docs/storage-format.md): for sums that leave room."""
+"""Bytes of a record beside its data and their key (docs/storage-format.md), for sums that leave room."""
 
 
 def gap(page: dict[str, Any]) -> tuple[str, int, int] | None:

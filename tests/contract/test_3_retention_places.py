@@ -47,7 +47,7 @@ class Place:
         return self.service.client
 
     def fill(self, topic: str, count: int, tag: Callable[[int], str] | None = None, size: int = 10) -> list[int]:
-        """So many records, one a write, and then they are there; the `$ts` of those that still are."""
+        """Write so many records, one a write, and have them there; return the `$ts` of those that still live."""
         for seq in range(1, count + 1):
             record = {"data": {"n": seq, "text": "x" * size}} | ({"tag": tag(seq)} if tag else {})
             ok(self.client.post(f"/v0/topics/{topic}", json={"records": [record]}))
@@ -73,7 +73,7 @@ class Place:
         return bool(rows) and rows[-1]["last_seq"] > count - EVENTS and all(row["tier"] == tier for row in rows)
 
     def files(self, topic: str) -> list[Path]:
-        """Of the topic's segments, in both directories."""
+        """Return the files of the topic's segments, in both directories."""
         name = state(self.client, topic)["epoch"]
         roots = (self.service.data_dir, self.service.root / "cold")
         return [path for root in roots for path in (root / "topics" / name).glob("seg-*")]
@@ -103,7 +103,7 @@ def gap(page: dict[str, Any]) -> Gap:
 
 
 def gaps(client: httpx.Client, topic: str, head_seq: int) -> list[Gap]:
-    """What a reader at every cursor is told."""
+    """Return the gaps that a reader at every cursor is told of."""
     return [gap(diff(client, topic, from_seq=n)) for n in range(head_seq + 1)]
 
 
@@ -196,7 +196,7 @@ def test_expiry_is_exact_to_the_millisecond_on_an_idle_topic(place: Place, topic
 
 
 def looks_while_it_expires(place: Place, topic: str) -> int:
-    """How many answers to a read and how many states in time were looked at, the lower number."""
+    """Return how many answers to a read, and how many states, were seen in time: the lower number."""
     client = place.client
     stamps = place.fill(topic, 2 * EVENTS)
     put(client, topic, ttl_ms=now_ms() - stamps[0] + TTL_MS)
@@ -374,7 +374,7 @@ def test_disk_space_comes_back_in_whole_segments(place: Place, topic: str, by: s
 
 
 def test_a_topic_of_which_nothing_is_left_goes_on_behind_it(place: Place, topic: str) -> None:
-    """Also its active segment goes: what comes next begins another one."""
+    """The topic's active segment goes as well; the next record begins another one."""
     client = place.client
     place.fill(topic, 15)
     assert delete(client, topic, before_seq=16)["count"] == 0

@@ -160,7 +160,7 @@ def test_a_watch_catches_up_through_all_tiers(tiered: Service, topic: str) -> No
 
 
 class Hanging:
-    """In the place of a file: whoever opens it waits."""
+    """A file that hangs: every process that opens it waits."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -169,7 +169,7 @@ class Hanging:
         os.mkfifo(path)
 
     def end(self) -> None:
-        """Those who wait are let go, with an error; the file is there again."""
+        """Let waiting processes go on, with an error; the file is there again."""
         opened = os.open(self._path, os.O_RDWR | os.O_NONBLOCK)
         # First: who opened the FIFO after it was closed here would wait for ever, and with it all readers of its block.
         self._kept.rename(self._path)
@@ -235,7 +235,7 @@ def test_a_hanging_cold_directory_costs_only_reads_from_it(hasty: Service, topic
 
 
 def page_if_read(client: httpx.Client, topic: str, from_seq: int) -> dict[str, Any] | None:
-    """None for one that was given up."""
+    """Return the page; None for one that was given up."""
     answer = client.post(f"/v0/topics/{topic}/diff", json={"from_seq": from_seq})
     return ok(answer) if answer.status_code != 503 else None
 

@@ -30,7 +30,7 @@ HOT_MAX = 16
 STRESS_S = 6.0
 """At least so long, and until there was enough of each."""
 ENOUGH = 5
-"""So often each of them has to happen while readers read."""
+"""Times that each event has to happen while readers read."""
 PATIENCE_S = 60.0
 """A machine may be slow; one that does not get there in this time does not get there."""
 COUNTED = ("segments_sealed", "segments_rewritten", "segments_relocated", "segments_dropped")
@@ -52,7 +52,7 @@ def may_go(seq: int) -> bool:
 
 
 class Expected:
-    """Where one reader is. What it is not given was deleted, or it was told that it was lost."""
+    """The position of one reader. A record that it is not given was deleted, or it was told that it was lost."""
 
     def __init__(self, seq: int) -> None:
         self.seq = seq
@@ -125,7 +125,7 @@ def counters(service: Service) -> dict[str, int]:
 
 
 def keeps_up(client: httpx.Client, topic: str, head_seq: int) -> bool:
-    """Whether the compactor is not far behind: else it would never come to what can wait."""
+    """Return whether the compactor is not far behind: otherwise it would never come to work that can wait."""
     rows = ok(client.get(f"/v0/topics/{topic}/segments"))["segments"]
     hot = [row for row in rows if row["tier"] == "hot"]
     return bool(rows) and rows[-1]["last_seq"] > head_seq - 2 * BATCH and len(hot) <= HOT_MAX
@@ -184,7 +184,7 @@ def test_nothing_goes_away_under_a_reader(topic: str) -> None:
                 assert not any(reader.done() for reader in readers), "a reader failed"
         finally:
             done.set()
-            write()  # whoever waits at the head hears of it
+            write()  # readers that wait at the head hear of it
         scans = [reader.result() for reader in readers]
         assert all(scans), scans
         # A reader that comes now finds the same.

@@ -40,8 +40,8 @@ def router(client: httpx.Client, name: str) -> dict[str, Any]:
 
 
 def in_time(*answers: dict[str, Any]) -> bool:
-    """None of them was held up for as long as a read waits for its dest to be brought up to date: if one was, it may
-    have gone on without that, and not all answers say so.
+    """Return whether no read was held up for as long as a read waits for its dest to be brought up to date. A read that
+    was held up may have gone on without that, and not all answers say so.
     """
     return all(answer["performance"]["server_total_ms"] < GAVE_UP_MS for answer in answers)
 
@@ -457,7 +457,7 @@ def test_what_waits_when_its_source_is_deleted_is_a_gap(client: httpx.Client, to
 
 
 def test_what_a_dest_can_never_hold_is_a_gap_and_the_rest_follow(client: httpx.Client, topic: str) -> None:
-    """Not "full", which passes, but what a writer would be told with record_too_large."""
+    """The reason is not "full", which passes, but the one of record_too_large for a writer."""
     dest = f"{topic}.d"
     put(client, dest, cap_bytes=400, discard="reject")
     route(client, topic, topic, dest)

@@ -1,4 +1,4 @@
-"""api §7.7, §0.6: what is no handshake is refused in the envelope of every error, whoever speaks HTTP."""
+"""api §7.7, §0.6: requests that are no handshake are refused in the envelope of every error, for every client."""
 
 from __future__ import annotations
 

@@ -388,7 +388,7 @@ def frontend_bytes(service: Service) -> int:
 
 @pytest.mark.long
 def test_a_client_that_reads_no_answers_is_not_read_from(service: Service, topic: str) -> None:
-    """What it sends waits in its own hands: neither commands nor answers pile up in the service."""
+    """The client keeps what it sends: neither commands nor answers pile up in the service."""
     put(service.client, topic, cap_records=10)
     record = {"data": "x" * 200_000}
     with Socket(service, max_queue=1) as ws:
@@ -563,7 +563,7 @@ def connections(service: Service) -> int:
 
 
 def open_sockets(pids: list[int]) -> int:
-    """Of these processes, those included whose other end is gone."""
+    """Return the number of open sockets of these processes, also those whose other end is gone."""
     count = 0
     for pid in pids:
         for fd in os.listdir(f"/proc/{pid}/fd"):

@@ -122,7 +122,7 @@ class Reader:
 
 
 def seqs_of_events(data: bytes, more: Callable[[], bytes]) -> list[int]:
-    """Of an event stream, as far as it is caught up."""
+    """Return the seqs of an event stream, as far as it is caught up."""
     pieces = [data]
     end = data[-1000:]
     while b"event: caught-up" not in end:
@@ -172,7 +172,7 @@ def test_a_client_that_gives_no_window_is_kept_little_and_goes_on_where_it_was(l
             read_by_somebody_else(large)
         assert anonymous_bytes(large) - before < KEPT_BYTES_MAX
         if kind == "websocket":
-            # It is answered by whoever reads the connection: that one must not wait for what it is to read.
+            # The reader of the connection answers it: that one must not wait for what it is to read.
             reader.send(Connection(ConnectionType.CLIENT).send(Ping(payload=b"still there")))
         reader.open_window()
         seqs = seqs_of_events if kind == "events" else seqs_of_messages

@@ -216,7 +216,7 @@ def dead_count(service: Service) -> Any:
 
 
 def redrive(service: Service, dead: str, most: int) -> bool:
-    """Whether it was answered; who is being killed may not."""
+    """Return whether the redrive was answered; a process that is being killed may not answer."""
     try:
         answer = service.client.post("/v0/topics/q/redrive", json={"from": dead, "max": most})
     except httpx.TransportError:

@@ -23,7 +23,7 @@ from topics.frontend.queues.queue_routes import LOOKS_MAX
 
 FOREVER_MS = 3_600_000
 TIMEOUT_S = 20.0
-"""Of clients of the tests' own: more than any process is held up."""
+"""Time-out of the tests' own clients: longer than any process is held up."""
 CARRIED_MS = 950
 """An answer to a claim that took less has waited until jobs were with the dead letters: it does for a second."""
 
@@ -161,7 +161,7 @@ def test_a_claim_without_durable_leases_writes_nothing_to_the_log(client: httpx.
 
 
 def wal_frames(client: httpx.Client) -> int:
-    """Of the whole service: what earlier tests have left behind may still be at work."""
+    """Return the frames of the whole service: work that earlier tests left may still go on."""
     metrics = ok(client.get("/v0/metrics", headers={"Accept": "application/json"}))
     frames: int = metrics["topics_wal_frames_total"]
     return frames
@@ -348,7 +348,7 @@ def test_a_window_without_jobs_answers_with_none(client: httpx.Client, topic: st
 def test_a_claimer_that_is_gone_takes_nothing_from_its_window(
     service: Service, client: httpx.Client, topic: str
 ) -> None:
-    # Long enough for whoever is to notice that they are gone.
+    # Long enough for a stream to notice that they are gone.
     queue(client, topic, *range(4), claim_jitter_ms=3000)
     body = json.dumps({"node": "gone", "max": 4, "lease_ms": FOREVER_MS}).encode()
     head = f"POST /v0/topics/{topic}/claim HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -460,7 +460,7 @@ def test_redrive_moves_dead_letters_back(client: httpx.Client, topic: str) -> No
 
 
 def dead_jobs(client: httpx.Client, topic: str, count: int) -> None:
-    """So many more jobs of a queue (`max_deliveries` 1) are dead letters now."""
+    """Wait until so many more jobs of a queue (`max_deliveries` 1) are dead letters."""
     dead = counts(client, topic)[2] + count
     write(client, topic, *range(count))
     ask(client, topic, "nack", *seqs(claim(client, topic, max=count)))

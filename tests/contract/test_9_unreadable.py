@@ -110,7 +110,7 @@ def test_an_unreadable_job_keeps_no_other_from_the_dead_letters() -> None:
         assert len(claim(service.client, "q", max=RECORDS)) == RECORDS
         assert ask(service.client, "q", "nack", *ALL)["nacked"] == RECORDS
         damage(service, "q", BAD)
-        service.restart()  # whoever has read a segment before does not look at its checksums again
+        service.restart()  # a process that has read a segment does not look at its checksums again
 
         def all_are_carried() -> bool:
             """A claim carries them; what could not be carried in time waits for another."""

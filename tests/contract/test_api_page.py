@@ -35,12 +35,12 @@ TEXT = PAGE.read_text()
 SECTIONS = sections(TEXT)
 ROOT = PAGE.parents[1]
 ASK_AGAIN_S = 10.0
-"""How long a GET may take to answer what is shown: segments are sealed some time after a write."""
+"""Time within which a GET has to answer what is shown: segments are sealed some time after a write."""
 
 
 @pytest.fixture(scope="module")
 def common() -> Iterator[Service]:
-    """Of all sections that name none."""
+    """The service of all sections that name none."""
     with Service() as running:
         yield running
 
@@ -119,7 +119,7 @@ def check_series(shown: str, actual: str) -> None:
 
 
 def follow(service: Service, example: Exchange, likeness: Likeness) -> None:
-    """As many frames as are shown, then the connection is closed."""
+    """Follow a stream for as many frames as are shown, then close the connection."""
     blocks = [block.encode() for block in example.answer.split("\n\n")]
     timeout = httpx.Timeout(10.0, read=READ_TIMEOUT_S)
     with service.client.stream("GET", likeness.said(example.path), headers=example.headers, timeout=timeout) as answer:
@@ -221,7 +221,7 @@ def test_every_route_is_named(document: dict[str, Any]) -> None:
 
 
 def words(text: str) -> set[str]:
-    """What a text names as code, in a sentence or a table: an example alone explains nothing."""
+    """Return the words that a text names as code, in a sentence or a table: an example alone explains nothing."""
     prose = re.sub(r"(?ms)^```.*?^```$", "", text)
     return {word for span in re.findall(r"`([^`]+)`", prose) for word in re.findall(r"[$\w-]+", span)}
 
@@ -263,7 +263,7 @@ def test_what_a_route_takes_and_refuses_is_in_its_section(document: dict[str, An
 
 
 def test_every_field_is_named(document: dict[str, Any]) -> None:
-    """Of requests, answers and queries."""
+    """The page names every field of requests, answers and queries."""
     named = words(TEXT)
     fields = {
         field for schema in document["components"]["schemas"].values() for field in schema.get("properties", ())

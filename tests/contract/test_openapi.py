@@ -133,7 +133,7 @@ CHECKS = (
     openapi_checks.response_schema_conformance,
 )
 EXAMPLES = int(os.environ.get("TOPICS_FUZZ_EXAMPLES", "25"))
-"""For each operation."""
+"""Requests that are made for each operation."""
 
 
 def test_answers_are_what_the_document_says(api: Any) -> None:

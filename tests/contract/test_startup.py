@@ -51,7 +51,7 @@ def test_until_recovered_data_routes_say_not_ready(own: Service) -> None:
             body = b'{"records":[' + b",".join([b'{"data":0}'] * 10_000) + b"]}"
             assert write_raw(own.client, shard_topic, body).status_code in (200, 201)
     early: list[tuple[httpx.Response, ...]] = []
-    for _ in range(5):  # whoever is stopped for as long as recovery takes sees nothing of it
+    for _ in range(5):  # a client that is stopped for as long as recovery takes sees nothing of it
         own.kill_group()
         own.start(wait_ready=False)
         early = answers_while_recovering(own)

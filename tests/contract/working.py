@@ -1,4 +1,4 @@
-"""What tests do with queues, as consumers do."""
+"""Queues as consumers use them, for tests."""
 
 from __future__ import annotations
 

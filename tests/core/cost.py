@@ -1,4 +1,4 @@
-"""What something costs, told without a clock."""
+"""The cost of a call, told without a clock."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class ListIndex:
         for seq in seqs:
             self.replace(seq, 3, self.rows[seq][3] | 2 << 32)
 
-    def checkpointed(self, up_to_seq: int, segments: Iterable[SegmentInfo]) -> None:
+    def checkpointed(self, segments: Iterable[SegmentInfo]) -> None:
         for segment in segments:
             self.segments.put(segment)
 

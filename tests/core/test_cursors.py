@@ -31,12 +31,12 @@ class Reading:
 
 
 def unread(body: CursorFrameBody) -> set[int]:
-    """What a cursor that begins like this reads again of what was read before."""
+    """Return the records that a cursor which begins like this reads again."""
     return {seq for begin, end in body.missing for seq in range(begin + 1, end + 1)}
 
 
 class CursorMachine(RuleBasedStateMachine):
-    """What a shard does with one cursor; `received` is what readers got."""
+    """A shard's use of one cursor; `received` is what readers got."""
 
     @initialize(consistency=st.sampled_from(["strictly_at_once", "at_least_once"]), every=st.integers(1, 4))
     def begin(self, consistency: Consistency, every: int) -> None:
@@ -47,7 +47,7 @@ class CursorMachine(RuleBasedStateMachine):
         self.read_strictly: list[int] = []
         self.only_strict = consistency == "strictly_at_once"
         self.passed_on: list[set[int]] = []
-        """What each answer had that was passed on in this life of the shard."""
+        """Records of each answer that was passed on in this life of the shard."""
         self.log_fails = False
         self.reads = 0
 
@@ -178,7 +178,7 @@ def restarted(cursors: Cursors) -> NamedCursor:
 
 
 def test_who_takes_long_takes_back_nobody_else() -> None:
-    """Neither by a crash nor when it fails."""
+    """A slow reader takes back no record of others, neither by a crash nor when it fails."""
     cursors, cursor = at_least_once(1)
     assert cursor.advance(cursor.revision, 0, 500, 0, 1)
     for read in range(2, 32):

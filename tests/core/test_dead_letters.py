@@ -1,4 +1,4 @@
-"""What the meta of a job says of its way to the dead letters and back (api §9)."""
+"""The meta of a job on its way to the dead letters and back (api §9)."""
 
 from __future__ import annotations
 

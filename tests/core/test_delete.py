@@ -125,7 +125,7 @@ def test_deletes_evictions_and_appends_equal_a_model(cap_records: int, script: l
 
 
 def test_what_was_deleted_behind_the_last_that_expires_is_not_lost() -> None:
-    """Else a reader who stands between the two would be told of a gap that is only a deletion (api §3.2)."""
+    """A reader between the two would otherwise be told of a gap that is only a deletion (api §3.2)."""
     log = Log(ttl_ms=10)
     log.append([b"", b"x", b"x"])
     assert log.delete(None, parse_match("x")) == 2

@@ -1,4 +1,4 @@
-"""Which acknowledged jobs go so that a queue that rejects has room."""
+"""Acknowledged jobs that go so that a queue that rejects has room."""
 
 from __future__ import annotations
 

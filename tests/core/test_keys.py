@@ -1,4 +1,4 @@
-"""What a list of keys says, and what one key allows (api §0.10)."""
+"""Lists of keys, and the rights of one key (api §0.10)."""
 
 from __future__ import annotations
 

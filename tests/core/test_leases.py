@@ -43,7 +43,7 @@ def append(topic: Topic, count: int) -> range:
 
 @dataclass
 class ModelJob:
-    """What the model knows of one live, unacknowledged job."""
+    """The model's knowledge of one live, unacknowledged job."""
 
     seq: int
     deliver_at_ms: int = 0

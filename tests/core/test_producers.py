@@ -1,4 +1,4 @@
-"""Where producers are: keys of a third kind."""
+"""Positions of producers: keys of a third kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which routers may exist beside each other, and what a copy says of its origin."""
+"""Routers that may exist beside each other, and the origin that a copy names."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_shares_of_the_bands_under_saturation(topics_per_band: int, cost_max: in
     server = Server(bases)
     server.mark(*bases)
     for _ in range(60_000):
-        # Whoever is served has more to do again at once.
+        # An item that is served has more to do again at once.
         server.serve(dice.randint(1, cost_max), more=True, fresh=True)
     waits = [after - before for turns in server.turns.values() for before, after in itertools.pairwise(turns)]
     assert max(waits) < 1_500, "the figures below are of bands that nobody has aged out of"
@@ -162,7 +162,7 @@ def test_one_that_is_discarded_is_not_served() -> None:
     st.integers(20, 400),
 )
 def test_nobody_waits_more_than_10_s_for_the_first_band(arrivals: list[tuple[int, int]], step_ms: int) -> None:
-    """The first band's own topics take all that is served: everybody else is seen to age."""
+    """The first band's own topics take all that is served: all others can be seen to age."""
     scheduler: Scheduler[int] = Scheduler(lambda n: arrivals[n][0])
     now_ms, pending = 5_000, list(enumerate(arrivals))
     since: dict[int, int] = {}

@@ -42,7 +42,7 @@ def said() -> Iterator[set[str]]:
 
 
 def expressions() -> list[str]:
-    """Of all panels."""
+    """Return the expressions of all panels."""
     panels = json.loads(BOARD.read_text())["panels"]
     return [target["expr"] for panel in panels for target in panel["targets"]]
 

@@ -32,7 +32,7 @@ LD_LIBRARY_PATH="$here/al2023/lib" exec "$here/headless-chromium" "$@"
 
 
 class CannotFetchError(Exception):
-    """Why there is no browser."""
+    """The reason why there is no browser."""
 
 
 def fetch(directory: Path) -> None:

@@ -18,7 +18,7 @@ from topics.client import Client, ClientError, PeekedJob, Retry
 
 NAP_S = 0.02
 STRIDE_MAX_S = 0.2
-"""What of the time between two looks counts at most."""
+"""The part of the time between two looks that counts at most."""
 LOOK_RETRY = Retry(total_s=1.0)
 
 
@@ -46,7 +46,7 @@ class LeaseWatch:
         self._staffed = staffed
         self._clock_s = 0.0
         self._open: dict[_Held, tuple[float, float]] = {}
-        """When it was first seen, by our clock, and how long it may take from then."""
+        """Time at which it was first seen, by our clock, and how long it may take from then."""
         self.looks = 0
         self.seen = 0
         self.longest_s = 0.0

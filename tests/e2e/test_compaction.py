@@ -1,4 +1,4 @@
-"""What the compactor does for a running service: logs stay short, starts read little, disk space comes back."""
+"""The compactor in a running service: logs stay short, starts read little, disk space comes back."""
 
 from __future__ import annotations
 
@@ -91,7 +91,9 @@ def test_an_idle_service_comes_to_rest(env: dict[str, str]) -> None:
         write(service.client, "jobs", ["a job"])
 
         def work() -> list[int]:
-            """What each second would add to, of a service that marks, syncs or saves something every second."""
+            """Return counts that would grow each second in a service that marks, syncs or saves something every
+            second.
+            """
             status = StatusReader(str(service.data_dir), SystemClock()).read()
             assert status.compactor is not None
             return [
@@ -190,7 +192,7 @@ def test_a_cold_directory_that_cannot_be_written_holds_up_nothing_else(tmp_path:
 
 
 def test_a_cold_directory_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
-    """As when its disk is not mounted: nothing goes to another one, neither while it runs nor by a start."""
+    """Its disk may not be mounted: nothing goes to another one, neither while the service runs nor by a start."""
     cold, elsewhere = tmp_path / "cold", tmp_path / "elsewhere"
     env = EAGER | {"TOPICS_COLD_DIR": str(cold), "TOPICS_HOT_RETAIN_SEGMENTS": "1"}
     with Service(shards=1, frontends=1, env=env) as service:

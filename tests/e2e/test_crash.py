@@ -30,11 +30,11 @@ TOPIC = "commits"
 ROUNDS = int(os.environ.get("TOPICS_CRASH_ROUNDS", "1"))
 ROUND_DEADLINE_S = 240.0
 SEED = int(os.environ.get("TOPICS_CRASH_SEED", "0"))
-"""Of all rounds; 0 for one of each."""
+"""Seed of all rounds; 0 for one of each."""
 
 
 class Victim(msgspec.Struct, frozen=True):
-    """What to kill, once the topic's head has come to `at_head_seq`."""
+    """A process to kill, once the topic's head has come to `at_head_seq`."""
 
     at_head_seq: int
     role: str

@@ -18,7 +18,7 @@ from tests.harness import Service, poll, size_bytes
 
 RECORD = "x" * 2000
 LIMIT_BYTES = 300_001
-"""Not at a frame's border: the write that meets it is cut in its middle. Far above the service's log file."""
+"""A limit inside a frame: the write that meets it is cut in its middle. It is far above the service's log file."""
 NO_LIMIT = (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY)
 TOPICS = {"t-disk": "disk", "t-fsync": "fsync"}
 

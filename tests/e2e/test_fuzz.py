@@ -1,4 +1,4 @@
-"""Whatever is sent to whatever route: no 500, no hang, and nothing is left behind in the service.
+"""Requests of any kind to any route: no 500, no hang, and nothing is left behind in the service.
 
 Requests are made without regard to the contract, over raw sockets and by a client; `test_openapi.py` makes those that
 fit it. `TOPICS_FUZZ_REQUESTS` sets how many.
@@ -39,7 +39,7 @@ def fuzzed() -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def paths(fuzzed: Service) -> list[str]:
-    """Of the document: a route that is added is fuzzed."""
+    """Return the paths of the document: a route that is added is fuzzed."""
     found = list(fuzzed.client.get("/v0/openapi.json").json()["paths"])
     assert len(found) >= 10
     return found

@@ -52,7 +52,7 @@ def test_all_of_it_is_there_and_goes_on(packed: Path) -> None:
 
 
 def reaches_all(expected: dict[str, Any], router: dict[str, Any]) -> bool:
-    """Whether the dest of a router gets every record at once."""
+    """Return whether the dest of a router gets every record at once."""
     return router["filter"] is None and not router["dest"].startswith("full.")
 
 

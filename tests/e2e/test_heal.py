@@ -89,7 +89,7 @@ def test_a_watch_session_outlives_the_frontend_that_served_it() -> None:
 
 
 def test_a_stream_goes_on_over_the_death_of_its_shard() -> None:
-    """What is committed is read from shared memory and files: the stream does not even break."""
+    """Committed records are read from shared memory and files: the stream does not even break."""
     with Service(shards=2, frontends=2, env=PATIENT) as service:
         topics = [f"t{n}" for n in range(8)]
         for topic in topics:

@@ -89,8 +89,8 @@ class Ledger:
         client.delete("/v0/topics/passing").raise_for_status()
 
     def delete(self, client: httpx.Client) -> None:
-        """When most of it is in sealed segments: what is deleted before a slow compactor has come to it is in none, and
-        nothing in any would ever be dead.
+        """Delete when most of the topic is in sealed segments. Records that are deleted before a slow compactor has
+        come to them are in none, and nothing in any would ever be dead.
         """
         open_from_seq = len(self.logs["tagged"]) - 2 * SEGMENT_EVENTS
         poll("segments to be sealed", lambda: sealed(client, "tagged", open_from_seq), REACH_DEADLINE_S)
@@ -110,8 +110,8 @@ class Ledger:
             poll(f"{cold} to be rewritten", lambda: not cold & untouched_cold(client, "tagged"), REACH_DEADLINE_S)
 
     def check(self, client: httpx.Client) -> None:
-        """What is read is what was acknowledged; an operation without an answer happened as a whole or not at all.
-        Routers have copied each record once, also those that their source has not any more.
+        """Check that reads give what was acknowledged; an operation without an answer happened as a whole or not at
+        all. Routers have copied each record once, also those that their source has no longer.
         """
         for source in COPIED:
             written = self.logs[source]
@@ -146,7 +146,7 @@ class Ledger:
 
 
 def sealed(client: httpx.Client, topic: str, from_seq: int) -> bool:
-    """Whether a sealed segment has records behind this one."""
+    """Return whether a sealed segment has records behind this one."""
     return bool(client.get(f"/v0/topics/{topic}/segments", params={"from_seq": from_seq}).json()["segments"])
 
 
@@ -212,7 +212,7 @@ def came_up(service: Service) -> bool:
 
 
 def go_on(service: Service, ledger: Ledger) -> None:
-    """Until what was killed has done its work twice more; never far ahead of it."""
+    """Go on until the killed process has done its work twice more; never far ahead of it."""
     for _ in range(2):
         before = snapshots(service)
         for _ in range(3):

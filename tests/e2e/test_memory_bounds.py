@@ -1,4 +1,4 @@
-"""What clients can make one frontend keep for them is bounded, however many they are (docs/limits.md)."""
+"""The memory of one frontend for its clients is bounded, however many they are (docs/limits.md)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ MIB = 1 << 20
 KEPT_MIB = 256
 """`KEPT_FRAMES`, and the least of `LONG_BODIES`, of `topics.frontend.entry.limits`."""
 AROUND_MIB = 192
-"""What else a frontend has: itself, the page that is made just now in several forms, and what malloc does not give back
-at once."""
+"""MiB for the rest of a frontend: itself, the page that is made just now in several forms, and what malloc does not
+give back at once.
+"""
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def service() -> Iterator[Service]:
 
 @pytest.fixture
 def frontend(service: Service) -> Path:
-    """What the kernel says of it."""
+    """Return the folder in which the kernel describes the frontend."""
     return Path(f"/proc/{service.pid_of('frontend')}/status")
 
 

@@ -20,8 +20,9 @@ from topics.frontend.shards.pending_requests import ROOM_WAIT_S
 IDLE_BYTES_MAX = 30_000
 HELD_SLACK_BYTES = 6 << 20
 REFUSAL_SLACK_MS = 2000
-"""What a refusal may take beyond the time that its request waited for room: for a machine that is busy with other work,
-and far from the 5 s after which nothing would be waited for any more."""
+"""Time that a refusal may take beyond the time that its request waited for room: for a machine that is busy with other
+work, and far from the 5 s after which nothing would be waited for any more.
+"""
 HELD_UP_MAX_US = 1_000_000
 """No client that does nothing may cost another one so much: for a machine that is busy, and far from the 30 s for which
 a client may read nothing."""
@@ -133,7 +134,7 @@ def test_more_to_write_than_fits_is_refused_in_time(small: Service) -> None:
 
 
 def grown_bytes(former: OverloadOutcome, later: OverloadOutcome) -> int:
-    """What the service held more, at most, while the same load was repeated."""
+    """Return how much more the service held, at most, while the same load was repeated."""
     return max(later.held_bytes) - max(former.held_bytes)
 
 
@@ -153,7 +154,7 @@ def test_one_that_stops_reading_among_200_that_do(small: Service) -> None:
 
 
 def served_as_before(found: SlowReaderOutcome) -> bool:
-    """Who reads, and who writes, too: what a client keeps to itself for 30 s it keeps from nobody."""
+    """Return whether readers and writers were served as before: one slow client for 30 s costs the others nothing."""
     return found.write_max_ms <= HELD_UP_MAX_US / 1000 and all(
         meanwhile_us <= 3 * before_us + HELD_UP_MAX_US
         for before_us, meanwhile_us in zip(found.before_us, found.meanwhile_us, strict=True)

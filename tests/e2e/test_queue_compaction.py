@@ -29,7 +29,7 @@ def ack(client: httpx.Client, topic: str, jobs: list[dict[str, Any]]) -> None:
 
 
 def read(client: httpx.Client, topic: str, cursor: str, limit: int) -> list[int]:
-    """What a reader of a named cursor gets next."""
+    """Return the next records of a reader of a named cursor."""
     answer = ok(client.post(f"/v0/topics/{topic}/cursors/{cursor}/read", json={"limit": limit}))
     return [record["$seq"] for record in answer["records"]]
 

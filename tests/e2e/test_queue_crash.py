@@ -24,7 +24,7 @@ KILLS = 2
 
 
 class Ledger:
-    """What workers were given and what they were told is done."""
+    """Jobs that workers were given, and jobs that they were told are done."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

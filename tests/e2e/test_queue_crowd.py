@@ -23,7 +23,7 @@ from tests.harness import Service
 STREAMS = POLLERS = 100
 JOBS = 6_000
 WORK_S = 0.02
-"""What a job takes: as long as it is the same for all, whoever does more was dealt more."""
+"""Time that a job takes. It is the same for all, so a worker that does more was dealt more."""
 PAUSE_S = 0.02
 DEADLINE_S = 120.0
 RUNS_MAX = 4
@@ -38,7 +38,7 @@ _JOB = re.compile(rb'data: \{"\$seq":(\d+),.*?"lease_id":"(lease_[0-9a-f]+)"')
 
 
 class Crowd:
-    """Who did which jobs."""
+    """Workers, and the jobs that each did."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -46,7 +46,7 @@ class Crowd:
         self.seqs: list[int] = []
         self.skipped = 0
         self.longest_wait_s = 0.0
-        """For any answer."""
+        """The longest wait for any answer."""
 
     @property
     def finished(self) -> bool:

@@ -18,8 +18,8 @@ LONG_S = 300.0
 """From here on everything that fills up has filled up by the end of the first third: it has to be flat."""
 MIB = 1 << 20
 GROWTH_MAX_BYTES_PER_MIN = 0.5 * MIB
-"""Of a process's private memory: half of what has to be seen. Of all processes together half as much again, as what is
-up and down in each adds up.
+"""Growth of a process's private memory: half of what has to be noticed. All processes together may have half as much
+again, because the ups and downs of each add up.
 """
 
 
@@ -31,7 +31,9 @@ def thirds(states: list[State]) -> tuple[list[State], list[State]]:
 
 @pytest.mark.parametrize("leak_mib_per_min", [0.0, 1.0])
 def test_a_leak_of_a_mib_a_minute_is_seen_and_a_sawtooth_is_none(leak_mib_per_min: float) -> None:
-    """Of what is asserted below: with 30 MiB up and down, as a compactor is, and at times 10 more for one sample."""
+    """The assertion below sees a leak: with 30 MiB up and down, as a compactor is, and at times 10 more for one
+    sample.
+    """
     for seed in range(50):
         dice = random.Random(seed)
         states = []

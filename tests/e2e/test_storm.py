@@ -161,7 +161,7 @@ class Writer(Client):
         self.live = {seq: tag for seq, tag in self.live.items() if match not in ("*", tag)}
 
     def check(self, http: httpx.Client) -> None:
-        """What lives is there, what was deleted is not, and what a cap took is a tombstone."""
+        """Check that live records are there, deleted ones are not, and records that a cap took are a tombstone."""
         page = diff(http, self.topic, from_seq=0, limit=1000, include_tags=True)
         assert page["caught_up"]
         assert {record["$seq"]: record["$tag"] for record in page["records"]} == self.live

@@ -23,7 +23,9 @@ TOPICS = [f"out-{number}" for number in range(4)]
 
 
 def commit(client: Client, batch: int, gate: threading.Lock) -> None:
-    """Stages anew at every attempt, as a sink does whose tasks were run again, until the batch is said to be there."""
+    """Commit a batch. Stage again at every attempt, as a sink does whose tasks were run again, until the batch is
+    there.
+    """
     while True:
         with gate, contextlib.suppress(UnreachableError, ServiceBusyError):
             stages = [stage(client, topic, batch) for topic in TOPICS]
@@ -106,7 +108,7 @@ def running(service: Service, role: str, index: int) -> int:
 
 
 def settled(service: Service) -> None:
-    """What was decided before the crash is published (nobody asks for it: frontends do that by themselves)."""
+    """Wait until batches that were decided before the crash are published: frontends do that by themselves."""
     poll("the sink to answer", lambda: _answers(service), 30)
 
 

@@ -35,7 +35,7 @@ WORKERS = 3
 KILLS = 12
 LEASE_MS = 3_000
 WORK_S = 0.03
-"""What a receiver takes for a webhook, so that a worker that is killed has some in its hands."""
+"""Time that a receiver takes for a webhook, so that a worker that is killed has some under way."""
 DEADLINE_S = 120.0
 ADMIN, WRITER, WORKER = (name * 8 for name in ("ad", "wr", "wo"))
 KEYS = f"{ADMIN},{WRITER}:write,{WORKER}:read+write"
@@ -80,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Not into the test's output."""
+        """Keep the log out of the test's output."""
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def run_example(service: Service, token: str, *arguments: str) -> subprocess.Pop
 
 
 def pid_of(node: str) -> int:
-    """Of a worker by its name, which is made of host, pid and something random."""
+    """Return the pid of a worker from its name, which is made of host, pid and something random."""
     return int(node.split("-")[-2] or 0)
 
 
@@ -133,7 +133,7 @@ def is_at_work(worker: subprocess.Popen[bytes]) -> bool:
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for this signal."""
+    """Return whether a process has a handler for this signal."""
     (mask,) = re.findall(r"^SigCgt:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return bool(int(mask, 16) >> (number - 1) & 1)
 

@@ -1,5 +1,4 @@
-"""What a shard and the compactor leave for readers, made in the test's own process by their own code: arena, log files,
-segments.
+"""Arena, log files and segments for readers, made in the test's own process by the code of shard and compactor.
 
 Only commit and group logic and the log of marks are left out: a write goes straight to the log file and is published.
 """
@@ -61,7 +60,7 @@ class TestClock:
     def __init__(self, now_ms: int = 1_000_000) -> None:
         self.ms = now_ms
         self.skew_ms = 0
-        """Of the wall clock."""
+        """Milliseconds that the wall clock is ahead."""
         self.warnings: list[str] = []
 
     def now_ms(self) -> int:
@@ -186,7 +185,7 @@ class Hosting:
         return object_name
 
     def remove_files(self, name: str, info: SegmentInfo) -> None:
-        """Of a segment that is no longer one."""
+        """Remove the files of a segment that is no longer one."""
         directory = self._topic_dir(self.topics[name])
         for path in (layout.segment_data_path, layout.segment_idx_path, layout.segment_tags_path):
             Path(path(directory, *_name(info))).unlink(missing_ok=True)
@@ -205,7 +204,7 @@ class Hosting:
         segments = SegmentList(hosted.index.segments)
         for info in changed:
             segments.put(info)
-        hosted.checkpointed(segments.last_seq, changed, hosted.prepare_segments(segments))
+        hosted.checkpointed(changed, hosted.prepare_segments(segments))
         hosted.publish()
 
     def _log_bytes(self, file_no: int, end: int) -> bytes:
@@ -221,7 +220,7 @@ class Hosting:
         self.topics.pop(name).retire()
 
     def expire(self, name: str) -> None:
-        """What the shard does when it gets round to it."""
+        """Expire records, as the shard does when it gets round to it."""
         hosted = self.topics[name]
         hosted.topic.evict_below(hosted.topic.expired_below(self.clock.now_ms()), EvictReason.TTL)
         hosted.publish(SlotState.LIVE)

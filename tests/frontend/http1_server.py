@@ -39,7 +39,7 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 
 class Stillness:
-    """How long this process stood still at most, as a thread sees it that sleeps for a moment over and over."""
+    """The longest time that this process stood still, as a thread sees it that sleeps for a moment over and over."""
 
     _NAP_S = 0.005
 
@@ -90,7 +90,7 @@ class App:
         self.sent_bytes = 0
         self.delivered = 0
         self.asked = self.made = 0
-        """Of `page`."""
+        """Counts of `page`: pages asked for, and made."""
         self.errors: list[BaseException] = []
         self.cut = 0
         self.go = asyncio.Event()
@@ -172,7 +172,7 @@ class App:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def share(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """How many turns another task gets while this one sends what fits into the kernel's buffers."""
+        """Count the turns that another task gets while this one sends what fits into the kernel's buffers."""
         turns = 0
 
         async def take_turns() -> None:
@@ -199,7 +199,7 @@ class App:
         self.delivered += 1
 
     async def page(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As routes do whose answers may be long: room is taken before it is made, for `?len_bytes` or the most."""
+        """Answer as routes do whose answers may be long: take room first, for `?len_bytes` or the most."""
         self.asked += 1
         await self.body(receive)
         len_bytes, *most_bytes = map(int, scope["query_string"].split(b"-"))

@@ -106,7 +106,7 @@ class Wire:
         return [frame.json for frame in self.frames() if frame.event == kind]
 
     def seqs(self, topic: str = "t") -> list[int]:
-        """Of all records delivered."""
+        """Return the seqs of all delivered records."""
         return [r["$seq"] for frame in self.of("record") if frame["topic"] == topic for r in frame["records"]]
 
 

@@ -10,7 +10,7 @@ from tests.frontend.test_app import Frontend, on_loop
 from topics.frontend.app import Resource
 
 PAGES = ("/v0/openapi.json", "/v0/docs", "/v0/docs.js", "/v0/docs.css")
-"""What the API is, for anyone who asks."""
+"""Paths of the API's description, which needs no key."""
 
 
 def test_the_table_has_every_route(hosting: Hosting) -> None:

@@ -382,7 +382,7 @@ def test_effective_priority_is_what_is_scheduled_by(hosting: Hosting, monkeypatc
 
 
 def test_when_a_topic_was_read_is_told_by_the_wall_clock(hosting: Hosting) -> None:
-    """Not by that of expiry, which does not yet take a clock that was put forward for time."""
+    """The clock of expiry is not asked: it does not yet take a clock that was put forward for time."""
     hosting.make("t")
     hosting.write("t", [Written(b"1")])
 

@@ -22,7 +22,7 @@ JSON: Headers = {b"content-type": b"application/json"}
 
 
 def read(chunks: list[bytes], headers: Headers, max_bytes: int = 100, gone: bool = False) -> bytes:
-    """What `read_body` makes of a body in these pieces."""
+    """Return what `read_body` makes of a body in these pieces."""
     messages: list[dict[str, Any]] = [
         {"type": "http.request", "body": chunk, "more_body": gone or at < len(chunks) - 1}
         for at, chunk in enumerate(chunks)
@@ -149,7 +149,7 @@ def test_answers_are_packed_for_those_who_ask(size: int) -> None:
 
 
 def test_answers_beyond_what_threads_keep_up_with_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor kept until they are: pages are made faster than they are packed."""
+    """They do not wait to be packed either: pages are made faster than they are packed."""
     body = b"x" * 200_000
     monkeypatch.setattr(responses.packing, "most_bytes", 3 * len(body))
 

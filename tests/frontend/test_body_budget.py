@@ -1,4 +1,4 @@
-"""What long bodies hold in memory together: within its bound whatever comes, in turn, and given back at the end."""
+"""Memory of long bodies together: within its bound whatever comes, taken in turn, and given back at the end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def wait_only(monkeypatch: pytest.MonkeyPatch, wait_s: float) -> None:
 
 
 class Request:
-    """One that holds so much until it is let go."""
+    """A request that holds so much until it is released."""
 
     def __init__(self, budget: Budget, size_bytes: int) -> None:
         self.held = False

@@ -17,7 +17,7 @@ from topics.frontend.entry.budget import AtLimit, Budget, Limit, Reservation
 MOST_BYTES = 1 << 24
 HALF = MOST_BYTES // 2
 TURNS = 5
-"""Of the loop: more than anything here takes from its cause to its effect."""
+"""Turns of the loop: more than anything here takes from its cause to its effect."""
 
 
 async def turns() -> None:

@@ -56,7 +56,7 @@ class Shard:
         self._send(messages.encode_reply(request_id, reply))
 
     def deal(self, dealt: Dealt) -> None:
-        """What nobody asked for at that moment."""
+        """Deal jobs that nobody asked for at that moment."""
         self._send(messages.encode_dealt(0, dealt))
 
     def _send(self, message: bytearray) -> None:
@@ -271,7 +271,7 @@ def test_a_frontend_names_a_job_that_cannot_be_read_once_whoever_meets_it(
 
 @pytest.mark.parametrize("during", ["a read of the cold tier", "a carry of dead letters", "the sending"])
 def test_a_claim_that_is_cancelled_gives_its_jobs_back(hosting: Hosting, during: str) -> None:
-    """As those of a client of HTTP/2 are that has closed its connection."""
+    """A client of HTTP/2 that has closed its connection cancels claims like this."""
     queue(hosting, [Written(b"1"), Written(b"2")])
     cold = SlowCold(hosting) if during == "a read of the cold tier" else None
     requests = hosting.shared.rings[0][0].requests

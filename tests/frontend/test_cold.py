@@ -113,7 +113,7 @@ def test_only_so_much_is_kept() -> None:
         with pytest.raises(ColdMissError):
             tier.extent(NAME, 0, 1, len(BYTES))
         tier.extent(NAME, BLOCK_BYTES, BLOCK_BYTES + 1, len(BYTES))
-        # However little is kept, what was just fetched is at hand.
+        # However little is kept, bytes that were just fetched are there.
         await tier.fetch(miss(0, 4 * BLOCK_BYTES))
         tier.extent(NAME, 0, 4 * BLOCK_BYTES, len(BYTES))
 
@@ -204,7 +204,7 @@ def test_reads_that_have_no_thread_yet_are_bounded() -> None:
 
 
 def test_reads_for_which_no_thread_can_be_started_fail_and_keep_no_place() -> None:
-    """As where the process may have no more of them: its stacks are longer than all of memory here."""
+    """The process may have no more threads: their stacks are longer than all of memory here."""
 
     async def test() -> None:
         store = Gated()

@@ -1,4 +1,4 @@
-"""Who waits for its turn at a named cursor waits for so long at most, and is told why it did not come (api §10)."""
+"""Waiting for a turn at a named cursor has an end, and the refusal says why the turn did not come (api §10)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEADLINE_S = 20.0
 
 
 class Readers:
-    """Of one cursor. Each has its turn until `leave`."""
+    """Readers of one cursor. Each has its turn until `leave`."""
 
     def __init__(self) -> None:
         self.locks = CursorLocks(WAIT_S)

@@ -39,7 +39,7 @@ WAIT_S = 0.05
 
 
 class Reader:
-    """Who reads through cursor `c` of topic `t`. With `stall` the shard stops working between telling where the cursor
+    """A reader through cursor `c` of topic `t`. With `stall` the shard stops working between telling where the cursor
     is and being asked to move it.
     """
 
@@ -50,7 +50,7 @@ class Reader:
         self.before_page: Callable[[], Awaitable[None]] | None = None
         self.stall = False
         self.pages = 0
-        """That were made."""
+        """Pages that were made."""
         self.wait_s = live.gateway.shard_wait_s = DEADLINE_S
         fetch_page = live.reader.fetch_page
 
@@ -126,7 +126,7 @@ class Reader:
 def test_pages_that_wait_for_a_slow_shard_have_a_bound_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who finds no room for a page does not make it, and is served when there is."""
+    """A reader that finds no room for a page does not make it, and is served when there is room."""
     monkeypatch.setattr(limits, "CURSOR_PAGES", limits.CURSOR_PAGES._replace(most_bytes=3 * MAX_BATCH_BYTES[0]))
 
     async def test(live: Live) -> None:
@@ -149,7 +149,7 @@ def test_pages_that_wait_for_a_slow_shard_have_a_bound_together(
 
 
 def test_a_shard_that_hangs_keeps_no_room_from_the_cursors_of_others(tmp_path: Path) -> None:
-    """Whoever waits for it to tell where a cursor is makes no page yet."""
+    """A reader that waits for the shard to tell where its cursor is makes no page yet."""
 
     async def test(live: Live) -> None:
         reader = Reader(live)
@@ -306,7 +306,7 @@ def test_readers_take_turns_and_no_page_is_read_in_vain(tmp_path: Path, consiste
 
 
 def test_who_gives_up_its_turn_is_in_nobodys_way(tmp_path: Path) -> None:
-    """Whether it waits for it, or has it."""
+    """The reader may wait for its turn, or have it."""
 
     async def test(live: Live) -> None:
         reader = Reader(live)

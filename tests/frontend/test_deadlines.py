@@ -1,4 +1,4 @@
-"""Until when a connection waits, and what comes then: the clock is a number of the test's."""
+"""Deadlines of a connection, and what follows them: the clock is a number of the test's."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_who_has_taken_it_may_take_its_time_for_the_next() -> None:
 
 
 def test_blank_lines_are_no_first_request() -> None:
-    """What else comes of a request is awaited as anything else between two of them."""
+    """The rest of a request is awaited like anything else between two of them."""
     waiting = Waiting()
     waiting.deadlines.wait(Awaited.FIRST_REQUEST)
     waiting.now_s += 9
@@ -194,7 +194,7 @@ def test_blank_lines_are_no_first_request() -> None:
 
 
 def test_the_time_of_a_body_is_used_up_however_often_it_is_not_awaited() -> None:
-    """As when more of it is here than the app has taken: what came gives time back once, and the wait has cost some."""
+    """More of the body is here than the app has taken: bytes give time back once, and the wait has cost some."""
     waiting = Waiting()
     waiting.deadlines.begin_body()
     waiting.deadlines.wait(Awaited.REST_OF_BODY)
@@ -239,7 +239,7 @@ def test_a_reader_that_took_everything_during_a_stop() -> None:
 
 
 def test_a_stop_in_the_midst_of_a_body_costs_it_nothing() -> None:
-    """Also when its next piece is read before any timer fires."""
+    """The same holds when the next piece is read before any timer fires."""
     waiting = Waiting()
     waiting.deadlines.begin_body()
     waiting.deadlines.wait(Awaited.REST_OF_BODY)

@@ -127,7 +127,7 @@ def test_a_frame_is_made_once_for_all_who_stand_at_the_same_place(
 
 
 def count_reads(live: Live, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How many pages have been read so far."""
+    """Return a function that counts the pages read so far."""
     read_page, reads = live.reader.read_page, 0
 
     def counted(*args: Any) -> RecordPage:

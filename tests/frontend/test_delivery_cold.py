@@ -14,7 +14,7 @@ from topics.frontend.reads.cold import BLOCK_BYTES, ColdTier
 
 RECORDS = 90
 SHORT_MS = 200
-"""Of a tier that does not answer: it is to pass."""
+"""Time-out of a tier that does not answer: it is to pass."""
 
 
 async def old_topic(live: Live) -> None:

@@ -1,4 +1,4 @@
-"""What makes a frontend's pressure (docs/architecture.md "Pressure")."""
+"""Causes of a frontend's pressure (docs/architecture.md "Pressure")."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every HTTP/1.1 server must do, on both event loops."""
+"""Duties of every HTTP/1.1 server, on both event loops."""
 
 from __future__ import annotations
 

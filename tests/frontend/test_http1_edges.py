@@ -1,4 +1,4 @@
-"""Where one state of a connection meets another: long heads in pieces, the end of file, blank lines, drain."""
+"""Edges between the states of a connection: long heads in pieces, the end of file, blank lines, drain."""
 
 from __future__ import annotations
 

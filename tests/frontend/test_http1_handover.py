@@ -146,7 +146,7 @@ def test_websocket_behind_a_pipelined_request(client: Client) -> None:
 
 
 def test_upgrade_with_a_body_is_answered_without_one(client: Client) -> None:
-    """As `curl --http2 -d` sends it: HTTP/1.1 goes on, and the body is the request's, never the next request."""
+    """`curl --http2 -d` sends it so: HTTP/1.1 goes on, and the body is the request's, never the next request."""
     client.post("/echo", b"GET /evil HTTP/1.1\r\n\r\n", "Connection: Upgrade", "Upgrade: h2c", "HTTP2-Settings: ")
     assert client.answer().body == b"GET /evil HTTP/1.1\r\n\r\n"
 

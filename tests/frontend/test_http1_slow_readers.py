@@ -1,4 +1,4 @@
-"""What clients take slowly, or not at all, of what a connection has for them: when it is cut, and when it is not."""
+"""Clients that read slowly, or not at all, what a connection has for them: when they are cut, and when not."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_reader_that_takes_next_to_nothing(loop: str) -> None:
 
 
 def test_answers_that_nobody_takes_have_a_bound_together(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has not taken its own for longest is cut for it, and nobody else."""
+    """The connection whose client has not read for longest is cut, and no other."""
     monkeypatch.setattr(kept_answers, "CHECK_S", 0.05)
     monkeypatch.setattr(stalled_clients, "STALL_CUT_MS", 200)
     with Server(loop=loop) as server, contextlib.ExitStack() as stack:
@@ -94,7 +94,7 @@ def test_answers_that_nobody_takes_have_a_bound_together(loop: str, monkeypatch:
 
 
 def test_answers_are_not_cut_while_they_are_taken(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those that are too much together the one that came first is read on, if not quickly."""
+    """The oldest of the answers that are too much together is read on, if not quickly."""
     stall_ms = 1000
     monkeypatch.setattr(kept_answers, "CHECK_S", 0.05)
     monkeypatch.setattr(stalled_clients, "STALL_CUT_MS", stall_ms)

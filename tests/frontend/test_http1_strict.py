@@ -137,7 +137,7 @@ def test_early_answer_keeps_the_connection_when_the_rest_is_small(client: Client
 
 
 def test_the_rest_of_a_body_and_the_next_request_in_one_piece(server: Server, client: Client) -> None:
-    """As from a client that has its early answer before its body was read: the next body has all its time."""
+    """A client that has its early answer before its body was read sends this: the next body has all its time."""
     head = b"POST /%s HTTP/1.1\r\nHost: test\r\nContent-Length: 2\r\n\r\n"
     client.send(head % b"early")
     assert client.answer().status == 415
@@ -400,7 +400,7 @@ class TestTime:
         undisturbed(limits.header_timeout_ms, wait_for_the_app)
 
     def test_time_of_the_body_does_not_run_while_the_app_is_busy(self, loop: str) -> None:
-        """Neither while the body has to wait for the app, nor before the client was told to send it."""
+        """Its time stands still while the body waits for the app, and before the client was told to send it."""
         limits = HttpLimits(body_idle_timeout_ms=100)
 
         def wait_for_the_app() -> None:

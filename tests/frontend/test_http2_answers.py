@@ -17,9 +17,9 @@ from topics.frontend.http.deadlines import HttpLimits
 PAGE_BYTES = 1 << 20
 KEPT_MAX_BYTES = CONNECTION_ANSWERS.most_bytes
 AT_ONCE = KEPT_MAX_BYTES // PAGE_BYTES
-"""So many of these are made and kept for one connection."""
+"""Pages that are made and kept for one connection."""
 PAGES = 100
-"""As many streams as a connection may have."""
+"""Streams that a connection may have."""
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def ask_pages(streams: Streams, count: int) -> list[int]:
 
 
 def kept_when_all_have_asked(server: Server, pages: int) -> int:
-    """What the service says that it keeps for its clients."""
+    """Return the bytes that the service says it keeps for its clients."""
     until(lambda: server.app.asked == pages, "the requests")
     server.settled(lambda: server.app.made)
     return server.connections.kept.held_bytes

@@ -20,9 +20,9 @@ from topics.frontend.http.http2_buffer import BoundedBuffer
 from topics.frontend.http.kept_answers import KeptAnswers
 
 PIECE_BYTES = 64 * 1024
-"""Of `App.large`."""
+"""Bytes of a piece of `App.large`."""
 WINDOW_BYTES = 65_535
-"""That every stream and every connection begins with."""
+"""Window that every stream and every connection begins with."""
 HEADERS = [(":method", "GET"), (":scheme", "http"), (":authority", "test")]
 
 
@@ -117,7 +117,7 @@ def test_who_waits_for_a_window_goes_with_its_client(server: Server, end: str, p
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
 @pytest.mark.parametrize("path", ["/large", "/big?1000000", "/big?10000"])
 def test_who_gives_no_window_is_not_waited_for_without_an_end(loop: str, path: str) -> None:
-    """Also for the last bytes of an answer: the window of the connection is used up by the first stream."""
+    """The last bytes of an answer are no exception: the first stream uses up the window of the connection."""
     limits = HttpLimits(write_stall_timeout_ms=300, linger_ms=20)
     with Server(loop=loop, limits=limits) as server, server.client() as client:
         connected = Connected(client)

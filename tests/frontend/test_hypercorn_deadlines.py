@@ -99,7 +99,7 @@ async def until_cut(transport: Transport) -> None:
 
 
 def test_what_is_left_when_it_closes_has_to_be_taken() -> None:
-    """As much as is below the mark at which writing pauses: nobody else waits for it."""
+    """The rest is less than the mark at which writing pauses, so nothing else waits for it."""
 
     async def test(watched: Callable[[HttpLimits, Transport], SlowReaderTimer]) -> None:
         transport = Transport(60_000)

@@ -1,4 +1,4 @@
-"""What this service takes for granted inside Hypercorn is listed, and was read in the version that is installed."""
+"""Members of Hypercorn that this service relies on are listed, and were read in the version that is installed."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ FAILED = "keys not reloaded, the former ones stay"
 
 
 class Frontend:
-    """What a frontend reads its keys with, beside a supervisor that is the test."""
+    """A frontend that reads its keys, beside a supervisor that is the test."""
 
     def __init__(self, identity: str, file: Path) -> None:
         self.file = file
@@ -41,7 +41,7 @@ class Frontend:
         copy.rename(self.file)
 
     def ask(self, serial: int) -> None:
-        """As the supervisor does once it has read the file."""
+        """Ask for a reload, as the supervisor does once it has read the file."""
         self.header.set("keys_serial", serial)
         self.reload.request()
 

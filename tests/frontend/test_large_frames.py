@@ -1,4 +1,4 @@
-"""Which large frames are sent, given what is kept already."""
+"""Large frames that are sent, given what is kept already."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_also_when_something_is_wrong_in_it(body: bytes, data: st.DataObject) ->
     ids=lambda data: str(data)[:20],
 )
 def test_what_can_be_cut_is(data: Any, separators: tuple[str, str]) -> None:
-    """And not decoded whole after all."""
+    """Such a body is not decoded as a whole after all."""
     body = json.dumps({"node": "n", "records": [{"data": data}] * 30, "create": False}, separators=separators).encode()
     assert plain(cut(body)) == plain(wire.decode(wire.append_decoder, body))
 
@@ -164,7 +164,7 @@ def test_a_batch_without_bound_is_given_up_early() -> None:
 
 
 def test_msgspec_says_where_a_value_ends() -> None:
-    """What cutting value by value stands on; a version that says it otherwise decodes long bodies whole."""
+    """Cutting value by value rests on this; with a version that says it otherwise long bodies are decoded whole."""
     for text, end in ((b'{"data":1} , 2', 11), (b"1]", 1), (b'"a"\n\n]', 5), (b"[1,{}],", 6)):
         cutter = long_bodies.Cutter(b"  " + text, RECORDS_MAX, RECORD_MAX_BYTES)
         assert cutter.end_of_value(2) == 2 + end

@@ -76,7 +76,7 @@ def test_series_of_topics_are_bounded_by_name_and_the_bound_is_told(hosting: Hos
 
 
 def test_few_scrapes_are_made_at_once(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many ask: each has all its series in memory, and takes slices of a millisecond in turns with others."""
+    """The bound holds however many ask: each scrape has all its series in memory, and takes slices of a millisecond."""
     monkeypatch.setattr(module, "SLICE_S", 0.0)
     for n in range(3 * module.PAGE_TOPICS):
         hosting.make(f"t{n}")
@@ -118,7 +118,7 @@ def test_so_many_scrapes_may_wait_and_the_next_one_is_refused(
     metrics = route(hosting, 1000)
 
     async def main() -> None:
-        for _ in range(2):  # whoever was there before counts no longer
+        for _ in range(2):  # the one that was there before counts no longer
             scrapes = [asyncio.create_task(scrape(metrics)) for _ in range(at_once + 3)]
             await asyncio.sleep(0)
             with pytest.raises(TopicsError) as refused:
@@ -134,7 +134,7 @@ def test_so_many_scrapes_may_wait_and_the_next_one_is_refused(
 
 @pytest.mark.parametrize("accept", [b"", b"application/json"])
 def test_a_scrape_of_ten_thousand_topics_lets_others_have_their_turn(hosting: Hosting, accept: bytes) -> None:
-    """How much is done between two turns of the loop is bounded, in topics read and in series rendered."""
+    """The work between two turns of the loop is bounded, in topics read and in series rendered."""
     topics = 10_000
     for n in range(topics):
         hosting.make(f"topic-{n:05}")

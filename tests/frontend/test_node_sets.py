@@ -77,7 +77,7 @@ def test_few_names_are_not_counted() -> None:
 
 
 def test_they_may_be_freed_by_any_thread() -> None:
-    """As those are whose page is read by one; here by four at once, while the loop's goes on counting."""
+    """A thread that reads a page frees its sets; here four do at once, while the loop's thread goes on counting."""
     sets = NodeSets()
     with ThreadPoolExecutor(4) as pool:
         for turn in range(200):

@@ -1,4 +1,4 @@
-"""Which web pages may act here, and under which host names a service without keys is served."""
+"""Web pages that may act here, and host names under which a service without keys is served."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def test_what_was_deleted_behind_what_expired_is_no_gap(hosting: Hosting) -> Non
 
 
 def test_readers_expire_nothing_by_a_clock_that_was_put_forward(hosting: Hosting) -> None:
-    """As the shard does not either; and what it was for a while does not stay in anybody's memory."""
+    """The shard does not either, and no reader remembers what the clock said for a while."""
     day_ms = 86_400_000
     hosting.make("t", TopicConfig(ttl_ms=2 * SETTLE_MS))
     hosting.write("t", numbered(3))
@@ -429,7 +429,7 @@ options = st.builds(
 
 
 def move(hosting: Hosting, upkeep: str | None) -> None:
-    """What the compactor does between two writes."""
+    """Move records, as the compactor does between two writes."""
     ring = hosting.topics["t"].ring
     if upkeep in ("checkpoint", "half"):
         # Records in RAM never come into segments.

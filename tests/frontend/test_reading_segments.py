@@ -84,7 +84,7 @@ def in_the_cold_tier(hosting: Hosting) -> None:
     hosting.checkpoint("t", records_max=20)
     for info in hosting.segments("t"):
         hosting.relocate("t", info.first_seq)
-        read(hosting, info.first_seq - 1)  # from now on at hand: a page may go over the bounds of segments
+        read(hosting, info.first_seq - 1)  # fetched from now on: a page may go over the bounds of segments
     assert [info.flags for info in hosting.segments("t")] == [SEALED | COLD] * 3
 
 
@@ -266,7 +266,7 @@ def test_a_view_that_was_overtaken_is_taken_anew(hosting: Hosting, step: str) ->
 
 
 def open_files() -> str:
-    """What this process has open, a line each."""
+    """Return the open files of this process, a line each."""
     lines = []
     for fd in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # that of the listing itself
@@ -329,7 +329,7 @@ def test_what_is_still_here_is_not_asked_of_the_cold_tier(hosting: Hosting) -> N
     expected = read(hosting)
     object_name = hosting.relocate("t", 1, keep=True)
     content = hosting.store.read_range(object_name, 0, hosting.store.len(object_name))
-    hosting.store.delete(object_name)  # whoever asks for it fails
+    hosting.store.delete(object_name)  # readers that ask for it fail
     for _ in range(2):
         page = read(hosting)
         assert (page.body, page.cold_segments) == (expected.body, 0)
@@ -378,7 +378,7 @@ def damage(path: Path, offset: int, length: int = 1) -> None:
 
 
 FRAME_LEN = len(lay_out([(b"", b"", b'"plain"', b"")]).buffer) - 8
-"""Of a plain record, in a segment."""
+"""Bytes of a plain record in a segment."""
 WHERE = {"flags": 4, "seq": 5, "ts": 13, "payload": HEADER_LEN + 9, "checksum": FRAME_LEN - 2}
 
 
@@ -417,7 +417,7 @@ def test_a_damaged_frame_ends_the_page_before_it_and_is_named(hosting: Hosting, 
 
 
 def test_damage_costs_no_other_segment_what_is_known_of_it(hosting: Hosting) -> None:
-    """Else whoever repeats a read of it makes everybody check all frames of the topic again."""
+    """Otherwise a client that repeats a read of it makes all readers check all frames of the topic again."""
     hosting.make("t")
     fill(hosting, 30, plain=True)
     hosting.checkpoint("t", records_max=10)
@@ -503,7 +503,7 @@ def test_a_segment_without_its_files_is_an_error(hosting: Hosting) -> None:
 def test_a_file_that_is_cut_under_a_reader_is_an_error_until_it_is_restored(
     hosting: Hosting, suffix: str, restored: str
 ) -> None:
-    """What `cp` does first to the file it writes to."""
+    """The file is cut first, as `cp` does to the file it writes to."""
     hosting.make("t")
     fill(hosting, 30, plain=True)
     hosting.checkpoint("t", records_max=10)
@@ -719,7 +719,7 @@ def test_a_stretch_of_own_records_is_longer_than_what_is_kept_of_the_cold_tier(h
 
 
 def test_a_damaged_object_of_the_cold_tier_is_read_again_after_it_was_restored(hosting: Hosting) -> None:
-    """And as long as it is damaged no more often than that: many may ask for it."""
+    """It is read no more often than that while it is damaged: many may ask for it."""
     hosting.make("t")
     fill(hosting, 10, plain=True)
     hosting.checkpoint("t", records_max=10)

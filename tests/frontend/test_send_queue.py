@@ -1,4 +1,4 @@
-"""Who waits for room in a ring: in order, bounded, and not longer than said."""
+"""Waiting for room in a ring: in order, bounded, and not longer than said."""
 
 from __future__ import annotations
 

@@ -107,7 +107,9 @@ def test_time_passes_while_somebody_looks() -> None:
 
 
 def test_who_pushes_gives_nobody_up_for_a_stop() -> None:
-    """Neither of those who are behind; what they take afterwards is progress, and what they do not take counts."""
+    """No client that is behind is given up: bytes that they take afterwards are progress, and others
+    count.
+    """
     looking = Looking()
     stalls: StalledClients[str] = StalledClients(Budget(limits.KEPT_FRAMES), {"behind": 1000}.__getitem__)
     stalls.add("behind", looking.clock.monotonic_ms())

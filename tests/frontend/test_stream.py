@@ -198,7 +198,7 @@ def test_streams_at_the_same_place_are_the_same_object() -> None:
 
 
 class Follower:
-    """What a client knows of topic `t`, from the frames alone."""
+    """A client's knowledge of topic `t`, from the frames alone."""
 
     def __init__(self, position: int) -> None:
         self.position = position

@@ -34,7 +34,7 @@ def test_any_other_cursor_is_refused(text: str) -> None:
 
 @given(NAMES, st.data())
 def test_a_damaged_cursor_is_refused(name: str, data: st.DataObject) -> None:
-    """Whatever is missing, added or another, though it may be base64 of a name all the same."""
+    """A byte is missing, added or changed; the result may still be base64 of a name."""
     cursor = name_cursor(name)
     at = data.draw(st.integers(0, len(cursor) - 1))
     other = data.draw(st.sampled_from("AZaz09-_").filter(lambda character: character != cursor[at]))

@@ -165,7 +165,7 @@ def test_a_session_too_large_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_restarted_shard_hears_of_the_open_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would take their sessions for idle ones, and collect them."""
+    """Otherwise it would take their sessions for idle ones, and collect them."""
     monkeypatch.setattr(module, "RENEW_S", 0.005)
 
     async def test(live: Live) -> None:
@@ -189,7 +189,7 @@ def test_a_restarted_shard_hears_of_the_open_streams(tmp_path: Path, monkeypatch
 
 
 def fill(live: Live) -> None:
-    """The shard stands still and its ring is full, at the top of the ladder: whoever may be refused is."""
+    """Have the shard stand still and its ring full, at the top of the ladder: every request that may be refused is."""
     live.shard_up = False
     while not live.cell.get("ring_full"):
         live.submit("t", data=b'"%b"' % (b"x" * 100_000)).add_done_callback(lambda future: future.exception())
@@ -243,7 +243,7 @@ def cram(live: Live) -> None:
 
 
 def posts(live: Live) -> int:
-    """How many wait for room, nobody awaiting them."""
+    """Return the number of messages without an answer that wait for room."""
     return len(live.gateway.links[0].requests.posts.messages)
 
 

@@ -32,7 +32,7 @@ def counted(service: Service, field: str) -> int:
 
 
 def serving_frontend(service: Service) -> int:
-    """Which frontend has the one open stream."""
+    """Return the frontend that has the one open stream."""
     page = ControlPage.attach(shm_name(identity(str(service.data_dir)), "control"))
     (index,) = (
         index for index in range(service.frontends) if page.cell(Role.FRONTEND, index).get("sse_connections") == 1

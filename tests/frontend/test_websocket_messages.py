@@ -119,7 +119,7 @@ def test_wide_characters_take_what_they_take() -> None:
 
 
 def test_one_that_is_too_long_is_refused_and_nothing_of_it_kept() -> None:
-    """Also by a client that goes on with it after it was told."""
+    """The same holds for a client that goes on with it after it was told."""
 
     async def test() -> None:
         messages = CountedMessages(200_000)

@@ -1,4 +1,4 @@
-"""What is JSON, what fits, and what the refusal says (api §0.2, §2, §3)."""
+"""Bodies that are JSON and fit, and refusals of others (api §0.2, §2, §3)."""
 
 from __future__ import annotations
 

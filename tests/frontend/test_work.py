@@ -201,7 +201,7 @@ async def deadly(live: Live) -> None:
 
 
 def carried_away(live: Live) -> bool:
-    """Whether the job is where dead jobs belong, and nowhere else."""
+    """Return whether the job is where dead jobs belong, and nowhere else."""
     try:
         return live.reader.get("dead").view.records == 1 and live.reader.get("q").view.records == 0
     except TopicsError:

@@ -43,7 +43,7 @@ Seen = dict[str, Any]
 
 
 class Case(NamedTuple):
-    """How one data directory comes to be. `fill` writes it, and returns writes that may be repeated; `end` ends the
+    """The making of one data directory. `fill` writes it, and returns writes that may be repeated; `end` ends the
     service; `check` asserts what the logs must hold then.
     """
 
@@ -94,7 +94,7 @@ def _topic_seen(client: httpx.Client, name: str) -> Seen:
 
 
 def at_any_time(found: Seen) -> Seen:
-    """What of it is the same whenever it is looked at: a leased job is a waiting one once its lease is over."""
+    """Return the part of it that is the same at any time: a leased job is a waiting one once its lease is over."""
     topics = {}
     for name, topic in found["topics"].items():
         topics[name] = dict(topic)
@@ -202,7 +202,7 @@ def _fill_settled(service: Service) -> list[dict[str, Any]]:
 
 
 def _fill_queue(client: httpx.Client) -> None:
-    """Of six jobs one is done, one leased, one a dead letter, one was given back; two are untouched."""
+    """Fill a queue of six jobs: one done, one leased, one dead letter, one given back, two untouched."""
     queue = {"type": "queue", "lease_ms": LEASE_MS, "max_deliveries": 2, "leases_durable": True}
     put(client, "jobs.dead", idempotency_window_ms=YEARS_MS)
     put(client, "jobs", dead_letter="jobs.dead", idempotency_window_ms=YEARS_MS, **queue)

@@ -1,4 +1,4 @@
-"""Which test notices that a sync is missing? Each call that puts something on the disk for good is taken out in turn.
+"""A check of the tests: each call that puts something on the disk for good is taken out in turn. Which test notices?
 
 `make mutants`, or `python -m tests.mutations.syncs [part of a path] ...`. Prints a line for each call, and ends with 1
 when one is missed by all the tests that are asked: those in `NOTICED_BY`. Everything happens in a copy.
@@ -20,7 +20,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 PACKAGES: Final = ("storage", "compactor", "walshard", "supervisor")
 CALLS: Final = frozenset(("fdatasync", "fsync_dir", "sync_all", "fsync", "rename"))
 SYNC_OF: Final = frozenset(("writer", "active", "_logs"))
-"""Whose `sync()` is one, too."""
+"""Names of objects whose `sync()` is such a call, too."""
 TIMEOUT_S: Final = 300
 
 NOTICED_BY: Final[dict[str, Sequence[str]]] = {

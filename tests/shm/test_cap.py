@@ -105,7 +105,7 @@ def test_more_than_the_cap_may_be_there_already() -> None:
 
 
 def test_processes_that_compete_never_exceed_it(identity: str) -> None:
-    """A cap of one is a lock: whoever has a grant says so in a word of its own and looks whether another has one."""
+    """A cap of one is a lock: a process with a grant says so in a word of its own and looks whether another has one."""
     shared = SharedObject.create(shm_name(identity, "compete"), 4096)
     own = [Cell(shared.words[8 * n : 8 * n + 3], ("held", "inside", "grants")) for n in range(PROCESSES)]
     pids = []

@@ -1,4 +1,4 @@
-"""What keys have open in several frontends together: never more than granted, slots used again."""
+"""Counts of what keys have open in several frontends together: never more than granted, slots used again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes into a ring comes out of it."""
+"""Messages come out of a ring as they went in."""
 
 from __future__ import annotations
 

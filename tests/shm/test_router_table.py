@@ -27,7 +27,7 @@ def make(router_id: int, name: str, version: int = 1) -> Router:
 
 
 def test_a_reader_follows_whatever_the_writer_does(table_object: SharedObject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regions of 2 KiB: the table is written anew again and again; two lives of the writer, readers that lag."""
+    """Regions of 2 KiB: the table is written again and again; two lives of the writer, readers that lag."""
     monkeypatch.setattr(router_table, "REGION_BYTES", 2048)
     monkeypatch.setattr(router_table, "GROW_BYTES", 512)
     chance = random.Random(7)

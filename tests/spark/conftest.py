@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 Reading = Callable[..., "DataFrame"]
 COMPACTED_S: Final = 90.0
-"""By then what was written is in segments, and in the tier that it belongs to: the compactor gives way to whoever else
-runs on the machine, and its failures are tried again later and later.
+"""Time within which written records are in segments, and in their tier: the compactor gives way to other work on the
+machine, and its failures are tried again later and later.
 """
 
 
@@ -35,7 +35,7 @@ done
 exec "{java}" {flags} "${{arguments[@]}}"
 """
 SHORT_LIVED: Final = "-XX:TieredStopAtLevel=1"
-"""What runs for seconds does not pay back the second compiler, which takes a quarter of its processor time."""
+"""An option for short-lived processes: they do not pay back the second compiler, which takes a quarter of the time."""
 
 SHORT = {"test_columns_hold_what_was_written", "test_structs_become_json_and_columns_attributes"}
 """A batch that is read and one that is written, for `make test`. All other tests of this folder are long."""
@@ -51,7 +51,7 @@ def make_java_home(directory: Path, flags: str = SHORT_LIVED) -> Path:
 
 
 def spark_environment(java_home: Path) -> dict[str, str]:
-    """What Spark's processes need: this Python, this code, the wheel's Java, and no other host."""
+    """Return the environment of Spark's processes: this Python, this code, the wheel's Java, and no other host."""
     return {
         "JAVA_HOME": str(java_home),
         "PYSPARK_PYTHON": sys.executable,

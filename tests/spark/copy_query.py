@@ -7,6 +7,7 @@ import sys
 from pyspark.sql import SparkSession
 
 from topics.spark import SMALL
+from topics.spark.jobs.program import run_to_end
 
 
 def main(url: str, source: str, sink: str, checkpoint: str) -> None:
@@ -20,16 +21,13 @@ def main(url: str, source: str, sink: str, checkpoint: str) -> None:
         .options(url=url, subscribe=source, startingOffsets="earliest", maxOffsetsPerTrigger="50", minPartitions="2")
         .load()
     )
-    query = (
+    run_to_end(
         # Other tasks than those that read, and rows in whatever order they arrive.
         frame.selectExpr("data", "tag")
         .repartition(3)
         .writeStream.format("topics")
         .options(url=url, topic=sink, checkpointLocation=checkpoint, recordsPerStage="7")
-        .trigger(availableNow=True)
-        .start()
     )
-    query.awaitTermination()
     print("copied", flush=True)
 
 

@@ -95,7 +95,7 @@ def sigkill(process: psutil.Process) -> bool:
 
 
 def talks_to(process: psutil.Process, port: int) -> bool:
-    """Whether it has a connection to that port of this machine."""
+    """Return whether the process has a connection to that port of this machine."""
     try:
         connections = process.net_connections("tcp4")
     except psutil.Error:

@@ -133,6 +133,9 @@ PARSED = [
       "12.35")),
     ({"s": {"a": [1]}, "i": 2**40, "f": "no", "b": 1, "d": "never", "t": 5, "l": {}, "m": [], "o": 3, "dec": "x"},
      ('{"a":[1]}', None, None, None, None, None, None, None, None, None)),
+    ({"s": msgspec.Raw(b"1e400"), "f": msgspec.Raw(b"1e400"), "i": 1, "dec": msgspec.Raw(b"12345678.905")},
+     ("1E+400", 1, None, None, None, None, None, None, None, "12345678.91")),
+    ({"f": msgspec.Raw(b"1" + b"0" * 400), "dec": msgspec.Raw(b"9" * 9)}, (None,) * 10),
     (["no", "object"], (None,) * 10),
     ({}, (None,) * 10),
 ]  # fmt: skip

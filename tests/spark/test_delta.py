@@ -32,7 +32,7 @@ def topic(topic: str) -> str:
 
 
 def rows(lake: Path) -> list[dict[str, Any]]:
-    """By Delta's own reader."""
+    """Return the rows, read by Delta's own reader."""
     found: list[dict[str, Any]] = DeltaTable(str(lake)).to_pyarrow_table().to_pylist()
     return sorted(found, key=lambda row: row["seq"])
 

@@ -22,7 +22,7 @@ BATCHES = int(os.environ.get("TOPICS_SPARK_BATCHES", "10"))
 KILLS = int(os.environ.get("TOPICS_SPARK_KILLS", str(max(2, BATCHES // 5))))
 RECORDS_PER_BATCH = 50
 ATTEMPTS_MAX = 3
-"""A query that is over before it has had half of its kills is repeated: whoever kills may be held up for as long as a
+"""Attempts at a query that is over before it has had half of its kills: the killer may be held up for as long as a
 query takes.
 """
 

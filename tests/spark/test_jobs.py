@@ -15,9 +15,10 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from pyspark.errors import StreamingQueryException
 
 from examples import weekly
 from examples.replay import DATA, first_folder
@@ -55,7 +56,7 @@ class Jobs:
         return report
 
     def refusal(self, job: str, *arguments: str) -> str:
-        """What a job that ends with exit code 1 says: one line."""
+        """Return the one line that a job prints which ends with exit code 1."""
         err = io.StringIO()
         with contextlib.redirect_stderr(err):
             code = importlib.import_module(f"topics.spark.jobs.{job}").main(["--url", self._url, *arguments])
@@ -200,7 +201,7 @@ def test_a_compaction_that_died_is_completed_by_the_next(
 def test_segments_of_a_topic_are_replayed_once(
     service: Service, topics: Client, jobs: Jobs, topic: str, tmp_path: Path
 ) -> None:
-    """Of a topic that a router filled as well: what it wrote into `meta` is not for others to write."""
+    """The topic was also filled by a router, whose members of `meta` nobody else may write."""
     route = {"source": topic, "dest": f"{topic}.d", "guarantee": "exactly_once"}
     topics.put_topic(topic)
     assert service.client.put(f"/v0/routers/{topic}", json=route).status_code == 201
@@ -276,7 +277,7 @@ def test_a_job_that_fails_says_why_in_one_line(jobs: Jobs, topic: str, tmp_path:
 
 
 def test_spark_submit_is_not_overruled() -> None:
-    """What it was told of the machine stands; only a plain `topics spark` brings settings for a small one."""
+    """The settings of spark-submit stand; only a plain `topics spark` brings settings for a small machine."""
     options = argparse.Namespace(master=None, conf=["spark.a=1"])
     alone = program.settings(options, None)
     assert (alone["spark.master"], alone["spark.driver.memory"], alone["spark.a"]) == ("local[*]", "1g", "1")
@@ -285,3 +286,35 @@ def test_spark_submit_is_not_overruled() -> None:
     assert submitted["spark.a"] == "1"
     named = argparse.Namespace(master="local[1]", conf=[])
     assert program.settings(named, {"spark.master": "yarn"})["spark.master"] == "local[1]"
+
+
+class SlowStarts:
+    """A writer whose first queries fail as those of a machine on which Python takes more than 10 s to start."""
+
+    def __init__(self, failures: int, message: str = program.SLOW_WORKER) -> None:
+        self.left = failures
+        self.message = message
+        self.starts = 0
+
+    def trigger(self, *, availableNow: bool) -> SlowStarts:  # noqa: N803 — Spark's name
+        assert availableNow
+        return self
+
+    def start(self) -> SlowStarts:
+        self.starts += 1
+        return self
+
+    def awaitTermination(self) -> None:  # noqa: N802
+        if self.left:
+            self.left -= 1
+            raise StreamingQueryException(f"[STREAM_FAILED] Query terminated with exception: {self.message}.")
+
+
+def test_a_query_whose_python_is_slow_to_start_is_started_again() -> None:
+    slow = SlowStarts(3)
+    program.run_to_end(cast(Any, slow))
+    assert slow.starts == 4
+    for failing in (SlowStarts(100), SlowStarts(1, "records 1 to 2 are gone")):
+        with pytest.raises(StreamingQueryException):
+            program.run_to_end(cast(Any, failing))
+        assert failing.starts == (program.STARTS_MAX if failing.left else 1)

@@ -24,7 +24,7 @@ RECORDS = int(os.environ.get("TOPICS_SPARK_RECORDS", "120000"))
 KILLS = int(os.environ.get("TOPICS_SPARK_READ_KILLS", "2"))
 """Tried in each reading; one that is over before it has had half is repeated."""
 ATTEMPTS_MAX = 3
-"""Whoever looks for tasks may be held up for as long as a reading takes."""
+"""Attempts at a reading: looking for tasks may be held up for as long as a reading takes."""
 MASTERS = os.environ.get("TOPICS_SPARK_MASTERS", "local[2,50]").split()
 SEGMENT_EVENTS = 5_000
 PARTITIONS = 12
@@ -91,7 +91,7 @@ def _kill_readers(driver: Driver, port: int, out: Path, chance: random.Random) -
         return driver.exit_code is not None or (out / "_SUCCESS").exists()
 
     def reading() -> psutil.Process | None:
-        """Not a task of the reading before: what a reading writes to is made when its tasks are about to start."""
+        """Return a task of this reading: its output is made when its tasks are about to start."""
         return _stopped_in_its_range(driver, port) if out.exists() else None
 
     while killed.total() < KILLS and not ended():

@@ -19,6 +19,7 @@ from topics.core.clock import SystemClock
 from topics.shm import shm_names
 from topics.spark import segment_scan
 from topics.spark.http_read import PLAN_RETRY, ReadPlan, connect, read_range
+from topics.spark.jobs.program import run_to_end
 from topics.spark.offsets import Range
 from topics.spark.options import ReadOptions, read_options
 from topics.spark.segment_scan import end_pins, read_part, sealed_of
@@ -130,7 +131,7 @@ def manifest(client: Client, topic: str) -> Manifest:
 
 
 def settle(client: Client, topic: str, count: int) -> Manifest:
-    """Until `count` segments are sealed."""
+    """Wait until `count` segments are sealed."""
 
     def settled() -> Manifest | None:
         found = manifest(client, topic)
@@ -254,7 +255,7 @@ def test_a_stream_takes_its_backlog_from_files(
             service, topic, **segments_mode(service), startingOffsets="earliest", maxOffsetsPerTrigger="150"
         )
         for expected in (500, 530):
-            query = (
+            run_to_end(
                 spark.readStream.format("topics")
                 .options(**options)
                 .load()
@@ -262,10 +263,7 @@ def test_a_stream_takes_its_backlog_from_files(
                 .writeStream.format("parquet")
                 .option("checkpointLocation", str(tmp_path / "checkpoint"))
                 .option("path", str(tmp_path / "out"))
-                .trigger(availableNow=True)
-                .start()
             )
-            query.awaitTermination()
             rows = spark.read.parquet(str(tmp_path / "out")).orderBy("seq").collect()
             assert [(row.seq, json.loads(row.data)["n"]) for row in rows] == [(n + 1, n) for n in range(expected)]
             client.append(topic, [{"n": n} for n in range(500, 530)])
@@ -348,7 +346,7 @@ def test_a_file_that_nobody_has_is_a_gap(service: Service, topic: str, monkeypat
                 return error.code == "storage_unavailable"
             return False
 
-    # Each frontend lets go of its map in its own time; which one answers is chance.
+    # Each frontend closes its map in its own time; which one answers is chance.
     poll("every frontend to have let go of it", lambda: all(refused() for _ in range(20)), 20)
     records, gone = planned.read()
     assert gone == dict.fromkeys(range(3 * EVENTS + 1, 4 * EVENTS + 1), "missing")

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
-from pyspark.sql.types import StringType, StructField, StructType
+from pyspark.sql.types import (
+    ArrayType,
+    DataType,
+    DecimalType,
+    DoubleType,
+    FloatType,
+    MapType,
+    StringType,
+    StructField,
+    StructType,
+)
 
 from tests.harness import Service
 from topics.client import Client, Record
-from topics.spark.sink import BatchWriter
+from topics.spark.columns import arrow_schema
+from topics.spark.jobs.program import run_to_end
+from topics.spark.options import write_options
+from topics.spark.sink import BatchWriter, Rows
 from topics.spark.source import TopicsDataSource
 from topics.spark.spark_errors import TopicsSparkError, plainly
 
@@ -29,7 +45,7 @@ def records(topics: Client, topic: str) -> list[Record]:
 
 
 def stages_left(service: Service) -> set[str]:
-    """Of all who share the service."""
+    """Return the stages of all who share the service."""
     directory = service.data_dir / "txn" / "stages"
     return {path.name for path in directory.iterdir()} if directory.exists() else set()
 
@@ -54,6 +70,34 @@ def test_structs_become_json_and_columns_attributes(
         b'{"i":1,"s":"x","d":1.50,"n":null,"a":[1,2],"m":{"k":true},"t":"2024-02-29T12:00:00Z"}'
     )
     assert (record.tag, record.node, record.meta) == ("tag", "me", {"a": "b"})
+
+
+def made(kind: DataType, values: list[Any]) -> list[bytes]:
+    """Return the JSON of these values of the column `data`."""
+    schema = StructType([StructField("data", kind)])
+    batch = pa.RecordBatch.from_pylist([{"data": value} for value in values], arrow_schema(schema))
+    return [bytes(record.data) for _topic, record in Rows(schema, write_options({"topic": "t"})).of(batch)]
+
+
+NUMBERS = StructType([StructField("n", DoubleType()), StructField("m", MapType(StringType(), ArrayType(FloatType())))])
+
+
+def test_values_of_structs_are_what_they_were() -> None:
+    values = [{"n": 0.1, "m": {}}, {"n": -0.0, "m": {"k": [1.5, None]}}, {"n": None, "m": None}]
+    assert made(NUMBERS, values) == [b'{"n":0.1,"m":{}}', b'{"n":-0.0,"m":{"k":[1.5,null]}}', b'{"n":null,"m":null}']
+    assert made(MapType(StringType(), StringType()), [{}]) == [b"{}"]
+    assert made(ArrayType(DecimalType(30, 2)), [[Decimal("12345678901234567890.12"), None]]) == [
+        b"[12345678901234567890.12,null]"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [({"n": math.nan, "m": {}}, "data.n is nan"), ({"n": None, "m": {"k": [1.0, math.inf]}}, "data.m.k[1] is inf")],
+)
+def test_a_number_that_is_not_finite_is_refused_by_its_place(value: Any, place: str) -> None:
+    with pytest.raises(TopicsSparkError, match="a row for topic 't': " + re.escape(place)):
+        made(NUMBERS, [{"n": 1.0, "m": None}, value])
 
 
 def test_texts_are_written_byte_for_byte_and_rows_may_name_their_topic(
@@ -136,12 +180,8 @@ def stream(spark: SparkSession, service: Service, source: str, sink: str, checkp
     """A pass over what is in one topic, into another."""
     reader = spark.readStream.format("topics").option("url", service.url).option("subscribe", source)
     frame = reader.option("startingOffsets", "earliest").option("maxOffsetsPerTrigger", "100").load()
-    query = (
-        frame.select("data", "tag").repartition(3).writeStream.format("topics").option("url", service.url)
-        .option("topic", sink).options(**options).option("checkpointLocation", str(checkpoint))
-        .trigger(availableNow=True).start()
-    )  # fmt: skip
-    assert query.awaitTermination(300)
+    writer = frame.select("data", "tag").repartition(3).writeStream.format("topics").option("url", service.url)
+    run_to_end(writer.option("topic", sink).options(**options).option("checkpointLocation", str(checkpoint)))
 
 
 @pytest.mark.spark_since("4.2")
@@ -161,7 +201,7 @@ def test_a_stream_is_copied_exactly_once_over_restarts(
 def test_a_batch_that_spark_repeats_appends_nothing(
     spark: SparkSession, service: Service, topics: Client, topic: str, tmp_path: Path
 ) -> None:
-    """As after a crash between the sink's commit and Spark's note of it: the note is taken back."""
+    """Spark's note of the commit is taken back, as after a crash between the sink's commit and the note."""
     before = stages_left(service)
     topics.append(topic, [{"n": n} for n in range(150)])
     stream(spark, service, topic, f"{topic}-out", tmp_path)

@@ -13,11 +13,13 @@ import pytest
 
 from tests.harness import Service, poll
 from topics.client import Client, Retry
+from topics.spark.jobs.program import run_to_end
 from topics.spark.spark_errors import plainly
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
+    from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 
 BATCH_S = 120
@@ -38,21 +40,21 @@ class Stream:
         options = {"startingOffsets": "earliest"} | options
         return self.spark.readStream.format("topics").option("url", self.url).options(**options).load()
 
-    def start(self, available_now: bool = True, **options: Any) -> StreamingQuery:
+    def writer(self, **options: Any) -> DataStreamWriter:
         def take(batch: DataFrame, _batch_id: int) -> None:
             rows = batch.collect()
             self.rows += rows
             self.batches.append(len(rows))
 
-        writer = self.frame(**options).writeStream.foreachBatch(take).option("checkpointLocation", self.checkpoint)
-        trigger = {"availableNow": True} if available_now else {"processingTime": "50 milliseconds"}
-        return writer.trigger(**trigger).start()
+        return self.frame(**options).writeStream.foreachBatch(take).option("checkpointLocation", self.checkpoint)
+
+    def start(self, **options: Any) -> StreamingQuery:
+        return self.writer(**options).trigger(processingTime="50 milliseconds").start()
 
     def run(self, **options: Any) -> list[Any]:
         """The seqs this run has brought, in order."""
         before = len(self.rows)
-        query = self.start(**options)
-        assert query.awaitTermination(300), "the query did not end"
+        run_to_end(self.writer(**options))
         return sorted(row.seq for row in self.rows[before:] if row.seq is not None)
 
     def fails(self, **options: Any) -> str:
@@ -128,7 +130,7 @@ def test_concurrent_writers_and_restarts_lose_and_double_nothing(stream: Stream,
     try:
         for _ in range(3):
             had = len(stream.batches)
-            query = stream.start(available_now=False, subscribe=topic, maxOffsetsPerTrigger="400", minPartitions="2")
+            query = stream.start(subscribe=topic, maxOffsetsPerTrigger="400", minPartitions="2")
             disturb: Callable[[], Any] = next(disturbances, lambda: None)
             poll("a batch", lambda: len(stream.batches) > had, BATCH_S)
             disturb()
@@ -200,7 +202,7 @@ def test_a_service_that_is_away_for_a_while_is_waited_for(spark: SparkSession, t
     with Service() as service, Client(service.url, retry=Retry(total_s=30)) as client:
         client.append(topic, range(5))
         stream = Stream(spark, service.url, tmp_path)
-        query = stream.start(available_now=False, subscribe=topic)
+        query = stream.start(subscribe=topic)
         poll("the first batch", lambda: len(stream.rows) == 5, BATCH_S)
         service.restart()
         client.append(topic, range(5))

@@ -33,7 +33,7 @@ def topic_create(topic_id: int, name: str) -> bytes:
 
 
 class Place(NamedTuple):
-    """Where an acknowledged write lies."""
+    """The place of an acknowledged write."""
 
     file_no: int
     offset: int
@@ -60,7 +60,7 @@ def commit(writer: WalWriter, *writes: bytes, sync: bool = False) -> list[Place]
 
 
 def kill(writer: WalWriter) -> None:
-    """What SIGKILL leaves: descriptors are gone, nothing is synced or marked."""
+    """Leave the files as SIGKILL does: descriptors are gone, nothing is synced or marked."""
     writer._active.close()
 
 
@@ -91,7 +91,7 @@ def content_at(directory: str, place: Place) -> bytes:
 
 
 def patch(directory: str, file_no: int, offset: int, replacement: bytes) -> None:
-    """What damage does."""
+    """Damage a log file."""
     with open(layout.log_path(directory, file_no), "r+b") as file:
         file.seek(offset)
         file.write(replacement)

@@ -1,4 +1,4 @@
-"""What a reader of a segment's file gets, and what it is told when the file is no longer what it was."""
+"""Readers of a segment's file: what they get, and what they are told when the file has changed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def opened(path: Path) -> int:
-    """How many descriptors of this process are of that file."""
+    """Return the number of this process's descriptors of that file."""
     count = 0
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):

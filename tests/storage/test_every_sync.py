@@ -1,4 +1,4 @@
-"""Everything that makes files last, in the order in which it is done, step by step: whoever leaves one out fails here.
+"""Calls that make files last, in the order in which they are made, step by step: a missing one fails here.
 
 A kill cannot show one that is missing, for the page cache survives it (docs/reliability.md).
 """
@@ -36,7 +36,7 @@ from topics.storage.snapshot import remove_useless, save_snapshot
 
 
 def made(fs: UnsyncedFileSystem) -> list[str]:
-    """What was made to last since this was asked last."""
+    """Return the calls that made something last since this was asked last."""
     calls = fs.lasting[:]
     fs.lasting.clear()
     return calls
@@ -161,7 +161,9 @@ def test_a_segment_its_marks_and_its_next_version(fs: UnsyncedFileSystem, tmp_pa
 
 
 def test_a_segment_that_is_sealed_for_its_age(fs: UnsyncedFileSystem, tmp_path: Path) -> None:
-    """What a killed process had begun to append is cut off for good before that: there must be nothing behind it."""
+    """Bytes that a killed process had begun to append are cut off for good first: nothing may lie behind the
+    segment.
+    """
     segment = make_segment(OsFileSystem(), str(tmp_path), [Record(b"1", tag=b"t"), Record(b"2")], sealed=False)
     ts = segment.entries(1, 2)[1::4]
     for path in (segment.data_path, segment.idx_path):
@@ -186,7 +188,7 @@ def test_an_object_of_the_cold_tier(fs: UnsyncedFileSystem, tmp_path: Path) -> N
 
 
 def test_the_calls_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the file system that a service has."""
+    """The file system of a service makes these calls."""
     calls: list[str] = []
     for call in ("fdatasync", "fsync", "rename"):
         monkeypatch.setattr(os, call, lambda *_parts, _call=call: calls.append(_call))

@@ -63,7 +63,7 @@ logs = st.lists(writes | controls, max_size=6).map(b"".join)
 
 
 def same(buffer: bytes, start: int = 0, end: int | None = None, limit: int = NO_END) -> FrameColumns:
-    """What both find, which is compared."""
+    """Return what both scans find, which is compared."""
     end = len(buffer) if end is None else end
     expected = scan(buffer, start, end, limit)
     found = scan_columns(buffer, start, end, limit)

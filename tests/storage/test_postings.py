@@ -74,7 +74,7 @@ def test_what_is_found_is_what_matches(block_tags: int, tags: list[bytes], wante
 
 
 def test_a_lookup_costs_its_matches(tmp_path: Path) -> None:
-    """Not the number of tags: how many of them are looked at grows with their logarithm."""
+    """The number of tags does not count: the tags that are looked at grow with its logarithm."""
     looked_at = []
 
     class Counting(Postings):

@@ -20,7 +20,7 @@ from topics.storage.reshard import Move, NewLog, finish_swap, needs_reshard, res
 
 
 class Snapshot(NamedTuple):
-    """What the real one must hold for this: frames stand for the state they lead to."""
+    """The part of a real snapshot that this needs: frames stand for the state they lead to."""
 
     shards: int
     log_ids: dict[int, int]
@@ -83,7 +83,7 @@ def whole(data_dir: str, snapshot: Snapshot) -> dict[int, bytes]:
 
 
 def start_up(data_dir: str, shards: int, snapshots: list[Snapshot], fs: FileSystem | None = None) -> Snapshot:
-    """As the service does it; returns the snapshot that is in force afterwards."""
+    """Start as the service does; return the snapshot that is in force afterwards."""
     fs = fs or FaultyFileSystem()
 
     def before_swap(logs: list[NewLog]) -> None:
@@ -226,7 +226,7 @@ def test_a_topic_that_neither_log_nor_snapshot_knows_is_refused(tmp_path: Path) 
 
 
 def test_creations_are_behind_none_of_these_positions(tmp_path: Path) -> None:
-    """What the tests above rest on: without the snapshot's names nothing could be dealt out."""
+    """The tests above rest on this: without the snapshot's names nothing could be dealt out."""
     snapshot, _ = trimmed_logs(str(tmp_path), 1, 0.5)
     recovery = recover_group(
         FaultyFileSystem(),

@@ -196,7 +196,9 @@ def test_room(directory: str) -> None:
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(few_records, few_records)
 def test_cut_at_every_byte_behind_the_mark(before: list[Record], after: list[Record]) -> None:
-    """Whatever is behind the committed bytes of either file: reopened, the segment goes on as if it were not there."""
+    """Bytes behind the committed ones of either file do not matter: the reopened segment goes on as if they were not
+    there.
+    """
     with TemporaryDirectory() as root:
         directory = layout.topic_dir(root, TOPIC_ID)
         fs = FaultyFileSystem()
@@ -273,7 +275,7 @@ def test_what_is_written_again_has_no_postings(directory: str) -> None:
 
 
 FIRST_MARK_CALLS = 13
-"""So many calls until the first `sync` of `fill` returns."""
+"""Calls until the first `sync` of `fill` returns."""
 
 
 def fill(fs: FaultyFileSystem, directory: str) -> tuple[int, int]:
@@ -381,7 +383,7 @@ def test_a_failure_of_any_other_call_is_told(directory: str, call: str) -> None:
 
 
 def test_no_write_is_longer_than_the_system_takes(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However large records are, and a segment may be; a record alone is one write."""
+    """Writes stay short however large records are, and a segment may be; a record alone is one write."""
     written: list[int] = []
 
     class Recording(OsFileSystem):
@@ -480,7 +482,7 @@ def test_a_wrong_index_never_makes_a_deletion_write_elsewhere(directory: str) ->
     st.booleans(),
 )
 def test_a_deletion_changes_the_bytes_that_it_is_about(records: list[tuple[int, bool]], damaged: bool) -> None:
-    """However far apart they are, and whatever else is damaged between them."""
+    """The deleted records may be far apart, and other bytes between them damaged."""
     with TemporaryDirectory() as root:
         reader = make_segment(FaultyFileSystem(), root, [Record(b"1" * size) for size, _ in records], sealed=False)
         directory = layout.topic_dir(root, TOPIC_ID)
@@ -523,7 +525,7 @@ class BadSector(FaultyFileSystem):
 
 @pytest.mark.parametrize("damage", ["header", "short", "missing", "EMFILE", "EIO"])
 def test_what_cannot_be_marked_in_its_frame_is_in_the_index(directory: str, damage: str) -> None:
-    """And all that can be is in both: nobody goes on seeing any of them."""
+    """All that can be marked is marked in both, so that no reader goes on seeing it."""
     reader = make_segment(FaultyFileSystem(), str(Path(directory).parents[1]), plain, sealed=False)
     path, data = Path(reader.data_path), contents(directory)[0]
     length = len(data) // 6

@@ -40,7 +40,7 @@ def log_of(writes: Sequence[tuple[Write, int]], first_seq: int = 5) -> tuple[byt
 
 
 def expected(log: bytes, entries: array[int]) -> tuple[bytes, bytes]:
-    """What the page of the formats says, record by record."""
+    """Return what the page of the formats says, record by record."""
     data, idx = bytearray(), bytearray()
     for seq, ts, place, file_flags in zip(*(entries[column::4] for column in range(4)), strict=True):
         offset, flags = place & 0xFFFF_FFFF, file_flags >> 32

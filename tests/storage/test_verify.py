@@ -43,7 +43,7 @@ MARK_SEQ = len(SEALED) + len(ACTIVE)
 
 
 def mark_frame(revision: int, head_seq: int, *segments: SegmentInfo) -> bytes:
-    """Of a topic whose record 2 is deleted."""
+    """Return a mark of a topic whose record 2 is deleted."""
     up_to_seq = segments[-1].last_seq
     floors = Floors(revision, 1, 1, 0, 1, head_seq - 1, 100 * (head_seq - 1))
     body = encode_body(MarkFrameBody(list(segments), floors))
@@ -61,7 +61,7 @@ def info_of(segment: SegmentReader, flags: int) -> SegmentInfo:
 
 
 def snapshot(data_dir: str, shard: int, shards: int, log_id: int, position: WalPosition, ahead: SegmentInfo) -> None:
-    """As of that place in the log, which has all its files."""
+    """Write a snapshot as of that place in the log, which has all its files."""
     group = layout.group_dir(data_dir, shard, shards)
     fold = Fold(lambda _topic_id: UnlocatedIndex())
     for batch in recover_group(ReadOnlyFileSystem(), group, WalIdentity(shard, shards, boot_id())):

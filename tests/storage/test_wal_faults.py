@@ -106,7 +106,7 @@ def calls_of_a_run(tmp_path: Path) -> list[str]:
 
 
 def check(workload: Workload, context: str) -> None:
-    """What holds after any fault."""
+    """Check what holds after any fault."""
     for place in workload.acked:
         assert content_at(workload.directory, place) == place.content, context
     kill(workload.writer)
@@ -234,7 +234,7 @@ def test_a_failed_background_sync_saves_the_tail(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_is_undone_on_the_disk_before_anything_else(tmp_path: Path) -> None:
-    """Else a power loss could bring frames back whose writer was told that they failed."""
+    """Otherwise a power loss could bring frames back whose writer was told that they failed."""
     fs = FaultyFileSystem()
     writer = open_writer(fs, str(tmp_path / "wal"))
     fs.arm(Fault(1, Fault.SHORT, calls=frozenset({"pwritev"})))

@@ -26,7 +26,7 @@ STOP_DEADLINE_S = 40.0
 
 
 class Service:
-    """What a test starts, disturbs and looks at."""
+    """A service that a test starts, disturbs and looks at."""
 
     def __init__(self, root: Path, data_dir: Path, traits: dict[str, object], environ: dict[str, str]) -> None:
         self.data_dir = data_dir

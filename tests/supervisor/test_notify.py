@@ -1,4 +1,4 @@
-"""What a service manager hears, by the protocol of sd_notify(3)."""
+"""Messages to a service manager, by the protocol of sd_notify(3)."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def read(service: Service, topic: str) -> list[int]:
 
 
 def refusal(service: Service) -> str:
-    """Why the log was refused, after a start that ended with 78."""
+    """Return why the log was refused, after a start that ended with 78."""
     answer = service.run("run")
     assert answer.returncode == 78, answer.stderr
     lines = [json.loads(line) for line in answer.stderr.splitlines()]
@@ -126,8 +126,8 @@ def test_a_supervisor_killed_under_load_leaves_nothing_that_hinders_the_next(ser
 def test_a_process_that_starts_again_knows_the_clock_that_its_former_life_trusted(
     service: Service, trusted_ms: int | None
 ) -> None:
-    """As if the wall clock had been put forward while it was down: by a day, or from `trusted_ms` ahead of the uptime,
-    which is where one is that was never set.
+    """The wall clock seems to be put forward while the service was down: by a day, or from `trusted_ms` ahead of the
+    uptime, which is where a clock is that was never set.
     """
     day_ms = 86_400_000
     service.shards = service.frontends = 1
@@ -163,7 +163,7 @@ def test_a_process_that_starts_again_knows_the_clock_that_its_former_life_truste
 def test_a_service_that_starts_again_knows_the_clock_that_the_former_one_trusted(
     service: Service, same_boot: bool, ahead_ms: int
 ) -> None:
-    """As if the wall clock had been put forward while there was none; if it was not, what has expired is gone."""
+    """The wall clock seems to be put forward while there was no service. If it was not, expired records are gone."""
     service.shards = service.frontends = 1
     service.start()
     service.client.put("/v0/topics/t", json={"ttl_ms": 1}).raise_for_status()

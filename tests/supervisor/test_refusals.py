@@ -1,4 +1,4 @@
-"""What stands in the way of a start, and what is said about it."""
+"""Obstacles to a start, and the messages about them."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def of_cold(settings: Settings) -> CheckFinding:
 
 
 def test_check_looks_at_the_cold_directory(tmp_path: Path) -> None:
-    """And makes nothing; `run` would start in any case, but nothing could go there."""
+    """The check makes nothing. `run` would start in any case, but no segment could go there."""
     cold = tmp_path / "cold"
     both = settings(tmp_path, cold_dir=str(cold))
     assert of_cold(both) == CheckFinding(f"cold directory {cold}, on the device of the data directory", None)

@@ -18,7 +18,7 @@ from topics.storage.segment_reader import SegmentReader
 
 
 class Life:
-    """What `compactor.main` has for a process."""
+    """The life of a process, as `compactor.main` has it."""
 
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
@@ -70,7 +70,7 @@ class Compaction:
         return complete
 
     def upkeep(self) -> None:
-        """What can wait, as far as it goes."""
+        """Do the work that can wait, as far as it goes."""
         for _ in range(50):
             self.compactor.upkeep()
             self.rig.clock.ms += 1

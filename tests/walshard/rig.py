@@ -64,7 +64,7 @@ class TestClock:
     def __init__(self) -> None:
         self.ms = 1_700_000_000_000
         self.skew_ms = 0
-        """Of the wall clock."""
+        """Milliseconds that the wall clock is ahead."""
 
     def now_ms(self) -> int:
         return self.ms + self.skew_ms
@@ -110,7 +110,7 @@ class Rig:
 
     @property
     def parts(self) -> Parts:
-        """Of the first shard."""
+        """The parts of the first shard."""
         return self.every[0]
 
     @property
@@ -173,7 +173,7 @@ class Rig:
         return self.next_id
 
     def owner(self, name: str) -> int:
-        """Which shard has this topic."""
+        """Return the shard that has this topic."""
         return owner_shard(name, self._shard_count)
 
     def take_replies(self) -> None:
@@ -205,14 +205,14 @@ class Rig:
             ring.consume(position)
 
     def run(self) -> None:
-        """Until nothing is left to do."""
+        """Run until nothing is left to do."""
         while self.step():
             self.take_replies()
         self.take_replies()
         self.assert_shown()
 
     def assert_shown(self) -> None:
-        """What a shard knows is what all others see: nothing waits to be shown by chance."""
+        """Check that all others see what a shard knows: nothing waits to be shown by chance."""
         for number, parts in enumerate(self.every):
             shard = parts.shard
             reader, every = self.reader_of(number), list(parts.catalog)
@@ -288,7 +288,7 @@ class Rig:
 
     @property
     def reader(self) -> ArenaReader:
-        """Of the arena that is current."""
+        """The reader of the current arena."""
         return self.reader_of(0)
 
     def reader_of(self, shard: int) -> ArenaReader:
@@ -315,7 +315,7 @@ class Rig:
         return found[1]
 
     def hosted(self, name: str) -> Hosted:
-        """What the first shard knows of a topic."""
+        """Return the first shard's view of a topic."""
         hosted = self.parts.catalog.find(name)
         assert hosted is not None, f"{name} does not exist"
         return hosted

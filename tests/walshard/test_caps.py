@@ -1,4 +1,4 @@
-"""What a shard holds, as it says in its cell, and the caps of the service it keeps to (api §11)."""
+"""Holdings of a shard, as its cell says them, and the caps of the service that it keeps to (api §11)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def refused(rig: Rig, ask: Callable[[], object]) -> dict[str, Any] | None:
 
 
 def says(rig: Rig) -> dict[str, int]:
-    """What the cell says the shard holds."""
+    """Return the holdings of the shard, as its cell says them."""
     return {field: rig.cell.get(field) for field in holds(rig, 0)}
 
 

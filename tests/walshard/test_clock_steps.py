@@ -79,7 +79,7 @@ def test_forward_for_good_expires_once_it_has_settled(rig: Rig) -> None:
 
 
 def test_while_it_settles_time_goes_on(rig: Rig) -> None:
-    """What has outlived its ttl by the monotonic clock expires all the same."""
+    """Records that have outlived their ttl by the monotonic clock expire all the same."""
     fill(rig)
     rig.clock.skew_ms += DAY_MS
     rig.shard.sweep()

@@ -63,7 +63,7 @@ class Beside:
         return self.rig.view("q")
 
     def check(self, first_seq: int) -> None:
-        """What lives is `first_seq` to the head, now and after every way to start again."""
+        """Check that `first_seq` to the head live, now and after every way to start again."""
         assert verify(self.data_dir, lambda _share: None).damage == []
         expected = [(seq, b"%d" % seq) for seq in range(first_seq, self.head_seq + 1)]
         before = self.view
@@ -81,7 +81,7 @@ class Beside:
         assert rig.call(Claim("q", "w", 1000, MINUTE_MS, 1)).seqs == [seq for seq, _ in expected]
 
     def hosted_live_size(self) -> tuple[int, int]:
-        """As counted anew."""
+        """Return the live size, counted once more."""
         topic = self.rig.hosted("q").topic
         return topic.index.live_size(topic.earliest_seq, topic.head_seq) if topic.records else (0, 0)
 

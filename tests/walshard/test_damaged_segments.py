@@ -118,7 +118,7 @@ def test_deletions_that_no_index_can_be_told_hold_up_snapshots_and_nothing_else(
 def test_a_damaged_segment_keeps_no_deletion_from_readers_and_no_snapshot_from_the_shard(
     compaction: Compaction, damage: str
 ) -> None:
-    """Of the segment with records 9 to 16: a frame in its middle, its data, or its index."""
+    """The segment with records 9 to 16 is damaged: a frame in its middle, its data, or its index."""
     rig = compaction.rig
     fill(compaction, 8)
     for number in range(9, 17):
@@ -149,7 +149,7 @@ def test_a_damaged_segment_keeps_no_deletion_from_readers_and_no_snapshot_from_t
 
 
 class Opened(FaultyFileSystem):
-    """Which files were opened."""
+    """A file system that notes which files were opened."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,8 +164,8 @@ class Opened(FaultyFileSystem):
 
 
 def test_what_a_try_does_not_help_is_not_tried_for_ever(tmp_path: Path) -> None:
-    """Deletions that the index has and a frame cannot be told: where the file is gone, no more; else ever more seldom.
-    So it is where the index is gone: whoever restores it need not wait long for them.
+    """Marks that cannot be made are tried ever more seldom, and no more where the file is gone. The index has these
+    deletions, a frame cannot take them. Where the index is gone, a restored one need not wait long for them.
     """
     fs = Opened()
     compaction = Compaction(Rig(str(tmp_path), fs, segment_max_events="8"))
@@ -234,7 +234,9 @@ def test_an_index_that_cannot_be_read_takes_down_nobody(compaction: Compaction, 
 def test_an_index_that_is_cut_while_the_shard_has_it_open_takes_down_nobody(
     compaction: Compaction, restored: str
 ) -> None:
-    """What `cp` does first to the file it writes to: for a map of it, the shard's end."""
+    """The file is cut in place, as `cp` does first to the file it writes to: for a map of it that is the
+    shard's end.
+    """
     rig = compaction.rig
     fill(compaction, 20, tag=b"x")
     fill(compaction, 4, start=21, tag=b"y")

@@ -101,7 +101,7 @@ def test_a_turn_that_cannot_be_logged_takes_nothing_and_can_be_repeated(rig: Rig
 
 
 def test_a_turn_ends_when_its_time_is_over(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However little it has found: here the tags of the tail, of which it looks at some each time."""
+    """The turn ends however little it has found: here it looks at some tags of the tail each time."""
     monkeypatch.setattr(tag_search, "TURN_MS", 0)
     rest: DeleteRecords | None = DeleteRecords("t", None, "eq", b"none")
     turns = 0
@@ -113,7 +113,7 @@ def test_a_turn_ends_when_its_time_is_over(rig: Rig, monkeypatch: pytest.MonkeyP
 
 
 def test_many_tags_are_gathered_in_turns(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And two deletes in turns find theirs once each; what nobody comes back for is let go."""
+    """Two deletes in turns find their matches once each; matches that nobody comes back for are forgotten."""
     for number in range(10):
         rig.append("u", b"1", tag=b"u-%d" % number)
         rig.append("t", b"1", tag=b"t-%d" % number)

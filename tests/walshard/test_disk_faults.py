@@ -213,7 +213,7 @@ def test_configurations_that_are_not_logged_take_no_room(rig: Rig, fs: FaultyFil
 
 
 def test_every_call_failing_once(tmp_path: Path) -> None:
-    """Whichever call fails, every write is either answered and there, or refused and not there."""
+    """Every write is either answered and there, or refused and not there, whichever call fails."""
     sites = 0
     while True:
         sites += 1

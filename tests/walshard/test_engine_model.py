@@ -66,7 +66,7 @@ class Model:
         self.live: dict[int, tuple[bytes, bytes, int, bool]] = {}
         """seq → data, tag, ts, in RAM"""
         self.reasons: set[str] = set()
-        """For which anything was evicted."""
+        """Reasons for which anything was evicted."""
         self.evict_floor = 1
         self.ever_in_ram: set[int] = set()
         self.lost: set[int] = set()
@@ -113,7 +113,7 @@ class Model:
         self.lay_open_lost()
 
     def lay_open_lost(self) -> None:
-        """What was lost before everything that lives."""
+        """Note the loss of records before all live ones."""
         front = min(self.live, default=self.head_seq + 1)
         self.evict_floor = max(self.evict_floor, *(seq + 1 for seq in self.lost if seq < front), 1)
         self.lost = {seq for seq in self.lost if seq > front}
@@ -136,7 +136,7 @@ class Model:
         return len(gone)
 
     def at(self, now_ms: int) -> Model:
-        """As readers see it then."""
+        """Return the model as readers see it then."""
         seen = copy.copy(self)
         seen.live, seen.lost, seen.reasons = dict(self.live), set(self.lost), set(self.reasons)
         seen.expire(now_ms)
@@ -153,12 +153,12 @@ class Model:
 
 
 def _size_bytes(data: bytes, tag: bytes) -> int:
-    """Of the frame in the log."""
+    """Return the bytes of the frame in the log."""
     return OVERHEAD_LEN + len(tag) + len(b'"data":') + len(data)
 
 
 class Frontend:
-    """What reads the shard's topics, for as long as a service lives."""
+    """A reader of the shard's topics, for as long as a service lives."""
 
     def __init__(self, rig: Rig) -> None:
         data_dir, cold_dir = rig.settings.data_dir, rig.settings.cold_dir
@@ -169,7 +169,7 @@ class Frontend:
         self.reader = TopicReader(self._arenas, files, 1, rig.clock, ColdTier(store, rig.clock, COLD_TIMEOUT_MS))
 
     def page(self, name: str, from_seq: int, limit: int, now_ms: int) -> RecordPage:
-        """With whatever waiting it takes."""
+        """Return a page, with whatever waiting it takes."""
         reader, options = self.reader, PageOptions(limit, 1 << 20)
         while True:
             try:
@@ -296,7 +296,7 @@ class Engine(RuleBasedStateMachine):
     def append_and_delete(
         self, name: str, writes: list[tuple[int, bytes]], match: tuple[Literal["eq", "glob"], bytes]
     ) -> None:
-        """Of what is most often in the log yet."""
+        """Delete records, mostly such that are still in the log."""
         self.append(name, writes)
         self.delete(name, None, match)
 
@@ -328,7 +328,7 @@ class Engine(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.rests))
     @rule()
     def go_on_deleting(self) -> None:
-        """What a delete has left to later turns, whatever happened since."""
+        """Do what a delete has left to later turns, whatever happened since."""
         call, last_seq = self.rests.pop()
         hosted = self.rig.parts.catalog.find(call.name)
         if hosted is not None and hosted.topic.id == call.topic_id:
@@ -431,7 +431,9 @@ class Engine(RuleBasedStateMachine):
             self._lost_from_ram(name, model)
 
     def _lost_from_ram(self, name: str, model: Model) -> None:
-        """What was in RAM and in no segment is gone, and a tombstone says so; the head is at least what it was."""
+        """Take records that were in RAM and in no segment for lost. A tombstone says so, and the head is at least what
+        it was.
+        """
         view = self.rig.view(name)
         assert view.head_seq >= model.head_seq
         kept = {seq for seq, _ in self.compaction.read(name)}

@@ -1,4 +1,4 @@
-"""What a shard answers, or does next, only once its log is on the disk: without the sync each of these fails.
+"""Answers and steps of a shard that come only once its log is on the disk: without the sync each test fails.
 
 A kill cannot show one that is missing, for the page cache survives it (docs/reliability.md).
 """
@@ -42,7 +42,7 @@ class Machine:
 
     @property
     def unsynced_logs(self) -> list[str]:
-        """Of the durable log; what is in RAM is on no disk."""
+        """Return the durable logs with un-synced bytes; the RAM log is on no disk."""
         wal = f"{self.rig.settings.data_dir}/wal"
         return sorted(path for path in self.fs.unsynced if path.startswith(wal))
 
@@ -111,7 +111,7 @@ def test_what_is_answered_is_on_the_disk(machine: Machine, what: str) -> None:
 
 
 def test_a_record_of_class_disk_is_answered_before(machine: Machine) -> None:
-    """Or the others would say nothing."""
+    """Otherwise the other tests would say nothing."""
     machine.rig.call(put())
     machine.begin()
     machine.rig.append("t", b"1")
@@ -186,7 +186,7 @@ def test_each_step_of_a_checkpoint_is_on_the_disk_before_the_next(
 def test_where_a_dest_stands_is_on_the_disk_whenever_its_routers_change(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From which record on copies are made, and by the end all of them: the source may let go of its records."""
+    """Copies are made from some record on, and of all by the end: the source may give up its records."""
     rig = machine.rig
     feeds = rig.shard.routing.feeds
     log_cursor = feeds.log_cursor

@@ -33,7 +33,7 @@ class Rings:
             assert self.shared.rings[peer][0].requests.push(*request)
 
     def group(self) -> list[int]:
-        """Whose requests the next group holds, in order; all are answered."""
+        """Return the frontends whose requests the next group holds, in order; all are answered."""
         taken = [(peer, position) for peer, _message, position in self.outbox.requests()]
         for peer, position in taken:
             self.outbox.answer(peer, None, position)

@@ -45,7 +45,7 @@ def floors(rig: Rig, name: str) -> tuple[int, int, int, int]:
 
 
 def restart(compaction: Compaction) -> None:
-    """Of the service, which was killed."""
+    """Restart the service, which was killed."""
     compaction.rig.restart_service()
     compaction.begin_again()
 
@@ -237,7 +237,7 @@ def test_what_recovery_evicted_is_logged_before_the_cap_is_another(rig: Rig) -> 
 
 
 def synced(rig: Rig) -> None:
-    """What a sync in the background brings has come."""
+    """Wait for a sync in the background."""
     rig.clock.ms += 1000
     for _ in range(2):
         rig.shard.sync_in_background()

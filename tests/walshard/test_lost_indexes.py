@@ -33,8 +33,8 @@ def live(compaction: Compaction) -> tuple[int, int, int]:
 
 
 def fill(compaction: Compaction, config: TopicConfig, kept: set[int], damage: str) -> None:
-    """48 records in segments of 8, of which `kept` live. The index of the one from 9 on says that all of that live
-    (`older`), or is no more.
+    """Write 48 records in segments of 8, of which `kept` live. The index of the segment from 9 on says that all of its
+    records live (`older`), or is gone.
     """
     rig = compaction.rig
     rig.call(PutTopic("t", config, True))
@@ -97,7 +97,7 @@ def test_what_an_unreadable_index_would_have_is_not_guessed_where_the_others_tel
 
 
 def test_a_cap_holds_behind_such_an_index(compaction: Compaction) -> None:
-    """What it took from the damaged segment on a guess is put right as soon as the floor is behind it."""
+    """The cap takes a guess from the damaged segment, and corrects it as soon as the floor is behind it."""
     fill(compaction, TopicConfig(cap_records=48), {1, *range(30, 49)}, "gone")
     for number in range(49, 89):
         compaction.rig.append("t", b"%d" % number)
@@ -106,7 +106,7 @@ def test_a_cap_holds_behind_such_an_index(compaction: Compaction) -> None:
 
 @pytest.mark.parametrize("place", ["log", "snapshot"])
 def test_a_log_that_says_less_than_nothing_is_counted_anew(compaction: Compaction, place: str) -> None:
-    """As versions before wrote it, and could not start with."""
+    """A log as earlier versions wrote it, and could not start with."""
     rig = compaction.rig
     for number in range(1, 13):
         rig.append("t", b"%d" % number)

@@ -34,7 +34,7 @@ def compaction(tmp_path: Path) -> Iterator[Compaction]:
 
 
 def file(compaction: Compaction, suffix: str) -> Path:
-    """Of the second segment."""
+    """Return that file of the second segment."""
     return next(Path(compaction.rig.settings.data_dir).rglob(f"seg-{EVENTS + 1:020d}.{suffix}"))
 
 
@@ -86,7 +86,9 @@ def test_a_file_that_cannot_be_opened_now_is_not_taken_for_damaged(compaction: C
 
 @pytest.mark.parametrize("restored", [None, "in place", "renamed"])
 def test_tags_that_are_cut_while_the_shard_has_them_open(compaction: Compaction, restored: str | None) -> None:
-    """What `cp` does first to the file it writes to: for a map of it, the shard's end. The frames tell meanwhile."""
+    """The file is cut in place, as `cp` does first to the file it writes to: for a map of it that is the shard's end.
+    The frames tell the tags meanwhile.
+    """
     path, data = file(compaction, "tags"), file(compaction, "data")
     content, frames = path.read_bytes(), data.read_bytes()
     compaction.rig.call(DeleteRecords("t", None, "eq", b"none"))

@@ -242,7 +242,7 @@ class ModelJob:
     lease_no: int = 0
     stream: int = 0
     until_ms: int = 0
-    """Of its lease, its delay, or its way to the dead letters."""
+    """End of its lease, its delay, or its way to the dead letters."""
     carried: bool = False
     done: bool = False
     deliveries: int = 0
@@ -257,7 +257,7 @@ class ModelJob:
 class Model:
     jobs: dict[int, ModelJob] = field(default_factory=dict)
     removed: set[int] = field(default_factory=set)
-    """In this group."""
+    """Jobs removed in this group."""
     buried: int = 0
 
     def ready(self, seq: int, now_ms: int) -> bool:
@@ -300,7 +300,7 @@ Posted = Call | Append
 
 
 class Groups(RuleBasedStateMachine):
-    """What is posted is named by what was known before the group: so requests of a group often name the same jobs."""
+    """Requests name what was known before the group, so requests of a group often name the same jobs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -343,7 +343,9 @@ class Groups(RuleBasedStateMachine):
 
     @rule(group=st.lists(commands, min_size=1, max_size=7))
     def group_is_refused(self, group: list[tuple[Any, ...]]) -> None:
-        """By the log. What is left then is in one place, whatever was undone; the model begins from there."""
+        """The log refuses the group. Each job is in one place then, whatever was undone; the model goes on from
+        there.
+        """
         self.settle()
         self.post_all(group)
         self.fs.arm(Fault(1, errno.EIO, calls=frozenset({"pwritev"})))
@@ -389,7 +391,7 @@ class Groups(RuleBasedStateMachine):
 
     @rule()
     def shard_dies(self) -> None:
-        """Leases that are not logged are nobody's; streams are opened anew."""
+        """The shard dies: leases that are not logged are lost, streams are opened again."""
         self.rig.boot()
         self.settle()
         self.streams.clear()
@@ -543,7 +545,7 @@ class Groups(RuleBasedStateMachine):
             job.carried, job.until_ms = True, self.rig.clock.ms + CARRY_MS
 
     def owned(self, call: Ack | Nack | Extend | Unclaim, reply: Any) -> list[int]:
-        """Of the jobs it names those that are its consumer's; checked against the answer."""
+        """Return those of the named jobs that are its consumer's; check them against the answer."""
         jobs = self.model.jobs
         lease_nos = call.lease_nos or [0] * len(call.seqs)
         owned = [

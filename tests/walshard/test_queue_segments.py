@@ -84,7 +84,7 @@ def _seen(rig: Rig, name: str) -> Any:
 
 
 def _comparable(reply: Any) -> Any:
-    """Without what is random."""
+    """Return the reply without random parts."""
     if isinstance(reply, Dealt):
         return reply.seqs, reply.deadline_ms, reply.deliveries, reply.ready, reply.dead, reply.dead_deliveries
     if hasattr(reply, "cursors"):

@@ -298,7 +298,7 @@ def test_who_does_not_bring_its_dead_letters_away_loses_them(rig: Rig) -> None:
 
 
 def dies(rig: Rig, incarnation: int = 1) -> None:
-    """As the supervisor says it of the rig's frontend."""
+    """Tell of the death of the rig's frontend, as the supervisor does."""
     rig.shared.control.cell(Role.FRONTEND, 0).supervisor.set("ended", incarnation)
 
 
@@ -371,7 +371,7 @@ def test_one_that_took_no_answers_before_it_died_has_all_taken_that_it_asked_for
 
 @pytest.mark.parametrize("taken", [False, True])
 def test_one_that_died_together_with_the_shard_is_taken_notice_of(rig: Rig, taken: bool) -> None:
-    """Whether the former life of the shard had done so, or not."""
+    """The dead frontend is noticed whether the former incarnation of the shard had noticed it or not."""
     queue(rig, 3, leases_durable=True)
     rig.call(WorkOpen("q", 7, "stream", 2, MINUTE_MS))
     assert counts(rig) == (1, 2, 0)
@@ -440,7 +440,9 @@ def test_streams_are_dealt_to_in_turn_and_refilled_on_ack(rig: Rig) -> None:
 
 
 def seqs_by(rig: Rig, at_ms: int) -> list[int]:
-    """What streams have been dealt when the clock has come to this, a tick at a time as the shard sleeps."""
+    """Return the seqs that streams have been dealt when the clock has come to this, a tick at a time as the shard
+    sleeps.
+    """
     while (tick_ms := rig.shard.next_tick_ms) is not None and tick_ms <= at_ms:
         rig.clock.ms = max(rig.clock.ms, tick_ms)
         rig.run()

@@ -63,7 +63,7 @@ def floors(rig: Rig, name: str) -> tuple[int, ...]:
 
 
 def churn(rig: Rig, file_count: int, name: str = "busy") -> None:
-    """So many files' worth of writes to a topic that keeps little of it."""
+    """Write so many files' worth to a topic that keeps little of it."""
     for _ in range(file_count * FILE_BYTES // len(BLOCK)):
         rig.append(name, BLOCK, config=CAPPED)
 

@@ -28,7 +28,7 @@ def settings(data_dir: str, shards: int) -> Settings:
 
 
 def move(fs: FileSystem, data_dir: str, shards: int) -> None:
-    """As the supervisor's process does it."""
+    """Move the logs as the supervisor's process does."""
 
     def owner(name: str) -> int:
         return owner_shard(name, shards)

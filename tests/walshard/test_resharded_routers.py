@@ -1,4 +1,4 @@
-"""A changed shard count over a snapshot with routers in it: they go on where they were, whoever has them now."""
+"""A changed shard count over a snapshot with routers: they go on where they were, on whatever shard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What deletes, expiry and caps cost a shard does not grow with what its topics retain (api §5)."""
+"""Costs of deletes, expiry and caps for a shard do not grow with what its topics retain (api §5)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def compaction(tmp_path: Path) -> Iterator[Compaction]:
 
 
 class Opened:
-    """How many files of segments were opened to be read."""
+    """Counts the files of segments that were opened to be read."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
@@ -94,7 +94,7 @@ def test_floors_that_move_far_look_into_the_segment_where_they_stop(
     rig = compaction.rig
     while rig.parts.files._uncounted:
         rig.shard.sweep()
-    monkeypatch.setattr(segment_files, "INDEXES_MAX", 1)  # whatever is asked is opened anew
+    monkeypatch.setattr(segment_files, "INDEXES_MAX", 1)  # each index that is asked is opened again
     opened = Opened(monkeypatch)
     last = 8 * SMALL_SEGMENTS + 10
     rig.call(DeleteRecords("t", None, "eq", b"tag-8001"))
@@ -145,7 +145,7 @@ def tiered(tmp_path: Path) -> Iterator[Compaction]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_lives_in_segments_is_counted_right_whatever_happens_to_them(tiered: Compaction, seed: int) -> None:
-    """Deletions, failed marks, growth, sealing, rewriting, both tiers: always as if it were counted anew."""
+    """Deletions, failed marks, growth, sealing, rewriting, both tiers: the counts are always as if counted again."""
     dice = random.Random(seed)
     compaction, rig, fs = tiered, tiered.rig, tiered.rig.fs
     assert isinstance(fs, FaultyFileSystem)
@@ -211,7 +211,7 @@ def test_tags_leave_open_files_for_everything_else(few_open_files: int, tmp_path
 
 
 def test_a_sweep_counts_so_many_records(tmp_path: Path) -> None:
-    """Or those of one segment, if it has more."""
+    """A sweep counts so many records, or those of one segment if that has more."""
     files = SegmentFiles(OsFileSystem(), str(tmp_path), 64)
     half = 1 << 15
 

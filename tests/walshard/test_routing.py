@@ -40,7 +40,7 @@ from topics.walshard.routers.sources import Ended
 
 
 def route(rig: Rig, name: str, source: str, dest: str, **fields: Any) -> None:
-    """As a frontend does it."""
+    """Register a router as a frontend does."""
     router = rig.call(PutRouter(name, RouterSpec(source, dest, **fields))).router
     rig.call(EnsureTopic(dest))
     for _ in range(10):
@@ -70,7 +70,7 @@ def feeds(rig: Rig) -> Feeds:
 
 
 def logged_types(rig: Rig) -> list[FrameType]:
-    """Of all frames in the durable log that say something about topics."""
+    """Return the types of all frames in the durable log that say something about topics."""
     found = []
     for number in range(1, rig.cell.get("wal_file") + 1):
         content = Path(log_path(group_dir(rig.settings.data_dir, 0, 1), number)).read_bytes()
@@ -125,7 +125,7 @@ def test_copies_and_their_cursor_are_one_write_of_the_dest(rig: Rig) -> None:
 
 
 def test_a_source_keeps_what_its_routers_have_yet_to_copy(rig: Rig) -> None:
-    """Also what its caps evicted or a client deleted in the very group that wrote it."""
+    """The source also keeps records that its caps evicted or a client deleted in the very group that wrote them."""
     put(rig, "a", cap_records=2)
     route(rig, "r", "a", "b")
     rig.append("a", *[b"%d" % at for at in range(20)])
@@ -271,7 +271,7 @@ def test_copies_find_room_where_records_have_expired(rig: Rig) -> None:
 
 
 class FullDisk(FaultyFileSystem):
-    """What is below one directory takes no writes, as long as it is said; what is in memory does."""
+    """A disk that takes no writes below one directory, as long as it is told so; RAM does take them."""
 
     full_dir: str | None = None
 
@@ -289,7 +289,7 @@ def test_a_router_id_is_never_used_again(rig: Rig) -> None:
 
 
 class Model:
-    """What must be in each topic: (seq, data) of all that was ever there, and what is gone."""
+    """The records that each topic must have: (seq, data) of all that was ever there, and what is gone."""
 
     def __init__(self) -> None:
         self.records: dict[str, list[tuple[bytes, bytes]]] = {name: [] for name in "abcd"}

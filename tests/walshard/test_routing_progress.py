@@ -1,4 +1,4 @@
-"""What a shard, and others, know of how far its routers are, and of what keeps them."""
+"""Progress of routers as their shard and others know it, and what keeps them from going on."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_copies_become_durable_with_their_originals_while_their_router_waits(tmp
 
 
 def catch_up(rig: Rig, dest: str = "b") -> CaughtUp:
-    """What a frontend is answered that wants to read it."""
+    """Return the answer to a frontend that wants to read the dest."""
     reply = rig.call(CatchUp(dest))
     assert isinstance(reply, CaughtUp)
     return reply

@@ -214,7 +214,7 @@ def test_damage_in_the_cold_directory_is_read_and_said_once_however_often_the_de
     with capture_logs() as said:
         for second in range(3):
             until_s = time.monotonic() + DEADLINE_S
-            # The first one finds what the second before had, and has it read anew.
+            # The first one finds what the second before had, and has it read again.
             damaged = 0
             while damaged < 20:
                 assert time.monotonic() < until_s
@@ -290,7 +290,7 @@ def test_a_full_dest_lacks_nothing_for_a_source_that_is_damaged(compaction: Comp
 
 
 def test_what_has_no_room_is_asked_for_again_when_its_router_changes(rig: Rig) -> None:
-    """Or the dest: what waits may take less then, or no place at all."""
+    """The same holds when the dest changes: waiting records may take less then, or no place at all."""
     put(rig, "b", cap_records=2, discard="reject")
     route(rig, "r", "a", "b")
     append_tagged(rig, "a", (b"x", b"1"), (b"x", b"2"), (b"x", b"3"), (b"y", b"4"))
@@ -352,7 +352,7 @@ def test_marks_of_one_message_know_of_each_others_floors(compaction: Compaction)
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(16))
 def test_whatever_happens_the_copies_are_those_of_the_model(tmp_path: Path, seed: int) -> None:
-    """As in `test_routing`, with cuts, rewrites and ends of the compactor between."""
+    """The seeds of `test_routing`, with cuts, rewrites and ends of the compactor in between."""
     rig = Rig(str(tmp_path / "data"), segment_max_events="6", segment_rewrite_dead_ratio="0.3")
     compaction = Compaction(rig)
     try:

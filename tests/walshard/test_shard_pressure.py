@@ -27,7 +27,7 @@ class Pressed:
         self.slept: list[float] = []
         self.lag_bytes = 0
         self.meanwhile: Callable[[], None] = lambda: None
-        """What others do while the shard sleeps."""
+        """Work of others while the shard sleeps."""
         frontend = rig.shared.control.cell(Role.FRONTEND, 0)
         frontend.supervisor.set("pid", 1)
         rig.cell.supervisor.set("pid", 1)

@@ -58,7 +58,7 @@ def publish_calls(sink: str, batch: int, stages: StageList) -> list[Call]:
 
 
 def drive(rig: Rig, sink: str, batch: int, stages: StageList) -> None:
-    """As `frontend/txn/coordinator.py` does, without it."""
+    """Drive a batch to its end, as `frontend/txn/coordinator.py` does."""
     for call in publish_calls(sink, batch, stages):
         rig.call(call)
     rig.call(TxnEnd(sink, batch))
@@ -135,7 +135,7 @@ def pins(rig: Rig) -> int:
 
 
 def after_a_cut(rig: Rig) -> int:
-    """How many pins a start from a new snapshot has."""
+    """Make a cut; return the number of pins that a start from the new snapshot has."""
     compaction = Compaction(rig)
     assert compaction.cut()
     rig.restart_service()
@@ -185,7 +185,7 @@ def test_a_pin_stays_as_long_as_its_stage_could_be_published_again(rig: Rig) -> 
     (publish,) = publish_calls("s", 0, stages)
     rig.call(publish)
     assert rig.call(TxnEnd("s", 0)) is not None
-    # The driver dies here, and the sink is forgotten: the stage is there for whoever commits it once more.
+    # The driver dies here, and the sink is forgotten: the stage is there for a later commit.
     rig.call(TxnForget("s"))
     assert after_a_cut(rig) == 1
     assert rig.call(TxnBegin("s", 0, stages)).outcome == "begun"

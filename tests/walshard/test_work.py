@@ -1,4 +1,4 @@
-"""Who is dealt to, in turn, and what that costs."""
+"""Turns in which workers are dealt jobs, and what that costs."""
 
 from __future__ import annotations
 

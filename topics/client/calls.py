@@ -13,6 +13,7 @@ import msgspec
 from topics.api import answers, requests, segment_answers
 from topics.api.requests import Consistency, NewRecord, ProducerBody, State
 from topics.client.errors import ServiceFaultError
+from topics.client.json_body import encode_body
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -20,8 +21,6 @@ T_co = TypeVar("T_co", covariant=True)
 PAGE_SIZE: Final = 1000
 """The most entries that a page of a list may have (api §0.8)."""
 DIFF_MAX_BYTES: Final = 8 << 20
-
-_encode = msgspec.json.Encoder().encode
 
 
 class Call(msgspec.Struct, Generic[T_co], frozen=True):
@@ -72,7 +71,7 @@ def _call(
     query: dict[str, str] | None = None,
     repeatable: bool = True,
 ) -> Call[T]:
-    content = None if body is None else _encode(body)
+    content = None if body is None else encode_body(body)
     return Call(method, path_of(*path), partial(msgspec.json.decode, type=answer), content, query or {}, repeatable)
 
 
@@ -122,7 +121,8 @@ def append(
     if_head_seq: int | None = None,
     producer: ProducerBody | None = None,
 ) -> Call[answers.AppendAnswer]:
-    """Write all records or none. A record is a NewRecord, or just its `data`.
+    """Write all records or none. A record is a NewRecord, or just its `data`: anything that `msgspec.json` encodes, but
+    NotFiniteError for NaN and infinities. JSON text is given as `msgspec.Raw` and kept as it is.
 
     The write is repeated under one idempotency key until it is answered, so it is committed once. A key of your own
     makes your repeats safe as well, also after a restart of your program. A `producer` also keeps its writes in order
@@ -135,7 +135,7 @@ def append(
         node=node,
         idempotency_key=idempotency_key,
         create=create,
-        config=msgspec.UNSET if config is None else msgspec.Raw(_encode(config)),
+        config=msgspec.UNSET if config is None else msgspec.Raw(encode_body(config)),
         if_head_seq=if_head_seq,
         producer=producer,
     )
@@ -231,7 +231,7 @@ def _fenced(jobs: Sequence[LeasedJob]) -> tuple[list[int], list[str]]:
 
 
 def _settle(verb: str, topic: str, body: requests.JobsBody, repeatable: bool) -> Call[list[int]]:
-    return Call("POST", path_of("topics", topic, verb), _skipped, _encode(body), repeatable=repeatable)
+    return Call("POST", path_of("topics", topic, verb), _skipped, encode_body(body), repeatable=repeatable)
 
 
 def _skipped(answer: bytes) -> list[int]:

@@ -50,6 +50,14 @@ class ServiceFaultError(ApiError):
     """500, or an answer that is none of the API's."""
 
 
+class NotFiniteError(ClientError, ValueError):
+    """A value to be sent is NaN or infinite, which JSON has not. Nothing was sent; `path` says where the value is."""
+
+    def __init__(self, path: str, value: float) -> None:
+        super().__init__(f"{path} is {value}, which JSON cannot express: use null, a text, or leave it out")
+        self.path = path
+
+
 class UnreachableError(ClientError):
     """No answer within the time for repeats. A request that cannot be repeated may have been carried out."""
 

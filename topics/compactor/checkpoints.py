@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Final, NamedTuple
 
@@ -125,9 +125,7 @@ class Checkpoints:
         self._one_by_one_max = one_by_one_max
         self._suspects: set[str] = set()
         self._unsealable: dict[tuple[int, SegmentInfo], tuple[int, int]] = {}
-        """(pause in ms, its end on the monotonic clock) for segments that could not be sealed. They stay as they are
-        until something is appended to them, or they can be sealed.
-        """
+        """(pause in ms, its end in monotonic ms) of segments that could not be sealed; an append ends it."""
 
     def run(self, follower: Follower, buffers: LogBuffers) -> Written:
         """Puts everything that the follower has read into segments; then the shard's log is synced up to there.
@@ -155,19 +153,24 @@ class Checkpoints:
     def _run(self, follower: Follower, buffers: LogBuffers, failures: _Failures) -> Written:
         now_ms = self._clock.now_ms()
         due = self._due(follower, now_ms)
-        written = Written(0, 0, 0)
+        records = data_bytes = sealed = 0
         while not failures.is_full and (chunk := list(islice(due, TOPICS_PER_SYNC))):
             while chunk and not failures.is_full:
                 steps = self._step(follower, chunk, buffers.get, now_ms, failures)
                 reached("checkpoint.synced")
                 for step in steps:
-                    written = _plus(written, follower, step)
+                    infos = step.checkpoint.segments
+                    former = follower.index_of(step.topic).segments.between(infos[0].first_seq, infos[-1].last_seq)
+                    records += step.records
+                    data_bytes += sum(info.data_bytes for info in infos) - sum(info.data_bytes for info in former)
                 for message in _messages(steps):
                     mark(follower, message)
-                    follower.sealed += _sealed(message)
+                    new = [(each.topic_id, info) for each in message for info in each.segments if info.flags & SEALED]
+                    follower.sealed += [(topic_id, info.first_seq) for topic_id, info in new]
+                    sealed += len(new)
                     self._alive()
                 chunk = [step.topic for step in steps if step.has_more]
-        return written
+        return Written(records, data_bytes, sealed)
 
     def has_old(self, follower: Follower) -> bool:
         """True if it is time to seal a segment, also one to which nothing was added."""
@@ -232,45 +235,34 @@ class Checkpoints:
         index = follower.index_of(topic)
         last = index.segments.last
         up_to_seq = index.segments.last_seq
-        polls = 0
-        while True:
+        moved: Exception | None = None
+        for _ in range(_POLLS_MAX):
             view = follower.look_up(topic)
             if view is None:
                 # The deletion is in the log, behind the place read so far, and synced.
                 follower.deleted(topic.id)
                 return None
-            entries: array[int] | None = None
             if view.head_seq >= topic.head_seq:
                 first_seq = max(up_to_seq + 1, view.base_seq)
                 last_seq = min(view.head_seq, first_seq + RECORDS_PER_STEP - 1)
                 if first_seq > last_seq:
                     break
                 entries = follower.arena().entries(view, first_seq, last_seq)
-                if entries is not None:
-                    entries = _followed(entries, topic, view.earliest_seq)
-            if entries is not None:
-                if not entries:
+                entries = None if entries is None else _followed(entries, topic, view.earliest_seq)
+                if entries is not None and not entries:
                     break
                 try:
-                    infos = appender.append(topic.id, last, entries, buffer_of, now_ms)
+                    if entries is not None:
+                        infos = appender.append(topic.id, last, entries, buffer_of, now_ms)
+                        done_seq = infos[-1].last_seq
+                        checkpoint = TopicCheckpoint(topic.id, done_seq, infos)
+                        return _Step(topic, checkpoint, done_seq - entries[0] + 1, has_more=done_seq < view.head_seq)
                 except (ValueError, EOFError, FileNotFoundError) as error:
-                    # The records have moved: the log was saved into a new file.
-                    if polls >= _POLLS_MAX:
-                        raise Refused(
-                            f"records of topic {topic.name!r} are not where its shard says: {error}"
-                        ) from error
-                else:
-                    done_seq = infos[-1].last_seq
-                    return _Step(
-                        topic,
-                        TopicCheckpoint(topic.id, done_seq, infos),
-                        done_seq - entries[0] + 1,
-                        has_more=done_seq < view.head_seq,
-                    )
-            polls += 1
-            if polls > _POLLS_MAX:
-                raise Refused(f"shard {follower.shard} does not show record {topic.head_seq} of topic {topic.name!r}")
+                    moved = error  # the log was saved into a new file
             time.sleep(_POLL_S)
+        else:
+            why = f": {moved}" if moved else ""
+            raise Refused(f"shard {follower.shard} does not show all records of topic {topic.name!r}{why}") from moved
         if up_to_seq < topic.head_seq and topic.earliest_seq <= topic.head_seq:
             # All records were evicted, which the log does not say yet. A deleted record takes the place of the last
             # one: a state with a head that is behind both segments and floors would lack records.
@@ -305,7 +297,7 @@ def mark(follower: Follower, checkpoints: list[TopicCheckpoint]) -> None:
         if checkpoint.topic_id in deleted:
             follower.deleted(checkpoint.topic_id)
             continue
-        follower.index_of(topic).checkpointed(checkpoint.up_to_seq, checkpoint.segments)
+        follower.index_of(topic).checkpointed(checkpoint.segments)
     if refused:
         raise Refused(f"shard {follower.shard} could not mark {len(refused)} of {len(checkpoints)} topics")
 
@@ -338,27 +330,6 @@ def _messages(steps: list[_Step]) -> Iterator[list[TopicCheckpoint]]:
         records += step.records
     if message:
         yield message
-
-
-def _sealed(checkpoints: list[TopicCheckpoint]) -> Iterator[tuple[int, int]]:
-    for checkpoint in checkpoints:
-        for info in checkpoint.segments:
-            if info.flags & SEALED:
-                yield checkpoint.topic_id, info.first_seq
-
-
-def _plus(written: Written, follower: Follower, step: _Step) -> Written:
-    segments = step.checkpoint.segments
-    before = follower.index_of(step.topic).segments.between(segments[0].first_seq, segments[-1].last_seq)
-    return Written(
-        written.records + step.records,
-        written.data_bytes + _data_bytes(segments) - _data_bytes(before),
-        written.sealed + sum(1 for info in segments if info.flags & SEALED),
-    )
-
-
-def _data_bytes(infos: Iterable[SegmentInfo]) -> int:
-    return sum(info.data_bytes for info in infos)
 
 
 class DurableMarks:

@@ -141,9 +141,9 @@ class Compactor:
         """
         if self._relocation is not None:
             # First, because it makes room, and a full disk makes rewriting fail.
-            step = self._relocation.step(self.followers)
-            self._cell.add("segments_relocated", step.relocated)
-            self._cell.add("failures", step.failed)
+            relocated, failed = self._relocation.step(self.followers)
+            self._cell.add("segments_relocated", relocated)
+            self._cell.add("failures", failed)
         for follower in self.followers:
             # Records may have been deleted in them before they were sealed.
             for sealed in follower.sealed:

@@ -153,36 +153,36 @@ class LogTail:
             raise TailLost(f"{self.directory}: was read up to {self.position}, but is committed only up to {until}")
         while self.position.file_no < until.file_no:
             yield from self._rest_of_file()
-        yield from self._read(until.offset, None)
+        yield from self._read(until.offset)
 
     def log_id(self) -> int:
         """Returns the log id of the file at `position`."""
         path = layout.log_path(self.directory, self.position.file_no)
-        return self._start_of(path)[0].log_id
+        return self._start_of(path).log_id
 
     def _rest_of_file(self) -> Iterator[RecoveredFile]:
         """Reads up to where the next file continues."""
         file_no = self.position.file_no
-        following, _ = self._start_of(layout.log_path(self.directory, file_no + 1))
+        following = self._start_of(layout.log_path(self.directory, file_no + 1))
         if following.previous_end is None:
-            yield from self._read(None, file_no)
+            yield from self._read(None)
         elif self.position.offset < following.previous_end:
-            yield from self._read(following.previous_end, None)
+            yield from self._read(following.previous_end)
         # Frames behind `previous_end` come again in the next file; to read them twice changes nothing.
         self.position = WalPosition(file_no + 1, 0)
 
-    def _read(self, end: int | None, ends_file_no: int | None) -> Iterator[RecoveredFile]:
+    def _read(self, end: int | None) -> Iterator[RecoveredFile]:
         """Reads from `position` exactly to `end`, without one to the FILE_END that names the next file."""
         file_no = self.position.file_no
         path = layout.log_path(self.directory, file_no)
         with self._open(path) as mapped, memoryview(mapped) as view:
-            offset = self.position.offset or self._data_offset(path, mapped)
+            offset = self.position.offset or _parse(path, mapped[:_HEAD_BYTES])[1]
             limit = len(view) if end is None else end
             while offset < limit or end is None:
                 frames, next_offset, defect = scan_columns(view, offset, limit, BATCH_FRAMES)
                 ending_at = frames.find(FrameType.FILE_END)
                 ending = frames[ending_at] if ending_at < len(frames) else None
-                if ending is not None and (ends_file_no is None or ending[4:6] != (ends_file_no, ending[0])):
+                if ending is not None and (end is not None or ending[4:6] != (file_no, ending[0])):
                     raise TailLost(f"{path}: ends at offset {ending[0]}, before its committed end")
                 if ending is None and (defect is not None or not frames):
                     raise TailLost(f"{path}: has no frame at offset {next_offset}: {defect}")
@@ -194,12 +194,9 @@ class LogTail:
                 if ending is not None:
                     return
 
-    def _data_offset(self, path: str, mapped: mmap.mmap) -> int:
-        return _parse(path, mapped[:_HEAD_BYTES])[1]
-
-    def _start_of(self, path: str) -> tuple[FileStart, int]:
+    def _start_of(self, path: str) -> FileStart:
         with self._open(path) as mapped:
-            return _parse(path, mapped[:_HEAD_BYTES])
+            return _parse(path, mapped[:_HEAD_BYTES])[0]
 
     def _open(self, path: str) -> mmap.mmap:
         try:

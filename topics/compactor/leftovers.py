@@ -212,12 +212,7 @@ class Leftovers:
         return swept
 
     def _remove_found(
-        self,
-        topic_id: int,
-        names: Kinds,
-        needed: TopicFiles | None,
-        pinned: Pinned,
-        swept: Swept,
+        self, topic_id: int, names: Kinds, needed: TopicFiles | None, pinned: Pinned, swept: Swept
     ) -> Kinds | None:
         """Removes files of one topic. Returns those that stay for now; None when all is done."""
         left: Kinds = {}

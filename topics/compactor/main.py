@@ -69,9 +69,7 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
 
 
 def give_way() -> None:
-    """Gives this process a lower weight than those that answer clients, and batch scheduling, so that its wake-ups
-    interrupt none of them. A sandbox may forbid it.
-    """
+    """Lowers the weight of this process and makes its wake-ups interrupt no other. A sandbox may forbid it."""
     try:
         os.nice(NICENESS)
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

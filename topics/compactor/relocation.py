@@ -115,13 +115,6 @@ class HotRetention(NamedTuple):
         return hot[: len(hot) - kept]
 
 
-class RelocationStep(NamedTuple):
-    """The result of a step: the numbers of segments that became cold, and of copies that failed (made again later)."""
-
-    relocated: int
-    failed: int
-
-
 class Relocation:
     """Relocates segments of all topics, and removes superfluous objects in the cold directory. Exists only with one.
 
@@ -173,8 +166,8 @@ class Relocation:
         for info in self._retention.excess(follower.index_of(topic).segments):
             self._queue.add(RelocationCopy(follower.shard, topic.id, info))
 
-    def step(self, followers: list[Follower]) -> RelocationStep:
-        """Marks finished copies, and begins the next ones."""
+    def step(self, followers: list[Follower]) -> tuple[int, int]:
+        """Marks finished copies and begins the next ones. Returns the numbers of new cold segments and of failures."""
         copied: dict[int, list[RelocationCopy]] = {}
         failed = 0
         while self._copying and self._copying[0][1].done():
@@ -192,15 +185,15 @@ class Relocation:
         relocated = 0
         for shard, copies in copied.items():
             reached("relocate.copied")
-            step = self._mark_cold(followers[shard], copies)
-            relocated, failed = relocated + step.relocated, failed + step.failed
+            marked, unmarked = self._mark_cold(followers[shard], copies)
+            relocated, failed = relocated + marked, failed + unmarked
         if len(self._queue) > self._queue_max:
             self._queue.keep_only(lambda copy: self._current(followers[copy.shard], copy) is not None)
             self._queue_max = max(QUEUE_MIN, 2 * len(self._queue))
         self._begin(followers)
         if self._copying and self._copying[0][1].done():
             self._wake()  # the helper finished while the shard was waited for
-        return RelocationStep(relocated, failed)
+        return relocated, failed
 
     def _begin(self, followers: list[Follower]) -> None:
         """Gives the helper as many copies as it may have in advance."""
@@ -329,7 +322,7 @@ class Relocation:
         self._queue.drop(copy)
         self._found.update(copy.objects)
 
-    def _mark_cold(self, follower: Follower, copies: list[RelocationCopy]) -> RelocationStep:
+    def _mark_cold(self, follower: Follower, copies: list[RelocationCopy]) -> tuple[int, int]:
         """Has the shard mark these segments as cold, in one message. Segments that are not marked are copied again."""
         cold: dict[int, list[SegmentInfo]] = {}
         for copy in copies:
@@ -357,7 +350,7 @@ class Relocation:
             follower.shrunk.update(copy.topic_id for copy in marked)
         for copy in marked:
             self._queue.done(copy)
-        return RelocationStep(sum(map(len, cold.values())) - len(unmarked), len(unmarked))
+        return sum(map(len, cold.values())) - len(unmarked), len(unmarked)
 
     # -- on the helper's thread
 

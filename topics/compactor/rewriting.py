@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from array import array
 from concurrent.futures import Executor, Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import accumulate
 from typing import Final, NamedTuple
 
@@ -117,22 +117,17 @@ def _write_pair(
     idx: array[int],
 ) -> None:
     """Writes `.data` and `.idx` of the new version and syncs them, but not their names."""
-    data_path = layout.segment_data_path(directory, first_seq, version)
-    idx_path = layout.segment_idx_path(directory, first_seq, version)
     flags_new = os.O_RDWR | os.O_CREAT | os.O_TRUNC
-    data_fd = fs.open(data_path, flags_new)
-    try:
-        idx_fd = fs.open(idx_path, flags_new)
-        try:
-            _copy(fs, old, data_fd, pieces)
-            write_all(fs, idx_fd, idx.tobytes(), 0)
-            reached("rewrite.copied")
-            fs.fdatasync(data_fd)
-            fs.fdatasync(idx_fd)
-        finally:
-            fs.close(idx_fd)
-    finally:
-        fs.close(data_fd)
+    with ExitStack() as opened:
+        data_fd = fs.open(layout.segment_data_path(directory, first_seq, version), flags_new)
+        opened.callback(fs.close, data_fd)
+        idx_fd = fs.open(layout.segment_idx_path(directory, first_seq, version), flags_new)
+        opened.callback(fs.close, idx_fd)
+        _copy(fs, old, data_fd, pieces)
+        write_all(fs, idx_fd, idx.tobytes(), 0)
+        reached("rewrite.copied")
+        fs.fdatasync(data_fd)
+        fs.fdatasync(idx_fd)
 
 
 def _columns(directory: str, info: SegmentInfo) -> tuple[array[int], array[int], array[int], array[int]]:

@@ -18,15 +18,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from topics.core.location import (
-    ENTRY_WORDS,
-    LOCATION_GONE,
-    LOW_WORD,
-    any_flagged,
-    flags_of,
-    lengths_of,
-    offsets_of,
-)
+from topics.core.location import ENTRY_WORDS, LOCATION_GONE, LOW_WORD, any_flagged, flags_of, lengths_of, offsets_of
 from topics.core.segment_list import SEALED, SegmentInfo
 from topics.log import get_logger
 from topics.storage import layout

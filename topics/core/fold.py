@@ -125,7 +125,7 @@ class Fold:
         topic = Topic(kept.id, kept.name, kept.config, index, kept.recreated)
         self.topics[kept.id] = topic
         self.created_ids.add(kept.id)
-        index.checkpointed(0, kept.segments)
+        index.checkpointed(kept.segments)
         index.skip_to(kept.head_seq + 1)
         topic.head_seq = kept.head_seq
         topic.last_write_ts = kept.last_write_ts
@@ -212,7 +212,7 @@ class Fold:
             if self._is_new(topic, body.floors.revision, body.floors.earliest_seq):
                 if up_to_seq > topic.head_seq:
                     self._uncounted.add(topic_id)
-                topic.index.checkpointed(up_to_seq, body.segments)
+                topic.index.checkpointed(body.segments)
                 topic.extend_head(up_to_seq)
                 self._apply_floors(topic, body.floors)
                 topic.index.drop_before(topic.earliest_seq)

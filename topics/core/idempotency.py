@@ -223,7 +223,7 @@ class IdempotencyWindow:
 def _goes_on(known: tuple[ProducerTurn, WriteOutcome], turn: ProducerTurn, ts: int) -> bool:
     """True if a producer's write takes it further than is known of it. A log may say a write twice, and two logs come
     one after the other, so an earlier write may come later. Its turn tells, unless the producer was forgotten between
-    the two and began anew.
+    the two and began again.
     """
     last_turn, last = known
     later_ms = ts - last.ts

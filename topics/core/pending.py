@@ -1,4 +1,4 @@
-"""What one group of requests does to one topic, before any of it is logged. Pure.
+"""The changes that one group of requests makes to one topic, before any of it is logged. Pure.
 
 Requests of a group see each other: the second write to a topic gets the seqs behind the first, a repeated key is
 recognised inside the group, and a record is removed once. The topic itself changes when the group is in the log. If the
@@ -84,7 +84,7 @@ class PendingWrite(NamedTuple):
 
 
 class PendingTopic:
-    """What one group so far does to one topic. It decides which write may join, and gives it its seqs."""
+    """The changes that one group so far makes to one topic. It decides which write may join, and gives it its seqs."""
 
     __slots__ = (
         "_ceiling",

@@ -53,8 +53,8 @@ class RecordIndex(Protocol):
     def flag_deleted(self, seqs: Sequence[int]) -> None:
         """Flag ascending seqs as deleted; skip those that are deleted or lost already."""
 
-    def checkpointed(self, up_to_seq: int, segments: Iterable[SegmentInfo]) -> None:
-        """Take in new and changed segments; entries up to `up_to_seq` are in segments now, with their deletions."""
+    def checkpointed(self, segments: Iterable[SegmentInfo]) -> None:
+        """Take in new and changed segments: they have the entries of their records now, with their deletions."""
 
     def drop_before(self, seq: int) -> None: ...
     def skip_to(self, seq: int) -> None:
@@ -86,7 +86,7 @@ class UnlocatedIndex:
     def flag_deleted(self, seqs: Sequence[int]) -> None:
         """Do nothing: the shard flags the records, and the log has everything that follows from it."""
 
-    def checkpointed(self, up_to_seq: int, segments: Iterable[SegmentInfo]) -> None:
+    def checkpointed(self, segments: Iterable[SegmentInfo]) -> None:
         for segment in segments:
             self.segments.put(segment)
 

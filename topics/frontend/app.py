@@ -79,7 +79,7 @@ class App:
         self.router = Router(
             [Path(path, Resource(**of_path)) for path, of_path in methods.items()],
             redirect_slashes=False,
-            default=_no_such_path,
+            default=self._no_such_path,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -152,6 +152,9 @@ class App:
 
         return admitting
 
+    async def _no_such_path(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise no_such_path(scope)
+
     async def _refuse(self, error: TopicsError, scope: Scope, send: Send) -> None:
         self._cell.add("responses_4xx" if error.status < 500 else "responses_5xx")
         allow = error.detail.get("allow") if error.detail else None
@@ -183,10 +186,6 @@ class Resource:
                 f"{scope['path']} does not allow {scope['method'][:32]}, only {self._allow}",
                 {"allow": self._allow},
             )
-
-
-async def _no_such_path(scope: Scope, receive: Receive, send: Send) -> None:
-    raise no_such_path(scope)
 
 
 def no_such_path(scope: Scope) -> TopicsError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import permutations
 from typing import NamedTuple
 
 from topics.shm import shm_names
@@ -33,21 +34,16 @@ class RingPair(NamedTuple):
     replies: Ring
 
 
-def _reply_bytes(ring_bytes: int) -> int:
-    return max(64 * 1024, ring_bytes // 4)
-
-
 def _compactor_ring_bytes(ring_bytes: int) -> int:
     return min(ring_bytes, COMPACTOR_RING_BYTES)
 
 
 def _pair_sizes(ring_bytes: int) -> tuple[int, int]:
-    return _page(ring_bytes + HEADER_BYTES), _page(_reply_bytes(ring_bytes) + HEADER_BYTES)
+    return _page(ring_bytes + HEADER_BYTES), _page(max(64 * 1024, ring_bytes // 4) + HEADER_BYTES)
 
 
-def _ring_pair(name: str, ring_bytes: int) -> RingPair:
-    requests_size, replies_size = _pair_sizes(ring_bytes)
-    shared = SharedObject.create(name, requests_size + replies_size)
+def _ring_pair(shared: SharedObject, ring_bytes: int) -> RingPair:
+    requests_size, _ = _pair_sizes(ring_bytes)
     return RingPair(Ring(shared.bytes[:requests_size]), Ring(shared.bytes[requests_size:]))
 
 
@@ -78,42 +74,27 @@ class SharedMemory:
         self.compactor_row = frontends
         self.ram_dir = shm_names.ram_dir(identity)
         self.control = ControlPage.create(shm_names.shm_name(identity, "control"), shards, frontends)
-        durations = SharedObject.create(
-            shm_names.shm_name(identity, "durations"), _page(Durations.size_bytes(frontends))
-        )
-        self.durations = Durations(durations.words[: Durations.size_bytes(frontends) // 8])
-        keys = SharedObject.create(shm_names.shm_name(identity, "keys"), _page(KeyCounts.size_bytes(frontends)))
-        self.key_counts = keys.words
+
+        def create(size_bytes: int, kind: str, *parts: int, reserve_bytes: int | None = None) -> SharedObject:
+            return SharedObject.create(shm_names.shm_name(identity, kind, *parts), _page(size_bytes), reserve_bytes)
+
+        durations_bytes = Durations.size_bytes(frontends)
+        self.durations = Durations(create(durations_bytes, "durations").words[: durations_bytes // 8])
+        self.key_counts = create(KeyCounts.size_bytes(frontends), "keys").words
         self.rings = [
-            [_ring_pair(shm_names.shm_name(identity, "ring", peer, shard), size_bytes) for shard in range(shards)]
-            for peer, size_bytes in enumerate([ring_bytes] * frontends + [_compactor_ring_bytes(ring_bytes)])
+            [_ring_pair(create(sum(_pair_sizes(ring)), "ring", peer, shard), ring) for shard in range(shards)]
+            for peer, ring in enumerate([ring_bytes] * frontends + [_compactor_ring_bytes(ring_bytes)])
         ]
-        self.journals = [
-            Journal(SharedObject.create(shm_names.shm_name(identity, "journal", shard), journal_bytes(frontends)).bytes)
-            for shard in range(shards)
-        ]
-        self.links: list[list[Ring | None]] = [
-            [
-                None
-                if sender == receiver
-                else Ring(
-                    SharedObject.create(
-                        shm_names.shm_name(identity, "link", sender, receiver), _link_bytes(shards)
-                    ).bytes
-                )
-                for receiver in range(shards)
-            ]
-            for sender in range(shards)
-        ]
-        self.router_table = SharedObject.create(
-            shm_names.shm_name(identity, "routers"), TABLE_BYTES, TABLE_RESERVE_BYTES
-        )
+        self.journals = [Journal(create(journal_bytes(frontends), "journal", shard).bytes) for shard in range(shards)]
+        self.links: list[list[Ring | None]] = [[None] * shards for _ in range(shards)]
+        for sender, receiver in permutations(range(shards), 2):
+            self.links[sender][receiver] = Ring(create(_link_bytes(shards), "link", sender, receiver).bytes)
+        self.router_table = create(TABLE_BYTES, "routers", reserve_bytes=TABLE_RESERVE_BYTES)
         self.router_boards = [
-            SharedObject.create(shm_names.shm_name(identity, "routed", shard), BOARD_BYTES, BOARD_RESERVE_BYTES)
-            for shard in range(shards)
+            create(BOARD_BYTES, "routed", shard, reserve_bytes=BOARD_RESERVE_BYTES) for shard in range(shards)
         ]
         # One page of sleep flags, a cache line each.
-        flags = SharedObject.create(shm_names.shm_name(identity, "sleep"), _page(64 * (shards + frontends + 1))).words
+        flags = create(64 * (shards + frontends + 1), "sleep").words
         self.shard_wakes = [Wake(flags, 8 * shard) for shard in range(shards)]
         self.frontend_wakes = [Wake(flags, 8 * (shards + frontend)) for frontend in range(frontends)]
         self.compactor_wake = Wake(flags, 8 * (shards + frontends))

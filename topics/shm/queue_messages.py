@@ -169,9 +169,7 @@ class Peek(Message, Asks[Peeked], frozen=True):
 
 
 class Reserve(Message, Asks[Reserved], frozen=True):
-    """Reserve those of these records that are free, to move them to another topic. A queue does not deal them until
-    they are released (`Release`) or removed (`Remove`).
-    """
+    """Reserve free ones of these records, to move them: a queue does not deal them until `Release` or `Remove`."""
 
     name: str
     seqs: list[int]
@@ -234,9 +232,7 @@ class CursorDelete(Message, Asks[Deleted], frozen=True):
 
 
 class CursorGet(Message, Asks[CursorList], frozen=True):
-    """Return the cursor, or (a nil `cursor`) the first `most` whose names follow `after`; with `passed_seq`, as they
-    would be after a reader has read up to there.
-    """
+    """Return the cursor, or (nil) the first `most` after the name `after`; as they are behind `passed_seq`."""
 
     name: str
     cursor: str | None

@@ -190,9 +190,7 @@ class SessionOpen(Message, Asks[SessionOpenReply], frozen=True):
 
 
 class SessionClose(Message, Asks[Done], frozen=True):
-    """The stream ended in order. `positions`: the last seq sent of each topic, without deleted topics; None: neither it
-    nor a stream before it has sent anything.
-    """
+    """The stream ended in order. `positions`: last seqs sent by topic, no deleted ones; None: none was ever sent."""
 
     wid: str
     stream: int

@@ -18,6 +18,8 @@ SMALL: Final = {
     "spark.sql.execution.pyspark.udf.hideTraceback.enabled": "true",
     "spark.sql.session.timeZone": "UTC",
     "spark.ui.showConsoleProgress": "false",
+    # The default of 15 s is too short for a Python process on a busy machine.
+    "spark.python.authenticate.socketTimeout": "120s",
     "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -XX:MaxMetaspaceSize=256m",
 }
 """Settings of a session that stays below 4 GiB with its Python workers, pushes filters down, and reports a wrong option

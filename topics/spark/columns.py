@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Final, NamedTuple
@@ -29,7 +30,7 @@ from topics.spark.options import ReadOptions
 from topics.spark.spark_errors import OptionError
 
 META: Final = pa.map_(pa.string(), pa.string())
-_encode = msgspec.json.Encoder().encode
+_encode = msgspec.json.Encoder(decimal_format="number").encode
 
 
 def meta_array(count: int, numbers: npt.NDArray[np.int64], metas: Sequence[Mapping[str, Any]]) -> pa.Array:
@@ -64,6 +65,7 @@ _INTEGERS: dict[type[types.DataType], int] = {
     types.LongType: 64,
 }
 _decode = msgspec.json.Decoder().decode
+_decode_exact = msgspec.json.Decoder(float_hook=decimal.Decimal).decode
 
 
 class ParsedColumns:
@@ -71,17 +73,26 @@ class ParsedColumns:
 
     def __init__(self, fields: Sequence[types.StructField]) -> None:
         self._fields = [(field.name, _converter(field.dataType, field.name)) for field in fields]
+        self._decode = _decode_exact if any("decimal" in field.dataType.simpleString() for field in fields) else _value
 
     def of(self, texts: pa.Array, schema: pa.Schema) -> list[pa.Array]:
         """Return a column for each field, of the type that `schema` has for its name."""
         if not self._fields:
             return []
-        values = [_decode(text) for text in texts.to_pylist()]
+        values = [self._decode(text) for text in texts.to_pylist()]
         objects = [value if isinstance(value, dict) else {} for value in values]
         return [
             pa.array([convert(value.get(name)) for value in objects], schema.field(name).type)
             for name, convert in self._fields
         ]
+
+
+def _value(text: str) -> Any:
+    """Return a value of JSON. With a number beyond DOUBLE in it, all that are not integers are Decimals."""
+    try:
+        return _decode(text)
+    except msgspec.ValidationError:
+        return _decode_exact(text)
 
 
 def _converter(kind: types.DataType, name: str) -> Convert:
@@ -113,7 +124,13 @@ def _text(value: Any) -> str | None:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if not isinstance(value, int | float | decimal.Decimal) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _integer(bits: int) -> Convert:
@@ -131,10 +148,10 @@ def _decimal(precision: int, scale: int) -> Convert:
     context = decimal.Context(prec=precision, rounding=decimal.ROUND_HALF_UP)
 
     def convert(value: Any) -> decimal.Decimal | None:
-        if not isinstance(value, int | float) or isinstance(value, bool):
+        if not isinstance(value, int | decimal.Decimal) or isinstance(value, bool):
             return None
         try:
-            return decimal.Decimal(repr(value)).quantize(quantum, context=context)
+            return decimal.Decimal(value).quantize(quantum, context=context)
         except decimal.InvalidOperation:
             return None
 
@@ -217,7 +234,7 @@ class ColumnBuilder:
                 f"option schema: {', '.join(twice)} would be there twice; leave it out, or parse the column data "
                 "with from_json under another name"
             )
-        self._arrow = _arrow_schema(schema)
+        self._arrow = arrow_schema(schema)
         self._with_tags = options.include_tags
         self._with_gaps = options.tombstones == "rows"
         self._parsed = ParsedColumns(schema.fields[_RECORD_COUNT + (_GAP_COUNT if self._with_gaps else 0) :])
@@ -256,7 +273,7 @@ class ColumnBuilder:
         return pa.RecordBatch.from_pylist([row], schema=self._arrow)
 
 
-def _arrow_schema(schema: StructType) -> pa.Schema:
+def arrow_schema(schema: StructType) -> pa.Schema:
     """Return the schema in Arrow as Spark expects it. Before 4.2 the zone is UTC and not a parameter."""
     zone: dict[str, Any] = {"timezone": "UTC"} if "timezone" in inspect.signature(to_arrow_schema).parameters else {}
     return to_arrow_schema(schema, **zone)

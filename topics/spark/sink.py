@@ -8,12 +8,10 @@ answers that it has the batch. So the order of rows need not be the same in each
 from __future__ import annotations
 
 import contextlib
-import datetime
-import decimal
 import itertools
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,7 +22,8 @@ from pyspark.sql import types
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
-from topics.client import Client, ClientError, NewRecord, NotFoundError, calls
+from topics.client import Client, ClientError, NewRecord, NotFiniteError, NotFoundError, calls
+from topics.client.json_body import encode_body
 from topics.spark.http_read import PLAN_RETRY, TASK_RETRY, connect
 from topics.spark.options import WriteOptions, valid_name
 from topics.spark.spark_errors import OptionError, TopicsSparkError
@@ -34,12 +33,11 @@ _PLAIN: Final = (
     types.StringType,
     types.NumericType,
     types.BooleanType,
-    types.TimestampType,
-    types.TimestampNTZType,
     types.DateType,
     types.NullType,
     types.BinaryType,
 )
+Convert = Callable[[Any], Any]
 
 
 class Rows:
@@ -67,9 +65,7 @@ class Rows:
             raise OptionError(f"column meta must be map<string,string>, not {meta.simpleString()}")
         if "topic" not in kinds and options.topic is None:
             raise OptionError("no topic to write to: give the option topic, or a column topic")
-        self._text = isinstance(kinds["data"], types.StringType)
-        if not self._text:
-            _check(kinds["data"], "data")
+        self._convert = None if isinstance(kinds["data"], types.StringType) else _converter(kinds["data"], "data")
         self._topic = options.topic
 
     def of(self, batch: pa.RecordBatch) -> Iterator[tuple[str, NewRecord]]:
@@ -84,7 +80,10 @@ class Rows:
                 raise TopicsSparkError(f"a row names the topic {topic!r}, which is not a valid name")
             if data is None:
                 raise TopicsSparkError(f"a row for topic {target!r} has no data: null is not a record (try 'null')")
-            text = data.encode() if self._text else msgspec.json.encode(_json(data))
+            try:
+                text = data.encode() if self._convert is None else encode_body(self._convert(data), "data")
+            except NotFiniteError as error:
+                raise TopicsSparkError(f"a row for topic {target!r}: {error}") from None
             yield target, NewRecord(msgspec.Raw(text), tag, node, None if meta is None else dict(meta))
 
 
@@ -98,33 +97,32 @@ def check_json(records: list[NewRecord]) -> None:
             raise TopicsSparkError(f"a row's data is not JSON: {error}: {text!r}") from None
 
 
-def _check(kind: types.DataType, name: str) -> None:
+def _converter(kind: types.DataType, name: str) -> Convert:
+    """Return how values of a column become JSON: as Spark's `to_json` has them, but nulls stay. OptionError for a type
+    without a JSON form.
+    """
     if isinstance(kind, types.StructType):
-        for field in kind.fields:
-            _check(field.dataType, f"{name}.{field.name}")
-    elif isinstance(kind, types.ArrayType):
-        _check(kind.elementType, f"{name}[]")
-    elif isinstance(kind, types.MapType):
+        fields = [(field.name, _or_null(_converter(field.dataType, f"{name}.{field.name}"))) for field in kind.fields]
+        return lambda row: {name: convert(row[name]) for name, convert in fields}
+    if isinstance(kind, types.ArrayType):
+        element = _or_null(_converter(kind.elementType, f"{name}[]"))
+        return lambda items: [element(one) for one in items]
+    if isinstance(kind, types.MapType):
         if not isinstance(kind.keyType, types.StringType):
             raise OptionError(f"column {name} is a map whose keys are not strings, which JSON has not")
-        _check(kind.valueType, f"{name}{{}}")
-    elif not isinstance(kind, _PLAIN):
-        raise OptionError(f"column {name} is of type {kind.simpleString()}, which has no JSON form here; use to_json")
+        value = _or_null(_converter(kind.valueType, f"{name}{{}}"))
+        return lambda items: {key: value(one) for key, one in items}
+    if isinstance(kind, types.TimestampType | types.TimestampNTZType):
+        return lambda time: time.isoformat().replace("+00:00", "Z")
+    if isinstance(kind, types.DecimalType):
+        return lambda number: msgspec.Raw(str(number).encode())
+    if isinstance(kind, _PLAIN):
+        return lambda value: value
+    raise OptionError(f"column {name} is of type {kind.simpleString()}, which has no JSON form here; use to_json")
 
 
-def _json(value: Any) -> Any:
-    """Return a value of a struct in the form of Spark's `to_json`, but keep nulls."""
-    if isinstance(value, dict):
-        return {name: _json(one) for name, one in value.items()}
-    if isinstance(value, list):
-        if value and isinstance(value[0], tuple):  # how Arrow gives a map
-            return {name: _json(one) for name, one in value}
-        return [_json(one) for one in value]
-    if isinstance(value, datetime.datetime):
-        return value.isoformat().replace("+00:00", "Z")
-    if isinstance(value, decimal.Decimal):
-        return msgspec.Raw(str(value).encode())
-    return value
+def _or_null(convert: Convert) -> Convert:
+    return lambda value: None if value is None else convert(value)
 
 
 _BYTES_PER_STAGE = 8 << 20

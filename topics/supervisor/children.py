@@ -41,19 +41,14 @@ _PR_SET_NAME: Final = 15
 _libc = ctypes.CDLL(None, use_errno=True)
 _logger = log.get_logger()
 
-WalshardMain = Callable[[Settings, SharedMemory, int, int], int]
-FrontendMain = Callable[[Settings, KeyRing, SharedMemory, int, int, list[socket.socket]], int]
-CompactorMain = Callable[[Settings, SharedMemory, int], int]
-ReshardMain = Callable[[Settings, SharedMemory], int]
-
 
 class ChildMains(NamedTuple):
     """The main of each kind of child: (settings[, keys], shared[, index], incarnation[, listeners]) → exit code."""
 
-    frontend: FrontendMain
-    walshard: WalshardMain
-    compactor: CompactorMain
-    reshard: ReshardMain
+    frontend: Callable[[Settings, KeyRing, SharedMemory, int, int, list[socket.socket]], int]
+    walshard: Callable[[Settings, SharedMemory, int, int], int]
+    compactor: Callable[[Settings, SharedMemory, int], int]
+    reshard: Callable[[Settings, SharedMemory], int]
     needs_reshard: Callable[[Settings], bool]
 
 

@@ -137,9 +137,7 @@ def _status(settings: Settings, options: argparse.Namespace) -> int:
 
 
 def _watch(reader: StatusReader, options: argparse.Namespace) -> int:
-    """Prints the status every second until a signal comes. Blocked signals never interrupt a line, and none is lost
-    (Python drops an exception that is raised in a destructor).
-    """
+    """Prints the status every second until a signal comes, which never interrupts a line."""
     with Signals() as signals:
         while True:
             try:

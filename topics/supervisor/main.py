@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import resource
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from typing import Final
 
@@ -17,7 +18,7 @@ from topics.shm import shm_names
 from topics.shm.control import ProcessState
 from topics.shm.instance import SharedMemory
 from topics.storage.clock_file import read_clock
-from topics.storage.filesystem import OsFileSystem, WritePath, boot_id, choose_write_path
+from topics.storage.filesystem import OsFileSystem, boot_id, choose_write_path
 from topics.storage.lock import DataDirLock, DataDirLocked, DataDirNotWritable
 from topics.supervisor.check import (
     StatVfs,
@@ -43,12 +44,7 @@ class StartError(Exception):
 
 
 def serve(
-    settings: Settings,
-    mains: ChildMains,
-    notify: Notify,
-    *,
-    statvfs: StatVfs = os.statvfs,
-    clock: Clock | None = None,
+    settings: Settings, mains: ChildMains, notify: Notify, *, statvfs: StatVfs = os.statvfs, clock: Clock | None = None
 ) -> int:
     """Runs the service until it is stopped; returns its exit code.
 
@@ -60,63 +56,62 @@ def serve(
     log.identify("supervisor")
     _logger.info("starting", version=__version__, pid=os.getpid(), settings=settings.masked())
     _log_authentication(settings, keys)
-    with Signals() as signals, ExitStack() as behind:
-        try:
-            return _serve(settings, keys, mains, notify, statvfs, clock, signals, behind)
-        except (DataDirLocked, DataDirNotWritable, AddressError) as refusal:
-            raise StartError(str(refusal)) from refusal
+    with Signals() as signals, ExitStack() as behind, _refused():
+        for shortage in (
+            open_files_shortage(raise_limit(resource.RLIMIT_NOFILE)),
+            file_size_shortage(settings, raise_limit(resource.RLIMIT_FSIZE)),
+        ):
+            if shortage:
+                raise StartError(shortage)
+        lock = _acquire(settings, signals, clock)
+        if lock is None:
+            return EXIT_OK
+        behind.callback(lock.release)
+        with _refused(f"data directory {settings.data_dir} cannot be written"):
+            write_path = choose_write_path(settings.data_dir)
+        shared = _share(settings, statvfs)
+        behind.callback(shared.destroy)
+
+        listeners = listen_for(settings.host, settings.port, settings.frontends)
+        port = port_of(listeners[0])
+        address = show(settings.host, port)
+        for listener in chain.from_iterable(listeners):
+            behind.callback(listener.close)
+        header = shared.control.header
+        header.set("supervisor_pid", os.getpid())
+        header.set("started_ms", clock.now_ms())
+        header.set("port", port)
+        header.set("write_path", write_path)
+        if (offset_ms := _trusted_offset_ms(settings, clock)) is not None:
+            header.clock_offset_ms = offset_ms
+        header.set("state", ProcessState.STARTING)
+        if settings.port_file:
+            write_port_file(settings.port_file, address)
+            behind.callback(_remove, settings.port_file)
+        _logger.info("listening", address=address, write_path=write_path.name.lower())
+
+        with _refused(f"data directory {settings.data_dir} cannot be read"):
+            reshard = mains.needs_reshard(settings)
+        # The children share these objects' pages with us as long as no garbage collector writes to them.
+        gc.collect()
+        gc.freeze()
+        exit_code = Supervisor(settings, keys, mains, shared, listeners, clock, signals, notify).run(reshard=reshard)
+        header.set("state", ProcessState.STOPPED)
+        _logger.info("stopped", exit=exit_code)
+        return exit_code
 
 
-def _serve(
-    settings: Settings,
-    keys: KeyRing,
-    mains: ChildMains,
-    notify: Notify,
-    statvfs: StatVfs,
-    clock: Clock,
-    signals: Signals,
-    behind: ExitStack,
-) -> int:
-    for shortage in (
-        open_files_shortage(raise_limit(resource.RLIMIT_NOFILE)),
-        file_size_shortage(settings, raise_limit(resource.RLIMIT_FSIZE)),
-    ):
-        if shortage:
-            raise StartError(shortage)
-    lock = _acquire(settings, signals, clock)
-    if lock is None:
-        return EXIT_OK
-    behind.callback(lock.release)
-    write_path = _choose_write_path(settings)
-    shared = _share(settings, statvfs)
-    behind.callback(shared.destroy)
-
-    listeners = listen_for(settings.host, settings.port, settings.frontends)
-    port = port_of(listeners[0])
-    address = show(settings.host, port)
-    for listener in chain.from_iterable(listeners):
-        behind.callback(listener.close)
-    header = shared.control.header
-    header.set("supervisor_pid", os.getpid())
-    header.set("started_ms", clock.now_ms())
-    header.set("port", port)
-    header.set("write_path", write_path)
-    if (offset_ms := _trusted_offset_ms(settings, clock)) is not None:
-        header.clock_offset_ms = offset_ms
-    header.set("state", ProcessState.STARTING)
-    if settings.port_file:
-        write_port_file(settings.port_file, address)
-        behind.callback(_remove, settings.port_file)
-    _logger.info("listening", address=address, write_path=write_path.name.lower())
-
-    reshard = _needs_reshard(settings, mains)
-    # The children share these objects' pages with us as long as no garbage collector writes to them.
-    gc.collect()
-    gc.freeze()
-    exit_code = Supervisor(settings, keys, mains, shared, listeners, clock, signals, notify).run(reshard=reshard)
-    header.set("state", ProcessState.STOPPED)
-    _logger.info("stopped", exit=exit_code)
-    return exit_code
+@contextmanager
+def _refused(what: str | None = None) -> Iterator[None]:
+    """Turns errors that refuse a start into StartErrors. `what` begins the message of an OSError; None: it is none."""
+    try:
+        yield
+    except (DataDirLocked, DataDirNotWritable, AddressError) as refusal:
+        raise StartError(str(refusal)) from refusal
+    except OSError as error:
+        if what is None:
+            raise
+        raise StartError(f"{what}: {error.strerror or error}") from error
 
 
 def _log_authentication(settings: Settings, keys: KeyRing) -> None:
@@ -153,13 +148,6 @@ def _acquire(settings: Settings, signals: Signals, clock: Clock) -> DataDirLock 
             return None
 
 
-def _choose_write_path(settings: Settings) -> WritePath:
-    try:
-        return choose_write_path(settings.data_dir)
-    except OSError as error:
-        raise StartError(f"data directory {settings.data_dir} cannot be written: {error}") from error
-
-
 def _share(settings: Settings, statvfs: StatVfs) -> SharedMemory:
     """Creates the shared memory. Removes that of a killed service first: the holder of the lock owns the names."""
     identity = shm_names.identity(settings.data_dir)
@@ -167,10 +155,8 @@ def _share(settings: Settings, statvfs: StatVfs) -> SharedMemory:
         _logger.warning("removed shared memory of a service that was killed", objects=stale)
     if shortage := shared_memory_shortage(settings, statvfs):
         raise StartError(shortage)
-    try:
+    with _refused(f"shared memory cannot be created in {shm_names.SHM_ROOT}"):
         return SharedMemory.create(identity, settings.wal_shards, settings.frontends, settings.ring_bytes)
-    except OSError as error:
-        raise StartError(f"shared memory cannot be created in {shm_names.SHM_ROOT}: {error.strerror}") from error
 
 
 def _trusted_offset_ms(settings: Settings, clock: Clock) -> int | None:
@@ -191,13 +177,6 @@ def _trusted_offset_ms(settings: Settings, clock: Clock) -> int | None:
                 expiry_waits_ms=SETTLE_MS,
             )
     return offset_ms
-
-
-def _needs_reshard(settings: Settings, mains: ChildMains) -> bool:
-    try:
-        return mains.needs_reshard(settings)
-    except OSError as error:
-        raise StartError(f"data directory {settings.data_dir} cannot be read: {error}") from error
 
 
 def _remove(path: str) -> None:

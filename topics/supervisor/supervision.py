@@ -12,7 +12,6 @@ import signal
 import socket
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
 from typing import Final, Self
 
 from topics import log
@@ -36,9 +35,7 @@ class Signals:
         self._before = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         # A second stop request must not change the exit code of the finished stop, not even while the interpreter ends.
         # Ignored signals are dropped, also those that are pending.
         for number in STOP:

@@ -29,41 +29,41 @@ from topics.walshard.shard_pressure import ShardPressure
 
 HEARTBEAT_MS: Final = 250
 BUSY_FOR_MS: Final = 0 if FENCE_IS_FULL else 50
-"""So long after the last request the shard sleeps at most 1 ms at a time: a wake-up that is lost (`shm/ring.py`)
-costs no more than that.
+"""Time after the last request in which the shard sleeps at most 1 ms at a time: a wake-up that is lost
+(`shm/ring.py`) costs no more than that.
 """
 STUCK_MS: Final = 10
-"""How often it looks whether a router that had to wait may go on."""
+"""Interval of looks whether a router that had to wait may go on."""
 
 log = get_logger()
 
 
 def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) -> int:
-    """The process. EXIT_REFUSED when the log must not be used as it is."""
+    """Run the process. EXIT_REFUSED when the log must not be used as it is."""
     arm_as_told(settings.test_kill_at, incarnation)
     clock = SystemClock()
     cell = shared.control.cell(Role.WALSHARD, index)
     cell.begin_life(incarnation, clock.now_ms(), ProcessState.RECOVERING)
     wake = shared.shard_wakes[index]
     stop = _StopRequest(wake)
-    outbox = ShardRings(shared, index)
+    rings = ShardRings(shared, index)
     fs = WritePath(shared.control.header.get("write_path")).file_system()
     with ThreadPoolExecutor(1, "preallocate") as preallocating, ThreadPoolExecutor(1, "sync") as syncing:
         try:
-            shard = set_up(settings, shared, index, outbox, cell, clock, fs, Helpers(preallocating, syncing)).shard
+            shard = set_up(settings, shared, index, rings, cell, clock, fs, Helpers(preallocating, syncing)).shard
         except (RefusedLog, FoldError, UnknownSnapshotVersion) as error:
             log.error("the log cannot be used as it is", reason=str(error))
-            cell.set("state", ProcessState.STOPPED)  # the compactor waits for it no longer
+            cell.set("state", ProcessState.STOPPED)  # so that the compactor does not wait for it
             return EXIT_REFUSED
         except (ArenaFullError, WalWriteError, OSError) as error:
             log.error("recovery failed", reason=str(error))
             return 1
         cell.set("state", ProcessState.READY)
-        outbox.announce_generation()
-        outbox.flush()
+        rings.announce_generation()
+        rings.flush()
         brake = Brake(settings.max_replay_bytes)
-        pressure = ShardPressure(shared.control, cell, outbox, brake, partial(shared.control.lag_bytes, index))
-        _serve(shard, outbox, wake, stop, cell, clock, pressure)
+        pressure = ShardPressure(shared.control, cell, rings, brake, partial(shared.control.lag_bytes, index))
+        _serve(shard, rings, wake, stop, cell, clock, pressure)
         cell.set("state", ProcessState.DRAINING)
         try:
             shard.close()
@@ -76,7 +76,7 @@ def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) 
 
 def _serve(
     shard: Shard,
-    outbox: ShardRings,
+    rings: ShardRings,
     wake: Wake,
     stop: _StopRequest,
     cell: ProcessCell,
@@ -100,15 +100,15 @@ def _serve(
         if served or copied or shard.upkeep.busy:
             busy_ms = now_ms
             continue
-        if outbox.stuck:
-            outbox.flush()
+        if rings.stuck:
+            rings.flush()
         elif stop.requested:
             return
         elif shard.upkeep.idle():
             continue
         wake.announce_sleep()
-        if outbox.idle and shard.routing.idle:
-            if outbox.stuck or now_ms - busy_ms < BUSY_FOR_MS:
+        if rings.idle and shard.routing.idle:
+            if rings.stuck or now_ms - busy_ms < BUSY_FOR_MS:
                 timeout_ms = 1
             else:
                 timeout_ms = STUCK_MS if shard.routing.stuck else HEARTBEAT_MS
@@ -120,7 +120,7 @@ def _serve(
 
 
 class _StopRequest:
-    """SIGTERM: finish what is in the rings, then end."""
+    """A SIGTERM: the shard finishes the requests in its rings, then ends."""
 
     def __init__(self, wake: Wake) -> None:
         self.requested = False

@@ -44,7 +44,6 @@ from topics.walshard.handlers.deletes import Deletes
 from topics.walshard.handlers.frontends import Frontends, Watchers
 from topics.walshard.handlers.named_cursors import NamedCursors
 from topics.walshard.handlers.queues import Queues
-from topics.walshard.handlers.relogging import Relogging
 from topics.walshard.handlers.removals import Removals
 from topics.walshard.handlers.segment_handover import SegmentHandover
 from topics.walshard.handlers.sinks import Sinks
@@ -229,7 +228,7 @@ def _put_together(
     sessions.recovered(recovered.fold.sessions)
     sinks = Sinks(fs, settings.data_dir, shard, settings.wal_shards, catalog, appends)
     routing = _make_routing(place, recovered.fold.routers, catalog, holdings, removals)
-    topic_calls = TopicCalls(catalog, deletes, routing.log_feed, Relogging(place.ram_directory), time)
+    topic_calls = TopicCalls(catalog, deletes, routing.log_feed, place.ram_directory, time)
     log_trim = LogTrim(logs, catalog, tags)
     segments = SegmentHandover(catalog, files, logs, log_trim, time)
     watchers = Watchers(catalog, rings.notify, rings.forget_notices)

@@ -1,4 +1,4 @@
-"""What a shard does, over and over: take what waits in its rings, prepare it, commit it, publish it, answer it.
+"""The pipeline of a shard, over and over: take what waits in its rings, prepare it, commit it, publish it, answer it.
 
     take ──▶ prepare ──▶ commit ──▶ publish ──▶ notify ──▶ answer
 
@@ -34,7 +34,7 @@ from topics.walshard.upkeep import Upkeep
 REPLY_BYTES_PER_GROUP_MAX: Final = 64 * 1024
 """Replies of queue requests are as long as their clients want: a group ends before the journal is full of them."""
 TRIES_MAX: Final = 4
-"""How often a request of a group may ask for a commit before it."""
+"""Times that a request of a group may ask for a commit before it."""
 
 log = get_logger()
 

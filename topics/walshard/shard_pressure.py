@@ -1,10 +1,10 @@
-"""A shard's pressure: sampled, published in its cell, and what the ladder says done to its groups.
+"""A shard's pressure: it is sampled, published in the cell, and answered as the ladder says.
 
-`deferring` in the cell tells that what nobody waits for goes behind everything else. Copying by routers always does.
+`deferring` in the cell has work for which nobody waits done after everything else. Copies of routers always are.
 
 Groups begin as soon as there is something to do. Under pressure they begin at least a commit window apart, so that each
-takes more requests with it: one write, one sync, one wake-up of a frontend for all. What comes after a quiet time, a
-lone durable write above all, still begins at once.
+takes more requests: one write, one sync, one wake-up of a frontend for all. The first request after a quiet time, a
+lone durable write above all, is still served at once.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from topics.walshard.commit.shard_rings import ShardRings
 log = get_logger()
 
 GATHERED_BYTES: Final = 256 * 1024
-"""With so much waiting, or a ring that is half full, a group is large enough: who writes much is not held up."""
+"""With so many bytes waiting, or a ring that is half full, a group is large enough: heavy writers are not held up."""
 LOOK_NS: Final = 1_000_000
-"""How often it is looked whether so much waits: a small ring is full long before a window ends."""
+"""Interval of looks whether so much waits: a small ring is full long before a window ends."""
 INTERVALS_MAX: Final = 50
 
 
 class ShardPressure:
-    """Times come from `now_ns` (monotonic); `sleep` takes seconds."""
+    """Samples the pressure of one shard and spaces its groups. `now_ns` is monotonic; `sleep` takes seconds."""
 
     def __init__(
         self,
         control: ControlPage,
         cell: ProcessCell,
-        outbox: ShardRings,
+        rings: ShardRings,
         brake: Brake,
         lag_bytes: Callable[[], int],
         now_ns: Callable[[], int] = time.monotonic_ns,
@@ -44,7 +44,7 @@ class ShardPressure:
     ) -> None:
         self._control = control
         self._cell = cell
-        self._outbox = outbox
+        self._rings = rings
         self._brake = brake
         self._lag_bytes = lag_bytes
         self._now_ns = now_ns
@@ -57,20 +57,20 @@ class ShardPressure:
         self._fullest = 0.0
 
     def gather(self) -> None:
-        """Waits for the rest of the commit window, if there is one and it is worth it."""
+        """Wait for the rest of the commit window, if there is one and it is worth it."""
         window_ns = self._ladder.window_us * 1000
-        if not window_ns or self._outbox.idle:
+        if not window_ns or self._rings.idle:
             return
         began_ns = now_ns = self._now_ns()
         ends_ns = self._group_ns + window_ns
-        while now_ns < ends_ns and self._outbox.pending_bytes < GATHERED_BYTES and self._outbox.fullness < FULL_FROM:
+        while now_ns < ends_ns and self._rings.pending_bytes < GATHERED_BYTES and self._rings.fullness < FULL_FROM:
             self._sleep(min(ends_ns - now_ns, LOOK_NS) / 1e9)
             now_ns = self._now_ns()
         self._slept_ns += now_ns - began_ns
 
     def group(self, step: Callable[[], bool]) -> bool:
-        """One step of the shard, timed; whether it did something."""
-        fullness = self._outbox.fullness
+        """Time one step of the shard. Return whether it did something."""
+        fullness = self._rings.fullness
         began_ns = self._now_ns()
         worked = step()
         if worked:
@@ -85,27 +85,27 @@ class ShardPressure:
         return worked
 
     def aside(self, copy: Callable[[], bool]) -> bool:
-        """Runs what nobody waits for. The time for it is the shard's to spare: it is no pressure."""
+        """Do work for which nobody waits. Its time is no pressure."""
         began_ns = self._now_ns()
         copied = copy()
         self._slept_ns += self._now_ns() - began_ns
         return copied
 
     def sleep(self, wake: Wake, timeout_ms: int) -> None:
-        """As `Wake.sleep`: time in which there was nothing to do."""
+        """Sleep as `Wake.sleep`. This is time in which there was nothing to do."""
         began_ns = self._now_ns()
         wake.sleep(timeout_ms)
         self._slept_ns += self._now_ns() - began_ns
 
     def sample(self) -> None:
-        """To be called often; does something once in INTERVAL_MS."""
+        """Take a sample once in INTERVAL_MS. To be called often."""
         now_ns = self._now_ns()
         elapsed_ns = now_ns - self._sampled_ns
         if elapsed_ns < INTERVAL_MS * 1_000_000:
             return
         busy = min(1.0, max(0.0, 1 - self._slept_ns / elapsed_ns))
         sample = Sample(self._longest_ns / 1e6, self._fullest, busy)
-        # A shard that has slept has samples to make up for.
+        # After a long sleep there are samples to make up for.
         for _ in range(min(INTERVALS_MAX, elapsed_ns // (INTERVAL_MS * 1_000_000))):
             pressure = self._governor.sample(sample)
         self._sampled_ns = now_ns

@@ -1,4 +1,4 @@
-"""What a shard does between its groups: syncs, expiry, memory that comes back, files that are not needed any more."""
+"""The upkeep of a shard between its groups: syncs, expiry, memory and files that are not needed any more."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = get_logger()
 
 
 class Upkeep:
-    """The upkeep of one shard. Nothing is prepared while it runs."""
+    """Does the upkeep of one shard. Nothing is prepared while it runs."""
 
     def __init__(
         self,
@@ -43,48 +43,48 @@ class Upkeep:
 
     @property
     def busy(self) -> bool:
-        """Whether there is more to do at once."""
+        """Return whether there is more to do at once."""
         return self._log_trim.busy
 
     def sync(self) -> list[Hosted]:
-        """Starts and ends background syncs; returns the topics that became durable by them."""
+        """Start and end background syncs; return the topics that became durable by them."""
         moved = self._syncs.poll(self._clock.monotonic_ms())
         self._log_trim.poll()
         return moved
 
     def idle(self) -> bool:
-        """Does a little of what can wait, when there is nothing else to do. False: nothing waits."""
+        """Do a little of the work that can wait, when there is nothing else to do. False if there is none."""
         return self._deletes.index_some()
 
     def sweep(self) -> Steps[None]:
-        """Once a second: expiry of topics nobody touches, memory that they used, collection of idle sessions."""
+        """Once a second, expire records of topics that nobody touches, free memory, and collect idle sessions."""
         yield from self._deletes.sweep()
-        self._catalog.tighten()
+        self._catalog.shrink_rings()
         yield from self._sessions.collect()
-        self._files.let_go()
+        self._files.drop_replaced()
         self._files.mark_again()
         self._files.count_some()
 
     @property
     def ram_log_is_long(self) -> bool:
-        """Whether `trim_ram_log` is worth it."""
+        """Return whether `trim_ram_log` is worth its cost."""
         return self._ram_trim.due
 
     def trim_ram_log(self) -> Steps[None]:
-        """Shortens the RAM log to what it has to say."""
+        """Shorten the RAM log to what is needed of it."""
         now_ms = self._clock.now_ms()
         try:
-            operation = self._ram_trim.operation(now_ms)
+            write = self._ram_trim.repeat_live(now_ms)
         except OSError as error:
             log.error("the RAM log cannot be trimmed", error=str(error))
             return
-        draft = Draft([], [operation])
+        draft = Draft(ram=[write])
         yield draft
         if draft.committed:
             self._ram_trim.drop_files()
 
     def close(self) -> Steps[None]:
-        """A clean end: the log says the heads of `ephemeral` topics exactly as they are."""
+        """Log the heads of `ephemeral` topics exactly as they are, at a clean end."""
         now_ms = self._clock.now_ms()
         yield Draft(
             LogWrite([head_frame(hosted.topic, hosted.topic.head_seq, now_ms, exact=True)])

@@ -67,13 +67,7 @@ _EACH: Final = (
     ("frontend_requests_total", _FRONTEND, "requests", 1, "Requests to one frontend"),
     ("frontend_ready_topics", _FRONTEND, "ready_topics", 1, "Topics that wait to be delivered by one frontend"),
     ("frontend_throttled_total", _FRONTEND, "throttled", 1, "429s of one frontend for want of room to a shard"),
-    (
-        "scheduler_wait_seconds",
-        _FRONTEND,
-        "scheduling_us",
-        1e6,
-        "Mean wait of topics for delivery, last interval",
-    ),
+    ("scheduler_wait_seconds", _FRONTEND, "scheduling_us", 1e6, "Mean wait of topics for delivery, last interval"),
     ("event_loop_lag_seconds", _FRONTEND, "loop_lag_us", 1e6, "Delay of one frontend's event loop, last sample"),
     ("coalesce_seconds", _FRONTEND, "coalesce_us", 1e6, "Least time between one frontend's frames of one topic"),
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Final
 
 from topics.core.errors import TopicsError
@@ -19,16 +20,16 @@ from topics.shm.queue_messages import CursorMoved
 STUCK_RETRY_AFTER_MS: Final = 1000
 
 
+@dataclass(eq=False)
 class CursorLock:
     """The lock of one cursor, for as long as a reader has it or waits for it."""
 
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        self.readers = 0
-        self.served = 0
-        """The number of readers that had the lock and got an answer."""
-        self.left_at: CursorMoved | None = None
-        """The cursor as the last reader left it. A reader at another frontend, or a `PUT`, may have moved it since."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    readers: int = 0
+    served: int = 0
+    """The number of readers that had the lock and got an answer."""
+    left_at: CursorMoved | None = None
+    """The cursor as the last reader left it. A reader at another frontend, or a `PUT`, may have moved it since."""
 
 
 class CursorLocks:

@@ -58,7 +58,7 @@ from topics.shm.queue_messages import (
 
 LIMIT_MAX: Final = 2000
 TRIES_MAX: Final = 100
-"""How often a read may find that readers at other frontends were faster before its client has to ask again."""
+"""Tries of a read that finds readers at other frontends faster, before its client has to ask again."""
 
 TakeRoom = Callable[[], Awaitable[None]]
 """Returns when there is room for the page of this read."""

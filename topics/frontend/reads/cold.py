@@ -15,6 +15,7 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from threading import Thread
 from typing import Final, Generic, NamedTuple, TypeVar
 
@@ -59,18 +60,16 @@ class _Block(NamedTuple):
     read_ms: int
 
 
+@dataclass(eq=False)
 class _RangedRead:
-    """One read of neighbouring blocks. `done` gets None, or the error."""
+    """One read of neighbouring blocks, `start..end` in bytes. `done` gets None, or the error."""
 
-    __slots__ = ("blocks", "done", "length", "name", "offset", "waiters")
-
-    def __init__(self, name: str, blocks: range, data_bytes: int, done: asyncio.Future[Exception | None]) -> None:
-        self.name = name
-        self.blocks = blocks
-        self.offset = blocks.start * BLOCK_BYTES
-        self.length = min(blocks.stop * BLOCK_BYTES, data_bytes) - self.offset
-        self.done = done
-        self.waiters = 0
+    name: str
+    blocks: range
+    start: int
+    end: int
+    done: asyncio.Future[Exception | None]
+    waiters: int = 0
 
 
 class ColdTier:
@@ -145,7 +144,8 @@ class ColdTier:
         most = limits.COLD_READS.most_count
         if len(self._waiting) >= most:
             raise _unavailable(name, f"{most} reads are waiting for it already")
-        read = _RangedRead(name, blocks, data_bytes, asyncio.get_running_loop().create_future())
+        start, end = blocks.start * BLOCK_BYTES, min(blocks.stop * BLOCK_BYTES, data_bytes)
+        read = _RangedRead(name, blocks, start, end, asyncio.get_running_loop().create_future())
         for number in blocks:
             self._reads.setdefault((name, number), read)
         self._waiting.append(read)
@@ -167,7 +167,7 @@ class ColdTier:
         """Read from the store. Runs in a thread."""
         data, error = b"", None
         try:
-            data = self._store.read_range(read.name, read.offset, read.length)
+            data = self._store.read_range(read.name, read.start, read.end - read.start)
         except Exception as failure:  # noqa: BLE001 — each kind of store has its own errors; all go to the readers
             error = failure
         with suppress(RuntimeError):  # the loop is closed, and nobody waits
@@ -209,9 +209,7 @@ class ColdWaits(Generic[Waiter]):
     """The waiters for fetches. Those that miss the same blocks wait for one fetch. All calls are on one event loop."""
 
     def __init__(
-        self,
-        fetch: Callable[[ColdMissError], Awaitable[None]],
-        on_fetched: Callable[[Waiter, str | None], None],
+        self, fetch: Callable[[ColdMissError], Awaitable[None]], on_fetched: Callable[[Waiter, str | None], None]
     ) -> None:
         """`on_fetched(waiter, failure)` is called once for each waiter. `failure` is a message, or None."""
         self._fetch = fetch

@@ -129,13 +129,7 @@ class ManifestRoutes:
         return pin
 
     def _pinned(
-        self,
-        pin_id: str,
-        ref: TopicRef,
-        listed: list[SegmentInfo],
-        more: bool,
-        range_: tuple[int, int],
-        ttl_ms: int,
+        self, pin_id: str, ref: TopicRef, listed: list[SegmentInfo], more: bool, range_: tuple[int, int], ttl_ms: int
     ) -> tuple[TopicRef, tuple[SegmentInfo, ...], list[SegmentInfo], bool]:
         """Pin the listed segments, and list them again until all that are listed are pinned."""
         most = limits.PINS.most_count

@@ -153,11 +153,6 @@ class TopicReader:
         """Return the shard of a topic, which need not exist."""
         return owner_shard(name, self._shards)
 
-    @property
-    def replay_progress(self) -> float:
-        """The progress of all shards."""
-        return self._arenas.replay_progress
-
     def find(self, name: str) -> TopicRef | None:
         """Return the topic as it is now, if it exists. Raises `not_ready` until its shard has recovered."""
         shard = owner_shard(name, self._shards)

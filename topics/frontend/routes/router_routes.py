@@ -42,9 +42,7 @@ def _require(caller: ApiKey, needed: KeyScope, router: Router) -> None:
     caller.require(needed)
     if not (caller.covers(router.spec.source) and caller.covers(router.spec.dest)):
         raise TopicsError(
-            "forbidden",
-            f"router {router.name!r} has a topic outside the prefixes of this key",
-            {"name": router.name},
+            "forbidden", f"router {router.name!r} has a topic outside the prefixes of this key", {"name": router.name}
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from topics.core.errors import TopicsError
 from topics.shm.arena import ArenaReader
-from topics.shm.control import Role, replay_progress
+from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
 
 _ATTACH_TRIES = 10
@@ -54,11 +54,6 @@ class Arenas:
             progress = self._cells[shard].get("progress_ppm") / 1_000_000
             raise TopicsError("not_ready", "the log is still being replayed", {"replay_progress": progress})
         return reader
-
-    @property
-    def replay_progress(self) -> float:
-        """The progress of all shards."""
-        return replay_progress(self._cells)
 
     def _attach(self, shard: int) -> ArenaReader:
         for _ in range(_ATTACH_TRIES):

@@ -38,7 +38,7 @@ from topics.shm.ring import Ring
 from topics.shm.shm_names import SHM_ROOT, objects
 
 ROOM_WAIT_S: Final = 0.25
-"""How long a throttled request waits for room in a full ring before it is refused."""
+"""Time that a throttled request waits for room in a full ring before it is refused."""
 PRESSED_WAIT_S: Final = 0.05
 """The same under the greatest pressure: soon, but not at once. Refusals cost this process time as well, and clients
 that repeat a refused request at once would use up all of it, so that less is done than there is room for."""

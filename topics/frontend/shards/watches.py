@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 from topics.frontend.shards.arenas import Arenas
@@ -19,39 +20,35 @@ LINGER_S: Final = 10.0
 _log = get_logger()
 
 
+@dataclass(eq=False, slots=True)
 class WatchHandle:
     """One listener for changes of a topic, until `cancel`."""
 
-    __slots__ = ("_watched", "_watches", "callback")
-
-    def __init__(self, watches: Watches, watched: _Watched, callback: Callable[[], None]) -> None:
-        self._watches = watches
-        self._watched = watched
-        self.callback = callback
+    watches: Watches
+    watched: _Watched
+    callback: Callable[[], None]
 
     def found(self, seen: TopicView) -> None:
         """Listen for changes from `seen` on. Call this with every view that is read: the shard announces no topic that
         is created under the name of a deleted one.
         """
-        self._watches.ensure_watch(self._watched, seen)
+        self.watches.ensure_watch(self.watched, seen)
 
     def cancel(self) -> None:
         """Stop listening: no callback begins after this. Idempotent."""
-        self._watches.remove(self._watched, self)
+        self.watches.remove(self.watched, self)
 
 
+@dataclass(eq=False, slots=True)
 class _Watched:
     """One name at one shard, and its listeners."""
 
-    __slots__ = ("listeners", "name", "shard", "token", "topic_id")
-
-    def __init__(self, token: int, shard: int, name: str) -> None:
-        self.token = token
-        self.shard = shard
-        self.name = name
-        self.topic_id = 0
-        """Id of the topic that the shard was last asked to watch; a topic created again has another one. 0: none."""
-        self.listeners: dict[WatchHandle, None] = {}
+    token: int
+    shard: int
+    name: str
+    topic_id: int = 0
+    """Id of the topic that the shard was last asked to watch; a topic created again has another one. 0: none."""
+    listeners: dict[WatchHandle, None] = field(default_factory=dict)
 
     def fire(self) -> None:
         for listener in list(self.listeners):
@@ -144,7 +141,7 @@ class Watches:
             self._post(watched.shard, Unwatch(watched.token, watched.name))
 
     def _fire_one(self, handle: WatchHandle) -> None:
-        if handle in handle._watched.listeners:
+        if handle in handle.watched.listeners:
             handle.callback()
 
     def _watch_current(self, watched: _Watched) -> TopicView | None:

@@ -102,13 +102,7 @@ class TxnRoutes:
             stages = [(stage, head.topic) for stage, head in heads.items()]
             duplicate, last_batch, records = await self._coordinator.commit(sink, given.batch, stages)
         return JsonReply(
-            {
-                "sink": sink,
-                "batch": given.batch,
-                "last_batch": last_batch,
-                "duplicate": duplicate,
-                "count": records,
-            }
+            {"sink": sink, "batch": given.batch, "last_batch": last_batch, "duplicate": duplicate, "count": records}
         )
 
     @json_route

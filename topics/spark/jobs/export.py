@@ -92,8 +92,7 @@ def export(
         .options(startingOffsets="earliest", maxOffsetsPerTrigger=max_records, tombstones=tombstones)
         .load()
     )
-    query = frame.writeStream.foreachBatch(write).option("checkpointLocation", f"{out}/_checkpoint")
-    query.trigger(availableNow=True).start().awaitTermination()
+    program.run_to_end(frame.writeStream.foreachBatch(write).option("checkpointLocation", f"{out}/_checkpoint"))
     return written
 
 

@@ -16,8 +16,13 @@ from topics.spark.spark_errors import OptionError, TopicsSparkError, plainly
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+    from pyspark.sql.streaming.query import StreamingQuery
+    from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 EXIT_FAILURE: Final = 1
+SLOW_WORKER: Final = "Python worker failed to connect back"
+"""Error of Spark when the Python process of a stream takes more than 10 s to start. No setting changes these 10 s."""
+STARTS_MAX: Final = 10
 _ALWAYS: Final = {
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.execution.pyspark.udf.hideTraceback.enabled": "true",
@@ -107,6 +112,25 @@ def run(
         return EXIT_FAILURE
     print(json.dumps(report))
     return exit_code(report)
+
+
+def run_to_end(writer: DataStreamWriter) -> StreamingQuery:
+    """Run a query over what is there, and return it after its end. If Spark gives up its Python process, which on a
+    busy machine may be slow to start, it is started again: it has read nothing by then.
+    """
+    from pyspark.errors import StreamingQueryException
+
+    starts = 0
+    while True:
+        query = writer.trigger(availableNow=True).start()
+        starts += 1
+        try:
+            query.awaitTermination()
+        except StreamingQueryException as error:
+            if SLOW_WORKER not in str(error) or starts == STARTS_MAX:
+                raise
+        else:
+            return query
 
 
 def settings(options: argparse.Namespace, submitted: Mapping[str, str] | None) -> dict[str, str]:

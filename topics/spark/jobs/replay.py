@@ -65,8 +65,7 @@ def _work(spark: SparkSession, options: argparse.Namespace) -> dict[str, Any]:
     )
     if options.rate:
         writer = writer.option("recordsPerSecond", options.rate)
-    query = writer.trigger(availableNow=True).start()
-    query.awaitTermination()
+    query = program.run_to_end(writer)
     return {"to_topic": options.to_topic, "rows": sum(one["numInputRows"] for one in query.recentProgress)}
 
 

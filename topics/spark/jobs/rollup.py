@@ -59,15 +59,12 @@ def _work(spark: SparkSession, options: argparse.Namespace) -> dict[str, Any]:
     events = events.withColumn("event_time", time).withWatermark("event_time", options.watermark)
     from pyspark.sql import functions as f
 
-    query = (
+    writer = (
         _records(by_window(events, f.col("event_time"), options.window, options.start))
         .writeStream.format("topics")
         .options(**program.service_options(options), topic=options.to_topic, checkpointLocation=options.checkpoint)
-        .outputMode("append")
-        .trigger(availableNow=True)
-        .start()
     )
-    query.awaitTermination()
+    query = program.run_to_end(writer.outputMode("append"))
     states = [state for progress in query.recentProgress for state in progress["stateOperators"]]
     report = {
         "windows": sum(progress["sink"].get("numOutputRows", -1) for progress in query.recentProgress),

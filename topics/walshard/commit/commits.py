@@ -1,6 +1,6 @@
 """From drafts to the logs: what is in the log afterwards has happened, what is not never did.
 
-A draft is committed as one: floors that caps have moved go first, the journal names the requests, then everything is
+A draft is committed as one: floors moved by caps go first, the journal names the requests, then everything is
 one write, and one sync where that is needed (`logs.py`). A request whose write is refused gets an error.
 """
 

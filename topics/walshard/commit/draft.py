@@ -1,4 +1,4 @@
-"""What handlers hand to the commit: log writes, gathered into a draft.
+"""Drafts, which handlers hand to the commit: log writes of a group.
 
 handler ──▶ Draft ──▶ Commits.commit ──▶ the same draft, with what became of it ──▶ Shard shows it
 """

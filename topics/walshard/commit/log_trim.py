@@ -1,7 +1,7 @@
-"""Removing log files that snapshots have made superfluous, when the compactor says so.
+"""Removal of log files that snapshots have made superfluous, when the compactor asks for it.
 
-No location may name such a file any more. That is looked after in steps, so that a hundred thousand topics hold up
-nobody, and files that are still needed stay.
+No location may name such a file any more. This is checked in steps, so that a hundred thousand topics hold up nobody.
+Files that are still needed stay.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ _CHUNK_ENTRIES: Final = 1024
 
 
 class LogTrim:
-    """Of one shard's durable log. `poll` between groups."""
+    """Removes files of one shard's durable log. `poll` between groups."""
 
     def __init__(self, logs: Logs, catalog: Catalog, tags: TagSearch) -> None:
         self._logs = logs
         self._catalog = catalog
         self._tags = tags
         self._file_no = 0
-        self._looking: Iterator[Hosted] | None = None
+        self._unchecked: Iterator[Hosted] | None = None
 
     def request(self, file_no: int) -> None:
-        """Files numbered below are superfluous; they go in the next steps."""
+        """Have files numbered below removed in the next steps."""
         if file_no > self._file_no:
             self._file_no = file_no
-            self._looking = iter(list(self._catalog))
+            self._unchecked = iter(list(self._catalog))
 
     @property
     def busy(self) -> bool:
-        """Whether `poll` has something to do."""
-        return self._looking is not None
+        """Return whether `poll` has something to do."""
+        return self._unchecked is not None
 
     def poll(self) -> None:
-        """The next step."""
-        if self._looking is None:
+        """Take the next step."""
+        if self._unchecked is None:
             return
         looked = 0
-        for hosted in islice(self._looking, TOPICS_PER_STEP):
+        for hosted in islice(self._unchecked, TOPICS_PER_STEP):
             looked += 1
             if self._catalog.find_id(hosted.topic.id) is not hosted:
                 continue  # deleted meanwhile
@@ -58,7 +58,7 @@ class LogTrim:
                 self._give_up(f"record {seq} of topic {hosted.topic.name!r} is in one of them")
                 return
         if looked < TOPICS_PER_STEP:
-            self._looking = None
+            self._unchecked = None
             self._drop()
 
     def _drop(self) -> None:
@@ -69,14 +69,14 @@ class LogTrim:
             self._give_up(str(error))
 
     def _give_up(self, reason: str) -> None:
-        """Until it is asked for again."""
+        """Stop until the next request."""
         log.error("log files cannot be removed", below=self._file_no, reason=reason)
-        self._looking = None
+        self._unchecked = None
         self._file_no = 0
 
 
 def _first_below(hosted: Hosted, file_no: int) -> int | None:
-    """The first record that is in a file of the durable log numbered below, None if none is: file numbers ascend."""
+    """Return the first record in a file of the durable log numbered below, None if none is: file numbers ascend."""
     ring = hosted.ring
     elsewhere = LOCATION_IN_RAM_LOG | LOCATION_DELETED | LOCATION_LOST
     for first_seq in range(ring.base_seq, ring.next_seq, _CHUNK_ENTRIES):

@@ -1,8 +1,11 @@
-"""The two logs of a shard and how a group gets into them.
+"""The two logs of a shard: how a group gets into them, and to the disk if nobody waits for that.
 
 The durable log takes what must outlive the service, the RAM log (the same format, on a RAM-backed directory) the
 records of `ephemeral` topics and watch sessions. A group may need both: the durable part goes first, because a topic's
 creation is there; if it fails, nothing of the group is committed.
+
+`disk` and `memory` records reach the disk within a second or 8 MiB. So a power loss takes a bounded tail, and
+`durable_seq` follows `head_seq`.
 """
 
 from __future__ import annotations
@@ -31,15 +34,17 @@ FAILURE_LOG_INTERVAL_MS: Final = 1_000
 SYNC_INTERVAL_MS: Final = 1_000
 UNSYNCED_BYTES: Final = 8 * 1024 * 1024
 UNSYNCED_BYTES_MAX: Final = 8 * UNSYNCED_BYTES
-"""With this much un-synced the shard waits for the disk: the tail that a power loss takes stays bounded."""
+"""With so many un-synced bytes the shard waits for the disk: the tail that a power loss takes stays bounded."""
 _COUNTERS: Final = ("wal_frames", "wal_batches", "wal_fsyncs", "wal_bytes_written", "wal_rotations")
-"""Of the writer's life; in the cell they go on over lives."""
+"""Counters of a writer, which go on in the cell over the lives of the shard."""
 
 Failed = list[tuple[LogWrite, TopicsError]]
 
 
 class Logs:
-    """`open_ram` makes the RAM log when it is first needed; `moved` is told of published frames that lie elsewhere,
+    """Writes groups to the logs of one shard. It owns both writers, and shows their counters in the cell.
+
+    `open_ram` makes the RAM log when it is first needed. `moved` hears of published frames that lie elsewhere,
     `refused(ram_only)` of a group that will never be in the log, before anything else gets there.
     """
 
@@ -66,36 +71,36 @@ class Logs:
         self._former_lives = {field: cell.get(field) for field in _COUNTERS}
         self._recovered_wal, self._recovered_ram = recovered
         self._clock = clock
-        self._said_ms = -FAILURE_LOG_INTERVAL_MS
-        self._unsaid = 0
+        self._logged_ms = -FAILURE_LOG_INTERVAL_MS
+        self._unlogged = 0
         self._plans: tuple[GroupPlan | None, GroupPlan | None] = (None, None)
 
     @property
     def ram(self) -> WalWriter | None:
-        """None as long as nothing had to go there."""
+        """The RAM log; None before something had to go there."""
         return self._ram
 
     def holds(self, entry: JournalEntry) -> bool:
-        """Whether a request of the former incarnation is in the log as recovered."""
+        """Return whether a request of the former incarnation is in the log as recovered."""
         end = self._recovered_ram if entry.ram_log else self._recovered_wal
         return end is not None and (entry.file_no, entry.end_offset) <= (end.file_no, end.offset)
 
     def plan(self, durable: list[LogWrite], ram: list[LogWrite]) -> list[JournalEntry]:
-        """Where the group will lie: what the journal must hold before `commit` is called with the same group."""
+        """Return where the group will lie. The journal must have it before `commit` is called with the same group."""
         if ram and self._ram is None:
             self._ram = self._open_ram()
             self._ram.refused = partial(self._refused, True)
-        durable_plan = self.wal.plan([operation.length for operation in durable]) if durable else None
-        ram_plan = self._ram.plan([operation.length for operation in ram]) if ram and self._ram else None
+        durable_plan = self.wal.plan([write.length for write in durable]) if durable else None
+        ram_plan = self._ram.plan([write.length for write in ram]) if ram and self._ram else None
         self._plans = (durable_plan, ram_plan)
         entries: list[JournalEntry] = []
-        for operations, plan, in_ram in ((durable, durable_plan, False), (ram, ram_plan, True)):
+        for writes, plan, in_ram in ((durable, durable_plan, False), (ram, ram_plan, True)):
             if plan is None:
                 continue
-            for operation, offset in zip(operations, plan.offsets, strict=True):
-                request = operation.request
+            for write, offset in zip(writes, plan.offsets, strict=True):
+                request = write.request
                 if request is not None and request.reply is not None:
-                    end_offset = offset + operation.length
+                    end_offset = offset + write.length
                     entries.append(
                         JournalEntry(
                             request.frontend, request.position, in_ram, plan.file_no, end_offset, bytes(request.reply)
@@ -104,14 +109,14 @@ class Logs:
         return entries
 
     def commit(self, durable: list[LogWrite], ram: list[LogWrite]) -> Failed:
-        """Writes the planned group and applies what is in the log; returns what is not, with the error to answer."""
+        """Write the planned group and apply what is in the log. Return what is not, with the error to answer."""
         durable_plan, ram_plan = self._plans
         self._plans = (None, None)
         if durable_plan is not None:
             failed = self._write(self.wal, durable_plan, durable)
             if failed:
                 self._refused(False)
-                return failed + [(operation, failed[0][1]) for operation in ram]
+                return failed + [(write, failed[0][1]) for write in ram]
             self.count()
         if ram_plan is None or self._ram is None:
             return []
@@ -121,13 +126,13 @@ class Logs:
         return failed
 
     def sync_failed(self, file_no: int, error: OSError) -> None:
-        """The background sync failed: what it should have covered is saved in a new file, or the log is read-only."""
+        """Save in a new file what a failed background sync should have covered, or make the log read-only."""
         self._relocate(self.wal.sync_failed(file_no, error))
         log.error("background sync failed", error=str(error), read_only=self.wal.read_only)
         self.count()
 
     def sync(self) -> bool:
-        """Everything committed is on the disk afterwards; False when that cannot be."""
+        """Sync everything that is committed. False when that fails."""
         if not self.wal.unsynced_bytes:
             return True
         try:
@@ -139,7 +144,7 @@ class Logs:
         return True
 
     def mark_idle(self) -> None:
-        """Leaves a mark of what is synced, when nothing else is written that would carry it."""
+        """Write a mark of what is synced, when no other write would carry it."""
         plan = self.wal.plan([])
         if plan.mark and self.wal.read_only is None:
             try:
@@ -149,63 +154,63 @@ class Logs:
             self.count()
 
     def close(self) -> None:
-        """Everything on the disk, and a mark that says so."""
+        """End the logs: everything is on the disk, and a mark says so."""
         self.wal.close()
         if self._ram is not None:
             self._ram.close()
 
-    def _write(self, wal: WalWriter, plan: GroupPlan, operations: list[LogWrite]) -> Failed:
-        buffers = [buffer for operation in operations for buffer in operation.buffers]
-        sync = any(operation.sync for operation in operations)
+    def _write(self, wal: WalWriter, plan: GroupPlan, writes: list[LogWrite]) -> Failed:
+        buffers = [buffer for write in writes for buffer in write.buffers]
+        sync = any(write.sync for write in writes)
         try:
-            times = wal.commit(plan, buffers, sync, sum([operation.frames for operation in operations]))
+            times = wal.commit(plan, buffers, sync, sum([write.frames for write in writes]))
         except (WalWriteError, WalSyncError) as error:
             refusal = self.refusal(error)
-            return [(operation, refusal) for operation in operations]
+            return [(write, refusal) for write in writes]
         wal_us, fsync_us = int(times.write_us), int(times.fsync_us)
-        for operation, offset in zip(operations, plan.offsets, strict=True):
-            if operation.place is not None:
-                operation.place(plan.file_no, offset)
-            if operation.apply is not None:
-                operation.apply()
-            request = operation.request
+        for write, offset in zip(writes, plan.offsets, strict=True):
+            if write.place is not None:
+                write.place(plan.file_no, offset)
+            if write.apply is not None:
+                write.apply()
+            request = write.request
             if request is not None and request.reply is not None:
-                add_times(request.reply, wal_us, fsync_us if operation.sync else 0)
+                add_times(request.reply, wal_us, fsync_us if write.sync else 0)
         if sync:
             self._count_sync(times)
         return []
 
     def refusal(self, error: WalWriteError | WalSyncError) -> TopicsError:
-        """What the writers of a group that failed are told."""
+        """Return the error for the writers of a group that failed, and log it."""
         self._cell.add("write_errors")
         if isinstance(error, WalSyncError):
             self._relocate(error.moved)
             cause = "sync"
         else:
             cause = errno.errorcode.get(error.errno or 0, "write")
-        self.count()  # it may go on in another file
-        self._say(error)
+        self.count()  # the log may go on in another file
+        self._log_refusal(error)
         return TopicsError(
             "storage_unavailable",
             "the log cannot be written now, nothing of this write was committed; see the service's log",
             {"cause": cause, "read_only": self.wal.read_only is not None},
         )
 
-    def _say(self, error: WalWriteError | WalSyncError) -> None:
-        """A full disk refuses every write: one line a second is enough."""
+    def _log_refusal(self, error: WalWriteError | WalSyncError) -> None:
+        """Log a refusal, once a second at most: a full disk refuses every write."""
         now_ms = self._clock.monotonic_ms()
-        if now_ms - self._said_ms < FAILURE_LOG_INTERVAL_MS:
-            self._unsaid += 1
+        if now_ms - self._logged_ms < FAILURE_LOG_INTERVAL_MS:
+            self._unlogged += 1
             return
-        log.error("commit failed", error=str(error), read_only=self.wal.read_only, more_like_it=self._unsaid)
-        self._said_ms, self._unsaid = now_ms, 0
+        log.error("commit failed", error=str(error), read_only=self.wal.read_only, more_like_it=self._unlogged)
+        self._logged_ms, self._unlogged = now_ms, 0
 
     def _relocate(self, moved: Moved | None) -> None:
         if moved is not None:
             self._moved(moved)
 
     def count(self) -> None:
-        """Shows how far the log is."""
+        """Show in the cell how far the log is."""
         wal, before = self.wal, self._former_lives
         file_no, offset = wal.file_no, wal.offset
         self._cell.set_all(
@@ -230,7 +235,10 @@ class Logs:
 
 
 class BackgroundSync:
-    """Knows which topics have records that are not on the disk yet."""
+    """Syncs what nobody waits for. It owns the topics whose records are not on the disk yet.
+
+    The sync itself runs in a helper thread; everything else here runs on the shard's own.
+    """
 
     def __init__(self, logs: Logs, helper: Executor, wake: Wake, now_ms: int) -> None:
         self._logs = logs
@@ -241,10 +249,10 @@ class BackgroundSync:
         self._running: tuple[Future[Synced], int] | None = None
         self._last_ms = now_ms
         self._looked = (now_ms, self._logs.wal.synced)
-        """When it was looked last whether the log is idle, and up to where it was synced then."""
+        """Monotonic ms of the last look whether the log is idle, and the position up to which it was synced then."""
 
     def committed(self, touched: dict[int, Hosted]) -> list[Hosted]:
-        """A group is in the durable log; returns the topics whose durable_seq moved, of the group and others."""
+        """Note topics of a group in the durable log. Return those whose durable_seq moved, of the group and others."""
         self._unsynced.update(touched)
         if self._logs.wal.unsynced_bytes:
             return []
@@ -253,16 +261,16 @@ class BackgroundSync:
         return moved
 
     def forget(self, hosted: Hosted) -> None:
-        """The topic is gone."""
+        """Forget a deleted topic."""
         self._unsynced.pop(hosted.topic.id, None)
         self._covered = [(other, head_seq) for other, head_seq in self._covered if other is not hosted]
 
     def poll(self, now_ms: int) -> list[Hosted]:
-        """Starts and ends syncs as they are due; returns topics whose durable_seq moved. `now_ms` is monotonic."""
+        """Start and end syncs as they are due. Return topics whose durable_seq moved. `now_ms` is monotonic."""
         moved = self._ended() if self._running is not None else []
         unsynced_bytes = self._logs.wal.unsynced_bytes
         if not unsynced_bytes and self._unsynced:
-            # By what was no append: a mark, a topic that was made, the end of a checkpoint.
+            # A mark, the creation of a topic, or the end of a checkpoint has synced them.
             moved += self.committed({})
         if now_ms - self._looked[0] >= SYNC_INTERVAL_MS:
             self._mark_idle(now_ms)
@@ -276,7 +284,7 @@ class BackgroundSync:
         return moved
 
     def _mark_idle(self, now_ms: int) -> None:
-        """Once nothing was written for a while: what was synced last is known as synced after a power loss."""
+        """Mark what is synced once nothing was written for a while, so that it counts after a power loss."""
         wal = self._logs.wal
         if wal.synced == self._looked[1] and not wal.unsynced_bytes:
             self._logs.mark_idle()
@@ -310,8 +318,8 @@ class BackgroundSync:
 
 
 def _settle(hosted: Hosted, synced_seq: int) -> bool:
-    """The log has its records up to there on the disk. True if its durable_seq moved. An `ephemeral` topic has not
-    waited for it: the change of its class was synced with all before.
+    """Move durable_seq to `synced_seq`; True if it moved. An `ephemeral` topic waits for no sync: the change of its
+    class was synced with all records before it.
     """
     topic = hosted.topic
     if topic.config.durability == "ephemeral" or synced_seq <= topic.durable_seq:

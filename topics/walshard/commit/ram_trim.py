@@ -1,18 +1,18 @@
-"""Keeping the RAM log as short as what it has to say.
+"""Trimming of the RAM log to what is needed of it.
 
-The RAM log has no snapshot: a shard that crashed reads it from its first file on. So before its oldest files go, what
-only they say is written again at its end, in one group:
+The RAM log has no snapshot: a shard that crashed reads it from its first file on. So before its oldest files are
+removed, what only they have is written again at its end, in one group:
 
     APPEND       records that keep a mostly dead file alive, verbatim; their locations follow
     RAM_STATE    for every `ephemeral` topic that ever had records there: its floors, its clock, its unexpired keys
     SESSION      every watch session
     ROUTER_CURSOR  of every `ephemeral` dest of routers
 
-Killed before that group is whole, the next incarnation finds all files and perhaps some repeats, which change nothing;
-killed later, files that nobody needs, which go with the next trimming.
+After a kill before that group is whole, the next incarnation finds all files and perhaps some repeats, which change
+nothing. After a later one it finds files that nobody needs, which the next trimming removes.
 
-A trimming costs what it repeats and a look at every location in RAM. It is paid for by bytes written since the last
-one: at least a file, at least as much as was repeated, and at least a share of what is live.
+A trimming costs what it repeats and a look at every location in RAM. So it waits for bytes written since the last one:
+at least a file, at least as much as was repeated, and at least a share of the live bytes.
 """
 
 from __future__ import annotations
@@ -38,15 +38,17 @@ from topics.walshard.hosted.tag_search import TagSearch
 log = get_logger()
 
 LIVE_SHARE: Final = 16
-"""Trimmed again after a 1/LIVE_SHARE of the live bytes was written: looking at all locations is paid for."""
+"""The log is trimmed again after 1/LIVE_SHARE of the live bytes was written."""
 DEAD_FILES_MAX: Final = 4
-"""Live records are moved out of the oldest files once the log is so many files longer than twice what is live."""
+"""Live records are moved out of the oldest files once the log is so many files longer than twice the live bytes."""
 _CHUNK_ENTRIES: Final = 1 << 16
 _MOVE_ENTRIES: Final = 1 << 10
 
 
 class _Moved(NamedTuple):
-    """Neighbours in a ring of which some are written again: their entries, complete but for where the group lies."""
+    """Neighbours in a ring of which some rows are written again: their entries, complete but for the place of the
+    group.
+    """
 
     hosted: Hosted
     first_seq: int
@@ -84,11 +86,12 @@ class RamTrim:
 
     @property
     def due(self) -> bool:
+        """Return whether a trimming is worth its cost."""
         return self._written_bytes >= self._next_after_bytes
 
-    def operation(self, now_ms: int) -> LogWrite:
-        """What to commit to the RAM log; `drop_files` after it. Raises OSError when records cannot be read back."""
-        self._next_after_bytes = self._written_bytes + 1  # if this fails, again once something could be written
+    def repeat_live(self, now_ms: int) -> LogWrite:
+        """Return the write for the RAM log; `drop_files` after it. Raises OSError when records cannot be read back."""
+        self._next_after_bytes = self._written_bytes + 1  # if this fails, after the next write
         buffers: list[Bytes] = []
         moved = self._move_records(buffers)
         for hosted in self._topics():
@@ -121,7 +124,7 @@ class RamTrim:
         return LogWrite(buffers, place=place)
 
     def drop_files(self) -> None:
-        """After the commit: removes what no location names. A failure is logged; the next trimming tries again."""
+        """Remove files that no location names, after the commit. A failure is logged; the next trimming tries again."""
         wal = self._logs.ram
         assert wal is not None
         file_no = min([self._repeated_in_file, *self._files_in_use()])
@@ -138,18 +141,18 @@ class RamTrim:
         return self._logs.ram.bytes_written - self._written_before if self._logs.ram is not None else 0
 
     def _topics(self) -> list[Hosted]:
-        """All that ever had records in the RAM log. Those that are durable now have none there that live, but locations
-        of gone ones, until a checkpoint passes them.
+        """Return the topics that ever had records in the RAM log. Those that are durable now have no live ones there,
+        but locations of deleted ones, until a checkpoint passes them.
         """
         return [hosted for hosted in self._catalog if hosted.topic.head_ceiling]
 
     def _live_bytes(self) -> int:
-        """Of topics that are `ephemeral` now."""
+        """Return the live bytes of topics that are `ephemeral` now."""
         topics = [hosted.topic for hosted in self._topics()]
         return sum(topic.live_bytes for topic in topics if topic.config.durability == "ephemeral")
 
     def _files_in_use(self) -> set[int]:
-        """The files that locations name."""
+        """Return the files that locations name."""
         words: set[int] = set()
         for _, _, entries in self._entries(_CHUNK_ENTRIES):
             words.update(entries[3::4])
@@ -158,7 +161,7 @@ class RamTrim:
     # -- moving records
 
     def _move_records(self, buffers: list[Bytes]) -> list[_Moved]:
-        """Adds the frames of records that lie in the oldest files, if there are too many files."""
+        """Add the frames of live records in the oldest files, if there are too many files."""
         numbers = layout.list_log_files(self._fs, self._directory)
         surplus = len(numbers) - 2 * self._live_bytes() // self._file_bytes - DEAD_FILES_MAX
         affordable = max(1, self._written_bytes // self._file_bytes)
@@ -195,7 +198,7 @@ class RamTrim:
         return moved
 
     def _entries(self, count_max: int) -> Iterator[tuple[Hosted, int, array[int]]]:
-        """All locations that may be in RAM, in runs of neighbours: topic, first seq, entries."""
+        """Yield all locations that may be in RAM, in runs of neighbours: topic, first seq, entries."""
         for hosted in self._topics():
             ring = hosted.ring
             last_seq = min(ring.next_seq - 1, hosted.topic.head_ceiling)

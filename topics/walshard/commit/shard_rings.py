@@ -1,8 +1,8 @@
-"""The shard's end of the rings: requests in, answers out, each request answered once over any crash.
+"""The shard's ends of the rings: requests in, answers out, each request answered once over any crash.
 
-A request stays in its ring until its answer is in the reply ring; only then does the ring's `consumed` move. So a
-shard that dies finds in its next life exactly the requests that are not answered yet, and the journal tells which of
-those it had already committed.
+A request stays in its ring until its answer is in the reply ring; only then does the ring's `consumed` move. So a shard
+that dies finds in its next life exactly the requests that are not answered yet, and the journal has those of them that
+it had already committed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping
+from typing import Final
 
 from topics.core.errors import TopicsError
 from topics.shm import messages
@@ -19,14 +20,14 @@ from topics.shm.journal import JournalEntry
 from topics.shm.queue_messages import Dealt
 from topics.shm.shm_names import SHM_ROOT
 
-REQUESTS_PER_GROUP_MAX = 1024
-PUSH_IDS_FROM = 1 << 63
-"""Jobs that are pushed have numbers of their own, which no request has."""
-BYTES_PER_GROUP_MAX = 16 * 1024 * 1024
+REQUESTS_PER_GROUP_MAX: Final = 1024
+BYTES_PER_GROUP_MAX: Final = 16 * 1024 * 1024
+PUSH_IDS_FROM: Final = 1 << 63
+"""Ids of pushed jobs begin here: no request has one of them."""
 
 
 class ShardRings:
-    """Rings of one shard to all its peers: the frontends, and behind them in every list the compactor."""
+    """Owns one shard's ends of the rings of its peers: the frontends, then (in every list) the compactor."""
 
     def __init__(self, shared: SharedMemory, shard: int) -> None:
         self._rings = [row[shard] for row in shared.rings]
@@ -35,12 +36,12 @@ class ShardRings:
         self._long_reply_path = f"{SHM_ROOT}/topics-{shared.identity}-reply-{shard}-"
         self._read = [pair.requests.consumed for pair in self._rings]
         self._first = 0
-        """The ring that the next group begins with."""
+        """The ring with which the next group begins."""
         self._waiting: list[deque[tuple[bytearray | None, int]]] = [deque() for _ in self._rings]
         self._unanswered: list[JournalEntry] = []
         self._group: list[JournalEntry] = []
         self.replies: dict[tuple[int, int], bytes] = {}
-        """By frontend and ring position: replies to what the former incarnation committed and did not answer."""
+        """Replies that the former incarnation committed and did not send, by frontend and ring position."""
         self._notices: list[set[int]] = [set() for _ in self._rings]
         self._touched: set[int] = set()
         self._pushes = PUSH_IDS_FROM
@@ -48,8 +49,8 @@ class ShardRings:
     # -- requests
 
     def drain_dead(self, frontend: int) -> bool:
-        """Of one that has died: whether all that it had asked for was taken. What waits for room is dropped, since
-        nobody makes any before there is a successor; then more of it can be taken.
+        """Return whether all requests of a dead frontend were taken. Answers that wait for room are dropped, so that
+        more requests can be taken: nobody makes room before there is a successor.
         """
         pair, waiting = self._rings[frontend], self._waiting[frontend]
         if waiting:
@@ -60,10 +61,10 @@ class ShardRings:
         return not any(pair.requests.peek(self._read[frontend]))
 
     def requests(self) -> Iterator[tuple[int, memoryview, int]]:
-        """(frontend, message, position behind it) of what is new, bounded to one group's worth.
+        """Yield (frontend, message, position behind it) of new requests, up to a group.
 
-        A frontend that does not take its answers is not read from: the ring behind it fills, and it feels that. Where
-        a group is full the next one begins with the ring behind, so that one that is never empty starves no other.
+        A frontend that does not take its answers is not read from: its ring fills, and it feels that. The group after a
+        full one begins with the next ring, so that a ring that is never empty starves no other.
         """
         count = size_bytes = 0
         for turn in range(self._first, self._first + len(self._rings)):
@@ -84,7 +85,7 @@ class ShardRings:
 
     @property
     def idle(self) -> bool:
-        """Nothing new in any ring that is read on: of one whose answers are stuck nothing is taken."""
+        """Return whether no ring has new requests, but rings whose answers are stuck."""
         return all(
             waiting or pair.requests.written == read
             for pair, read, waiting in zip(self._rings, self._read, self._waiting, strict=True)
@@ -92,26 +93,23 @@ class ShardRings:
 
     @property
     def stuck(self) -> bool:
-        """An answer or notice waits for room in a reply ring."""
+        """Return whether an answer or notice waits for room in a reply ring."""
         return any(self._waiting) or any(self._notices)
 
     @property
     def pending_bytes(self) -> int:
-        """Requests that wait in the rings."""
+        """Bytes of requests that wait in the rings."""
         return sum(pair.requests.pending_bytes for pair in self._rings)
 
     @property
     def fullness(self) -> float:
-        """Of the fullest ring of requests, 0 to 1."""
-        fullest = 0.0
-        for pair in self._rings:
-            fullest = max(fullest, pair.requests.pending_bytes / pair.requests.capacity_bytes)
-        return fullest
+        """Share of the fullest ring that requests take, 0 to 1."""
+        return max([pair.requests.pending_bytes / pair.requests.capacity_bytes for pair in self._rings])
 
     # -- the journal
 
     def journal(self, entries: list[JournalEntry]) -> None:
-        """Before a commit: these requests, and those committed earlier whose answers are not out yet."""
+        """Store the requests of a group before its commit, with committed ones whose answers are not out yet."""
         self._unanswered = [
             entry for entry in self._unanswered if entry.ring_position > self._rings[entry.frontend].requests.consumed
         ]
@@ -120,7 +118,7 @@ class ShardRings:
         self._journal.store(self._unanswered)
 
     def withdraw(self, ram_only: bool) -> None:
-        """The group that was journalled last, or the part of it meant for the RAM log, will never be committed."""
+        """Take back the group that was journalled last, or its RAM part: it will never be committed."""
         refused = [entry for entry in self._group if entry.ram_log or not ram_only]
         if refused:
             self._group = [entry for entry in self._group if entry not in refused]
@@ -128,7 +126,7 @@ class ShardRings:
             self._journal.store(self._unanswered)
 
     def committed_before(self) -> list[JournalEntry]:
-        """In a new life: requests still in the rings that the former one was about to commit."""
+        """Return requests still in the rings that the former life was about to commit."""
         return [
             entry
             for entry in self._journal.load()
@@ -136,21 +134,21 @@ class ShardRings:
         ]
 
     def take_over(self, entries: list[JournalEntry]) -> None:
-        """Of those, the ones that are in the log: they stay in the journal until they are answered."""
+        """Take over those of them that are in the log. They stay in the journal until they are answered."""
         self._unanswered = list(entries)
         self.replies = {(entry.frontend, entry.ring_position): entry.reply for entry in entries}
 
     # -- answers
 
     def answer(self, frontend: int, reply: bytearray | None, position: int) -> None:
-        """Queues an answer (None: the request wants none). In ring order: it frees the ring up to `position`."""
+        """Queue an answer (None: the request wants none). In ring order: it frees the ring up to `position`."""
         if reply is not None and len(reply) > self._rings[frontend].replies.message_max_bytes:
             reply = self._by_reference(reply)
         self._waiting[frontend].append((reply, position))
         self._touched.add(frontend)
 
     def _by_reference(self, reply: bytearray) -> bytearray:
-        """What is too long for a ring goes through a file, which the frontend removes."""
+        """Return a reference to a file with an answer that is too long for a ring. The frontend removes the file."""
         kind, request_id, _count = messages.head(memoryview(reply))
         path = f"{self._long_reply_path}{request_id}"
         try:
@@ -162,7 +160,7 @@ class ShardRings:
         return bytearray().join(messages.encode_reference(kind, request_id, path))
 
     def push(self, frontend: int, dealt: Dealt) -> None:
-        """Queues jobs for a stream, in order with the answers."""
+        """Queue jobs for a stream, in order with the answers."""
         self._pushes += 1
         self.answer(frontend, messages.encode_dealt(self._pushes, dealt), 0)
 
@@ -173,17 +171,17 @@ class ShardRings:
             self._touched.add(frontend)
 
     def announce_generation(self) -> None:
-        """Tells every frontend that a new arena is current."""
+        """Tell every frontend that a new arena is current."""
         for frontend in range(len(self._rings)):
             self._waiting[frontend].append((messages.encode_generation(), 0))
             self._touched.add(frontend)
 
     def forget_notices(self, frontend: int) -> None:
-        """The frontend that wanted them is gone."""
+        """Drop the notices of a dead frontend."""
         self._notices[frontend].clear()
 
     def flush(self) -> None:
-        """Moves as much as fits into the reply rings and wakes the frontends; the rest waits for the next call."""
+        """Move as much as fits into the reply rings and wake the frontends; the rest waits for the next call."""
         if not self._touched:
             return
         still = set()
@@ -194,7 +192,7 @@ class ShardRings:
         self._touched = still
 
     def _flush(self, frontend: int) -> bool:
-        """True when something is left."""
+        """Flush one frontend. True when something is left."""
         pair = self._rings[frontend]
         waiting = self._waiting[frontend]
         consumed = 0
@@ -215,7 +213,7 @@ class ShardRings:
 
 
 def _remove_long_reply(reply: bytearray | None) -> None:
-    """The file, if it is one's place."""
+    """Remove the file to which a reply refers, if it does."""
     if reply is not None and messages.head(memoryview(reply))[0] & messages.BY_REFERENCE:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(messages.decode_reference(memoryview(reply)))

@@ -1,4 +1,4 @@
-"""Taking records away: because somebody asks (api §5), or because their time is over (api §1, `ttl_ms`)."""
+"""Deletion of records on request (api §5), and their expiry (api §1, `ttl_ms`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from topics.walshard.step_clock import StepClock
 log = get_logger()
 
 BY_TAG_MAX: Final = 64
-"""So many topics are looked at in an idle turn."""
+"""Topics whose tags are indexed in idle turns."""
 
 
 class Deletes:
@@ -40,9 +40,9 @@ class Deletes:
         self._tags = tags
         self._time = time
         self._by_tag: OrderedDict[int, None] = OrderedDict()
-        """Ids of the topics that were deleted from by tag, the latest last: only these have `Topic.tags`."""
+        """Ids of topics with a delete by tag, the latest last: only these have `Topic.tags`."""
         self._kept: set[int] = set()
-        """Topics whose log could not be written when they were to expire: said once."""
+        """Ids of topics whose expiry the log refused, which is logged once."""
 
     @property
     def alone_routes(self) -> dict[type, AloneHandler]:
@@ -50,15 +50,15 @@ class Deletes:
         return {DeleteRecords: self.delete, Expire: self.expire_one}
 
     def expire_one(self, call: Expire, _frontend: int) -> Steps[Done]:
-        """Moves the floors of a topic over what has expired."""
+        """Move the floors of a topic over its expired records."""
         hosted = self._catalog.find(call.name)
         if hosted is not None:
             yield from self.expire(hosted)
         return Done()
 
     def expire(self, hosted: Hosted) -> Steps[bool]:
-        """Moves the floors over what has outlived its ttl; logged, so that they never move back. False if the log could
-        not take it.
+        """Move the floors over records that have outlived their ttl. This is logged, so that they never move back.
+        False if the log refused it.
         """
         topic, expiry_ms = hosted.topic, self._time.expiry_ms
         if topic.expired_below(expiry_ms) <= topic.earliest_seq:
@@ -74,7 +74,7 @@ class Deletes:
         return draft.committed
 
     def index_some(self) -> bool:
-        """In an idle turn: tags of what came into topics that were deleted from by tag lately. False: nothing came."""
+        """Index tags of new records, in an idle turn, in topics with a late delete by tag. False if there are none."""
         for topic_id in list(self._by_tag):
             hosted = self._catalog.find_id(topic_id)
             try:
@@ -82,21 +82,21 @@ class Deletes:
                     self._by_tag.move_to_end(topic_id)  # the others' turn
                     return True
             except (OSError, CorruptSegment):
-                self._let_go(topic_id)  # the next delete finds out, and is told
+                self._drop_tags(topic_id)  # the next delete finds out, and its client is told
             if hosted is None:
-                self._let_go(topic_id)
+                self._drop_tags(topic_id)
         return False
 
-    def _let_go(self, topic_id: int) -> None:
-        """Nobody would make its index smaller any more."""
+    def _drop_tags(self, topic_id: int) -> None:
+        """Drop the tag index of a topic, which nobody would shrink any more."""
         del self._by_tag[topic_id]
         hosted = self._catalog.find_id(topic_id)
         if hosted is not None:
             hosted.topic.tags = None
 
     def sweep(self) -> Steps[None]:
-        """Expires records of topics that nobody touches. If the log cannot be written they stay for now."""
-        self._tags.let_go()
+        """Expire records of topics that nobody touches. They stay for now if the log cannot be written."""
+        self._tags.drop_unused()
         kept = set()
         for hosted in list(self._catalog):
             topic = hosted.topic
@@ -109,12 +109,12 @@ class Deletes:
         self._kept = kept
 
     def delete(self, call: DeleteRecords, _frontend: int) -> Steps[DeleteRecordsReply]:
-        """Deletes what one turn takes of what is asked for; the reply says what is left to do."""
+        """Delete as much as one turn takes. The reply has the rest of the request."""
         hosted = self._catalog.require(call.name)
         yield from self.expire(hosted)
         topic = hosted.topic
         if call.topic_id not in (0, topic.id):
-            raise topic_not_found(call.name)  # the one that this is the rest for
+            raise topic_not_found(call.name)  # the topic of the first turn
         last_seq = topic.head_seq if call.last_seq is None else min(call.last_seq, topic.head_seq)
         if call.before_seq is not None:
             last_seq = min(last_seq, call.before_seq - 1)
@@ -142,8 +142,8 @@ class Deletes:
         return reply
 
     def _plan(self, hosted: Hosted, call: DeleteRecords, last_seq: int) -> tuple[Deletion, DeleteRecords | None]:
-        """What one turn takes of it, and what is left to do then. Each is a delete of its own, complete when it is
-        answered; all of them together end at one head.
+        """Return what one turn deletes, and the rest of the request. Each turn is a delete of its own, complete when it
+        is answered; all of them end at one head.
         """
         topic = hosted.topic
         if call.op is None:
@@ -151,7 +151,7 @@ class Deletes:
         self._by_tag[topic.id] = None
         self._by_tag.move_to_end(topic.id)
         if len(self._by_tag) > BY_TAG_MAX:
-            self._let_go(next(iter(self._by_tag)))
+            self._drop_tags(next(iter(self._by_tag)))
         first_seq = max(call.from_seq, topic.earliest_seq)
         found = self._tags.find(topic, hosted.index, Match(call.op, call.pattern), first_seq, last_seq)
         rest = None

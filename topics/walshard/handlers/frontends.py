@@ -1,4 +1,4 @@
-"""What one shard keeps for frontends: which topics they watch, and its end when they die.
+"""State that one shard keeps for frontends: the topics they watch. It ends when they die.
 
 The supervisor, which has waited for a dead process, says so in its control cell (`ended`) and wakes the shards. What
 the dead frontend has still written into its ring is taken first: a stream that it had opened would stay otherwise. A

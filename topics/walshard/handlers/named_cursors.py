@@ -1,4 +1,4 @@
-"""What a shard does with requests about named cursors (api §10); `core/cursors.py` has the rules."""
+"""Requests about named cursors (api §10); `core/cursors.py` has the rules."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from topics.shm.queue_messages import (
     CursorReply,
 )
 from topics.storage.frame import FrameType
-from topics.walshard.commit.draft import AloneHandler, Draft, GroupHandler, Steps, control_write
+from topics.walshard.commit.draft import AloneHandler, Draft, GroupHandler, LogWrite, Steps, control_write
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.step_clock import StepClock
 
 
 class NamedCursors:
-    """The named cursors of one shard's topics: where each is, and what of that the log has to hold."""
+    """Handles the named cursors of one shard's topics, and has the log hold their positions."""
 
     def __init__(self, catalog: Catalog, time: StepClock) -> None:
         self._catalog = catalog
@@ -45,30 +45,29 @@ class NamedCursors:
         return {CursorPut: self.put, CursorDelete: self.delete}
 
     def frontend_died(self, frontend: int) -> None:
-        """Answers that it had not passed on are lost."""
+        """Note that a frontend died: the answers that it had not passed on are lost."""
         for hosted in self._catalog:
             for cursor in hosted.topic.cursors:
                 cursor.frontend_died(frontend)
 
     def settle(self) -> Steps[None]:
-        """A clean end: each is logged where it is, behind every answer that was passed on and before all others."""
-        group = Draft()
-        for hosted in self._catalog:
-            for cursor in hosted.topic.cursors:
-                if cursor.unlogged:
-                    body = cursor.body()
-                    self._log(group, hosted, body, partial(cursor.persisted, body), None, sync=cursor.strict)
-        yield group
+        """Log each cursor at a clean end: behind every answer that was passed on, and before all others."""
+        yield Draft(
+            self._write(hosted, body := cursor.body(), partial(cursor.persisted, body), sync=cursor.strict)
+            for hosted in self._catalog
+            for cursor in hosted.topic.cursors
+            if cursor.unlogged
+        )
 
     def look(self, call: CursorGet, _frontend: int, _group: Draft) -> CursorList:
-        """Shows one cursor, or a page of them."""
+        """Return one cursor, or a page of them."""
         cursors = self._catalog.require(call.name).topic.cursors
         one = call.cursor
         found = cursors.behind(call.after, call.most) if one is None else [cursors.get(call.name, one)]
         return CursorList([_shown(cursor, call.passed_seq) for cursor in found])
 
     def put(self, call: CursorPut, _frontend: int) -> Steps[CursorReply]:
-        """Makes a cursor, or moves or configures one that is there."""
+        """Make a cursor, or move or configure one that is there."""
         hosted = self._catalog.require(call.name)
         topic = hosted.topic
         topic.cursors.check_room(call.cursor)
@@ -78,55 +77,47 @@ class NamedCursors:
         consistency = call.consistency or (known.consistency if known is not None else "at_least_once")
         persist_every = call.persist_every or (known.persist_every if known is not None else 1)
         seq = topic.head_seq if call.tail else call.seq or 0
-        if seq > topic.head_seq:  # as a diff from there: it was never read from this topic
+        if seq > topic.head_seq:  # as a diff from there: this topic never gave it out
             seq = 0 if topic.recreated else topic.head_seq
         body = CursorFrameBody(call.cursor, consistency, persist_every, seq)
         reply = CursorReply(call.cursor, consistency, persist_every, seq, seq, 0, known is None)
-        draft = Draft(reply=reply)
-        self._log(draft, hosted, body, lambda: topic.cursors.logged(body), None, sync=True)
-        yield draft
+        yield Draft([self._write(hosted, body, partial(topic.cursors.logged, body), sync=True)], reply=reply)
         return reply
 
     def _configure(self, hosted: Hosted, cursor: NamedCursor, call: CursorPut) -> Steps[CursorReply]:
-        """It stays where it is, and so does what readers have under way."""
+        """Configure a cursor. Its position stays, and so do the reads that are under way."""
         consistency = call.consistency or cursor.consistency
         persist_every = call.persist_every or cursor.persist_every
         persisted_seq = cursor.persisted_seq
         if (consistency, persist_every) != (cursor.consistency, cursor.persist_every):
             body = msgspec.structs.replace(cursor.body(), consistency=consistency, persist_every=persist_every)
             persisted_seq = body.next_seq
-            draft = Draft(
-                reply=CursorReply(cursor.name, consistency, persist_every, cursor.seq, persisted_seq, cursor.revision)
-            )
-            self._log(draft, hosted, body, lambda: cursor.configured(body), None, sync=True)
-            yield draft
+            reply = CursorReply(cursor.name, consistency, persist_every, cursor.seq, persisted_seq, cursor.revision)
+            yield Draft([self._write(hosted, body, partial(cursor.configured, body), sync=True)], reply=reply)
         return CursorReply(cursor.name, consistency, persist_every, cursor.seq, persisted_seq, cursor.revision)
 
     def delete(self, call: CursorDelete, _frontend: int) -> Steps[Deleted]:
-        """Deletes a cursor; one that is not there, or whose topic is not, was deleted already (api §0.9)."""
+        """Delete a cursor. One that does not exist, or whose topic does not, was deleted already (api §0.9)."""
         hosted = self._catalog.find(call.name)
         known = None if hosted is None else hosted.topic.cursors.find(call.cursor)
         if hosted is None or known is None:
             return Deleted(False)
-        cursors = hosted.topic.cursors
-        body = CursorFrameBody(call.cursor, None)
-        draft = Draft(reply=Deleted(True))
-        self._log(draft, hosted, body, lambda: cursors.logged(body), None, sync=True)
-        yield draft
-        return Deleted(True)
+        body, reply = CursorFrameBody(call.cursor, None), Deleted(True)
+        yield Draft([self._write(hosted, body, partial(hosted.topic.cursors.logged, body), sync=True)], reply=reply)
+        return reply
 
     def advance(self, call: CursorAdvance, frontend: int, group: Draft) -> CursorMoved:
-        """Moves a cursor over what is being read, if nobody was faster."""
+        """Move a cursor over the records that are being read, if nobody was faster."""
         hosted = self._catalog.require(call.name)
         cursor = hosted.topic.cursors.get(call.name, call.cursor)
         moved = cursor.advance(call.revision, call.from_seq, call.to_seq, frontend, call.read)
         reply = CursorMoved(moved, cursor.seq, cursor.up_to_seq, cursor.revision, moved and not cursor.strict)
         if moved and cursor.strict:
-            self._persist(group, hosted, cursor, lambda: cursor.mark_missing([(call.from_seq, call.to_seq)]))
+            self._persist(group, hosted, cursor, partial(cursor.mark_missing, [(call.from_seq, call.to_seq)]))
         return reply
 
     def passed_on(self, call: CursorPassedOn, frontend: int, group: Draft) -> Done:
-        """What was read has left for its client, or failed to."""
+        """Note that the records of a read were sent to its client, or could not be."""
         hosted = self._catalog.require(call.name)
         cursor = hosted.topic.cursors.find(call.cursor)
         if cursor is None:
@@ -142,20 +133,19 @@ class NamedCursors:
         if cursor.to_persist:
             cursor.persisting()
             body = cursor.body()
-            self._log(group, hosted, body, lambda: cursor.persisted(body), undo, sync=cursor.strict)
+            group.add(self._write(hosted, body, partial(cursor.persisted, body), undo, sync=cursor.strict))
 
-    def _log(
+    def _write(
         self,
-        group: Draft,
         hosted: Hosted,
         body: CursorFrameBody,
         apply: Callable[[], None],
-        undo: Callable[[], None] | None,
+        undo: Callable[[], None] | None = None,
         *,
         sync: bool,
-    ) -> None:
+    ) -> LogWrite:
         bodies = [(FrameType.CURSOR, encode_body(body))]
-        group.add(control_write(hosted.topic, self._time.now.wall_ms, bodies, apply, undo, sync=sync))
+        return control_write(hosted.topic, self._time.now.wall_ms, bodies, apply, undo, sync=sync)
 
 
 def _shown(cursor: NamedCursor, passed_seq: int) -> CursorReply:

@@ -93,7 +93,7 @@ class Queues:
 
     @property
     def have_changed(self) -> bool:
-        """Whether `deal` has queues to look at."""
+        """Return whether `deal` has queues to look at."""
         return bool(self._changed)
 
     def deal(self, group: Draft) -> None:
@@ -127,7 +127,7 @@ class Queues:
 
     @property
     def is_due(self) -> bool:
-        """Whether `tick` has something to do."""
+        """Return whether `tick` has something to do."""
         next_ms = self._timers.next_ms
         return next_ms is not None and next_ms <= self._time.now.mono_ms
 

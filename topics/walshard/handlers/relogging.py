@@ -1,4 +1,5 @@
-"""Making an `ephemeral` topic durable: its live records are logged again, in turns, before its class changes.
+"""The turns by which an `ephemeral` topic becomes durable: its live records are logged again, in turns, before its
+class changes.
 
 A turn reads the next live records from the RAM log and writes their frames, as they are, to the durable log:
 
@@ -38,16 +39,16 @@ from topics.storage.topic_frames import control_frame, floor_frame, head_frame, 
 from topics.walshard.hosted.hosted import Hosted
 
 TURN_BYTES: Final = 1 << 20
-"""A turn takes records until it has so many bytes."""
+"""Bytes of records with which a turn ends."""
 TURN_SEQS: Final = 8192
-"""It looks at no more seqs than these."""
+"""Seqs that a turn looks at, at most."""
 TURNS_OF_ONE_SIZE: Final = 256
-"""After so many turns each may take as much again: what is written in between must not keep up with them for ever."""
+"""After so many turns each takes as much again: writes in between must not keep up with them for ever."""
 
 
-class Relogged(NamedTuple):
-    """One turn: frames for the durable log. A last turn is to be followed by CONFIG_UPDATE in the same write, any other
-    is complete.
+class RelogTurn(NamedTuple):
+    """One turn: frames for the durable log. The last turn is to be followed by CONFIG_UPDATE in the same write, any
+    other is complete.
     """
 
     hosted: Hosted
@@ -56,11 +57,11 @@ class Relogged(NamedTuple):
     first_seq: int
     entries: array[int]
     rows: list[int]
-    """Of `entries`, those that were logged again: they are complete but for the file, and where the write begins."""
+    """Rows of `entries` that were logged again: complete but for the file, and the offset of the write in it."""
     is_last: bool
 
     def place(self, file_no: int, offset: int) -> None:
-        """The frames are in the log."""
+        """Take over the locations of a turn that is in the log."""
         topic, entries = self.hosted.topic, self.entries
         for row in self.rows:
             entries[row * ENTRY_WORDS + 2] += offset
@@ -73,87 +74,81 @@ class Relogged(NamedTuple):
             topic.head_ceiling = topic.head_seq
 
 
-class Relogging:
-    """Plans the turns of one shard. It keeps nothing in between."""
+def plan_turn(hosted: Hosted, directory: str, turns: int, now_ms: int) -> RelogTurn:
+    """Return the next turn of a topic that has had so many. Everything prepared is committed before. Raises OSError
+    when the RAM log in `directory` cannot be read.
+    """
+    topic = hosted.topic
+    factor = 1 + turns // TURNS_OF_ONE_SIZE
+    first_seq = max(topic.earliest_seq, hosted.ram_from_seq)
+    last_seq = min(topic.head_seq, first_seq + factor * TURN_SEQS - 1)
+    entries = hosted.ring.entries(first_seq, last_seq) if first_seq <= last_seq else array("Q")
+    records, rows = _records(hosted, directory, first_seq, entries, factor * TURN_BYTES)
+    is_last = first_seq + len(entries) // ENTRY_WORDS > topic.head_seq
+    size_bytes = sum(map(len, records))
+    floors = topic.floors()
+    before = msgspec.structs.replace(
+        floors, records=floors.records - len(records), live_bytes=floors.live_bytes - size_bytes
+    )
+    floor = floor_frame(topic, before, now_ms, FLAG_MORE)
+    offset_lens, file_words = entries[2::ENTRY_WORDS], entries[3::ENTRY_WORDS]
+    offset = len(floor)
+    for row, record in zip(rows, records, strict=True):
+        offset_lens[row] = len(record) << 32 | offset
+        file_words[row] &= ~(LOCATION_IN_RAM_LOG << FLAGS_SHIFT | LOW_WORD)
+        offset += len(record)
+    entries[2::ENTRY_WORDS], entries[3::ENTRY_WORDS] = offset_lens, file_words
+    buffers: list[Bytes] = [floor, *records, *_attributes(hosted, [first_seq + row for row in rows], now_ms)]
+    if is_last:
+        buffers += _keys(hosted, now_ms)
+        buffers.append(head_frame(topic, topic.head_seq, now_ms, exact=True, flags=FLAG_MORE))
+    else:
+        buffers.append(head_frame(topic, topic.head_ceiling, now_ms, exact=False))
+    return RelogTurn(hosted, buffers, floors, first_seq, entries, rows, is_last)
 
-    def __init__(self, ram_directory: str) -> None:
-        self._directory = ram_directory
 
-    def plan(self, hosted: Hosted, turns: int, now_ms: int) -> Relogged:
-        """Returns the next turn of a topic that has had so many. Everything prepared is committed before. Raises
-        OSError when the RAM log cannot be read.
-        """
-        topic = hosted.topic
-        factor = 1 + turns // TURNS_OF_ONE_SIZE
-        first_seq = max(topic.earliest_seq, hosted.ram_from_seq)
-        last_seq = min(topic.head_seq, first_seq + factor * TURN_SEQS - 1)
-        entries = hosted.ring.entries(first_seq, last_seq) if first_seq <= last_seq else array("Q")
-        records, rows = self._records(hosted, first_seq, entries, factor * TURN_BYTES)
-        is_last = first_seq + len(entries) // ENTRY_WORDS > topic.head_seq
-        size_bytes = sum(map(len, records))
-        floors = topic.floors()
-        before = msgspec.structs.replace(
-            floors, records=floors.records - len(records), live_bytes=floors.live_bytes - size_bytes
-        )
-        floor = floor_frame(topic, before, now_ms, FLAG_MORE)
-        offset_lens, file_words = entries[2::ENTRY_WORDS], entries[3::ENTRY_WORDS]
-        offset = len(floor)
-        for row, record in zip(rows, records, strict=True):
-            offset_lens[row] = len(record) << 32 | offset
-            file_words[row] &= ~(LOCATION_IN_RAM_LOG << FLAGS_SHIFT | LOW_WORD)
-            offset += len(record)
-        entries[2::ENTRY_WORDS], entries[3::ENTRY_WORDS] = offset_lens, file_words
-        buffers: list[Bytes] = [floor, *records, *_attributes(hosted, [first_seq + row for row in rows], now_ms)]
-        if is_last:
-            buffers += _keys(hosted, now_ms)
-            buffers.append(head_frame(topic, topic.head_seq, now_ms, exact=True, flags=FLAG_MORE))
-        else:
-            buffers.append(head_frame(topic, topic.head_ceiling, now_ms, exact=False))
-        return Relogged(hosted, buffers, floors, first_seq, entries, rows, is_last)
+def _records(
+    hosted: Hosted, directory: str, first_seq: int, entries: array[int], bytes_max: int
+) -> tuple[list[Bytes], list[int]]:
+    """Return the frames of the live records among the entries, and their rows. Entries that do not fit are cut off."""
+    topic = hosted.topic
+    maps: dict[int, memoryview] = {}
+    records: list[Bytes] = []
+    rows: list[int] = []
+    size_bytes = 0
+    offset_lens, file_words = entries[2::ENTRY_WORDS], entries[3::ENTRY_WORDS]
+    for row, flags in enumerate(flags_of(entries)):
+        if flags & LOCATION_GONE:
+            continue
+        if size_bytes >= bytes_max:
+            del entries[row * ENTRY_WORDS :]
+            break
+        file_no, offset = file_words[row] & LOW_WORD, offset_lens[row] & LOW_WORD
+        content = maps.get(file_no)
+        if content is None:
+            content = maps[file_no] = _map(directory, file_no)
+        record = content[offset : offset + (offset_lens[row] >> 32)]
+        _, _, _, found_id, found_seq, *_ = HEADER.unpack_from(record)
+        if found_id != topic.id or found_seq != first_seq + row:
+            place = f"offset {offset} of file {file_no}"
+            raise OSError(5, f"{place} does not hold record {first_seq + row} of topic {topic.name!r}")
+        records.append(record)
+        rows.append(row)
+        size_bytes += len(record)
+    return records, rows
 
-    def _records(
-        self, hosted: Hosted, first_seq: int, entries: array[int], bytes_max: int
-    ) -> tuple[list[Bytes], list[int]]:
-        """Returns the frames of the live records among the entries, and their rows. Takes the entries off the end that
-        do not fit.
-        """
-        topic = hosted.topic
-        maps: dict[int, memoryview] = {}
-        records: list[Bytes] = []
-        rows: list[int] = []
-        size_bytes = 0
-        offset_lens, file_words = entries[2::ENTRY_WORDS], entries[3::ENTRY_WORDS]
-        for row, flags in enumerate(flags_of(entries)):
-            if flags & LOCATION_GONE:
-                continue
-            if size_bytes >= bytes_max:
-                del entries[row * ENTRY_WORDS :]
-                break
-            file_no, offset = file_words[row] & LOW_WORD, offset_lens[row] & LOW_WORD
-            content = maps.get(file_no)
-            if content is None:
-                content = maps[file_no] = self._map(file_no)
-            record = content[offset : offset + (offset_lens[row] >> 32)]
-            _, _, _, found_id, found_seq, *_ = HEADER.unpack_from(record)
-            if found_id != topic.id or found_seq != first_seq + row:
-                place = f"offset {offset} of file {file_no}"
-                raise OSError(5, f"{place} does not hold record {first_seq + row} of topic {topic.name!r}")
-            records.append(record)
-            rows.append(row)
-            size_bytes += len(record)
-        return records, rows
 
-    def _map(self, file_no: int) -> memoryview:
-        """It is unmapped once nobody holds a part of it."""
-        fd = os.open(layout.log_path(self._directory, file_no), os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
-        finally:
-            os.close(fd)
+def _map(directory: str, file_no: int) -> memoryview:
+    """Map a file, until nobody holds a part of it."""
+    fd = os.open(layout.log_path(directory, file_no), os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
+    finally:
+        os.close(fd)
 
 
 def _attributes(hosted: Hosted, seqs: list[int], ts: int) -> list[bytes]:
-    """What only the RAM log says of jobs."""
+    """Return the attributes of jobs, which only the RAM log has."""
     queue = hosted.topic.queue
     rows = [] if queue is None else queue.attributes_of(seqs)
     if not rows:
@@ -162,7 +157,7 @@ def _attributes(hosted: Hosted, seqs: list[int], ts: int) -> list[bytes]:
 
 
 def _keys(hosted: Hosted, now_ms: int) -> list[bytes]:
-    """What only the RAM log says of writes that may be repeated."""
+    """Return the unexpired keys, which only the RAM log has."""
     topic = hosted.topic
     return [
         idempotency_frame(topic, bytes(key), WriteOutcome(seq, count, ts))

@@ -1,8 +1,8 @@
-"""Taking over what the compactor has put into segments: its `Checkpoint` becomes marks in the log, one for each topic.
+"""Handover of segments from the compactor: its `Checkpoint` becomes marks in the log, one for each topic.
 
-A mark counts once it is on the disk, behind all frames that it speaks of. Only then are locations let go, so a shard
-that is killed in between finds either both or the segments alone. The compactor repeats what was not answered, and a
-mark that says nothing new changes nothing.
+A mark counts once it is on the disk, behind all frames that are in its segments. Only then are their locations dropped,
+so a shard that is killed in between finds both or the segments alone. The compactor repeats a request that was not
+answered, and a mark that the log has already changes nothing.
 """
 
 from __future__ import annotations
@@ -57,30 +57,68 @@ class SegmentHandover:
         return {Checkpoint: self.take}
 
     def take(self, call: Checkpoint, _frontend: int) -> Steps[CheckpointReply]:
-        """Logs that these segments are there, then lets go of the locations of their records."""
+        """Log that these segments are there, then drop the locations of their records."""
         self._files.mark_again()
         if not call.topics:  # the end of a checkpoint: a snapshot would take for done what only the log says
             self._require(self._files.is_marked)
-        marks = Marks(self._files, self._time.now.wall_ms)
+        gone: list[int] = []
+        refused: list[int] = []
+        marks: list[LogWrite] = []
+        marked: dict[int, Hosted] = {}
         for checkpoint in call.topics:
-            marks.add(checkpoint, self._catalog.find_id(checkpoint.topic_id))
-        if marks.operations:
-            draft = Draft(marks.operations, touched=marks.marked.values(), floors_of=marks.marked.keys())
+            hosted = self._catalog.find_id(checkpoint.topic_id)
+            if hosted is None:  # it was deleted
+                gone.append(checkpoint.topic_id)
+                continue
+            try:
+                if checkpoint.topic_id in marked:
+                    raise ValueError("the topic is in this checkpoint twice")
+                mark = self._mark(checkpoint, hosted)
+            except _REFUSED as error:
+                log.error("a checkpoint was refused", topic=hosted.topic.name, reason=str(error))
+                refused.append(checkpoint.topic_id)
+                continue
+            if mark is not None:
+                marks.append(mark)
+                marked[checkpoint.topic_id] = hosted
+        if marks:
+            draft = Draft(marks, touched=marked.values(), floors_of=marked.keys())
             yield draft
             if not draft.committed:
-                marks.undo()
+                refused += marked
         elif not self._logs.sync():
             raise TopicsError("storage_unavailable", "the log cannot be synced now; see the service's log")
-        return CheckpointReply(marks.gone, marks.refused)
+        return CheckpointReply(gone, refused)
+
+    def _mark(self, checkpoint: TopicCheckpoint, hosted: Hosted) -> LogWrite | None:
+        """Return the mark of one topic, None when the log has it already."""
+        topic, known = hosted.topic, hosted.index.segments
+        segments = known.copy()
+        version = segments.version
+        for info in checkpoint.segments:
+            old = segments.put(info)
+            if old is not None and old.version != info.version:
+                self._files.deleted(topic.id, old)  # to be read once more when it is logged: rather fail now
+        if segments.version == version:
+            return None
+        _check(segments, known, checkpoint, hosted)
+        floors = topic.floors()
+        table = hosted.prepare_segments(segments)
+        body = encode_body(MarkFrameBody(checkpoint.segments, floors))
+        mark = control_frame(
+            FrameType.CHECKPOINT_MARK, topic.id, self._time.now.wall_ms, body, seq=checkpoint.up_to_seq
+        )
+        apply = partial(_apply, hosted, checkpoint, floors, table)
+        return LogWrite([mark], apply, sync=True, undo=partial(hosted.release_segments, table))
 
     def trim(self, call: Trim, _frontend: int, _group: Draft) -> Done:
-        """Has log files removed that snapshots have made superfluous."""
+        """Have log files removed that snapshots have made superfluous."""
         self._log_trim.request(call.file_no)
         return Done()
 
     def mark_again(self, call: MarkAgain, _frontend: int, _group: Draft) -> Done:
-        """Marks deletions that the log tells of, whatever was marked before; of a topic that is deleted, none. Raises
-        TopicsError when there are some that cannot be marked.
+        """Mark deletions that the log has, whatever was marked before, unless the topic is deleted. Raises TopicsError
+        when some cannot be marked.
         """
         hosted = self._catalog.find_id(call.topic_id)
         if hosted is not None:
@@ -93,64 +131,8 @@ class SegmentHandover:
             raise TopicsError("storage_unavailable", "deletions cannot be marked in their segments now")
 
 
-class Marks:
-    """What one `Checkpoint` leads to. `operations` are one group; `undo` when it did not get into the log."""
-
-    def __init__(self, files: SegmentFiles, now_ms: int) -> None:
-        self._files = files
-        self._now_ms = now_ms
-        self._tables: list[tuple[Hosted, tuple[int, int]]] = []
-        self.operations: list[LogWrite] = []
-        self.marked: dict[int, Hosted] = {}
-        self.gone: list[int] = []
-        self.refused: list[int] = []
-
-    def add(self, checkpoint: TopicCheckpoint, hosted: Hosted | None) -> None:
-        """`hosted` is None when the topic is deleted."""
-        if hosted is None:
-            self.gone.append(checkpoint.topic_id)
-            return
-        try:
-            operation = self._operation(checkpoint, hosted)
-        except _REFUSED as error:
-            log.error("a checkpoint was refused", topic=hosted.topic.name, reason=str(error))
-            self.refused.append(checkpoint.topic_id)
-            return
-        if operation is not None:
-            self.operations.append(operation)
-            self.marked[checkpoint.topic_id] = hosted
-
-    def undo(self) -> None:
-        """Nothing of it is in the log."""
-        for hosted, table in self._tables:
-            hosted.release_segments(table)
-        self.refused += self.marked
-
-    def _operation(self, checkpoint: TopicCheckpoint, hosted: Hosted) -> LogWrite | None:
-        """None when the log says it already."""
-        topic = hosted.topic
-        if topic.id in self.marked:
-            raise ValueError("the topic is in this checkpoint twice")
-        known = hosted.index.segments
-        segments = known.copy()
-        version = segments.version
-        for info in checkpoint.segments:
-            old = segments.put(info)
-            if old is not None and old.version != info.version:
-                self._files.deleted(topic.id, old)  # to be read once more when it is logged: rather fail now
-        if segments.version == version:
-            return None
-        _check(segments, known, checkpoint, hosted)
-        floors = topic.floors()
-        table = hosted.prepare_segments(segments)
-        self._tables.append((hosted, table))
-        body = encode_body(MarkFrameBody(checkpoint.segments, floors))
-        mark = control_frame(FrameType.CHECKPOINT_MARK, topic.id, self._now_ms, body, seq=checkpoint.up_to_seq)
-        return LogWrite([mark], partial(_apply, hosted, checkpoint, floors, table), sync=True)
-
-
 def _check(segments: SegmentList, known: SegmentList, checkpoint: TopicCheckpoint, hosted: Hosted) -> None:
-    """Locations are let go only of records that are in segments indeed."""
+    """Raise ValueError unless every live record whose location would be dropped is in a segment."""
     topic = hosted.topic
     if segments.last_seq > topic.head_seq or segments.last_seq > max(known.last_seq, checkpoint.up_to_seq):
         raise ValueError(
@@ -172,7 +154,7 @@ def _apply(
 ) -> None:
     reached("mark.logged")
     topic = hosted.topic
-    hosted.checkpointed(checkpoint.up_to_seq, checkpoint.segments, table)
+    hosted.checkpointed(checkpoint.segments, table)
     topic.logged(floors)
     topic.durable_seq = max(topic.durable_seq, min(checkpoint.up_to_seq, topic.head_seq))
     reached("mark.applied")

@@ -1,7 +1,7 @@
-"""The shard's part in transactions over topics (api §6): it keeps what its sinks have committed, and publishes stages
-of its topics. A frontend drives a commit from one to the other (`frontend/txn/coordinator.py`).
+"""The shard's part in transactions over topics (api §6): it keeps the committed batch of each of its sinks, and
+publishes stages of its topics. A frontend drives a commit from sink to topics (`frontend/txn/coordinator.py`).
 
-Every step may be asked for again, by anyone, at any time: what has been done stays done.
+Any step may be asked for again, by anyone, at any time: a step that was done stays done.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ log = get_logger()
 
 
 class Sinks:
-    """The sinks that this shard owns. Their files are read when they are first asked for."""
+    """Handles the sinks that this shard owns, and stages of its topics. It keeps sinks whose files it has read."""
 
     def __init__(
         self, fs: FileSystem, data_dir: str, shard: int, shards: int, catalog: Catalog, appends: Appends
@@ -62,18 +62,18 @@ class Sinks:
         self._catalog = catalog
         self._appends = appends
         self._known: dict[str, Sink] = {}
-        """Only those that are: of others anyone may ask, for as many as they like."""
+        """Sinks that exist. Others are not kept, since anyone may ask for any number of them."""
 
     @property
     def routes(self) -> dict[type, GroupHandler]:
-        """The requests that are handled here in a group. One that raises TopicsError has changed nothing, but for
-        `storage_unavailable`, which leaves open whether it has: the same call again is right in both cases.
+        """The requests that are handled here in a group. One that raises TopicsError has changed nothing. After
+        `storage_unavailable` that is unknown: the same call again is right in both cases.
         """
         routes: dict[type, GroupHandler] = {StagePublish: self.publish, StagesOver: self.stages_over}
         return routes | dict.fromkeys((TxnBegin, TxnEnd, TxnForget, TxnGet, TxnPending), self.take)
 
     def take(self, call: SinkCall, _frontend: int, group: Draft) -> TxnReply | TxnPendingReply | Done:
-        """Carries out a call about a sink: its file is replaced behind all that was published for it."""
+        """Carry out a call about a sink: its file is replaced behind all that was published for it."""
         if group:
             raise CommitFirst
         match call:
@@ -89,19 +89,19 @@ class Sinks:
                 return TxnPendingReply(self._pending())
 
     def publish(self, call: StagePublish, _frontend: int, group: Draft) -> AppendReply:
-        """Appends the records of a stage."""
+        """Append the records of a stage."""
         return self._appends.prepare(self.staged(call), _frontend, group)
 
     def stages_over(self, call: StagesOver, _frontend: int, _group: Draft) -> None:
-        """A batch is published everywhere: its topics need not remember that. Nobody waits for a reply."""
+        """Forget the stages of a batch that is published everywhere. Nobody waits for a reply."""
         hosted = self._catalog.find(call.name)
         if hosted is not None:
             hosted.topic.idempotency.unpin(call.sink, call.batch)
 
     def staged(self, call: StagePublish) -> AppendRequest:
-        """The write that publishes a stage. When its file is gone, so that only a write which is known already can be
-        answered, the request holds no records. `409 fenced` when the batch is not decided or over: the topic may have
-        forgotten that it was published, and whoever asks is late.
+        """Return the write that publishes a stage. It has no records when the file of the stage is gone: then only a
+        repeated write can be answered. Raises `409 fenced` when the batch is not decided, or over: the topic may have
+        forgotten by then that it was published.
         """
         self._require_pending(call.sink, call.batch)
         path = os.path.join(self._stages, stage_name(call.stage))
@@ -127,8 +127,8 @@ class Sinks:
         )
 
     def _require_pending(self, sink: str, batch: int) -> None:
-        """The sink may be another shard's, which replaces the file only when all its stages have been answered: so as
-        long as it says pending, the pins of those that this shard has published are there.
+        """Raise `fenced` unless the batch is being published. The sink may be another shard's, which replaces the file
+        only when all stages have been answered: as long as it says pending, the topic has the pins of published stages.
         """
         try:
             decided, pending_count = read_sink_head(self._fs, self._directory, sink)
@@ -192,7 +192,7 @@ class Sinks:
 
     def _store(self, sink: Sink) -> None:
         path = os.path.join(self._directory, sink_name(sink.sink))
-        self._known.pop(sink.sink, None)  # what the disk has after a failure is found out by looking
+        self._known.pop(sink.sink, None)  # after a failure the file is read to know what it has
         try:
             make_dirs(self._fs, self._directory)
             replace_file(self._fs, path, encode_sink(sink))
@@ -201,8 +201,8 @@ class Sinks:
         self._known[sink.sink] = sink
 
     def _pending(self) -> list[tuple[str, int, list[tuple[str, str]]]]:
-        """Every batch of this shard's sinks that is decided and not over. A damaged file is said and passed over: the
-        others must not wait for it.
+        """Return every batch of this shard's sinks that is decided and not over. A damaged file is logged and skipped:
+        the others must not wait for it.
         """
         try:
             names = self._fs.listdir(self._directory)

@@ -1,4 +1,4 @@
-"""What a shard does with requests that make topics, change their configuration or end them (api §1)."""
+"""Requests that make topics, change their configuration or delete them (api §1)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from topics.storage.frame import Bytes, FrameType
 from topics.storage.topic_frames import control_frame, create_frame
 from topics.walshard.commit.draft import AloneHandler, Draft, LogWrite, Steps
 from topics.walshard.handlers.deletes import Deletes
-from topics.walshard.handlers.relogging import Relogged, Relogging
+from topics.walshard.handlers.relogging import RelogTurn, plan_turn
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.step_clock import StepClock
@@ -36,13 +36,13 @@ class TopicCalls:
         catalog: Catalog,
         deletes: Deletes,
         log_feed: Callable[[Hosted], Steps[bool]],
-        relogging: Relogging,
+        ram_directory: str,
         time: StepClock,
     ) -> None:
         self._catalog = catalog
         self._deletes = deletes
         self._log_feed = log_feed
-        self._relogging = relogging
+        self._ram_directory = ram_directory
         self._time = time
 
     @property
@@ -51,14 +51,14 @@ class TopicCalls:
         return {PutTopic: self.put, EnsureTopic: self.ensure, DeleteTopic: self.delete}
 
     def put(self, call: PutTopic, _frontend: int) -> Steps[PutTopicReply]:
-        """Makes a topic, or gives one that is there another configuration."""
+        """Make a topic, or give it another configuration if it exists."""
         hosted = self._catalog.find(call.name)
         if hosted is None:
             return (yield from self._create(call.name, call.config))
         return (yield from self._configure(hosted, call))
 
     def ensure(self, call: EnsureTopic, _frontend: int) -> Steps[PutTopicReply]:
-        """Makes a topic with the default configuration unless it is there."""
+        """Make a topic with the default configuration unless it exists."""
         hosted = self._catalog.find(call.name)
         if hosted is None:
             return (yield from self._create(call.name, TopicConfig()))
@@ -86,18 +86,19 @@ class TopicCalls:
         if not (yield from self._deletes.expire(hosted)):
             raise TopicsError(
                 "storage_unavailable",
-                f"what has expired in topic {call.name!r} cannot be logged now, so its configuration stays as it was;"
-                " see the service's log",
+                f"the expiry of records in topic {call.name!r} cannot be logged now, so its configuration stays as it"
+                " was; see the service's log",
             )
         if not (yield from self._log_feed(hosted)):
             raise TopicsError(
                 "storage_unavailable",
-                f"how far the routers into topic {call.name!r} are cannot be logged now; see the service's log",
+                f"the positions of the routers into topic {call.name!r} cannot be logged now, so its configuration"
+                " stays as it was; see the service's log",
             )
         now_ms = self._time.now.wall_ms
         body = encode_body(ConfigFrameBody(config))
         update = control_frame(FrameType.CONFIG_UPDATE, topic.id, now_ms, body)
-        relogged: Relogged | None = None
+        relogged: RelogTurn | None = None
         if topic.config.durability == "ephemeral" and config.durability != "ephemeral":
             relogged = self._relogged(hosted, call, now_ms)
             if not relogged.is_last:
@@ -121,9 +122,9 @@ class TopicCalls:
         yield Draft([write], touched=[hosted], floors_of=[] if relogged is None else [topic.id], reply=reply)
         return reply
 
-    def _relogged(self, hosted: Hosted, call: PutTopic, now_ms: int) -> Relogged:
+    def _relogged(self, hosted: Hosted, call: PutTopic, now_ms: int) -> RelogTurn:
         try:
-            return self._relogging.plan(hosted, call.turns, now_ms)
+            return plan_turn(hosted, self._ram_directory, call.turns, now_ms)
         except OSError as error:
             log.error("records of the RAM log cannot be read", topic=call.name, reason=str(error))
             raise TopicsError(
@@ -133,7 +134,7 @@ class TopicCalls:
             ) from error
 
     def delete(self, call: DeleteTopic, _frontend: int) -> Steps[Deleted]:
-        """Deletes a topic with everything in it."""
+        """Delete a topic with everything in it."""
         hosted = self._catalog.find(call.name)
         if hosted is None:
             return Deleted(False)

@@ -1,4 +1,4 @@
-"""The topics a shard hosts, by name, and the arena that shows them to readers."""
+"""The topics that a shard hosts, by name and id."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ _RANDOM_BITS: Final = 62
 
 
 class Catalog:
-    """One shard's topics. A topic is made unseen, and hosted once its creation is logged."""
+    """Owns the topics of one shard, and the arena in which readers see them. A topic is made unseen, and hosted once
+    its creation is logged.
+    """
 
     def __init__(
         self, shard: int, shards: int, arena: ArenaWriter, holdings: Holdings, files: SegmentFiles, clock: Clock
@@ -74,8 +76,8 @@ class Catalog:
         raise topic_not_found(name)
 
     def make(self, name: str, config: TopicConfig, now_ms: int) -> Hosted:
-        """A topic nobody sees yet, then either hosted or abandoned; ArenaFullError when /dev/shm has no room,
-        `throttled` when the service may not have one more.
+        """Make a topic that nobody sees yet, to be hosted or abandoned. Raises ArenaFullError when /dev/shm has no
+        room, `throttled` when the service may not have one more.
         """
         self._holdings.claim_topic()
         try:
@@ -99,17 +101,18 @@ class Catalog:
             raise
 
     def abandon(self, hosted: Hosted) -> None:
-        """It was made, and its creation did not get into the log."""
+        """Drop a topic that was made, and whose creation did not get into the log."""
         hosted.abandon()
         self._holdings.release_topic()
 
     def host(self, hosted: Hosted) -> None:
+        """Let readers see a topic whose creation is logged."""
         assert hosted.topic.name not in self._by_name
         self._by_name[hosted.topic.name] = self._by_id[hosted.topic.id] = hosted
         hosted.announce()
 
     def _start(self, topic: Topic) -> None:
-        """What leases and cursors were handed out in another life is told from what will be in this one."""
+        """Begin new numbers of leases and cursors: those of another life are told from them."""
         random = secrets.randbits(_RANDOM_BITS)
         topic.cursors.restart(random)
         if topic.queue is not None:
@@ -117,18 +120,21 @@ class Catalog:
             topic.queue.start(now, random, topic.config.leases_durable)
 
     def retire(self, hosted: Hosted) -> None:
+        """Drop a topic whose end is logged."""
         del self._by_name[hosted.topic.name], self._by_id[hosted.topic.id]
         self._deleted_names.add(hosted.topic.name)
         hosted.retire()
 
-    def tighten(self) -> None:
-        """Between groups, now and then. Rings of `ephemeral` topics: others shrink with their checkpoints."""
+    def shrink_rings(self) -> None:
+        """Shrink large rings of `ephemeral` topics; others shrink with their checkpoints. To be called now and then,
+        between groups.
+        """
         for hosted in self:
             if hosted.index.ring.capacity >= LARGE_ENTRIES and hosted.topic.config.durability == "ephemeral":
-                hosted.tighten()
+                hosted.shrink_ring()
 
     def take_over(self, fold: Fold) -> None:
-        """Hosts what the log says. FoldError when a topic belongs to another shard, or two share a name."""
+        """Host the topics that the log has. Raises FoldError when one belongs to another shard, or two share a name."""
         self._deleted_names = fold.deleted_names
         for topic_id in fold.created_ids:
             self._ids.used(topic_id)
@@ -142,7 +148,7 @@ class Catalog:
             self.host(Hosted(self.arena, topic, topic.index, self._holdings))
 
     def relocate(self, moved: Moved) -> None:
-        """Frames of the durable log lie elsewhere now: every location that names them follows."""
+        """Change the locations of durable frames that lie elsewhere now."""
         shift = moved.new_start - moved.start
         for hosted in self:
             ring = hosted.ring

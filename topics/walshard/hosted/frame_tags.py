@@ -15,12 +15,12 @@ from topics.storage.filesystem import FileSystem
 from topics.storage.frame import HEADER, HEADER_LEN, LOCATION_HAS_TAG, NODE_MAX_BYTES, TAG_MAX_BYTES
 
 READS_MAX: Final = 16
-"""Of one piece, which somebody may have to wait for."""
+"""Reads of one piece, for which a request may have to wait."""
 _RUN_BYTES: Final = 1 << 18
 _NEAR_BYTES: Final = 1 << 14
-"""What lies between two frames is read along if it is no more."""
+"""Bytes between two frames that one read may cover."""
 _HEAD_BYTES: Final = HEADER_LEN + NODE_MAX_BYTES + TAG_MAX_BYTES
-"""Within so many bytes of its beginning a frame has its tag."""
+"""Bytes from the beginning of a frame within which its tag is."""
 _FILES_MAX: Final = 8
 _FILE_BITS: Final = LOCATION_IN_RAM_LOG << FLAGS_SHIFT | LOW_WORD
 _TAGGED_BIT: Final = LOCATION_HAS_TAG << FLAGS_SHIFT
@@ -28,11 +28,11 @@ _WANTED_BITS: Final = _TAGGED_BIT | LOCATION_GONE << FLAGS_SHIFT
 
 
 _Place = tuple[int, int, int, int]
-"""(seq, file and whether that is in RAM as a location has them, offset of the frame, where its tag has ended)."""
+"""(seq, file bits of its location, offset of the frame, offset behind its tag)."""
 
 
 class FrameTags:
-    """Reads both logs of one shard; keeps a few files open."""
+    """Reads tags from both logs of one shard. It keeps a few files open."""
 
     def __init__(self, fs: FileSystem, directory: str, ram_directory: str) -> None:
         self._fs = fs
@@ -40,17 +40,16 @@ class FrameTags:
         self._open: OrderedDict[tuple[int, int], int] = OrderedDict()
 
     def forget_below(self, file_no: int, in_ram: bool) -> None:
-        """Files of that log numbered below are gone."""
+        """Close files of a log that were removed, numbered below `file_no`."""
         for key in [key for key in self._open if bool(key[0]) == in_ram and key[1] < file_no]:
             self._fs.close(self._open.pop(key))
 
     def tagged(
         self, topic: Topic, ring: LocationRing, first_seq: int, last_seq: int
     ) -> tuple[list[tuple[int, bytes]], int]:
-        """(seq, tag) of the tagged ones among these, all in the ring, and up to which seq these are all: as far as
-        `READS_MAX` reads go. OSError when a log cannot be read.
-
-        Neighbours in a file are read with one call.
+        """Return (seq, tag) of tagged records among these, all in the ring, and the seq up to which these are all: as
+        far as `READS_MAX` reads go. Neighbours in a file are read with one call. Raises OSError when a log cannot be
+        read.
         """
         entries = ring.entries(first_seq, last_seq)
         wanted = [
@@ -69,13 +68,13 @@ class FrameTags:
         return found, wanted[at][0] - 1 if at < len(wanted) else last_seq
 
     def _read(self, topic: Topic, run: list[_Place], found: list[tuple[int, bytes]]) -> None:
-        """Adds the tags of neighbours in one file."""
+        """Add the tags of neighbours in one file."""
         _, file, begin, _ = run[0]
         end = run[-1][3]
         file_no = file & LOW_WORD
         buffer = self._fs.pread(self._fd((file >> FLAGS_SHIFT, file_no)), end - begin, begin)
         if len(buffer) < end - begin:
-            # Cut in place: whoever asks is told, as of a log that cannot be read.
+            # The file was cut in place.
             raise OSError(errno.EIO, f"log file {file_no} ends at {begin + len(buffer)}, before {end}")
         topic_id = topic.id
         for seq, _, offset, _ in run:
@@ -99,7 +98,7 @@ class FrameTags:
 
 
 def _run_end(places: list[_Place], at: int) -> int:
-    """Behind the last that one read covers, from the one at `at` on."""
+    """Return the index behind the last place that one read covers, from the one at `at` on."""
     _, first_file, first_offset, end_offset = places[at]
     for end in range(at + 1, len(places)):
         _, file, offset, head_end = places[end]

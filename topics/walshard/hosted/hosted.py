@@ -1,4 +1,4 @@
-"""A topic as its shard hosts it: the pure topic, its slot in the arena, and who wants to hear of it."""
+"""A topic as its shard hosts it: the pure topic, its slot in the arena, and the frontends that watch it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from topics.walshard.hosted.topic_index import TopicIndex
 
 
 class Hosted:
-    """One topic of this shard. `publish` after every change; `watchers` are frontend → token."""
+    """One topic of this shard. It owns the slot, to be published after every change; `watchers`: frontend → token."""
 
     __slots__ = (
         "_arena",
@@ -45,9 +45,9 @@ class Hosted:
         self._version = 1
         self._table = (0, 0)
         self._outdated: list[tuple[int, int]] = []
-        """Former tables, free once the topic is published again."""
+        """Former tables, to be freed once the topic is published again."""
         self._table_version = 0
-        """Of the list of segments that is shown."""
+        """Version of the list of segments that is published."""
         try:
             self._descriptor = arena.store_descriptor(Descriptor(topic.name, topic.config))
         except Exception:
@@ -55,7 +55,7 @@ class Hosted:
             raise
         self.watchers: dict[int, int] = {}
         self.ram_from_seq = index.durable_last_seq + 1
-        """In an `ephemeral` topic every record from there on is in RAM, and none before it."""
+        """First seq in RAM of an `ephemeral` topic: all records from there on are, and none before."""
 
     @property
     def ring(self) -> LocationRing:
@@ -63,25 +63,25 @@ class Hosted:
 
     @property
     def has_unlogged_floor(self) -> bool:
-        """Whether records were evicted of which the log does not say so."""
+        """Return whether records were evicted, and the log does not say so yet."""
         return self.topic.evict_floor > self.topic.logged_floor
 
     @property
     def has_evicted_for_ram(self) -> bool:
-        """Whether caps have evicted durable records to make room for records in RAM, and the log does not say so: who
-        reads the log without those could not work it out again.
+        """Return whether caps have evicted durable records for records in RAM, and the log does not say so yet. A
+        reader of the log alone, without these, could not work it out.
         """
         is_ephemeral = self.topic.config.durability == "ephemeral"
         return is_ephemeral and self.has_unlogged_floor and self.topic.logged_floor < self.ram_from_seq
 
     def announce(self) -> None:
-        """Makes the topic visible to readers."""
+        """Make the topic visible to readers."""
         self.publish()
         self._arena.announce(self.slot)
         self._holdings.count_topic(self.topic.config, 1)
 
     def publish(self, state: SlotState = SlotState.LIVE) -> None:
-        """What the topic is now is what readers see."""
+        """Let readers see the topic as it is now."""
         topic, ring = self.topic, self.index.ring
         self._count(topic.records, topic.live_bytes)
         if self.index.segments.version != self._table_version:
@@ -123,25 +123,25 @@ class Hosted:
         self._outdated.clear()
 
     def prepare_segments(self, segments: SegmentList) -> tuple[int, int]:
-        """A table of what the segments will be (ArenaFullError), to be taken up by `checkpointed`, or freed."""
+        """Return a table of the segments to be, for `checkpointed` or `release_segments`. Raises ArenaFullError."""
         return self._arena.store_segments(segments)
 
     def release_segments(self, table: tuple[int, int]) -> None:
-        """It was prepared in vain."""
+        """Free a table that is not needed."""
         if table[1]:
             self._arena.heap.free(*table)
 
-    def checkpointed(self, up_to_seq: int, segments: list[SegmentInfo], table: tuple[int, int]) -> None:
-        """They are logged; `publish` shows them."""
+    def checkpointed(self, segments: list[SegmentInfo], table: tuple[int, int]) -> None:
+        """Take over segments that are logged; `publish` shows them."""
         index = self.index
-        index.checkpointed(up_to_seq, segments)
+        index.checkpointed(segments)
         self._take_up(table)
         index.drop_before(self.topic.earliest_seq)
         with suppress(ArenaFullError):
             index.ring.shrink()
 
-    def tighten(self) -> None:
-        """Of a ring that is hardly used any more, memory comes back. Between groups: nobody has reserved room in it."""
+    def shrink_ring(self) -> None:
+        """Free memory of a ring that is hardly used any more. Between groups nobody has reserved room in it."""
         ring = self.index.ring
         capacity = ring.capacity
         with suppress(ArenaFullError):
@@ -153,7 +153,7 @@ class Hosted:
         try:
             table = self._arena.store_segments(self.index.segments)
         except ArenaFullError:
-            return  # there are fewer than before: the table that is shown has all that live, and some that do not
+            return  # the published table has all live segments, and some that were dropped
         self._take_up(table)
 
     def _take_up(self, table: tuple[int, int]) -> None:
@@ -163,7 +163,7 @@ class Hosted:
         self._table_version = self.index.segments.version
 
     def publish_counts(self) -> None:
-        """Of a queue: claims and leases change what is ready and in flight, and nothing else."""
+        """Publish a queue if its counts have changed: claims and leases change nothing else."""
         if self.job_counts() != self._shown_jobs:
             self.publish()
 
@@ -172,15 +172,15 @@ class Hosted:
         return (0, 0, 0) if queue is None else (queue.ready, queue.in_flight, queue.dead_lettered)
 
     def prepare_config(self, config: TopicConfig) -> tuple[int, int]:
-        """Room for a new descriptor (ArenaFullError), to be taken up by `configured` once it is logged."""
+        """Return a new descriptor, for `configured` or `release_config`. Raises ArenaFullError."""
         return self._arena.store_descriptor(Descriptor(self.topic.name, config))
 
     def release_config(self, descriptor: tuple[int, int]) -> None:
-        """It was not logged."""
+        """Free a descriptor that is not needed."""
         self._arena.heap.free(*descriptor)
 
     def configured(self, config: TopicConfig, descriptor: tuple[int, int]) -> None:
-        """It is logged, and on the disk with all before it."""
+        """Take over a configuration that is logged, and on the disk with all before it."""
         self._arena.heap.free(*self._descriptor)
         self._descriptor = descriptor
         self._version += 1
@@ -193,7 +193,7 @@ class Hosted:
         self.topic.configured(config)
 
     def abandon(self) -> None:
-        """A topic that never came to be: nobody has seen its slot."""
+        """Free everything of a topic whose slot nobody sees."""
         self._arena.heap.free(*self._descriptor)
         self.index.forget()
         for table in (*self._outdated, self._table):
@@ -204,7 +204,7 @@ class Hosted:
         self._arena.return_slot(self.slot)
 
     def retire(self) -> None:
-        """The topic was deleted: readers learn it, then slot and blocks are free."""
+        """Tell readers that the topic was deleted, then free everything."""
         self.publish(SlotState.DELETED)
         self._arena.announce(self.slot)
         self._count(0, 0)

@@ -1,10 +1,10 @@
 """The files of segments as a shard uses them: entries of their indexes, deletions marked in them, their tags.
 
-The compactor writes everything else in them. A shard marks what it has logged as deleted, at once; the marks are on the
-disk before a snapshot takes them for done, which is the compactor's affair. What an index could not be told is kept and
-told later: until then this process knows of it, and no snapshot is made (`is_marked`). Where a frame could not be
-marked the index has it all the same, and that is enough. Of an index that is missing or too short nobody can read a
-record, so no snapshot waits for that: whoever restores it from a copy later restores what the copy has.
+The compactor writes everything else in them. A shard marks a deletion at once when it is logged. The compactor syncs
+the marks before a snapshot takes them for done. A mark that an index could not take is kept and made later: until then
+this process knows of it, and no snapshot is made (`is_marked`). Where only the frame could not be marked, the mark in
+the index is enough. Nobody can read a record whose index is missing or too short, so no snapshot waits for that: a copy
+that is restored later has the marks of the copy.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ log = get_logger()
 INDEXES_MAX: Final = 256
 _COUNTS_AT_ONCE: Final = 32
 _COUNTED_RECORDS_AT_ONCE: Final = 1 << 16
-"""So many segments, and as a rule so many records: some ms."""
+"""Segments, and as a rule records, that are counted at once: some ms."""
 _WAIT_MAX: Final = 64
-"""Occasions (`mark_again`) that are let pass, at most, before another try at what a try is not likely to help."""
+"""Calls of `mark_again` before the next try, at most, where a try is not likely to help."""
 _FOR_NOW: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))
-"""What these say is about the process, not about a file."""
+"""Errors of the process, not of a file."""
 _ENTRY_U32: Final = ENTRY_LEN // 4
 _DELETED_TABLE: Final = bytes(1 if flags & LOCATION_DELETED else 0 for flags in range(256))
 _LIVE_TABLE: Final = bytes(0 if flags & LOCATION_GONE else 1 for flags in range(256))
@@ -59,9 +59,9 @@ class SegmentKey(NamedTuple):
 
 
 class _Due(NamedTuple):
-    """Deleted records (ascending seqs) of a segment that are not marked everywhere; whether snapshots wait for it.
+    """Deleted records (ascending seqs) of a segment that are not marked everywhere. `holds_up`: snapshots wait for it.
 
-    It is tried again after `wait` occasions, of which `left` are still to come: at each one if snapshots wait.
+    It is tried again after `wait` calls of `mark_again`, of which `left` are still to come.
     """
 
     info: SegmentInfo
@@ -72,11 +72,12 @@ class _Due(NamedTuple):
 
 
 class SegmentFiles:
-    """Of all topics of one shard. `tags`: of their sealed segments, so many of whose files stay open: `tags_max`.
+    """Uses the segment files of one shard. It owns the deletions that are yet to be marked. `tags` keeps up to
+    `tags_max` files of sealed segments open.
 
-    `entries`, `ts_at` and `live_size` raise nothing: floors must move past a damaged segment, and one topic's damage
-    take down no shard. Where an index cannot be read, its records count as live, of the segment's mean length and its
-    latest time. Marking raises nothing either; everything else OSError and CorruptSegment.
+    `entries`, `ts_at`, `live_size` and the marking raise nothing: floors must move past a damaged segment, and one
+    topic's damage must not end a shard. If an index cannot be read, its records count as live, of the segment's mean
+    length and latest time. Everything else raises OSError and CorruptSegment.
     """
 
     def __init__(self, fs: FileSystem, data_dir: str, tags_max: int) -> None:
@@ -85,19 +86,21 @@ class SegmentFiles:
         self.tags = SegmentTags(data_dir, tags_max)
         self._indexes: OrderedDict[SegmentKey, CommittedFile] = OrderedDict()
         self._sizes: dict[SegmentKey, tuple[int, int]] = {}
-        """What lives in whole sealed segments: floors that move far cost no look at each record."""
+        """(records, bytes) that live in whole sealed segments: floors that move far cost no look at each record."""
         self._uncounted: dict[SegmentKey, SegmentInfo] = {}
         self._all_deleted: set[SegmentKey] = set()
-        """Of which it is known: no record of them comes back."""
+        """Sealed segments that are known to be: no record of them comes back."""
         self._due: dict[tuple[int, int], _Due] = {}
-        """By topic id and first seq."""
+        """Deletions to be marked, by topic id and first seq of the segment."""
         self._unreadable: set[SegmentKey] = set()
-        """Said once each."""
+        """Segments that could not be read, each of which is logged once."""
 
     # -- reading
 
     def entries(self, topic_id: int, info: SegmentInfo, first_seq: int, last_seq: int) -> array[int]:
-        """Entries of first_seq..last_seq, in that segment, as `RecordIndex.entries`: `len` is that of the log frame."""
+        """Return entries of first_seq..last_seq in that segment, as `RecordIndex.entries`: `len` is that of the log
+        frame.
+        """
         part = self._readable_part(topic_id, info, first_seq, last_seq)
         if part is None:
             return _estimated(info, first_seq, last_seq)
@@ -116,8 +119,8 @@ class SegmentFiles:
         return ts
 
     def live_size(self, topic_id: int, info: SegmentInfo, first_seq: int, last_seq: int) -> tuple[int, int]:
-        """(records, bytes in the log) of what is neither deleted nor lost. All of a sealed segment is most often known;
-        else it is counted, by column.
+        """Return (records, bytes in the log) that are neither deleted nor lost. The sizes of sealed segments are most
+        often known; others are counted, by column.
         """
         key = SegmentKey(topic_id, info.first_seq, info.version)
         is_whole = bool(info.flags & SEALED) and (first_seq, last_seq) == (info.first_seq, info.last_seq)
@@ -135,11 +138,11 @@ class SegmentFiles:
         return size
 
     def is_readable(self, topic_id: int, info: SegmentInfo) -> bool:
-        """False once something of it could not be read, or was damaged: its sizes may be estimates."""
+        """Return False once a part of it could not be read, or was damaged: its sizes may be estimates."""
         return SegmentKey(topic_id, info.first_seq, info.version) not in self._unreadable
 
     def pick_live(self, topic_id: int, info: SegmentInfo, seqs: Sequence[int]) -> tuple[list[int], int]:
-        """Which of these seqs (ascending, in that segment) are live, and their bytes in the log."""
+        """Return the live ones of these seqs (ascending, in that segment), and their bytes in the log."""
         first = seqs[0]
         unmarked = set(self._unmarked_between(topic_id, info, first, seqs[-1]))
         with memoryview(self._part(topic_id, info, first, seqs[-1])).cast("I") as words:
@@ -150,7 +153,7 @@ class SegmentFiles:
         return live, size_bytes + len(live) * LOG_FRAME_EXTRA_LEN
 
     def is_all_deleted(self, topic_id: int, info: SegmentInfo) -> bool:
-        """Whether every record of a sealed segment is deleted, as far as its index can be read and says so."""
+        """Return whether every record of a sealed segment is known to be deleted."""
         key = SegmentKey(topic_id, info.first_seq, info.version)
         if key in self._all_deleted:
             return True
@@ -163,30 +166,30 @@ class SegmentFiles:
         return True
 
     def deleted(self, topic_id: int, info: SegmentInfo) -> list[int]:
-        """All seqs of the segment that are deleted, whether they have a frame or not."""
+        """Return all seqs of the segment that are deleted, whether they have a frame or not."""
         part = self._part(topic_id, info, info.first_seq, info.last_seq)
         flags = part[ENTRY_FLAGS_AT::ENTRY_LEN]
         found = [info.first_seq + at for at, flag in enumerate(flags) if flag & LOCATION_DELETED]
         return sorted({*found, *self._unmarked_between(topic_id, info, info.first_seq, info.last_seq)})
 
     def reader(self, topic_id: int, info: SegmentInfo) -> SegmentReader:
-        """Index and frames; not of a cold segment."""
+        """Return a reader of index and frames; not of a cold segment."""
         directory = layout.topic_dir(self._data_dir, topic_id)
         return SegmentReader.open(directory, info.first_seq, info.records, info.data_bytes, info.version)
 
     def sealed(self, topic_id: int, info: SegmentInfo) -> None:
-        """A topic has this segment, which nothing is appended to: what lives in it will be counted."""
+        """Note a sealed segment: its live records will be counted."""
         key = SegmentKey(topic_id, info.first_seq, info.version)
         if key not in self._sizes:
             self._uncounted[key] = info
 
-    def let_go(self) -> None:
-        """Of indexes that were replaced by a copy meanwhile; to be called now and then."""
+    def drop_replaced(self) -> None:
+        """Close indexes that were replaced by a copy meanwhile. To be called now and then."""
         for key in [key for key, idx in self._indexes.items() if not idx.has_its_name]:
             del self._indexes[key]
 
     def count_some(self) -> None:
-        """Of those that were not asked about yet; to be called now and then."""
+        """Count live records of some sealed segments. To be called now and then."""
         records = 0
         for key, info in list(islice(self._uncounted.items(), _COUNTS_AT_ONCE)):
             if records and records + info.records > _COUNTED_RECORDS_AT_ONCE:
@@ -198,7 +201,7 @@ class SegmentFiles:
     # -- marking
 
     def mark(self, topic_id: int, info: SegmentInfo, seqs: Sequence[int]) -> None:
-        """These records of the segment (ascending) are deleted."""
+        """Mark records of the segment (ascending seqs) as deleted."""
         if not seqs:
             return
         self._subtract(topic_id, info, seqs)
@@ -211,7 +214,7 @@ class SegmentFiles:
         try:
             defect = mark_deleted(self._fs, directory, info.first_seq, seqs, info.version, cold=cold)
         except (FileNotFoundError, CorruptSegment) as error:
-            self._say_unreadable(topic_id, info, error)
+            self._log_unreadable(topic_id, info, error)
             self._due[place] = _later(info, seqs, due)
         except OSError as error:
             if due is None or not due.holds_up:  # it is tried again every second
@@ -219,12 +222,12 @@ class SegmentFiles:
             self._due[place] = _Due(info, list(seqs), True)
         else:
             if defect is not None:
-                self._say_unreadable(topic_id, info, defect)
+                self._log_unreadable(topic_id, info, defect)
             if isinstance(defect, OSError) and not isinstance(defect, FileNotFoundError):
                 self._due[place] = _later(info, seqs, due)
 
     def replaced(self, topic_id: int, old: SegmentInfo, new: SegmentInfo) -> None:
-        """The segment is another file now, or longer: what was deleted in the old one is in the new one."""
+        """Note that the segment is another file now, or longer. Deletions in the old file are marked in the new one."""
         if new.version != old.version:
             try:
                 seqs = self.deleted(topic_id, old)
@@ -233,9 +236,9 @@ class SegmentFiles:
             except (OSError, CorruptSegment) as error:
                 if isinstance(error, OSError) and error.errno in _FOR_NOW:
                     raise
-                # Read back from the log as well: `Marks` has just read it otherwise. The new version was made from it,
-                # and what the log tells of since is due, for this one could not be told.
-                self._say_unreadable(topic_id, old, error)
+                # Read back from the log as well: `SegmentHandover` has just read it otherwise. The new version was made
+                # from it, and later deletions in the log are due, since this file could not take them.
+                self._log_unreadable(topic_id, old, error)
                 seqs = []
             self.forget(topic_id, old, with_marks=False)
             self.mark(topic_id, new, seqs)
@@ -245,7 +248,7 @@ class SegmentFiles:
             self.mark(topic_id, new, due.seqs)
 
     def forget(self, topic_id: int, info: SegmentInfo, *, with_marks: bool = True) -> None:
-        """The segment is no more, or is another file."""
+        """Forget a segment that was removed or replaced."""
         key = SegmentKey(topic_id, info.first_seq, info.version)
         self._indexes.pop(key, None)
         self.tags.forget(topic_id, info)
@@ -257,7 +260,7 @@ class SegmentFiles:
             self._due.pop((topic_id, info.first_seq), None)
 
     def mark_again(self) -> None:
-        """What could not be marked before; to be called now and then."""
+        """Mark what could not be marked before. To be called now and then."""
         for place, due in list(self._due.items()):
             if due.left:
                 self._due[place] = due._replace(left=due.left - 1)
@@ -266,15 +269,15 @@ class SegmentFiles:
 
     @property
     def is_marked(self) -> bool:
-        """Everything that is deleted is marked in the indexes that there are."""
+        """Return whether all deletions are marked in the indexes that exist."""
         return not any(due.holds_up for due in self._due.values())
 
     def is_marked_of(self, topic_id: int) -> bool:
-        """The same of one topic."""
+        """Return whether all deletions of one topic are marked."""
         return not any(due.holds_up for (id, _), due in self._due.items() if id == topic_id)
 
     def _subtract(self, topic_id: int, info: SegmentInfo, seqs: Sequence[int]) -> None:
-        """From what is known to live, before these are marked."""
+        """Subtract records from a known size, before they are marked."""
         key = SegmentKey(topic_id, info.first_seq, info.version)
         known = self._sizes.pop(key, None)
         if known is None:
@@ -282,7 +285,7 @@ class SegmentFiles:
         try:
             live, size_bytes = self.pick_live(topic_id, info, seqs)
         except (OSError, CorruptSegment):
-            return  # it is counted anew, or estimated
+            return  # it is counted again, or estimated
         self._sizes[key] = known[0] - len(live), known[1] - size_bytes
 
     # -- files
@@ -291,10 +294,10 @@ class SegmentFiles:
         try:
             return self._part(topic_id, info, first_seq, last_seq)
         except (OSError, CorruptSegment) as error:
-            self._say_unreadable(topic_id, info, error)
+            self._log_unreadable(topic_id, info, error)
             return None
 
-    def _say_unreadable(self, topic_id: int, info: SegmentInfo, error: OSError | CorruptSegment) -> None:
+    def _log_unreadable(self, topic_id: int, info: SegmentInfo, error: OSError | CorruptSegment) -> None:
         key = SegmentKey(topic_id, info.first_seq, info.version)
         if key not in self._unreadable:
             log.error("a segment cannot be used as a whole", topic_id=f"{topic_id:016x}", reason=str(error))
@@ -326,14 +329,14 @@ class SegmentFiles:
 
 
 def _later(info: SegmentInfo, seqs: Sequence[int], before: _Due | None) -> _Due:
-    """No snapshot waits for it, and it is waited longer each time."""
+    """Return deletions to be marked later, each time later, for which no snapshot waits."""
     wait = min(_WAIT_MAX, 2 * before.wait or 1) if before is not None else 0
     return _Due(info, list(seqs), False, wait, wait)
 
 
 def _live_size(part: bytes, first_seq: int, unmarked: list[int], data_bytes: int | None) -> tuple[int, int]:
-    """Of a piece of an index that begins with the entry of `first_seq`; `unmarked` are seqs of it that are gone, too;
-    `data_bytes` of all frames together, where it is all of a segment.
+    """Return (records, bytes) that live in a piece of an index from the entry of `first_seq` on, without `unmarked`
+    seqs. `data_bytes` are those of all frames together, where it is all of a segment.
     """
     live = bytearray(part[ENTRY_FLAGS_AT::ENTRY_LEN].translate(_LIVE_TABLE))
     for seq in unmarked:

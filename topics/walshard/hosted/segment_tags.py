@@ -1,4 +1,4 @@
-"""The tags of sealed segments as a shard asks them: in their postings, or in their frames where those are damaged."""
+"""The tags of sealed segments, from their postings, or from their frames where those are damaged."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from topics.storage.segment_reader import SegmentReader
 log = get_logger()
 
 _FILES_MAX: Final = 16384
-"""So many stay open at most. Each delete by tag asks those of all sealed segments of its topic: if these were more,
-every one would be opened and checked anew each time.
+"""Postings that stay open at most. Each delete by tag asks those of all sealed segments of its topic: if these were
+more, every one would be opened and checked again each time.
 """
 
 
 def tags_max(open_files: int) -> int:
-    """How many may stay open in a process that may open so many files (RLIMIT_NOFILE). The other three quarters are for
-    indexes, logs and whatever is open for a moment.
+    """Return how many postings may stay open in a process that may open so many files (RLIMIT_NOFILE). Three quarters
+    are left for indexes, logs and files that are open for a moment.
     """
     return _FILES_MAX if open_files == RLIM_INFINITY else min(_FILES_MAX, open_files // 4)
 
 
 class SegmentTags:
-    """Of all topics of one shard; `files_max` stay open."""
+    """Finds tags in the sealed segments of one shard. It keeps up to `files_max` postings open."""
 
     def __init__(self, data_dir: str, files_max: int) -> None:
         self._data_dir = data_dir
@@ -42,22 +42,22 @@ class SegmentTags:
         """By topic id, first seq and version of a segment."""
 
     def find(self, topic_id: int, info: SegmentInfo, match: Match) -> list[int]:
-        """Seqs of a sealed segment's records with a matching tag, ascending; some may be deleted meanwhile.
+        """Return the seqs of a sealed segment's records with a matching tag, ascending; some may be deleted meanwhile.
 
-        Raises OSError where its tags cannot be read for now, for want of open files for one. Where they are missing or
-        damaged its frames tell; CorruptPostings or FileNotFoundError where these are cold or damaged, too, or the file
-        is of another release; CorruptSegment.
+        Missing or damaged postings are made again from the frames. Raises CorruptPostings or FileNotFoundError when
+        these are cold or damaged, too, or the postings are of another release; OSError when they cannot be read now,
+        with too few open files for example; CorruptSegment.
         """
         postings = self._postings(topic_id, info)
         try:
             return postings.find(match)
         except CorruptSegment:
-            # It was whole when it was opened. By its name there may be another one by now, or a damaged one.
+            # It was whole when it was opened. Its name may be that of another file by now, or of a damaged one.
             self.forget(topic_id, info)
             return self._postings(topic_id, info).find(match)
 
     def forget(self, topic_id: int, info: SegmentInfo) -> None:
-        """The segment is no more, or is another file."""
+        """Forget a segment that was removed or replaced."""
         self._open.pop((topic_id, info.first_seq, info.version), None)
 
     def _postings(self, topic_id: int, info: SegmentInfo) -> Postings:
@@ -79,7 +79,7 @@ class SegmentTags:
 
 
 def _of_frames(directory: str, info: SegmentInfo, error: FileNotFoundError | CorruptPostings) -> Postings:
-    """In memory: the file is the compactor's. Every frame that counts is checked: its tag decides about it."""
+    """Return postings in memory, since the file is the compactor's. Every frame with a tag is checked."""
     try:
         reader = SegmentReader.open(directory, info.first_seq, info.records, info.data_bytes, info.version)
     except FileNotFoundError:

@@ -1,10 +1,10 @@
-"""Which records of a topic have a tag, wherever they are: what a delete by tag asks (`deletes.py`).
+"""The records of a topic that have a tag, wherever they are, for deletes by tag (`deletes.py`).
 
-Of sealed segments their postings say it. All others, in the active segment and in the logs, are in the topic's
-`TagIndex`, which catches up when it is asked.
+Records in sealed segments are found by their postings. All others, in the active segment and in the logs, are in the
+topic's `TagIndex`, which catches up when it is asked.
 
-A delete with many matches, or many records to look at, is no reason to hold up everybody else: what is found in one
-turn of the shard is bounded, and the next turn goes on from there.
+A delete with many matches, or many records to look at, must not hold up other requests: one turn of the shard finds a
+bounded number, and the next turn goes on from there.
 """
 
 from __future__ import annotations
@@ -21,31 +21,33 @@ from topics.walshard.hosted.segment_files import SegmentFiles
 from topics.walshard.hosted.topic_index import TopicIndex
 
 FOUND_MAX: Final = 2048
-"""Of one turn: to delete so many takes some 4 ms."""
+"""Matches of one turn: to delete so many takes some 4 ms."""
 TURN_MS: Final = 5
-"""So long a turn looks for them, and a step more."""
+"""Time that a turn looks for them, and a step more."""
 CATCH_UP_RECORDS: Final = 1024
-"""Between two looks at the clock."""
+"""Records indexed between two looks at the clock."""
 GATHERED_RECORDS: Final = 8192
-"""Between two looks at the clock, of an index that has them."""
+"""Records gathered from an index between two looks at the clock."""
 LEFT_MAX: Final = 16
-"""Deletes that are in the middle of many matches. One more finds its own anew each turn until one of these is done: if
+"""Deletes whose matches are kept between turns. One more finds its own again each turn until one of these is done: if
 it took the place of the oldest, each of them would lose its own before its next turn.
 """
 _KEPT_MS: Final = 10_000
 IDLE_RECORDS: Final = 512
-"""Indexed at most in an idle turn, which a request may have to wait for; fewer where they lie far apart."""
+"""Records indexed in an idle turn at most, for which a request may have to wait; fewer where they lie far apart."""
 
 
 class Found(NamedTuple):
-    """Seqs with a matching tag, ascending, some of which may be gone: all that there are below `next_seq`."""
+    """All seqs below `next_seq` with a matching tag, ascending. Some may be deleted already."""
 
     seqs: list[int]
     next_seq: int
 
 
 class _Matches:
-    """What matches in one place, ascending once it is `complete`: until then that of the tags before `next_tag`."""
+    """The matches in one place, ascending once they are `complete`. Until then they are those of the tags before
+    `next_tag`.
+    """
 
     __slots__ = ("complete", "kept_ms", "next_tag", "seqs", "tags")
 
@@ -58,21 +60,21 @@ class _Matches:
 
 
 class TagSearch:
-    """For all topics of one shard. What it finds may raise OSError, CorruptSegment and CorruptPostings."""
+    """Finds records by tag in all topics of one shard. It may raise OSError, CorruptSegment and CorruptPostings."""
 
     def __init__(self, files: SegmentFiles, frames: FrameTags, clock: Clock) -> None:
         self._files = files
         self._frames = frames
         self._clock = clock
         self._left: dict[tuple[object, ...], _Matches] = {}
-        """What was left over in a turn, by what it was found by and where: it is not looked for again in the next."""
+        """Matches that a turn found and did not return, by search and place, for the next turn."""
 
     def forget_log_files(self, file_no: int, in_ram: bool) -> None:
-        """Files of that log numbered below are gone."""
+        """Forget files of a log that were removed, numbered below `file_no`."""
         self._frames.forget_below(file_no, in_ram)
 
     def find(self, topic: Topic, index: TopicIndex, match: Match, first_seq: int, last_seq: int) -> Found:
-        """Of first_seq..last_seq, none below `earliest_seq`, what one turn has time for."""
+        """Find matches in first_seq..last_seq (none below `earliest_seq`), as many as one turn has time for."""
         ends_ms = self._clock.monotonic_ms() + TURN_MS
         found: list[int] = []
         next_seq = first_seq
@@ -101,19 +103,21 @@ class TagSearch:
                 return Found(found, found[-1] + 1)
         return Found(found, last_seq + 1)
 
-    def let_go(self) -> None:
-        """Of what nobody has come back for; to be called now and then."""
+    def drop_unused(self) -> None:
+        """Drop matches for which no turn came. To be called now and then."""
         now_ms = self._clock.monotonic_ms()
         for key in [key for key, matches in self._left.items() if now_ms - matches.kept_ms > _KEPT_MS]:
             del self._left[key]
 
     def index_some(self, topic: Topic, index: TopicIndex, last_seq: int) -> bool:
-        """In an idle turn: of what came, up to `last_seq`, since somebody deleted by tag. False: nothing came."""
+        """Index some new records up to `last_seq` of a topic with a delete by tag, in an idle turn. False if there are
+        none.
+        """
         tags = topic.tags
         if tags is None:
             return False
         open_seq = _open_seq(topic, index)
-        tags.forget_below(open_seq)  # also where nothing comes any more
+        tags.forget_below(open_seq)  # also if no records come any more
         if tags.next_seq > last_seq:
             return False
         first_seq = max(tags.next_seq, open_seq)
@@ -123,7 +127,7 @@ class TagSearch:
     def _take(
         self, found: list[int], key: tuple[object, ...], matches: _Matches, first_seq: int, last_seq: int
     ) -> bool:
-        """Adds those of `matches`, or as many as there is room for: then False, and they are kept for the next turn."""
+        """Add `matches` to `found`. False if there is room for some only; then they are kept for the next turn."""
         seqs = matches.seqs
         start, end = bisect_left(seqs, first_seq), bisect_right(seqs, last_seq)
         room = FOUND_MAX - len(found)
@@ -148,10 +152,9 @@ class TagSearch:
         last_seq: int,
         ends_ms: int,
     ) -> bool:
-        """All that match in the tail. False: not yet, but more than before."""
-        tags = self._caught_up(
-            topic, index, open_seq, last_seq, ends_ms
-        )  # it may have started over since the last turn
+        """Gather all matches in the tail. False if it needs another turn."""
+        # It may have started over since the last turn.
+        tags = self._caught_up(topic, index, open_seq, last_seq, ends_ms)
         if tags is None:
             return False
         if matches.tags is None:
@@ -175,7 +178,7 @@ class TagSearch:
     def _caught_up(
         self, topic: Topic, index: TopicIndex, open_seq: int, last_seq: int, ends_ms: int
     ) -> TagIndex | None:
-        """The topic's `tags`, which know of everything up to `last_seq`. None: not yet, but of more than before."""
+        """Return the topic's `tags`, caught up to `last_seq`. None if that needs another turn."""
         if topic.tags is None:
             topic.tags = TagIndex(open_seq)
         tags = topic.tags
@@ -194,7 +197,7 @@ class TagSearch:
     def _tagged(
         self, topic: Topic, index: TopicIndex, first_seq: int, last_seq: int
     ) -> tuple[list[tuple[int, bytes]], int]:
-        """As `tags.TagsOf`."""
+        """Return tags as a `tags.TagsOf` does."""
         found: list[tuple[int, bytes]] = []
         base_seq = index.ring.base_seq
         if first_seq < base_seq:
@@ -207,5 +210,5 @@ class TagSearch:
 
 
 def _open_seq(topic: Topic, index: TopicIndex) -> int:
-    """The first that may live and is in no sealed segment."""
+    """Return the first seq that may be live and is in no sealed segment."""
     return max(index.segments.sealed_last_seq + 1, index.base_seq, topic.earliest_seq)

@@ -1,6 +1,6 @@
-"""A topic's record index in its shard: the segments' indexes on the disk, and behind them the location ring in memory.
+"""A topic's record index in its shard: the segments' indexes on the disk, then the location ring in memory.
 
-`ring.base_seq` is the first seq that readers find in the ring; every live one before it is in a segment.
+`ring.base_seq` is the first seq that readers find in the ring; every live record before it is in a segment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CHUNK_ENTRIES: Final = 8192
 
 
 class TopicIndex:
-    """`core.record_index.RecordIndex`."""
+    """The `core.record_index.RecordIndex` of a hosted topic. It owns the ring."""
 
     __slots__ = ("_files", "copied_seq", "ring", "segments", "topic_id")
 
@@ -38,7 +38,7 @@ class TopicIndex:
         self.segments = SegmentList()
         self._files = files
         self.copied_seq = U64_MAX
-        """Every router of this topic has copied it up to there. Entries behind it stay in the ring, also of records
+        """Seq up to which every router of this topic has copied it. Entries behind it stay in the ring, also of records
         that were evicted or deleted, until they are copied or the next checkpoint passes them.
         """
 
@@ -65,7 +65,7 @@ class TopicIndex:
         return self.segments.last_seq
 
     def reserve(self, count: int) -> None:
-        """Room for `count` more entries, or ArenaFullError."""
+        """Make room for `count` more entries; raises ArenaFullError."""
         self.ring.reserve(count)
 
     def append(self, ts: int, offset_len: array[int], file_flags: array[int]) -> None:
@@ -152,7 +152,7 @@ class TopicIndex:
                 continue
             self.ring.flag(part, LOCATION_DELETED << FLAGS_SHIFT)
 
-    def checkpointed(self, up_to_seq: int, segments: Iterable[SegmentInfo]) -> None:
+    def checkpointed(self, segments: Iterable[SegmentInfo]) -> None:
         ring = self.ring
         for info in segments:
             old = self.segments.put(info)
@@ -174,7 +174,7 @@ class TopicIndex:
             ring.skip_to(self.segments.last_seq + 1)
 
     def flag_moved(self, seqs: Sequence[int]) -> None:
-        """Deleted records, ascending: those that segments have by now are marked there, whatever was before."""
+        """Mark deleted records (ascending seqs) in the segments that have them by now, whatever was marked before."""
         for info, part in self._in_segments(seqs):
             self._files.mark(self.topic_id, info, part)
 
@@ -184,7 +184,7 @@ class TopicIndex:
         self.ring.drop_before(min(seq, self.copied_seq + 1))
 
     def forget(self) -> None:
-        """The topic is gone."""
+        """Forget the segments of a deleted topic."""
         for info in self.segments:
             self._files.forget(self.topic_id, info)
 
@@ -193,10 +193,10 @@ class TopicIndex:
             self.ring.skip_to(seq)
 
     def _by_segment(self, seqs: Sequence[int]) -> Iterable[tuple[SegmentInfo | None, Sequence[int]]]:
-        """The seqs, each with its segment's others; None for those in the ring.
+        """Yield the seqs by segment, None for the ring.
 
-        Seqs below the ring that no segment has are gone, and left out: segments of a snapshot are made behind its place
-        in the log, and may lack records of which the log says only then that they go.
+        Seqs below the ring that no segment has are deleted, and left out: the segments of a snapshot are made after its
+        place in the log, and may lack records whose deletion comes later in the log.
         """
         in_ring = bisect_left(seqs, self.ring.base_seq)
         yield from self._in_segments(seqs[:in_ring])

@@ -19,7 +19,7 @@ KEPT_READS: Final = 8
 IN_FLIGHT_MAX: Final = 4
 """Reads under way at most. A read that hangs keeps its thread and its place."""
 FAILURE_KEPT_MS: Final = 10_000
-"""A router that does not ask again in this time has ended, or its source has other segments. A later one reads anew."""
+"""A router that does not ask in this time has ended, or its source has other segments. A later one reads again."""
 FRESH_MS: Final = 1000
 """Bytes that came no longer ago are not read again for being damaged."""
 
@@ -81,7 +81,7 @@ class ColdReads:
         raise NotReadYetError
 
     def forget(self, name: str, at: int) -> None:
-        """Have a damaged part of an object read anew: it may have been restored. Bytes that have just come are kept."""
+        """Have a damaged part of an object read again: it may have been restored. Bytes that just came are kept."""
         old_ms = self._monotonic_ms() - FRESH_MS
         for key, (content, since_ms) in list(self._kept.items()):
             if key[0] == name and key[1] <= at < key[1] + len(content) and since_ms <= old_ms:

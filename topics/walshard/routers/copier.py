@@ -191,13 +191,13 @@ class Copier:
             else:
                 feed.failures = 0
 
-        operation = LogWrite([frames, cursor], place=place, more_frames=len(page) - 1, undo=partial(self.wait, feed))
+        write = LogWrite([frames, cursor], place=place, more_frames=len(page) - 1, undo=partial(self.wait, feed))
         if not in_ram:
-            return CopyWrite(feed, [operation], [], True)
+            return CopyWrite(feed, [write], [], True)
         ceilings = []
         if head_seq > topic.head_ceiling:
             ceilings.append(head_write(topic, ceiling_above(topic.head_seq, len(page)), ts, exact=False))
-        return CopyWrite(feed, ceilings, [operation], True)
+        return CopyWrite(feed, ceilings, [write], True)
 
     # -- what is not copied
 
@@ -207,9 +207,9 @@ class Copier:
         body.source_seq = source_seq
         if full is not None:
             body.full = full
-        operation = feed.cursor_write(body, self._clock.now_ms())
-        operation.undo = partial(self.wait, feed)
-        return CopyWrite(feed, [operation], [])
+        write = feed.cursor_write(body, self._clock.now_ms())
+        write.undo = partial(self.wait, feed)
+        return CopyWrite(feed, [write], [])
 
     def _lost(self, feed: Feed, last_source_seq: int, reason: EvictReason) -> CopyWrite | None:
         """Return a gap for records that the source lost before they were copied, with a seq for each. It has one seq
@@ -256,16 +256,16 @@ class Copier:
         body.source_seq = last_source_seq
         if full is not None:
             body.full = full
-        operation = feed.cursor_write(body, now_ms, trimmed=count, trim_reason=reason)
+        write = feed.cursor_write(body, now_ms, trimmed=count, trim_reason=reason)
 
         def apply() -> None:
             feed.logged(body)
             topic.skipped(topic.head_seq + count, reason)
 
-        operation.apply, operation.undo = apply, partial(self.wait, feed)
+        write.apply, write.undo = apply, partial(self.wait, feed)
         # No record in RAM tells of these seqs.
         heads = [head_write(topic, topic.head_seq + count, now_ms, exact=True)] if feed.is_ephemeral else []
-        return CopyWrite(feed, [*heads, operation], [], True)
+        return CopyWrite(feed, [*heads, write], [], True)
 
     # -- waiting
 

@@ -26,7 +26,7 @@ log = get_logger()
 
 
 class Hindrance(Enum):
-    """Why a dest did not get all that its source has at the last try."""
+    """The reason why a dest did not get all that its source has at the last try."""
 
     NONE = 0
     """It got all, or has no room for it."""
@@ -71,7 +71,7 @@ class Feed:
 
     @property
     def is_ephemeral(self) -> bool:
-        """Whether copies and cursor are in the RAM log."""
+        """Return whether copies and cursor are in the RAM log."""
         return self.topic.config.durability == "ephemeral"
 
     @property

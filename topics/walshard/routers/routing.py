@@ -35,7 +35,7 @@ DEST_WAIT_MS: Final = 30_000
 
 
 class FeedTurns:
-    """Whose turn it is among the dests of routers, by topic id.
+    """Turns of the dests of routers, by topic id.
 
     Dests that may have something to copy are served in the order in which they came. Those that have to wait come back
     at a time of their own (monotonic ms), or when they are woken.
@@ -54,7 +54,7 @@ class FeedTurns:
 
     @property
     def some_wait(self) -> bool:
-        """Whether a dest waits for its time."""
+        """Return whether a dest waits for its time."""
         return bool(self._waiting)
 
     def line_up(self, dest_id: int) -> None:
@@ -183,18 +183,18 @@ class Routing:
 
     @property
     def has_work(self) -> bool:
-        """Whether `pump` may have something to do."""
+        """Return whether `pump` may have something to do."""
         return not self.idle or self.stuck or bool(self._due)
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is to be done now."""
+        """Return whether nothing is to be done now."""
         sources = self.sources
         return sources.links.idle and not self._turns and not sources.table.stale and not sources.rerouted
 
     @property
     def stuck(self) -> bool:
-        """Whether something waits that no signal announces, and not for long."""
+        """Return whether something waits that no signal announces, and not for long."""
         return self._turns.some_wait or self.sources.links.stuck
 
     @property
@@ -304,8 +304,8 @@ class Routing:
             write = yield from self._next_write(feed)
             if write is not None:
                 writes.append(write)
-        durable = [operation for write in writes for operation in write.durable]
-        ram = [operation for write in writes for operation in write.ram]
+        durable = [one for write in writes for one in write.durable]
+        ram = [one for write in writes for one in write.ram]
         if durable or ram:
             yield Draft(durable, ram, [write.feed.hosted for write in writes if write.moves_head])
         for feed in feeds:

@@ -1,7 +1,7 @@
 """The topics of a shard that routers copy: who is told that they changed, and what their index keeps to be copied.
 
 Shards tell each other by a ring for each ordered pair, messages in order, each taken at least once. A message stays in
-its ring until it was acted upon; a shard that is killed finds it again. What a sender had not yet put into a full ring
+its ring until it was handled; a shard that is killed finds it again. What a sender had not yet put into a full ring
 dies with it, so nothing may depend on a message alone: every shard looks at all its sources once a second, whatever it
 was told.
 """
@@ -72,12 +72,12 @@ class Links:
 
     @property
     def idle(self) -> bool:
-        """Whether no message is to be taken."""
+        """Return whether no message is to be taken."""
         return not (self._own or self._changed[self.shard]) and all(ring is None or ring.empty for ring in self._in)
 
     @property
     def stuck(self) -> bool:
-        """Whether messages wait for room in the ring of another shard."""
+        """Return whether messages wait for room in the ring of another shard."""
         return any(self._waiting) or any(
             names for peer, names in enumerate(self._changed) if peer != self.shard and names
         )
