@@ -11,7 +11,7 @@ import h2.events
 import h2.settings
 
 GENEROUS: Final = (1 << 31) - 1 - 65_535
-HEADERS: Final = [(":scheme", "http"), (":authority", "test")]
+HEADERS: Final = [(":scheme", "http"), (":authority", "localhost")]
 
 
 class Streams:
