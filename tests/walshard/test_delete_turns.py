@@ -17,7 +17,7 @@ from topics.shm.arena_heap import LocationRing
 from topics.shm.messages import Call
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic
 from topics.walshard.hosted import tag_search
-from topics.walshard.hosted.frame_tags import FrameTags
+from topics.walshard.hosted.tag_search import FrameTags
 
 RECORDS = 40
 Piece = tuple[list[tuple[int, bytes]], int]

@@ -17,7 +17,7 @@ from topics.shm.topic_messages import DeleteRecords, PutTopic
 from topics.storage import layout
 from topics.walshard import setup
 from topics.walshard.handlers import deletes
-from topics.walshard.hosted import frame_tags
+from topics.walshard.hosted import tag_search
 
 
 class Reads(FaultyFileSystem):
@@ -53,7 +53,7 @@ def test_an_idle_turn_reads_little_however_far_apart_the_frames_lie(rig: Rig) ->
     assert isinstance(fs, Reads)
     rig.append("t", b"first", tag=b"x")
     assert delete(rig, "t") == 1
-    far = 3 * frame_tags.READS_MAX
+    far = 3 * tag_search.READS_MAX
     for _ in range(far):
         rig.append("t", b"near", tag=b"x")
         rig.append("t", b"near", tag=b"y")
@@ -62,7 +62,7 @@ def test_an_idle_turn_reads_little_however_far_apart_the_frames_lie(rig: Rig) ->
     fs.reads = fs.bytes_read = 0
     while rig.shard.upkeep.idle():
         turns += 1
-        assert fs.reads <= turns * frame_tags.READS_MAX
+        assert fs.reads <= turns * tag_search.READS_MAX
     assert (fs.reads, turns) == (far, 3), "neighbours in one read"
     assert fs.bytes_read < far * 1000
     index = tags_of(rig, "t")

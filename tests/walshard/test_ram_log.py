@@ -20,7 +20,7 @@ from topics.shm.topic_messages import DeleteTopic, PutTopic, SessionClose, Sessi
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
 from topics.walshard import setup
-from topics.walshard.commit.ram_trim import RamTrim
+from topics.walshard.commit.log_trim import RamTrim
 
 FILE_BYTES = 64 * 1024
 EPHEMERAL = TopicConfig(durability="ephemeral")

@@ -18,7 +18,7 @@ Reading begins at `start`:
 - a WalPosition: a snapshot holds everything before it, and has been on the disk since. Files below it may be there or
   not. The log must reach it: a snapshot that is newer than the log is refused.
 - "lowest": the first file there is. This is for a log that is trimmed without a snapshot because its files repeat
-  everything of earlier ones that still counts (the RAM log, `walshard/commit/ram_trim.py`).
+  everything of earlier ones that still counts (the RAM log, `walshard/commit/log_trim.py`).
 
 Every step can be repeated after a crash in its middle. At the end everything that was yielded is on the disk.
 """

@@ -10,6 +10,7 @@ the log goes on from, or what was lost with a RAM log.
 
 from __future__ import annotations
 
+import errno
 from typing import NamedTuple
 
 from topics.core.control_bodies import CreateFrameBody, EvictFrameBody, HeadFrameBody, encode_body, encode_idempotency
@@ -17,7 +18,7 @@ from topics.core.floors import Floors
 from topics.core.idempotency import WriteOutcome
 from topics.core.pending import PendingWrite
 from topics.core.topic import Topic
-from topics.storage.frame import FLAG_DURABLE, FLAG_MORE, Bytes, FrameType, encode, stamp
+from topics.storage.frame import FLAG_DURABLE, FLAG_MORE, HEADER, Bytes, FrameType, encode, stamp
 
 
 def control_frame(type: FrameType, topic_id: int, ts: int, body: bytes = b"", *, seq: int = 0, flags: int = 0) -> bytes:
@@ -83,3 +84,13 @@ def append_frames(write: PendingWrite, laid_out: bytearray, *, created: bool) ->
     stamp(laid_out, write.records.offset_len, topic.id, first_seq, ts, FLAG_DURABLE if write.sync else 0)
     records.append(laid_out)
     return AppendFrames(before, records, prefix_len)
+
+
+def check_header(content: Bytes, at: int, topic: Topic, seq: int, file_no: int, offset: int) -> tuple[int, int]:
+    """Return the lengths of node and tag of the frame at `at`, which is at `offset` of a log file. Raises OSError
+    unless it is this record of the topic.
+    """
+    _, _, _, topic_id, found_seq, _, node_len, tag_len, _ = HEADER.unpack_from(content, at)
+    if topic_id != topic.id or found_seq != seq:
+        raise OSError(errno.EIO, f"log file {file_no}, offset {offset}: not record {seq} of topic {topic.name!r}")
+    return node_len, tag_len

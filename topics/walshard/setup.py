@@ -35,26 +35,23 @@ from topics.storage.snapshot import load_snapshot
 from topics.storage.wal import WalWriter
 from topics.walshard.commit.commits import Commits
 from topics.walshard.commit.draft import GroupHandler
-from topics.walshard.commit.log_trim import LogTrim
+from topics.walshard.commit.log_trim import LogTrim, RamTrim
 from topics.walshard.commit.logs import BackgroundSync, Logs
-from topics.walshard.commit.ram_trim import RamTrim
 from topics.walshard.commit.shard_rings import ShardRings
 from topics.walshard.handlers.appends import Appends
-from topics.walshard.handlers.deletes import Deletes
+from topics.walshard.handlers.deletes import Deletes, Removals
 from topics.walshard.handlers.frontends import Frontends, Watchers
 from topics.walshard.handlers.named_cursors import NamedCursors
 from topics.walshard.handlers.queues import Queues
-from topics.walshard.handlers.removals import Removals
 from topics.walshard.handlers.segment_handover import SegmentHandover
 from topics.walshard.handlers.sinks import Sinks
 from topics.walshard.handlers.topic_calls import TopicCalls
 from topics.walshard.handlers.watch_sessions import WatchSessions
 from topics.walshard.hosted.catalog import Catalog
-from topics.walshard.hosted.frame_tags import FrameTags
 from topics.walshard.hosted.holdings import Holdings
 from topics.walshard.hosted.segment_files import SegmentFiles
 from topics.walshard.hosted.segment_tags import tags_max
-from topics.walshard.hosted.tag_search import TagSearch
+from topics.walshard.hosted.tag_search import FrameTags, TagSearch
 from topics.walshard.hosted.topic_index import TopicIndex
 from topics.walshard.routers.copier import Copier
 from topics.walshard.routers.feeds import Feeds

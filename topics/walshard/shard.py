@@ -93,7 +93,8 @@ class Shard:
         requests = self._serve_requests()
         if requests or queues.have_changed:
             self._finish_group()
-        if self._handlers.frontends.end_dead(self._group):
+        if self._handlers.frontends.some_died:
+            self._handlers.frontends.end_dead(self._group)
             self._finish_group()
         if self.upkeep.ram_log_is_long:
             self._run(self.upkeep.trim_ram_log())
@@ -226,7 +227,8 @@ class Shard:
         """Let readers see topics as they are now."""
         for hosted in changed:
             hosted.publish()
-            self._handlers.queues.changed(hosted)
+            if hosted.topic.queue is not None:
+                self._handlers.queues.changed(hosted)
 
     def _notify(self, changed: Iterable[Hosted]) -> None:
         """Tell watching frontends and routers that topics have changed."""

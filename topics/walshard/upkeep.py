@@ -6,9 +6,8 @@ from topics.core.clock import Clock
 from topics.log import get_logger
 from topics.storage.topic_frames import head_frame
 from topics.walshard.commit.draft import Draft, LogWrite, Steps
-from topics.walshard.commit.log_trim import LogTrim
+from topics.walshard.commit.log_trim import LogTrim, RamTrim
 from topics.walshard.commit.logs import BackgroundSync
-from topics.walshard.commit.ram_trim import RamTrim
 from topics.walshard.handlers.deletes import Deletes
 from topics.walshard.handlers.watch_sessions import WatchSessions
 from topics.walshard.hosted.catalog import Catalog

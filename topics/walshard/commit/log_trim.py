@@ -1,17 +1,40 @@
-"""Removal of log files that snapshots have made superfluous, when the compactor asks for it.
+"""Removal of log files that are not needed any more.
 
-No location may name such a file any more. This is checked in steps, so that a hundred thousand topics hold up nobody.
+Files of the durable log are superfluous once snapshots have what is in them: the compactor asks for their removal. No
+location may name such a file any more. This is checked in steps, so that a hundred thousand topics hold up nobody.
 Files that are still needed stay.
+
+The RAM log has no snapshot: a shard that crashed reads it from its first file on. So before its oldest files are
+removed, what only they have is written again at its end, in one group:
+
+    APPEND       records that keep a mostly dead file alive, verbatim; their locations follow
+    RAM_STATE    for every `ephemeral` topic that ever had records there: its floors, its clock, its unexpired keys
+    SESSION      every watch session
+    ROUTER_CURSOR  of every `ephemeral` dest of routers
+
+After a kill before that group is whole, the next incarnation finds all files and perhaps some repeats, which change
+nothing. After a later one it finds files that nobody needs, which the next trimming removes.
+
+A trimming costs what it repeats and a look at every location in RAM. So it waits for bytes written since the last one:
+at least a file, at least as much as was repeated, and at least a share of the live bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple
 
-from topics.core.location import LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LOST, LOW_WORD
+from topics.core.control_bodies import RamStateFrameBody, encode_body
+from topics.core.job import ConsumerState
+from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LOST, LOW_WORD
 from topics.log import get_logger
+from topics.storage import layout
+from topics.storage.filesystem import FileSystem, read_all
+from topics.storage.frame import Bytes, FrameType
+from topics.storage.topic_frames import check_header, control_frame
+from topics.walshard.commit.draft import LogWrite
 from topics.walshard.commit.logs import Logs
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
@@ -19,8 +42,170 @@ from topics.walshard.hosted.tag_search import TagSearch
 
 log = get_logger()
 
+LIVE_SHARE: Final = 16
+"""The log is trimmed again after 1/LIVE_SHARE of the live bytes was written."""
+DEAD_FILES_MAX: Final = 4
+"""Live records are moved out of the oldest files once the log is so many files longer than twice the live bytes."""
 TOPICS_PER_STEP: Final = 2048
-_CHUNK_ENTRIES: Final = 1024
+_CHUNK_ENTRIES: Final = 1 << 16
+_FEW_ENTRIES: Final = 1 << 10
+
+
+class _Moved(NamedTuple):
+    """Neighbours in a ring of which some rows are written again: their entries, complete but for the place of the
+    group.
+    """
+
+    hosted: Hosted
+    first_seq: int
+    entries: array[int]
+    rows: list[int]
+
+
+class RamTrim:
+    """Trims one shard's RAM log. Used between groups: nothing is prepared, everything committed is applied.
+
+    `others` return the frames to repeat of what is no topic: watch sessions and routers.
+    """
+
+    def __init__(
+        self,
+        fs: FileSystem,
+        directory: str,
+        file_bytes: int,
+        logs: Logs,
+        catalog: Catalog,
+        tags: TagSearch,
+        others: Sequence[Callable[[int], list[bytes]]],
+    ) -> None:
+        self._fs = fs
+        self._directory = directory
+        self._file_bytes = file_bytes
+        self._logs = logs
+        self._catalog = catalog
+        self._tags = tags
+        self._others = others
+        self._written_before = 0
+        self._next_after_bytes = file_bytes
+        self._repeated_in_file = 0
+        self._repeated_bytes = 0
+
+    @property
+    def due(self) -> bool:
+        """Return whether a trimming is worth its cost."""
+        return self._written_bytes >= self._next_after_bytes
+
+    def repeat_live(self, now_ms: int) -> LogWrite:
+        """Return the write for the RAM log; `drop_files` after it. Raises OSError when records cannot be read back."""
+        self._next_after_bytes = self._written_bytes + 1  # if this fails, after the next write
+        buffers: list[Bytes] = []
+        moved = self._move_records(buffers)
+        for hosted in self._topics():
+            topic = hosted.topic
+            if topic.config.durability != "ephemeral":
+                continue
+            state = RamStateFrameBody(
+                topic.earliest_seq,
+                topic.evict_floor,
+                topic.evict_reason,
+                topic.evict_run_seq,
+                topic.last_write_ts,
+                topic.idempotency.unexpired(now_ms, topic.config.idempotency_window_ms),
+                ConsumerState(None if topic.queue is None else topic.queue.attributes()),
+            )
+            buffers.append(control_frame(FrameType.RAM_STATE, topic.id, now_ms, encode_body(state)))
+        for frames_of in self._others:
+            buffers += frames_of(now_ms)
+        self._repeated_bytes = sum(map(len, buffers))
+
+        def place(file_no: int, offset: int) -> None:
+            self._repeated_in_file = file_no
+            for hosted, first_seq, entries, rows in moved:
+                for row in rows:
+                    entries[row * ENTRY_WORDS + 2] += offset
+                    entries[row * ENTRY_WORDS + 3] += file_no
+                hosted.ring.replace_entries(first_seq, entries)
+                hosted.publish()
+
+        return LogWrite(buffers, place=place)
+
+    def drop_files(self) -> None:
+        """Remove files that no location names, after the commit. A failure is logged; the next trimming tries again."""
+        wal = self._logs.ram
+        assert wal is not None
+        file_no = min([self._repeated_in_file, *self._files_in_use()])
+        self._tags.forget_log_files(file_no, in_ram=True)
+        try:
+            wal.drop_files_below(file_no)
+        except OSError as error:
+            log.warning("files of the RAM log cannot be removed", error=str(error))
+        self._written_before = wal.bytes_written
+        self._next_after_bytes = max(self._file_bytes, self._repeated_bytes, self._live_bytes() // LIVE_SHARE)
+
+    @property
+    def _written_bytes(self) -> int:
+        return self._logs.ram.bytes_written - self._written_before if self._logs.ram is not None else 0
+
+    def _topics(self) -> list[Hosted]:
+        """Return the topics that ever had records in the RAM log. Those that are durable now have no live ones there,
+        but locations of deleted ones, until a checkpoint passes them.
+        """
+        return [hosted for hosted in self._catalog if hosted.topic.head_ceiling]
+
+    def _live_bytes(self) -> int:
+        """Return the live bytes of topics that are `ephemeral` now."""
+        topics = [hosted.topic for hosted in self._topics()]
+        return sum(topic.live_bytes for topic in topics if topic.config.durability == "ephemeral")
+
+    def _files_in_use(self) -> set[int]:
+        """Return the files that locations name."""
+        words: set[int] = set()
+        for _, _, entries in self._entries(_CHUNK_ENTRIES):
+            words.update(entries[3::4])
+        return {word & LOW_WORD for word in words if word >> 32 & LOCATION_IN_RAM_LOG}
+
+    # -- moving records
+
+    def _move_records(self, buffers: list[Bytes]) -> list[_Moved]:
+        """Add the frames of live records in the oldest files, if there are too many files."""
+        numbers = layout.list_log_files(self._fs, self._directory)
+        surplus = len(numbers) - 2 * self._live_bytes() // self._file_bytes - DEAD_FILES_MAX
+        affordable = max(1, self._written_bytes // self._file_bytes)
+        victims = numbers[: max(0, min(surplus, affordable, len(numbers) - 1))]
+        if not victims:
+            return []
+        contents = {
+            number: memoryview(read_all(self._fs, layout.log_path(self._directory, number))) for number in victims
+        }
+        moved: list[_Moved] = []
+        length = 0
+        for hosted, first_seq, entries in self._entries(_FEW_ENTRIES):
+            words = {word for word in set(entries[3::4]) if word >> 32 & LOCATION_IN_RAM_LOG}
+            words = {word for word in words if word & LOW_WORD in contents}
+            if not words:
+                continue
+            offset_lens, file_words = entries[2::4], entries[3::4]
+            rows = [row for row, word in enumerate(file_words) if word in words]
+            for row in rows:
+                word = file_words[row]
+                content = contents[word & LOW_WORD]
+                offset, record_len = offset_lens[row] & LOW_WORD, offset_lens[row] >> 32
+                check_header(content, offset, hosted.topic, first_seq + row, word & LOW_WORD, offset)
+                buffers.append(content[offset : offset + record_len])
+                offset_lens[row] = record_len << 32 | length
+                file_words[row] = word & ~LOW_WORD
+                length += record_len
+            entries[2::4], entries[3::4] = offset_lens, file_words
+            moved.append(_Moved(hosted, first_seq, entries, rows))
+        return moved
+
+    def _entries(self, count_max: int) -> Iterator[tuple[Hosted, int, array[int]]]:
+        """Yield all locations that may be in RAM, in runs of neighbours: topic, first seq, entries."""
+        for hosted in self._topics():
+            ring = hosted.ring
+            last_seq = min(ring.next_seq - 1, hosted.topic.head_ceiling)
+            for first_seq in range(ring.base_seq, last_seq + 1, count_max):
+                yield hosted, first_seq, hosted.ring.entries(first_seq, min(last_seq, first_seq + count_max - 1))
 
 
 class LogTrim:
@@ -79,8 +264,8 @@ def _first_below(hosted: Hosted, file_no: int) -> int | None:
     """Return the first record in a file of the durable log numbered below, None if none is: file numbers ascend."""
     ring = hosted.ring
     elsewhere = LOCATION_IN_RAM_LOG | LOCATION_DELETED | LOCATION_LOST
-    for first_seq in range(ring.base_seq, ring.next_seq, _CHUNK_ENTRIES):
-        entries = ring.entries(first_seq, min(ring.next_seq - 1, first_seq + _CHUNK_ENTRIES - 1))
+    for first_seq in range(ring.base_seq, ring.next_seq, _FEW_ENTRIES):
+        entries = ring.entries(first_seq, min(ring.next_seq - 1, first_seq + _FEW_ENTRIES - 1))
         for at, word in enumerate(entries[3::4]):
             if not word >> 32 & elsewhere:
                 return first_seq + at if word & LOW_WORD < file_no else None

@@ -14,7 +14,7 @@ from topics.core.pending import RecordFrames, RoomNeeded
 from topics.shm.append_messages import AppendReply, AppendRequest
 from topics.storage.topic_frames import append_frames
 from topics.walshard.commit.draft import CommitFirst, Draft
-from topics.walshard.handlers.removals import Removals
+from topics.walshard.handlers.deletes import Removals
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.holdings import Holdings
 from topics.walshard.step_clock import StepClock

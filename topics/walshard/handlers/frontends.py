@@ -93,17 +93,19 @@ class Frontends:
         self._ended[frontend] = max(self._ended[frontend], call.incarnation - 1)
         self._end(frontend, group)
 
-    def end_dead(self, group: Draft) -> bool:
-        """End what frontends had that have died, and whose successor has not said hello. False: none has."""
-        some = False
+    @property
+    def some_died(self) -> bool:
+        """Return whether frontends have died whose successor has not said hello."""
+        return any(cell.get("ended") > ended for cell, ended in zip(self._cells, self._ended, strict=True))
+
+    def end_dead(self, group: Draft) -> None:
+        """End everything that such frontends had, once all that they had asked for was taken."""
         for frontend, cell in enumerate(self._cells):
             ended = cell.get("ended")
             # In this order: what is in the ring when it is known to be dead is all there will be of it.
             if ended > self._ended[frontend] and self._drain(frontend):
                 self._ended[frontend] = ended
                 self._end(frontend, group)
-                some = True
-        return some
 
     def _end(self, frontend: int, group: Draft) -> None:
         self._watchers.frontend_died(frontend)

@@ -45,8 +45,7 @@ from topics.shm.queue_messages import (
 )
 from topics.storage.frame import FrameType
 from topics.walshard.commit.draft import CommitFirst, Draft, GroupHandler, Steps, control_write
-from topics.walshard.handlers.deletes import Deletes
-from topics.walshard.handlers.removals import Removals
+from topics.walshard.handlers.deletes import Deletes, Removals
 from topics.walshard.handlers.workers import Timers, Worker, Workers, dealt_of, deliveries_max
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
@@ -82,14 +81,14 @@ class Queues:
         """Queues whose counts are to be published and whose jobs may be dealt, by topic id."""
         self._timers = Timers()
         for hosted in catalog:
-            self.changed(hosted)
+            if hosted.topic.queue is not None:
+                self.changed(hosted)
 
     # -- the shard's steps
 
     def changed(self, hosted: Hosted) -> None:
-        """Note that a topic changed, by an append, an eviction, a deletion or a queue request."""
-        if hosted.topic.queue is not None:
-            self._changed[hosted.topic.id] = hosted
+        """Note that a queue changed, by an append, an eviction, a deletion or a queue request."""
+        self._changed[hosted.topic.id] = hosted
 
     @property
     def have_changed(self) -> bool:

@@ -34,8 +34,8 @@ from topics.core.location import (
     flags_of,
 )
 from topics.storage import layout
-from topics.storage.frame import FLAG_MORE, HEADER, Bytes, FrameType
-from topics.storage.topic_frames import control_frame, floor_frame, head_frame, idempotency_frame
+from topics.storage.frame import FLAG_MORE, Bytes, FrameType
+from topics.storage.topic_frames import check_header, control_frame, floor_frame, head_frame, idempotency_frame
 from topics.walshard.hosted.hosted import Hosted
 
 TURN_BYTES: Final = 1 << 20
@@ -111,7 +111,6 @@ def _records(
     hosted: Hosted, directory: str, first_seq: int, entries: array[int], bytes_max: int
 ) -> tuple[list[Bytes], list[int]]:
     """Return the frames of the live records among the entries, and their rows. Entries that do not fit are cut off."""
-    topic = hosted.topic
     maps: dict[int, memoryview] = {}
     records: list[Bytes] = []
     rows: list[int] = []
@@ -128,10 +127,7 @@ def _records(
         if content is None:
             content = maps[file_no] = _map(directory, file_no)
         record = content[offset : offset + (offset_lens[row] >> 32)]
-        _, _, _, found_id, found_seq, *_ = HEADER.unpack_from(record)
-        if found_id != topic.id or found_seq != first_seq + row:
-            place = f"offset {offset} of file {file_no}"
-            raise OSError(5, f"{place} does not hold record {first_seq + row} of topic {topic.name!r}")
+        check_header(record, 0, hosted.topic, first_seq + row, file_no, offset)
         records.append(record)
         rows.append(row)
         size_bytes += len(record)

@@ -140,12 +140,9 @@ class Copier:
         try:
             self._claim_bytes(page.size_bytes, partial(feed.topic.growth, len(page), page.size_bytes))
             feed.hosted.ring.reserve(len(page))
-        except TopicsError as error:
-            if error.code == "throttled":
+        except (TopicsError, ArenaFullError) as error:
+            if isinstance(error, TopicsError) and error.code == "throttled":
                 return self._wait_for_room(feed, Hindrance.LASTING)
-            self.wait(feed, Hindrance.LASTING)
-            return None
-        except ArenaFullError:
             self.wait(feed, Hindrance.LASTING)
             return None
         return self._write(feed, page)
@@ -170,9 +167,7 @@ class Copier:
     def _write(self, feed: Feed, page: CopyPage) -> CopyWrite:
         topic, in_ram = feed.topic, feed.is_ephemeral
         ts = topic.commit_ts(self._clock.now_ms())
-        body = feed.body()
-        body.source_seq = page.source_seq
-        body.full |= page.full
+        body = feed.body(page.source_seq, feed.full or page.full)
         for one in body.routers:
             one.forwarded_total += page.copies_by_router.get(one.router.id, 0)
         frames = page.stamped(topic.id, topic.head_seq + 1, ts)
@@ -203,11 +198,7 @@ class Copier:
 
     def _cursor(self, feed: Feed, source_seq: int, full: bool | None = None) -> CopyWrite:
         """Return a write that moves the cursor, and nothing of the dest."""
-        body = feed.body()
-        body.source_seq = source_seq
-        if full is not None:
-            body.full = full
-        write = feed.cursor_write(body, self._clock.now_ms())
+        write = feed.cursor_write(feed.body(source_seq, full), self._clock.now_ms())
         write.undo = partial(self.wait, feed)
         return CopyWrite(feed, [write], [])
 
@@ -252,10 +243,7 @@ class Copier:
             self.wait(feed, Hindrance.LASTING)
             return None
         topic, now_ms = feed.topic, self._clock.now_ms()
-        body = feed.body()
-        body.source_seq = last_source_seq
-        if full is not None:
-            body.full = full
+        body = feed.body(last_source_seq, full)
         write = feed.cursor_write(body, now_ms, trimmed=count, trim_reason=reason)
 
         def apply() -> None:

@@ -87,12 +87,12 @@ class Feed:
         room_records, room_bytes = room(self.topic)
         return records > room_records or size_bytes > room_bytes
 
-    def body(self) -> FeedFrameBody:
-        """Return the feed as it is now, for the next cursor."""
+    def body(self, source_seq: int | None = None, full: bool | None = None) -> FeedFrameBody:
+        """Return the feed as it is now, for the next cursor, but for what is given."""
+        source_seq = self.source_seq if source_seq is None else source_seq
+        full = self.full if full is None else full
         routers = [FeedRouter(one.router, one.from_seq, one.forwarded_total) for one in self.routers]
-        return FeedFrameBody(
-            self.source, self.source_topic_id, self.source_seq, routers, self.revision + 1, full=self.full
-        )
+        return FeedFrameBody(self.source, self.source_topic_id, source_seq, routers, self.revision + 1, full=full)
 
     def cursor_frame(self, body: FeedFrameBody, head_seq: int, ts: int) -> bytes:
         """Return ROUTER_CURSOR, which is the end of a write or a write of its own."""

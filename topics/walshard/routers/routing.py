@@ -12,7 +12,7 @@ from topics.core.clock import Clock
 from topics.log import get_logger
 from topics.shm.topic_messages import CatchUp, CaughtUp, SyncRouters, SyncRoutersReply
 from topics.walshard.commit.draft import AloneHandler, Draft, Steps
-from topics.walshard.handlers.removals import Removals
+from topics.walshard.handlers.deletes import Removals
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.routers.copier import Copier, CopyWrite
