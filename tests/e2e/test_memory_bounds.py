@@ -27,7 +27,7 @@ MIB = 1 << 20
 KEPT_MIB = 256
 """`KEPT_FRAMES`, and the least of `LONG_BODIES`, of `topics.frontend.entry.limits`."""
 AROUND_MIB = 120
-"""What else a frontend has: itself, and the page that is made just now in several forms."""
+"""MiB for the rest of a frontend: itself, and the page that is made just now in several forms."""
 GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(256 << 10)}
 """With it malloc gives blocks of 256 KiB and more back when they are freed. Otherwise it keeps holes between them, and
 how many is chance: up to half of what is in use.
