@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-SHORT = {"test_a_replay_and_a_follower_outlive_every_kill"}
-"""A round of crashes, for `make test`. All other tests of this folder are long."""
+SHORT = {"test_what_clients_were_told_holds_whatever_is_killed"}
+"""A round of kills, for `make test`. All other tests of this folder are long."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -26,15 +26,17 @@ from tests.harness import Service, poll
 MIB = 1 << 20
 KEPT_MIB = 256
 """`KEPT_FRAMES`, and the least of `LONG_BODIES`, of `topics.frontend.entry.limits`."""
-AROUND_MIB = 192
-"""MiB for the rest of a frontend: itself, the page that is made just now in several forms, and what malloc does not
-give back at once.
+AROUND_MIB = 120
+"""MiB for the rest of a frontend: itself, and the page that is made just now in several forms."""
+GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(256 << 10)}
+"""With it malloc gives blocks of 256 KiB and more back when they are freed. Otherwise it keeps holes between them, and
+how many is chance: up to half of what is in use.
 """
 
 
 @pytest.fixture
 def service() -> Iterator[Service]:
-    with Service(shards=1, frontends=1, wal_file_bytes=None) as one:
+    with Service(shards=1, frontends=1, wal_file_bytes=None, env=GIVEN_BACK) as one:
         yield one
 
 
@@ -79,8 +81,8 @@ def open_unread(service: Service, protocol: str, subscription: dict[str, object]
 def test_websockets_that_are_not_read_keep_no_more_than_event_streams(
     service: Service, frontend: Path, protocol: str
 ) -> None:
-    """40 of them ask for 8 MiB at a time each, no two for the same. One that reads gets its records all the same:
-    who has taken nothing for 2 s has to give way. When they have gone, others have the memory.
+    """48 of them ask for 8 MiB at a time each, no two for the same: 384 MiB. One that reads gets its records all the
+    same: a client that has taken nothing for 2 s has to give way. When they have gone, others have the memory.
     """
     for _ in range(16):
         service.client.post("/v0/topics/t", json={"records": [{"data": "x" * 1_000_000}]}).raise_for_status()
@@ -89,7 +91,7 @@ def test_websockets_that_are_not_read_keep_no_more_than_event_streams(
     for _ in range(2):
         with ExitStack() as stack:
             seen_mib = []
-            for n in range(40):
+            for n in range(48):
                 stack.enter_context(open_unread(service, protocol, {**wish, "node": f"n{n}"}))
                 seen_mib.append(own_mib(frontend))
             until_s = time.monotonic() + 4
@@ -102,7 +104,7 @@ def test_websockets_that_are_not_read_keep_no_more_than_event_streams(
             seen_mib.append(own_mib(frontend))
         most_mib.append(max(seen_mib))
     assert most_mib[0] < KEPT_MIB + AROUND_MIB
-    assert most_mib[1] < most_mib[0] + KEPT_MIB / 2, "what was kept for those who have gone is kept still"
+    assert most_mib[1] < most_mib[0] + KEPT_MIB / 4, "what was kept for those who have gone is kept still"
 
 
 def test_long_polls_that_name_many_writers_are_refused_when_there_is_no_room(service: Service, frontend: Path) -> None:
@@ -121,7 +123,7 @@ def test_long_polls_that_name_many_writers_are_refused_when_there_is_no_room(ser
     with ThreadPoolExecutor(polls) as pool:
         asked = [pool.submit(poll_without, n) for n in range(polls)]
         poll("each to wait or be refused", all_settled, 60.0)
-        assert own_mib(frontend) < 128 + AROUND_MIB / 4
+        assert own_mib(frontend) < 128 + AROUND_MIB / 2
         refused = [one.result() for one in asked if one.done()]
         service.client.post("/v0/topics/t", json={"records": [{"data": 1}]}).raise_for_status()
         answers = [one.result() for one in asked]
@@ -159,7 +161,7 @@ def test_bodies_of_any_size_that_never_end_have_a_bound_together(service: Servic
                 assert b'"limit":"body_bytes"' in answer
             service.client.post("/v0/topics/t", json={"records": [{"data": 1}]}).raise_for_status()
     assert held_mib[0] < KEPT_MIB + AROUND_MIB
-    assert held_mib[1] < held_mib[0] + 32
+    assert held_mib[1] < held_mib[0] + KEPT_MIB / 4
 
 
 def answered(ends: list[socket.socket]) -> list[socket.socket]:
