@@ -155,8 +155,4 @@ def cold(bench: Bench) -> list[Figure]:
     return figures
 
 
-CASES: dict[str, Callable[[Bench], list[Figure]]] = {
-    "checkpoint": checkpoint,
-    "retained": retained,
-    "cold": cold,
-}
+CASES: dict[str, Callable[[Bench], list[Figure]]] = {"checkpoint": checkpoint, "retained": retained, "cold": cold}

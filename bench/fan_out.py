@@ -81,11 +81,7 @@ def _measure(bench: Bench, service: Service, dests: int) -> tuple[int, dict[str,
     _wait_arrived(service, (warmed_up + records) * dests)
     used = Meters(*(now - then for now, then in zip(_read_meters(service), before, strict=True)))
     _verify(service, names, warmed_up + records)
-    values = {
-        "records_per_s": outcome.per_s * BATCH,
-        "ack_p50_us": outcome.p50_us,
-        "ack_p99_us": outcome.p99_us,
-    }
+    values = {"records_per_s": outcome.per_s * BATCH, "ack_p50_us": outcome.p50_us, "ack_p99_us": outcome.p99_us}
     return records, values, used
 
 

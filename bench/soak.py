@@ -41,17 +41,8 @@ FLOOD_BYTES = 15_000
 FLOOD_S = 1.5
 FLOOD_EVERY_S = 20.0
 FINISH_S = 20.0
-QUEUE_CONFIG = {
-    "type": "queue",
-    "lease_ms": 300,
-    "max_deliveries": 3,
-    "dead_letter": "soak.dead",
-    "cap_records": 500,
-}
-QUEUES: dict[str, dict[str, Any]] = {
-    "soak.queue": {},
-    "soak.queue.durable": {"leases_durable": True, "on_ack": "keep"},
-}
+QUEUE_CONFIG = {"type": "queue", "lease_ms": 300, "max_deliveries": 3, "dead_letter": "soak.dead", "cap_records": 500}
+QUEUES: dict[str, dict[str, Any]] = {"soak.queue": {}, "soak.queue.durable": {"leases_durable": True, "on_ack": "keep"}}
 ENDS: list[tuple[str, dict[str, Any]]] = [
     ("ack", {}),
     ("ack", {}),
@@ -177,13 +168,7 @@ class _Run:
     # -- the actors
 
     async def _ask(
-        self,
-        what: str,
-        client: Client,
-        method: str,
-        path: str,
-        body: Any = None,
-        allowed: frozenset[int] = ALLOWED,
+        self, what: str, client: Client, method: str, path: str, body: Any = None, allowed: frozenset[int] = ALLOWED
     ) -> Any:
         raw = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
         while True:

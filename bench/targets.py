@@ -87,10 +87,7 @@ BOUNDS = [
     ),
     Bound("idle event stream, bytes", 30_000.0, ("idle", "2048 streams", "each_bytes")),
     Bound(
-        "heartbeats of 1 s, longest gap, ms",
-        1100.0,
-        ("idle", "longest between heartbeats", "interval_us"),
-        scale=MS,
+        "heartbeats of 1 s, longest gap, ms", 1100.0, ("idle", "longest between heartbeats", "interval_us"), scale=MS
     ),
     Bound("delivery beside 2048 idle streams, p50 ms", 5.0, ("idle", "delivery beside them", "p50_us"), scale=MS),
     *(

@@ -62,8 +62,7 @@ def test_rings_share_a_budget(shards: int, frontends: int, expected: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [("2097152", 2 * MIB), ("2048KiB", 2 * MIB), ("2 MiB", 2 * MIB), ("1GiB", GIB)],
+    ("text", "expected"), [("2097152", 2 * MIB), ("2048KiB", 2 * MIB), ("2 MiB", 2 * MIB), ("1GiB", GIB)]
 )
 def test_sizes_in_bytes_or_with_a_suffix(text: str, expected: int) -> None:
     assert read({"TOPICS_WAL_FILE_BYTES": text}).wal_file_bytes == expected

@@ -51,12 +51,7 @@ class Shell:
     ) -> subprocess.Popen[bytes]:
         """Start a command, unbuffered. The caller ends it, best by `with`."""
         return subprocess.Popen(
-            [*COMMAND, *arguments],
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            env=self._environment,
-            bufsize=0,
+            [*COMMAND, *arguments], stdin=stdin, stdout=stdout, stderr=stderr, env=self._environment, bufsize=0
         )
 
 

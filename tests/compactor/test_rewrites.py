@@ -39,11 +39,7 @@ class Machine:
         self.data_dir.mkdir()
         self.fs = Counting()
         self.rig = Rig(
-            str(self.data_dir),
-            self.fs,
-            segment_max_events=str(EVENTS),
-            segment_rewrite_dead_ratio="0.3",
-            **settings,
+            str(self.data_dir), self.fs, segment_max_events=str(EVENTS), segment_rewrite_dead_ratio="0.3", **settings
         )
         self.compaction = Compaction(self.rig)
 

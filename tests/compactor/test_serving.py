@@ -40,10 +40,7 @@ class Serving(Life):
 def test_upkeep_waits_for_the_first_cut(tmp_path: Path) -> None:
     """An error that ends the process in upkeep, in each incarnation, must not keep it from ever making a snapshot."""
     rig = Rig(
-        str(tmp_path),
-        segment_max_events="8",
-        segment_rewrite_dead_ratio="0.1",
-        checkpoint_interval_ms=str(INTERVAL_MS),
+        str(tmp_path), segment_max_events="8", segment_rewrite_dead_ratio="0.1", checkpoint_interval_ms=str(INTERVAL_MS)
     )
     compaction = Compaction(rig)
     try:
@@ -67,10 +64,7 @@ def test_upkeep_waits_for_the_first_cut(tmp_path: Path) -> None:
 
 def test_upkeep_and_tidying_do_not_wait_for_a_long_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(
-        str(tmp_path),
-        segment_max_events="8",
-        segment_rewrite_dead_ratio="0.1",
-        checkpoint_interval_ms="86400000",
+        str(tmp_path), segment_max_events="8", segment_rewrite_dead_ratio="0.1", checkpoint_interval_ms="86400000"
     )
     compaction = Compaction(rig)
     try:

@@ -208,12 +208,7 @@ def test_two_headers_are_none(nobody: httpx.Client, row: RouteRow) -> None:
 
 @route
 def test_a_token_in_the_query_is_no_key(nobody: httpx.Client, row: RouteRow) -> None:
-    answer = nobody.request(
-        row.method,
-        path_of(row, TOPIC),
-        json=row.json,
-        params={"token": ROOT.text(MARKER)},
-    )
+    answer = nobody.request(row.method, path_of(row, TOPIC), json=row.json, params={"token": ROOT.text(MARKER)})
     challenged(answer)
 
 

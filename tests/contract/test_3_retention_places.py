@@ -37,10 +37,7 @@ class Place:
             env["TOPICS_SEGMENT_MAX_EVENTS"] = "10000"
         self.service = Service(shards=1, frontends=2, env=env)
         if kind == "cold":
-            self.service.env |= {
-                "TOPICS_COLD_DIR": str(self.service.root / "cold"),
-                "TOPICS_HOT_RETAIN_SEGMENTS": "0",
-            }
+            self.service.env |= {"TOPICS_COLD_DIR": str(self.service.root / "cold"), "TOPICS_HOT_RETAIN_SEGMENTS": "0"}
 
     @property
     def client(self) -> httpx.Client:

@@ -158,8 +158,7 @@ def test_one_that_is_discarded_is_not_served() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(-1000, 1000), st.integers(0, 3000)), min_size=1, max_size=20),
-    st.integers(20, 400),
+    st.lists(st.tuples(st.integers(-1000, 1000), st.integers(0, 3000)), min_size=1, max_size=20), st.integers(20, 400)
 )
 def test_nobody_waits_more_than_10_s_for_the_first_band(arrivals: list[tuple[int, int]], step_ms: int) -> None:
     """The first band's own topics take all that is served: all others can be seen to age."""

@@ -104,12 +104,7 @@ def content_of(data_dir: Path) -> dict[str, bytes | None]:
 def run(service: Service, command: str) -> subprocess.CompletedProcess[str]:
     """A command of the supervisor that ends by itself."""
     return subprocess.run(
-        [str(COMMAND), command],
-        env=service.environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+        [str(COMMAND), command], env=service.environment(), capture_output=True, text=True, timeout=60, check=False
     )
 
 

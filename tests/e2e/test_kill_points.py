@@ -128,11 +128,7 @@ class Ledger:
         written = self.logs["tagged"]
         # Without a delete in doubt, what was deleted before is what may have been.
         maybe = self.maybe_deleted or self.deleted
-        fates = [
-            (written + self.doubts["tagged"], self.deleted),
-            (written, self.deleted),
-            (written, maybe),
-        ]
+        fates = [(written + self.doubts["tagged"], self.deleted), (written, self.deleted), (written, maybe)]
         expected = [[value for value in values if value not in gone] for values, gone in fates]
         assert got in expected
         self.logs["tagged"] = (written + self.doubts["tagged"]) if got == expected[0] else written

@@ -312,11 +312,7 @@ class Server:
     """`serve` with an `App` in a thread of its own, on a port of 127.0.0.1."""
 
     def __init__(
-        self,
-        loop: str = "uvloop",
-        limits: HttpLimits | None = None,
-        grace_ms: int = 10_000,
-        places: Cap | None = None,
+        self, loop: str = "uvloop", limits: HttpLimits | None = None, grace_ms: int = 10_000, places: Cap | None = None
     ) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port: int = self.listener.getsockname()[1]

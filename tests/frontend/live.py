@@ -22,13 +22,7 @@ from topics.frontend.reads.reading import TopicRef
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.wiring import Process, build_app
 from topics.shm.append_messages import AppendReply
-from topics.shm.topic_messages import (
-    Checkpoint,
-    CheckpointReply,
-    DeleteTopic,
-    PutTopic,
-    TopicCheckpoint,
-)
+from topics.shm.topic_messages import Checkpoint, CheckpointReply, DeleteTopic, PutTopic, TopicCheckpoint
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import lay_out

@@ -345,11 +345,7 @@ def test_probes_tell_recovering_from_ready(hosting: Hosting) -> None:
         cell.set("generation", 0)
         cell.set("progress_ppm", 400_000)
         status, headers, body = await frontend.ask("GET", "/v0/ready")
-        assert (status, body["error"]["code"], body["error"]["detail"]) == (
-            503,
-            "not_ready",
-            {"replay_progress": 0.4},
-        )
+        assert (status, body["error"]["code"], body["error"]["detail"]) == (503, "not_ready", {"replay_progress": 0.4})
         assert b"retry-after" in headers
         assert (await frontend.ask("GET", "/v0/health"))[2]["status"] == "ok"
         cell.set("generation", 1)

@@ -25,13 +25,7 @@ from topics.frontend.queues.cursor_routes import CursorRoutes
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.diff import MAX_BATCH_BYTES
 from topics.frontend.reads.reading import RecordPage
-from topics.shm.queue_messages import (
-    CursorAdvance,
-    CursorGet,
-    CursorPassedOn,
-    CursorPut,
-    CursorReply,
-)
+from topics.shm.queue_messages import CursorAdvance, CursorGet, CursorPassedOn, CursorPut, CursorReply
 from topics.shm.topic_messages import DeleteRecords
 
 WAIT_S = 0.05

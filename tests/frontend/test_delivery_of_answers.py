@@ -86,10 +86,7 @@ def test_what_is_pipelined_behind_it_waits(server: Server) -> None:
 def test_who_takes_nothing_is_not_waited_for_without_an_end(loop: str) -> None:
     """Though writing does not pause."""
     limits = HttpLimits(write_stall_timeout_ms=200, linger_ms=20, write_high_water_bytes=BODY_BYTES)
-    with (
-        Server(loop, limits=limits) as server,
-        server.client(receive_buffer_bytes=RECEIVE_BUFFER_BYTES) as client,
-    ):
+    with Server(loop, limits=limits) as server, server.client(receive_buffer_bytes=RECEIVE_BUFFER_BYTES) as client:
         client.get(f"/deliver?{BODY_BYTES - 1000}")
         until(lambda: server.app.scopes and not server.app.running, "it is given up")
         assert server.app.delivered == 0

@@ -34,10 +34,7 @@ def client(server: Server) -> Iterator[Client]:
 def opened(server: Server, client: Client, target: str = "/push") -> PushStream:
     """A stream whose head the client has seen."""
     before = len(server.app.pushes)
-    assert client.get(target).head() == (
-        200,
-        {b"content-type": b"text/event-stream", b"transfer-encoding": b"chunked"},
-    )
+    assert client.get(target).head() == (200, {b"content-type": b"text/event-stream", b"transfer-encoding": b"chunked"})
     until(lambda: len(server.app.pushes) == before + 1, "a push stream")
     return server.app.pushes[-1]
 

@@ -49,10 +49,7 @@ def test_slow_reader_that_does_read(loop: str) -> None:
 
 def test_reader_that_stands_still(loop: str) -> None:
     limits = HttpLimits(write_stall_timeout_ms=60, linger_ms=20)
-    with (
-        Server(loop=loop, limits=limits) as server,
-        server.client(receive_buffer_bytes=4096) as client,
-    ):
+    with Server(loop=loop, limits=limits) as server, server.client(receive_buffer_bytes=4096) as client:
         client.get("/endless")
         until(lambda: server.app.errors, "the app is told")
         assert isinstance(server.app.errors[0], ConnectionResetError)

@@ -325,10 +325,7 @@ class TestTime:
         return str(request.param)
 
     def test_slow_head(self, loop: str) -> None:
-        with (
-            Server(loop=loop, limits=HttpLimits(header_timeout_ms=60)) as server,
-            contextlib.ExitStack() as stack,
-        ):
+        with Server(loop=loop, limits=HttpLimits(header_timeout_ms=60)) as server, contextlib.ExitStack() as stack:
             with server.held():  # who has not begun in time is closed without a word
                 client = stack.enter_context(server.client())
                 client.send(GET)

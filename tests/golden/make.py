@@ -292,7 +292,7 @@ CASES: Final[dict[str, Case]] = {
         _fill_settled,
         Service.stop,
         _check_settled,
-    ),
+    )
 }
 
 

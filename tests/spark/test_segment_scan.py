@@ -63,15 +63,7 @@ def segments_mode(service: Service) -> dict[str, str]:
 
 def plan_of(options: ReadOptions, tags: frozenset[str] | None = None) -> ReadPlan:
     """Return a plan with the schema that Spark would give, without a session."""
-    from pyspark.sql.types import (
-        DataType,
-        LongType,
-        MapType,
-        StringType,
-        StructField,
-        StructType,
-        TimestampType,
-    )
+    from pyspark.sql.types import DataType, LongType, MapType, StringType, StructField, StructType, TimestampType
 
     from topics.spark.columns import ColumnBuilder
 

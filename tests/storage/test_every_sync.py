@@ -11,17 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.executors import Inline
-from tests.storage.logs import (
-    IDENTITY,
-    TOPIC_ID,
-    appends,
-    commit,
-    kill,
-    open_writer,
-    patch,
-    read_log,
-    topic_create,
-)
+from tests.storage.logs import IDENTITY, TOPIC_ID, appends, commit, kill, open_writer, patch, read_log, topic_create
 from tests.storage.segments import Record, make_segment
 from tests.storage.unsynced import UnsyncedFileSystem
 from topics.compactor.rewriting import rewrite

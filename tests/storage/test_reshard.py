@@ -70,13 +70,7 @@ def by_topic(data_dir: str, shards: int, boot_id: str = BOOT_ID) -> dict[int, by
 
 def run(data_dir: str, shards: int, fs: FileSystem | None = None) -> list[str]:
     return reshard(
-        fs or FaultyFileSystem(),
-        data_dir,
-        shards,
-        BOOT_ID,
-        owner_of(shards),
-        lambda share: None,
-        file_bytes=FILE_BYTES,
+        fs or FaultyFileSystem(), data_dir, shards, BOOT_ID, owner_of(shards), lambda share: None, file_bytes=FILE_BYTES
     )
 
 

@@ -75,10 +75,7 @@ def test_every_byte_is_where_the_format_says(directory: str) -> None:
     body = struct.pack("<BQQHHI", FLAG_TAG | FLAG_NODE | FLAG_META, 5, TS_MS + 5, 1, 3, len(payload))
     body += b"n" + b"t\xc3\xa4" + payload
     frame = struct.pack("<I", len(body) + 9) + body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body)) + b"\0"
-    assert sorted(os.listdir(directory)) == [
-        "seg-00000000000000000005.data",
-        "seg-00000000000000000005.idx",
-    ]
+    assert sorted(os.listdir(directory)) == ["seg-00000000000000000005.data", "seg-00000000000000000005.idx"]
     assert contents(directory, 5) == (
         frame,
         struct.pack("<IIQB3x", 0, len(frame), TS_MS + 5, 4 | 8 | 16)

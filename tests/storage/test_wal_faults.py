@@ -16,17 +16,7 @@ import pytest
 
 from tests.executors import Inline
 from tests.storage.faults import CHANGING_CALLS, ERRNOS, Crash, Fault, FaultyFileSystem
-from tests.storage.logs import (
-    IDENTITY,
-    LATER_BOOT,
-    Place,
-    appends,
-    commit,
-    content_at,
-    kill,
-    open_writer,
-    read_log,
-)
+from tests.storage.logs import IDENTITY, LATER_BOOT, Place, appends, commit, content_at, kill, open_writer, read_log
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.logfile import FILE_END_LEN

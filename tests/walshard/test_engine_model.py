@@ -314,11 +314,7 @@ class Engine(RuleBasedStateMachine):
         reply = self.rig.append(name, *data, tag=tag)
         model.append(reply.first_seq, data, tag, self.rig.clock.ms)
 
-    @rule(
-        name=st.sampled_from(NAMES),
-        before=BEFORE,
-        match=st.none() | MATCHES,
-    )
+    @rule(name=st.sampled_from(NAMES), before=BEFORE, match=st.none() | MATCHES)
     def delete(self, name: str, before: int | None, match: tuple[Literal["eq", "glob"], bytes] | None) -> None:
         if name not in self.models or (before is None and match is None):
             return
@@ -527,7 +523,4 @@ def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 Engine.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None)
 TestEngine = Engine.TestCase
-pytestmark = [
-    pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning"),
-]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")]

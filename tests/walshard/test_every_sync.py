@@ -80,10 +80,7 @@ ANSWERED: dict[str, tuple[list[Call], Call | Callable[[Rig], object]]] = {
     "a topic that becomes ephemeral": ([put()], put(durability="ephemeral")),
     "a topic that is ephemeral no more": ([put(durability="ephemeral")], put()),
     "a topic that goes": ([put()], DeleteTopic("t", if_empty=False)),
-    "how far an ephemeral head may go": (
-        [put(durability="ephemeral")],
-        lambda rig: rig.append("t", *[b"1"] * 2000),
-    ),
+    "how far an ephemeral head may go": ([put(durability="ephemeral")], lambda rig: rig.append("t", *[b"1"] * 2000)),
     "a record of class fsync": ([put(durability="fsync")], lambda rig: rig.append("t", b"1")),
     "a cursor that is made": ([put()], cursor()),
     "a cursor that is changed": ([put(), cursor()], cursor(persist_every=5)),

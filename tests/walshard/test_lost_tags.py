@@ -135,10 +135,7 @@ def test_a_file_of_another_release_is_not_passed_over(compaction: Compaction) ->
 @pytest.fixture
 def all_cold(tmp_path: Path) -> Iterator[Compaction]:
     rig = Rig(
-        str(tmp_path / "data"),
-        segment_max_events=str(EVENTS),
-        cold_dir=str(tmp_path / "cold"),
-        hot_retain_segments="0",
+        str(tmp_path / "data"), segment_max_events=str(EVENTS), cold_dir=str(tmp_path / "cold"), hot_retain_segments="0"
     )
     yield Compaction(rig)
     rig.close()

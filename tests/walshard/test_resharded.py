@@ -38,16 +38,7 @@ def move(fs: FileSystem, data_dir: str, shards: int) -> None:
     finish_swap(fs, data_dir)
     plan = plan_move(fs, data_dir, owner)
     assert plan is not None
-    reshard(
-        fs,
-        data_dir,
-        shards,
-        boot_id(),
-        owner,
-        lambda _share: None,
-        file_bytes=1 << 20,
-        move=plan,
-    )
+    reshard(fs, data_dir, shards, boot_id(), owner, lambda _share: None, file_bytes=1 << 20, move=plan)
 
 
 def make(data_dir: str) -> Content:

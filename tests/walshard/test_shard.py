@@ -231,10 +231,7 @@ def test_durable_seq_follows_the_disk(rig: Rig) -> None:
 
 @pytest.mark.parametrize(
     "syncs",
-    [
-        lambda rig: rig.call(PutTopic("f", TopicConfig(durability="fsync"), False)),
-        lambda rig: rig.call(Checkpoint([])),
-    ],
+    [lambda rig: rig.call(PutTopic("f", TopicConfig(durability="fsync"), False)), lambda rig: rig.call(Checkpoint([]))],
     ids=["a topic is made", "a checkpoint ends"],
 )
 def test_durable_seq_follows_a_sync_that_is_for_something_else(rig: Rig, syncs: Callable[[Rig], object]) -> None:

@@ -25,9 +25,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("topic", metavar="TOPIC")
     parser.add_argument("--before", dest="before_seq", metavar="SEQ", type=shared.whole, help="records below this seq")
     parser.add_argument(
-        "--match",
-        metavar="GLOB",
-        help="records with this tag; a star at its end stands for any text (quote it)",
+        "--match", metavar="GLOB", help="records with this tag; a star at its end stands for any text (quote it)"
     )
     parser.add_argument(
         "--topic",

@@ -19,13 +19,7 @@ from topics.core.names import owner_shard
 from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import Gateway
 from topics.frontend.shards.pending_requests import is_outcome_unknown
-from topics.shm.topic_messages import (
-    SessionAbandon,
-    SessionClose,
-    SessionGet,
-    SessionOpen,
-    SessionPut,
-)
+from topics.shm.topic_messages import SessionAbandon, SessionClose, SessionGet, SessionOpen, SessionPut
 
 SESSION_TTL_MS: Final = 300_000
 SESSION_BYTES_MAX: Final = 256 * 1024

@@ -25,14 +25,7 @@ import msgspec
 from topics.core.control_bodies import encode_body
 from topics.core.floors import Floors
 from topics.core.idempotency import WriteOutcome
-from topics.core.location import (
-    ENTRY_WORDS,
-    FLAGS_SHIFT,
-    LOCATION_GONE,
-    LOCATION_IN_RAM_LOG,
-    LOW_WORD,
-    flags_of,
-)
+from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_GONE, LOCATION_IN_RAM_LOG, LOW_WORD, flags_of
 from topics.storage import layout
 from topics.storage.frame import FLAG_MORE, Bytes, FrameType
 from topics.storage.topic_frames import check_header, control_frame, floor_frame, head_frame, idempotency_frame

@@ -146,12 +146,7 @@ def _check(segments: SegmentList, known: SegmentList, checkpoint: TopicCheckpoin
         next_seq = max(next_seq, info.last_seq + 1)
 
 
-def _apply(
-    hosted: Hosted,
-    checkpoint: TopicCheckpoint,
-    floors: Floors,
-    table: tuple[int, int],
-) -> None:
+def _apply(hosted: Hosted, checkpoint: TopicCheckpoint, floors: Floors, table: tuple[int, int]) -> None:
     reached("mark.logged")
     topic = hosted.topic
     hosted.checkpointed(checkpoint.segments, table)

@@ -160,8 +160,7 @@ class Sinks:
             return _as_known(None)
         if known.pending:
             raise TopicsError(
-                "out_of_order",
-                f"batch {known.batch} of sink {sink!r} is being published; ask again when it is",
+                "out_of_order", f"batch {known.batch} of sink {sink!r} is being published; ask again when it is"
             )
         path = os.path.join(self._directory, sink_name(sink))
         try:
