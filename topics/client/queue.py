@@ -17,7 +17,7 @@ from typing import Any, Final, Self
 from topics.client.commands import AsyncMember, AsyncService, Caller, QueueCommands, SyncMember
 from topics.client.errors import ClientError, LeaseLostError
 from topics.client.loop_thread import LoopThread
-from topics.client.shift import Backoff, Shift, StreamedJob
+from topics.client.shift import BACKOFF, Backoff, Shift, StreamedJob
 
 log = logging.getLogger("topics.worker")
 LEASE_MS: Final = 30_000
@@ -154,11 +154,7 @@ class AsyncQueue(QueueCommands, AsyncMember):
         self._shifts: set[Shift] = set()
 
     async def work(
-        self,
-        *,
-        max_jobs: int = 1,
-        lease_ms: int = LEASE_MS,
-        backoff: Backoff = Backoff(),  # noqa: B008 — frozen
+        self, *, max_jobs: int = 1, lease_ms: int = LEASE_MS, backoff: Backoff = BACKOFF
     ) -> AsyncGenerator[AsyncJob, None]:
         """Yield jobs until `stop`. A job is acked when the next one is asked for, unless it was settled before. If an
         exception or `break` ends the loop, its job is given back. With `max_jobs` > 1 jobs are fetched ahead. Python
@@ -182,7 +178,7 @@ class AsyncQueue(QueueCommands, AsyncMember):
         *,
         concurrency: int = 1,
         lease_ms: int = LEASE_MS,
-        backoff: Backoff = Backoff(),  # noqa: B008 — frozen
+        backoff: Backoff = BACKOFF,
     ) -> None:
         """Give jobs to `handler`, so many at a time, until `stop`; then finish those that were begun. An exception of
         the handler is logged, and its job repeated.
@@ -245,7 +241,7 @@ class Queue(QueueCommands, SyncMember):
         *,
         max_jobs: int = 1,
         lease_ms: int = LEASE_MS,
-        backoff: Backoff = Backoff(),  # noqa: B008 — frozen
+        backoff: Backoff = BACKOFF,
         stop_on: Sequence[signal.Signals] = (),
     ) -> Generator[Job, None, None]:
         """Yield jobs as `AsyncQueue.work` does. `stop_on`: signals that `stop` it (in the main thread only)."""
@@ -269,7 +265,7 @@ class Queue(QueueCommands, SyncMember):
         *,
         threads: int = 1,
         lease_ms: int = LEASE_MS,
-        backoff: Backoff = Backoff(),  # noqa: B008 — frozen
+        backoff: Backoff = BACKOFF,
         stop_on: Sequence[signal.Signals] = (),
     ) -> None:
         """Give jobs to `handler`, in so many threads, until `stop`; then finish those that were begun. An exception of
