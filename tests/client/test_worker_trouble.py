@@ -31,7 +31,7 @@ from topics.client import (
     UnreachableError,
 )
 from topics.client.calls import Call
-from topics.client.loop_thread import LoopThread
+from topics.client.queue import LoopThread
 from topics.client.shift import Shift
 
 pytestmark = pytest.mark.long

@@ -8,16 +8,18 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 from topics.client.commands import AsyncMember, AsyncService, Caller, QueueCommands, SyncMember
 from topics.client.errors import ClientError, LeaseLostError
-from topics.client.loop_thread import LoopThread
 from topics.client.shift import BACKOFF, Backoff, Shift, StreamedJob
+
+T = TypeVar("T")
 
 log = logging.getLogger("topics.worker")
 LEASE_MS: Final = 30_000
@@ -219,6 +221,44 @@ async def _serve(shift: Shift, topic: str, handler: Callable[[AsyncJob], Awaitab
     for outcome in await asyncio.gather(*(serve() for _ in range(concurrency)), return_exceptions=True):
         if outcome is not None:
             raise outcome
+
+
+class LoopThread:
+    """An event loop in a thread of its own. Its end closes the context managers entered in it, last first."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="topics-queue", daemon=True)
+        self._open: list[Any] = []
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            while self._open:
+                self.run(self._open.pop().__aexit__(None, None, None))
+        finally:
+            self.call(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the loop and return its result; this thread waits."""
+        return self.start(work).result()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def call(self, function: Callable[[], object]) -> None:
+        self._loop.call_soon_threadsafe(function)
+
+    async def enter(self, manager: Any) -> Any:
+        """Enter a context manager, which the end of the loop exits."""
+        entered = await manager.__aenter__()
+        self._open.append(manager)
+        return entered
 
 
 class Queue(QueueCommands, SyncMember):
