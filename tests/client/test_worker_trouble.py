@@ -303,7 +303,7 @@ def hung_at_the_first_extension(port: int) -> Iterator[str]:
     with LoopThread() as loop:
         server = loop.run(asyncio.start_server(relay, "127.0.0.1", 0))
         port_here = server.sockets[0].getsockname()[1]
-        loop.run(loop.enter(server))
+        loop.enter(server)
         yield f"http://127.0.0.1:{port_here}"
         assert hung
 

@@ -11,7 +11,14 @@ import socket
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
@@ -229,7 +236,7 @@ class LoopThread:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="topics-queue", daemon=True)
-        self._open: list[Any] = []
+        self._stack = AsyncExitStack()
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -237,8 +244,7 @@ class LoopThread:
 
     def __exit__(self, *_: object) -> None:
         try:
-            while self._open:
-                self.run(self._open.pop().__aexit__(None, None, None))
+            self.run(self._stack.aclose())
         finally:
             self.call(self._loop.stop)
             self._thread.join()
@@ -254,11 +260,9 @@ class LoopThread:
     def call(self, function: Callable[[], object]) -> None:
         self._loop.call_soon_threadsafe(function)
 
-    async def enter(self, manager: Any) -> Any:
-        """Enter a context manager, which the end of the loop exits."""
-        entered = await manager.__aenter__()
-        self._open.append(manager)
-        return entered
+    def enter(self, manager: AbstractAsyncContextManager[T]) -> T:
+        """Enter a context manager in the loop, which the end of the loop exits."""
+        return self.run(self._stack.enter_async_context(manager))
 
 
 class Queue(QueueCommands, SyncMember):
@@ -358,14 +362,14 @@ class Queue(QueueCommands, SyncMember):
         self, stop_on: Sequence[signal.Signals], max_jobs: int, lease_ms: int, backoff: Backoff
     ) -> Iterator[tuple[LoopThread, Shift]]:
         with LoopThread() as loop, ExitStack() as at_end:
-            client = loop.run(loop.enter(self._connect()))
+            client = loop.enter(self._connect())
             shift = Shift(client, self.topic, self.node, max_jobs=max_jobs, lease_ms=lease_ms, backoff=backoff)
             # Registered before it begins: a signal that comes from here on is not lost.
             self._serving.add((loop, shift))
             at_end.callback(self._serving.discard, (loop, shift))
             for number in stop_on:
                 at_end.callback(signal.signal, number, signal.signal(number, lambda *_: self.stop()))
-            loop.run(loop.enter(shift))
+            loop.enter(shift)
             yield loop, shift
 
 
