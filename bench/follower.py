@@ -70,7 +70,7 @@ class Follower:
             self._streams[1].transport.abort()
             self._streams = None
 
-    async def read(self, seconds: float, enough: Callable[[], bool] = lambda: False) -> None:
+    async def read(self, seconds: float, enough: Callable[[], object] = lambda: False) -> None:
         """Read for so long, or until it is enough. Between two calls nothing is read."""
         try:
             async with asyncio.timeout(seconds):
@@ -80,6 +80,9 @@ class Follower:
             return
         except (asyncio.IncompleteReadError, ConnectionError):
             self.odd.append(f"{self._topics}: the server ended the stream, last was {self._unread[-300:]!r}")
+
+    def has_passed(self, topic: str, seq: int) -> bool:
+        return self.next_seq[topic] > seq
 
     async def finish(self, client: Client, deadline_s: float) -> None:
         """Read all that is left, once nobody writes any more."""

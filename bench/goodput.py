@@ -18,7 +18,7 @@ from bench import machine, wire
 from bench.cases import Bench
 from bench.engine import service_with
 from bench.figures import Figure
-from bench.load import LoadError, percentiles
+from bench.load import LoadError, always, percentiles
 
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _ACKED: Final = 200
@@ -73,7 +73,7 @@ class _Run:
         self.failed = loop.create_future()
         writers = [_Writer(self, number) for number in range(self.plan.writers)]
         for writer in writers:
-            await loop.create_connection(lambda writer=writer: writer, "127.0.0.1", self.plan.port)  # type: ignore[misc]
+            await loop.create_connection(always(writer), "127.0.0.1", self.plan.port)
         for writer in writers:
             writer.send()
         await self._for(self.plan.warm_up_s)

@@ -11,11 +11,13 @@ import os
 import re
 import time
 from array import array
-from typing import NamedTuple, cast
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar, cast
 
 import uvloop
 from hdrh.histogram import HdrHistogram
 
+T = TypeVar("T")
 _CONTENT_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 LATENCY_MAX_US = 60_000_000
 
@@ -53,6 +55,11 @@ def pin(cores: set[int]) -> None:
     os.sched_setaffinity(0, cores)
 
 
+def always(value: T) -> Callable[[], T]:
+    """Return a function that returns this value."""
+    return lambda: value
+
+
 def percentiles(latencies_us: array[int]) -> HdrHistogram:
     """Return an HDR histogram of three digits."""
     histogram = HdrHistogram(1, LATENCY_MAX_US, 3)
@@ -83,7 +90,7 @@ class _Run:
         loop = asyncio.get_running_loop()
         clients = [_Client(self, requests) for requests in self.plan.connections]
         for client in clients:
-            await loop.create_connection(lambda client=client: client, "127.0.0.1", self.plan.port)  # type: ignore[misc]
+            await loop.create_connection(always(client), "127.0.0.1", self.plan.port)
         self.measure_from_ns = time.perf_counter_ns() + int(self.plan.warm_up_s * 1e9)
         if self.plan.duration_s:
             self.stop_at_ns = self.measure_from_ns + int(self.plan.duration_s * 1e9)

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -239,7 +240,7 @@ class _Run:
             await asyncio.sleep(3)
             await self._wait_until_behind(client, follower)
             self._stalls += 1
-            await follower.read(FINISH_S, lambda until=written: follower.next_seq["soak.ballast"] > until)  # type: ignore[misc]
+            await follower.read(FINISH_S, partial(follower.has_passed, "soak.ballast", written))
             if follower.next_seq["soak.ballast"] <= written:
                 self._odd.append(f"not within {FINISH_S} s: ballast up to {written}, {follower.next_seq} comes next")
                 break
@@ -263,7 +264,7 @@ class _Run:
             client, follower = Client(self._plan.port), Follower(self._plan.port, topic)
             await follower.begin(client)
             await follower.open()
-            await follower.read(5, lambda follower=follower: follower.records > 0)  # type: ignore[misc]
+            await follower.read(5, partial(getattr, follower, "records"))
             follower.close()
             self._odd += follower.odd
             client.close()

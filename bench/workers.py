@@ -11,7 +11,7 @@ from typing import NamedTuple, cast
 import uvloop
 
 from bench import wire
-from bench.load import LoadError, percentiles
+from bench.load import LoadError, always, percentiles
 
 _SEQ = re.compile(rb'"\$seq":(\d+),')
 _CONTENT_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
@@ -62,7 +62,7 @@ class _Run:
         loop = asyncio.get_running_loop()
         workers = [_Worker(self, f"w{n}") for n in range(self.plan.workers)]
         for worker in workers:
-            await loop.create_connection(lambda worker=worker: worker, "127.0.0.1", self.plan.port)  # type: ignore[misc]
+            await loop.create_connection(always(worker), "127.0.0.1", self.plan.port)
         for worker in workers:
             worker.claim()
         await self.done.wait()

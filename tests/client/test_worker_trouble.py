@@ -31,7 +31,7 @@ from topics.client import (
     UnreachableError,
 )
 from topics.client.calls import Call
-from topics.client.loop_thread import LoopThread
+from topics.client.queue import LoopThread
 from topics.client.shift import Shift
 
 pytestmark = pytest.mark.long
@@ -303,7 +303,7 @@ def hung_at_the_first_extension(port: int) -> Iterator[str]:
     with LoopThread() as loop:
         server = loop.run(asyncio.start_server(relay, "127.0.0.1", 0))
         port_here = server.sockets[0].getsockname()[1]
-        loop.run(loop.enter(server))
+        loop.enter(server)
         yield f"http://127.0.0.1:{port_here}"
         assert hung
 

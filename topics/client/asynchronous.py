@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 import httpx
 import httpx_sse
 
-from topics.client.attempts import Retry
+from topics.client.attempts import RETRY, Retry
 from topics.client.calls import Call
 from topics.client.commands import AsyncCursor
 from topics.client.connection import Connection, refused_stream, request_of, stream_timeout
@@ -29,7 +29,7 @@ class AsyncClient(Connection):
         url: str = "http://127.0.0.1:4000",
         *,
         token: str | None = None,
-        retry: Retry = Retry(),  # noqa: B008 — it is frozen
+        retry: Retry = RETRY,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         super().__init__(url, token, retry)

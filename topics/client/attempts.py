@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping
+from typing import Final
 
 import httpx
 import msgspec
@@ -36,6 +37,8 @@ class Retry(msgspec.Struct, frozen=True):
     pause_first_s: float = 0.05
     pause_max_s: float = 2.0
 
+
+RETRY: Final = Retry()
 
 _decode_error = msgspec.json.Decoder(Error).decode
 

@@ -155,16 +155,8 @@ def diff(
     max_batch_bytes: int = DIFF_MAX_BYTES,
 ) -> Call[answers.DiffAnswer]:
     """Return one page of the records behind `from_seq` (api §3)."""
-    body = requests.DiffBody(
-        from_seq=from_seq if from_ts is None else 0,
-        limit=limit,
-        node=node,
-        include_tags=include_tags,
-        include_meta=include_meta,
-        wait_ms=wait_ms,
-        max_batch_bytes=max_batch_bytes,
-        from_ts=from_ts,
-    )
+    start = from_seq if from_ts is None else 0
+    body = requests.DiffBody(start, limit, node, include_tags, include_meta, wait_ms, max_batch_bytes, from_ts)
     return _call("POST", answers.DiffAnswer, "topics", topic, "diff", body=body)
 
 

@@ -47,14 +47,9 @@ class _EndFrame(msgspec.Struct):
     head_seq: int
 
 
-class _ErrorFrame(msgspec.Struct):
-    code: Any
-
-
 _record_frame = msgspec.json.Decoder(_RecordFrame).decode
 _tombstone_frame = msgspec.json.Decoder(_TombstoneFrame).decode
 _end_frame = msgspec.json.Decoder(_EndFrame).decode
-_error_frame = msgspec.json.Decoder(_ErrorFrame).decode
 
 
 class Following:
@@ -120,7 +115,7 @@ class Following:
             end = _end_frame(data)
             del self.positions[end.topic]
             yield end.topic, TopicGone(end.head_seq)
-        elif event == "error" and _error_frame(data).code == 410:
+        elif event == "error" and msgspec.json.decode(data)["code"] == 410:
             self.wid = None
             return
         if id:

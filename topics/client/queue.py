@@ -8,16 +8,25 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 from topics.client.commands import AsyncMember, AsyncService, Caller, QueueCommands, SyncMember
 from topics.client.errors import ClientError, LeaseLostError
-from topics.client.loop_thread import LoopThread
-from topics.client.shift import Backoff, Shift, StreamedJob
+from topics.client.shift import BACKOFF, Backoff, Shift, StreamedJob
+
+T = TypeVar("T")
 
 log = logging.getLogger("topics.worker")
 LEASE_MS: Final = 30_000
@@ -154,11 +163,7 @@ class AsyncQueue(QueueCommands, AsyncMember):
         self._shifts: set[Shift] = set()
 
     async def work(
-        self,
-        *,
-        max_jobs: int = 1,
-        lease_ms: int = LEASE_MS,
-        backoff: Backoff = Backoff(),  # noqa: B008 — frozen
+        self, *, max_jobs: int = 1, lease_ms: int = LEASE_MS, backoff: Backoff = BACKOFF
     ) -> AsyncGenerator[AsyncJob, None]:
         """Yield jobs until `stop`. A job is acked when the next one is asked for, unless it was settled before. If an
         exception or `break` ends the loop, its job is given back. With `max_jobs` > 1 jobs are fetched ahead. Python
@@ -182,7 +187,7 @@ class AsyncQueue(QueueCommands, AsyncMember):
         *,
         concurrency: int = 1,
         lease_ms: int = LEASE_MS,
-        backoff: Backoff = Backoff(),  # noqa: B008 — frozen
+        backoff: Backoff = BACKOFF,
     ) -> None:
         """Give jobs to `handler`, so many at a time, until `stop`; then finish those that were begun. An exception of
         the handler is logged, and its job repeated.
@@ -225,6 +230,41 @@ async def _serve(shift: Shift, topic: str, handler: Callable[[AsyncJob], Awaitab
             raise outcome
 
 
+class LoopThread:
+    """An event loop in a thread of its own. Its end closes the context managers entered in it, last first."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="topics-queue", daemon=True)
+        self._stack = AsyncExitStack()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.run(self._stack.aclose())
+        finally:
+            self.call(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the loop and return its result; this thread waits."""
+        return self.start(work).result()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def call(self, function: Callable[[], object]) -> None:
+        self._loop.call_soon_threadsafe(function)
+
+    def enter(self, manager: AbstractAsyncContextManager[T]) -> T:
+        """Enter a context manager in the loop, which the end of the loop exits."""
+        return self.run(self._stack.enter_async_context(manager))
+
+
 class Queue(QueueCommands, SyncMember):
     """A queue for one worker with threads, called `node`. A thread of the queue's own extends leases meanwhile."""
 
@@ -245,7 +285,7 @@ class Queue(QueueCommands, SyncMember):
         *,
         max_jobs: int = 1,
         lease_ms: int = LEASE_MS,
-        backoff: Backoff = Backoff(),  # noqa: B008 — frozen
+        backoff: Backoff = BACKOFF,
         stop_on: Sequence[signal.Signals] = (),
     ) -> Generator[Job, None, None]:
         """Yield jobs as `AsyncQueue.work` does. `stop_on`: signals that `stop` it (in the main thread only)."""
@@ -269,7 +309,7 @@ class Queue(QueueCommands, SyncMember):
         *,
         threads: int = 1,
         lease_ms: int = LEASE_MS,
-        backoff: Backoff = Backoff(),  # noqa: B008 — frozen
+        backoff: Backoff = BACKOFF,
         stop_on: Sequence[signal.Signals] = (),
     ) -> None:
         """Give jobs to `handler`, in so many threads, until `stop`; then finish those that were begun. An exception of
@@ -322,14 +362,14 @@ class Queue(QueueCommands, SyncMember):
         self, stop_on: Sequence[signal.Signals], max_jobs: int, lease_ms: int, backoff: Backoff
     ) -> Iterator[tuple[LoopThread, Shift]]:
         with LoopThread() as loop, ExitStack() as at_end:
-            client = loop.run(loop.enter(self._connect()))
+            client = loop.enter(self._connect())
             shift = Shift(client, self.topic, self.node, max_jobs=max_jobs, lease_ms=lease_ms, backoff=backoff)
             # Registered before it begins: a signal that comes from here on is not lost.
             self._serving.add((loop, shift))
             at_end.callback(self._serving.discard, (loop, shift))
             for number in stop_on:
                 at_end.callback(signal.signal, number, signal.signal(number, lambda *_: self.stop()))
-            loop.run(loop.enter(shift))
+            loop.enter(shift)
             yield loop, shift
 
 

@@ -53,6 +53,9 @@ class Backoff(msgspec.Struct, frozen=True):
         return int(whole_ms * (0.5 + random / 2))
 
 
+BACKOFF: Final = Backoff()
+
+
 def extend_every_s(lease_ms: int) -> float:
     """Return the pause between two extensions of a lease of this length."""
     shortest_ms, longest_ms = LEASE_MS_RANGE

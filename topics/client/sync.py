@@ -11,7 +11,7 @@ import httpx
 import httpx_sse
 
 from topics.client.asynchronous import AsyncClient
-from topics.client.attempts import Retry
+from topics.client.attempts import RETRY, Retry
 from topics.client.calls import Call
 from topics.client.commands import Cursor
 from topics.client.connection import Connection, refused_stream, request_of, stream_timeout
@@ -31,7 +31,7 @@ class Client(Connection):
         url: str = "http://127.0.0.1:4000",
         *,
         token: str | None = None,
-        retry: Retry = Retry(),  # noqa: B008 — it is frozen
+        retry: Retry = RETRY,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         super().__init__(url, token, retry)

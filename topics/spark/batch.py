@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
@@ -59,15 +59,19 @@ class RangeReader:
             yield from read_range(client, partition.range, plan)
 
 
+FAR: Final = 1 << 64
+"""A bound that no seq and no time reaches."""
+
+
 class Wanted(NamedTuple):
-    """The rows that filters leave; None: no bound. Times in µs since the epoch, bounds inclusive."""
+    """The rows that filters leave; None: any topic, any tag. Times in µs since the epoch, bounds inclusive."""
 
     topics: frozenset[str] | None = None
     tags: frozenset[str] | None = None
     seq_from: int = 1
-    seq_to: int | None = None
-    time_from_us: int | None = None
-    time_to_us: int | None = None
+    seq_to: int = FAR
+    time_from_us: int = -FAR
+    time_to_us: int = FAR
 
 
 class BatchReader(RangeReader, DataSourceReader):
@@ -95,11 +99,9 @@ _NOTHING = Range("", "", 0, 0)
 
 def _clip(client: Client, one: Range, wanted: Wanted) -> Range:
     """Return the part of a range that filters on seq and time leave. `$ts` never decreases, so a time is a seq."""
-    from_seq, to_seq = max(one.from_seq, wanted.seq_from - 1), one.to_seq
-    if wanted.seq_to is not None:
-        to_seq = min(to_seq, wanted.seq_to)
-    if wanted.time_from_us is not None:
+    from_seq, to_seq = max(one.from_seq, wanted.seq_from - 1), min(one.to_seq, wanted.seq_to)
+    if wanted.time_from_us > -FAR:
         from_seq = max(from_seq, planning.before_ts(client, one.topic, -(-wanted.time_from_us // 1000)))
-    if wanted.time_to_us is not None:
+    if wanted.time_to_us < FAR:
         to_seq = min(to_seq, planning.before_ts(client, one.topic, wanted.time_to_us // 1000 + 1))
     return one._replace(from_seq=from_seq, to_seq=to_seq)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from pyspark.sql.datasource import EqualTo, Filter, GreaterThan, GreaterThanOrEqual, In, LessThan, LessThanOrEqual
 
-from topics.spark.batch import BatchReader, Wanted
+from topics.spark.batch import FAR, BatchReader, Wanted
 
 
 class PushdownBatchReader(BatchReader):
@@ -22,48 +22,41 @@ class PushdownBatchReader(BatchReader):
 
 def _narrowed(wanted: Wanted, one: Filter) -> Wanted:
     """Return `wanted`, narrowed by one filter if its column allows that."""
-    column = getattr(one, "attribute", ())
-    value = getattr(one, "value", None)
-    if column == ("topic",) or column == ("tag",):
+    column, value = getattr(one, "attribute", ()), getattr(one, "value", None)
+    if column in (("topic",), ("tag",)):
         names: frozenset[str] | None = None
         if isinstance(one, EqualTo) and isinstance(value, str):
             names = frozenset({value})
         elif isinstance(one, In) and all(isinstance(name, str) for name in one.value):
             names = frozenset(one.value)
+        if names is not None and column == ("tag",):
+            return wanted._replace(tags=names if wanted.tags is None else names & wanted.tags)
         if names is not None:
-            if column == ("tag",):
-                return wanted._replace(tags=names if wanted.tags is None else names & wanted.tags)
             return wanted._replace(topics=names if wanted.topics is None else names & wanted.topics)
     elif column == ("seq",) and isinstance(value, int):
         least, most = _bounds(one, value)
-        if least is not None:
-            wanted = wanted._replace(seq_from=max(wanted.seq_from, least))
-        if most is not None:
-            wanted = wanted._replace(seq_to=most if wanted.seq_to is None else min(wanted.seq_to, most))
+        return wanted._replace(seq_from=max(wanted.seq_from, least), seq_to=min(wanted.seq_to, most))
     elif column == ("timestamp",) and isinstance(value, datetime.datetime):
         least, most = _bounds(one, _micros(value))
-        if least is not None:
-            wanted = wanted._replace(time_from_us=max(least, wanted.time_from_us or least))
-        if most is not None:
-            wanted = wanted._replace(time_to_us=min(most, wanted.time_to_us or most))
+        return wanted._replace(time_from_us=max(wanted.time_from_us, least), time_to_us=min(wanted.time_to_us, most))
     return wanted
 
 
-def _bounds(one: Filter, value: int) -> tuple[int | None, int | None]:
-    """Return (least, most) of the values that pass the filter; None for no bound."""
+def _bounds(one: Filter, value: int) -> tuple[int, int]:
+    """Return (least, most) of the values that pass the filter."""
     match one:
         case EqualTo():
             return value, value
         case GreaterThan():
-            return value + 1, None
+            return value + 1, FAR
         case GreaterThanOrEqual():
-            return value, None
+            return value, FAR
         case LessThan():
-            return None, value - 1
+            return -FAR, value - 1
         case LessThanOrEqual():
-            return None, value
+            return -FAR, value
         case _:
-            return None, None
+            return -FAR, FAR
 
 
 def _micros(time: datetime.datetime) -> int:

@@ -28,7 +28,6 @@ from topics.storage.frame import FLAG_META, FLAG_NODE, FLAG_TAG, LOCATION_FLAGS
 from topics.storage.segment import DELETED, ENTRY, ENTRY_LEN, HEADER, HEADER_LEN, TAIL_LEN
 
 Ints = npt.NDArray[np.int64]
-Bytes8 = npt.NDArray[np.uint8]
 
 Kind = TypeVar("Kind", bound=np.generic)
 
@@ -105,23 +104,13 @@ def _are_whole(buffer: bytes, seqs: Ints, entries: ArrowEntries, starts: Ints) -
     checksums_at = starts + entries.lengths - TAIL_LEN
     bodies = map(buffer.__getitem__, map(slice, (starts + _CHECKED_FROM).tolist(), checksums_at.tolist()))
     digests = np.fromiter(map(xxh3_64_intdigest, bodies), np.uint64, len(seqs))
-    frames = headers(buffer, starts)
+    frames = at(buffer, _FRAME, starts)
     return bool(
         (digests == at(buffer, _CHECKSUM, checksums_at)).all()
         and (frames["seq"] == seqs.astype(np.uint64)).all()
         and (frames["ts"] == entries.ts.astype(np.uint64)).all()
         and (_LOCATION_FLAGS[frames["flags"]] == entries.flags).all()
     )
-
-
-def headers(buffer: bytes, starts: Ints) -> npt.NDArray[np.void]:
-    """Return the fixed part of each frame: flags, seq, ts, node_len, tag_len, data_len."""
-    return at(buffer, _FRAME, starts)
-
-
-def marks(buffer: bytes, ends: Ints) -> Bytes8:
-    """Return the del byte of each frame that ends there."""
-    return at(buffer, _BYTE, ends - 1)
 
 
 def at(buffer: bytes, kind: np.dtype[Kind], places: Ints) -> npt.NDArray[Kind]:
@@ -148,7 +137,7 @@ class InconsistentLengthsError(Exception):
 
 def not_deleted(buffer: bytes, starts: Ints, lengths: Ints) -> npt.NDArray[np.bool_]:
     """Return for each frame whether it is not marked as deleted in the data."""
-    alive: npt.NDArray[np.bool_] = marks(buffer, starts + lengths) != DELETED
+    alive: npt.NDArray[np.bool_] = at(buffer, _BYTE, starts + lengths - 1) != DELETED
     return alive
 
 
@@ -166,7 +155,7 @@ def decode(
     """Return the records of the frames that begin at `starts` in `buffer`, without those whose tag is not in `tags`
     (None: any tag will do) and those of the node `not_node`. Raises InconsistentLengthsError.
     """
-    frames = headers(buffer, starts)
+    frames = at(buffer, _FRAME, starts)
     node_at = starts + HEADER_LEN
     tag_at = node_at + frames["node_len"]
     payload_at = tag_at + frames["tag_len"]

@@ -226,7 +226,7 @@ class Sealed(NamedTuple):
 
 def sealed_of(client: Client, parts: Sequence[Range]) -> tuple[list[Sealed], tuple[Pinned, ...]]:
     """Return for each range the sealed segments with its records, pinned; and the pins."""
-    found: dict[str, tuple[Manifest, list[ManifestSegment]] | None] = {}
+    found: dict[str, tuple[Manifest, list[ManifestSegment]]] = {}
     pins: list[Pinned] = []
     with _ended_on_failure(client, pins):
         for topic in dict.fromkeys(part.topic for part in parts):
@@ -235,12 +235,10 @@ def sealed_of(client: Client, parts: Sequence[Range]) -> tuple[list[Sealed], tup
             try:
                 manifest, segments, of_topic_pins = pinned_segments(client, topic, from_seq, to_seq)
             except NotFoundError:
-                found[topic] = None  # deleted since the plan: the task finds that out over HTTP
-                continue
+                continue  # deleted since the plan: the task finds that out over HTTP
             found[topic] = manifest, segments
             pins += of_topic_pins
-    all_pins = tuple(pins)
-    return [_sealed_of(part, found[part.topic], all_pins) for part in parts], all_pins
+    return [_sealed_of(part, found.get(part.topic), tuple(pins)) for part in parts], tuple(pins)
 
 
 def _sealed_of(part: Range, found: tuple[Manifest, list[ManifestSegment]] | None, pins: tuple[Pinned, ...]) -> Sealed:

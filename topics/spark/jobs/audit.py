@@ -82,16 +82,13 @@ def _holes(
     """Yield the seqs from the floor on that are neither in a segment nor read over HTTP."""
     from topics.spark.segment_audit import AuditFinding
 
+    parts = [(segment.first_seq, segment.last_seq) for segment in segments]
     due = earliest_seq
-    for segment in segments:
-        if segment.first_seq > due:
-            reason = f"seqs {due} to {segment.first_seq - 1} are in no segment"
-            yield AuditFinding(topic, "gap", "", 0, reason, due, segment.first_seq - 1)
-        due = segment.last_seq + 1
-    if segments and http_from_seq > due:
-        yield AuditFinding(
-            topic, "gap", "", 0, f"seqs {due} to {http_from_seq - 1} are in no segment", due, http_from_seq - 1
-        )
+    for first_seq, last_seq in [*parts, (http_from_seq, http_from_seq)] if parts else []:
+        if first_seq > due:
+            reason = f"seqs {due} to {first_seq - 1} are in no segment"
+            yield AuditFinding(topic, "gap", "", 0, reason, due, first_seq - 1)
+        due = last_seq + 1
 
 
 def _rest(
