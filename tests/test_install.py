@@ -31,10 +31,10 @@ def test_nothing_tells_anybody_to_install_the_package_of_somebody_else() -> None
     wrong = re.compile(r"pip install [^\n`]*(?<![\w./-])topics(?![\w/-])")
     found = [str(path.relative_to(ROOT)) for path in tracked() if wrong.search(path.read_text(errors="replace"))]
     assert found == []
-    for line in ("pip install topics", "pip install topics[client]", "pip install -q 'topics[spark]'"):
-        assert wrong.search(line)
-    for line in ("pip install topicsd", "pip install 'topicsd[server]'", "pip install ."):
-        assert not wrong.search(line)
+    for what in ("topics", "topics[client]", "-q 'topics[spark]'"):
+        assert wrong.search(f"pip install {what}")
+    for what in ("topicsd", "'topicsd[server]'", "."):
+        assert not wrong.search(f"pip install {what}")
 
 
 def names(requirements: list[str]) -> set[str]:
