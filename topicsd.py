@@ -18,14 +18,18 @@ SERVER_MODULES: Final = frozenset(
 """Modules that `topicsd[server]` brings."""
 
 
+COMMANDS: Final = {"topics": "topics.cli.main", "topics-supervisor": "topics.supervisor.command"}
+"""The module whose `main` is each program."""
+
+
 def topics() -> int:
-    """The program `topics`."""
-    return _run("topics", "topics.cli.main")
+    """Run the program `topics`; return its exit code."""
+    return _run("topics")
 
 
 def topics_supervisor() -> int:
-    """The program `topics-supervisor`."""
-    return _run("topics-supervisor", "topics.supervisor.command")
+    """Run the program `topics-supervisor`; return its exit code."""
+    return _run("topics-supervisor")
 
 
 def foreign(package: ModuleType) -> str | None:
@@ -45,11 +49,11 @@ def missing(error: ModuleNotFoundError) -> str:
     return f"this needs the service's packages ({error.name} is missing): pip install 'topicsd[server]'"
 
 
-def _run(program: str, module: str) -> int:
+def _run(program: str) -> int:
     problem = foreign(importlib.import_module("topics"))
     if problem is None:
         try:
-            code: int = importlib.import_module(module).main()
+            code: int = importlib.import_module(COMMANDS[program]).main()
         except ModuleNotFoundError as error:
             problem = missing(error)
         else:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import topicsd
 from tests.storage.test_verify import fill
 from topics.cli.main import main
 from topics.storage.lock import DataDirLock
@@ -25,7 +26,8 @@ def data_dir(tmp_path: Path) -> str:
 def test_the_installed_command_is_this_one() -> None:
     pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     module, _, function = pyproject["project"]["scripts"]["topics"].partition(":")
-    assert getattr(import_module(module), function) is main
+    assert getattr(import_module(module), function) is topicsd.topics
+    assert import_module(topicsd.COMMANDS["topics"]).main is main
 
 
 def test_clean(data_dir: str, capsys: Capture) -> None:
