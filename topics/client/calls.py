@@ -121,8 +121,8 @@ def append(
     if_head_seq: int | None = None,
     producer: ProducerBody | None = None,
 ) -> Call[answers.AppendAnswer]:
-    """Write all records or none. A record is a NewRecord, or just its `data`: anything that `msgspec.json` encodes, but
-    NotFiniteError for NaN and infinities. JSON text is given as `msgspec.Raw` and kept as it is.
+    """Write all records or none. A record is a NewRecord, or just its `data`: anything that `msgspec.json` encodes. NaN
+    and infinities raise NotFiniteError. JSON text is given as `msgspec.Raw` and kept as it is.
 
     The write is repeated under one idempotency key until it is answered, so it is committed once. A key of your own
     makes your repeats safe as well, also after a restart of your program. A `producer` also keeps its writes in order

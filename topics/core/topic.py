@@ -210,6 +210,7 @@ class Topic:
         self._apply(floors)
 
     def _apply(self, floors: Floors) -> None:
+        """Take over floors in memory: the log has them (`logged`), or gets them with the next commit."""
         self.evict_floor = floors.evict_floor
         self.evict_reason = EvictReason(floors.evict_reason)
         self.evict_run_seq = floors.evict_run_seq

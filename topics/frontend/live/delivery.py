@@ -53,7 +53,7 @@ class Hub:
         self._connections: dict[StreamConnection, None] = {}
         self._channels: dict[str, Channel] = {}
         self.ready: Scheduler[Channel] = Scheduler(lambda channel: topics.base_priority(channel.name))
-        """The channels that have work. Others may read it."""
+        """The channels that have work. Other modules may look at it, not change it."""
         self.steps = StepCache(topics)
         self._failed: dict[tuple[StreamConnection, int], None] = {}
         self._kept = Budget(limits.KEPT_FRAMES)

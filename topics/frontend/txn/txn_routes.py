@@ -139,7 +139,7 @@ class TxnRoutes:
 
 
 def _is_full(ref: TopicRef, records: int, size_bytes: int) -> bool:
-    """Tell whether the topic would refuse so many more records."""
+    """Tell whether the topic would refuse so many more records. `Topic.check_room` decides, when they are published."""
     view, config = ref.view, ref.config
     over = config.cap_records and view.records + records > config.cap_records
     over = over or (config.cap_bytes and view.live_bytes + size_bytes > config.cap_bytes)

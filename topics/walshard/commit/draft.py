@@ -142,7 +142,7 @@ class Draft:
         """The write that carries out the request which is being handled."""
         self._pending: dict[int, PendingTopic] = {}
         self.is_logged = False
-        """Something of it is in a log. It is all of the durable writes then."""
+        """All of its durable writes are in the log; its RAM writes may have been refused."""
         self.committed = False
         """All of it is in the logs."""
 

@@ -261,7 +261,7 @@ class LogTrim:
 
 
 def _first_below(hosted: Hosted, file_no: int) -> int | None:
-    """Return the first record in a file of the durable log numbered below, None if none is: file numbers ascend."""
+    """Return the first seq whose record is in a durable log file before that one, None without any: files ascend."""
     ring = hosted.ring
     elsewhere = LOCATION_IN_RAM_LOG | LOCATION_DELETED | LOCATION_LOST
     for first_seq in range(ring.base_seq, ring.next_seq, _FEW_ENTRIES):

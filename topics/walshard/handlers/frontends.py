@@ -21,8 +21,8 @@ from topics.walshard.hosted.catalog import Catalog
 class Watchers:
     """Knows which frontends watch which topics of one shard.
 
-    A notice is no more than a frontend's token of a topic. `notify` sends some, by frontend; `forget(frontend)` drops
-    those that were not sent.
+    A notice is no more than a frontend's token of a topic. `notify({frontend: token})` queues notices;
+    `forget(frontend)` drops the queued ones.
     """
 
     def __init__(

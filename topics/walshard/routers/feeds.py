@@ -53,7 +53,7 @@ class Feed:
         source evicts meanwhile is a gap, what it deletes is left out.
         """
         self.no_room_for = 0, 0, 0
-        """Seq of the source behind which the record comes that had no room, and the (records, bytes) of its copies."""
+        """(source seq before the record that did not fit, its copies, their bytes); zeros without one."""
         self.leaving_out = False
         """The last record was more than the dest may ever hold. The service's log has the first of several."""
         self.source_head_seq = 0
