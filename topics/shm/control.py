@@ -95,8 +95,8 @@ A shard's `committed`: file_no << 32 | offset behind the last frame that is in t
 recovered. It is one word, so that nobody sees the file of one position and the offset of another. Its
 `wal_bytes_found`: bytes of its log behind the newest snapshot when the service was started.
 
-The compactor's `absorbed_bytes_NN`: the `log_bytes()` of a shard when its last snapshot was begun. The bytes written since are the lag,
-which also grows while the compactor is dead. `absorbed_ms`: the begin of that snapshot.
+The compactor's `absorbed_bytes_NN`: the `log_bytes()` of a shard when its last snapshot was begun. The bytes written
+since are the lag, which also grows while the compactor is dead. `absorbed_ms`: the begin of that snapshot.
 
 `clock_offset_ms`: wall minus monotonic time as the process trusts it (`core/clock.py`), plus CLOCK_BIAS because words
 are unsigned (a clock that was never set is behind the uptime); 0 before it looked. In the header: as the previous
