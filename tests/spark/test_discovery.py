@@ -45,13 +45,13 @@ def test_without_the_libraries_there_is_no_source_and_no_error(tmp_path: Path) -
 def test_the_installed_package_has_what_spark_looks_for(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "pyspark_topics.py"):
+    for name in ("pyproject.toml", "README.md", "pyspark_topics.py", "topicsd.py"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "topics", source / "topics", ignore=shutil.ignore_patterns("__pycache__"))
     wheel = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
     subprocess.run([*wheel, str(source)], check=True, timeout=120, capture_output=True)
     site = tmp_path / "site"
-    with zipfile.ZipFile(next(tmp_path.glob("topics-*.whl"))) as content:
+    with zipfile.ZipFile(next(tmp_path.glob("topicsd-*.whl"))) as content:
         content.extractall(site)
     found = (
         "from pyspark.sql.worker.lookup_data_sources import iter_modules; import importlib; "
