@@ -22,13 +22,13 @@ _process: dict[str, Any] = {}
 
 
 def get_logger() -> FilteringBoundLogger:
-    """Returns a logger whose lines carry role and index of the process."""
+    """Return a logger whose lines carry role and index of the process."""
     logger: FilteringBoundLogger = structlog.get_logger()
     return logger
 
 
 def configure(level: str, format: str) -> None:
-    """Sets up the log of this process and of those it forks; `level` and `format` as in Settings."""
+    """Set up the log of this process and of those it forks; `level` and `format` as in Settings."""
     render: Processor = (
         structlog.processors.JSONRenderer(serializer=lambda event, **_: _encode(event).decode())
         if format == "json"
@@ -55,7 +55,7 @@ def configure(level: str, format: str) -> None:
 
 
 def identify(role: str, index: int | None = None) -> None:
-    """Sets the role that lines of this process carry, and the index where a role has several processes."""
+    """Set the role that lines of this process carry, and the index where a role has several processes."""
     _process.clear()
     _process["role"] = role
     if index is not None:

@@ -75,7 +75,7 @@ def ratio(help: str) -> Variable:
 
 
 def address(help: str) -> Variable:
-    """Parses a host to (host, port or None)."""
+    """Parse a host to (host, port or None)."""
     return Variable(_split_host, "a host name or address, with or without :port", help)
 
 
@@ -106,7 +106,7 @@ def kill_point(help: str) -> Variable:
 
 
 def show_bytes(count: int) -> str:
-    """Returns `64 MiB` or the like, in the largest unit that divides `count`."""
+    """Return `64 MiB` or the like, in the largest unit that divides `count`."""
     for suffix, factor in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if count and count % factor == 0:
             return f"{count // factor} {suffix}"
@@ -148,7 +148,7 @@ def _within(value: NumberT, minimum: NumberT, maximum: NumberT) -> NumberT:
 
 
 def _split_host(raw: object) -> tuple[str, int | None]:
-    """Splits `host`, `host:port`, `::1`, `[::1]` or `[::1]:port` into (host, port or None)."""
+    """Split `host`, `host:port`, `::1`, `[::1]` or `[::1]:port` into (host, port or None)."""
     text = _text(raw)
     if not text or any(c.isspace() or c in "/@\0" for c in text):
         raise ValueError
@@ -170,7 +170,7 @@ _HOST_NAME: Final = re.compile(r"[a-z0-9._-]+|[0-9a-f:.]+")
 
 
 def _split_hosts(raw: object) -> tuple[str, ...]:
-    """Splits a list of host names, or `*` alone."""
+    """Split a list of host names, or `*` alone."""
     names = tuple(part.strip().lower() for part in raw.split(",")) if isinstance(raw, str) else ()
     if names != ("*",) and not (names and all(map(_HOST_NAME.fullmatch, names))):
         raise ValueError
@@ -178,7 +178,7 @@ def _split_hosts(raw: object) -> tuple[str, ...]:
 
 
 def _split_origins(raw: object) -> tuple[str, ...]:
-    """Splits a list of origins as browsers spell them, or `*` alone."""
+    """Split a list of origins as browsers spell them, or `*` alone."""
     origins = tuple(part.strip().lower() for part in raw.split(",")) if isinstance(raw, str) else ()
     if origins != ("*",) and not (origins and all(map(_ORIGIN.fullmatch, origins))):
         raise ValueError

@@ -149,7 +149,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return self.shutdown_grace_ms // 4
 
     def masked(self) -> dict[str, Any]:
-        """Returns every setting by name, fit for a log line: of keys only how many there are."""
+        """Return every setting by name, fit for a log line: of keys only how many there are."""
         shown = msgspec.structs.asdict(self)
         if self.api_keys is not None:
             shown["api_keys"] = f"{len(self.api_keys)} masked"
@@ -190,9 +190,9 @@ def load(
     cpus: int | None = None,
     on_terminal: bool | None = None,
 ) -> Settings:
-    """Returns the settings of `environ` and of the TOML file it names; `overrides` (the flags, by field) win.
+    """Return the settings of `environ` and of the TOML file it names; `overrides` (the flags, by field) win.
 
-    Raises SettingsError with every problem found. `cpus` and `on_terminal` default to those of this process.
+    Raise SettingsError with every problem found. `cpus` and `on_terminal` default to those of this process.
     """
     overrides = overrides or {}
     problems: list[str] = []
@@ -257,7 +257,7 @@ def load(
 
 
 def default_ring_bytes(shards: int, frontends: int) -> int:
-    """Returns the size of one request ring: an equal share of RING_BUDGET_BYTES, within RING_DEFAULT_BYTES."""
+    """Return the size of one request ring: an equal share of RING_BUDGET_BYTES, within RING_DEFAULT_BYTES."""
     least, most = RING_DEFAULT_BYTES
     return max(least, min(most, RING_BUDGET_BYTES // (shards * frontends)))
 
@@ -271,13 +271,13 @@ def is_loopback(host: str) -> bool:
 
 
 def _field(variable: str) -> str:
-    """Returns `port` for `TOPICS_PORT`; `TOPICS_Port` stays unknown."""
+    """Return `port` for `TOPICS_PORT`; `TOPICS_Port` stays unknown."""
     name = variable.removeprefix(PREFIX)
     return name.lower() if name.isupper() else name
 
 
 def _known(given: dict[str, _GivenSetting], prefix: str, problems: list[str]) -> dict[str, _GivenSetting]:
-    """Returns the settings that this version knows. Adds a problem for each other, with the nearest known name."""
+    """Return the settings that this version knows. Add a problem for each other, with the nearest known name."""
     known = {}
     for name, value in given.items():
         if name in VARIABLES:
@@ -310,7 +310,7 @@ def _read_toml(config: _GivenSetting, problems: list[str]) -> dict[str, _GivenSe
 
 
 def _take_port_of_host(given: dict[str, _GivenSetting], values: dict[str, Any], port: int, problems: list[str]) -> None:
-    """Sets the port of `host:port`, unless a stronger place sets another one. Two at the same place are a problem."""
+    """Set the port of `host:port`, unless a stronger place sets another one. Two at the same place are a problem."""
     host, other = given["host"], given.get("port")
     if other is None or host.rank < other.rank:
         values["port"] = port
@@ -319,9 +319,9 @@ def _take_port_of_host(given: dict[str, _GivenSetting], values: dict[str, Any], 
 
 
 def read_keys(settings: Settings, serial: int = 0) -> KeyRing:
-    """Returns all valid keys: those of the settings, and those that the keys file has now. None: nobody authenticates.
+    """Return all valid keys: those of the settings, and those that the keys file has now. None: nobody authenticates.
 
-    `serial` becomes the ring's. Raises SettingsError when the file cannot be used, or repeats a key of TOPICS_API_KEYS.
+    `serial` becomes the ring's. Raise SettingsError when the file cannot be used, or repeats a key of TOPICS_API_KEYS.
     """
     listed = settings.api_keys or ()
     path = settings.api_keys_file

@@ -132,7 +132,7 @@ class Shift:
         self._changed.set()
 
     async def next(self) -> StreamedJob | None:
-        """Return the next job as soon as there is one; None after `stop`. Raises what ended the stream for good: an
+        """Return the next job as soon as there is one; None after `stop`. Raise what ended the stream for good: an
         ApiError, or UnreachableError when no service was ever reached.
         """
         while True:

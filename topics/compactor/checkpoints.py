@@ -128,9 +128,9 @@ class Checkpoints:
         """(pause in ms, its end in monotonic ms) of segments that could not be sealed; an append ends it."""
 
     def run(self, follower: Follower, buffers: LogBuffers) -> Written:
-        """Puts everything that the follower has read into segments; then the shard's log is synced up to there.
+        """Put everything that the follower has read into segments; then the shard's log is synced up to there.
 
-        Raises Refused. Raises OSError when some topics could not be written, whatever else was refused; all others are
+        Raise Refused. Raise OSError when some topics could not be written, whatever else was refused; all others are
         marked then, unless the shard refuses or the disk is full.
         """
         failures = _Failures()
@@ -178,7 +178,7 @@ class Checkpoints:
         return any(self._is_old(follower, topic, now_ms) for topic in follower.fold.topics.values())
 
     def _due(self, follower: Follower, now_ms: int) -> Iterator[Topic]:
-        """Yields topics that the log has news of, and topics whose active segment is old."""
+        """Yield topics that the log has news of, and topics whose active segment is old."""
         topics = follower.fold.topics
         for topic_id in sorted(follower.touched):
             topic = topics.get(topic_id)
@@ -203,7 +203,7 @@ class Checkpoints:
     def _step(
         self, follower: Follower, topics: list[Topic], buffer_of: BufferOf, now_ms: int, failures: _Failures
     ) -> list[_Step]:
-        """Puts records of these topics into segments and syncs them. Collects failures; ends early on a full disk."""
+        """Put records of these topics into segments and sync them. Collect failures; end early on a full disk."""
         one_by_one = sum(self._segments_due(follower, topic) for topic in topics) <= self._one_by_one_max
         fs = self._fs if one_by_one else deferring_syncs(self._fs)
         appender = SegmentAppender(fs, self._data_dir, self._seal_at, self._suspects)
@@ -224,14 +224,14 @@ class Checkpoints:
         return steps
 
     def _segments_due(self, follower: Follower, topic: Topic) -> int:
-        """Estimates how many segments will be written to."""
+        """Estimate how many segments will be written to."""
         records = topic.head_seq - max(topic.earliest_seq - 1, follower.index_of(topic).segments.last_seq)
         return 1 + min(records, RECORDS_PER_STEP) // self._seal_at.records
 
     def _topic(
         self, follower: Follower, topic: Topic, appender: SegmentAppender, buffer_of: BufferOf, now_ms: int
     ) -> _Step | None:
-        """Puts some of a topic's new records into segments. None when there are none, or the topic was deleted."""
+        """Put some of a topic's new records into segments. None when there are none, or the topic was deleted."""
         index = follower.index_of(topic)
         last = index.segments.last
         up_to_seq = index.segments.last_seq
@@ -279,10 +279,10 @@ class Checkpoints:
 
 
 def mark(follower: Follower, checkpoints: list[TopicCheckpoint]) -> None:
-    """Has the shard log the checkpoints, and applies them to the fold at once: in the log they are behind the place
+    """Have the shard log the checkpoints, and apply them to the fold at once: in the log they are behind the place
     read so far.
 
-    Raises Refused when the shard could not log all of them, or could not be asked.
+    Raise Refused when the shard could not log all of them, or could not be asked.
     """
     try:
         reply = follower.link.call(Checkpoint(checkpoints))
@@ -303,7 +303,7 @@ def mark(follower: Follower, checkpoints: list[TopicCheckpoint]) -> None:
 
 
 def _followed(entries: array[int], topic: Topic, earliest_seq: int) -> array[int] | None:
-    """Returns the entries that may go into segments now: those of records that were read from the log, and so checked.
+    """Return the entries that may go into segments now: those of records that were read from the log, and so checked.
     None while the shard does not show their place in it.
 
     Records in RAM are behind all of these, but for some evicted ones that are kept for routers; those are left out.
@@ -349,13 +349,13 @@ class DurableMarks:
         self.doubted = set(range(shards))
 
     def doubt(self) -> None:
-        """Has all shards mark again: a sync of segments failed, which may have covered marks."""
+        """Have all shards mark again: a sync of segments failed, which may have covered marks."""
         self.doubted = set(range(self._shards))
 
     def sync(self, follower: Follower) -> list[tuple[int, SegmentInfo]]:
-        """Syncs every deletion that the follower has read. Returns (topic id, segment) of those in segments.
+        """Sync every deletion that the follower has read. Return (topic id, segment) of those in segments.
 
-        Raises Refused, and OSError: then call `doubt`.
+        Raise Refused, and OSError: then call `doubt`.
         """
         marked: list[tuple[int, SegmentInfo]] = []
         seen: list[MarkedIndex] = []

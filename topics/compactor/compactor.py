@@ -73,7 +73,7 @@ class CutTimes:
         return since_ms >= wait_ms or new_bytes >= self._wal_bytes
 
     def done(self, complete: bool, now_ms: int, was_made: bool = True) -> None:
-        """Notes the end of a try. `was_made` False: there was nothing to cut. `complete`: all shards took part."""
+        """Note the end of a try. `was_made` False: there was nothing to cut. `complete`: all shards took part."""
         self._last_ms = now_ms
         self._has_tried = True
         self._failed = 0 if complete else self._failed + 1
@@ -85,7 +85,7 @@ class CutTimes:
         return now_ms - self._tidied_ms >= self._retry_max_ms
 
     def tidied(self, now_ms: int) -> None:
-        """Notes that removing them was tried."""
+        """Note that removing them was tried."""
         self._tidied_ms = now_ms
 
     def may_keep_up(self, now_ms: int) -> bool:
@@ -127,7 +127,7 @@ class Compactor:
         self._tried_bytes = [self._cell.get(f"absorbed_bytes_{follower.shard:02d}") for follower in followers]
 
     def follow(self, step_bytes: int) -> None:
-        """Reads on those logs that have at least `step_bytes` to read, so that a cut has less to do at once."""
+        """Read on those logs that have at least `step_bytes` to read, so that a cut has less to do at once."""
         for follower in self.followers:
             until = follower.link.committed
             follower.link.take_notices()
@@ -135,9 +135,9 @@ class Compactor:
                 follower.catch_up(until, self._alive)
 
     def upkeep(self) -> int | None:
-        """Does a step of the work that can wait; returns the time until the next one, None without one.
+        """Do a step of the work that can wait; return the time until the next one, None without one.
 
-        Raises OSError, Refused.
+        Raise OSError, Refused.
         """
         if self._relocation is not None:
             # First, because it makes room, and a full disk makes rewriting fail.
@@ -173,10 +173,10 @@ class Compactor:
         return any(map(self._checkpoints.has_old, self.followers))
 
     def cut(self) -> bool:
-        """Makes a cut. False when a shard could not take part, refused or failed, or the snapshot could not be saved:
+        """Make a cut. False when a shard could not take part, refused or failed, or the snapshot could not be saved:
         then it may be repeated.
 
-        Raises TailLost, FoldError, and OSError from reading a log: then this object is of no use any more.
+        Raise TailLost, FoldError, and OSError from reading a log: then this object is of no use any more.
         """
         written_bytes: dict[int, int] = {}
         begun_ms = self._clock.now_ms()
@@ -218,7 +218,7 @@ class Compactor:
         return saved and len(parts) == len(self.followers)
 
     def _not_cut(self, follower: Follower, error: OSError | Refused) -> bool:
-        """Counts and logs the failure of one shard. True if the disk is full."""
+        """Count and log the failure of one shard. True if the disk is full."""
         if isinstance(error, OSError):
             self.marks.doubt()
         self._cell.add("failures")
@@ -250,7 +250,7 @@ class Compactor:
             self._rewriting.consider(follower, topic_id, info.first_seq)
 
     def _save_and_remove(self, parts: dict[int, ShardPart], begun_ms: int, written_bytes: dict[int, int]) -> None:
-        """Saves a snapshot, then removes superfluous files. Raises OSError when there is no new snapshot."""
+        """Save a snapshot, then remove superfluous files. Raise OSError when there is no new snapshot."""
         former = self._snapshots.positions
         former_is_fallback = self._snapshots.save(parts)
         self._cell.add("snapshots")
@@ -275,7 +275,7 @@ class Compactor:
         reached("trim.done")
 
     def consider_all(self) -> None:
-        """Queues all work that former lives may have left undone. Raises OSError."""
+        """Queue all work that former lives may have left undone. Raise OSError."""
         self._leftovers.consider_all()
         for follower in self.followers:
             self._rewriting.consider_all(follower)
@@ -284,14 +284,14 @@ class Compactor:
                     self._relocation.consider(follower, topic)
 
     def tidy(self) -> None:
-        """Repeats work that needs no further snapshot: removes files that two snapshots found superfluous."""
+        """Repeat work that needs no further snapshot: remove files that two snapshots found superfluous."""
         self._count_removed(self._leftovers.tidy(self._files_of))
         self._cell.set("orphans", self._leftovers.unexplained)
         if self._relocation is not None:
             self._count_failures(_COLD_STAYS, self._relocation.tidy(self._files_of))
 
     def _sweep(self, shards: Collection[int]) -> None:
-        """Sweeps the topics of these shards, which are in the new snapshot."""
+        """Sweep the topics of these shards, which are in the new snapshot."""
         for shard in shards:
             follower = self.followers[shard]
             for topic_id in follower.shrunk:
@@ -309,7 +309,7 @@ class Compactor:
             self._count_failures(_COLD_STAYS, self._relocation.sweep(self._files_of, in_snapshot))
 
     def _make_room(self) -> None:
-        """Removes on a full disk everything that is superfluous according to the logs, so that snapshots fit again.
+        """Remove on a full disk everything that is superfluous according to the logs, so that snapshots fit again.
 
         Once a log is synced, a start that reads it does not need these files, from either snapshot. To wait for the
         second snapshot protects only against a log that is damaged before that place. That is worth less than a disk
@@ -337,7 +337,7 @@ class Compactor:
         log.warning("the disk is full, so files of deleted records were removed at once", segments=removed)
 
     def _count_removed(self, swept: Swept) -> int:
-        """Counts and logs the result of a sweep. Returns the number of removed segments."""
+        """Count and log the result of a sweep. Return the number of removed segments."""
         self._count_failures("superfluous files could not be removed, which will be repeated", swept.failures)
         self._cell.add("segments_dropped", len(swept.removed))
         if self._relocation is not None:
@@ -351,7 +351,7 @@ class Compactor:
             log.error(event, count=len(failures), reason=str(failures[0]))
 
     def _shard_of(self, topic_id: int) -> int | None:
-        """Returns the shard of a topic. None: no log ever created it."""
+        """Return the shard of a topic. None: no log ever created it."""
         for follower in self.followers:
             if topic_id in follower.fold.topics or topic_id in follower.fold.created_ids:
                 return follower.shard
@@ -369,5 +369,5 @@ class Compactor:
 
 
 def _bytes_between(start: WalPosition, end: WalPosition) -> int:
-    """Returns a lower bound of the log between two positions; a large number if they are in different files."""
+    """Return a lower bound of the log between two positions; a large number if they are in different files."""
     return end.offset - start.offset if end.file_no == start.file_no else max(end.offset, 1 << 30)

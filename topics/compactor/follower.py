@@ -71,9 +71,9 @@ class ShardLink:
         return self._cell.get("generation")
 
     def call(self, request: Asks[ReplyT]) -> ReplyT:
-        """Sends a request, waits for the answer and returns it.
+        """Send a request, wait for the answer and return it.
 
-        Raises TopicsError for a refusal, OSError when shared memory has no room for a long request, and what `wait`
+        Raise TopicsError for a refusal, OSError when shared memory has no room for a long request, and what `wait`
         raises.
         """
         self._last_id = request_id = self._last_id + 1
@@ -107,7 +107,7 @@ class ShardLink:
             raise
 
     def take_notices(self) -> None:
-        """Drops notices of the shard, so that they do not fill the ring."""
+        """Drop notices of the shard, so that they do not fill the ring."""
         self._take(0)
 
     def _take(self, request_id: int) -> object | None:
@@ -145,9 +145,9 @@ class LogTail:
         self.position = position
 
     def read(self, until: WalPosition) -> Iterator[RecoveredFile]:
-        """Yields the frames up to `until`, which the shard has committed, in batches; without those of FRAMING_TYPES.
+        """Yield the frames up to `until`, which the shard has committed, in batches; without those of FRAMING_TYPES.
 
-        `position` moves behind a batch when the next one is asked for. Raises TailLost and OSError.
+        `position` moves behind a batch when the next one is asked for. Raise TailLost and OSError.
         """
         if until < self.position:
             raise TailLost(f"{self.directory}: was read up to {self.position}, but is committed only up to {until}")
@@ -156,12 +156,12 @@ class LogTail:
         yield from self._read(until.offset)
 
     def log_id(self) -> int:
-        """Returns the log id of the file at `position`."""
+        """Return the log id of the file at `position`."""
         path = layout.log_path(self.directory, self.position.file_no)
         return self._start_of(path).log_id
 
     def _rest_of_file(self) -> Iterator[RecoveredFile]:
-        """Reads up to where the next file continues."""
+        """Read up to where the next file continues."""
         file_no = self.position.file_no
         following = self._start_of(layout.log_path(self.directory, file_no + 1))
         if following.previous_end is None:
@@ -172,7 +172,7 @@ class LogTail:
         self.position = WalPosition(file_no + 1, 0)
 
     def _read(self, end: int | None) -> Iterator[RecoveredFile]:
-        """Reads from `position` exactly to `end`, without one to the FILE_END that names the next file."""
+        """Read from `position` exactly to `end`, without one to the FILE_END that names the next file."""
         file_no = self.position.file_no
         path = layout.log_path(self.directory, file_no)
         with self._open(path) as mapped, memoryview(mapped) as view:
@@ -235,7 +235,7 @@ class MarkedIndex(UnlocatedIndex):
         self.deleted.extend(seqs)
 
     def deleted_in_segments(self) -> list[tuple[SegmentInfo, Sequence[int]]]:
-        """Returns (segment, its seqs in `deleted`, ascending) for each segment that has any."""
+        """Return (segment, its seqs in `deleted`, ascending) for each segment that has any."""
         if not self.deleted:
             return []
         seqs = sorted(self.deleted)
@@ -295,9 +295,9 @@ class Follower:
         return self._tail.log_id()
 
     def catch_up(self, until: WalPosition, alive: Callable[[], None]) -> None:
-        """Reads the log up to `until`; `alive` is called between batches.
+        """Read the log up to `until`; `alive` is called between batches.
 
-        Raises TailLost and FoldError: then this object is of no use any more. After an OSError another call goes on
+        Raise TailLost and FoldError: then this object is of no use any more. After an OSError another call goes on
         where this one stopped.
         """
         for batch in self._tail.read(until):
@@ -310,17 +310,17 @@ class Follower:
         self.fold.apply_pending()
 
     def deleted(self, topic_id: int) -> None:
-        """Applies a topic's deletion that the log has behind the place read so far; earlier frames do not count."""
+        """Apply a topic's deletion that the log has behind the place read so far; earlier frames do not count."""
         self.fold.topic_delete(topic_id)
         self.shrunk.add(topic_id)
 
     def look_up(self, topic: Topic) -> TopicView | None:
-        """Returns the topic as its shard shows it now; None when the shard has deleted it."""
+        """Return the topic as its shard shows it now; None when the shard has deleted it."""
         found = self.arena().look_up(topic.name)
         return found[1] if found is not None and found[1].topic_id == topic.id else None
 
     def arena(self) -> ArenaReader:
-        """Returns the reader of the current arena; the shard must have recovered once."""
+        """Return the reader of the current arena; the shard must have recovered once."""
         for _ in range(_ATTACH_TRIES):
             generation = self.link.generation
             if self._arena is not None and self._arena.generation == generation:

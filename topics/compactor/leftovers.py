@@ -50,7 +50,7 @@ class TopicFiles:
         )
 
     def superfluous(self, name: SegmentName) -> frozenset[str] | None:
-        """Returns which of a segment's files are superfluous; None when it is not known why they exist."""
+        """Return which of a segment's files are superfluous; None when it is not known why they exist."""
         if self.segments is None:
             return _ALL
         of_same_seq = self.segments.at(name.first_seq)
@@ -65,7 +65,7 @@ class TopicFiles:
         return None
 
     def superfluous_for_good(self, name: SegmentName) -> frozenset[str]:
-        """Returns which of a segment's files no reader needs, and no start that reads the log up to here.
+        """Return which of a segment's files no reader needs, and no start that reads the log up to here.
 
         An older version stays, because it is read for the deletions in it. So do files that are not marked: they may be
         marked at any moment.
@@ -127,15 +127,15 @@ class Leftovers:
         return sum(map(len, self._unexplained.values()))
 
     def consider(self, topic_id: int) -> None:
-        """Has the next snapshot examine a topic that may have lost or replaced segments."""
+        """Have the next snapshot examine a topic that may have lost or replaced segments."""
         self._considered.add(topic_id)
 
     def consider_all(self) -> None:
-        """Has the next snapshot examine all topics: former lives may have left files. Raises OSError."""
+        """Have the next snapshot examine all topics: former lives may have left files. Raise OSError."""
         self._considered.update(layout.discover_topics(self._fs, self._data_dir))
 
     def sweep(self, files_of: FilesOf, in_snapshot: Callable[[int], bool]) -> Swept:
-        """Removes what was found at the snapshot before this one and is still superfluous, then examines topics for the
+        """Remove what was found at the snapshot before this one and is still superfluous, then examine topics for the
         next one. Topics that are not new in this snapshot (`in_snapshot`) wait. A file that cannot be removed holds up
         no other.
         """
@@ -149,7 +149,7 @@ class Leftovers:
         return swept
 
     def tidy(self, files_of: FilesOf) -> Swept:
-        """Removes, without a snapshot, files that two of them found superfluous, and examines topics that could not be
+        """Remove, without a snapshot, files that two of them found superfluous, and examine topics that could not be
         examined. Files found there wait for the next snapshot: the last one may still need them.
         """
         again, self._unexamined = self._unexamined, set()
@@ -158,7 +158,7 @@ class Leftovers:
         return swept
 
     def make_room(self, topic_ids: Iterable[int], files_of: FilesOf) -> Swept:
-        """Removes files that are superfluous for good, whatever snapshots say: those of these topics, and of topics
+        """Remove files that are superfluous for good, whatever snapshots say: those of these topics, and of topics
         that are to be examined anyway. The logs behind `files_of` are synced. A topic that it does not know stays.
         """
         going: dict[int, Kinds] = {}
@@ -186,13 +186,13 @@ class Leftovers:
         return Swept(swept.removed, failures + swept.failures)
 
     def _make_due(self, topic_id: int, names: Kinds) -> None:
-        """Has these files removed as soon as possible, without a further snapshot."""
+        """Have these files removed as soon as possible, without a further snapshot."""
         due = self._due.setdefault(topic_id, {})
         for name, kinds in names.items():
             due[name] = due.get(name, frozenset()) | kinds
 
     def _remove_all(self, found: dict[int, Kinds], files_of: FilesOf) -> Swept:
-        """Removes the files in `found`, and from `found`; those that stay for now stay in it."""
+        """Remove the files in `found`, and from `found`; those that stay for now stay in it."""
         swept = Swept([], [])
         if not found:
             return swept
@@ -214,7 +214,7 @@ class Leftovers:
     def _remove_found(
         self, topic_id: int, names: Kinds, needed: TopicFiles | None, pinned: Pinned, swept: Swept
     ) -> Kinds | None:
-        """Removes files of one topic. Returns those that stay for now; None when all is done."""
+        """Remove files of one topic. Return those that stay for now; None when all is done."""
         left: Kinds = {}
         for name, kinds in names.items():
             if (topic_id, name) in pinned:
@@ -241,7 +241,7 @@ class Leftovers:
         return left or None
 
     def _examine_all(self, topic_ids: set[int], files_of: FilesOf, swept: Swept) -> Iterator[tuple[int, Kinds]]:
-        """Yields the topics that have something superfluous, and the files."""
+        """Yield the topics that have something superfluous, and the files."""
         for topic_id in sorted(topic_ids):
             try:
                 found = self._examine(topic_id, files_of(topic_id), swept)
@@ -254,7 +254,7 @@ class Leftovers:
             self._alive()
 
     def _examine(self, topic_id: int, needed: TopicFiles | None, swept: Swept) -> Kinds | None:
-        """Returns the superfluous files of a topic. Empty: only its directory is superfluous. None: nothing is."""
+        """Return the superfluous files of a topic. Empty: only its directory is superfluous. None: nothing is."""
         directory = layout.topic_dir(self._data_dir, topic_id)
         if not self._fs.exists(directory):
             return None

@@ -43,7 +43,7 @@ class Life:
         signal.signal(signal.SIGTERM, self._request)
 
     def alive(self) -> None:
-        """Writes the heartbeat; called between steps. Raises Stopped when there is no time for another step."""
+        """Write the heartbeat; called between steps. Raise Stopped when there is no time for another step."""
         now_ms = self.clock.monotonic_ms()
         if now_ms - self._beat_ms >= HEARTBEAT_MS:
             self._beat_ms = now_ms
@@ -52,14 +52,14 @@ class Life:
             raise Stopped("the time for the last cut is over")
 
     def wait(self) -> None:
-        """Waits a little for a shard. Raises Stopped, also when a shard has stopped and will not answer any more."""
+        """Wait a little for a shard. Raise Stopped, also when a shard has stopped and will not answer any more."""
         self.alive()
         if self.stopping and any(cell.get("state") == ProcessState.STOPPED for cell in self._shards):
             raise Stopped("a shard has stopped")
         self._wake.sleep(ANSWER_POLL_MS)
 
     def sleep(self, timeout_ms: int) -> None:
-        """Sleeps until a signal comes or a shard wakes this process, at most `timeout_ms`."""
+        """Sleep until a signal comes or a shard wakes this process, at most `timeout_ms`."""
         self._wake.sleep(timeout_ms)
 
     def _request(self, _number: int, _frame: object) -> None:
@@ -83,17 +83,17 @@ class ClockNote:
         self._due_ms = clock.monotonic_ms()
 
     def keep(self) -> None:
-        """Writes the note once every NOTE_MS."""
+        """Write the note once every NOTE_MS."""
         now_ms = self._clock.monotonic_ms()
         if now_ms >= self._due_ms and self._write(now_ms):
             self._due_ms = now_ms + NOTE_MS
 
     def close(self) -> None:
-        """Writes the note at a clean end."""
+        """Write the note at a clean end."""
         self._write(self._clock.monotonic_ms())
 
     def _write(self, now_ms: int) -> bool:
-        """Writes the note. False when no shard has set its offset yet."""
+        """Write the note. False when no shard has set its offset yet."""
         offsets_ms = [offset_ms for cell in self._shards if (offset_ms := cell.clock_offset_ms) is not None]
         if not offsets_ms:
             return False

@@ -42,7 +42,7 @@ log = get_logger()
 
 
 def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
-    """Runs the process; returns 1 when it has to begin again."""
+    """Run the process; return 1 when it has to begin again."""
     kill_points.arm_as_told(settings.test_kill_at, incarnation)
     clock = SystemClock()
     cell = shared.control.cell(Role.COMPACTOR, 0)
@@ -69,7 +69,7 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
 
 
 def give_way() -> None:
-    """Lowers the weight of this process and makes its wake-ups interrupt no other. A sandbox may forbid it."""
+    """Lower the weight of this process and make its wake-ups interrupt no other. A sandbox may forbid it."""
     try:
         os.nice(NICENESS)
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -80,9 +80,9 @@ def give_way() -> None:
 def build(
     settings: Settings, shared: SharedMemory, incarnation: int, fs: FileSystem, life: Life, helper: ThreadPoolExecutor
 ) -> Compactor:
-    """Builds the compactor where the newest snapshot left off. Waits for shards that recover.
+    """Build the compactor where the newest snapshot left off. Wait for shards that recover.
 
-    Raises RefusedLog, UnknownSnapshotVersion, FoldError, TailLost, OSError, Refused, Stopped.
+    Raise RefusedLog, UnknownSnapshotVersion, FoldError, TailLost, OSError, Refused, Stopped.
     """
     links = [ShardLink(shared, shard, incarnation, life.wait) for shard in range(shared.shards)]
     for link in links:
@@ -143,7 +143,7 @@ def build(
 
 
 def _check_cold(fs: FileSystem, cold_topics_dir: str) -> None:
-    """Logs an error when the cold directory is empty or unreadable. On the helper's thread, because it may hang."""
+    """Log an error when the cold directory is empty or unreadable. On the helper's thread, because it may hang."""
     try:
         if fs.listdir(cold_topics_dir):
             return
@@ -158,7 +158,7 @@ def _check_cold(fs: FileSystem, cold_topics_dir: str) -> None:
 
 
 def _follow(fs: FileSystem, data_dir: str, shared: SharedMemory, link: ShardLink, part: ShardPart | None) -> Follower:
-    """Returns a follower of the shard's log from where the snapshot ends, or from its first file."""
+    """Return a follower of the shard's log from where the snapshot ends, or from its first file."""
     directory = layout.group_dir(data_dir, link.shard, shared.shards)
     fold = Fold(lambda _topic_id: MarkedIndex())
     if part is None:

@@ -82,16 +82,16 @@ class CopyQueue(WorkQueue[RelocationCopy]):
         return bool(self._failed_in_a_row)
 
     def take(self, now_ms: int) -> RelocationCopy | None:
-        """Takes the next copy, which is to be `done`, dropped or `failed`; None if there is none yet."""
+        """Take the next copy, which is to be `done`, dropped or `failed`; None if there is none yet."""
         return None if now_ms < self._not_before_ms else super().take(now_ms)
 
     def done(self, copy: RelocationCopy) -> None:
-        """Forgets a copy that was made. It shows that the cold directory works."""
+        """Forget a copy that was made. It shows that the cold directory works."""
         self._failed_in_a_row = 0
         self.drop(copy)
 
     def failed(self, copy: RelocationCopy, now_ms: int) -> None:
-        """Puts a copy that failed back, for later."""
+        """Put a copy that failed back, for later."""
         super().failed(copy, now_ms)
         self._not_before_ms = now_ms + doubled_ms(PAUSE_MS, self._failed_in_a_row, RETRY_MS)
         self._failed_in_a_row += 1
@@ -104,7 +104,7 @@ class HotRetention(NamedTuple):
     data_bytes: int
 
     def excess(self, segments: Iterable[SegmentInfo]) -> list[SegmentInfo]:
-        """Returns the sealed hot segments beyond the bounds, the oldest first."""
+        """Return the sealed hot segments beyond the bounds, the oldest first."""
         hot = [info for info in segments if info.flags & SEALED and not info.flags & COLD]
         kept = held_bytes = 0
         for info in reversed(hot):
@@ -162,12 +162,12 @@ class Relocation:
         return is_free and bool(self._removed or self._found or self._due)
 
     def consider(self, follower: Follower, topic: Topic) -> None:
-        """Queues the segments of this topic that are to be cold."""
+        """Queue the segments of this topic that are to be cold."""
         for info in self._retention.excess(follower.index_of(topic).segments):
             self._queue.add(RelocationCopy(follower.shard, topic.id, info))
 
     def step(self, followers: list[Follower]) -> tuple[int, int]:
-        """Marks finished copies and begins the next ones. Returns the numbers of new cold segments and of failures."""
+        """Mark finished copies and begin the next ones. Return the numbers of new cold segments and of failures."""
         copied: dict[int, list[RelocationCopy]] = {}
         failed = 0
         while self._copying and self._copying[0][1].done():
@@ -196,7 +196,7 @@ class Relocation:
         return relocated, failed
 
     def _begin(self, followers: list[Follower]) -> None:
-        """Gives the helper as many copies as it may have in advance."""
+        """Give the helper as many copies as it may have in advance."""
         ahead_bytes = sum(copy.info.data_bytes for copy, _ in self._copying)
         now_ms = self._clock.monotonic_ms()
         while not self._copying or (
@@ -223,7 +223,7 @@ class Relocation:
         self._queue.failed(copy, self._clock.monotonic_ms())
 
     def removed(self, topic_id: int, name: SegmentName) -> None:
-        """Notes that a segment was removed, so copies of it are superfluous."""
+        """Note that a segment was removed, so copies of it are superfluous."""
         self._removed.update(object_names(topic_id, *name))
         if len(self._removed) > REMOVED_MAX:
             # The cold directory hangs. It is listed once it answers again.
@@ -231,10 +231,10 @@ class Relocation:
             self._list_again = True
 
     def sweep(self, files_of: FilesOf, in_snapshot: Callable[[int], bool]) -> list[OSError]:
-        """Removes objects that the snapshot before this one found superfluous, and notes those that this one does.
+        """Remove objects that the snapshot before this one found superfluous, and note those that this one does.
         Objects of topics that are not new in this snapshot (`in_snapshot`) stay.
 
-        Never waits for the cold directory. Returns the failures of earlier calls, which will be repeated.
+        Never wait for the cold directory. Return the failures of earlier calls, which will be repeated.
         """
         failures: list[OSError] = []
         if not self._is_free(failures):
@@ -257,7 +257,7 @@ class Relocation:
         return failures
 
     def tidy(self, files_of: FilesOf) -> list[OSError]:
-        """Removes, without a snapshot, objects that two snapshots found superfluous; else like `sweep`. Superfluous
+        """Remove, without a snapshot, objects that two snapshots found superfluous; else like `sweep`. Superfluous
         objects that the cold directory lists are a reason for the next snapshot.
         """
         failures: list[OSError] = []
@@ -268,7 +268,7 @@ class Relocation:
         return failures
 
     def _listed(self, failures: list[OSError]) -> list[str]:
-        """Returns the objects of the cold directory, once it has listed them. After a failure it is asked again."""
+        """Return the objects of the cold directory, once it has listed them. After a failure it is asked again."""
         names: list[str] = []
         if self._listing is not None and self._listing.done():
             listing, self._listing = self._listing, None
@@ -307,23 +307,23 @@ class Relocation:
             self._deleting = self._helper.submit(self._delete, going)
 
     def _being_copied(self) -> frozenset[str]:
-        """Returns the objects that are being copied: their copies may count by the time a deletion would be done."""
+        """Return the objects that are being copied: their copies may count by the time a deletion would be done."""
         return frozenset(name for copy, _ in self._copying for name in copy.objects)
 
     def _current(self, follower: Follower, copy: RelocationCopy) -> Topic | None:
-        """Returns the topic, if the segment is still as it was when it was queued."""
+        """Return the topic, if the segment is still as it was when it was queued."""
         topic = follower.fold.topics.get(copy.topic_id)
         if topic is None or follower.index_of(topic).segments.at(copy.info.first_seq) != copy.info:
             return None
         return topic
 
     def _outdated(self, copy: RelocationCopy) -> None:
-        """Drops a copy whose segment was rewritten or removed meanwhile; what was copied of it is superfluous."""
+        """Drop a copy whose segment was rewritten or removed meanwhile; what was copied of it is superfluous."""
         self._queue.drop(copy)
         self._found.update(copy.objects)
 
     def _mark_cold(self, follower: Follower, copies: list[RelocationCopy]) -> tuple[int, int]:
-        """Has the shard mark these segments as cold, in one message. Segments that are not marked are copied again."""
+        """Have the shard mark these segments as cold, in one message. Segments that are not marked are copied again."""
         cold: dict[int, list[SegmentInfo]] = {}
         for copy in copies:
             if self._current(follower, copy) is None:
@@ -369,7 +369,7 @@ class Relocation:
             self._fs.close(fd)
 
     def _delete(self, names: list[str]) -> dict[str, OSError]:
-        """Deletes objects. Returns those that could not be deleted, and why."""
+        """Delete objects. Return those that could not be deleted, and why."""
         kept: dict[str, OSError] = {}
         for name in names:
             try:
@@ -380,20 +380,20 @@ class Relocation:
 
 
 def object_names(topic_id: int, first_seq: int, version: int) -> list[str]:
-    """Returns the names of a segment's files in a store; the data last, so a reader that finds them finds all."""
+    """Return the names of a segment's files in a store; the data last, so a reader that finds them finds all."""
     directory = os.path.basename(layout.topic_dir("", topic_id))
     return list(layout.segment_paths(directory, first_seq, version).values())
 
 
 def _parsed(name: str) -> tuple[int, SegmentName] | None:
-    """Returns the topic id and the segment of an object; None if it belongs to no segment."""
+    """Return the topic id and the segment of an object; None if it belongs to no segment."""
     directory, _, file = name.partition("/")
     topic_id, found = layout.topic_id_of(directory), layout.parse_segment_file(file)
     return None if topic_id is None or found is None else (topic_id, found[0])
 
 
 def _needless(files_of: FilesOf, being_copied: frozenset[str]) -> Callable[[str], bool]:
-    """Returns a function: true if an object is known to be superfluous, for its segment is hot or was removed."""
+    """Return a function: true if an object is known to be superfluous, for its segment is hot or was removed."""
 
     def needless(name: str) -> bool:
         parsed = _parsed(name)

@@ -46,7 +46,7 @@ log = get_logger()
 
 
 def dead_bytes(directory: str, info: SegmentInfo) -> int:
-    """Returns the bytes of a segment's deleted records, by its index alone. Raises OSError, CorruptSegment."""
+    """Return the bytes of a segment's deleted records, by its index alone. Raise OSError, CorruptSegment."""
     _, _, lengths, flags = _columns(directory, info)
     if not any(flag & LOCATION_DELETED for flag in set(flags)):
         return 0
@@ -54,18 +54,18 @@ def dead_bytes(directory: str, info: SegmentInfo) -> int:
 
 
 def live_pieces(directory: str, info: SegmentInfo) -> list[tuple[int, int]]:
-    """Returns (start, end) in `.data` of all that a new version will hold, ascending, neighbours as one.
+    """Return (start, end) in `.data` of all that a new version will hold, ascending, neighbours as one.
 
-    Raises OSError, CorruptSegment.
+    Raise OSError, CorruptSegment.
     """
     _, offsets, lengths, flags = _columns(directory, info)
     return _live_pieces(offsets, lengths, flags)
 
 
 def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Content | None = None) -> SegmentInfo:
-    """Writes the new version and syncs it; the old one stays as it was.
+    """Write the new version and sync it; the old one stays as it was.
 
-    `old` is the `.data` of a cold segment, with at least what `live_pieces` names. Raises OSError, CorruptSegment,
+    `old` is the `.data` of a cold segment, with at least what `live_pieces` names. Raise OSError, CorruptSegment,
     CorruptPostings, leaving nothing of a new version.
     """
     # First, because without the postings no copy is of use.
@@ -116,7 +116,7 @@ def _write_pair(
     pieces: list[tuple[int, int]],
     idx: array[int],
 ) -> None:
-    """Writes `.data` and `.idx` of the new version and syncs them, but not their names."""
+    """Write `.data` and `.idx` of the new version and sync them, but not their names."""
     flags_new = os.O_RDWR | os.O_CREAT | os.O_TRUNC
     with ExitStack() as opened:
         data_fd = fs.open(layout.segment_data_path(directory, first_seq, version), flags_new)
@@ -131,7 +131,7 @@ def _write_pair(
 
 
 def _columns(directory: str, info: SegmentInfo) -> tuple[array[int], array[int], array[int], array[int]]:
-    """Reads an index. Returns it as u32 words, and its columns offsets, lengths and flags."""
+    """Read an index. Return it as u32 words, and its columns offsets, lengths and flags."""
     idx = CommittedFile(layout.segment_idx_path(directory, info.first_seq, info.version), info.records * ENTRY_LEN)
     words = array("I")
     words.frombytes(idx[:])
@@ -139,7 +139,7 @@ def _columns(directory: str, info: SegmentInfo) -> tuple[array[int], array[int],
 
 
 def _live_pieces(offsets: array[int], lengths: array[int], flags: array[int]) -> list[tuple[int, int]]:
-    """Returns (start, end) of the frames that stay, neighbours as one."""
+    """Return (start, end) of the frames that stay, neighbours as one."""
     pieces: list[tuple[int, int]] = []
     for offset, length, flag in zip(offsets, lengths, flags, strict=True):
         if not length or flag & LOCATION_DELETED:
@@ -186,12 +186,12 @@ class ColdFetch:
         return self._future is not None
 
     def begin(self, topic_id: int, info: SegmentInfo) -> None:
-        """Begins to fetch the live frames of this segment."""
+        """Begin to fetch the live frames of this segment."""
         assert self._future is None
         self._future = self._helper.submit(self._fetch, topic_id, info)
 
     def take(self) -> Future[Content] | None:
-        """Returns the fetch that was begun, once it is done.
+        """Return the fetch that was begun, once it is done.
 
         Its result is the segment's `.data`: every live frame, checked, and zeros for the rest. It fails with OSError,
         and with CorruptSegment or EOFError when the segment is damaged.
@@ -264,26 +264,26 @@ class Rewriting:
         """The number of failed fetches in a row."""
 
     def consider(self, follower: Follower, topic_id: int, first_seq: int) -> None:
-        """Queues a segment in which records were deleted."""
+        """Queue a segment in which records were deleted."""
         if self._dead_ratio:
             self._queue.add(_Candidate(follower.shard, topic_id, first_seq))
 
     def consider_all(self, follower: Follower) -> None:
-        """Queues all sealed segments: a former life may have known of deletions in some."""
+        """Queue all sealed segments: a former life may have known of deletions in some."""
         for topic in follower.fold.topics.values():
             for info in follower.index_of(topic).segments:
                 if info.flags & SEALED:
                     self.consider(follower, topic.id, info.first_seq)
 
     def due_in_ms(self) -> int | None:
-        """Returns the time until the next segment is to be measured; None without one. A fetch is not counted."""
+        """Return the time until the next segment is to be measured; None without one. A fetch is not counted."""
         due_ms = self._queue.due_ms()
         return None if due_ms is None else max(0, max(due_ms, self._next_ms) - self._clock.monotonic_ms())
 
     def step(self, followers: list[Follower]) -> bool:
-        """Does the next step, if it is time to. True when a segment was rewritten.
+        """Do the next step, if it is time to. True when a segment was rewritten.
 
-        Raises OSError, Refused: the segment comes again, later each time.
+        Raise OSError, Refused: the segment comes again, later each time.
         """
         now_ms = self._clock.monotonic_ms()
         if now_ms < self._next_ms:
@@ -301,7 +301,7 @@ class Rewriting:
         return self._step_cold(followers)
 
     def _examine(self, follower: Follower, candidate: _Candidate) -> bool:
-        """Measures a segment, and rewrites it or notes it for a fetch. True when it was rewritten."""
+        """Measure a segment, and rewrite it or note it for a fetch. True when it was rewritten."""
         found = self._current(follower, candidate)
         if found is None:
             return False
@@ -324,7 +324,7 @@ class Rewriting:
         return True
 
     def _step_cold(self, followers: list[Follower]) -> bool:
-        """Rewrites the fetched segment, or begins the next fetch. True when one was rewritten."""
+        """Rewrite the fetched segment, or begin the next fetch. True when one was rewritten."""
         if self._fetch is None:
             return False
         if self._fetching is not None:
@@ -372,7 +372,7 @@ class Rewriting:
         return True
 
     def _current(self, follower: Follower, candidate: _Candidate) -> tuple[Topic, SegmentInfo] | None:
-        """Returns the segment as it is now, if it is sealed."""
+        """Return the segment as it is now, if it is sealed."""
         topic = follower.fold.topics.get(candidate.topic_id)
         if topic is None:
             return None

@@ -48,7 +48,7 @@ class LogBuffers:
         self._maps: dict[int, mmap.mmap] = {}
 
     def get(self, file_no: int, end: int) -> mmap.mmap:
-        """Returns the file, mapped at least up to byte `end`. FileNotFoundError if missing, EOFError if shorter."""
+        """Return the file, mapped at least up to byte `end`. FileNotFoundError if missing, EOFError if shorter."""
         mapped = self._maps.get(file_no)
         if mapped is not None and end <= len(mapped):
             return mapped
@@ -63,7 +63,7 @@ class LogBuffers:
         return mapped
 
     def close(self) -> None:
-        """Unmaps all files."""
+        """Unmap all files."""
         for mapped in self._maps.values():
             mapped.close()
         self._maps.clear()
@@ -98,10 +98,10 @@ class SegmentAppender:
     def append(
         self, topic_id: int, last: SegmentInfo | None, entries: array[int], buffer_of: BufferOf, now_ms: int
     ) -> list[SegmentInfo]:
-        """Appends entries; returns the new or changed segments, ascending. `last` is the topic's last marked segment.
+        """Append entries; return the new or changed segments, ascending. `last` is the topic's last marked segment.
 
         `entries` are index entries (`core/location.py`) of consecutive seqs in log files. They continue `last` if it is
-        not sealed and they follow it. When the disk fails after the first segments, only those are returned. Raises
+        not sealed and they follow it. When the disk fails after the first segments, only those are returned. Raise
         ValueError when the logs do not hold what the entries say.
         """
         changed: list[SegmentInfo] = []
@@ -124,7 +124,7 @@ class SegmentAppender:
         return changed
 
     def seal(self, topic_id: int, info: SegmentInfo) -> SegmentInfo | None:
-        """Seals an active segment. None when it stays as it is: it is damaged, or its tags cannot be written."""
+        """Seal an active segment. None when it stays as it is: it is damaged, or its tags cannot be written."""
         directory = layout.topic_dir(self._data_dir, topic_id)
         writer = self._reopen(directory, info)
         if writer is None:
@@ -142,7 +142,7 @@ class SegmentAppender:
     def _append_to_one(
         self, topic_id: int, active: SegmentInfo | None, entries: array[int], buffer_of: BufferOf, now_ms: int
     ) -> tuple[SegmentInfo | None, int]:
-        """Appends what fits into one segment. Returns it (None: the active one is damaged) and the entries' number."""
+        """Append what fits into one segment. Return it (None: the active one is damaged) and the entries' number."""
         directory = layout.topic_dir(self._data_dir, topic_id)
         if active is None:
             writer = SegmentWriter.create(self._fs, directory, entries[0])
@@ -180,7 +180,7 @@ class SegmentAppender:
             writer.close()
 
     def _remove_new(self, topic_id: int, first_seq: int) -> None:
-        """Removes the files of a new segment after a failure: even empty files take room."""
+        """Remove the files of a new segment after a failure: even empty files take room."""
         directory = layout.topic_dir(self._data_dir, topic_id)
         for path in layout.segment_paths(directory, first_seq).values():
             with suppress(OSError):
@@ -226,7 +226,7 @@ class SegmentAppender:
 
 
 def _runs(entries: array[int]) -> Iterator[tuple[int | None, array[int]]]:
-    """Yields (file number, entries) for runs of entries in one log file. Records that are gone fit any file."""
+    """Yield (file number, entries) for runs of entries in one log file. Records that are gone fit any file."""
     file_words: Sequence[int] = entries[3::ENTRY_WORDS]
     if not file_words:
         return
@@ -253,7 +253,7 @@ def _runs(entries: array[int]) -> Iterator[tuple[int | None, array[int]]]:
 
 
 def _end(entries: array[int]) -> int:
-    """Returns the end of the last frame of these entries."""
+    """Return the end of the last frame of these entries."""
     offsets, lengths, flags = offsets_of(entries), lengths_of(entries), flags_of(entries)
     if any_flagged(entries, LOCATION_GONE):
         is_live = [not flag & LOCATION_GONE for flag in flags]

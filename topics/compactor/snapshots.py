@@ -35,7 +35,7 @@ class Snapshots:
         """The position up to which the newest snapshot contains each shard's log."""
 
     def part_of(self, follower: Follower, alive: Callable[[], None]) -> ShardPart:
-        """Encodes the shard as it has been followed so far; `alive` is called between topics."""
+        """Encode the shard as it has been followed so far; `alive` is called between topics."""
         unpin_ended(self._fs, self._data_dir, follower.fold.topics.values(), alive)
         return encode_part(follower.shard, self._shards, follower.log_id(), follower.position, follower.fold.state())
 
@@ -44,9 +44,9 @@ class Snapshots:
         return bool(shards) and len(self.positions.keys() | set(shards)) == self._shards
 
     def save(self, parts: dict[int, ShardPart]) -> bool:
-        """Writes a snapshot. A shard that is not in `parts` keeps its part of the newest one.
+        """Write a snapshot. A shard that is not in `parts` keeps its part of the newest one.
 
-        Returns True when the former newest one is the fallback now, or there was none. Raises OSError.
+        Return True when the former newest one is the fallback now, or there was none. Raise OSError.
         """
         if len(parts) < self._shards:
             newest = load_snapshot(self._fs, self._data_dir)
@@ -69,7 +69,7 @@ def _positions(parts: Iterable[ShardPart]) -> dict[int, WalPosition]:
 
 
 def unpin_ended(fs: FileSystem, data_dir: str, topics: Iterable[Topic], alive: Callable[[], None]) -> None:
-    """Removes the pins of batches that are over. A pin stays if a file that decides about it is unreadable or damaged.
+    """Remove the pins of batches that are over. A pin stays if a file that decides about it is unreadable or damaged.
 
     Reads the head of one file for each sink with pins, and lists the stages once; `alive` is called between topics.
     """

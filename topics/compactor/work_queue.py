@@ -30,23 +30,23 @@ class WorkQueue(Generic[ItemT]):
         self._failed = 0
 
     def __len__(self) -> int:
-        """Returns the number of known items, also of those that were taken."""
+        """Return the number of known items, also of those that were taken."""
         return len(self._known)
 
     def add(self, item: ItemT) -> None:
-        """Adds an item, unless it is known."""
+        """Add an item, unless it is known."""
         if item not in self._known:
             self._known.add(item)
             self._ready.append(item)
 
     def due_ms(self) -> int | None:
-        """Returns when the next item can be taken, 0 for now; None without one."""
+        """Return when the next item can be taken, 0 for now; None without one."""
         if self._ready:
             return 0
         return self._later[0][0] if self._later else None
 
     def take(self, now_ms: int) -> ItemT | None:
-        """Takes the next item; None if none is due. Failed items and others take turns, so neither wait for ever."""
+        """Take the next item; None if none is due. Failed items and others take turns, so neither wait for ever."""
         is_due = bool(self._later) and self._later[0][0] <= now_ms
         if is_due and (self._later_first or not self._ready):
             self._later_first = False
@@ -55,12 +55,12 @@ class WorkQueue(Generic[ItemT]):
         return self._ready.popleft() if self._ready else None
 
     def drop(self, item: ItemT) -> None:
-        """Forgets an item that was taken: it is done, or not needed any more."""
+        """Forget an item that was taken: it is done, or not needed any more."""
         self._failures.pop(item, None)
         self._known.discard(item)
 
     def failed(self, item: ItemT, now_ms: int) -> None:
-        """Puts an item that was taken back, for later."""
+        """Put an item that was taken back, for later."""
         times = self._failures.get(item, 0)
         self._failures[item] = times + 1
         self._failed += 1
@@ -69,7 +69,7 @@ class WorkQueue(Generic[ItemT]):
         )
 
     def keep_only(self, is_current: Callable[[ItemT], bool]) -> None:
-        """Drops waiting items that are not current any more, so that they do not take memory for ever."""
+        """Drop waiting items that are not current any more, so that they do not take memory for ever."""
         waiting = {*self._ready, *(item for _, _, item in self._later)}
         gone = {item for item in waiting if not is_current(item)}
         self._ready = deque(item for item in self._ready if item not in gone)

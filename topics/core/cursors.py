@@ -122,7 +122,7 @@ class NamedCursor:
     def advance(self, revision: int, from_seq: int, to_seq: int, frontend: int, read: int) -> bool:
         """Move the cursor for a reader that found it at `from_seq`; False if it is not there any more. Unless the
         cursor is strict, the read (`read` is its number at its frontend) is under way until it was passed on or failed.
-        Raises `throttled` if UNDER_WAY_MAX are.
+        Raise `throttled` if UNDER_WAY_MAX are.
         """
         if revision != self.revision or to_seq <= from_seq:
             return False

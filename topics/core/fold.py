@@ -84,7 +84,7 @@ class Fold:
     # -- snapshots
 
     def state(self) -> ShardState:
-        """Return everything that was folded so far, at the end of a write of the durable log, without a RAM log. Raises
+        """Return everything that was folded so far, at the end of a write of the durable log, without a RAM log. Raise
         FoldError if the log lacks records.
         """
         topics = []
@@ -112,7 +112,7 @@ class Fold:
         return state
 
     def restore(self, state: ShardState) -> None:
-        """Start from the state that another fold returned. Raises FoldError if it lacks records."""
+        """Start from the state that another fold returned. Raise FoldError if it lacks records."""
         assert not self.created_ids
         self.deleted_names = set(state.deleted_names)
         self.created_ids = state.all_deleted_ids()

@@ -60,7 +60,7 @@ def is_producer_key(key: bytes) -> bool:
 
 
 def parse_key(key: bytes) -> tuple[bytes, ProducerTurn]:
-    """Returns (id, turn)."""
+    """Return (id, turn)."""
     return key[1 : -_TURN.size], ProducerTurn(*_TURN.unpack_from(key, len(key) - _TURN.size))
 
 
@@ -108,7 +108,7 @@ def pin(sink: str, batch: int, stage: str) -> bytes:
 
 
 def pins_of(sink: str) -> bytes:
-    """Returns the beginning of all pins of a sink."""
+    """Return the beginning of all pins of a sink."""
     return KeyMark.PIN + sink.encode() + b"\x00"
 
 
@@ -132,7 +132,7 @@ class IdempotencyWindow:
         self._producers: OrderedDict[bytes, tuple[ProducerTurn, WriteOutcome]] = OrderedDict()
 
     def find(self, key: bytes, now_ms: int, window_ms: int) -> WriteOutcome | None:
-        """Returns the outcome of this key, if it is a pin or not older than the window."""
+        """Return the outcome of this key, if it is a pin or not older than the window."""
         if is_pin(key):
             return self._pins.get(_sink_of(key), {}).get(key)
         self._expire(now_ms, window_ms)
@@ -145,12 +145,12 @@ class IdempotencyWindow:
         return found
 
     def turn_of(self, producer: bytes, now_ms: int) -> ProducerTurn | None:
-        """Returns the turn of this producer, None if it is not known, or not any more."""
+        """Return the turn of this producer, None if it is not known, or not any more."""
         known = self._producers.get(producer)
         return known[0] if known is not None and now_ms - known[1].ts <= FORGOTTEN_AFTER_MS else None
 
     def remember(self, key: bytes, outcome: WriteOutcome) -> None:
-        """Keeps the outcome of a committed write. A key that expired and came again moves to the end."""
+        """Keep the outcome of a committed write. A key that expired and came again moves to the end."""
         if is_pin(key):
             sink = _sink_of(key)
             pins = self._pins.setdefault(sink, {})
@@ -169,14 +169,14 @@ class IdempotencyWindow:
         self._forget(outcome.ts)
 
     def unpin(self, sink: str, batch: int) -> None:
-        """Forgets the pins of a batch that is over: nothing of it will be published again."""
+        """Forget the pins of a batch that is over: nothing of it will be published again."""
         prefix = pins_of(sink)
         pins = self._pins.get(prefix)
         if pins and _batch_of(next(iter(pins)), prefix) == batch.to_bytes(_BATCH_LEN, "big"):
             del self._pins[prefix]
 
     def pinned(self) -> list[tuple[str, int, list[str]]]:
-        """Returns (sink, batch, stages) of each sink that has pins."""
+        """Return (sink, batch, stages) of each sink that has pins."""
         found = []
         for prefix, pins in self._pins.items():
             stage_at = len(prefix) + _BATCH_LEN
@@ -186,7 +186,7 @@ class IdempotencyWindow:
         return found
 
     def unexpired(self, now_ms: int, window_ms: int) -> list[tuple[bytes, int, int, int]]:
-        """Returns (key, first_seq, records, ts) of every write that a retry may still ask for, oldest first."""
+        """Return (key, first_seq, records, ts) of every write that a retry may still ask for, oldest first."""
         self._expire(now_ms, window_ms)
         kept = [(key, *outcome) for pins in self._pins.values() for key, outcome in pins.items()]
         self._forget(now_ms)
@@ -208,7 +208,7 @@ class IdempotencyWindow:
             del outcomes[key]
 
     def _forget(self, now_ms: int) -> None:
-        """Lets idle producers go, by commit times: a reader of the log forgets the same producers as its shard."""
+        """Let idle producers go, by commit times: a reader of the log forgets the same producers as its shard."""
         producers = self._producers
         while producers:
             _turn, oldest = next(iter(producers.values()))

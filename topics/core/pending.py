@@ -130,7 +130,7 @@ class PendingTopic:
     ) -> WriteOutcome | None:
         """Decide about one more write: return the outcome of the write that it repeats, None when it may be added.
 
-        Raises RoomNeeded, or TopicsError: `fenced`, `out_of_order`, `not_a_queue`, `head_mismatch`, `record_too_large`,
+        Raise RoomNeeded, or TopicsError: `fenced`, `out_of_order`, `not_a_queue`, `head_mismatch`, `record_too_large`,
         `topic_full`. Records have expired by `expiry_ms`.
         """
         topic, (offset_len, _flags, size_bytes) = self._topic, records
@@ -239,7 +239,7 @@ def done_jobs_to_drop(topic: Topic, records: int, size_bytes: int, dying: Set[in
 
     This is for a queue that refuses what does not fit (`discard: "reject"`) and keeps acknowledged jobs (`on_ack`).
     They stay until cap or ttl takes them, but a write is refused only when deleting them is not enough. Nobody needs
-    them, so there is no tombstone. Returns none if the write fits anyway, or would not fit without all of them.
+    them, so there is no tombstone. Return none if the write fits anyway, or would not fit without all of them.
     `dying` are being deleted already.
     """
     config, queue = topic.config, topic.queue

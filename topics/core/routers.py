@@ -122,7 +122,7 @@ class RouterRegistry:
 
     def plan(self, name: str, spec: RouterSpec) -> tuple[Router, bool]:
         """Return (the router that `PUT` makes of this spec, whether it is new); call `put` with it once it is logged.
-        If nothing changes it is the registered object itself. Raises `409 topic_exists_incompatible` for a second
+        If nothing changes it is the registered object itself. Raise `409 topic_exists_incompatible` for a second
         source of a dest, and `409 router_cycle`.
         """
         old = self.by_name.get(name)

@@ -91,7 +91,7 @@ class SegmentList:
 
     def put(self, info: SegmentInfo) -> SegmentInfo | None:
         """Add a segment, or replace the one of that first_seq and return the replaced one. An older state of a segment
-        changes nothing, so marks may come again. Raises ValueError if segments would overlap.
+        changes nothing, so marks may come again. Raise ValueError if segments would overlap.
         """
         at = bisect_right(self._first_seqs, info.first_seq)
         known = self._rows[at - 1] if at else None

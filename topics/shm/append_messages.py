@@ -92,7 +92,7 @@ def encode_append(
     frames: bytes | bytearray,
     jobs: JobAttributes | None = None,
 ) -> list[Part]:
-    """Returns the parts of an Append request, for `Ring.push`."""
+    """Return the parts of an Append request, for `Ring.push`."""
     count = len(offset_len)
     config_body = b"" if config is None else _encoder.encode(config)
     flags = (
@@ -120,7 +120,7 @@ def encode_append(
 
 
 def decode_append(message: memoryview) -> AppendRequest:
-    """Decodes a request, copying everything out of the ring."""
+    """Decode a request, copying everything out of the ring."""
     _kind, flags, name_len, count, _request_id = HEAD.unpack_from(message)
     if_head_seq, key_len, _reserved, config_len = _APPEND.unpack_from(message, HEAD_BYTES)
     at = HEAD_BYTES + _APPEND.size
@@ -167,7 +167,7 @@ def encode_append_reply(request_id: int, reply: AppendReply) -> bytearray:
 
 
 def add_times(reply: bytearray, wal_us: int, fsync_us: int) -> None:
-    """Puts the times of the commit into an encoded append reply; replies of other kinds stay as they are."""
+    """Put the times of the commit into an encoded append reply; replies of other kinds stay as they are."""
     if reply[0] == MessageKind.APPEND:
         _TIMES.pack_into(reply, HEAD_BYTES + _APPEND_REPLY.size - _TIMES.size, wal_us, fsync_us)
 

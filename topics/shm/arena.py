@@ -162,7 +162,7 @@ class ArenaWriter:
         return _SLOTS_WORD * 8 + self._slots_backed * SLOT_WORDS * 8 + self.heap.used_bytes
 
     def new_slot(self) -> int:
-        """Returns a slot that no reader sees until it is published."""
+        """Return a slot that no reader sees until it is published."""
         if self._free_slots:
             return self._free_slots.pop()
         slot = len(self._published)
@@ -178,18 +178,18 @@ class ArenaWriter:
         return slot
 
     def return_slot(self, slot: int) -> None:
-        """Frees a slot whose topic was deleted, or never published."""
+        """Free a slot whose topic was deleted, or never published."""
         self._free_slots.append(slot)
 
     def store_descriptor(self, descriptor: Descriptor) -> tuple[int, int]:
-        """Stores a descriptor in a new block; returns (byte offset, length)."""
+        """Store a descriptor in a new block; return (byte offset, length)."""
         body = _encode_descriptor(descriptor)
         offset = self.heap.allocate(len(body))
         self._shared.bytes[offset : offset + len(body)] = body
         return offset, len(body)
 
     def store_segments(self, rows: Iterable[SegmentInfo]) -> tuple[int, int]:
-        """Stores a new table of segments; returns (byte offset, length), (0, 0) for an empty one."""
+        """Store a new table of segments; return (byte offset, length), (0, 0) for an empty one."""
         table = array("Q", chain.from_iterable([row.words for row in rows]))
         if not table:
             return 0, 0
@@ -199,7 +199,7 @@ class ArenaWriter:
         return offset, size_bytes
 
     def publish(self, slot: int, view: TopicView) -> None:
-        """Publishes `view` as the topic's state."""
+        """Publish `view` as the topic's state."""
         published = self._published[slot] + 1
         word = _SLOTS_WORD + slot * SLOT_WORDS
         copy = word + _COPY_WORD + (published & 1) * _COPY_WORDS
@@ -208,7 +208,7 @@ class ArenaWriter:
         self._published[slot] = published
 
     def announce(self, slot: int) -> None:
-        """Tells readers that this slot's topic was created or deleted; called after `publish`."""
+        """Tell readers that this slot's topic was created or deleted; called after `publish`."""
         count = self._words[_Header.CHANGE_COUNT]
         if slot >= self._words[_Header.SLOTS_USED]:
             self._words[_Header.SLOTS_USED] = slot + 1
@@ -216,12 +216,12 @@ class ArenaWriter:
         self._words[_Header.CHANGE_COUNT] = count + 1
 
     def unlink(self) -> None:
-        """Removes the name; readers keep their mappings."""
+        """Remove the name; readers keep their mappings."""
         self._shared.unlink()
 
 
 def unlink_arena(identity: str, shard: int, generation: int) -> None:
-    """Removes an arena's name, if there is one; readers keep their mappings."""
+    """Remove an arena's name, if there is one; readers keep their mappings."""
     with contextlib.suppress(posix_ipc.ExistentialError):
         posix_ipc.unlink_shared_memory(shm_name(identity, "arena", shard, generation))
 
@@ -246,14 +246,14 @@ class ArenaReader:
         self._tables: OrderedDict[int, tuple[int, tuple[SegmentInfo, ...]]] = OrderedDict()
 
     def find(self, name: str) -> int | None:
-        """Returns the slot of a live topic."""
+        """Return the slot of a live topic."""
         if self._words[_Header.CHANGE_COUNT] != self._seen_changes:
             self._learn()
         slot: int | None = self._names.get(name)
         return slot
 
     def look_up(self, name: str) -> tuple[int, TopicView] | None:
-        """Returns slot and state of a live topic; never the state of another topic that got the slot meanwhile."""
+        """Return slot and state of a live topic; never the state of another topic that got the slot meanwhile."""
         while True:
             slot = self.find(name)
             if slot is None:
@@ -270,7 +270,7 @@ class ArenaReader:
         return self._names
 
     def view(self, slot: int) -> TopicView:
-        """Returns a consistent state. Hardly ever repeats: a copy changes only when its slot is published twice."""
+        """Return a consistent state. Hardly ever repeats: a copy changes only when its slot is published twice."""
         words = self._words
         word = _SLOTS_WORD + slot * SLOT_WORDS
         while True:
@@ -281,7 +281,7 @@ class ArenaReader:
                 return view
 
     def config(self, slot: int, view: TopicView) -> TopicConfig:
-        """Returns the topic's configuration as of `view` or later."""
+        """Return the topic's configuration as of `view` or later."""
         known = self._configs.get(slot)
         if known is not None and known[0] == view.topic_id and known[1] == view.descriptor_version:
             return known[2]
@@ -290,7 +290,7 @@ class ArenaReader:
         return descriptor.config
 
     def segments(self, slot: int, view: TopicView) -> tuple[SegmentInfo, ...] | None:
-        """Returns the topic's segments as of `view`, ascending; None when they have changed (take a new view)."""
+        """Return the topic's segments as of `view`, ascending; None when they have changed (take a new view)."""
         known = self._tables.get(view.topic_id)
         if known is not None and known[0] == view.segments:
             return known[1]
@@ -308,25 +308,25 @@ class ArenaReader:
         return rows
 
     def entries(self, view: TopicView, first_seq: int, last_seq: int) -> array[int] | None:
-        """Returns the entries (`core.location`) first_seq..last_seq; None when the ring has moved (take a new view)."""
+        """Return the entries (`core.location`) first_seq..last_seq; None when the ring has moved (take a new view)."""
         entries = array("Q", copy_entries(self._words, view.ring_word, view.ring_capacity, first_seq, last_seq))
         return entries if entries[0::ENTRY_WORDS] == array("Q", range(first_seq, last_seq + 1)) else None
 
     def locations(self, view: TopicView, first_seq: int, last_seq: int) -> Locations | None:
-        """Returns the columns of first_seq..last_seq; None when the ring has moved (take a new view)."""
+        """Return the columns of first_seq..last_seq; None when the ring has moved (take a new view)."""
         entries = self.entries(view, first_seq, last_seq)
         if entries is None:
             return None
         return Locations(*(entries[column::ENTRY_WORDS].tolist() for column in (1, 2, 3)))
 
     def ts_at(self, view: TopicView, seq: int) -> int | None:
-        """Returns the commit time of one record in the ring, None when the ring has moved."""
+        """Return the commit time of one record in the ring, None when the ring has moved."""
         word = view.ring_word + (seq & (view.ring_capacity - 1)) * ENTRY_WORDS
         ts: int = self._words[word + 1]
         return ts if self._words[word] == seq else None
 
     def first_seq_at(self, view: TopicView, ts: int) -> int | None:
-        """Returns the first seq in the ring with commit time >= ts, else head_seq + 1; None when the ring has moved."""
+        """Return the first seq in the ring with commit time >= ts, else head_seq + 1; None when the ring has moved."""
         low, high = view.base_seq, view.head_seq + 1
         while low < high:
             middle = (low + high) // 2
@@ -353,7 +353,7 @@ class ArenaReader:
                 return _decode_descriptor(body), view
 
     def learn(self, slots_max: int) -> bool:
-        """Takes note of at most `slots_max` created or deleted topics; True when none is left. `find` takes note of all
+        """Take note of at most `slots_max` created or deleted topics; True when none is left. `find` takes note of all
         at once, which for ten thousand new topics would hold up the process.
         """
         if not self._unlearned:

@@ -40,7 +40,7 @@ class ArenaHeap:
         self._given_back = 0
 
     def allocate(self, size_bytes: int) -> int:
-        """Returns the byte offset of a block of at least `size_bytes`. Raises ArenaFullError."""
+        """Return the byte offset of a block of at least `size_bytes`. Raise ArenaFullError."""
         size = _block_size(size_bytes)
         free = self._free.get(size)
         if free:
@@ -55,7 +55,7 @@ class ArenaHeap:
         return block
 
     def free(self, offset: int, size_bytes: int) -> None:
-        """Frees a block."""
+        """Free a block."""
         size = _block_size(size_bytes)
         self._free.setdefault(size, []).append(offset)
         if size >= _GIVE_BACK_BYTES:
@@ -93,7 +93,7 @@ def _block_size(size_bytes: int) -> int:
 
 
 def _whole_pages(offset: int, size: int) -> tuple[int, int]:
-    """Returns start and end of the pages that lie in a block as a whole."""
+    """Return start and end of the pages that lie in a block as a whole."""
     page = mmap.PAGESIZE
     return -(-offset // page) * page, (offset + size) // page * page
 
@@ -113,7 +113,7 @@ class LocationRing:
         self._outgrown: list[tuple[int, int]] = []
 
     def reserve(self, count: int) -> None:
-        """Makes room for `count` more entries. Raises ArenaFullError."""
+        """Make room for `count` more entries. Raise ArenaFullError."""
         need = self.next_seq - self.base_seq + count
         if need <= self.capacity:
             return
@@ -123,13 +123,13 @@ class LocationRing:
         self._move(capacity)
 
     def shrink(self) -> None:
-        """Frees memory when hardly any of it is used. On ArenaFullError the ring stays as it is."""
+        """Free memory when hardly any of it is used. On ArenaFullError the ring stays as it is."""
         used = self.next_seq - self.base_seq
         if self.capacity > RING_MIN_ENTRIES and used * 4 <= self.capacity:
             self._move(max(RING_MIN_ENTRIES, 1 << (2 * used - 1).bit_length()))
 
     def _move(self, capacity: int) -> None:
-        """Moves the ring to another block."""
+        """Move the ring to another block."""
         word = self._heap.allocate(capacity * ENTRY_WORDS * 8) >> 3
         old_word, old_capacity = self.word, self.capacity
         columns = self._copy(self.base_seq, self.next_seq - 1) if self.next_seq > self.base_seq else None
@@ -140,13 +140,13 @@ class LocationRing:
         self._outgrown.append((old_word << 3, old_capacity * ENTRY_WORDS * 8))
 
     def published(self) -> None:
-        """Frees former blocks: readers know the current one."""
+        """Free former blocks: readers know the current one."""
         for block in self._outgrown:
             self._heap.free(*block)
         self._outgrown.clear()
 
     def append(self, ts: int, offset_len: array[int], file_flags: array[int]) -> None:
-        """Appends entries for the next len(offset_len) seqs, all of one commit time."""
+        """Append entries for the next len(offset_len) seqs, all of one commit time."""
         count = len(offset_len)
         first = self.next_seq
         if count == 1:
@@ -166,57 +166,57 @@ class LocationRing:
         self.next_seq = first + count
 
     def append_entries(self, entries: array[int]) -> None:
-        """Appends whole entries of consecutive seqs (recovery)."""
+        """Append whole entries of consecutive seqs (recovery)."""
         self._store(self.next_seq, entries)
         self.next_seq += len(entries) // ENTRY_WORDS
 
     def drop_before(self, seq: int) -> None:
-        """Forgets entries below `seq`."""
+        """Forget entries below `seq`."""
         self.base_seq = max(self.base_seq, min(seq, self.next_seq))
 
     def skip_to(self, seq: int) -> None:
-        """Empties the ring; the next entry will be that of `seq`."""
+        """Empty the ring; the next entry will be that of `seq`."""
         assert seq >= self.next_seq
         self.base_seq = self.next_seq = seq
 
     def entries(self, first_seq: int, last_seq: int) -> array[int]:
-        """Returns the words of the entries first_seq..last_seq, ENTRY_WORDS each."""
+        """Return the words of the entries first_seq..last_seq, ENTRY_WORDS each."""
         assert self.base_seq <= first_seq
         assert last_seq < self.next_seq
         return self._copy(first_seq, last_seq)
 
     def replace(self, seq: int, word: int, value: int) -> None:
-        """Overwrites one word (0..3) of an entry."""
+        """Overwrite one word (0..3) of an entry."""
         assert self.base_seq <= seq < self.next_seq
         self._words[self.word + (seq & (self.capacity - 1)) * ENTRY_WORDS + word] = value
 
     def flag(self, seqs: Sequence[int], bits: int) -> None:
-        """Sets bits in the file_flags of these entries."""
+        """Set bits in the file_flags of these entries."""
         assert not seqs or (self.base_seq <= seqs[0] and seqs[-1] < self.next_seq)
         words, start, mask = self._words, self.word + 3, self.capacity - 1
         for seq in seqs:
             words[start + (seq & mask) * ENTRY_WORDS] |= bits
 
     def column(self, seqs: Sequence[int], word: int) -> list[int]:
-        """Returns one word (0..3) of the entry of each of these seqs, which ascend."""
+        """Return one word (0..3) of the entry of each of these seqs, which ascend."""
         assert not seqs or (self.base_seq <= seqs[0] and seqs[-1] < self.next_seq)
         words, start, mask = self._words, self.word + word, self.capacity - 1
         return [words[start + (seq & mask) * ENTRY_WORDS] for seq in seqs]
 
     def replace_entries(self, first_seq: int, entries: array[int]) -> None:
-        """Overwrites whole entries of consecutive seqs."""
+        """Overwrite whole entries of consecutive seqs."""
         assert self.base_seq <= first_seq
         assert first_seq + len(entries) // ENTRY_WORDS <= self.next_seq
         self._store(first_seq, entries)
 
     def ts_at(self, seq: int) -> int:
-        """Returns the commit time of a record in the ring, in ms."""
+        """Return the commit time of a record in the ring, in ms."""
         assert self.base_seq <= seq < self.next_seq
         ts: int = self._words[self.word + (seq & (self.capacity - 1)) * ENTRY_WORDS + 1]
         return ts
 
     def release(self) -> None:
-        """Frees the ring: the topic was deleted."""
+        """Free the ring: the topic was deleted."""
         self.published()
         self._heap.free(self.word << 3, self.capacity * ENTRY_WORDS * 8)
 
@@ -234,7 +234,7 @@ class LocationRing:
 
 
 def copy_entries(words: memoryview, ring_word: int, capacity: int, first_seq: int, last_seq: int) -> bytes:
-    """Returns the bytes of consecutive ring entries, across the wrap."""
+    """Return the bytes of consecutive ring entries, across the wrap."""
     start = (first_seq & (capacity - 1)) * ENTRY_WORDS
     length = (last_seq - first_seq + 1) * ENTRY_WORDS
     assert length <= capacity * ENTRY_WORDS

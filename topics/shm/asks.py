@@ -24,7 +24,7 @@ class Asks(Generic[ReplyT]):
         (cls.reply_type,) = get_args(cls.__dict__["__orig_bases__"][-1])
 
     def checked(self, reply: object) -> ReplyT:
-        """Returns the reply, which has the type that this request asks for."""
+        """Return the reply, which has the type that this request asks for."""
         assert isinstance(reply, self.reply_type), reply
         answer: ReplyT = reply
         return answer

@@ -40,7 +40,7 @@ class Cap:
         self._every = every
 
     def claim(self, amount: int = 1) -> bool:
-        """Takes `amount` more. Returns False and takes nothing if the cap is reached."""
+        """Take `amount` more. Return False and take nothing if the cap is reached."""
         if not self.most:
             return True
         self._own.add(self._field, amount)
@@ -51,17 +51,17 @@ class Cap:
         return False
 
     def release(self, amount: int = 1) -> None:
-        """Gives back a claimed amount."""
+        """Give back a claimed amount."""
         if self.most:
             self._own.add(self._field, -amount)
 
     def reached(self) -> TopicsError:
-        """Returns the error for a claim that was not granted."""
+        """Return the error for a claim that was not granted."""
         return cap_reached(self._limit, self.most)
 
 
 def cap_reached(limit: str, most: int) -> TopicsError:
-    """Returns the error for a request that would exceed a cap of the service."""
+    """Return the error for a request that would exceed a cap of the service."""
     return TopicsError(
         "throttled",
         f"the service may have at most {most} {limit.replace('_', ' ')}; remove some, or raise"
@@ -86,7 +86,7 @@ class KeyCounts:
     """The counts of all frontends, as the frontend `own` reads and writes them."""
 
     def __init__(self, words: memoryview, frontends: int, own: int) -> None:
-        """Clears the counts of a former life of this frontend."""
+        """Clear the counts of a former life of this frontend."""
         self._words = words
         self._own = own * _BLOCK_WORDS
         self._slots: dict[bytes, int] = {}
@@ -101,7 +101,7 @@ class KeyCounts:
         return frontends * _BLOCK_WORDS * 8
 
     def claim(self, digest: bytes, what: Counted, most: int) -> bool:
-        """Takes one more for the key of this digest. Returns False and takes nothing if it has `most`."""
+        """Take one more for the key of this digest. Return False and take nothing if it has `most`."""
         slot = self._slots.get(digest)
         if slot is None:
             slot = self._new_slot(digest)
@@ -116,11 +116,11 @@ class KeyCounts:
         return False
 
     def release(self, digest: bytes, what: Counted) -> None:
-        """Gives back a claimed one."""
+        """Give back a claimed one."""
         self._words[self._slots[digest] + what] -= 1
 
     def _new_slot(self, digest: bytes) -> int | None:
-        """Returns a slot for a new key; None when SLOTS other keys are busy here."""
+        """Return a slot for a new key; None when SLOTS other keys are busy here."""
         words = self._words
         first = self._own + _SLOT_WORDS
         if len(self._slots) >= SLOTS:

@@ -122,7 +122,7 @@ class Cell:
         self._words[self._index[field]] = value
 
     def set_all(self, values: Mapping[str, int]) -> None:
-        """Sets several words, in the order of `values`."""
+        """Set several words, in the order of `values`."""
         words, index = self._words, self._index
         for field, value in values.items():
             words[index[field]] = value
@@ -148,7 +148,7 @@ class Cell:
         self.set("clock_offset_ms", offset_ms + CLOCK_BIAS)
 
     def clear(self, keep: Collection[str] = ()) -> None:
-        """Sets all words but those to `keep` to 0."""
+        """Set all words but those to `keep` to 0."""
         kept = {self._index[field] for field in keep}
         for index in range(len(self._words)):
             if index not in kept:
@@ -164,7 +164,7 @@ class ProcessCell(Cell):
         self._role = role
 
     def begin_life(self, incarnation: int, now_ms: int, state: ProcessState) -> None:
-        """Makes this process the writer of the cell; clears the words that are not kept over lives."""
+        """Make this process the writer of the cell; clear the words that are not kept over lives."""
         self.clear(KEPT_FIELDS[self._role])
         self.set("incarnation", incarnation)
         self.set("pid", os.getpid())
@@ -174,17 +174,17 @@ class ProcessCell(Cell):
 
 
 def log_bytes(shard: Cell) -> int:
-    """Returns the bytes of a shard's log since the snapshot with which the service started. It only grows."""
+    """Return the bytes of a shard's log since the snapshot with which the service started. It only grows."""
     return shard.get("wal_bytes_found") + shard.get("wal_bytes_written")
 
 
 def latency_bucket(latency_us: int) -> int:
-    """Returns the bucket that counts this latency."""
+    """Return the bucket that counts this latency."""
     return min(LATENCY_BUCKETS - 1, max(0, (latency_us - 1).bit_length() - 3))
 
 
 def latency_quantile_us(cell: dict[str, int], quantile: float) -> int | None:
-    """Returns the upper bound of the bucket that holds the quantile, None before the first sample."""
+    """Return the upper bound of the bucket that holds the quantile, None before the first sample."""
     counts = [cell[f"fsync_us_{bucket:02d}"] for bucket in range(LATENCY_BUCKETS)]
     rank = sum(counts) * quantile
     for bucket, count in enumerate(counts):
@@ -195,7 +195,7 @@ def latency_quantile_us(cell: dict[str, int], quantile: float) -> int | None:
 
 
 def replay_progress(shards: Sequence[Cell]) -> float:
-    """Returns the share of all logs that has been read, 0 to 1. A shard that was ready once counts as read."""
+    """Return the share of all logs that has been read, 0 to 1. A shard that was ready once counts as read."""
     ppm = sum(1_000_000 if cell.get("generation") else cell.get("progress_ppm") for cell in shards)
     return ppm / len(shards) / 1_000_000
 
@@ -230,7 +230,7 @@ class ControlPage:
 
     @classmethod
     def attach(cls, name: str) -> ControlPage:
-        """Maps the page of a running service. FileNotFoundError (no page yet) or ValueError (another version)."""
+        """Map the page of a running service. FileNotFoundError (no page yet) or ValueError (another version)."""
         shared = SharedObject.attach(name)
         header = Cell(shared.words[:CELL_WORDS], HEADER_FIELDS)
         if not header.get("magic"):
@@ -243,19 +243,19 @@ class ControlPage:
         return self._cells[role, index]
 
     def trusted_offset_ms(self, role: Role, index: int) -> int | None:
-        """Returns the offset with which a new life of the process compares its clock; None: with nothing."""
+        """Return the offset with which a new life of the process compares its clock; None: with nothing."""
         offset_ms = self.cell(role, index).clock_offset_ms
         return self.header.clock_offset_ms if offset_ms is None else offset_ms
 
     def cells(self) -> dict[tuple[Role, int], ProcessCell]:
-        """Returns the cells of all processes, in the order of the page."""
+        """Return the cells of all processes, in the order of the page."""
         return self._cells
 
     def pressure(self) -> float:
-        """Returns the service's pressure, 0 to 1: the greatest of all running processes."""
+        """Return the service's pressure, 0 to 1: the greatest of all running processes."""
         return max(cell.get("pressure_ppm") if cell.supervisor.get("pid") else 0 for cell in self._cells.values()) / 1e6
 
     def lag_bytes(self, shard: int) -> int:
-        """Returns the bytes of a shard's log that are in no snapshot."""
+        """Return the bytes of a shard's log that are in no snapshot."""
         absorbed = self.cell(Role.COMPACTOR, 0).get(f"absorbed_bytes_{shard:02d}")
         return max(0, log_bytes(self.cell(Role.WALSHARD, shard)) - absorbed)

@@ -76,14 +76,14 @@ class Durations:
         return frontends * _BLOCK_WORDS * 8
 
     def observe(self, frontend: int, route: Route, took_us: int) -> None:
-        """Counts a request. Only the process `frontend` calls it."""
+        """Count a request. Only the process `frontend` calls it."""
         words = self._words
         word = frontend * _BLOCK_WORDS + route * _ROUTE_WORDS
         words[word + latency_bucket(took_us)] += 1
         words[word + LATENCY_BUCKETS] += took_us
 
     def read(self, route: Route) -> Histogram:
-        """Returns the histogram of all frontends together."""
+        """Return the histogram of all frontends together."""
         sums = [0] * _ROUTE_WORDS
         for word in range(route * _ROUTE_WORDS, len(self._words), _BLOCK_WORDS):
             sums = [a + b for a, b in zip(sums, self._words[word : word + _ROUTE_WORDS], strict=True)]

@@ -52,7 +52,7 @@ def journal_bytes(frontends: int) -> int:
 
 
 def _link_bytes(shards: int) -> int:
-    """Returns the size of one ring between two shards."""
+    """Return the size of one ring between two shards."""
     share = LINK_BUDGET_BYTES // max(1, shards * (shards - 1))
     return _page(max(LINK_BYTES[0], min(LINK_BYTES[1], share)) + HEADER_BYTES)
 
@@ -102,7 +102,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, identity: str, shards: int, frontends: int, ring_bytes: int) -> SharedMemory:
-        """Creates everything or nothing. OSError (ENOSPC) when /dev/shm is too small."""
+        """Create everything or nothing. OSError (ENOSPC) when /dev/shm is too small."""
         try:
             return cls(identity, shards, frontends, ring_bytes)
         except OSError:
@@ -111,7 +111,7 @@ class SharedMemory:
 
     @staticmethod
     def needed_bytes(shards: int, frontends: int, ring_bytes: int) -> int:
-        """Returns the bytes of /dev/shm that `create` and the shards' first arenas take."""
+        """Return the bytes of /dev/shm that `create` and the shards' first arenas take."""
         row = frontends * sum(_pair_sizes(ring_bytes)) + sum(_pair_sizes(_compactor_ring_bytes(ring_bytes)))
         control = _page(ControlPage.size_bytes(shards, frontends)) + _page(Durations.size_bytes(frontends))
         control += _page(KeyCounts.size_bytes(frontends))
@@ -121,5 +121,5 @@ class SharedMemory:
         return control + (row + per_shard) * shards + 4096 * (1 + (shards + frontends + 1) // 64)
 
     def destroy(self) -> None:
-        """Removes every name; the memory is freed when the last process ends."""
+        """Remove every name; the memory is freed when the last process ends."""
         shm_names.unlink_all(self.identity)

@@ -46,7 +46,7 @@ class Journal:
         self._bodies = (region[_HEADER_BYTES:middle], region[middle : middle + self.capacity_bytes])
 
     def store(self, entries: list[JournalEntry]) -> None:
-        """Replaces the journal; the caller keeps groups small enough to fit."""
+        """Replace the journal; the caller keeps groups small enough to fit."""
         body = _encoder.encode(entries)
         assert len(body) <= self.capacity_bytes
         stored = self._words[0] + 1
@@ -55,7 +55,7 @@ class Journal:
         self._words[0] = stored
 
     def load(self) -> list[JournalEntry]:
-        """Returns the group that the previous incarnation was about to commit, oldest request first."""
+        """Return the group that the previous incarnation was about to commit, oldest request first."""
         stored = self._words[0]
         if not stored:
             return []

@@ -31,7 +31,7 @@ class SharedObject:
 
     @classmethod
     def create(cls, name: str, size_bytes: int, reserve_bytes: int | None = None) -> SharedObject:
-        """Creates the object, filled with zeros. `reserve_bytes` of it (default: all) are backed by memory at once, so
+        """Create the object, filled with zeros. `reserve_bytes` of it (default: all) are backed by memory at once, so
         that a full /dev/shm is an OSError here and not a SIGBUS later.
         """
         try:
@@ -50,7 +50,7 @@ class SharedObject:
 
     @classmethod
     def attach(cls, name: str) -> SharedObject:
-        """Maps an existing object. FileNotFoundError when there is none, or it has no size yet."""
+        """Map an existing object. FileNotFoundError when there is none, or it has no size yet."""
         try:
             shm = posix_ipc.SharedMemory(name)
         except posix_ipc.ExistentialError:
@@ -61,15 +61,15 @@ class SharedObject:
         return cls(name, shm.fd, shm.size)
 
     def reserve(self, offset: int, length: int) -> None:
-        """Backs a range with memory. OSError (ENOSPC) when /dev/shm is full."""
+        """Back a range with memory. OSError (ENOSPC) when /dev/shm is full."""
         os.posix_fallocate(self.fd, offset, length)
 
     def give_back(self, offset: int, length: int) -> None:
-        """Frees the pages of a range (multiples of the page size); they read as zeros. `reserve` them before use."""
+        """Free the pages of a range (multiples of the page size); they read as zeros. `reserve` them before use."""
         self._map.madvise(mmap.MADV_REMOVE, offset, length)
 
     def close(self) -> None:
-        """Unmaps the object. No view of it may be left."""
+        """Unmap the object. No view of it may be left."""
         self.words.release()
         self.bytes.release()
         self._map.close()
@@ -84,7 +84,7 @@ class SharedObject:
     __del__ = _close_fd
 
     def unlink(self) -> None:
-        """Removes the name; mappings stay."""
+        """Remove the name; mappings stay."""
         try:
             posix_ipc.unlink_shared_memory(self.name)
         except posix_ipc.ExistentialError:
@@ -97,7 +97,7 @@ FENCE_IS_FULL: Final = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
 def fence() -> None:
-    """Issues a full memory barrier where `FENCE_IS_FULL`: taking a lock is the only locked instruction Python offers.
+    """Issue a full memory barrier where `FENCE_IS_FULL`: taking a lock is the only locked instruction Python offers.
 
     Needed where a process stores one word and then loads another one that its peer stores (the sleep flag).
     """

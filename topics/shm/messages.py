@@ -91,13 +91,13 @@ _dealt_decoder = msgspec.msgpack.Decoder(Dealt)
 
 
 def head(message: memoryview) -> tuple[int, int, int]:
-    """Returns (kind with BY_REFERENCE, request_id, count) of a request or reply."""
+    """Return (kind with BY_REFERENCE, request_id, count) of a request or reply."""
     kind, _flags, _name_len, count, request_id = HEAD.unpack_from(message)
     return kind, request_id, count
 
 
 def encode_call(request_id: int, call: Call | Asks[Any]) -> list[Part]:
-    """Encodes a request other than an append."""
+    """Encode a request other than an append."""
     return [HEAD.pack(MessageKind.CALL, 0, 0, 0, request_id), _call_encoder.encode(call)]
 
 
@@ -124,7 +124,7 @@ def decode_error(message: memoryview) -> TopicsError:
 
 
 def encode_reference(kind: int, request_id: int, path: str) -> list[Part]:
-    """Encodes a reference to a message in a file."""
+    """Encode a reference to a message in a file."""
     return [HEAD.pack(kind | BY_REFERENCE, 0, 0, 0, request_id), path.encode()]
 
 
@@ -133,7 +133,7 @@ def decode_reference(message: memoryview) -> str:
 
 
 def encode_notify(tokens: list[int]) -> bytearray:
-    """Encodes a notice: topics (by the frontend's own tokens) that changed."""
+    """Encode a notice: topics (by the frontend's own tokens) that changed."""
     return bytearray(HEAD.pack(MessageKind.NOTIFY, 0, 0, len(tokens), 0) + array("Q", tokens).tobytes())
 
 
@@ -143,12 +143,12 @@ def decode_notify(message: memoryview) -> list[int]:
 
 
 def encode_generation() -> bytearray:
-    """Encodes a notice: the shard has recovered. It has a new arena, and knows no watches."""
+    """Encode a notice: the shard has recovered. It has a new arena, and knows no watches."""
     return bytearray(HEAD.pack(MessageKind.GENERATION, 0, 0, 0, 0))
 
 
 def encode_dealt(push_id: int, dealt: Dealt) -> bytearray:
-    """Encodes jobs for a stream."""
+    """Encode jobs for a stream."""
     return bytearray(HEAD.pack(MessageKind.DEALT, 0, 0, 0, push_id) + _call_encoder.encode(dealt))
 
 

@@ -41,7 +41,7 @@ class RecencyWriter:
         self._shards = shards
 
     def touch(self, shard: int, slot: int, topic_id: int, now_ms: int) -> None:
-        """Notes that the topic was read now. Notes nothing when /dev/shm is full."""
+        """Note that the topic was read now. Note nothing when /dev/shm is full."""
         entry = slot * self._shards + shard
         words = self._words
         if entry >= words[0] and not self._back(entry):
@@ -73,7 +73,7 @@ class Recency:
         self._tables: list[memoryview | None] = [None] * frontends
 
     def last_read_ms(self, shard: int, slot: int, topic_id: int) -> int:
-        """Returns the time of the last read over all frontends, 0 without one."""
+        """Return the time of the last read over all frontends, 0 without one."""
         entry = slot * self._shards + shard
         word = _ENTRIES_WORD + entry * _ENTRY_WORDS
         latest = 0

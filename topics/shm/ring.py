@@ -48,7 +48,7 @@ class Ring:
     # -- producer
 
     def push(self, *parts: bytes | bytearray | memoryview) -> bool:
-        """Appends one message made of `parts`. Returns False and writes nothing when the ring is full."""
+        """Append one message made of `parts`. Return False and write nothing when the ring is full."""
         length = sum(map(len, parts))
         assert 0 < length <= self.message_max_bytes, length
         words = self._words
@@ -74,7 +74,7 @@ class Ring:
     # -- consumer
 
     def peek(self, position: int | None = None) -> Iterator[tuple[memoryview, int]]:
-        """Yields the messages that are not consumed, oldest first, each with the position behind it (for `consume`).
+        """Yield the messages that are not consumed, oldest first, each with the position behind it (for `consume`).
         Begins behind `position` if given. A view is void once its message is consumed.
         """
         words = self._words
@@ -92,7 +92,7 @@ class Ring:
             yield data[offset + 8 : offset + 8 + length], at
 
     def consume(self, position: int) -> None:
-        """Frees everything up to `position`."""
+        """Free everything up to `position`."""
         self._words[_CONSUMED] = position
 
     @property
@@ -126,41 +126,41 @@ class Wake:
         self._poll.register(self.fd, select.POLLIN)
 
     def signal(self) -> None:
-        """Wakes the owner if it sleeps. A peer calls it after it has filled a ring of the owner."""
+        """Wake the owner if it sleeps. A peer calls it after it has filled a ring of the owner."""
         fence()
         if self._words[self._index]:
             self.signal_always()
 
     def signal_always(self) -> None:
-        """Signals without a look at the flag, for an owner that sleeps in an event loop and keeps no flag."""
+        """Signal without a look at the flag, for an owner that sleeps in an event loop and keeps no flag."""
         try:
             os.eventfd_write(self.fd, 1)
         except BlockingIOError:  # 2⁶⁴ − 2 signals wait already
             return
 
     def announce_sleep(self) -> None:
-        """Sets the owner's flag; the owner must check its rings once more before `sleep`."""
+        """Set the owner's flag; the owner must check its rings once more before `sleep`."""
         self._words[self._index] = 1
         fence()
 
     def awake(self) -> None:
-        """Clears the owner's flag: peers stop signalling."""
+        """Clear the owner's flag: peers stop signalling."""
         self._words[self._index] = 0
 
     def sleep(self, timeout_ms: int) -> None:
-        """Sleeps until a signal or the time-out, and drops the signal."""
+        """Sleep until a signal or the time-out, and drop the signal."""
         if self._poll.poll(timeout_ms):
             self.drain()
 
     def drain(self) -> None:
-        """Drops the signals received so far."""
+        """Drop the signals received so far."""
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:  # none
             return
 
     def close(self) -> None:
-        """Closes the eventfd, as the end of the object does."""
+        """Close the eventfd, as the end of the object does."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)

@@ -51,7 +51,7 @@ class RouterBoardWriter:
         self._words[0] = 0
 
     def show(self, progress: RouterProgress) -> None:
-        """Shows the progress of a router. OSError when shared memory has no room for one more."""
+        """Show the progress of a router. OSError when shared memory has no room for one more."""
         words = self._words
         slot = self._slots.get(progress.router_id)
         if slot is None:
@@ -93,7 +93,7 @@ class RouterBoard:
         self._slots: dict[int, int] = {}
 
     def find(self, router_id: int) -> RouterProgress | None:
-        """Returns a router's progress, None while its shard does not forward for it."""
+        """Return a router's progress, None while its shard does not forward for it."""
         words = self._words
         slot = self._slots.get(router_id)
         if slot is None or words[(1 + slot) * SLOT_WORDS] != router_id:

@@ -55,14 +55,14 @@ class RouterTableWriter:
         self._backed = [0, 0]
 
     def store_all(self, routers: Iterable[Router]) -> None:
-        """Replaces the table. Raises TopicsError when shared memory has no room."""
+        """Replace the table. Raise TopicsError when shared memory has no room."""
         epoch = self._words[_EPOCH] + 1
         self._words[_LENGTHS[epoch & 1]] = 0
         self._append(epoch & 1, b"".join(_entry(Change(router.name, router)) for router in routers))
         self._words[_EPOCH] = epoch
 
     def store(self, changes: Iterable[Change], routers: Iterable[Router]) -> None:
-        """Appends `changes`. `routers` is the whole table with them, for a region that has no room for more."""
+        """Append `changes`. `routers` is the whole table with them, for a region that has no room for more."""
         region = self._words[_EPOCH] & 1
         entries = b"".join(map(_entry, changes))
         if self._words[_LENGTHS[region]] + len(entries) > REGION_BYTES:
@@ -71,7 +71,7 @@ class RouterTableWriter:
             self._append(region, entries)
 
     def reserve(self) -> None:
-        """Makes room for the next change, so that `store` cannot fail after it was logged. Raises TopicsError."""
+        """Make room for the next change, so that `store` cannot fail after it was logged. Raise TopicsError."""
         region = self._words[_EPOCH] & 1
         self._back(region, min(REGION_BYTES, self._words[_LENGTHS[region]] + GROW_BYTES))
 
@@ -118,7 +118,7 @@ class RouterTable:
         return words[_EPOCH] != epoch or (epoch > 0 and words[_LENGTHS[epoch & 1]] != self._length)
 
     def refresh(self) -> set[str]:
-        """Applies the changes since the last call; returns the names of the topics that they concern."""
+        """Apply the changes since the last call; return the names of the topics that they concern."""
         touched: set[str] = set()
         while self.stale:
             self._read_on(touched)

@@ -15,29 +15,29 @@ SHM_ROOT = "/dev/shm"
 
 
 def identity(data_dir: str) -> str:
-    """Returns 16 hex digits that identify this data directory on this machine."""
+    """Return 16 hex digits that identify this data directory on this machine."""
     status = os.stat(data_dir)
     return xxhash.xxh3_64_hexdigest(f"{status.st_dev}:{status.st_ino}".encode())
 
 
 def shm_name(identity: str, kind: str, *parts: int) -> str:
-    """Returns the POSIX name of one object, for shm_open."""
+    """Return the POSIX name of one object, for shm_open."""
     return "/" + "-".join(["topics", identity, kind, *map(str, parts)])
 
 
 def ram_dir(identity: str) -> str:
-    """Returns the directory of the logs of `ephemeral` topics."""
+    """Return the directory of the logs of `ephemeral` topics."""
     return f"{SHM_ROOT}/topics-{identity}-ram"
 
 
 def objects(identity: str) -> list[str]:
-    """Returns the file names in SHM_ROOT that belong to this identity."""
+    """Return the file names in SHM_ROOT that belong to this identity."""
     prefix = f"topics-{identity}-"
     return sorted(name for name in os.listdir(SHM_ROOT) if name.startswith(prefix))
 
 
 def unlink_all(identity: str) -> list[str]:
-    """Removes all objects of this identity and returns their names. The caller holds the data directory's lock."""
+    """Remove all objects of this identity and return their names. The caller holds the data directory's lock."""
     removed = objects(identity)
     for name in removed:
         path = f"{SHM_ROOT}/{name}"

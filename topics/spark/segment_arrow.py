@@ -153,7 +153,7 @@ def decode(
     with_meta: bool,
 ) -> Records:
     """Return the records of the frames that begin at `starts` in `buffer`, without those whose tag is not in `tags`
-    (None: any tag will do) and those of the node `not_node`. Raises InconsistentLengthsError.
+    (None: any tag will do) and those of the node `not_node`. Raise InconsistentLengthsError.
     """
     frames = at(buffer, _FRAME, starts)
     node_at = starts + HEADER_LEN

@@ -134,7 +134,7 @@ class _Suspect(Exception):  # noqa: N818 — only a reason to check each record
 def _check_columns(
     idx_path: str, data_path: str, data: bytes, first_seq: int, entries: Columns, cold: bool
 ) -> Records | None:
-    """Return all records that have a frame, deleted or not; None without any. Raises _Suspect."""
+    """Return all records that have a frame, deleted or not; None without any. Raise _Suspect."""
     ts, flags = np.asarray(entries.ts, np.int64), np.asarray(entries.flags)
     lengths = np.asarray(entries.lengths, np.int64)
     framed = lengths > 0

@@ -141,7 +141,7 @@ class SegmentScan:
             yield records
 
     def _records(self, first_seq: int, entries: ArrowEntries) -> Records | None:
-        """Return the live records of these entries; None without any. Raises CorruptSegment."""
+        """Return the live records of these entries; None without any. Raise CorruptSegment."""
         buffer, found = self._frames(first_seq, entries)
         live = np.flatnonzero(entries.flags & LOCATION_GONE == 0)
         live = live[not_deleted(buffer, found[live], entries.lengths[live])] if len(live) else live
@@ -163,7 +163,7 @@ class SegmentScan:
             raise CorruptSegment(self._data_path, at, "inconsistent lengths") from wrong
 
     def _frames(self, first_seq: int, entries: ArrowEntries) -> tuple[bytes, Ints]:
-        """Return (bytes, where each frame begins in them); live frames are checked. Raises CorruptSegment."""
+        """Return (bytes, where each frame begins in them); live frames are checked. Raise CorruptSegment."""
         segment = self._segment
         at = (first_seq - segment.first_seq) * ENTRY_LEN
         starts, end = extent(entries, segment.data_bytes, self._idx_path, at)

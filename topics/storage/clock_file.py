@@ -35,13 +35,13 @@ def clock_path(data_dir: str) -> str:
 
 
 def write_clock(fs: FileSystem, data_dir: str, trusted: TrustedTime) -> None:
-    """Replace the file durably. Raises OSError; the former one is as it was then."""
+    """Replace the file durably. Raise OSError; the former one is as it was then."""
     make_dirs(fs, layout.meta_dir(data_dir))
     replace_file(fs, clock_path(data_dir), msgspec.json.encode(_Note(VERSION, *trusted)))
 
 
 def read_clock(fs: FileSystem, data_dir: str) -> TrustedTime | None:
-    """Return the time in the file, None without a file. Raises OSError, ValueError if it is damaged."""
+    """Return the time in the file, None without a file. Raise OSError, ValueError if it is damaged."""
     path = clock_path(data_dir)
     if not fs.exists(path):
         return None

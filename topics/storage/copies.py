@@ -96,7 +96,7 @@ def lay_out_copy(node: bytes, tag: bytes, payload: Bytes, has_meta: bool, hops: 
 
 
 def as_copies(buffer: bytearray, offset_len: Sequence[int], topic_id: int, first_seq: int) -> None:
-    """Turn the frames of records from `first_seq` on into unstamped copies, in place. Raises ValueError if one is not
+    """Turn the frames of records from `first_seq` on into unstamped copies, in place. Raise ValueError if one is not
     the record with its seq, or is damaged: a damaged record must not get a good checksum.
     """
     view = memoryview(buffer)

@@ -169,7 +169,7 @@ def make_dirs(fs: FileSystem, path: str) -> None:
 
 
 def read_all(fs: FileSystem, path: str) -> bytes:
-    """Read the whole file. Raises OSError with the path."""
+    """Read the whole file. Raise OSError with the path."""
     with opened(fs, path, os.O_RDONLY) as fd:
         try:
             return read_up_to(fs, fd, fs.size_bytes(fd), 0)
@@ -178,7 +178,7 @@ def read_all(fs: FileSystem, path: str) -> bytes:
 
 
 def read_up_to(fs: FileSystem, fd: int, length: int, offset: int) -> bytes:
-    """Read `length` bytes, fewer only at the end of the file. Raises OSError."""
+    """Read `length` bytes, fewer only at the end of the file. Raise OSError."""
     pieces: list[bytes] = []
     end = offset + length
     while offset < end and (piece := fs.pread(fd, end - offset, offset)):
@@ -189,7 +189,7 @@ def read_up_to(fs: FileSystem, fd: int, length: int, offset: int) -> bytes:
 
 def write_all(fs: FileSystem, fd: int, content: Bytes, offset: int) -> None:
     """Write all of `content` into a file that grows for it. A nearly full disk takes a part, and tells the reason with
-    the rest. Raises OSError; some of it may be written then.
+    the rest. Raise OSError; some of it may be written then.
     """
     written = 0
     while written < len(content):
@@ -202,7 +202,7 @@ def write_all(fs: FileSystem, fd: int, content: Bytes, offset: int) -> None:
 def replace_file(fs: FileSystem, path: str, content: bytes) -> None:
     """Make or replace a file durably: it gets its name only once it is whole and on the disk.
 
-    Raises OSError; the former file is as it was then, unless only the directory's sync failed.
+    Raise OSError; the former file is as it was then, unless only the directory's sync failed.
     """
     with new_file(fs, path, os.O_WRONLY) as fd:
         write_all(fs, fd, content, 0)
@@ -269,7 +269,7 @@ class WritePath(IntEnum):
 
 
 def choose_write_path(directory: str, candidate: FileSystem | None = None) -> WritePath:
-    """Return PWRITEV if `directory` takes it and reads back the same bytes. Raises OSError if it takes no writes."""
+    """Return PWRITEV if `directory` takes it and reads back the same bytes. Raise OSError if it takes no writes."""
     fs = candidate or OsFileSystem()
     make_dirs(fs, directory)
     path = os.path.join(directory, _PROBE_NAME)

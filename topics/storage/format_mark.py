@@ -31,13 +31,13 @@ def mark_path(data_dir: str) -> str:
 
 
 def write_mark(fs: FileSystem, data_dir: str) -> None:
-    """Make the mark of this release durably. Raises OSError."""
+    """Make the mark of this release durably. Raise OSError."""
     make_dirs(fs, layout.meta_dir(data_dir))
     replace_file(fs, mark_path(data_dir), msgspec.json.encode(_Mark(VERSION)))
 
 
 def has_mark(fs: FileSystem, data_dir: str) -> bool:
-    """True if this release may use the data as they are; False if they have no mark yet. Raises RefusedLog if this
+    """True if this release may use the data as they are; False if they have no mark yet. Raise RefusedLog if this
     release must never use them, OSError.
     """
     path = mark_path(data_dir)

@@ -118,7 +118,7 @@ class FrameTooLarge(ValueError):  # noqa: N818 — named for what it is, as the 
 def encode(type: int, flags: int, topic_id: int, seq: int, ts: int, node: Bytes, tag: Bytes, data: Bytes) -> bytes:
     """Encode one complete frame, checksum included. FLAG_NODE and FLAG_TAG follow from `node` and `tag`.
 
-    Raises FrameTooLarge for a node or tag over 64 KiB or a payload that frame_len cannot hold.
+    Raise FrameTooLarge for a node or tag over 64 KiB or a payload that frame_len cannot hold.
     """
     node_len, tag_len, data_len = len(node), len(tag), len(data)
     _check_lengths(node_len, tag_len, data_len)
@@ -142,7 +142,7 @@ class LaidOut:
 def lay_out(records: Iterable[tuple[bytes, bytes, Bytes, Bytes]]) -> LaidOut:
     """Lay out the frames of one atomic write. A record is (node, tag, data, meta): UTF-8 and raw JSON, b"" for none.
 
-    Every frame but the last has FLAG_MORE. Raises FrameTooLarge if a part does not fit its length field or the whole
+    Every frame but the last has FLAG_MORE. Raise FrameTooLarge if a part does not fit its length field or the whole
     does not fit 4 GiB.
     """
     parts: list[Bytes] = []

@@ -53,7 +53,7 @@ def arm(point: KillPoint | None, action: Callable[[], None]) -> None:
 
 def arm_as_told(order: str | None, incarnation: int) -> None:
     """Arm a SIGKILL: `order` is `process:<point>` for this process (before any restart), or `service:<point>` for its
-    whole process group. Raises ValueError for an unknown point.
+    whole process group. Raise ValueError for an unknown point.
     """
     if order is None:
         return

@@ -151,7 +151,7 @@ def segment_tags_path(directory: str, first_seq: int, version: int = 0) -> str:
 
 
 def segment_paths(directory: str, first_seq: int, version: int = 0) -> dict[str, str]:
-    """Returns the paths of a segment's files by their kinds ("tags", "idx", "data"), the data last."""
+    """Return the paths of a segment's files by their kinds ("tags", "idx", "data"), the data last."""
     stem = os.path.join(directory, _segment_stem(first_seq, version))
     return {kind: f"{stem}.{kind}" for kind in ("tags", "idx", "data")}
 

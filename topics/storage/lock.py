@@ -47,7 +47,7 @@ class DataDirLock:
 
     @classmethod
     def acquire(cls, data_dir: str) -> DataDirLock:
-        """Make the directory if it is missing, and lock it. Raises DataDirLocked or DataDirNotWritable at once."""
+        """Make the directory if it is missing, and lock it. Raise DataDirLocked or DataDirNotWritable at once."""
         path = lock_path(data_dir)
         try:
             os.makedirs(data_dir, mode=0o700, exist_ok=True)
@@ -78,7 +78,7 @@ class DataDirLock:
 def inspecting(data_dir: str) -> Iterator[None]:
     """Keep services from starting on the directory inside the block; others may inspect it as well. Changes nothing.
 
-    Raises DataDirLocked if a service runs. A directory without a lock file is a copy, and is not locked.
+    Raise DataDirLocked if a service runs. A directory without a lock file is a copy, and is not locked.
     """
     try:
         fd = os.open(lock_path(data_dir), os.O_RDONLY | os.O_CLOEXEC)

@@ -52,7 +52,7 @@ _NOT_FOLDED: Final = frozenset((FrameType.FILE_START, FrameType.FILE_END, FrameT
 
 
 def fold_frames(fold: Fold, batch: RecoveredFile, in_ram: bool) -> None:
-    """Feed one batch of the durable or the RAM log, in order. Raises FoldError."""
+    """Feed one batch of the durable or the RAM log, in order. Raise FoldError."""
     frames = batch.frames
     entries = frames.entries(batch.file_no, LOCATION_IN_RAM_LOG if in_ram else 0)
     runs: dict[int, array[int]] = {}
@@ -118,7 +118,7 @@ class _Index(UnlocatedIndex):
 
 
 class OfflineFold:
-    """The fold of a start, from a snapshot's part or from nothing. Raises FoldError, msgspec.DecodeError."""
+    """The fold of a start, from a snapshot's part or from nothing. Raise FoldError, msgspec.DecodeError."""
 
     def __init__(self, part: ShardPart | None) -> None:
         self._fold = Fold(lambda _topic_id: _Index())
@@ -138,11 +138,11 @@ class OfflineFold:
             fold_frames(self._fold, batch._replace(frames=frames), in_ram=False)
 
     def state(self) -> ShardState:
-        """Return the state that a snapshot would hold. Raises FoldError if the log lacks records."""
+        """Return the state that a snapshot would hold. Raise FoldError if the log lacks records."""
         return self._fold.state()
 
     def topics(self) -> dict[int, LoggedTopic]:
-        """Return live topics by id. Raises FoldError if the log lacks records."""
+        """Return live topics by id. Raise FoldError if the log lacks records."""
         self._fold.state()
         return {topic.id: self._logged(topic) for topic in self._fold.topics.values()}
 

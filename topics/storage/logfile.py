@@ -115,7 +115,7 @@ FILE_END_LEN: Final = len(file_end_frame(0, 0))
 
 
 def parse_file_start(path: str, buffer: Bytes) -> tuple[FileStart, int]:
-    """Return the FILE_START that `buffer` begins with, and its length. Raises NotALogFile or UnknownLogVersion."""
+    """Return the FILE_START that `buffer` begins with, and its length. Raise NotALogFile or UnknownLogVersion."""
     frame = read_frame(buffer, 0, min(len(buffer), _FILE_START_MAX_BYTES))
     if not isinstance(frame, Frame):
         raise NotALogFile(frame.defect.value)
@@ -132,7 +132,7 @@ def parse_file_start(path: str, buffer: Bytes) -> tuple[FileStart, int]:
 
 def read_first_start(fs: FileSystem, directory: str) -> FileStart | None:
     """Return the FILE_START of the first file that the log still has, None without any. Its `log_id` identifies the
-    log. Raises NotALogFile, UnknownLogVersion or OSError.
+    log. Raise NotALogFile, UnknownLogVersion or OSError.
     """
     numbers = layout.list_log_files(fs, directory)
     if not numbers:
@@ -148,7 +148,7 @@ def create_log_file(
     """Make the file durably, or replace it, with `content` at its beginning; it gets its name once all of it is there.
 
     "zero" writes the whole space: syncing overwritten space costs no journal commit, unlike space that is only
-    reserved. "none" leaves it a hole. Raises OSError and leaves nothing then.
+    reserved. "none" leaves it a hole. Raise OSError and leaves nothing then.
     """
     with new_file(fs, layout.log_path(directory, file_no), os.O_RDWR) as fd:
         if preallocate == "zero":
@@ -177,7 +177,7 @@ def _write_zeros(fs: FileSystem, fd: int, start: int, end: int) -> None:
 
 
 def erase_behind(fs: FileSystem, fd: int, offset: int, size_bytes: int) -> None:
-    """Make everything from `offset` on zeros again, by cutting the file and extending it. Raises OSError.
+    """Make everything from `offset` on zeros again, by cutting the file and extending it. Raise OSError.
 
     A process that is killed while it overwrites may leave valid frames behind a hole, which would be read as
     corruption; a file is shortened at once or not at all. Readers may have mapped the whole file, but none reads a byte
@@ -188,12 +188,12 @@ def erase_behind(fs: FileSystem, fd: int, offset: int, size_bytes: int) -> None:
 
 
 def write_current(fs: FileSystem, directory: str, file_no: int) -> None:
-    """Make CURRENT name the file, durably and atomically. Raises OSError; CURRENT is the old or the new one then."""
+    """Make CURRENT name the file, durably and atomically. Raise OSError; CURRENT is the old or the new one then."""
     replace_file(fs, os.path.join(directory, layout.CURRENT_NAME), layout.log_name(file_no).encode() + b"\n")
 
 
 def read_current(fs: FileSystem, directory: str) -> int | None:
-    """Return the number of the file that CURRENT names, None without CURRENT. Raises RefusedLog for other content."""
+    """Return the number of the file that CURRENT names, None without CURRENT. Raise RefusedLog for other content."""
     path = os.path.join(directory, layout.CURRENT_NAME)
     if not fs.exists(path):
         return None

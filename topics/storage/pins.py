@@ -63,7 +63,7 @@ def nothing_pinned() -> Pinned:
 
 
 def read_pinned(fs: FileSystem, directory: str, now_ms: int) -> Pinned:
-    """Return the segments that are pinned at `now_ms`, a time read before the call. Raises OSError."""
+    """Return the segments that are pinned at `now_ms`, a time read before the call. Raise OSError."""
     pinned: set[tuple[int, SegmentName]] = set()
     for pin in _read_all(fs, directory).values():
         if not pin.ended and pin.until_ms > now_ms:

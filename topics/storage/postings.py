@@ -57,7 +57,7 @@ class UnknownPostingsVersion(CorruptPostings):
 def write_postings(
     fs: FileSystem, directory: str, first_seq: int, records: int, tagged: Iterable[tuple[int, bytes]], version: int = 0
 ) -> None:
-    """Make or replace the segment's `.tags` durably; `tagged` are (seq, tag) by ascending seq. Raises OSError; the file
+    """Make or replace the segment's `.tags` durably; `tagged` are (seq, tag) by ascending seq. Raise OSError; the file
     is there as a whole or not at all.
     """
     replace_file(fs, layout.segment_tags_path(directory, first_seq, version), encode(first_seq, records, tagged))
@@ -81,7 +81,7 @@ def encode(first_seq: int, records: int, tagged: Iterable[tuple[int, bytes]]) ->
 
 
 class Postings:
-    """A `.tags` file, checked as a whole when it is opened. Raises CorruptPostings."""
+    """A `.tags` file, checked as a whole when it is opened. Raise CorruptPostings."""
 
     def __init__(self, path: str, content: bytes) -> None:
         if len(content) < BODY_AT:
@@ -113,7 +113,7 @@ class Postings:
 
     @classmethod
     def load(cls, directory: str, first_seq: int, version: int = 0) -> Postings:
-        """Load the whole file of a segment. Raises FileNotFoundError if the segment is not sealed, OSError."""
+        """Load the whole file of a segment. Raise FileNotFoundError if the segment is not sealed, OSError."""
         return cls._opened(directory, first_seq, version)[0]
 
     @classmethod

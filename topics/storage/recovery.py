@@ -265,7 +265,7 @@ class Recovery:
                 return _Stop(open_write[0][0] if open_write else offset, offset, sealed_at, defect, buffer)
 
     def _check_start(self, file: _File, buffer: bytes, limit: int, previous_end: int | None) -> int:
-        """Return the offset at which to begin. Raises RefusedLog or CorruptLog if no frame ever ended there."""
+        """Return the offset at which to begin. Raise RefusedLog or CorruptLog if no frame ever ended there."""
         position = self._position
         if position is None or file.file_no != position.file_no or position.offset <= file.data_offset:
             return file.data_offset
@@ -361,7 +361,7 @@ class Recovery:
             self._fs.fsync_dir(self._directory)
 
     def _accept_loss(self, file: _File, stop: _Stop, reason: str, later: list[_File]) -> None:
-        """End the log at `stop` if the operator accepts that, and keep copies of the rest. Raises CorruptLog if not."""
+        """End the log at `stop` if the operator accepts that, and keep copies of the rest. Raise CorruptLog if not."""
         lost = self._describe(
             survey(stop.buffer, stop.kept_end, file.file_no), *(self._survey_file(other.file_no) for other in later)
         )

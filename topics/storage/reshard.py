@@ -110,7 +110,7 @@ def reshard(
     """Bring the logs into the layout of `shards` shards, and return lines for the operator. `owner` returns the shard
     of a topic name, `progress` gets the share that is done, 0 to 1, and `move` comes from the snapshot if there is one.
 
-    Raises RefusedLog and its kinds, OSError, WalWriteError or WalSyncError; the old logs are in force then.
+    Raise RefusedLog and its kinds, OSError, WalWriteError or WalSyncError; the old logs are in force then.
     """
     root = layout.wal_dir(data_dir)
     new_root = os.path.join(data_dir, layout.NEW_WAL_NAME)
@@ -252,7 +252,7 @@ class _Copy:
 
 
 def _old_logs(fs: FileSystem, root: str) -> list[_OldLog]:
-    """Return all logs below `root`, flat or sharded. Raises RefusedLog if one of a set is missing."""
+    """Return all logs below `root`, flat or sharded. Raise RefusedLog if one of a set is missing."""
     groups = layout.discover_groups(fs, root)
     found: list[_OldLog] = []
     for group in groups:

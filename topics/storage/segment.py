@@ -116,7 +116,7 @@ def holds_frame(header: bytes, length: int, seq: int) -> bool:
 
 
 def pread_fully(fs: FileSystem, path: str, fd: int, length: int, offset: int) -> bytes:
-    """Read exactly `length` bytes. Raises CorruptSegment if the file is shorter, OSError."""
+    """Read exactly `length` bytes. Raise CorruptSegment if the file is shorter, OSError."""
     found = fs.pread(fd, length, offset)
     if len(found) != length:
         raise CorruptSegment(path, offset + len(found), f"the file ends there, {length} bytes from {offset} on are due")
@@ -137,7 +137,7 @@ class CommittedFile:
     __slots__ = ("_fd", "_identity", "_len_bytes", "path")
 
     def __init__(self, path: str, len_bytes: int) -> None:
-        """Open the file. Raises OSError, and CorruptSegment if the file is shorter."""
+        """Open the file. Raise OSError, and CorruptSegment if the file is shorter."""
         self._fd = -1
         self.path = path
         self._len_bytes = len_bytes
@@ -160,7 +160,7 @@ class CommittedFile:
         return self._len_bytes
 
     def __getitem__(self, part: slice) -> bytes:
-        """Read a slice. Raises CorruptSegment if the file is shorter by now, or the disk fails."""
+        """Read a slice. Raise CorruptSegment if the file is shorter by now, or the disk fails."""
         start, end, _ = part.indices(self._len_bytes)
         found = self._pread(end - start, start) if start < end else b""
         while start + len(found) < end:  # one call gives 2 GiB at most
@@ -256,7 +256,7 @@ def first_at(idx: Content, count: int, ts: int) -> int:
 
 
 def extent(columns: Columns, data_bytes: int, idx_path: str, first_entry_at: int) -> tuple[list[int], int]:
-    """Return (the offset of each frame, the end of the last one). Raises CorruptSegment if the frames do not lie back
+    """Return (the offset of each frame, the end of the last one). Raise CorruptSegment if the frames do not lie back
     to back within `data_bytes`. `first_entry_at` is the offset of the first entry in the index.
     """
     framed = next((number for number, length in enumerate(columns.lengths) if length), None)
@@ -278,7 +278,7 @@ def extent(columns: Columns, data_bytes: int, idx_path: str, first_entry_at: int
 def check_frames(
     path: str, buffer: Content, base: int, first_seq: int, columns: Columns, starts: Sequence[int]
 ) -> list[int]:
-    """Check that live records have the frames that the index says, whole and unchanged. Raises CorruptSegment for
+    """Check that live records have the frames that the index says, whole and unchanged. Raise CorruptSegment for
     `path`. `starts` are the frames' places in `buffer`, which begins at `base` in the file.
 
     Return the seqs whose frames are marked deleted though their entries are not: the index is behind, or an older one.

@@ -55,7 +55,7 @@ _FRAME_LEN: Final = Struct("<I")
 
 
 def convert(buffer: Bytes | mmap.mmap, topic_id: int, entries: array[int], data_bytes: int) -> tuple[bytes, bytes]:
-    """Return (segment frames, to be written at `data_bytes`; their index entries) of log frames. Raises ValueError if
+    """Return (segment frames, to be written at `data_bytes`; their index entries) of log frames. Raise ValueError if
     the log has other frames than the entries say.
     """
     count = len(entries) // ENTRY_WORDS

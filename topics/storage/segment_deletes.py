@@ -52,8 +52,8 @@ def mark_deleted(
 ) -> OSError | CorruptSegment | None:
     """Mark committed records of one segment deleted, in the frames first, then in the index; may be repeated.
 
-    `seqs` ascend; deleted and lost ones are skipped. Returns the reason if not all frames could be marked: the index
-    has all of `seqs` nevertheless. Raises CorruptSegment and OSError if the index cannot be marked. Nothing is written
+    `seqs` ascend; deleted and lost ones are skipped. Return the reason if not all frames could be marked: the index
+    has all of `seqs` nevertheless. Raise CorruptSegment and OSError if the index cannot be marked. Nothing is written
     where the frame is not the expected one; `sync_segment` makes the marks durable.
     """
     if not seqs:
@@ -114,7 +114,7 @@ def _mark_window(fs: FileSystem, path: str, fd: int, frames: list[_Frame]) -> OS
 
 
 def _mark_together(fs: FileSystem, path: str, fd: int, frames: list[_Frame]) -> None:
-    """Mark all frames. Raises OSError or CorruptSegment; any of them may be marked then.
+    """Mark all frames. Raise OSError or CorruptSegment; any of them may be marked then.
 
     Marks within a page of each other are written with the bytes between them. These are committed, so nobody changes
     them, and no additional page is written.
@@ -154,7 +154,7 @@ def _mark_each(fs: FileSystem, path: str, fd: int, frames: list[_Frame]) -> OSEr
 
 
 def sync_segment(fs: FileSystem, directory: str, first_seq: int, version: int = 0, *, cold: bool = False) -> None:
-    """Put the marks of `mark_deleted` onto the disk; a missing file has none. Raises OSError."""
+    """Put the marks of `mark_deleted` onto the disk; a missing file has none. Raise OSError."""
     paths = [layout.segment_idx_path(directory, first_seq, version)]
     if not cold:
         paths.insert(0, layout.segment_data_path(directory, first_seq, version))

@@ -73,7 +73,7 @@ class SegmentReader:
 
     @classmethod
     def open(cls, directory: str, first_seq: int, records: int, data_bytes: int, version: int = 0) -> SegmentReader:
-        """Open a segment of so many committed records; its files may be unlinked afterwards. Raises FileNotFoundError,
+        """Open a segment of so many committed records; its files may be unlinked afterwards. Raise FileNotFoundError,
         OSError, and CorruptSegment if the files are shorter. Every method that reads raises CorruptSegment.
         """
         idx = CommittedFile(layout.segment_idx_path(directory, first_seq, version), records * ENTRY_LEN)
@@ -93,13 +93,13 @@ class SegmentReader:
         return entries_of_idx(self._idx[start : start + count * ENTRY_LEN], first_seq)
 
     def frame(self, seq: int) -> SegmentFrame | None:
-        """Return the record, fully checked; None if it has no frame. Raises CorruptSegment."""
+        """Return the record, fully checked; None if it has no frame. Raise CorruptSegment."""
         entry = self._entry(seq)
         return self._read(seq, *entry) if entry[1] else None
 
     def tagged(self, first_seq: int = 0, last_seq: int = 2**64) -> Iterator[tuple[int, bytes]]:
         """Yield (seq, tag) of every record of first_seq..last_seq that has both a tag and a frame, deleted or not.
-        Raises CorruptSegment if a frame is not the record's; nothing else of it is checked.
+        Raise CorruptSegment if a frame is not the record's; nothing else of it is checked.
         """
         first_seq = max(first_seq, self.first_seq)
         entries = self.entries(first_seq, min(last_seq, self.last_seq))

@@ -26,7 +26,7 @@ class SegmentStore(Protocol):
         """Make or replace the object. It is durable when this returns, and never there in part, even after a kill."""
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
-        """Read exactly `length` bytes. Raises EOFError if the object ends before."""
+        """Read exactly `length` bytes. Raise EOFError if the object ends before."""
 
     def delete(self, name: str) -> None:
         """Remove the object durably, if there is one."""

@@ -64,7 +64,7 @@ class SegmentWriter:
     def reopen(
         cls, fs: FileSystem, directory: str, first_seq: int, records: int, data_bytes: int, version: int = 0
     ) -> SegmentWriter:
-        """Open the segment as the last mark has it, cutting what is behind. Raises CorruptSegment if it is shorter."""
+        """Open the segment as the last mark has it, cutting what is behind. Raise CorruptSegment if it is shorter."""
         was_sealed = _unseal(fs, directory, first_seq, version)
         fds = _open_pair(fs, directory, first_seq, version, os.O_RDWR)
         try:
@@ -187,7 +187,7 @@ def _unseal(fs: FileSystem, directory: str, first_seq: int, version: int) -> boo
 
 
 def _check_end(fs: FileSystem, idx_path: str, idx_fd: int, records: int, data_bytes: int) -> None:
-    """Check that the last committed frame in the index ends where the mark says. Raises CorruptSegment."""
+    """Check that the last committed frame in the index ends where the mark says. Raise CorruptSegment."""
     end_of_idx = records * ENTRY_LEN
     while end_of_idx:
         start = max(0, end_of_idx - _CHUNK_RECORDS * ENTRY_LEN)

@@ -84,7 +84,7 @@ class Saved(NamedTuple):
 
 
 def save_snapshot(fs: FileSystem, data_dir: str, body: bytes) -> Saved:
-    """Make the next snapshot durably, then remove all but its fallback. Raises OSError: no former one is lost then."""
+    """Make the next snapshot durably, then remove all but its fallback. Raise OSError: no former one is lost then."""
     make_dirs(fs, layout.meta_dir(data_dir))
     numbers = layout.list_snapshots(fs, data_dir)
     number = numbers[-1] + 1 if numbers else 1
@@ -123,7 +123,7 @@ def load_body(
 ) -> LoadedBody | None:
     """Load the newest valid snapshot whose body goes with the logs that are here (see `reshard.py`), None without any.
 
-    Raises UnknownSnapshotVersion, OSError, and BadSnapshot (of the newest) if there are some and none can be used.
+    Raise UnknownSnapshotVersion, OSError, and BadSnapshot (of the newest) if there are some and none can be used.
     """
     skipped: list[BadSnapshot] = []
     for number in reversed(layout.list_snapshots(fs, data_dir)):
@@ -142,7 +142,7 @@ def load_body(
 
 
 def read_snapshot(fs: FileSystem, data_dir: str, number: int) -> bytes:
-    """Read the body of one snapshot. Raises BadSnapshot, UnknownSnapshotVersion, OSError."""
+    """Read the body of one snapshot. Raise BadSnapshot, UnknownSnapshotVersion, OSError."""
     path = layout.snapshot_path(data_dir, number)
     content = read_all(fs, path)
     if len(content) < HEADER_LEN:
@@ -170,7 +170,7 @@ class ShardPart(msgspec.Struct, frozen=True):
     state: msgspec.Raw
 
     def decoded(self) -> ShardState:
-        """Decode the state. Raises msgspec.DecodeError."""
+        """Decode the state. Raise msgspec.DecodeError."""
         return _decode_state(self.state)
 
 
@@ -205,14 +205,14 @@ def encode_parts(parts: Iterable[ShardPart]) -> bytes:
 
 
 def decode_parts(body: bytes) -> list[ShardPart]:
-    """Decode the body. Raises msgspec.DecodeError."""
+    """Decode the body. Raise msgspec.DecodeError."""
     return _decode_body(body).shards
 
 
 def load_snapshot(fs: FileSystem, data_dir: str) -> Snapshot | None:
     """Load the newest snapshot that goes with the logs that are here, None without any.
 
-    Raises RefusedLog if there are some and none can be used, UnknownSnapshotVersion, OSError.
+    Raise RefusedLog if there are some and none can be used, UnknownSnapshotVersion, OSError.
     """
     log_ids = present_log_ids(fs, data_dir)
 
@@ -251,7 +251,7 @@ def remove_useless(fs: FileSystem, data_dir: str, used: int) -> None:
 
 def redistributed(parts: list[ShardPart], logs: list[NewLog], owner: Callable[[str], int]) -> list[ShardPart]:
     """Return the parts of the new logs: each topic goes with its feeds into the part of the shard that owns its name
-    now, the routers themselves into that of shard 0. Raises msgspec.DecodeError.
+    now, the routers themselves into that of shard 0. Raise msgspec.DecodeError.
     """
     states = {log.shard: ShardState([], [], []) for log in logs}
     deleted_ids: set[int] = set()
@@ -275,7 +275,7 @@ def redistributed(parts: list[ShardPart], logs: list[NewLog], owner: Callable[[s
 def plan_move(fs: FileSystem, data_dir: str, owner: Callable[[str], int]) -> Move | None:
     """Plan the move of the snapshot to a new shard count, after `finish_swap`; None without a snapshot.
 
-    Raises RefusedLog, UnknownSnapshotVersion, OSError.
+    Raise RefusedLog, UnknownSnapshotVersion, OSError.
     """
     snapshot = load_snapshot(fs, data_dir)
     if snapshot is None:

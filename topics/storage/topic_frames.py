@@ -87,7 +87,7 @@ def append_frames(write: PendingWrite, laid_out: bytearray, *, created: bool) ->
 
 
 def check_header(content: Bytes, at: int, topic: Topic, seq: int, file_no: int, offset: int) -> tuple[int, int]:
-    """Return the lengths of node and tag of the frame at `at`, which is at `offset` of a log file. Raises OSError
+    """Return the lengths of node and tag of the frame at `at`, which is at `offset` of a log file. Raise OSError
     unless it is this record of the topic.
     """
     _, _, _, topic_id, found_seq, _, node_len, tag_len, _ = HEADER.unpack_from(content, at)

@@ -119,7 +119,7 @@ def encode_stage(topic: str, records: LaidOut) -> bytes:
 
 
 def decode_stage(content: bytes) -> Stage:
-    """Decode a whole file. Raises StageDamagedError."""
+    """Decode a whole file. Raise StageDamagedError."""
     view = memoryview(content)
     if len(content) < _STAGE_HEADER.size + _CHECKSUM.size:
         raise StageDamagedError(f"it has only {len(content)} bytes")
@@ -139,7 +139,7 @@ def decode_stage(content: bytes) -> Stage:
 
 
 def decode_stage_head(head: bytes) -> StageHead:
-    """Decode the first STAGE_HEAD_LEN bytes of the file; the checksum is not checked. Raises StageDamagedError."""
+    """Decode the first STAGE_HEAD_LEN bytes of the file; the checksum is not checked. Raise StageDamagedError."""
     if len(head) < _STAGE_HEADER.size:
         raise StageDamagedError(f"it has only {len(head)} bytes")
     magic, version, name_len, count, frames_len = _STAGE_HEADER.unpack_from(head)
@@ -205,7 +205,7 @@ def encode_sink(sink: Sink) -> bytes:
 
 
 def decode_sink_head(head: bytes) -> tuple[int, int]:
-    """Return (batch, pending_count) of the first SINK_HEAD_LEN bytes, unchecked. Raises SinkDamagedError."""
+    """Return (batch, pending_count) of the first SINK_HEAD_LEN bytes, unchecked. Raise SinkDamagedError."""
     if len(head) < _SINK_HEADER.size:
         raise SinkDamagedError(f"it has only {len(head)} bytes")
     magic, version, _zero, _body_len, batch, pending_count = _SINK_HEADER.unpack_from(head)
@@ -215,7 +215,7 @@ def decode_sink_head(head: bytes) -> tuple[int, int]:
 
 
 def read_sink_head(fs: FileSystem, directory: str, sink: str) -> tuple[int, int]:
-    """Return (batch, pending_count) of a sink; (0, 0) without a file. Raises OSError, SinkDamagedError."""
+    """Return (batch, pending_count) of a sink; (0, 0) without a file. Raise OSError, SinkDamagedError."""
     try:
         with opened(fs, os.path.join(directory, sink_name(sink)), os.O_RDONLY) as fd:
             return decode_sink_head(fs.pread(fd, SINK_HEAD_LEN, 0))
@@ -224,7 +224,7 @@ def read_sink_head(fs: FileSystem, directory: str, sink: str) -> tuple[int, int]
 
 
 def decode_sink(content: bytes) -> Sink:
-    """Decode a whole file. Raises SinkDamagedError."""
+    """Decode a whole file. Raise SinkDamagedError."""
     batch, pending_count = decode_sink_head(content)
     body_len = _SINK_HEADER.unpack_from(content)[3]
     if defect := _defect(content, _SINK_HEADER.size + body_len + _CHECKSUM.size):

@@ -66,7 +66,7 @@ class RoutedCopies:
 
 def check_upgrade(data_dir: str, accept_data_loss: bool, progress: Callable[[float], None]) -> None:
     """Check the logs and change nothing; `progress` gets the share that is done, 0 to 1. No change of the shard count
-    may be under way. Raises RefusedLog if this release must not use the data, UnknownSnapshotVersion, OSError.
+    may be under way. Raise RefusedLog if this release must not use the data, UnknownSnapshotVersion, OSError.
     """
     fs = ReadOnlyFileSystem()
     copies = RoutedCopies()

@@ -56,7 +56,7 @@ class NotADataDir(Exception):  # noqa: N818 — named for what it is
 
 def verify(data_dir: str, progress: Callable[[float], None], cold_dir: str | None = None) -> Report:
     """Check a data directory; `progress` gets the share that is done, 0 to 1. Without `cold_dir`, where the data of
-    cold segments are, these are not checked, and a note says so. Raises DataDirLocked if a service runs, NotADataDir.
+    cold segments are, these are not checked, and a note says so. Raise DataDirLocked if a service runs, NotADataDir.
     """
     if not any(map(os.path.isdir, (layout.wal_dir(data_dir), layout.topics_dir(data_dir), layout.meta_dir(data_dir)))):
         raise NotADataDir(f"{data_dir} is not a data directory: it holds neither logs nor segments nor snapshots")

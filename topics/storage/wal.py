@@ -174,7 +174,7 @@ class WalWriter:
         helper: Executor | None = None,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
-        """Go on at the `end` that recovery found; None starts a new log. Raises WalWriteError if the file cannot be
+        """Go on at the `end` that recovery found; None starts a new log. Raise WalWriteError if the file cannot be
         made or opened.
 
         `helper` (one thread is enough) makes the next file before it is needed; without it the commit that needs the
@@ -266,7 +266,7 @@ class WalWriter:
 
     def commit(self, plan: GroupPlan, buffers: Sequence[Bytes], sync: bool, frames: int = 0) -> CommitTimes:
         """Write the planned group, all of it or nothing; with `sync` it is on the disk when this returns. `buffers` are
-        the writes' bytes in order, in any number of pieces. Raises WalWriteError or WalSyncError.
+        the writes' bytes in order, in any number of pieces. Raise WalWriteError or WalSyncError.
         """
         if self.read_only is not None:
             raise WalWriteError(f"the log is read-only: {self.read_only}")
@@ -318,7 +318,7 @@ class WalWriter:
     def drop_files_below(self, file_no: int) -> int:
         """Remove the files below `file_no` that are finished, and return their number. Nothing in them may be needed.
 
-        They go in ascending order, so that the rest has no hole. Raises OSError: then some may be left, and the next
+        They go in ascending order, so that the rest has no hole. Raise OSError: then some may be left, and the next
         call removes them.
         """
         # A spare that is being made has a higher number than any of them.

@@ -30,7 +30,7 @@ StatVfs = Callable[[str], os.statvfs_result]
 
 
 def shared_memory_shortage(settings: Settings, statvfs: StatVfs = os.statvfs) -> str | None:
-    """Returns why /dev/shm is too small for these settings, None when it is large enough."""
+    """Return why /dev/shm is too small for these settings, None when it is large enough."""
     needed = SharedMemory.needed_bytes(settings.wal_shards, settings.frontends, settings.ring_bytes)
     figures = statvfs(SHM_ROOT)
     free = figures.f_bavail * figures.f_frsize
@@ -45,7 +45,7 @@ def shared_memory_shortage(settings: Settings, statvfs: StatVfs = os.statvfs) ->
 
 
 def open_files_shortage(most: int) -> str | None:
-    """Returns why `most` open files are too few, None when they are enough."""
+    """Return why `most` open files are too few, None when they are enough."""
     if most == resource.RLIM_INFINITY or most >= OPEN_FILES_MIN:
         return None
     return (
@@ -54,7 +54,7 @@ def open_files_shortage(most: int) -> str | None:
 
 
 def file_size_shortage(settings: Settings, most: int) -> str | None:
-    """Returns why files of at most `most` bytes are too small for these settings, None when they are large enough."""
+    """Return why files of at most `most` bytes are too small for these settings, None when they are large enough."""
     needed = max(
         SharedMemory.needed_bytes(settings.wal_shards, settings.frontends, settings.ring_bytes),
         settings.wal_file_bytes,
@@ -69,7 +69,7 @@ def file_size_shortage(settings: Settings, most: int) -> str | None:
 
 
 def raise_limit(limit: int) -> int:
-    """Raises a limit of this process and its children (resource.RLIMIT_…) to the highest allowed; returns it."""
+    """Raise a limit of this process and its children (resource.RLIMIT_…) to the highest allowed; return it."""
     _, most = resource.getrlimit(limit)
     resource.setrlimit(limit, (most, most))
     return most
@@ -89,7 +89,7 @@ class CheckFinding(NamedTuple):
 
 
 def check(settings: Settings, statvfs: StatVfs = os.statvfs) -> list[CheckFinding]:
-    """Checks the data directory, its lock and format, the cold directory if one is set, shared memory, address, limits.
+    """Check the data directory, its lock and format, the cold directory if one is set, shared memory, address, limits.
 
     The service starts with a bad cold directory all the same: only reads of records in it fail, and no segments go
     there meanwhile.
@@ -110,7 +110,7 @@ def check(settings: Settings, statvfs: StatVfs = os.statvfs) -> list[CheckFindin
 
 
 def _dir_problem(path: str, variable: str) -> str | None:
-    """Returns why the directory cannot be created or written. Creates nothing."""
+    """Return why the directory cannot be created or written. Creates nothing."""
     existing = _existing(path)
     if not os.path.isdir(existing):
         return f"{existing} is not a directory; choose another {variable}"
@@ -120,14 +120,14 @@ def _dir_problem(path: str, variable: str) -> str | None:
 
 
 def _existing(path: str) -> str:
-    """Returns the path itself, or the nearest directory above it that exists."""
+    """Return the path itself, or the nearest directory above it that exists."""
     while not os.path.lexists(path):
         path = os.path.dirname(path)
     return path
 
 
 def _cold_dir_finding(cold_dir: str, data_dir: str) -> CheckFinding:
-    """Checks a cold directory. Its disk may hang, so a thread does it, with a time-out."""
+    """Check a cold directory. Its disk may hang, so a thread does it, with a time-out."""
     found: list[CheckFinding] = []
 
     def check_directory() -> None:
@@ -157,7 +157,7 @@ def _same_dir_problem(cold_dir: str, data_dir: str) -> str | None:
 
 
 def _missing_segments(cold_dir: str, data_dir: str) -> str | None:
-    """Returns a problem if the directory is empty, but a topic has segments in it: an index without data here."""
+    """Return a problem if the directory is empty, but a topic has segments in it: an index without data here."""
     with suppress(OSError):
         if any(os.scandir(layout.topics_dir(cold_dir))):
             return None
@@ -178,7 +178,7 @@ def _lock_problem(data_dir: str) -> str | None:
 
 
 def _format_problem(data_dir: str) -> str | None:
-    """Returns why this release must not use the data. None when it may; also while a service holds the lock."""
+    """Return why this release must not use the data. None when it may; also while a service holds the lock."""
     try:
         with suppress(DataDirLocked), inspecting(data_dir):
             # Without `wal` the data are new, or the release that wrote them has to start once more.

@@ -59,7 +59,7 @@ class RestartDelay:
         self._deaths = 0
 
     def delay_ms(self, lived_ms: int) -> int:
-        """Returns the pause after a life of `lived_ms`. Called once for each death."""
+        """Return the pause after a life of `lived_ms`. Called once for each death."""
         if lived_ms >= STABLE_AFTER_MS:
             self._deaths = 0
         deaths, self._deaths = self._deaths, self._deaths + 1
@@ -89,7 +89,7 @@ class Child:
         self._restart_delay = RestartDelay()
 
     def start(self) -> None:
-        """Forks the process. A fork that fails counts as a life of 0 ms."""
+        """Fork the process. A fork that fails counts as a life of 0 ms."""
         self._incarnation += 1
         incarnation = self._incarnation
         self._started_ms = self._clock.monotonic_ms()
@@ -107,7 +107,7 @@ class Child:
         _logger.info("process started", process=self.name, index=self.index, pid=self.pid, incarnation=incarnation)
 
     def died(self, exit_code: int) -> None:
-        """Notes that the process ended unasked (it has been waited for), and when to start it again."""
+        """Note that the process ended unasked (it has been waited for), and when to start it again."""
         now_ms = self._clock.monotonic_ms()
         lived_ms = now_ms - self._started_ms
         delay_ms = self._restart_delay.delay_ms(lived_ms)
@@ -124,19 +124,19 @@ class Child:
         self.due_ms = now_ms + delay_ms
 
     def stopped(self, exit_code: int) -> None:
-        """Notes that the process ended for good (it has been waited for)."""
+        """Note that the process ended for good (it has been waited for)."""
         _logger.info("process stopped", process=self.name, index=self.index, pid=self.pid, exit=show_exit(exit_code))
         self._end_life(ProcessState.STOPPED, exit_code)
         self.wanted = False
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Asks the process to end; it is not started again."""
+        """Ask the process to end; it is not started again."""
         self.wanted = False
         self.due_ms = None
         self.send(number)
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal, if the process runs."""
+        """Send a signal, if the process runs."""
         if self.pid is not None:
             os.kill(self.pid, number)  # it has not been waited for, so the pid is still its own
 
@@ -151,13 +151,13 @@ class Child:
 
 
 def exit_code_of(wait_status: int) -> int:
-    """Returns the exit code, for a signal 128 + its number, as shells do."""
+    """Return the exit code, for a signal 128 + its number, as shells do."""
     code = os.waitstatus_to_exitcode(wait_status)
     return code if code >= 0 else 128 - code
 
 
 def show_exit(exit_code: int) -> str:
-    """Returns `SIGKILL` for 137, `refused (78)` for EXIT_REFUSED, else the number."""
+    """Return `SIGKILL` for 137, `refused (78)` for EXIT_REFUSED, else the number."""
     if exit_code == EXIT_REFUSED:
         return f"refused ({EXIT_REFUSED})"
     with contextlib.suppress(ValueError):
@@ -166,7 +166,7 @@ def show_exit(exit_code: int) -> str:
 
 
 def fork(name: str, index: int, main: Callable[[], int]) -> int:
-    """Runs `main` in a child, which exits with its result. Returns the child's pid; never returns in the child.
+    """Run `main` in a child, which exits with its result. Return the child's pid; never returns in the child.
 
     The caller has blocked its signals, so none can reach the child before it is set up.
     """
@@ -191,7 +191,7 @@ def fork(name: str, index: int, main: Callable[[], int]) -> int:
 
 
 def _set_up(name: str, index: int, parent_pid: int) -> bool:
-    """Makes this process a child of the supervisor. False when that has ended meanwhile."""
+    """Make this process a child of the supervisor. False when that has ended meanwhile."""
     log.identify(name, index)
     _libc.prctl(_PR_SET_NAME, f"{name}-{index}".encode(), 0, 0, 0)
     # When the supervisor dies, nothing restarts a child any more: it gets SIGTERM, drains and ends.

@@ -69,7 +69,7 @@ _STOP_CODES = """exit codes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; returns its exit code."""
+    """Run one subcommand; return its exit code."""
     options = _parser().parse_args(arguments)
     flags = {name: value for name in (*VARIABLES, *COMMAND_LINE_ONLY) if (value := getattr(options, name, None))}
     try:
@@ -98,7 +98,7 @@ def _run(settings: Settings, options: argparse.Namespace) -> int:
 
 
 def _child_mains() -> ChildMains:
-    """Imports the mains of the real service; only here, for `status` and `stop` must not wait for a web framework."""
+    """Import the mains of the real service; only here, for `status` and `stop` must not wait for a web framework."""
     from topics.compactor.main import run as run_compactor
     from topics.frontend.main import run as run_frontend
     from topics.supervisor import resharding
@@ -137,7 +137,7 @@ def _status(settings: Settings, options: argparse.Namespace) -> int:
 
 
 def _watch(reader: StatusReader, options: argparse.Namespace) -> int:
-    """Prints the status every second until a signal comes, which never interrupts a line."""
+    """Print the status every second until a signal comes, which never interrupts a line."""
     with Signals() as signals:
         while True:
             try:
@@ -194,13 +194,13 @@ class RunningSupervisor(NamedTuple):
     process_fd: int
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal. PermissionError when it is another user's, ProcessLookupError when it has ended."""
+        """Send a signal. PermissionError when it is another user's, ProcessLookupError when it has ended."""
         signal.pidfd_send_signal(self.process_fd, number)
 
 
 @contextmanager
 def running_supervisor(data_dir: str) -> Iterator[RunningSupervisor | None]:
-    """Finds the supervisor that holds the lock of `data_dir`; None when nothing runs."""
+    """Find the supervisor that holds the lock of `data_dir`; None when nothing runs."""
     pid = holder_pid(data_dir)
     try:
         process_fd = None if pid is None else os.pidfd_open(pid)
@@ -216,9 +216,9 @@ def running_supervisor(data_dir: str) -> Iterator[RunningSupervisor | None]:
 
 
 def stop(data_dir: str, timeout_ms: int) -> int | None:
-    """Sends SIGTERM to the data directory's service and waits for its end.
+    """Send SIGTERM to the data directory's service and wait for its end.
 
-    Returns the pid that has ended, None when nothing ran. Raises TimeoutError when it still runs after `timeout_ms`
+    Returns the pid that has ended, None when nothing ran. Raise TimeoutError when it still runs after `timeout_ms`
     and PermissionError when it belongs to another user.
     """
     with running_supervisor(data_dir) as service:
@@ -240,9 +240,9 @@ class ReloadRefused(Exception):  # noqa: N818 — named for what it is
 
 
 def reload(data_dir: str, timeout_ms: int) -> int | None:
-    """Sends SIGHUP to the data directory's service and waits until every frontend uses the new keys.
+    """Send SIGHUP to the data directory's service and wait until every frontend uses the new keys.
 
-    Returns the service's pid, None when nothing ran. Raises ReloadRefused; TimeoutError when a frontend still uses the
+    Returns the service's pid, None when nothing ran. Raise ReloadRefused; TimeoutError when a frontend still uses the
     former keys after `timeout_ms`; PermissionError when the service belongs to another user; OSError or ValueError when
     its control page cannot be read.
     """
@@ -309,7 +309,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_settings(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Adds a flag for each setting; its help names the variable and the default. `load` checks the values."""
+    """Add a flag for each setting; its help names the variable and the default. `load` checks the values."""
     defaults = {field.name: field.default for field in msgspec.structs.fields(Settings)}
     for name in names:
         if name in SECRET:

@@ -27,9 +27,9 @@ class AddressError(Exception):
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Returns a listening socket for each address that `host` resolves to, all on one port (0 = a free one).
+    """Return a listening socket for each address that `host` resolves to, all on one port (0 = a free one).
 
-    Raises AddressError, leaving nothing open.
+    Raise AddressError, leaving nothing open.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -54,7 +54,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 
 def listen_for(host: str, port: int, processes: int) -> list[list[socket.socket]]:
-    """Listens as `listen`, with sockets of its own for each process.
+    """Listen as `listen`, with sockets of its own for each process.
 
     Sockets with SO_REUSEPORT would share their port with a second service, too. So a socket without it checks first
     that the port is free.
@@ -87,7 +87,7 @@ def _address_error(host: str, port: int, error: OSError) -> AddressError:
 
 
 def close_all(listeners: list[socket.socket]) -> None:
-    """Closes these sockets."""
+    """Close these sockets."""
     for listener in listeners:
         listener.close()
 
@@ -98,12 +98,12 @@ def port_of(listeners: list[socket.socket]) -> int:
 
 
 def show(host: str, port: int) -> str:
-    """Returns `host:port`, with brackets around an IPv6 address."""
+    """Return `host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def write_port_file(path: str, address: str) -> None:
-    """Writes the address to the file, atomically: a reader finds all of it or no file. Raises AddressError."""
+    """Write the address to the file, atomically: a reader finds all of it or no file. Raise AddressError."""
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
         with open(temporary, "w", encoding="ascii") as file:

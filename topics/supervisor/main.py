@@ -46,9 +46,9 @@ class StartError(Exception):
 def serve(
     settings: Settings, mains: ChildMains, notify: Notify, *, statvfs: StatVfs = os.statvfs, clock: Clock | None = None
 ) -> int:
-    """Runs the service until it is stopped; returns its exit code.
+    """Run the service until it is stopped; return its exit code.
 
-    Raises SettingsError when the keys file cannot be used, StartError for every other obstacle; nothing is left behind.
+    Raise SettingsError when the keys file cannot be used, StartError for every other obstacle; nothing is left behind.
     """
     keys = read_keys(settings)
     clock = clock or SystemClock()
@@ -103,7 +103,7 @@ def serve(
 
 @contextmanager
 def _refused(what: str | None = None) -> Iterator[None]:
-    """Turns errors that refuse a start into StartErrors. `what` begins the message of an OSError; None: it is none."""
+    """Turn errors that refuse a start into StartErrors. `what` begins the message of an OSError; None: it is none."""
     try:
         yield
     except (DataDirLocked, DataDirNotWritable, AddressError) as refusal:
@@ -126,7 +126,7 @@ def _log_authentication(settings: Settings, keys: KeyRing) -> None:
 
 
 def _acquire(settings: Settings, signals: Signals, clock: Clock) -> DataDirLock | None:
-    """Returns the lock, None when told to stop while waiting for it.
+    """Return the lock, None when told to stop while waiting for it.
 
     It waits only for the children of a killed supervisor: they hold its lock until the last of them has drained, so no
     file ever has two writers.
@@ -149,7 +149,7 @@ def _acquire(settings: Settings, signals: Signals, clock: Clock) -> DataDirLock 
 
 
 def _share(settings: Settings, statvfs: StatVfs) -> SharedMemory:
-    """Creates the shared memory. Removes that of a killed service first: the holder of the lock owns the names."""
+    """Create the shared memory. Removes that of a killed service first: the holder of the lock owns the names."""
     identity = shm_names.identity(settings.data_dir)
     if stale := shm_names.unlink_all(identity):
         _logger.warning("removed shared memory of a service that was killed", objects=stale)
@@ -160,7 +160,7 @@ def _share(settings: Settings, statvfs: StatVfs) -> SharedMemory:
 
 
 def _trusted_offset_ms(settings: Settings, clock: Clock) -> int | None:
-    """Returns wall minus monotonic time as the previous service trusted it; None: trust the clock."""
+    """Return wall minus monotonic time as the previous service trusted it; None: trust the clock."""
     try:
         last = read_clock(OsFileSystem(), settings.data_dir)
     except (OSError, ValueError) as error:

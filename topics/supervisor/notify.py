@@ -42,12 +42,12 @@ class Announcements:
         self._progress = -1
 
     def stopping(self) -> list[str]:
-        """Returns the lines for the begin of a drain. From then on `lines` returns nothing but watchdog messages."""
+        """Return the lines for the begin of a drain. From then on `lines` returns nothing but watchdog messages."""
         self._draining = True
         return ["STOPPING=1", "STATUS=stopping: finishing the requests in flight"]
 
     def lines(self, page: ControlPage, now_ms: int) -> list[str]:
-        """Returns lines for the changes since the last call. `now_ms` is wall-clock time, like heartbeats."""
+        """Return lines for the changes since the last call. `now_ms` is wall-clock time, like heartbeats."""
         states = {key: _state(cell) for key, cell in page.cells().items()}
         lines = []
         if self._watched and not _hanging(page, states, now_ms):
@@ -85,7 +85,7 @@ class Notify:
 
     @classmethod
     def of(cls, environ: MutableMapping[str, str], clock: Clock) -> Notify:
-        """Creates it from the environment, and removes the manager's variables from there: children must not notify."""
+        """Create it from the environment, and remove the manager's variables from there: children must not notify."""
         address = environ.pop("NOTIFY_SOCKET", None)
         watchdog_us, watched_pid = environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", "")
         watchdog_ms = None
@@ -94,7 +94,7 @@ class Notify:
         return cls(address, watchdog_ms, clock)
 
     def tell(self, page: ControlPage) -> None:
-        """Sends the lines that are due."""
+        """Send the lines that are due."""
         now_ms = self._clock.monotonic_ms()
         if self.due_ms is None or now_ms < self.due_ms:
             return
@@ -104,7 +104,7 @@ class Notify:
             self._send(lines)
 
     def stopping(self) -> None:
-        """Says that the service drains."""
+        """Say that the service drains."""
         if self.due_ms is not None:
             self._send(self._announcements.stopping())
 
@@ -126,7 +126,7 @@ class Notify:
 
 
 def _state(cell: ProcessCell) -> ProcessState:
-    """Returns a process's state. What it wrote itself counts only if its present life wrote it."""
+    """Return a process's state. What it wrote itself counts only if its present life wrote it."""
     pid = cell.supervisor.get("pid")
     if not pid:
         return ProcessState(cell.supervisor.get("state"))
@@ -135,7 +135,7 @@ def _state(cell: ProcessCell) -> ProcessState:
 
 
 def _progress(page: ControlPage, states: dict[tuple[Role, int], ProcessState]) -> int:
-    """Returns a number that changes whenever the start makes progress."""
+    """Return a number that changes whenever the start makes progress."""
     ready = sum(state is ProcessState.READY for state in states.values())
     replayed = sum(page.cell(role, index).get("progress_ppm") for role, index in states if role is Role.WALSHARD)
     return ready * 10**9 + replayed + page.header.get("reshard_ppm")

@@ -29,7 +29,7 @@ def is_needed(settings: Settings) -> bool:
 
 
 def run(settings: Settings, shared: SharedMemory) -> int:
-    """Runs the process, which may be killed and repeated. EXIT_REFUSED when a log must not be used as it is."""
+    """Run the process, which may be killed and repeated. EXIT_REFUSED when a log must not be used as it is."""
     header = shared.control.header
 
     def progress(share: float) -> None:

@@ -134,7 +134,7 @@ class StatusReader:
         self._requests: dict[int, tuple[int, int]] = {}
 
     def read(self) -> Status:
-        """Returns the status now. OSError or ValueError when it cannot be read (no access, another version)."""
+        """Return the status now. OSError or ValueError when it cannot be read (no access, another version)."""
         pid = holder_pid(self._data_dir)
         if pid is None:
             return Status(state="stopped", data_dir=self._data_dir)
@@ -144,7 +144,7 @@ class StatusReader:
         return self._describe(pid, page)
 
     def _attach(self) -> ControlPage | None:
-        """Returns the control page of the running service, None when it has not made one yet."""
+        """Return the control page of the running service, None when it has not made one yet."""
         name = shm_names.shm_name(shm_names.identity(self._data_dir), "control")
         try:
             inode = os.stat(shm_names.SHM_ROOT + name).st_ino
@@ -198,12 +198,12 @@ class StatusReader:
 
 
 def _figures(cell: dict[str, int], fields: str) -> dict[str, int]:
-    """Returns figures that have the same names in the control page and in the status."""
+    """Return figures that have the same names in the control page and in the status."""
     return {field: cell[field] for field in fields.split()}
 
 
 def _usage(pid: int) -> SupervisorStatus | None:
-    """Returns the CPU time and memory of a process, None when it has ended."""
+    """Return the CPU time and memory of a process, None when it has ended."""
     try:
         process = psutil.Process(pid)
         with process.oneshot():
@@ -270,7 +270,7 @@ def _shard(page: ControlPage, index: int, state: str) -> ShardStatus:
 
 
 def _overall(alive: bool, announced: ProcessState, processes: list[ProcessStatus], shards: list[ShardStatus]) -> str:
-    """Returns the state of the whole service: the worst that holds."""
+    """Return the state of the whole service: the worst that holds."""
     if not alive or announced in (ProcessState.DRAINING, ProcessState.STOPPED):
         return "draining"
     states = {process.state for process in processes}
@@ -283,7 +283,7 @@ def _overall(alive: bool, announced: ProcessState, processes: list[ProcessStatus
 
 
 def _listen_address(pid: int, port: int) -> str | None:
-    """Returns the address on which the supervisor listens now, None once it has closed its sockets."""
+    """Return the address on which the supervisor listens now, None once it has closed its sockets."""
     try:
         connections = psutil.Process(pid).net_connections(kind="tcp")
     except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -295,7 +295,7 @@ def _listen_address(pid: int, port: int) -> str | None:
 
 
 def _shared_memory_bytes(identity: str) -> int:
-    """Returns the bytes of /dev/shm that the service takes, files of ephemeral topics included."""
+    """Return the bytes of /dev/shm that the service takes, files of ephemeral topics included."""
     total = 0
     for name in shm_names.objects(identity):
         path = os.path.join(shm_names.SHM_ROOT, name)
@@ -313,7 +313,7 @@ def _allocated_bytes(path: str) -> int:
 
 
 def render(status: Status) -> str:
-    """Returns the status as text. The first line sums it up; a table follows for each kind of process."""
+    """Return the status as text. The first line sums it up; a table follows for each kind of process."""
     if status.pid is None:
         return f"topics  {status.state}  {status.data_dir}\n"
     compactors = [] if status.compactor is None else [status.compactor]
@@ -412,7 +412,7 @@ def _frontend_row(frontend: FrontendStatus) -> _Row:
 
 
 def _table(heads: str, rows: list[_Row]) -> str:
-    """Returns a table with its first column aligned left and the others right; nothing without rows."""
+    """Return a table with its first column aligned left and the others right; nothing without rows."""
     if not rows:
         return ""
     lines = [[head.replace("_", " ").upper() for head in heads.split()]]
@@ -426,7 +426,7 @@ def _table(heads: str, rows: list[_Row]) -> str:
 
 
 def _duration(ms: int | None) -> str | None:
-    """Returns `850 ms`, `12 s`, `3 min 5 s`, `2 h 10 min`, `4 d 3 h`."""
+    """Return `850 ms`, `12 s`, `3 min 5 s`, `2 h 10 min`, `4 d 3 h`."""
     if ms is None:
         return None
     if ms < 1000:

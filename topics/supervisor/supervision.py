@@ -43,7 +43,7 @@ class Signals:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
 
     def wait(self, timeout_ms: int | None) -> signal.Signals | None:
-        """Returns the next signal, None after the time-out. Without a time-out it waits for ever."""
+        """Return the next signal, None after the time-out. Without a time-out it waits for ever."""
         if timeout_ms is None:
             return signal.Signals(signal.sigwaitinfo(_WATCHED).si_signo)
         info = signal.sigtimedwait(_WATCHED, max(0, timeout_ms) / 1000)
@@ -102,7 +102,7 @@ class Supervisor:
         self._stop_began_ms = 0
 
     def run(self, *, reshard: bool) -> int:
-        """Runs until no child is left; returns the service's exit code. `reshard`: prepare the logs first."""
+        """Run until no child is left; return the service's exit code. `reshard`: prepare the logs first."""
         try:
             self._start(reshard)
             while not self._stopped():
@@ -161,7 +161,7 @@ class Supervisor:
         return [*self._frontends, *self._shards, self._compactor, *([self._reshard] if self._reshard else [])]
 
     def _timeout_ms(self) -> int | None:
-        """Returns the time until the next deadline; None without one: then only a signal can bring work."""
+        """Return the time until the next deadline; None without one: then only a signal can bring work."""
         moments = [child.due_ms for child in self._children() if child.due_ms is not None]
         if self._stopping:
             moments.append(self._stopping[0][1])
@@ -182,7 +182,7 @@ class Supervisor:
             self._kill_all()
 
     def _reload(self) -> None:
-        """Reads the keys again and has the frontends do so. Keys that cannot be used change nothing."""
+        """Read the keys again and have the frontends do so. Keys that cannot be used change nothing."""
         serial = self._keys.serial + 1
         try:
             self._keys = read_keys(self._settings, serial)
@@ -196,7 +196,7 @@ class Supervisor:
         self._header.add("reloads")
 
     def _reap(self) -> None:
-        """Reaps every child that has ended; one SIGCHLD may stand for many."""
+        """Reap every child that has ended; one SIGCHLD may stand for many."""
         running = {child.pid: child for child in self._children() if child.pid is not None}
         while running:
             pid, wait_status = os.waitpid(-1, os.WNOHANG)
@@ -233,7 +233,7 @@ class Supervisor:
     # -- stopping
 
     def _stop(self, exit_code: int, reason: str) -> None:
-        """Begins to drain: frontends first, then the compactor, because both need the shards until their end."""
+        """Begin to drain: frontends first, then the compactor, because both need the shards until their end."""
         self._exit_code = self._exit_code or exit_code
         if self._stopping is not None:
             return
@@ -265,7 +265,7 @@ class Supervisor:
             self._signalled = False
 
     def _force(self, group: list[Child]) -> None:
-        """Kills the children that did not stop in time, and waits for them: SIGKILL cannot be ignored."""
+        """Kill the children that did not stop in time, and wait for them: SIGKILL cannot be ignored."""
         for child in group:
             if child.pid is not None:
                 _logger.error("process did not stop in time, killing it", process=child.name, index=child.index)

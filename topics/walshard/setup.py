@@ -80,7 +80,7 @@ def set_up(
 ) -> Parts:
     """Return the shard as its files say, its arena built and current.
 
-    Raises RefusedLog or FoldError when the log must not be used as it is.
+    Raise RefusedLog or FoldError when the log must not be used as it is.
     """
     started_ms = clock.monotonic_ms()
     generation = cell.get("generation") + 1

@@ -47,7 +47,7 @@ class KeyLimits:
         }
 
     def acquire(self, key: ApiKey, what: Counted) -> None:
-        """Count one more. Raises `429 throttled` at the limit."""
+        """Count one more. Raise `429 throttled` at the limit."""
         most = self._most[what]
         if most and key.digest and not self._counts.claim(key.digest, what, most):
             limit = _LIMIT_NAMES[what]
@@ -92,7 +92,7 @@ class Access:
         self._on_change.append(listener)
 
     def authenticate(self, scope: Scope, *, token: bool = False) -> ApiKey:
-        """Return the request's key; `token` accepts it as `?token=`, too. Raises `401 unauthorized`."""
+        """Return the request's key; `token` accepts it as `?token=`, too. Raise `401 unauthorized`."""
         keys = self._ring
         if not keys.keys:
             return ANYONE
@@ -109,7 +109,7 @@ class Access:
     def admit(self, scope: Scope, needed: KeyScope, names: Iterable[str] = ()) -> None:
         """Check that the request's key has these scopes and covers these names, and count the request.
 
-        `caller_of` then returns the key. Raises `401 unauthorized`, `403 forbidden` or `429 throttled`.
+        `caller_of` then returns the key. Raise `401 unauthorized`, `403 forbidden` or `429 throttled`.
         """
         key = self.authenticate(scope)
         key.require(needed, names)

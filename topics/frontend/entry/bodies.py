@@ -49,7 +49,7 @@ class ClientGoneError(Exception):
 async def read_body(receive: Receive, headers: Headers, max_bytes: int) -> bytes:
     """Return the unpacked body, which is JSON by its content type unless it is empty (api §0.2).
 
-    A body longer than COUNTED_FROM_BYTES counts until the current task ends. Raises `payload_too_large`, `throttled`,
+    A body longer than COUNTED_FROM_BYTES counts until the current task ends. Raise `payload_too_large`, `throttled`,
     `unsupported_media_type`, `invalid_request`; ClientGoneError.
     """
     message = await receive()
@@ -86,7 +86,7 @@ def allow_bodies_of(max_body_bytes: int) -> None:
 
 
 async def reserve(budget: Budget, size_bytes: int) -> None:
-    """Count `size_bytes` more until the current task ends. Raises `throttled` if no room comes free in time."""
+    """Count `size_bytes` more until the current task ends. Raise `throttled` if no room comes free in time."""
     task = asyncio.current_task()
     assert task is not None
     if task not in _reservations:
@@ -207,7 +207,7 @@ async def _unpack(body: bytes, encoding: bytes, max_bytes: int) -> bytes:
 def unzip(body: bytes, max_bytes: int, stated_bytes: int | None = None) -> bytes:
     """Unpack one gzip member of at most `max_bytes`, and at most `stated_bytes` if given.
 
-    Never unpacks more than one byte beyond that. Raises `payload_too_large` or `invalid_request`.
+    Never unpack more than one byte beyond that. Raise `payload_too_large` or `invalid_request`.
     """
     unpacker = zlib.decompressobj(_GZIP_WBITS)
     most = max_bytes if stated_bytes is None else min(max_bytes, stated_bytes)

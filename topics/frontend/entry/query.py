@@ -21,7 +21,7 @@ _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def flag(query: QueryParams, name: str, default: bool) -> bool:
-    """Return `?name=true|false` (or 1, 0); the first one counts. Raises `400 invalid_request`."""
+    """Return `?name=true|false` (or 1, 0); the first one counts. Raise `400 invalid_request`."""
     values = query.getlist(name)
     if not values:
         return default
@@ -32,7 +32,7 @@ def flag(query: QueryParams, name: str, default: bool) -> bool:
 
 
 def count(query: QueryParams, name: str, default: int) -> int:
-    """Return `?name=<u64>`; the first one counts. Raises `400 invalid_request`."""
+    """Return `?name=<u64>`; the first one counts. Raise `400 invalid_request`."""
     values = query.getlist(name)
     if not values:
         return default
@@ -54,7 +54,7 @@ def name_cursor(name: str) -> str:
 
 
 def name_after(cursor: str | None, check_name: Callable[[str], str]) -> str:
-    """Return the name in a list cursor, "" without a cursor. Raises `400` for one that `name_cursor` did not make."""
+    """Return the name in a list cursor, "" without a cursor. Raise `400` for one that `name_cursor` did not make."""
     if cursor is None:
         return ""
     try:

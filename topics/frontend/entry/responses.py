@@ -44,7 +44,7 @@ def room_of(scope: Scope) -> Reservation | None:
 
 
 async def reserve_room(scope: Scope, most_bytes: int) -> None:
-    """Wait until an answer of at most `most_bytes` may be made. Raises ConnectionResetError if the client is gone.
+    """Wait until an answer of at most `most_bytes` may be made. Raise ConnectionResetError if the client is gone.
 
     A page is in memory once it is made. So a handler of long answers reserves room first, and over HTTP/2 waits here
     while the client does not read its earlier answers (`limits.CONNECTION_ANSWERS`).

@@ -40,7 +40,7 @@ def has_job_attributes(record: RecordBody) -> bool:
 
 
 def decode(json_decoder: msgspec.json.Decoder[BodyT], body: bytes) -> BodyT:
-    """Return the decoded body. Raises `400` with the position where it is not JSON, or the field that is wrong."""
+    """Return the decoded body. Raise `400` with the position where it is not JSON, or the field that is wrong."""
     value: BodyT = decode_any(json_decoder, body)
     return value
 

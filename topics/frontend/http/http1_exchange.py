@@ -240,7 +240,7 @@ class Exchange:
     # The answer, from the app to the connection.
 
     async def send(self, message: Message) -> None:
-        """ASGI send. Waits while the client reads too slowly. Raises ConnectionResetError when it is gone."""
+        """ASGI send. Waits while the client reads too slowly. Raise ConnectionResetError when it is gone."""
         kind = message["type"]
         self._check_client()
         if kind == "http.response.start":
@@ -265,7 +265,7 @@ class Exchange:
         """Send the whole body, and return when the kernel has all of it (`asgi.DELIVER`).
 
         The answer must have a content-length, so that the end of its body is no bytes. No other answer is written
-        before that end, so an empty buffer means that this one is out. Raises ConnectionResetError when the client is
+        before that end, so an empty buffer means that this one is out. Raise ConnectionResetError when the client is
         gone.
         """
         await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -282,7 +282,7 @@ class Exchange:
     def push(self) -> PushStream:
         """Send the head, and return a stream of raw writes for the body. Only after `http.response.start`.
 
-        Raises RuntimeError before the start or after the first body, ConnectionResetError when the client is gone.
+        Raise RuntimeError before the start or after the first body, ConnectionResetError when the client is gone.
         """
         if self.lost or self.half_closed_by_client:
             raise ConnectionResetError("the client is gone")

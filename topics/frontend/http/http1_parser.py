@@ -70,7 +70,7 @@ class Chunks:
 
     def follow(self, data: bytes | bytearray, position: int) -> int:
         """Return the end of this body's part of `data[position:]`: that of `data`, or of the body, which has then
-        `ended`. Raises MalformedError.
+        `ended`. Raise MalformedError.
         """
         size = len(data)
         while position < size:
@@ -158,7 +158,7 @@ class RequestParser:
         """Return the start and end of the next head in `data[position:]`, which is not empty; the end is -1 until the
         head is whole.
 
-        The unused rest must be passed again, with more behind it. Raises TopicsError if it cannot become a head.
+        The unused rest must be passed again, with more behind it. Raise TopicsError if it cannot become a head.
         """
         while data[position] in b"\r\n":  # RFC 9112 §2.2: blank lines before a request line are skipped
             position += 1
@@ -177,7 +177,7 @@ class RequestParser:
         return position, -1
 
     def parse_head(self, head: bytes) -> Head | None:
-        """Parse and check a whole head, as found by `find_head`. Raises TopicsError.
+        """Parse and check a whole head, as found by `find_head`. Raise TopicsError.
 
         None: it begins a protocol that Hypercorn serves, with the preface of HTTP/2 or an Upgrade.
         """
@@ -259,7 +259,7 @@ class RequestParser:
         return Head(method.decode(), raw_path, query, http11, headers, keep_alive, expects_continue)
 
     def read_body(self, data: bytes | bytearray, position: int, sink: Callable[[bytes], None]) -> int:
-        """Give `sink` the body in `data[position:]`, without framing. Raises TopicsError.
+        """Give `sink` the body in `data[position:]`, without framing. Raise TopicsError.
 
         Return the start of the unused rest: the end of `data`, or of the request, which is then `complete`.
         """
@@ -358,7 +358,7 @@ def _is_host(value: bytes) -> bool:
 
 
 def _split_target(target: bytes) -> tuple[bytes, bytes]:
-    """Return path and query of a request target in origin, absolute or asterisk form. Raises TopicsError."""
+    """Return path and query of a request target in origin, absolute or asterisk form. Raise TopicsError."""
     if target[0] != 0x2F and target != b"*":
         try:
             url = httptools.parse_url(target)

@@ -180,7 +180,7 @@ class HypercornConnection(TCPServer):
         self._high_water_bytes = high_water_bytes
 
     async def wait_emptied(self) -> None:
-        """Wait until nothing is kept for the client. Raises ConnectionResetError if what was kept is lost."""
+        """Wait until nothing is kept for the client. Raise ConnectionResetError if what was kept is lost."""
         transport = self.writer.transport
         async with self.send_lock:  # after those that are writing
             if not transport.is_closing():

@@ -32,7 +32,7 @@ class StreamSlots:
 
     @contextmanager
     def hold(self, key: ApiKey) -> Iterator[None]:
-        """Count one stream of this key inside the block. Raises `429 throttled`."""
+        """Count one stream of this key inside the block. Raise `429 throttled`."""
         self._limits.acquire(key, Counted.STREAMS)
         try:
             if not self._places.claim():

@@ -34,7 +34,7 @@ def page_options(request: FollowBody, settings: Settings) -> PageOptions:
 
 
 def check_starts(starts: dict[str, StartBody], topics_max: int) -> None:
-    """Check the names, their number, and the start of each. Raises `400 invalid_request`."""
+    """Check the names, their number, and the start of each. Raise `400 invalid_request`."""
     if not 1 <= len(starts) <= topics_max:
         raise invalid(f"topics must name 1 to {topics_max} topics, not {len(starts)}", field="topics")
     for name, start in starts.items():

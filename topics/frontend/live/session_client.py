@@ -92,7 +92,7 @@ class SessionClient:
         self._timer: asyncio.TimerHandle | None = None
 
     async def create(self, session: Session) -> str:
-        """Store a new session and return its wid. Raises as `Gateway.call` does."""
+        """Store a new session and return its wid. Raise as `Gateway.call` does."""
         body = _encode(session)
         if len(body) > SESSION_BYTES_MAX:
             raise invalid(f"the watch is too large to be stored: {len(body)} bytes, at most {SESSION_BYTES_MAX}")
@@ -101,12 +101,12 @@ class SessionClient:
         return wid
 
     async def get(self, wid: str) -> Session:
-        """Return the session as it was created, without opening it. Raises `404 not_found`."""
+        """Return the session as it was created, without opening it. Raise `404 not_found`."""
         _check(wid)
         return _decode((await self._gateway.call(self._owner(wid), SessionGet(wid))).body)
 
     async def open(self, wid: str) -> Opened:
-        """Begin a stream of the session, which ends with `close` or `abandon`. Raises `404 not_found`."""
+        """Begin a stream of the session, which ends with `close` or `abandon`. Raise `404 not_found`."""
         _check(wid)
         # Among all streams of a session, over all frontends, the one opened last has the highest number.
         now = self._clock.monotonic_ms() << _STREAM_NO_SHIFT

@@ -85,7 +85,7 @@ _any_decoder: Final = msgspec.json.Decoder(_Any)
 
 
 def decode(message: bytes) -> Command:
-    """Return the command. Raises `400 invalid_request`."""
+    """Return the command. Raise `400 invalid_request`."""
     command: Command = wire.decode_any(_decoder, message)
     return command
 

@@ -238,7 +238,7 @@ class CursorRoutes:
 
 
 async def _take_page_room(moving: Reservation, most_bytes: int, receive: Receive, wait_s: float) -> None:
-    """Wait for room for a page. Raises `throttled`, and ClientGoneError if the client leaves: no cursor moves for it
+    """Wait for room for a page. Raise `throttled`, and ClientGoneError if the client leaves: no cursor moves for it
     then.
     """
     if moving.try_grow(most_bytes):

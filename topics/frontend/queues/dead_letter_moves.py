@@ -136,7 +136,7 @@ class DeadLetters:
         """Move the oldest `most` dead letters of a queue behind `from_seq` back to it. If `dead_letter` is a queue
         itself, leased ones stay there.
 
-        Raises `topic_not_found` if there is no `dead_letter`, and the errors of the append and of the removal. If an
+        Raise `topic_not_found` if there is no `dead_letter`, and the errors of the append and of the removal. If an
         append is refused, the number of those moved before is in its detail, as `redriven`.
         """
         ref = self._reader.get(dead_letter)

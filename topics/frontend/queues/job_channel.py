@@ -49,7 +49,7 @@ class JobChannel:
     async def claim(self, name: str, node: str, most: int, lease_ms: int | None, receive: Receive) -> Dealt:
         """Return the jobs of a claim, at once or at the end of its window. Fails as `Gateway.call` does.
 
-        Raises ClientGoneError if the client, by `receive`, leaves before that: its place in the window is free then.
+        Raise ClientGoneError if the client, by `receive`, leaves before that: its place in the window is free then.
         """
         shard = self._gateway.owner(name)
         claim = Claim(name, node, most, lease_ms, self.listeners.new_number())

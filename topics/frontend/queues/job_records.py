@@ -47,7 +47,7 @@ def lease_no(lease_id: str) -> int:
 
 
 async def fetch_jobs(reader: TopicReader, name: str, dealt: Dealt, max_bytes: int = ANSWER_BYTES_MAX) -> RenderedJobs:
-    """Render jobs, up to the first that cannot be read. Raises `storage_unavailable` if that is the first of all, and
+    """Render jobs, up to the first that cannot be read. Raise `storage_unavailable` if that is the first of all, and
     `topic_not_found` when the queue was deleted.
     """
     rendering = JobRendering(reader, name, dealt, max_bytes)
@@ -91,7 +91,7 @@ class JobRendering:
         self.count = 0
 
     def go_on(self) -> RenderedJobs:
-        """Render the rest. Raises as `fetch_jobs` does; after ColdMissError, fetch what is missing and go on."""
+        """Render the rest. Raise as `fetch_jobs` does; after ColdMissError, fetch what is missing and go on."""
         ref = self._reader.get(self._name)
         now_ms = self._reader.now_ms()
         for first_seq, last_seq in self._runs:

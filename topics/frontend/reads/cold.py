@@ -88,7 +88,7 @@ class ColdTier:
         self._in_flight = 0
 
     def extent(self, name: str, start: int, end: int, data_bytes: int) -> tuple[bytes, int]:
-        """Return bytes that include start..end of an object of `data_bytes`, and their start. Raises ColdMissError."""
+        """Return bytes that include start..end of an object of `data_bytes`, and their start. Raise ColdMissError."""
         pieces = []
         first, last = start // BLOCK_BYTES, (end - 1) // BLOCK_BYTES
         for number in range(first, last + 1):
@@ -111,7 +111,7 @@ class ColdTier:
         return bool(old)
 
     async def fetch(self, miss: ColdMissError) -> None:
-        """Fetch the missing bytes. Raises FileNotFoundError if there is no such object (any more), and
+        """Fetch the missing bytes. Raise FileNotFoundError if there is no such object (any more), and
         `storage_unavailable` if the tier fails or does not answer in time.
         """
         name = miss.name

@@ -123,7 +123,7 @@ class OpenSegment:
 
     def local_data(self) -> CommittedFile | None:
         """Return the data file, opened at its first use: times and floors are in the index. None if only the cold tier
-        has it. Raises FileNotFoundError, CorruptSegment.
+        has it. Raise FileNotFoundError, CorruptSegment.
         """
         if self.is_cold:
             self.close_outdated()
@@ -215,7 +215,7 @@ class SegmentCache:
         self._unswept: list[tuple[int, int, int]] = []
 
     def get(self, topic_id: int, info: SegmentInfo) -> OpenSegment:
-        """Return the segment, at least as long as `info` says. Raises FileNotFoundError, CorruptSegment, OSError."""
+        """Return the segment, at least as long as `info` says. Raise FileNotFoundError, CorruptSegment, OSError."""
         key = (topic_id, info.first_seq, info.version)
         opened = self._open.get(key)
         if opened is None or opened.last_seq < info.last_seq:

@@ -100,7 +100,7 @@ class LocatedRecords:
         """Return checked records of first_seq..last_seq in one or more runs: at least one record, and further ones up
         to about room_bytes. With `again` the checksums of segments are checked even if they were right before.
 
-        Raises MovedError, FileNotFoundError, EOFError, CorruptSegment, ColdMissError.
+        Raise MovedError, FileNotFoundError, EOFError, CorruptSegment, ColdMissError.
         """
         if first_seq < self._view.base_seq:
             return iter((self._segment_run(first_seq, last_seq, room_bytes, again),))
@@ -116,7 +116,7 @@ class LocatedRecords:
         return columns.flags, columns.offsets
 
     def entries(self, first_seq: int, last_seq: int) -> array[int]:
-        """Return index entries (`core.location`) of existing records. In segments they locate nothing. Raises
+        """Return index entries (`core.location`) of existing records. In segments they locate nothing. Raise
         MovedError, FileNotFoundError, CorruptSegment.
         """
         found = array("Q")

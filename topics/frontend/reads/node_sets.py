@@ -51,7 +51,7 @@ class NodeSets:
             self.budget.release(size_bytes)
 
     def keep(self, nodes: Nodes, admitted: bool = False) -> Nodes:
-        """Count a set, and return the one to keep instead of it. Raises `throttled` if there is no room for it. A set
+        """Count a set, and return the one to keep instead of it. Raise `throttled` if there is no room for it. A set
         that was `admitted` before is counted in any case; then others are refused.
         """
         size_bytes = sys.getsizeof(nodes) + sum(map(len, nodes)) + len(nodes) * _NAME_OVERHEAD_BYTES
@@ -78,7 +78,7 @@ node_sets: Final = NodeSets()
 
 
 def node_set(node: str | list[str] | None) -> Nodes | None:
-    """Return the set that a client names; None for an empty one. Raises `invalid_request`, `throttled`."""
+    """Return the set that a client names; None for an empty one. Raise `invalid_request`, `throttled`."""
     if not node:
         return None
     nodes = frozenset([node.encode()] if isinstance(node, str) else [one.encode() for one in node])

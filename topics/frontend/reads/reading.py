@@ -154,7 +154,7 @@ class TopicReader:
         return owner_shard(name, self._shards)
 
     def find(self, name: str) -> TopicRef | None:
-        """Return the topic as it is now, if it exists. Raises `not_ready` until its shard has recovered."""
+        """Return the topic as it is now, if it exists. Raise `not_ready` until its shard has recovered."""
         shard = owner_shard(name, self._shards)
         arena = self._arenas.require(shard)
         found = arena.look_up(name)
@@ -182,7 +182,7 @@ class TopicReader:
         return self._retrying(ref, lambda ref: self._records(ref).first_seq_at(ts) - 1)
 
     def with_segments(self, ref: TopicRef) -> tuple[TopicRef, tuple[SegmentInfo, ...]]:
-        """Return the topic with exact floors, and its segments at the same moment. Raises as `read_page` does."""
+        """Return the topic with exact floors, and its segments at the same moment. Raise as `read_page` does."""
 
         def look(ref: TopicRef) -> tuple[TopicRef, tuple[SegmentInfo, ...]]:
             view = logical_view(ref.view, ref.config.ttl_ms, self._records(ref), self.now_ms())
@@ -218,7 +218,7 @@ class TopicReader:
     ) -> RecordPage:
         """Return the records after `from_seq`, up to `up_to_seq`, and none before the first with `$ts >= from_ts`.
 
-        Raises `topic_not_found` if the topic was deleted, `storage_unavailable` if a frame cannot be read, and
+        Raise `topic_not_found` if the topic was deleted, `storage_unavailable` if a frame cannot be read, and
         ColdMissError if the first record has to be fetched from the cold tier (`fetch_page` does that).
         """
         return self._retrying(ref, lambda ref: self._read(ref, from_seq, options, now_ms, up_to_seq, from_ts))

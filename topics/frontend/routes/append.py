@@ -69,7 +69,7 @@ class AppendRoute:
     def submit(
         self, name: str, request: AppendBody, records: LaidOut, key_header: bytes | None, caller: ApiKey
     ) -> asyncio.Future[AppendReply]:
-        """Send a write to its shard, behind those submitted before. `records` come from `lay_out`. Raises TopicsError
+        """Send a write to its shard, behind those submitted before. `records` come from `lay_out`. Raise TopicsError
         if the write is invalid; the future fails as that of `Gateway.submit_append` does.
         """
         key = _key(request, key_header)

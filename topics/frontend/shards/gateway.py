@@ -165,7 +165,7 @@ class Gateway:
     ) -> asyncio.Future[AppendReply]:
         """Send a write. The future fails with a TopicsError: the shard's own, `shard_unavailable` (the outcome is
         unknown), or `throttled` (nothing was sent). An `unthrottled` write waits for room in the ring for as long as
-        for a shard that is restarted. Raises `not_ready` at once.
+        for a shard that is restarted. Raise `not_ready` at once.
         """
         self._arenas.require(shard)
         self._last_id = request_id = self._last_id + 1

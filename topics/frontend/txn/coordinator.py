@@ -61,7 +61,7 @@ class Stages:
         self.ttl_ms = ttl_ms
 
     def make(self, topic: str, txn: str, records: LaidOut) -> str:
-        """Write a new stage and return its id once it is on the disk. Raises TopicsError."""
+        """Write a new stage and return its id once it is on the disk. Raise TopicsError."""
         stage = new_stage_id(topic, txn)
         try:
             make_dirs(self._fs, self._directory)
@@ -92,7 +92,7 @@ class Stages:
         return dropped
 
     def drop_ended(self, stages: Collection[str]) -> None:
-        """Remove the stages of a batch whose end is in its sink's file. Raises TopicsError.
+        """Remove the stages of a batch whose end is in its sink's file. Raise TopicsError.
 
         The process that wrote that file may have died, or failed, before it synced the directory. So this syncs it: a
         power loss must not bring the decision back without its stages.
@@ -229,7 +229,7 @@ class TxnCoordinator:
         return (await self._gateway.call(self._owner(sink), TxnForget(sink))).outcome != "none"
 
     async def pending(self) -> list[tuple[str, int, StageList]]:
-        """Return every batch that is decided and has not ended. Raises TopicsError if a shard does not answer."""
+        """Return every batch that is decided and has not ended. Raise TopicsError if a shard does not answer."""
         replies = await asyncio.gather(
             *[self._gateway.call(shard, TxnPending(), unthrottled=True) for shard in range(self._gateway.shards)]
         )

@@ -100,7 +100,7 @@ class Commits:
 
     def _log_lost_heads(self) -> None:
         """Have the durable log say the heads that were lost before there is a RAM log again: afterwards nobody could
-        tell what was lost before it from what never was. Raises TopicsError when the log cannot be written.
+        tell what was lost before it from what never was. Raise TopicsError when the log cannot be written.
         """
         lost = [hosted for hosted in map(self._catalog.find_id, self._lost_heads) if hosted is not None]
         marks = [

@@ -96,7 +96,7 @@ class RamTrim:
         return self._written_bytes >= self._next_after_bytes
 
     def repeat_live(self, now_ms: int) -> LogWrite:
-        """Return the write for the RAM log; `drop_files` after it. Raises OSError when records cannot be read back."""
+        """Return the write for the RAM log; `drop_files` after it. Raise OSError when records cannot be read back."""
         self._next_after_bytes = self._written_bytes + 1  # if this fails, after the next write
         buffers: list[Bytes] = []
         moved = self._move_records(buffers)

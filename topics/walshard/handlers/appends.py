@@ -30,7 +30,7 @@ class Appends:
         self._time = time
 
     def prepare(self, request: AppendRequest, _frontend: int, group: Draft) -> AppendReply:
-        """Add the writes of a request to a group, or find that it repeats a write. Raises TopicsError or
+        """Add the writes of a request to a group, or find that it repeats a write. Raise TopicsError or
         ArenaFullError, the group being as before, or CommitFirst.
         """
         name, key, count, now = request.name, request.key, request.count, self._time.now

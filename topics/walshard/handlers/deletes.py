@@ -202,7 +202,7 @@ class Removals:
 
     def make_room(self, hosted: Hosted, records: int, size_bytes: int) -> Steps[None]:
         """Remove what can go for so many more records and bytes: what has expired, if the log takes that, then
-        acknowledged jobs. Nothing else may be prepared. Raises TopicsError when the log refuses to remove jobs.
+        acknowledged jobs. Nothing else may be prepared. Raise TopicsError when the log refuses to remove jobs.
         """
         yield from self.expire(hosted, records, size_bytes)
         if not (yield from self.drop_done_jobs(hosted, records, size_bytes)):

@@ -68,7 +68,7 @@ class RelogTurn(NamedTuple):
 
 
 def plan_turn(hosted: Hosted, directory: str, turns: int, now_ms: int) -> RelogTurn:
-    """Return the next turn of a topic that has had so many. Everything prepared is committed before. Raises OSError
+    """Return the next turn of a topic that has had so many. Everything prepared is committed before. Raise OSError
     when the RAM log in `directory` cannot be read.
     """
     topic = hosted.topic

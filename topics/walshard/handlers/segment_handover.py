@@ -117,7 +117,7 @@ class SegmentHandover:
         return Done()
 
     def mark_again(self, call: MarkAgain, _frontend: int, _group: Draft) -> Done:
-        """Mark deletions that the log has, whatever was marked before, unless the topic is deleted. Raises TopicsError
+        """Mark deletions that the log has, whatever was marked before, unless the topic is deleted. Raise TopicsError
         when some cannot be marked.
         """
         hosted = self._catalog.find_id(call.topic_id)

@@ -100,7 +100,7 @@ class Sinks:
 
     def staged(self, call: StagePublish) -> AppendRequest:
         """Return the write that publishes a stage. It has no records when the file of the stage is gone: then only a
-        repeated write can be answered. Raises `409 fenced` when the batch is not decided, or over: the topic may have
+        repeated write can be answered. Raise `409 fenced` when the batch is not decided, or over: the topic may have
         forgotten by then that it was published.
         """
         self._require_pending(call.sink, call.batch)

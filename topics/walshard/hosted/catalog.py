@@ -64,7 +64,7 @@ class Catalog:
         return hosted
 
     def find_or_make(self, name: str, create: bool, config: TopicConfig | None, now_ms: int) -> tuple[Hosted, bool]:
-        """Return a topic for a write, and whether it was made for it. Raises `topic_not_found` unless
+        """Return a topic for a write, and whether it was made for it. Raise `topic_not_found` unless
         the writer and the configuration allow that.
         """
         hosted = self._by_name.get(name)
@@ -76,7 +76,7 @@ class Catalog:
         raise topic_not_found(name)
 
     def make(self, name: str, config: TopicConfig, now_ms: int) -> Hosted:
-        """Make a topic that nobody sees yet, to be hosted or abandoned. Raises ArenaFullError when /dev/shm has no
+        """Make a topic that nobody sees yet, to be hosted or abandoned. Raise ArenaFullError when /dev/shm has no
         room, `throttled` when the service may not have one more.
         """
         self._holdings.claim_topic()
@@ -134,7 +134,7 @@ class Catalog:
                 hosted.shrink_ring()
 
     def take_over(self, fold: Fold) -> None:
-        """Host the topics that the log has. Raises FoldError when one belongs to another shard, or two share a name."""
+        """Host the topics that the log has. Raise FoldError when one belongs to another shard, or two share a name."""
         self._deleted_names = fold.deleted_names
         for topic_id in fold.created_ids:
             self._ids.used(topic_id)

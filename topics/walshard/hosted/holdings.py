@@ -85,7 +85,7 @@ class Holdings:
 
     def claim_bytes(self, gross: int, net: Callable[[], int]) -> int:
         """Claim bytes for a write and return how many: `gross` if there is room, else `net()`, by which the service
-        grows once the topic's caps have made room. Raises `throttled`.
+        grows once the topic's caps have made room. Raise `throttled`.
         """
         if not self._bytes.most:
             return gross

@@ -123,7 +123,7 @@ class Hosted:
         self._outdated.clear()
 
     def prepare_segments(self, segments: SegmentList) -> tuple[int, int]:
-        """Return a table of the segments to be, for `checkpointed` or `release_segments`. Raises ArenaFullError."""
+        """Return a table of the segments to be, for `checkpointed` or `release_segments`. Raise ArenaFullError."""
         return self._arena.store_segments(segments)
 
     def release_segments(self, table: tuple[int, int]) -> None:
@@ -172,7 +172,7 @@ class Hosted:
         return (0, 0, 0) if queue is None else (queue.ready, queue.in_flight, queue.dead_lettered)
 
     def prepare_config(self, config: TopicConfig) -> tuple[int, int]:
-        """Return a new descriptor, for `configured` or `release_config`. Raises ArenaFullError."""
+        """Return a new descriptor, for `configured` or `release_config`. Raise ArenaFullError."""
         return self._arena.store_descriptor(Descriptor(self.topic.name, config))
 
     def release_config(self, descriptor: tuple[int, int]) -> None:

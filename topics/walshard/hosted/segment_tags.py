@@ -44,7 +44,7 @@ class SegmentTags:
     def find(self, topic_id: int, info: SegmentInfo, match: Match) -> list[int]:
         """Return the seqs of a sealed segment's records with a matching tag, ascending; some may be deleted meanwhile.
 
-        Missing or damaged postings are made again from the frames. Raises CorruptPostings or FileNotFoundError when
+        Missing or damaged postings are made again from the frames. Raise CorruptPostings or FileNotFoundError when
         these are cold or damaged, too, or the postings are of another release; OSError when they cannot be read now,
         with too few open files for example; CorruptSegment.
         """

@@ -254,7 +254,7 @@ class FrameTags:
         self, topic: Topic, ring: LocationRing, first_seq: int, last_seq: int
     ) -> tuple[list[tuple[int, bytes]], int]:
         """Return (seq, tag) of tagged records among these, all in the ring, and the seq up to which these are all: as
-        far as `READS_MAX` reads go. Neighbours in a file are read with one call. Raises OSError when a log cannot be
+        far as `READS_MAX` reads go. Neighbours in a file are read with one call. Raise OSError when a log cannot be
         read.
         """
         entries = ring.entries(first_seq, last_seq)

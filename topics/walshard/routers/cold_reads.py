@@ -59,7 +59,7 @@ class ColdReads:
         self._reads: dict[tuple[str, int], _ThreadRead] = {}
 
     def get(self, name: str, start: int, end: int, data_bytes: int) -> memoryview:
-        """Return bytes start..end of an object of `data_bytes`. Raises NotReadYetError as long as they are not here,
+        """Return bytes start..end of an object of `data_bytes`. Raise NotReadYetError as long as they are not here,
         OSError and ValueError when they cannot be read; the next call tries again.
         """
         self._take_finished()

@@ -83,7 +83,7 @@ class Originals:
         self._open: OrderedDict[tuple[int, int, int], int] = OrderedDict()
 
     def look(self, name: str) -> SourceSight | None:
-        """Return a topic, None when there is none. Raises UnknownError while its shard has never recovered."""
+        """Return a topic, None when there is none. Raise UnknownError while its shard has never recovered."""
         arena = self._arena_of(name)
         found = arena.look_up(name)
         if found is None:
@@ -101,7 +101,7 @@ class Originals:
 
     def locations(self, name: str, topic_id: int, first_seq: int, last_seq: int) -> SourceLocations:
         """Return the locations of records, deleted ones included: of the first ones, as far as they are in one place.
-        Raises UnknownError when the index has changed meanwhile, OSError, ValueError.
+        Raise UnknownError when the index has changed meanwhile, OSError, ValueError.
         """
         arena, slot, view = self._find(name, topic_id)
         if first_seq >= view.base_seq:
@@ -121,7 +121,7 @@ class Originals:
         return SourceLocations(*in_segment, segment=info)
 
     def _find(self, name: str, topic_id: int) -> tuple[ArenaReader, int, TopicView]:
-        """Return a topic's arena, slot and state. Raises UnknownError when another topic has the name, or none."""
+        """Return a topic's arena, slot and state. Raise UnknownError when another topic has the name, or none."""
         arena = self._arena_of(name)
         slot, view = _require(arena.look_up(name))
         if view.topic_id != topic_id:
@@ -135,7 +135,7 @@ class Originals:
             raise UnknownError
 
     def read(self, name: str, topic_id: int, first_seq: int, locations: SourceLocations) -> Iterator[Original]:
-        """Yield the records at `locations`, none of them lost. Raises OSError when one cannot be read, ValueError when
+        """Yield the records at `locations`, none of them lost. Raise OSError when one cannot be read, ValueError when
         it is not what its location says, UnknownError when it cannot be read yet or is not there any more.
         """
         if locations.segment is not None:
@@ -156,7 +156,7 @@ class Originals:
 
     def frames(self, name: str, locations: SourceLocations) -> tuple[bytearray, array[int]]:
         """Return the frames at `locations` one behind the other, and the place of each as in the index. None of them is
-        lost or in a segment. Raises OSError, and ValueError when a file is too short; nothing else is checked.
+        lost or in a segment. Raise OSError, and ValueError when a file is too short; nothing else is checked.
         """
         buffer, rows = bytearray(), array("Q")
         for content, start, at, stop in self._runs(owner_shard(name, self._shards), locations):
@@ -249,7 +249,7 @@ class SegmentOriginals:
         """Return the columns (offset | len_bytes << 32 in `.data`) and (flags << 32) of records of that segment. A
         record without a frame was deleted before it came here, or was rewritten: it counts as lost.
 
-        Raises FileNotFoundError when there is no such segment any more, OSError, ValueError.
+        Raise FileNotFoundError when there is no such segment any more, OSError, ValueError.
         """
         path = layout.segment_idx_path(layout.topic_dir(self._data_dir, topic_id), info.first_seq, info.version)
         start = (first_seq - info.first_seq) * ENTRY_LEN
@@ -261,7 +261,7 @@ class SegmentOriginals:
         ]
 
     def read(self, topic_id: int, info: SegmentInfo, first_seq: int, offset_lens: list[int]) -> Iterator[Original]:
-        """Yield the records at these places, which follow each other. Raises NotReadYetError while a cold segment is
+        """Yield the records at these places, which follow each other. Raise NotReadYetError while a cold segment is
         being read, FileNotFoundError, OSError, and ValueError when a record is not what its location says.
         """
         if not offset_lens:

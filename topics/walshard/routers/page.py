@@ -74,7 +74,7 @@ class CopyPage:
         cls, source_seq: int, source_topic_id: int, frames: bytearray, rows: array[int], flags: bytes, router_id: int
     ) -> CopyPage:
         """Return a page of all records behind `source_seq` as they are, through one router. `frames` are those of the
-        originals and become the page's. Raises ValueError when one is not what its location says.
+        originals and become the page's. Raise ValueError when one is not what its location says.
         """
         as_copies(frames, rows, source_topic_id, source_seq + 1)
         page = cls(source_seq + len(rows))

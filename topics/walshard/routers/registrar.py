@@ -51,7 +51,7 @@ class Registrar:
         return {PutRouter: self.put, DeleteRouter: self.delete, RemoveRouters: self.remove}
 
     def put(self, call: PutRouter, _frontend: int) -> Steps[PutRouterReply]:
-        """Register or change a router. Raises TopicsError when it may not be."""
+        """Register or change a router. Raise TopicsError when it may not be."""
         registry = self._registry
         router, created = registry.plan(call.name, call.spec)
         reply = PutRouterReply(created, router)
