@@ -22,7 +22,7 @@ from topics.shm.queue_messages import Dealt
 from topics.shm.ring import Ring
 from topics.shm.router_board import RouterBoard
 from topics.shm.topic_messages import DeleteRecords, PutTopicReply
-from topics.storage.filesystem import FileSystem
+from topics.storage.filesystem import FileSystem, OsFileSystem
 from topics.storage.frame import HEADER, HEADER_LEN, lay_out
 from topics.storage.layout import group_dir, log_path, ram_group_dir
 from topics.supervisor.main import keep_ends
@@ -135,6 +135,7 @@ class Rig:
         if isinstance(self.fs, FaultyFileSystem):
             # Lives that were killed have closed nothing; a process takes its descriptors with it.
             self.fs.bury()
+        keep_ends(OsFileSystem(), self.settings.data_dir, self.identity)
         shm_names.unlink_all(self.identity)
 
     # -- the frontend's side

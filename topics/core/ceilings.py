@@ -39,6 +39,11 @@ class Ceilings:
         self._covering_seq = 0
         self._step = 0
 
+    @classmethod
+    def of_new(cls, config: TopicConfig, count: int = 0) -> Ceilings:
+        """Return those that come with the creation of a topic by a write of `count` records: it needs no other."""
+        return cls(0 if config.durability == "ephemeral" else 4 * count + TAIL_STEP)
+
     def copy(self, durable_seq: int) -> Ceilings:
         """Return a copy to plan with; everything up to `durable_seq` is on the disk."""
         if self._ahead_seq > self.seq and durable_seq >= self._covering_seq:

@@ -208,6 +208,12 @@ def note_committed(fs: FileSystem, directory: str, position: WalPosition | None)
         fs.fsync_dir(directory)
 
 
+def is_at_work(fs: FileSystem, directory: str) -> bool:
+    """Return whether COMMITTED is there and blank, as before a write."""
+    path = os.path.join(directory, layout.COMMITTED_NAME)
+    return fs.exists(path) and not read_all(fs, path).strip()
+
+
 def read_committed(fs: FileSystem, directory: str) -> WalPosition | None:
     """Return the place that COMMITTED names, None if it names none."""
     path = os.path.join(directory, layout.COMMITTED_NAME)

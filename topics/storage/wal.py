@@ -33,6 +33,7 @@ from topics.storage.logfile import (
     erase_behind,
     file_end_frame,
     file_start_frame,
+    is_at_work,
     note_committed,
     sync_mark_frame,
     write_current,
@@ -193,7 +194,7 @@ class WalWriter:
         self._clock_ns = clock_ns
         self._spare: Future[int] | None = None
         self._current_file_no = 0
-        self._end_is_noted = True
+        self._end_is_noted = False
         self._start_next_file = False
         self.read_only: str | None = None
         self._undo_due: str | None = None
@@ -203,6 +204,7 @@ class WalWriter:
         try:
             if end is None:
                 make_dirs(fs, directory)
+                note_committed(fs, directory, None)
                 self._make_file(1, file_bytes)
                 first_end = len(self._start_frame(1))
                 self._active = ActiveFile(fs, directory, 1, first_end, marked=first_end)
@@ -210,6 +212,7 @@ class WalWriter:
             else:
                 self._active = ActiveFile(fs, directory, end.file_no, end.offset, marked=0)
                 self._current_file_no = end.file_no
+                self._end_is_noted = not is_at_work(fs, directory)
                 self._start_next_file = end.boot_id != identity.boot_id
         except OSError as error:
             raise WalWriteError(f"{directory}: cannot open the log for writing: {error}", error.errno) from error

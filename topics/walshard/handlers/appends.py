@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from topics.core.ceilings import TAIL_STEP, Ceilings
+from topics.core.ceilings import Ceilings
 from topics.core.idempotency import is_pin
 from topics.core.pending import RecordFrames, RoomNeeded
 from topics.shm.append_messages import AppendReply, AppendRequest
@@ -40,8 +40,8 @@ class Appends:
         if hosted is None:
             hosted, created = self._catalog.find_or_make(name, request.create, request.config, now.wall_ms)
         durability = hosted.topic.config.durability
-        if created and durability != "ephemeral":
-            hosted.topic.ceilings = Ceilings(count + TAIL_STEP)
+        if created:
+            hosted.topic.ceilings = Ceilings.of_new(hosted.topic.config, count)
         pending = group.pending_of(hosted.topic, now)
         try:
             expiry_ms = self._time.expiry_ms_of(hosted.topic.id)
