@@ -38,7 +38,7 @@ def test_a_lost_tail_is_a_gap_for_its_readers(memory: str) -> None:
     with Service(shards=1, frontends=1, env={"TOPICS_CHECKPOINT_INTERVAL_MS": "3600000"}) as service:
         client = service.client
         write(client, "t", *range(1, 6))
-        ok(client.put("/v0/topics/t/cursors/mine", json={"seq": 5}))
+        ok(client.put("/v0/topics/t/cursors/mine", json={"from_seq": 5}))
         wait_durable(client, "t", 5)
         synced = service.status()["shards"][0]["wal_offset"]
         write(client, "t", *range(6, 11))
