@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -66,6 +66,6 @@ async def begin_stream(scope: Scope, send: Send) -> Push:
     return push
 
 
-async def run_stream(push: Push, receive: Receive) -> None:
+def run_stream(push: Push, receive: Receive) -> Awaitable[None]:
     """Return when the stream is closed or its client is gone."""
-    await (push.run(receive) if isinstance(push, AsgiPush) else until_disconnect(receive))
+    return push.run(receive) if isinstance(push, AsgiPush) else until_disconnect(receive)
