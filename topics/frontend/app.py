@@ -7,7 +7,7 @@ which is made from the table of operations (`operations.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 from urllib.parse import unquote
 
@@ -142,12 +142,12 @@ class App:
         """Return the endpoint behind the check of the key, measured as the route that the operation says."""
         endpoint, timed, needs = operation.endpoint, operation.timed, operation.needs
 
-        async def admitting(scope: Scope, receive: Receive, send: Send) -> None:
+        def admitting(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
             scope[ROUTE] = timed
             if needs is not None:
                 names = [value for name, value in scope["path_params"].items() if name not in _UNSCOPED_NAMES]
                 self._access.admit(scope, needs, names)
-            await endpoint(scope, receive, send)
+            return endpoint(scope, receive, send)
 
         return admitting
 
