@@ -29,8 +29,7 @@ WRITE_BUFFER: Final = "topics.write_buffer"
 """Extension of a WebSocket's scope: its `WriteBuffer`."""
 
 Deliver = Callable[[Send, bytes], Awaitable[None]]
-"""A function that sends the whole body of an answer by the given `send`. It returns when this process keeps no part of
-the body."""
+"""A function that sends a whole body by the given `send`, and returns when this process keeps no part of it."""
 
 DELIVER: Final = "topics.deliver"
 """Extension of a scope: its `Deliver`, for an answer that counts only when it has left this process (api §10,

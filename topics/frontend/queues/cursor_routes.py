@@ -249,9 +249,7 @@ class CursorRoutes:
 
 
 async def _take_page_room(moving: Reservation, most_bytes: int, receive: Receive, wait_s: float) -> None:
-    """Wait for room for a page. Raise `throttled`, and ClientGoneError if the client leaves: no cursor moves for it
-    then.
-    """
+    """Wait for room for a page. Raise `throttled`, and ClientGoneError if the client leaves: its cursor stays."""
     if moving.try_grow(most_bytes):
         return
     entering = asyncio.create_task(moving.grow(most_bytes))

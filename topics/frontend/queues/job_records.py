@@ -47,9 +47,7 @@ def lease_no(lease_id: str) -> int:
 
 
 async def fetch_jobs(reader: TopicReader, name: str, dealt: Dealt, max_bytes: int = ANSWER_BYTES_MAX) -> RenderedJobs:
-    """Render jobs, up to the first that cannot be read. Raise `storage_unavailable` if that is the first of all, and
-    `topic_not_found` when the queue was deleted.
-    """
+    """Render jobs up to the first unreadable one. Raise `storage_unavailable` if it is the first, `topic_not_found`."""
     rendering = JobRendering(reader, name, dealt, max_bytes)
     missed_at, tries = -1, 0
     while True:

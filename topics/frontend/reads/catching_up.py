@@ -23,8 +23,7 @@ from topics.shm.topic_messages import CatchUp
 
 WAIT_S: Final = 2.0
 AGAIN_S: Final = 0.02
-"""First pause before a shard is asked again that could not read a source at that moment. Each pause is twice as long
-as the one before."""
+"""First pause before a shard that could not read a source is asked again; each is twice the one before."""
 
 
 class RouterSight:

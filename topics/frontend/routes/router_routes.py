@@ -16,7 +16,7 @@ from topics.frontend.entry.query import name_cursor
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-from topics.frontend.routes.operations import LOST, NAME_SCHEMA, PAGE_QUERIES, Query, describe, made_or_there, ok, takes
+from topics.frontend.routes.operations import LOST, PAGE_QUERIES, STRING, Query, describe, made_or_there, ok, takes
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
 from topics.shm.durations import Route
@@ -66,9 +66,9 @@ class RouterRoutes:
     @json_route("GET", "/v0/routers", Route.LIST_ROUTERS, KeyScope.READ, "routers")
     @describe("List routers by name", ok("A page of routers", answers.RouterList))
     @takes(
-        Query("prefix", NAME_SCHEMA, "only names that begin with it"),
-        Query("source", NAME_SCHEMA, "only routers from this topic"),
-        Query("dest", NAME_SCHEMA, "only routers into this topic"),
+        Query("prefix", STRING, "only names that begin with it"),
+        Query("source", STRING, "only routers from this topic"),
+        Query("dest", STRING, "only routers into this topic"),
         *PAGE_QUERIES,
     )
     async def list_all(self, request: ApiRequest) -> JsonReply:

@@ -92,9 +92,7 @@ class Gateway:
         self._closed = False
         self.job_listeners = JobListeners(incarnation)
         self.pressed = False
-        """True under the greatest pressure: a request is refused after PRESSED_WAIT_S without room in the ring, instead
-        of ROOM_WAIT_S.
-        """
+        """True under the greatest pressure: a request waits PRESSED_WAIT_S for room in the ring, not ROOM_WAIT_S."""
         self.retry_after_ms = 100
 
     def on_restart(self, listener: Callable[[int], None]) -> None:
@@ -177,9 +175,7 @@ class Gateway:
     def submit(
         self, shard: int, request: Call | Asks[Any], on_late: OnLate | None = None, unthrottled: bool = False
     ) -> asyncio.Future[Any]:
-        """Send any other request, which fails as `submit_append` does. `on_late` gets a reply that comes when the
-        future has failed or was cancelled.
-        """
+        """Send any other request, which fails as `submit_append` does. `on_late` gets a reply that comes after that."""
         self._arenas.require(shard)
         self._last_id = request_id = self._last_id + 1
         parts = messages.encode_call(request_id, request)

@@ -10,9 +10,7 @@ JobListener = Callable[[Dealt], None]
 
 
 class JobListeners:
-    """The listeners of one frontend, by the number of their stream or claim. No number is used twice, not even by
-    another incarnation.
-    """
+    """The listeners of one frontend, by the number of their stream or claim, which no incarnation uses twice."""
 
     def __init__(self, incarnation: int) -> None:
         self._last_number = incarnation << 32

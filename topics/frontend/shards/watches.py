@@ -29,9 +29,7 @@ class WatchHandle:
     callback: Callable[[], None]
 
     def found(self, seen: TopicView) -> None:
-        """Listen for changes from `seen` on. Call this with every view that is read: the shard announces no topic that
-        is created under the name of a deleted one.
-        """
+        """Listen from `seen` on. Call this with every view: no shard announces a new topic of an old name."""
         self.watches.ensure_watch(self.watched, seen)
 
     def cancel(self) -> None:
@@ -59,28 +57,22 @@ class _Watched:
                     _log.error("a topic listener failed", exc_info=True)
 
 
+@dataclass(eq=False)
 class Watches:
     """The watches of one frontend. Each watched name has one watch at its shard, however many listeners it has.
 
     `post` sends a message to a shard, in order, also while its ring is full. `posts_full` tells whether too many wait.
     """
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        arenas: Arenas,
-        post: Callable[[int, Call], object],
-        posts_full: Callable[[int], bool],
-    ) -> None:
-        self._loop = loop
-        self._arenas = arenas
-        self._post = post
-        self._posts_full = posts_full
-        self._by_name: dict[tuple[int, str], _Watched] = {}
-        self._by_token: dict[int, _Watched] = {}
-        self._idle_since_s: dict[_Watched, float] = {}
-        """Names without a listener, the longest idle first."""
-        self._last_token = 0
+    loop: asyncio.AbstractEventLoop
+    arenas: Arenas
+    post: Callable[[int, Call], object]
+    posts_full: Callable[[int], bool]
+    _by_name: dict[tuple[int, str], _Watched] = field(default_factory=dict)
+    _by_token: dict[int, _Watched] = field(default_factory=dict)
+    _idle_since_s: dict[_Watched, float] = field(default_factory=dict)
+    """Names without a listener, the longest idle first."""
+    _last_token: int = 0
 
     def add(self, shard: int, name: str, seen: TopicView | None, callback: Callable[[], None]) -> WatchHandle:
         """Add a listener (`Gateway.watch`)."""
@@ -95,7 +87,7 @@ class Watches:
         self._idle_since_s.pop(watched, None)
         if current != seen:
             # It changed before the watch began, and the shard reports only changes after `current`.
-            self._loop.call_soon(self._fire_one, handle)
+            self.loop.call_soon(self._fire_one, handle)
         return handle
 
     def notify(self, tokens: list[int]) -> None:
@@ -110,7 +102,7 @@ class Watches:
         """Ask the shard to report changes of the topic from `seen` on, unless it was asked before."""
         if seen.topic_id != watched.topic_id:
             watched.topic_id = seen.topic_id
-            self._post(watched.shard, Watch(watched.token, watched.name, seen.topic_id, seen.head_seq))
+            self.post(watched.shard, Watch(watched.token, watched.name, seen.topic_id, seen.head_seq))
 
     def renew(self, shard: int) -> None:
         """Watch again at a shard that was restarted. It has forgotten all watches, and any topic may have changed."""
@@ -125,20 +117,20 @@ class Watches:
         if handle in watched.listeners:
             del watched.listeners[handle]
             if not watched.listeners:
-                self._idle_since_s[watched] = self._loop.time()
+                self._idle_since_s[watched] = self.loop.time()
 
     def sweep(self, now_s: float) -> None:
         """End the watches that had no listener for LINGER_S."""
         overdue = list(itertools.takewhile(lambda idle: now_s - idle[1] >= LINGER_S, self._idle_since_s.items()))
         for watched, _since_s in overdue:
             del self._idle_since_s[watched]
-            if self._posts_full(watched.shard):
+            if self.posts_full(watched.shard):
                 # Kept for now. If it were forgotten here alone, each poll of the topic would begin another watch.
                 self._idle_since_s[watched] = now_s
                 continue
             del self._by_name[watched.shard, watched.name]
             del self._by_token[watched.token]
-            self._post(watched.shard, Unwatch(watched.token, watched.name))
+            self.post(watched.shard, Unwatch(watched.token, watched.name))
 
     def _fire_one(self, handle: WatchHandle) -> None:
         if handle in handle.watched.listeners:
@@ -146,7 +138,7 @@ class Watches:
 
     def _watch_current(self, watched: _Watched) -> TopicView | None:
         """Return the topic that has the name now, watched from this view on."""
-        arena = self._arenas.of(watched.shard)
+        arena = self.arenas.of(watched.shard)
         found = None if arena is None else arena.look_up(watched.name)
         if found is None:
             return None
