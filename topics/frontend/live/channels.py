@@ -10,9 +10,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from topics.frontend.live.push import Push
+from topics.frontend.live.event_streams import Push
 from topics.frontend.live.stream import StreamState, StreamStep
-from topics.frontend.shards.watches import WatchHandle
+from topics.frontend.shards.notices import WatchHandle
 
 COST_BYTES: Final = 4096
 """Serving a connection costs one unit, and one more for each of so many bytes written to it."""

@@ -39,6 +39,7 @@ from topics.frontend.routes.operations import (
     ok,
     takes,
 )
+from topics.frontend.shards.gateway import stopping
 from topics.settings import Settings
 from topics.shm.durations import Route
 
@@ -118,7 +119,7 @@ class WatchRoutes:
             state = self._resume(opened, headers.get(b"last-event-id"))
             opened = without_nodes(opened)  # its spec has them, as a set that streams share
             if self.hub.draining:
-                raise event_streams.stopping()
+                raise stopping()
             push = await event_streams.begin_stream(scope, send)
             connection = self.hub.open(push, state, opened.session.heartbeat_ms)
             self._streams[connection] = opened.session

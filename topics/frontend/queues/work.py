@@ -27,17 +27,17 @@ from topics.frontend.entry.access import Access
 from topics.frontend.entry.query import count
 from topics.frontend.entry.stalled_clients import STALL_MAX_MS, ReadProgress
 from topics.frontend.live import event_streams
-from topics.frontend.live.event_streams import HEARTBEAT_MAX_MS, StreamSlots
-from topics.frontend.live.push import Push
+from topics.frontend.live.event_streams import HEARTBEAT_MAX_MS, Push, StreamSlots
 from topics.frontend.live.wording import EVENT_STREAM, in_lines
 from topics.frontend.queues.job_records import ASIDE_MS, JobRendering, RenderedJobs, fetch_jobs
 from topics.frontend.queues.queue_routes import JOB_CODES, QueueServices, checked_node, clamped_lease_ms
 from topics.frontend.reads.cold import ColdMissError
 from topics.frontend.routes.operations import COUNT, EVENTS, STRING, TOPIC_PATH, Query, asgi_route, describe, ok, takes
+from topics.frontend.shards.gateway import stopping
 from topics.frontend.shards.pending_requests import is_outcome_unknown
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
-from topics.shm.queue_messages import Dealt, Unclaim, WorkOpen
+from topics.shm.queue_messages import Dealt, WorkOpen
 
 HEARTBEAT_MS: Final = 15_000
 REOPEN_S: Final = 1.0
@@ -122,7 +122,7 @@ class WorkRoutes:
         self._streams.add(stream)
         try:
             if self._draining:
-                raise event_streams.stopping()
+                raise stopping()
             await stream.open()
             self.cell.add("work_streams")
             try:
@@ -324,7 +324,7 @@ class WorkStream:
         name, node = self.params.name, self.params.node
         if not self._unreadable.is_unreadable(name, one.seqs[0], error):
             return False
-        self._gateway.post(self.shard, Unclaim(name, node, one.seqs, [one.first_lease_no], ASIDE_MS))
+        self._channel.give_back(name, node, one, delay_ms=ASIDE_MS)
         return True
 
     def _send_early(self) -> None:
@@ -338,14 +338,11 @@ class WorkStream:
 
     def _pause(self, dealt: Dealt, from_at: int, push: Push) -> None:
         """Give back the jobs that cannot be sent, as the client does not keep up."""
-        first = dealt.first_lease_no + from_at
-        seqs = dealt.seqs[from_at:]
-        unclaim = Unclaim(self.params.name, self.params.node, seqs, list(range(first, first + len(seqs))))
         if self._stall is None:
             self._stall = ReadProgress(push.progress_bytes, self._routes.clock.monotonic_ms())
             self._stall_timer = self._loop.call_later(STALL_CHECK_S, self._check_stall, push)
         self._gateway.post(self.shard, self._opening(0))
-        self._gateway.post(self.shard, unclaim)
+        self._channel.give_back(self.params.name, self.params.node, dealt, from_at)
 
     def _end_stall(self) -> None:
         if self._stall is not None and not self._closed:

@@ -78,7 +78,7 @@ class CatchingUp:
             async with asyncio.timeout(WAIT_S):
                 for dest in reversed(list(registry.upstream(name))):
                     while self._is_behind(registry, dest):
-                        shard = self._reader.owner(dest)
+                        shard = self._gateway.owner(dest)
                         reply = await self._gateway.call(shard, CatchUp(dest))
                         if reply.done:
                             complete &= not reply.pending
@@ -97,7 +97,7 @@ class CatchingUp:
             return False
         view = found.view
         for router in registry.into(dest):
-            progress = self._sight.progress(self._reader.owner(dest), router.id)
+            progress = self._sight.progress(self._gateway.owner(dest), router.id)
             if progress is None or progress.version != router.version:
                 return True
             if progress.source_topic_id not in (0, view.topic_id):

@@ -15,7 +15,7 @@ from topics.api.requests import DiffBody
 from topics.core.clock import Clock
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
-from topics.frontend.asgi import ROUTE, Receive, Scope, Send
+from topics.frontend.asgi import ROUTE, Receive, Scope, Send, until_disconnect
 from topics.frontend.entry import limits, wire
 from topics.frontend.entry.bodies import ClientGoneError, read_request
 from topics.frontend.entry.budget import Reservation
@@ -35,6 +35,7 @@ LIMIT_DEFAULT: Final = 256
 MAX_BATCH_BYTES: Final = (1 << 20, 8 << 20)
 """Default and maximum of `max_batch_bytes`."""
 WAIT_MS_MAX: Final = 30_000
+Room = Reservation | None
 _PAGE: Final = ok("A page of records", answers.DiffAnswer)
 _ANSWER: Final = b'{"topic":"%b",' + PAGE_MEMBERS + b',"performance":{"server_total_ms":%b,"records_scanned":%d%b%b}}'
 
@@ -65,13 +66,11 @@ class DiffRoute:
         if room is not None:
             await room.replace(_room_bytes(options))
         ref = reader.get(name)
-        from_ts = request.from_ts
-        page = await reader.fetch_page(ref, request.from_seq, options, reader.now_ms(), from_ts=from_ts)
+        page = await reader.fetch_page(ref, request.from_seq, options, reader.now_ms(), from_ts=request.from_ts)
         self.recency.touch(ref.shard, ref.slot, ref.view.topic_id, self.clock.now_ms())
         if request.wait_ms and not _deliverable(page):
             scope[ROUTE] = Route.DIFF_WAIT
-            wait_ms = min(request.wait_ms, WAIT_MS_MAX)
-            page = await self._wait(ref, page, options, from_ts, wait_ms, receive, room)
+            page = await self._wait(ref, page, request, options, receive, room)
         self.cell.add("records_out", page.count)
         answering = send_json(send, headers, 200, _answer(name, page, with_copies, started_ns))
         # The page and the names of writers may be long: they are not kept while the client takes the answer.
@@ -100,14 +99,7 @@ class DiffRoute:
         return request, PageOptions(limit, max_batch_bytes, nodes, request.include_tags, request.include_meta)
 
     async def _wait(
-        self,
-        ref: TopicRef,
-        page: RecordPage,
-        options: PageOptions,
-        from_ts: int | None,
-        wait_ms: int,
-        receive: Receive,
-        room: Reservation | None,
+        self, ref: TopicRef, page: RecordPage, request: DiffBody, options: PageOptions, receive: Receive, room: Room
     ) -> RecordPage:
         """Return the first page with anything to deliver, or the last one before the deadline. Its costs are those of
         all pages. `from_ts` may be in the future: records written before it are not delivered.
@@ -129,10 +121,10 @@ class DiffRoute:
             news.set()
 
         # Only the timer ends it: by the loop's clock it may fire early, and would then not fire again.
-        timer = loop.call_later(wait_ms / 1000, end)
+        timer = loop.call_later(min(request.wait_ms, WAIT_MS_MAX) / 1000, end)
         watch = self.gateway.watch(ref.shard, ref.name, ref.view, news.set)
         # Only a disconnect can follow the body.
-        gone = loop.create_task(_disconnect(receive))
+        gone = loop.create_task(until_disconnect(receive))
         gone.add_done_callback(lambda _: news.set())
         self._waiting.add(end)
         self.cell.set("long_polls", len(self._waiting))
@@ -161,7 +153,8 @@ class DiffRoute:
                 ref = reader.get(ref.name)
                 watch.found(ref.view)
                 scanned, cold_segments = scanned + page.scanned, cold_segments + page.cold_segments
-                page = await reader.fetch_page(ref, page.next_from_seq, options, reader.now_ms(), from_ts=from_ts)
+                from_seq, from_ts = page.next_from_seq, request.from_ts
+                page = await reader.fetch_page(ref, from_seq, options, reader.now_ms(), from_ts=from_ts)
         finally:
             timer.cancel()
             watch.cancel()
@@ -180,11 +173,6 @@ def _room_bytes(options: PageOptions) -> int:
 
 def _deliverable(page: RecordPage) -> bool:
     return page.count > 0 or page.tombstone is not None
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _answer(name: str, page: RecordPage, with_copies: bool, started_ns: int) -> bytes:

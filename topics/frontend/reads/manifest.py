@@ -198,14 +198,9 @@ def _wanted(
 
 def _row(topic_id: int, info: SegmentInfo, digest: int | None) -> dict[str, Any]:
     directory = layout.topic_dir("", topic_id)
+    members = ("first_seq", "last_seq", "records", "first_ts", "last_ts", "data_bytes", "version")
     return {
-        "first_seq": info.first_seq,
-        "last_seq": info.last_seq,
-        "records": info.records,
-        "first_ts": info.first_ts,
-        "last_ts": info.last_ts,
-        "data_bytes": info.data_bytes,
-        "version": info.version,
+        **{name: getattr(info, name) for name in members},
         "tier": "cold" if info.flags & COLD else "hot",
         "data_path": layout.segment_data_path(directory, info.first_seq, info.version),
         "idx_path": layout.segment_idx_path(directory, info.first_seq, info.version),

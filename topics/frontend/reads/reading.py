@@ -145,10 +145,6 @@ class TopicReader:
             self._now_ms = now_ms
         return self._now_ms
 
-    def owner(self, name: str) -> int:
-        """Return the shard of a topic, which need not exist."""
-        return owner_shard(name, self._shards)
-
     def find(self, name: str) -> TopicRef | None:
         """Return the topic as it is now, if it exists. Raise `not_ready` until its shard has recovered."""
         shard = owner_shard(name, self._shards)

@@ -1,4 +1,7 @@
-"""The listeners in this frontend for changes of topics: many of them share one watch at the shard."""
+"""The listeners in this frontend for what shards send unasked: changes of topics, and jobs dealt to claims and streams.
+
+Many listeners for changes of one topic share one watch at its shard.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from topics.frontend.shards.arenas import Arenas
 from topics.log import get_logger
 from topics.shm.arena import TopicView
 from topics.shm.messages import Call
+from topics.shm.queue_messages import Dealt
 from topics.shm.topic_messages import Unwatch, Watch
 
 LINGER_S: Final = 10.0
@@ -144,3 +148,36 @@ class Watches:
             return None
         self.ensure_watch(watched, found[1])
         return found[1]
+
+
+JobListener = Callable[[Dealt], None]
+
+
+class JobListeners:
+    """The listeners of one frontend, by the number of their stream or claim, which no incarnation uses twice."""
+
+    def __init__(self, incarnation: int) -> None:
+        self._last_number = incarnation << 32
+        self._listeners: dict[int, JobListener] = {}
+
+    def __len__(self) -> int:
+        return len(self._listeners)
+
+    def new_number(self) -> int:
+        self._last_number += 1
+        return self._last_number
+
+    def listen(self, number: int, listener: JobListener) -> None:
+        """Give `listener` the jobs for this number, until `forget` or another `listen`."""
+        self._listeners[number] = listener
+
+    def forget(self, number: int, listener: JobListener) -> None:
+        """Forget a listener, unless another one has taken its place. Idempotent."""
+        if self._listeners.get(number) == listener:
+            del self._listeners[number]
+
+    def hand_over(self, dealt: Dealt) -> None:
+        """Give jobs to their listener. Jobs without one stay leased until the shard takes them back."""
+        listener = self._listeners.get(dealt.stream)
+        if listener is not None:
+            listener(dealt)
