@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Final
+from collections.abc import Awaitable
+from typing import Final, NamedTuple
 
 from topics.core.errors import TopicsError
 from topics.core.keys import ApiKey
@@ -30,19 +29,31 @@ class StreamSlots:
         self._limits = limits
         self._places = places
 
-    @contextmanager
-    def hold(self, key: ApiKey) -> Iterator[None]:
-        """Count one stream of this key inside the block. Raise `429 throttled`."""
+    def hold(self, key: ApiKey) -> StreamSlot:
+        """Count one stream of this key until the context ends. Raise `429 throttled`."""
         self._limits.acquire(key, Counted.STREAMS)
-        try:
-            if not self._places.claim():
-                raise self._places.reached()
-            try:
-                yield
-            finally:
-                self._places.release()
-        finally:
+        if not self._places.claim():
             self._limits.release(key, Counted.STREAMS)
+            raise self._places.reached()
+        return StreamSlot(self, key)
+
+    def release(self, key: ApiKey) -> None:
+        """Give back what `hold` counted."""
+        self._places.release()
+        self._limits.release(key, Counted.STREAMS)
+
+
+class StreamSlot(NamedTuple):
+    """The count of one open stream, given back at the end of its context: small, since there are thousands."""
+
+    slots: StreamSlots
+    key: ApiKey
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.slots.release(self.key)
 
 
 def check_accept(headers: Headers) -> None:
@@ -66,6 +77,6 @@ async def begin_stream(scope: Scope, send: Send) -> Push:
     return push
 
 
-async def run_stream(push: Push, receive: Receive) -> None:
+def run_stream(push: Push, receive: Receive) -> Awaitable[None]:
     """Return when the stream is closed or its client is gone."""
-    await (push.run(receive) if isinstance(push, AsgiPush) else until_disconnect(receive))
+    return push.run(receive) if isinstance(push, AsgiPush) else until_disconnect(receive)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+from typing import Final
 
 from topics.api import answers
 from topics.api.requests import WatchBody
@@ -19,7 +20,6 @@ from topics.frontend.live.event_streams import HEARTBEAT_MAX_MS, StreamSlots
 from topics.frontend.live.following import check_starts, check_strong, page_options, start_seq, topic_state
 from topics.frontend.live.session_client import SESSION_TTL_MS, Follow, Opened, Session, SessionClient, without_nodes
 from topics.frontend.live.stream import StreamSpec, StreamState
-from topics.frontend.live.websocket_route import needs_upgrade
 from topics.frontend.live.wording import EVENT_STREAM
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.node_sets import node_sets
@@ -29,17 +29,19 @@ from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
 from topics.frontend.routes.operations import (
     EVENTS,
     LOST,
+    NAME_SCHEMA,
     TOPIC_LOST,
-    Answer,
-    ApiOperation,
-    Binding,
-    Outcome,
     Query,
+    asgi_route,
+    describe,
     flag_query,
     ok,
+    takes,
 )
 from topics.settings import Settings
 from topics.shm.durations import Route
+
+_EVENTS: Final = ok("Events: record, tombstone, caught-up, topic-deleted, error", None, EVENTS)
 
 
 class WatchRoutes:
@@ -65,7 +67,9 @@ class WatchRoutes:
         self._streams: dict[StreamConnection, Session] = {}
         access.on_change(self._end_forbidden)
 
-    @json_route
+    @json_route("POST", "/v0/watch", Route.CREATE_WATCH, KeyScope.READ, "watch")
+    @describe("Make a watch session", ok("The session", answers.WatchAnswer), *TOPIC_LOST)
+    @takes(flag_query("lenient", False, "leave out topics that do not exist"), body=WatchBody)
     async def create(self, request: ApiRequest) -> JsonReply:
         lenient = flag(request.query, "lenient", False)
         body = await request.decoded(WatchBody, self._settings.max_body_bytes)
@@ -98,6 +102,10 @@ class WatchRoutes:
         stream_url = f"/v0/watch/{wid}"
         return JsonReply({"wid": wid, "stream_url": stream_url, "session_ttl_ms": SESSION_TTL_MS, "topics": states})
 
+    # An unknown wid is 404 for any key, so the key is checked here.
+    @asgi_route("GET", "/v0/watch/{wid}", None, None, "watch")
+    @describe("The event stream of a session", _EVENTS, "not_found", "not_acceptable", *LOST)
+    @takes(Query("token", NAME_SCHEMA, "the key, for clients that cannot send a header"))
     async def stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
         event_streams.check_accept(headers)
@@ -180,27 +188,3 @@ class WatchRoutes:
             session.strong,
         )
         return self._hub.specs.share(spec).start(cursor.resume(follows.keys(), stored, seen, opened.exact, heads))
-
-
-def watch_operations(watch: WatchRoutes) -> list[ApiOperation]:
-    """Event streams and WebSockets (api §7)."""
-    events = ok("Events: record, tombstone, caught-up, topic-deleted, error", None, EVENTS)
-    upgrade = {101: Answer("Switching to WebSocket", {})}
-    return [
-        ApiOperation(
-            Binding("POST", "/v0/watch", watch.create, Route.CREATE_WATCH, KeyScope.READ, "watch"),
-            Outcome("Make a watch session", ok("The session", answers.WatchAnswer), TOPIC_LOST),
-            body=WatchBody,
-            query=(flag_query("lenient", False, "leave out topics that do not exist"),),
-        ),
-        ApiOperation(
-            # An unknown wid is 404 for any key, so the handler checks the key itself.
-            Binding("GET", "/v0/watch/{wid}", watch.stream, None, None, "watch"),
-            Outcome("The event stream of a session", events, ("not_found", "not_acceptable", *LOST)),
-            query=(Query("token", {"type": "string"}, "the key, for clients that cannot send a header"),),
-        ),
-        ApiOperation(
-            Binding("GET", "/v0/ws", needs_upgrade, None, None, "watch"),
-            Outcome("A WebSocket: subscribe, unsubscribe, publish, ping (api §7.7)", upgrade, ("upgrade_required",)),
-        ),
-    ]

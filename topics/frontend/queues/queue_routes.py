@@ -34,7 +34,7 @@ from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-from topics.frontend.routes.operations import LOST, TOPIC_PATH, ApiOperation, Binding, Endpoint, Outcome, ok
+from topics.frontend.routes.operations import LOST, TOPIC_PATH, asgi_route, describe, ok, takes
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
@@ -51,6 +51,7 @@ LOOKS_MAX: Final = 16
 RUNS_AT_ONCE: Final = 32
 """Pages that are read before other requests have their turn."""
 JOB_CODES: Final = ("topic_not_found", "not_a_queue", *LOST)
+_REDRIVE_CODES: Final = (*JOB_CODES, "topic_full", "record_too_large")
 
 JobsBodyT = TypeVar("JobsBodyT", bound=JobsBody)
 _encode = msgspec.json.Encoder().encode
@@ -81,6 +82,9 @@ class QueueRoutes:
         self._settings = settings
         self._cell = cell
 
+    @asgi_route("POST", f"{TOPIC_PATH}/claim", Route.CLAIM, KeyScope.READ | KeyScope.WRITE, "queues")
+    @describe("Lease jobs", ok("Jobs, or none", answers.ClaimAnswer), *JOB_CODES)
+    @takes(body=ClaimBody)
     async def claim(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         name, headers = check_topic_name(scope["path_params"]["topic"]), dict(scope["headers"])
@@ -180,21 +184,27 @@ class QueueRoutes:
             leases = list(range(first_lease_no, first_lease_no + len(seqs)))
             self._gateway.post(self._owner(name), Unclaim(name, node, seqs, leases))
 
-    @json_route
+    @json_route("POST", f"{TOPIC_PATH}/ack", Route.ACK, KeyScope.WRITE, "queues")
+    @describe("Jobs are done", ok("Which of them", answers.AckAnswer), *JOB_CODES, "batch_too_large")
+    @takes(body=JobsBody)
     async def ack(self, request: ApiRequest) -> JsonReply:
         name = request.topic
         given = await self._jobs_body(request, JobsBody)
         reply = await self._gateway.call(self._owner(name), Ack(name, given.node, given.seqs, _lease_nos(given)))
         return _settled(name, "acked", reply)
 
-    @json_route
+    @json_route("POST", f"{TOPIC_PATH}/nack", Route.NACK, KeyScope.WRITE, "queues")
+    @describe("Give jobs back", ok("Which of them", answers.NackAnswer), *JOB_CODES, "batch_too_large")
+    @takes(body=NackBody)
     async def nack(self, request: ApiRequest) -> JsonReply:
         name = request.topic
         given = await self._jobs_body(request, NackBody)
         call = Nack(name, given.node, given.seqs, _lease_nos(given), min(given.delay_ms, DELAY_MS_MAX))
         return _settled(name, "nacked", await self._gateway.call(self._owner(name), call))
 
-    @json_route
+    @json_route("POST", f"{TOPIC_PATH}/extend", Route.EXTEND, KeyScope.WRITE, "queues")
+    @describe("Keep jobs for longer", ok("Until when", answers.ExtendAnswer), *JOB_CODES, "batch_too_large")
+    @takes(body=ExtendBody)
     async def extend(self, request: ApiRequest) -> JsonReply:
         name = request.topic
         given = await self._jobs_body(request, ExtendBody)
@@ -203,7 +213,9 @@ class QueueRoutes:
         deadlines = {str(seq): reply.deadline_ms for seq in reply.seqs}
         return JsonReply({"topic": name, "extended": len(reply.seqs), "skipped": reply.skipped, "deadlines": deadlines})
 
-    @json_route
+    @json_route("POST", f"{TOPIC_PATH}/redrive", Route.REDRIVE, KeyScope.ADMIN, "queues")
+    @describe("Bring dead letters back", ok("How many", answers.RedriveAnswer), *_REDRIVE_CODES)
+    @takes(body=RedriveBody)
     async def redrive(self, request: ApiRequest) -> JsonReply:
         name = request.topic
         given = await request.decoded(RedriveBody, self._settings.max_body_bytes)
@@ -220,6 +232,9 @@ class QueueRoutes:
             answer["next_from_seq"] = redriven.next_from_seq
         return JsonReply(answer)
 
+    @asgi_route("POST", f"{TOPIC_PATH}/peek", Route.PEEK, KeyScope.READ, "queues")
+    @describe("Look at jobs without claiming them", ok("Jobs, and where each stands", answers.PeekAnswer), *JOB_CODES)
+    @takes(body=PeekBody, body_required=False)
     async def peek(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         name, headers = check_topic_name(scope["path_params"]["topic"]), dict(scope["headers"])
@@ -332,31 +347,3 @@ def _members(job: JobView) -> bytes:
     if job.order_key:
         members += b',"order_key":%b' % _encode(job.order_key)
     return members
-
-
-def queue_operations(queue: QueueRoutes) -> list[ApiOperation]:
-    """Return the operations on jobs that have one answer (api §9)."""
-
-    def post(
-        word: str, endpoint: Endpoint, timed: Route, needs: KeyScope, body: type[msgspec.Struct], outcome: Outcome
-    ) -> ApiOperation:
-        binding = Binding("POST", f"{TOPIC_PATH}/{word}", endpoint, timed, needs, "queues")
-        return ApiOperation(binding, outcome, body, body_required=body is not PeekBody)
-
-    read, write, admin = KeyScope.READ, KeyScope.WRITE, KeyScope.ADMIN
-    too_many, refused = (*JOB_CODES, "batch_too_large"), (*JOB_CODES, "topic_full", "record_too_large")
-    claim = Outcome("Lease jobs", ok("Jobs, or none", answers.ClaimAnswer), JOB_CODES)
-    ack = Outcome("Jobs are done", ok("Which of them", answers.AckAnswer), too_many)
-    nack = Outcome("Give jobs back", ok("Which of them", answers.NackAnswer), too_many)
-    extend = Outcome("Keep jobs for longer", ok("Until when", answers.ExtendAnswer), too_many)
-    redrive = Outcome("Bring dead letters back", ok("How many", answers.RedriveAnswer), refused)
-    peeked = ok("Jobs, and where each stands", answers.PeekAnswer)
-    peek = Outcome("Look at jobs without claiming them", peeked, JOB_CODES)
-    return [
-        post("claim", queue.claim, Route.CLAIM, read | write, ClaimBody, claim),
-        post("ack", queue.ack, Route.ACK, write, JobsBody, ack),
-        post("nack", queue.nack, Route.NACK, write, NackBody, nack),
-        post("extend", queue.extend, Route.EXTEND, write, ExtendBody, extend),
-        post("redrive", queue.redrive, Route.REDRIVE, admin, RedriveBody, redrive),
-        post("peek", queue.peek, Route.PEEK, read, PeekBody, peek),
-    ]

@@ -37,11 +37,11 @@ from topics.frontend.routes.operations import (
     EVENTS,
     NAME_SCHEMA,
     TOPIC_PATH,
-    ApiOperation,
-    Binding,
-    Outcome,
     Query,
+    asgi_route,
+    describe,
     ok,
+    takes,
 )
 from topics.frontend.shards.pending_requests import is_outcome_unknown
 from topics.settings import Settings
@@ -54,6 +54,8 @@ REOPEN_S: Final = 1.0
 STALL_CHECK_S: Final = 1.0
 """Time between two checks of a client that does not keep up."""
 _NEEDED: Final = KeyScope.READ | KeyScope.WRITE
+_EVENTS: Final = ok("Events: job, topic-deleted, error", None, EVENTS)
+_ABOUT_HEARTBEATS: Final = "a comment when nothing else was sent for so long"
 _DELETED: Final = b"event: topic-deleted\ndata: %b\n\n"
 _WRITE_BYTES: Final = 64 * 1024
 """Size of one write. Before each, the client may turn out not to keep up."""
@@ -93,6 +95,16 @@ class WorkRoutes:
         access.on_change(self._end_forbidden)
         services.gateway.on_restart(self._reopen)
 
+    # The key may be in the query, so it is checked here.
+    @asgi_route("GET", f"{TOPIC_PATH}/work", None, None, "queues")
+    @describe("A stream that keeps a worker in jobs", _EVENTS, *JOB_CODES, "not_acceptable")
+    @takes(
+        Query("node", NAME_SCHEMA | {"minLength": 1}, "who works; required"),
+        Query("max", COUNT_SCHEMA | {"default": 1}, "jobs at any time"),
+        Query("lease_ms", COUNT_SCHEMA, "instead of the queue's own"),
+        Query("heartbeat_ms", COUNT_SCHEMA | {"default": HEARTBEAT_MS}, _ABOUT_HEARTBEATS),
+        Query("token", NAME_SCHEMA, "the key, for who cannot send a header"),
+    )
     async def work(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = check_topic_name(scope["path_params"]["topic"])
         caller = self._access.authenticate(scope, token=True)
@@ -384,23 +396,3 @@ def _part(dealt: Dealt, start: int, end: int) -> Dealt:
     """Return the jobs start..end of `dealt`."""
     first_lease_no = dealt.first_lease_no + start
     return Dealt(dealt.stream, dealt.seqs[start:end], first_lease_no, dealt.deadline_ms, dealt.deliveries[start:end], 0)
-
-
-def work_operations(work: WorkRoutes) -> list[ApiOperation]:
-    """Return the operation of streams of jobs (api §9)."""
-    events = ok("Events: job, topic-deleted, error", None, EVENTS)
-    about_heartbeats = "a comment when nothing else was sent for so long"
-    return [
-        ApiOperation(
-            # The endpoint checks the key itself, as that may be in the query.
-            Binding("GET", f"{TOPIC_PATH}/work", work.work, None, None, "queues"),
-            Outcome("A stream that keeps a worker in jobs", events, (*JOB_CODES, "not_acceptable")),
-            query=(
-                Query("node", NAME_SCHEMA | {"minLength": 1}, "who works; required"),
-                Query("max", COUNT_SCHEMA | {"default": 1}, "jobs at any time"),
-                Query("lease_ms", COUNT_SCHEMA, "instead of the queue's own"),
-                Query("heartbeat_ms", COUNT_SCHEMA | {"default": 15_000}, about_heartbeats),
-                Query("token", NAME_SCHEMA, "the key, for who cannot send a header"),
-            ),
-        )
-    ]

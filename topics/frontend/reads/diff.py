@@ -9,8 +9,10 @@ from typing import Final
 
 import msgspec
 
+from topics.api import answers
 from topics.api.requests import DiffBody
 from topics.core.clock import Clock
+from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
 from topics.frontend.asgi import ROUTE, Receive, Scope, Send
 from topics.frontend.entry import limits, wire
@@ -21,6 +23,7 @@ from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.node_sets import node_set
 from topics.frontend.reads.reading import PAGE_MEMBERS, RecordPage, TopicReader, TopicRef, page_values
 from topics.frontend.reads.records import PageOptions
+from topics.frontend.routes.operations import TOPIC_PATH, asgi_route, describe, ok, takes
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
@@ -31,6 +34,7 @@ LIMIT_DEFAULT: Final = 256
 MAX_BATCH_BYTES: Final = (1 << 20, 8 << 20)
 """Default and maximum of `max_batch_bytes`."""
 WAIT_MS_MAX: Final = 30_000
+_PAGE: Final = ok("A page of records", answers.DiffAnswer)
 _ANSWER: Final = b'{"topic":"%b",' + PAGE_MEMBERS + b',"performance":{"server_total_ms":%b,"records_scanned":%d%b%b}}'
 
 
@@ -83,6 +87,13 @@ class DiffRoute:
         # The page and the names of writers may be long: they are not kept while the client takes the answer.
         del page, options
         await answering
+
+    @asgi_route("POST", f"{TOPIC_PATH}/diff", Route.DIFF, KeyScope.READ, "records")
+    @describe("Read what follows a cursor, or wait for it", _PAGE, "topic_not_found", "storage_unavailable")
+    @takes(body=DiffBody)
+    async def post(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read for a request that came through the router."""
+        await self(scope["path_params"]["topic"], scope, receive, send)
 
     def drain(self) -> None:
         """Have every long poll answer now, as the process is to stop."""

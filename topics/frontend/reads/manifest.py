@@ -23,7 +23,7 @@ from topics.frontend.entry.responses import LIST_BYTES_MAX, reserve_room
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-from topics.frontend.routes.operations import COUNT_SCHEMA, TOPIC_PATH, ApiOperation, Binding, Outcome, Query, ok
+from topics.frontend.routes.operations import COUNT_SCHEMA, TOPIC_PATH, Query, describe, ok, takes
 from topics.shm.durations import Route
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
@@ -34,6 +34,10 @@ SEGMENTS_MAX: Final = 2_048
 """Segments of one answer; a longer list goes on with `next_from_seq`."""
 PIN_TTL_DEFAULT_MS: Final = 60_000
 PIN_TTL_MAX_MS: Final = 3_600_000
+_PIN_PATH: Final = f"{TOPIC_PATH}/pins/{{pin}}"
+_SEGMENTS: Final = "The sealed segments of a topic, for readers of the files themselves"
+_LISTED: Final = "The segments, and what else it takes to read them"
+_TTL: Final = f"how long the files stay whatever happens, ms, at most {PIN_TTL_MAX_MS}"
 _DIGESTS_KEPT: Final = 16_384
 _DIGESTS_AT_ONCE: Final = 16
 _TRIES: Final = 8
@@ -66,7 +70,13 @@ class ManifestRoutes:
         self._clock = clock
         self._digests: OrderedDict[_Key, int] = OrderedDict()
 
-    @json_route
+    @json_route("GET", f"{TOPIC_PATH}/segments", Route.OTHER, KeyScope.READ, "segments")
+    @describe(_SEGMENTS, ok(_LISTED, answers.Manifest), "topic_not_found", "storage_unavailable")
+    @takes(
+        Query("from_seq", COUNT_SCHEMA | {"default": 0}, "a cursor: only segments with records behind it"),
+        Query("to_seq", COUNT_SCHEMA, "only segments with records up to it"),
+        Query("pin_ttl_ms", COUNT_SCHEMA | {"default": 0}, f"{_TTL}; 0: no pin"),
+    )
     async def list_segments(self, request: ApiRequest) -> JsonReply:
         name, query = request.topic, request.query
         from_seq, to_seq = count(query, "from_seq", 0), count(query, "to_seq", U64_MAX)
@@ -97,7 +107,9 @@ class ManifestRoutes:
             }
         )
 
-    @json_route
+    @json_route("PUT", _PIN_PATH, Route.OTHER, KeyScope.READ, "segments")
+    @describe("Keep pinned files for longer", ok("Whether the pin still holds", answers.PinRenewed))
+    @takes(Query("pin_ttl_ms", COUNT_SCHEMA | {"default": PIN_TTL_DEFAULT_MS}, f"{_TTL}, from now on"))
     async def renew_pin(self, request: ApiRequest) -> JsonReply:
         """Extend a pin, also when its topic is deleted: the pinned files still exist."""
         name, pin_id = _path_params(request)
@@ -112,7 +124,8 @@ class ManifestRoutes:
         held = pin is not None and self._clock.monotonic_ms() < pin.until_ms
         return JsonReply({"topic": name, "pin": pin_id, "held": held})
 
-    @json_route
+    @json_route("DELETE", _PIN_PATH, Route.OTHER, KeyScope.READ, "segments")
+    @describe("End a pin before its time", ok("It is over", answers.PinEnded))
     async def end_pin(self, request: ApiRequest) -> JsonReply:
         name, pin_id = _path_params(request)
         pin = self._find_pin(name, pin_id, self._clock.monotonic_ms())
@@ -217,31 +230,3 @@ def _path_params(request: ApiRequest) -> tuple[str, str]:
     if re.fullmatch(PIN_PATTERN, pin_id) is None:
         raise invalid("a pin's id is pin_ and 22 characters, as GET …/segments gave it", field="pin")
     return request.topic, pin_id
-
-
-def manifest_operations(manifest: ManifestRoutes) -> list[ApiOperation]:
-    """Return the operations on segments and pins."""
-    pin_path = f"{TOPIC_PATH}/pins/{{pin}}"
-    about = "The sealed segments of a topic, for readers of the files themselves"
-    listed = ok("The segments, and what else it takes to read them", answers.Manifest)
-    ttl = f"how long the files stay whatever happens, ms, at most {PIN_TTL_MAX_MS}"
-    return [
-        ApiOperation(
-            Binding("GET", f"{TOPIC_PATH}/segments", manifest.list_segments, Route.OTHER, KeyScope.READ, "segments"),
-            Outcome(about, listed, ("topic_not_found", "storage_unavailable")),
-            query=(
-                Query("from_seq", COUNT_SCHEMA | {"default": 0}, "a cursor: only segments with records behind it"),
-                Query("to_seq", COUNT_SCHEMA, "only segments with records up to it"),
-                Query("pin_ttl_ms", COUNT_SCHEMA | {"default": 0}, f"{ttl}; 0: no pin"),
-            ),
-        ),
-        ApiOperation(
-            Binding("PUT", pin_path, manifest.renew_pin, Route.OTHER, KeyScope.READ, "segments"),
-            Outcome("Keep pinned files for longer", ok("Whether the pin still holds", answers.PinRenewed)),
-            query=(Query("pin_ttl_ms", COUNT_SCHEMA | {"default": PIN_TTL_DEFAULT_MS}, f"{ttl}, from now on"),),
-        ),
-        ApiOperation(
-            Binding("DELETE", pin_path, manifest.end_pin, Route.OTHER, KeyScope.READ, "segments"),
-            Outcome("End a pin before its time", ok("It is over", answers.PinEnded)),
-        ),
-    ]

@@ -15,7 +15,7 @@ from topics.frontend.entry import wire
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.routes.append import AppendRoute
 from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-from topics.frontend.routes.operations import LOST, ApiOperation, Binding, Outcome, Query, ok
+from topics.frontend.routes.operations import LOST, Query, describe, ok, takes
 from topics.frontend.txn.coordinator import TxnCoordinator
 from topics.settings import Settings
 from topics.shm.durations import Route
@@ -24,6 +24,13 @@ from topics.storage.frame import LaidOut
 STAGES_MAX: Final = 10_000
 """Stages of one commit."""
 TXN_MAX_CHARS: Final = 256
+_STAGE_PATH: Final = "/v0/stage/{topic}"
+_SINK_PATH: Final = "/v0/txn/{sink}"
+_STAGED: Final = ok("They are on the disk, and invisible", answers.StageAnswer)
+_STAGE_CODES: Final = ("batch_too_large", "record_too_large", "topic_full", *LOST)
+_COMMITTED: Final = ok("All of it is visible, now or from an earlier commit", answers.CommitAnswer)
+_COMMIT_CODES: Final = ("batch_too_large", "not_found", "topic_full", *LOST)
+_FORGOTTEN: Final = ok("It is forgotten", answers.ForgetSinkAnswer)
 
 
 class TxnRoutes:
@@ -45,7 +52,9 @@ class TxnRoutes:
         self._settled = settled
         self._body_max_bytes = settings.max_body_bytes
 
-    @json_route
+    @json_route("POST", _STAGE_PATH, Route.OTHER, KeyScope.WRITE, "transactions")
+    @describe("Keep records back until their transaction is committed", _STAGED, *_STAGE_CODES)
+    @takes(body=StageBody)
     async def stage(self, request: ApiRequest) -> JsonReply:
         """Keep the records of one write back, on the disk and invisible. Every call makes another stage."""
         topic = request.topic
@@ -65,7 +74,13 @@ class TxnRoutes:
             }
         )
 
-    @json_route
+    @json_route("DELETE", _STAGE_PATH, Route.OTHER, KeyScope.WRITE, "transactions")
+    @describe("Drop what a transaction keeps back in a topic", ok("They are gone", answers.DropStagesAnswer), *LOST)
+    @takes(
+        Query("txn", {"type": "string", "minLength": 1, "maxLength": TXN_MAX_CHARS}, "the transaction"),
+        body=DropBody,
+        body_required=False,
+    )
     async def drop(self, request: ApiRequest) -> JsonReply:
         """Drop the stages of a transaction in one topic, but not those of a decided batch. `txn` is in the query, or in
         the body for clients that send one with DELETE.
@@ -77,7 +92,9 @@ class TxnRoutes:
         dropped = await asyncio.to_thread(self._stages.drop_txn, topic, txn, decided)
         return JsonReply({"topic": topic, "txn": txn, "dropped": dropped})
 
-    @json_route
+    @json_route("POST", f"{_SINK_PATH}/commit", Route.OTHER, KeyScope.WRITE, "transactions")
+    @describe("Publish all stages of a batch, once for each batch of the sink", _COMMITTED, *_COMMIT_CODES)
+    @takes(body=CommitBody)
     async def commit(self, request: ApiRequest) -> JsonReply:
         """Publish all stages and remember the batch, or do neither. A batch that was committed is a duplicate."""
         sink = _sink(request)
@@ -105,12 +122,14 @@ class TxnRoutes:
             {"sink": sink, "batch": given.batch, "last_batch": last_batch, "duplicate": duplicate, "count": records}
         )
 
-    @json_route
+    @json_route("GET", _SINK_PATH, Route.OTHER, KeyScope.READ, "transactions")
+    @describe("The latest batch of a sink", ok("The sink; null when it never committed", answers.SinkAnswer), *LOST)
     async def get(self, request: ApiRequest) -> JsonReply:
         sink = _sink(request)
         return JsonReply({"sink": sink, "last_batch": await self._coordinator.last_batch(sink)})
 
-    @json_route
+    @json_route("DELETE", _SINK_PATH, Route.OTHER, KeyScope.DELETE, "transactions")
+    @describe("Forget a sink: its next batch may have any number", _FORGOTTEN, "out_of_order", *LOST)
     async def forget(self, request: ApiRequest) -> JsonReply:
         sink = _sink(request)
         return JsonReply({"sink": sink, "deleted": await self._coordinator.forget(sink)})
@@ -154,46 +173,3 @@ def _checked_txn(txn: str) -> str:
     if not 1 <= len(txn) <= TXN_MAX_CHARS:
         raise invalid(f"txn has 1 to {TXN_MAX_CHARS} characters, not {len(txn)}", field="txn")
     return txn
-
-
-def txn_operations(txn: TxnRoutes) -> list[ApiOperation]:
-    """Return the operations on stages and sinks (api §6)."""
-    stage_path, sink_path = "/v0/stage/{topic}", "/v0/txn/{sink}"
-    staged = ok("They are on the disk, and invisible", answers.StageAnswer)
-    committed = ok("All of it is visible, now or from an earlier commit", answers.CommitAnswer)
-    forgotten = ok("It is forgotten", answers.ForgetSinkAnswer)
-    too_large = ("batch_too_large", "record_too_large")
-    commit_codes = ("batch_too_large", "not_found", "topic_full", *LOST)
-    return [
-        ApiOperation(
-            Binding("POST", stage_path, txn.stage, Route.OTHER, KeyScope.WRITE, "transactions"),
-            Outcome(
-                "Keep records back until their transaction is committed", staged, (*too_large, "topic_full", *LOST)
-            ),
-            body=StageBody,
-        ),
-        ApiOperation(
-            Binding("DELETE", stage_path, txn.drop, Route.OTHER, KeyScope.WRITE, "transactions"),
-            Outcome(
-                "Drop what a transaction keeps back in a topic", ok("They are gone", answers.DropStagesAnswer), LOST
-            ),
-            body=DropBody,
-            body_required=False,
-            query=(Query("txn", {"type": "string", "minLength": 1, "maxLength": 256}, "the transaction"),),
-        ),
-        ApiOperation(
-            Binding("POST", f"{sink_path}/commit", txn.commit, Route.OTHER, KeyScope.WRITE, "transactions"),
-            Outcome("Publish all stages of a batch, once for each batch of the sink", committed, commit_codes),
-            body=CommitBody,
-        ),
-        ApiOperation(
-            Binding("GET", sink_path, txn.get, Route.OTHER, KeyScope.READ, "transactions"),
-            Outcome(
-                "The latest batch of a sink", ok("The sink; null when it never committed", answers.SinkAnswer), LOST
-            ),
-        ),
-        ApiOperation(
-            Binding("DELETE", sink_path, txn.forget, Route.OTHER, KeyScope.DELETE, "transactions"),
-            Outcome("Forget a sink: its next batch may have any number", forgotten, ("out_of_order", *LOST)),
-        ),
-    ]
