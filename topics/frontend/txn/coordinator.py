@@ -298,23 +298,16 @@ class TxnCoordinator:
         while True:
             try:
                 reply = await self._gateway.call(shard, TxnPending(), unthrottled=True)
-            except TopicsError:
-                await asyncio.sleep(RETRY_S)  # it recovers
-                continue
-            except OSError as error:
-                if not failed:
-                    _log.warning(
-                        "batches that a crash left unfinished stay half published until their shard can be asked",
-                        shard=shard,
-                        reason=str(error),
-                        retry_ms=int(RETRY_S * 1000),
-                    )
-                failed = True
+            except (TopicsError, OSError) as error:  # after TopicsError the shard recovers
+                if isinstance(error, OSError) and not failed:
+                    failed = True
+                    what = "batches that a crash left unfinished stay half published until their shard can be asked"
+                    _log.warning(what, shard=shard, reason=str(error), retry_ms=int(RETRY_S * 1000))
                 await asyncio.sleep(RETRY_S)
-                continue
-            for sink, batch, stages in reply.batches:
-                self._finish_later(sink, batch, stages)
-            return
+            else:
+                for sink, batch, stages in reply.batches:
+                    self._finish_later(sink, batch, stages)
+                return
 
     async def _clean(self) -> None:
         while True:
