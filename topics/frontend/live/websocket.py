@@ -62,7 +62,7 @@ _log = get_logger()
 
 
 class Services(NamedTuple):
-    """The parts of a frontend that its sockets use. `observe(route, took_us)` is called for every answered command."""
+    """The parts of a frontend that all requests and sockets use. `observe(route, took_us)` is told of each."""
 
     reader: TopicReader
     appends: AppendRoute
