@@ -194,8 +194,8 @@ class LargeFrames(Generic[WaiterT]):
         admit ─▶ sent                    `StalledClients` counts what is sent and not read
           └─▶ waiting ─ granted ─▶ admit ─▶ sent
 
-    Meanwhile the log is the client's queue. Small frames, of up to HIGH_WATER_BYTES, never wait. A waiter that is granted
-    room (`on_granted(waiter)`) keeps it until its frame is made in a later slice of work; there may be many before.
+    Meanwhile the log is the client's queue. Small frames, of up to HIGH_WATER_BYTES, never wait. A waiter that is
+    granted room (`on_granted(waiter)`) keeps it until its frame is made, in a later slice of work.
     """
 
     def __init__(self, budget: Budget, on_granted: Callable[[WaiterT], None]) -> None:
