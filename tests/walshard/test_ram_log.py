@@ -424,7 +424,7 @@ def test_on_a_full_dev_shm_deleted_records_give_their_room_back_at_once(tmp_path
         with pytest.raises(TopicsError) as refused:
             fill()
         assert refused.value.code == "storage_unavailable"
-        assert refused.value.detail["cause"] == "ENOSPC"
+        assert (refused.value.detail or {})["cause"] == "ENOSPC"
         before = fs.free_bytes("")
         for _ in range(3):
             rig.shard.sweep()  # nothing is dead: no room comes of it
