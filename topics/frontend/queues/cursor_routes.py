@@ -16,13 +16,12 @@ from topics.api.requests import CursorBody, ReadBody
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
-from topics.frontend.asgi import DELIVER, Deliver, Message, Receive, Scope, Send
+from topics.frontend.asgi import DELIVER, Deliver, Message, Receive, Scope, Send, disconnected_before
 from topics.frontend.entry import limits, wire
 from topics.frontend.entry.bodies import ClientGoneError, read_body
 from topics.frontend.entry.budget import Budget, Reservation
 from topics.frontend.entry.query import name_cursor
 from topics.frontend.entry.responses import elapsed_ms, reserve_room, send_json
-from topics.frontend.live.push import disconnected_before
 from topics.frontend.queues.cursor_locks import STUCK_RETRY_AFTER_MS, CursorLock, CursorLocks, too_many_readers
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES
@@ -35,11 +34,11 @@ from topics.frontend.routes.operations import (
     PAGE_QUERIES,
     TOPIC_LOST,
     TOPIC_PATH,
-    ApiOperation,
-    Binding,
-    Outcome,
+    asgi_route,
+    describe,
     made_or_there,
     ok,
+    takes,
 )
 from topics.frontend.shards.gateway import Gateway
 from topics.frontend.shards.pending_requests import is_outcome_unknown
@@ -56,6 +55,8 @@ from topics.shm.queue_messages import (
     CursorReply,
 )
 
+_PATH: Final = f"{TOPIC_PATH}/cursors/{{cursor}}"
+_MISSING: Final = ("topic_not_found", "cursor_not_found", *LOST)
 LIMIT_MAX: Final = 2000
 TRIES_MAX: Final = 100
 """Tries of a read that finds readers at other frontends faster, before its client has to ask again."""
@@ -86,7 +87,27 @@ class CursorRoutes:
         self.locks = CursorLocks(gateway.shard_wait_s)
         self.moving = Budget(limits.CURSOR_PAGES)
 
-    @json_route
+    @json_route("GET", f"{TOPIC_PATH}/cursors", Route.OTHER_CURSOR, KeyScope.READ, "cursors")
+    @describe("List the cursors of a topic by name", ok("A page of cursors", answers.CursorListAnswer), *TOPIC_LOST)
+    @takes(*PAGE_QUERIES)
+    async def list_all(self, request: ApiRequest) -> JsonReply:
+        name = request.topic
+        size, after = await request.list_page(check_topic_name)
+        found = (await self._gateway.call(self._owner(name), CursorGet(name, None, after, size + 1))).cursors
+        answer: dict[str, Any] = {"topic": name, "cursors": [_shown(cursor) for cursor in found[:size]]}
+        if len(found) > size:
+            answer["next_cursor"] = name_cursor(found[size - 1].cursor)
+        return JsonReply(answer)
+
+    @json_route("GET", _PATH, Route.OTHER_CURSOR, KeyScope.READ, "cursors")
+    @describe("Where a cursor is", ok("The cursor", answers.CursorAnswer), *_MISSING)
+    async def get(self, request: ApiRequest) -> JsonReply:
+        name, cursor = _names(request.scope)
+        return JsonReply({"topic": name, **_shown(await self._look(name, cursor))})
+
+    @json_route("PUT", _PATH, Route.OTHER_CURSOR, KeyScope.WRITE, "cursors")
+    @describe("Make a cursor, or change or move it", made_or_there(answers.PutCursorAnswer), *TOPIC_LOST)
+    @takes(body=CursorBody, body_required=False)
     async def put(self, request: ApiRequest) -> JsonReply:
         name, cursor = _names(request.scope)
         given = await request.decoded(CursorBody, self._body_max_bytes, b"{}")
@@ -100,27 +121,16 @@ class CursorRoutes:
         answer = {"topic": name, **_shown(reply), "created": reply.created}
         return JsonReply(answer, 201 if reply.created else 200)
 
-    @json_route
-    async def get(self, request: ApiRequest) -> JsonReply:
-        name, cursor = _names(request.scope)
-        return JsonReply({"topic": name, **_shown(await self._look(name, cursor))})
-
-    @json_route
-    async def list_all(self, request: ApiRequest) -> JsonReply:
-        name = request.topic
-        size, after = await request.list_page(check_topic_name)
-        found = (await self._gateway.call(self._owner(name), CursorGet(name, None, after, size + 1))).cursors
-        answer: dict[str, Any] = {"topic": name, "cursors": [_shown(cursor) for cursor in found[:size]]}
-        if len(found) > size:
-            answer["next_cursor"] = name_cursor(found[size - 1].cursor)
-        return JsonReply(answer)
-
-    @json_route
+    @json_route("DELETE", _PATH, Route.OTHER_CURSOR, KeyScope.DELETE, "cursors")
+    @describe("Delete a cursor", ok("It is gone, or never was", answers.DeleteCursorAnswer), *LOST)
     async def delete(self, request: ApiRequest) -> JsonReply:
         name, cursor = _names(request.scope)
         reply = await self._gateway.call(self._owner(name), CursorDelete(name, cursor))
         return JsonReply({"topic": name, "cursor": cursor, "deleted": reply.deleted})
 
+    @asgi_route("POST", f"{_PATH}/read", Route.READ_CURSOR, KeyScope.READ, "cursors")
+    @describe("Read on, and move the cursor", ok("A page of records", answers.ReadCursorAnswer), *_MISSING)
+    @takes(body=ReadBody, body_required=False)
     async def read(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         name, cursor = _names(scope)
@@ -238,9 +248,7 @@ class CursorRoutes:
 
 
 async def _take_page_room(moving: Reservation, most_bytes: int, receive: Receive, wait_s: float) -> None:
-    """Wait for room for a page. Raise `throttled`, and ClientGoneError if the client leaves: no cursor moves for it
-    then.
-    """
+    """Wait for room for a page. Raise `throttled`, and ClientGoneError if the client leaves: its cursor stays."""
     if moving.try_grow(most_bytes):
         return
     entering = asyncio.create_task(moving.grow(most_bytes))
@@ -311,38 +319,3 @@ def _answer(name: str, cursor: str, page: RecordPage, cursor_seq: int, started_n
         str(elapsed_ms(started_ns)).encode(),
         page.scanned,
     )
-
-
-def cursor_operations(cursors: CursorRoutes) -> list[ApiOperation]:
-    """Return the operations on named cursors (api §10)."""
-    path = f"{TOPIC_PATH}/cursors/{{cursor}}"
-    missing = ("topic_not_found", "cursor_not_found", *LOST)
-    return [
-        ApiOperation(
-            Binding("GET", f"{TOPIC_PATH}/cursors", cursors.list_all, Route.OTHER_CURSOR, KeyScope.READ, "cursors"),
-            Outcome(
-                "List the cursors of a topic by name", ok("A page of cursors", answers.CursorListAnswer), TOPIC_LOST
-            ),
-            query=PAGE_QUERIES,
-        ),
-        ApiOperation(
-            Binding("GET", path, cursors.get, Route.OTHER_CURSOR, KeyScope.READ, "cursors"),
-            Outcome("Where a cursor is", ok("The cursor", answers.CursorAnswer), missing),
-        ),
-        ApiOperation(
-            Binding("PUT", path, cursors.put, Route.OTHER_CURSOR, KeyScope.WRITE, "cursors"),
-            Outcome("Make a cursor, or change or move it", made_or_there(answers.PutCursorAnswer), TOPIC_LOST),
-            body=CursorBody,
-            body_required=False,
-        ),
-        ApiOperation(
-            Binding("DELETE", path, cursors.delete, Route.OTHER_CURSOR, KeyScope.DELETE, "cursors"),
-            Outcome("Delete a cursor", ok("It is gone, or never was", answers.DeleteCursorAnswer), LOST),
-        ),
-        ApiOperation(
-            Binding("POST", f"{path}/read", cursors.read, Route.READ_CURSOR, KeyScope.READ, "cursors"),
-            Outcome("Read on, and move the cursor", ok("A page of records", answers.ReadCursorAnswer), missing),
-            body=ReadBody,
-            body_required=False,
-        ),
-    ]
