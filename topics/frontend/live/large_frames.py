@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from topics.frontend.entry.budget import Budget, Reservation
-from topics.frontend.live.push import HIGH_WATER_BYTES
+from topics.frontend.live.event_streams import HIGH_WATER_BYTES
 
 WaiterT = TypeVar("WaiterT")
 

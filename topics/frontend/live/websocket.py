@@ -54,6 +54,8 @@ GOING_AWAY: Final = 1012
 POLICY: Final = 1008
 """Close codes (RFC 6455 §7.4, IANA): the service restarts; the key is no longer valid."""
 
+_ENDED_BY_HUB: Final = "the service is stopping, or nothing was read for too long"
+
 _encode = msgspec.json.Encoder().encode
 _log = get_logger()
 
@@ -252,7 +254,7 @@ class Socket:
             return
         for name, ref in refs.items():
             spec = hub.specs.share(StreamSpec((name,), (ref.view.topic_id,), options, command.strong, MESSAGES))
-            push = Subscription(self._outbox, self._ended_by_hub, self._abort)
+            push = Subscription(self._outbox, partial(self.end, GOING_AWAY, _ENDED_BY_HUB), self._abort)
             self._subscriptions[name] = hub.open(push, spec.start({name: positions[name]}), 0)
         # The keys may have changed while the answer waited for room.
         self.end_forbidden()
@@ -320,10 +322,6 @@ class Socket:
     def _ended(self) -> set[str]:
         """Return the followed topics that were deleted. The client is told by their streams."""
         return {name for name, one in self._subscriptions.items() if one.state.phases[0] == TopicPhase.ENDED}
-
-    def _ended_by_hub(self) -> None:
-        """End the socket with its subscription: the hub drains, or the client has read nothing for too long."""
-        self.end(GOING_AWAY, "the service is stopping, or nothing was read for too long")
 
     # -- ends
 

@@ -9,9 +9,10 @@ from topics.core.errors import TopicsError
 from topics.core.keys import ApiKey
 from topics.frontend.asgi import Message, Receive, Scope, Send
 from topics.frontend.entry.responses import send_error
-from topics.frontend.live.event_streams import StreamSlots, stopping
+from topics.frontend.live.event_streams import StreamSlots
 from topics.frontend.live.websocket import Services, Socket
 from topics.frontend.routes.operations import Answer, asgi_route, describe
+from topics.frontend.shards.gateway import stopping
 
 _SWITCHED: Final = {101: Answer("Switching to WebSocket", {})}
 

@@ -10,7 +10,7 @@ RS (0x1E) cannot occur in JSON text, so it separates messages that are written t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -26,20 +26,17 @@ SHUTTING_DOWN_TEXT: Final = b"the service is stopping; connect again"
 _encode_json = msgspec.json.Encoder().encode
 
 
-class Wording:
+class Wording(Protocol):
     """The words of one transport. A frame is one of `record` … `topic_deleted`, followed by the `end` of its state."""
 
     def event(self, name: bytes, members: bytes) -> bytes:
         """Return an event without its end. `members` is a JSON object without its braces."""
-        raise NotImplementedError
 
     def end(self, positions: Mapping[str, int]) -> bytes:
         """Return the end of a frame that leaves the stream at `positions` (by topic)."""
-        raise NotImplementedError
 
     def error(self, status: int, code: str, message: str, more: dict[str, Any]) -> bytes:
         """Return a whole frame."""
-        raise NotImplementedError
 
     def record(self, topic: str, body: bytes, from_seq: int, to_seq: int, head_seq: int) -> bytes:
         """Return the event for records. `body` is record objects joined by commas."""

@@ -16,13 +16,12 @@ from topics.api.requests import CursorBody, ReadBody
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
-from topics.frontend.asgi import DELIVER, Deliver, Message, Receive, Scope, Send
+from topics.frontend.asgi import DELIVER, Deliver, Message, Receive, Scope, Send, disconnected_before
 from topics.frontend.entry import limits, wire
 from topics.frontend.entry.bodies import ClientGoneError, read_body
 from topics.frontend.entry.budget import Budget, Reservation
 from topics.frontend.entry.query import name_cursor
 from topics.frontend.entry.responses import elapsed_ms, reserve_room, send_json
-from topics.frontend.live.push import disconnected_before
 from topics.frontend.queues.cursor_locks import STUCK_RETRY_AFTER_MS, CursorLock, CursorLocks, too_many_readers
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES
@@ -249,9 +248,7 @@ class CursorRoutes:
 
 
 async def _take_page_room(moving: Reservation, most_bytes: int, receive: Receive, wait_s: float) -> None:
-    """Wait for room for a page. Raise `throttled`, and ClientGoneError if the client leaves: no cursor moves for it
-    then.
-    """
+    """Wait for room for a page. Raise `throttled`, and ClientGoneError if the client leaves: its cursor stays."""
     if moving.try_grow(most_bytes):
         return
     entering = asyncio.create_task(moving.grow(most_bytes))

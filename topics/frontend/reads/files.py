@@ -40,9 +40,7 @@ class LogFiles:
         self._maps_max = maps_max
 
     def get(self, shard: int, in_ram: bool, file_no: int, end: int) -> mmap.mmap:
-        """Return the file, mapped at least up to byte `end`. FileNotFoundError if it was removed, EOFError if it is
-        shorter.
-        """
+        """Return the file, mapped to byte `end` at least. FileNotFoundError if it was removed, EOFError if shorter."""
         key = (shard, in_ram, file_no)
         mapped = self._maps.get(key)
         if mapped is not None and end <= len(mapped):
@@ -91,19 +89,6 @@ _MARKED: Final = 2
 class OpenSegment:
     """The committed part of one segment. Methods that read its files raise CorruptSegment."""
 
-    __slots__ = (
-        "_checked",
-        "_data",
-        "_idx",
-        "data_bytes",
-        "data_path",
-        "first_seq",
-        "idx_path",
-        "is_cold",
-        "last_seq",
-        "name",
-    )
-
     def __init__(self, directory: str, topic_id: int, info: SegmentInfo, checked: bytes = b"") -> None:
         """Open the index. FileNotFoundError if it was removed, CorruptSegment if it is shorter than `info` says."""
         self.first_seq = info.first_seq
@@ -117,9 +102,7 @@ class OpenSegment:
         self.is_cold = False
         """True if the cold tier has the data. Then they are in this directory for a while at most."""
         self._checked = bytearray(checked.ljust(info.records, b"\0"))
-        """A byte for each record: 1 if its frame was found to be whole since this was opened; 2 if it is also marked as
-        deleted.
-        """
+        """A byte a record: 1 if its frame was found to be whole since the opening; 2 if it is marked deleted, too."""
 
     def local_data(self) -> CommittedFile | None:
         """Return the data file, opened at its first use: times and floors are in the index. None if only the cold tier

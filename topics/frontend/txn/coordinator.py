@@ -146,8 +146,7 @@ IN_FLIGHT_MAX: Final = 16
 """Stages of one batch that are published at a time: each is a write of up to the body limit."""
 RETRY_S: Final = 0.5
 RETRY_MAX_S: Final = 30.0
-"""Longest time between attempts after an error that no restart of a shard explains: each attempt may read and send
-every stage of the batch."""
+"""Longest pause after an error that no restart explains: an attempt may read and send every stage of a batch."""
 JANITOR_S: Final = 60.0
 
 StageList = list[tuple[str, str]]
@@ -157,9 +156,7 @@ _log = get_logger()
 
 
 class TxnCoordinator:
-    """The commits of one frontend, on its event loop. A batch that is decided is published, even if its client leaves
-    or this process dies.
-    """
+    """The commits of one frontend. A decided batch is published, even if its client leaves or this process dies."""
 
     def __init__(self, gateway: Gateway, stages: Stages) -> None:
         self._gateway = gateway
@@ -236,9 +233,7 @@ class TxnCoordinator:
         return [batch for reply in replies for batch in reply.batches]
 
     async def _carry_out(self, sink: str, batch: int, stages: StageList) -> int:
-        """Publish the stages that are not published yet, within each topic in the order of the batch, and end the
-        batch. Return the records published now.
-        """
+        """Publish what is not yet, in the order of the batch in each topic; end it. Return the records published."""
         records = 0
         try:
             for first in range(0, len(stages), IN_FLIGHT_MAX):
