@@ -289,6 +289,7 @@ def test_one_fault_does_not_stop_delivery(tmp_path: Path) -> None:
         for name in wires:
             await delivered(wires[name][0], [1], name)
         assert faults == ["RuntimeError('of the transport')"]
+        wires["high"][1].on_write = lambda: None
 
     on_loop(tmp_path, test)
 

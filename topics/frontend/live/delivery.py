@@ -108,6 +108,8 @@ class Hub:
         """End all streams. Callers check `draining` before they open another."""
         self.draining = True
         for connection in list(self._connections):
+            if connection.state.spec.wording is EVENT_STREAM:
+                connection.push.write(EVENT_STREAM.shutting_down)
             self.close(connection)
 
     def waiting_ms(self, name: str) -> int:

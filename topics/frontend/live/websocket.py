@@ -117,6 +117,11 @@ class Socket:
         if not self._over.done():
             self._over.set_result((code, reason))
 
+    def end_shutting_down(self) -> None:
+        """End the socket after a last message that says why."""
+        self._outbox.add(MESSAGES.shutting_down)
+        self.end(GOING_AWAY, "the service is stopping")
+
     def end_forbidden(self) -> None:
         """End the socket, or those of its subscriptions, that its key does not allow any more."""
         key = self._services.access.find_key(self._digest)
