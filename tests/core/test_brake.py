@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topics.core.brake import FULL_SHARE, PAUSE_MAX_NS, PAUSE_PER_WORK, Brake
+from topics.core.brake import FROM_SHARE, FULL_SHARE, PAUSE_MAX_NS, PAUSE_PER_WORK, Brake
 
 
 @given(st.integers(1, 1 << 40), st.integers(0, 1 << 41), st.integers(0, 1 << 40))
@@ -13,7 +13,7 @@ def test_pauses_grow_with_the_lag_and_are_bounded(limit_bytes: int, lag_bytes: i
     brake = Brake(limit_bytes)
     brake.update(lag_bytes)
     assert 0 <= brake.share <= 1
-    assert (brake.share > 0) == (lag_bytes * 2 > limit_bytes)
+    assert (brake.share > 0) == (lag_bytes / limit_bytes > FROM_SHARE)
     assert (brake.share == 1) == (lag_bytes / limit_bytes >= FULL_SHARE)
     pause_ns = brake.pause_ns(worked_ns)
     assert 0 <= pause_ns <= min(PAUSE_MAX_NS, worked_ns * PAUSE_PER_WORK)

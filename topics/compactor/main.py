@@ -171,7 +171,7 @@ def _follow(fs: FileSystem, data_dir: str, shared: SharedMemory, link: ShardLink
 
 def serve(compactor: Compactor, settings: Settings, life: Life, note: ClockNote) -> None:
     cell, clock = life.cell, life.clock
-    # A shard is slowed when it has half of `max_replay_bytes` behind it: a cut must be due before that.
+    # A shard is slowed when it has four fifths of `max_replay_bytes` behind it: a cut must be due before that.
     wal_bytes = min(settings.checkpoint_wal_bytes, settings.max_replay_bytes // 4 or settings.checkpoint_wal_bytes)
     times = CutTimes(settings.checkpoint_interval_ms, wal_bytes, clock.monotonic_ms())
     upkeep_not_before_ms = 0

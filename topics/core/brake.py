@@ -1,6 +1,6 @@
 """A shard that writes faster than the compactor takes in is slowed, so that a start never has much log to read. Pure.
 
-    log behind the last snapshot    0 ──────── half of the limit ──────── the limit ──── one and a half of it ────▶
+    log behind the last snapshot    0 ──────── 4/5 of the limit ───────── the limit ────── 6/5 of the limit ──────▶
     pause for each ms of work       none       │ 0 ms … 4 ms ─────────────────── … 8 ms ─│ 8 ms ──────────────────▶
 
 The pause comes behind the answers of a group: who writes now and then does not notice it, who writes without a break
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from typing import Final
 
-FROM_SHARE: Final = 0.5
+FROM_SHARE: Final = 0.8
 """The share of the limit from which on there are pauses."""
 PAUSE_PER_WORK: Final = 8.0
 """The pause for each unit of work under full braking: a ninth of the time is work then."""
-FULL_SHARE: Final = 1.5
+FULL_SHARE: Final = 1.2
 """The share of the limit from which on the brake is full."""
 PAUSE_MAX_NS: Final = 200_000_000
 

@@ -7,7 +7,7 @@ which is made from the table of operations (`operations.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Final
 from urllib.parse import unquote
 
@@ -18,17 +18,14 @@ from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
 from topics.core.names import check_router_name, check_topic_name
 from topics.frontend.asgi import ROUTE, Receive, Scope, Send
-from topics.frontend.entry.access import Access
 from topics.frontend.entry.bodies import ClientGoneError
-from topics.frontend.entry.pages import Pages
 from topics.frontend.entry.responses import send_error
+from topics.frontend.live.websocket import Services
 from topics.frontend.live.websocket_route import WebSocketRoute, refuse
 from topics.frontend.operators.openapi import OpenApiRoutes
 from topics.frontend.reads.diff import DiffRoute
-from topics.frontend.routes.append import AppendRoute
-from topics.frontend.routes.operations import ApiOperation, Binding, Endpoint
+from topics.frontend.routes.operations import ApiOperation, Endpoint
 from topics.log import get_logger
-from topics.shm.control import ProcessCell
 from topics.shm.durations import Route
 
 _TOPICS: Final = "/v0/topics/"
@@ -48,33 +45,24 @@ class App:
     """The ASGI application of a frontend. It answers every request, also one whose handler fails."""
 
     def __init__(
-        self,
-        operations: Sequence[ApiOperation],
-        append: AppendRoute,
-        diff: DiffRoute,
-        websocket: WebSocketRoute,
-        access: Access,
-        pages: Pages,
-        cell: ProcessCell,
-        observe: Callable[[Route, int], None],
+        self, operations: Sequence[ApiOperation], services: Services, diff: DiffRoute, websocket: WebSocketRoute
     ) -> None:
-        """`operations` are all routes. Each request that was answered is reported by `observe(route, took_us)`."""
-        self._append = append
+        """`operations` are all routes. Each request that was answered is reported to `services.observe`."""
+        self._append = services.appends
         self._diff = diff
         self._websocket = websocket
-        self._access = access
-        self._pages = pages
-        self._cell = cell
-        self._observe = observe
+        self._access = services.access
+        self._pages = services.pages
+        self._cell = services.cell
+        self._observe = services.observe
         documented = OpenApiRoutes(operations)
         methods: dict[str, dict[str, Endpoint]] = {}
         for one in (*operations, *documented.operations):
-            method, path = one.binding.method, one.binding.path
-            of_path = methods.setdefault(path, {})
-            of_path[method] = self._admitting(one.binding)
+            of_path = methods.setdefault(one.path, {})
+            of_path[one.method] = self._admitting(one)
             # The server drops the body (RFC 9110 §9.3.2). A stream has no HEAD: to begin one is to take jobs, or to
             # take a session over from the stream that is open.
-            if method == "GET" and not one.is_stream:
+            if one.method == "GET" and not one.is_stream:
                 of_path["HEAD"] = of_path["GET"]
         self.router = Router(
             [Path(path, Resource(**of_path)) for path, of_path in methods.items()],
@@ -139,16 +127,16 @@ class App:
         else:
             await refuse(no_such_path(scope), scope, send)
 
-    def _admitting(self, binding: Binding) -> Endpoint:
-        """Return the endpoint behind the check of the key, measured as the route that `binding` says."""
-        _method, _path, endpoint, timed, needs, _tag = binding
+    def _admitting(self, operation: ApiOperation) -> Endpoint:
+        """Return the endpoint behind the check of the key, measured as the route that the operation says."""
+        endpoint, timed, needs = operation.endpoint, operation.timed, operation.needs
 
-        async def admitting(scope: Scope, receive: Receive, send: Send) -> None:
+        def admitting(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
             scope[ROUTE] = timed
             if needs is not None:
                 names = [value for name, value in scope["path_params"].items() if name not in _UNSCOPED_NAMES]
                 self._access.admit(scope, needs, names)
-            await endpoint(scope, receive, send)
+            return endpoint(scope, receive, send)
 
         return admitting
 

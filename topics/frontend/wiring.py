@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import msgspec
@@ -16,27 +17,28 @@ from topics.frontend.live.delivery import Hub
 from topics.frontend.live.event_streams import StreamSlots
 from topics.frontend.live.session_client import SessionClient
 from topics.frontend.live.step_cache import KnownTopics
-from topics.frontend.live.watch import WatchRoutes, watch_operations
+from topics.frontend.live.watch import WatchRoutes
 from topics.frontend.live.websocket import Services
 from topics.frontend.live.websocket_route import WebSocketRoute
 from topics.frontend.operators.figures import ServiceFigures
-from topics.frontend.operators.service_routes import MetricsRoute, ProbeRoutes, service_operations
-from topics.frontend.queues.cursor_routes import CursorRoutes, cursor_operations
-from topics.frontend.queues.queue_routes import QueueRoutes, QueueServices, queue_operations
-from topics.frontend.queues.work import WorkRoutes, work_operations
+from topics.frontend.operators.service_routes import MetricsRoute, ProbeRoutes, probe_operations
+from topics.frontend.queues.cursor_routes import CursorRoutes
+from topics.frontend.queues.queue_routes import QueueRoutes, QueueServices
+from topics.frontend.queues.work import WorkRoutes
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.cold import ColdTier
 from topics.frontend.reads.diff import DiffRoute
 from topics.frontend.reads.files import LogFiles
-from topics.frontend.reads.manifest import ManifestRoutes, manifest_operations
+from topics.frontend.reads.manifest import ManifestRoutes
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.routes.append import AppendRoute
-from topics.frontend.routes.router_routes import RouterRoutes, router_operations
-from topics.frontend.routes.topic_routes import TopicRoutes, topic_operations
+from topics.frontend.routes.operations import operations_of
+from topics.frontend.routes.router_routes import RouterRoutes
+from topics.frontend.routes.topic_routes import TopicRoutes
 from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import Gateway
 from topics.frontend.txn.coordinator import Stages, TxnCoordinator
-from topics.frontend.txn.txn_routes import TxnRoutes, txn_operations
+from topics.frontend.txn.txn_routes import TxnRoutes
 from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.cap import Cap, KeyCounts
@@ -102,9 +104,7 @@ class Frontend(NamedTuple):
 
 
 def build_app(process: Process, keys: KeyRing, store: SegmentStore | None) -> Frontend:
-    """Make one frontend, on the running event loop. It answers once its gateway is started. `store` has the segments
-    that were moved to the cold directory.
-    """
+    """Make one frontend on the running event loop; start its gateway. `store` has the segments of the cold tier."""
     shared, index, settings, cell = process.shared, process.index, process.settings, process.cell
     clock, running_clock, shards = process.clock, process.running_clock, shared.shards
     arenas = Arenas(shared)
@@ -135,17 +135,21 @@ def build_app(process: Process, keys: KeyRing, store: SegmentStore | None) -> Fr
     metrics = MetricsRoute(figures, arenas, shards, settings.max_metric_topics)
     coordinator = TxnCoordinator(gateway, Stages(settings.data_dir, settings.stage_ttl_ms))
     fs, pins = OsFileSystem(), pins_dir(shared.ram_dir)
-    manifest = ManifestRoutes(reader, catching_up, fs, PinFiles(fs, pins, index), pins, settings.data_dir, clock)
-    operations = [
-        *topic_operations(append, diff, topics),
-        *router_operations(routers),
-        *watch_operations(watch),
-        *queue_operations(QueueRoutes(queue_services, catching_up, settings, cell)),
-        *work_operations(work),
-        *cursor_operations(CursorRoutes(gateway, reader, catching_up, settings, cell)),
-        *txn_operations(TxnRoutes(append, coordinator, reader, topics.settled, settings)),
-        *manifest_operations(manifest),
-        *service_operations(ProbeRoutes(shared.control, clock), metrics, settings.probe_auth),
+    probes = ProbeRoutes(shared.control, clock)
+    routes = [
+        topics,
+        append,
+        diff,
+        routers,
+        watch,
+        websocket,
+        QueueRoutes(queue_services, catching_up, settings, cell),
+        work,
+        CursorRoutes(gateway, reader, catching_up, settings, cell),
+        TxnRoutes(append, coordinator, reader, topics.settled, settings),
+        ManifestRoutes(reader, catching_up, fs, PinFiles(fs, pins, index), pins, settings.data_dir, clock),
+        metrics,
     ]
-    app = App(operations, append, diff, websocket, access, pages, cell, observe)
+    operations = [*chain.from_iterable(map(operations_of, routes)), *probe_operations(probes, settings.probe_auth)]
+    app = App(operations, services, diff, websocket)
     return Frontend(app, access, arenas, gateway, expiry, cold, reader, hub, diff, websocket, work, coordinator)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import Final
 
 from topics.core.errors import TopicsError
 from topics.core.keys import ApiKey
 from topics.frontend.asgi import Message, Receive, Scope, Send
 from topics.frontend.entry.responses import send_error
-from topics.frontend.live.event_streams import StreamSlots, stopping
-from topics.frontend.live.websocket import GOING_AWAY, Services, Socket
+from topics.frontend.live.event_streams import StreamSlots
+from topics.frontend.live.websocket import Services, Socket
+from topics.frontend.routes.operations import Answer, asgi_route, describe
+from topics.frontend.shards.gateway import stopping
+
+_SWITCHED: Final = {101: Answer("Switching to WebSocket", {})}
 
 
 class WebSocketRoute:
@@ -46,11 +51,17 @@ class WebSocketRoute:
                 del self._sockets[socket]
                 self._services.cell.set("ws_connections", len(self._sockets))
 
+    @asgi_route("GET", "/v0/ws", None, None, "watch")
+    @describe("A WebSocket: subscribe, unsubscribe, publish, ping (api §7.7)", _SWITCHED, "upgrade_required")
+    async def needs_upgrade(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse a request without a handshake."""
+        raise TopicsError("upgrade_required", "this is a WebSocket: send Upgrade: websocket")
+
     def drain(self) -> None:
         """End all sockets and refuse new ones: the process is stopping."""
         self._draining = True
         for socket in list(self._sockets):
-            socket.end(GOING_AWAY, "the service is stopping")
+            socket.end_shutting_down()
 
     def _admit(self, scope: Scope) -> ApiKey:
         """Return the key of a client that may open a socket."""
@@ -76,8 +87,3 @@ async def refuse(error: TopicsError, scope: Scope, send: Send) -> None:
 
     headers = [(b"www-authenticate", b"Bearer")] if error.code == "unauthorized" else []
     await send_error(as_http, dict(scope["headers"]), error, headers)
-
-
-async def needs_upgrade(scope: Scope, receive: Receive, send: Send) -> None:
-    """Refuse a `GET /v0/ws` without a handshake."""
-    raise TopicsError("upgrade_required", "this is a WebSocket: send Upgrade: websocket")

@@ -19,7 +19,7 @@ from topics.core.errors import RETRY_AFTER_S, STATUS_BY_CODE, TopicsError
 from topics.core.keys import KeyScope
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry.responses import encode_json, send_whole
-from topics.frontend.routes.operations import JSON, Answer, ApiOperation, Binding, Outcome, common_codes, ok
+from topics.frontend.routes.operations import JSON, Answer, ApiOperation, common_codes, ok
 from topics.shm.durations import Route
 
 _REF: Final = "#/components/schemas/{name}"
@@ -54,7 +54,7 @@ class EchoedConfig(TopicConfig, frozen=True):
 
 def document(operations: Sequence[ApiOperation]) -> dict[str, Any]:
     """Return the OpenAPI document of these operations."""
-    answers = [answer for one in operations for answer in one.outcome.answers.values()]
+    answers = [answer for one in operations for answer in one.answers.values()]
     bodies = [body for answer in answers for body in answer.bodies.values() if body is not None]
     by_type, components = _schemas([Error, *bodies])
     _leave_out_nulls(components)
@@ -63,7 +63,7 @@ def document(operations: Sequence[ApiOperation]) -> dict[str, Any]:
     components |= request_components
     paths: dict[str, dict[str, Any]] = {}
     for one in operations:
-        paths.setdefault(one.binding.path, {})[one.binding.method.lower()] = _operation(one, by_type)
+        paths.setdefault(one.path, {})[one.method.lower()] = _operation(one, by_type)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -97,30 +97,30 @@ def _leave_out_nulls(components: dict[str, Any]) -> None:
 def _operation(one: ApiOperation, by_type: dict[Any, Any]) -> dict[str, Any]:
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "pattern": _PATH_PATTERNS[name]}}
-        for name in _PARAMETER.findall(one.binding.path)
+        for name in _PARAMETER.findall(one.path)
     ]
     parameters += [
         {"name": query.name, "in": "query", "required": False, "schema": query.schema, "description": query.about}
         for query in one.query
     ]
-    responses = {str(status): _success(answer, by_type) for status, answer in one.outcome.answers.items()}
+    responses = {str(status): _success(answer, by_type) for status, answer in one.answers.items()}
     by_status: dict[int, list[str]] = {}
-    for code in dict.fromkeys((*common_codes(one.body is not None, one.public), *one.outcome.codes)):
+    for code in dict.fromkeys((*common_codes(one.body is not None, one.public), *one.codes)):
         by_status.setdefault(STATUS_BY_CODE[code], []).append(code)
     for status, codes in sorted(by_status.items()):
         responses[str(status)] = _failure(codes, by_type)
     shown: dict[str, Any] = {
         "operationId": _operation_id(one),
-        "tags": [one.binding.tag],
-        "summary": one.outcome.summary,
+        "tags": [one.tag],
+        "summary": one.summary,
         "responses": responses,
     }
     if parameters:
         shown["parameters"] = parameters
     if one.body is not None:
         shown["requestBody"] = {"required": one.body_required, "content": {JSON: {"schema": by_type[one.body]}}}
-    if one.binding.needs:
-        scopes = [str(scope.name).lower() for scope in KeyScope if scope in one.binding.needs]
+    if one.needs:
+        scopes = [str(scope.name).lower() for scope in KeyScope if scope in one.needs]
         shown["description"] = f"Needs a key with {' and '.join(scopes)}, if keys are in use."
     if one.public:
         shown["security"] = []
@@ -128,8 +128,8 @@ def _operation(one: ApiOperation, by_type: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _operation_id(one: ApiOperation) -> str:
-    words = re.findall(r"[a-z0-9]+", one.binding.path)
-    return "_".join([one.binding.method.lower(), *words])
+    words = re.findall(r"[a-z0-9]+", one.path)
+    return "_".join([one.method.lower(), *words])
 
 
 def _success(answer: Answer, by_type: dict[Any, Any]) -> dict[str, Any]:
@@ -160,24 +160,14 @@ class OpenApiRoutes:
         for path, (media_type, name) in _FILES.items():
             with open(os.path.join(_FOLDER, name), "rb") as file:
                 self._files[path] = (media_type, file.read())
-        self.operations = [
-            ApiOperation(
-                Binding("GET", "/v0/openapi.json", self.get, Route.OTHER, None, "service"),
-                Outcome("This document", ok("OpenAPI 3.1", dict[str, Any])),
-                public=True,
-            ),
-            *(
-                ApiOperation(
-                    Binding("GET", f"/v0/{path}", self.page, Route.OTHER, None, "service"),
-                    Outcome(
-                        "A page that shows this document" if path == "docs" else f"Part of the page: {path}",
-                        ok("A file", None, media_type.partition(b";")[0].decode()),
-                    ),
-                    public=True,
-                )
-                for path, (media_type, _) in self._files.items()
-            ),
-        ]
+        about = ok("OpenAPI 3.1", dict[str, Any])
+        itself = ("GET", "/v0/openapi.json", self.get, Route.OTHER, None, "service", "This document", about)
+        self.operations = [ApiOperation(*itself, public=True)]
+        for path, (media_type, _) in self._files.items():
+            summary = "A page that shows this document" if path == "docs" else f"Part of the page: {path}"
+            content = ok("A file", None, media_type.partition(b";")[0].decode())
+            one = ("GET", f"/v0/{path}", self.page, Route.OTHER, None, "service", summary, content)
+            self.operations.append(ApiOperation(*one, public=True))
         self._document = encode_json(document([*operations, *self.operations]))
 
     async def get(self, scope: Scope, receive: Receive, send: Send) -> None:

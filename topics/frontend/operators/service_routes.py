@@ -26,11 +26,13 @@ from topics.frontend.operators import exposition
 from topics.frontend.operators.exposition import TEXT_TYPE, Family, Sample, single
 from topics.frontend.operators.figures import ServiceFigures
 from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-from topics.frontend.routes.operations import JSON, TEXT, Answer, ApiOperation, Binding, Outcome, ok
+from topics.frontend.routes.operations import JSON, TEXT, Answer, ApiOperation, asgi_route, describe, ok, operations_of
 from topics.frontend.shards.arenas import Arenas, live_names
 from topics.shm.arena import TopicView
 from topics.shm.control import ControlPage, ProcessState, Role, replay_progress
 from topics.shm.durations import Route
+
+_SHORT_PATHS: Final = {"/v0/health": "/healthz", "/v0/ready": "/readyz"}
 
 
 class ProbeRoutes:
@@ -41,12 +43,14 @@ class ProbeRoutes:
         self._clock = clock
         self._shards = [control.cell(Role.WALSHARD, shard) for shard in range(control.shards)]
 
-    @json_route
+    @json_route("GET", "/v0/health", Route.HEALTH, None, "service")
+    @describe("Alive?", ok("It answers", answers.Health))
     async def health(self, _request: ApiRequest) -> JsonReply:
         uptime_ms = max(0, self._clock.now_ms() - self._control.header.get("started_ms"))
         return JsonReply({"status": "ok", "version": __version__, "uptime_ms": uptime_ms})
 
-    @json_route
+    @json_route("GET", "/v0/ready", Route.READY, None, "service")
+    @describe("Recovered?", ok("All topics can be read", answers.Ready), "not_ready")
     async def ready(self, _request: ApiRequest) -> JsonReply:
         waiting = [cell for cell in self._shards if cell.get("generation") == 0]
         if waiting:
@@ -71,21 +75,34 @@ class ProbeRoutes:
         return JsonReply(answer)
 
 
+def probe_operations(probes: ProbeRoutes, probe_auth: bool) -> list[ApiOperation]:
+    """Return the operations of the probes, two paths for each. With `probe_auth` they need a key, of any scopes."""
+    needs = KeyScope.NONE if probe_auth else None
+    return [
+        one._replace(path=path, needs=needs, public=not probe_auth)
+        for one in operations_of(probes)
+        for path in (one.path, _SHORT_PATHS[one.path])
+    ]
+
+
 ANSWER_BYTES: Final = 8 << 20
 """Room taken for one scrape; 10,000 topics are about 3 MB."""
 SLICE_S: Final = 0.001
 PAGE_TOPICS: Final = 64
-_TOPIC_SERIES: Final = (
-    ("head_seq", "The last seq of a topic"),
-    ("earliest_seq", "The first live seq of a topic, head_seq + 1 if there is none"),
-    ("records_live", "Live records of a topic"),
-    ("bytes_live", "Live bytes of a topic"),
+_SCRAPED: Final = {200: Answer("Prometheus text, or JSON by Accept", {TEXT: None, JSON: dict[str, Any]})}
+_LOG_SERIES: Final = (
+    ("head_seq", "head_seq", "The last seq of a topic"),
+    ("earliest_seq", "earliest_seq", "The first live seq of a topic, head_seq + 1 if there is none"),
+    ("records_live", "records", "Live records of a topic"),
+    ("bytes_live", "live_bytes", "Live bytes of a topic"),
 )
 _QUEUE_SERIES: Final = (
-    ("queue_ready", "Jobs of a queue that a claim would get now"),
-    ("queue_in_flight", "Jobs of a queue that are leased"),
-    ("queue_dead_lettered", "Jobs of a queue that were moved to its dead letters"),
+    *_LOG_SERIES,
+    ("queue_ready", "jobs_ready", "Jobs of a queue that a claim would get now"),
+    ("queue_in_flight", "jobs_in_flight", "Jobs of a queue that are leased"),
+    ("queue_dead_lettered", "jobs_dead_lettered", "Jobs of a queue that were moved to its dead letters"),
 )
+"""(name, field of a `TopicView`, help) of each series."""
 
 
 class MetricsRoute:
@@ -98,6 +115,8 @@ class MetricsRoute:
         self._topics_max = topics_max
         self._budget = Budget(limits.SCRAPES)
 
+    @asgi_route("GET", "/v0/metrics", Route.METRICS, KeyScope.READ, "service")
+    @describe("Metrics of the whole service", _SCRAPED)
     async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         headers = dict(scope["headers"])
@@ -133,8 +152,7 @@ class MetricsRoute:
 
     async def _topic_families(self, prefixes: tuple[str, ...], slices: _Slices) -> list[Family]:
         """Return the series of the topics that begin with one of `prefixes`: a key learns of no others."""
-        columns: list[list[Sample]] = [[] for _ in _TOPIC_SERIES]
-        queue_columns: list[list[Sample]] = [[] for _ in _QUEUE_SERIES]
+        columns: dict[str, list[Sample]] = {name: [] for name, _, _ in _QUEUE_SERIES}
         for shard in range(self._shards):
             while (arena := self._arenas.of(shard)) is not None and not arena.learn(PAGE_TOPICS):
                 await slices.yield_if_over()
@@ -145,27 +163,15 @@ class MetricsRoute:
                 break
             for name, view in page:
                 labels = (name,)
-                values = (view.head_seq, view.earliest_seq, view.records, view.live_bytes)
-                for column, value in zip(columns, values, strict=True):
-                    column.append((labels, value))
-                if view.is_queue:
-                    jobs = (view.jobs_ready, view.jobs_in_flight, view.jobs_dead_lettered)
-                    for column, value in zip(queue_columns, jobs, strict=True):
-                        column.append((labels, value))
+                for series, field, _ in _QUEUE_SERIES if view.is_queue else _LOG_SERIES:
+                    columns[series].append((labels, getattr(view, field)))
             after = page[-1][0]
             room -= len(page)
             await slices.yield_if_over()
         truncated = int(bool(self._page(prefixes, after, 1)))
         help = "1 if there are more topics than may have series of their own"
-        return [
-            *(
-                Family(f"topics_topic_{name}", of, ("topic",), samples)
-                for (name, of), samples in zip(
-                    (*_TOPIC_SERIES, *_QUEUE_SERIES), (*columns, *queue_columns), strict=True
-                )
-            ),
-            single("topics_topic_metrics_truncated", help, truncated),
-        ]
+        found = [Family(f"topics_topic_{name}", of, ("topic",), columns[name]) for name, _, of in _QUEUE_SERIES]
+        return [*found, single("topics_topic_metrics_truncated", help, truncated)]
 
     def _page(self, prefixes: tuple[str, ...], after: str, most: int) -> list[tuple[str, TopicView]]:
         """Return the topics after a name, of the shards that have recovered. Empty only when there are no more."""
@@ -198,27 +204,3 @@ def wants_json(accept: bytes) -> bool:
     """Tell whether an Accept header names JSON and does not prefer text, which scrapers expect whatever they accept."""
     json = weight(accept, b"application/json")
     return b"application/json" in accept.lower() and 0 < json >= weight(accept, b"text/plain")
-
-
-def service_operations(probes: ProbeRoutes, metrics: MetricsRoute, probe_auth: bool) -> list[ApiOperation]:
-    """Return the operations of probes and metrics (api §8)."""
-    needs = KeyScope.NONE if probe_auth else None
-    health = Outcome("Alive?", ok("It answers", answers.Health))
-    ready = Outcome("Recovered?", ok("All topics can be read", answers.Ready), ("not_ready",))
-    probed = (
-        ("/v0/health", probes.health, Route.HEALTH, health),
-        ("/healthz", probes.health, Route.HEALTH, health),
-        ("/v0/ready", probes.ready, Route.READY, ready),
-        ("/readyz", probes.ready, Route.READY, ready),
-    )
-    scraped = {200: Answer("Prometheus text, or JSON by Accept", {TEXT: None, JSON: dict[str, Any]})}
-    return [
-        *(
-            ApiOperation(Binding("GET", path, endpoint, timed, needs, "service"), outcome, public=not probe_auth)
-            for path, endpoint, timed, outcome in probed
-        ),
-        ApiOperation(
-            Binding("GET", "/v0/metrics", metrics.get, Route.METRICS, KeyScope.READ, "service"),
-            Outcome("Metrics of the whole service", scraped),
-        ),
-    ]

@@ -34,12 +34,12 @@ from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-from topics.frontend.routes.operations import LOST, TOPIC_PATH, ApiOperation, Binding, Endpoint, Outcome, ok
+from topics.frontend.routes.operations import LOST, TOPIC_PATH, asgi_route, describe, ok, takes
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
 from topics.shm.durations import Route
-from topics.shm.queue_messages import Ack, AckReply, Dealt, Extend, Nack, Peek, Unclaim
+from topics.shm.queue_messages import Ack, AckReply, Dealt, Extend, Nack, Peek
 
 SEQS_MAX: Final = 1000
 """Jobs of one ack, nack or extend."""
@@ -51,8 +51,11 @@ LOOKS_MAX: Final = 16
 RUNS_AT_ONCE: Final = 32
 """Pages that are read before other requests have their turn."""
 JOB_CODES: Final = ("topic_not_found", "not_a_queue", *LOST)
+_REDRIVE_CODES: Final = (*JOB_CODES, "topic_full", "record_too_large")
 
 JobsBodyT = TypeVar("JobsBodyT", bound=JobsBody)
+_CLAIMED: Final = b'{"topic":"%b","claimed":[%b],"count":%d,"ready":%d,"performance":{"server_total_ms":%b}}'
+_PEEKED: Final = b'{"topic":"%b","jobs":[%b],"count":%d,%b"performance":{"server_total_ms":%b}}'
 _encode = msgspec.json.Encoder().encode
 
 
@@ -81,6 +84,9 @@ class QueueRoutes:
         self._settings = settings
         self._cell = cell
 
+    @asgi_route("POST", f"{TOPIC_PATH}/claim", Route.CLAIM, KeyScope.READ | KeyScope.WRITE, "queues")
+    @describe("Lease jobs", ok("Jobs, or none", answers.ClaimAnswer), *JOB_CODES)
+    @takes(body=ClaimBody)
     async def claim(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         name, headers = check_topic_name(scope["path_params"]["topic"]), dict(scope["headers"])
@@ -100,24 +106,16 @@ class QueueRoutes:
                 if room is not None and room.closed:  # sending to it would do nothing, without an error
                     raise ConnectionResetError("the client closed the connection")
                 if rendered.unsent:
-                    # Not awaited: otherwise a full ring would fail the whole claim, whose jobs are leased.
-                    unclaim = Unclaim(name, node, rendered.unsent, rendered.unsent_leases)
-                    self._gateway.post(self._owner(name), unclaim)
-                    ready += len(rendered.unsent)
+                    self._channel.give_back(name, node, dealt, len(dealt.seqs) - rendered.unsent)
+                    ready += rendered.unsent
                 del rendered
                 self._cell.add("records_out", count)
-            answer = b'{"topic":"%b","claimed":[%b],"count":%d,"ready":%d,"performance":{"server_total_ms":%b}}' % (
-                name.encode(),
-                body,
-                count,
-                ready,
-                str(elapsed_ms(started_ns)).encode(),
-            )
+            answer = _CLAIMED % (name.encode(), body, count, ready, str(elapsed_ms(started_ns)).encode())
             answering = send_json(send, headers, 200, answer)
             del body, answer  # as in `DiffRoute`
             await answering
         except (ConnectionError, asyncio.CancelledError):
-            self._unclaim(name, node, dealt)
+            self._channel.give_back(name, node, dealt)
             raise
 
     def _wish(self, body: bytes) -> ClaimBody:
@@ -144,7 +142,7 @@ class QueueRoutes:
             try:
                 await self._dead_letters.move(name, dealt)
             except asyncio.CancelledError:
-                self._unclaim(name, node, dealt)
+                self._channel.give_back(name, node, dealt)
                 raise
             if dealt.seqs or loop.time() >= give_up_s:
                 return dealt
@@ -156,7 +154,7 @@ class QueueRoutes:
             async with asyncio.timeout(min(ROOM_WAIT_S, lease_ms / 2000)):
                 await reserve_room(scope, min(ANSWER_BYTES_MAX, len(dealt.seqs) * self._settings.max_record_bytes))
         except (TopicsError, TimeoutError) as error:
-            self._unclaim(name, node, dealt)
+            self._channel.give_back(name, node, dealt)
             if not isinstance(error, TimeoutError):
                 raise
             raise limits.CONNECTION_ANSWERS.refused(
@@ -167,34 +165,31 @@ class QueueRoutes:
             return await fetch_jobs(self._reader, name, dealt)
         except TopicsError as error:
             aside = int(self._unreadable.is_unreadable(name, dealt.seqs[0], error))
-            if aside:
-                unclaim = Unclaim(name, node, dealt.seqs[:1], [dealt.first_lease_no], ASIDE_MS)
-                self._gateway.post(self._owner(name), unclaim)
-            self._unclaim(name, node, dealt, aside)
+            self._channel.give_back(name, node, dealt, 0, aside, ASIDE_MS)
+            self._channel.give_back(name, node, dealt, aside)
             raise
 
-    def _unclaim(self, name: str, node: str, dealt: Dealt, aside: int = 0) -> None:
-        """Give all jobs back, but for the first ones that were put `aside`."""
-        if seqs := dealt.seqs[aside:]:
-            first_lease_no = dealt.first_lease_no + aside
-            leases = list(range(first_lease_no, first_lease_no + len(seqs)))
-            self._gateway.post(self._owner(name), Unclaim(name, node, seqs, leases))
-
-    @json_route
+    @json_route("POST", f"{TOPIC_PATH}/ack", Route.ACK, KeyScope.WRITE, "queues")
+    @describe("Jobs are done", ok("Which of them", answers.AckAnswer), *JOB_CODES, "batch_too_large")
+    @takes(body=JobsBody)
     async def ack(self, request: ApiRequest) -> JsonReply:
         name = request.topic
         given = await self._jobs_body(request, JobsBody)
         reply = await self._gateway.call(self._owner(name), Ack(name, given.node, given.seqs, _lease_nos(given)))
         return _settled(name, "acked", reply)
 
-    @json_route
+    @json_route("POST", f"{TOPIC_PATH}/nack", Route.NACK, KeyScope.WRITE, "queues")
+    @describe("Give jobs back", ok("Which of them", answers.NackAnswer), *JOB_CODES, "batch_too_large")
+    @takes(body=NackBody)
     async def nack(self, request: ApiRequest) -> JsonReply:
         name = request.topic
         given = await self._jobs_body(request, NackBody)
         call = Nack(name, given.node, given.seqs, _lease_nos(given), min(given.delay_ms, DELAY_MS_MAX))
         return _settled(name, "nacked", await self._gateway.call(self._owner(name), call))
 
-    @json_route
+    @json_route("POST", f"{TOPIC_PATH}/extend", Route.EXTEND, KeyScope.WRITE, "queues")
+    @describe("Keep jobs for longer", ok("Until when", answers.ExtendAnswer), *JOB_CODES, "batch_too_large")
+    @takes(body=ExtendBody)
     async def extend(self, request: ApiRequest) -> JsonReply:
         name = request.topic
         given = await self._jobs_body(request, ExtendBody)
@@ -203,7 +198,9 @@ class QueueRoutes:
         deadlines = {str(seq): reply.deadline_ms for seq in reply.seqs}
         return JsonReply({"topic": name, "extended": len(reply.seqs), "skipped": reply.skipped, "deadlines": deadlines})
 
-    @json_route
+    @json_route("POST", f"{TOPIC_PATH}/redrive", Route.REDRIVE, KeyScope.ADMIN, "queues")
+    @describe("Bring dead letters back", ok("How many", answers.RedriveAnswer), *_REDRIVE_CODES)
+    @takes(body=RedriveBody)
     async def redrive(self, request: ApiRequest) -> JsonReply:
         name = request.topic
         given = await request.decoded(RedriveBody, self._settings.max_body_bytes)
@@ -220,6 +217,9 @@ class QueueRoutes:
             answer["next_from_seq"] = redriven.next_from_seq
         return JsonReply(answer)
 
+    @asgi_route("POST", f"{TOPIC_PATH}/peek", Route.PEEK, KeyScope.READ, "queues")
+    @describe("Look at jobs without claiming them", ok("Jobs, and where each stands", answers.PeekAnswer), *JOB_CODES)
+    @takes(body=PeekBody, body_required=False)
     async def peek(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         name, headers = check_topic_name(scope["path_params"]["topic"]), dict(scope["headers"])
@@ -231,20 +231,16 @@ class QueueRoutes:
         bodies, count, cut_seq = await self._read_jobs(name, jobs)
         if cut_seq is not None:
             next_from_seq = cut_seq
-        answer = b'{"topic":"%b","jobs":[%b],"count":%d,%b"performance":{"server_total_ms":%b}}' % (
-            name.encode(),
-            b",".join(bodies),
-            count,
-            b"" if next_from_seq is None else b'"next_from_seq":%d,' % next_from_seq,
-            str(elapsed_ms(started_ns)).encode(),
-        )
+        rest = b"" if next_from_seq is None else b'"next_from_seq":%d,' % next_from_seq
+        took_ms = str(elapsed_ms(started_ns)).encode()
+        answer = _PEEKED % (name.encode(), b",".join(bodies), count, rest, took_ms)
         answering = send_json(send, headers, 200, answer)
         del bodies, answer, jobs  # as in `DiffRoute`
         await answering
 
     async def _look_at(self, name: str, request: PeekBody) -> tuple[list[JobView], int | None]:
         """Return the jobs, and the seq behind which there may be more."""
-        owner = self._reader.owner(name)
+        owner = self._owner(name)
         most = max(1, min(request.max, self._settings.max_claim))
         jobs: list[JobView] = []
         from_seq, more = request.from_seq, True
@@ -332,31 +328,3 @@ def _members(job: JobView) -> bytes:
     if job.order_key:
         members += b',"order_key":%b' % _encode(job.order_key)
     return members
-
-
-def queue_operations(queue: QueueRoutes) -> list[ApiOperation]:
-    """Return the operations on jobs that have one answer (api §9)."""
-
-    def post(
-        word: str, endpoint: Endpoint, timed: Route, needs: KeyScope, body: type[msgspec.Struct], outcome: Outcome
-    ) -> ApiOperation:
-        binding = Binding("POST", f"{TOPIC_PATH}/{word}", endpoint, timed, needs, "queues")
-        return ApiOperation(binding, outcome, body, body_required=body is not PeekBody)
-
-    read, write, admin = KeyScope.READ, KeyScope.WRITE, KeyScope.ADMIN
-    too_many, refused = (*JOB_CODES, "batch_too_large"), (*JOB_CODES, "topic_full", "record_too_large")
-    claim = Outcome("Lease jobs", ok("Jobs, or none", answers.ClaimAnswer), JOB_CODES)
-    ack = Outcome("Jobs are done", ok("Which of them", answers.AckAnswer), too_many)
-    nack = Outcome("Give jobs back", ok("Which of them", answers.NackAnswer), too_many)
-    extend = Outcome("Keep jobs for longer", ok("Until when", answers.ExtendAnswer), too_many)
-    redrive = Outcome("Bring dead letters back", ok("How many", answers.RedriveAnswer), refused)
-    peeked = ok("Jobs, and where each stands", answers.PeekAnswer)
-    peek = Outcome("Look at jobs without claiming them", peeked, JOB_CODES)
-    return [
-        post("claim", queue.claim, Route.CLAIM, read | write, ClaimBody, claim),
-        post("ack", queue.ack, Route.ACK, write, JobsBody, ack),
-        post("nack", queue.nack, Route.NACK, write, NackBody, nack),
-        post("extend", queue.extend, Route.EXTEND, write, ExtendBody, extend),
-        post("redrive", queue.redrive, Route.REDRIVE, admin, RedriveBody, redrive),
-        post("peek", queue.peek, Route.PEEK, read, PeekBody, peek),
-    ]

@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 from starlette.datastructures import QueryParams
 
+from topics.api import answers
 from topics.api.requests import AppendBody, RecordBody
 from topics.core.config import U64_MAX, parse_config
 from topics.core.dead_letters import RESERVED
@@ -26,10 +27,12 @@ from topics.frontend.entry.query import flag
 from topics.frontend.entry.responses import elapsed_ms, encode_json, send_json
 from topics.frontend.routes import long_bodies
 from topics.frontend.routes.long_bodies import BodyT
+from topics.frontend.routes.operations import LOST, TOPIC_PATH, asgi_route, describe, flag_query, ok_or_created, takes
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
 from topics.shm.append_messages import AppendReply, JobAttributes
 from topics.shm.control import ProcessCell
+from topics.shm.durations import Route
 from topics.storage.frame import LaidOut, lay_out, lay_out_plain
 
 KEY_MAX_CHARS: Final = 256
@@ -37,6 +40,10 @@ META_MAX_KEYS: Final = 64
 ORDER_KEY_MAX_BYTES: Final = 256
 TIME_MS_MAX: Final = 1 << 53
 SEARCHED_RECORDS_MAX: Final = 64
+
+_APPENDED: Final = ok_or_created("Appended", "Appended, and the topic created", answers.AppendAnswer)
+_REFUSED: Final = ("batch_too_large", "record_too_large", "topic_not_found", "not_a_queue", "head_mismatch")
+_CODES: Final = (*_REFUSED, "fenced", "out_of_order", "topic_full", *LOST)
 
 FrameParts = tuple[bytes, bytes, msgspec.Raw, msgspec.Raw | bytes]
 """(node, tag, data, meta) for `lay_out`."""
@@ -65,6 +72,13 @@ class AppendRoute:
         await send_json(
             send, headers, 201 if reply.created else 200, b"{%b}" % members(name, reply, with_seqs, started_ns)
         )
+
+    @asgi_route("POST", TOPIC_PATH, Route.APPEND, KeyScope.WRITE, "records")
+    @describe("Append records, all or none", _APPENDED, *_CODES)
+    @takes(flag_query("return_seqs", True, "whether the answer lists the seqs"), body=AppendBody)
+    async def post(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Append for a request that came through the router."""
+        await self(scope["path_params"]["topic"], scope, receive, send)
 
     def submit(
         self, name: str, request: AppendBody, records: LaidOut, key_header: bytes | None, caller: ApiKey

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from starlette.datastructures import QueryParams
 
-from topics.core.keys import ApiKey
+from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_topic_name
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import wire
@@ -18,6 +18,8 @@ from topics.frontend.entry.bodies import Headers, read_body
 from topics.frontend.entry.query import name_after, page_size
 from topics.frontend.entry.responses import LIST_BYTES_MAX, reserve_room, send_object
 from topics.frontend.entry.wire import BodyT
+from topics.frontend.routes.operations import asgi_route
+from topics.shm.durations import Route
 
 RoutesT = TypeVar("RoutesT")
 
@@ -70,16 +72,24 @@ class ApiRequest:
         return size, after
 
 
+Handler = Callable[[RoutesT, ApiRequest], Awaitable[JsonReply]]
+Method = Callable[[RoutesT, Scope, Receive, Send], Awaitable[None]]
+
+
 def json_route(
-    handle: Callable[[RoutesT, ApiRequest], Awaitable[JsonReply]],
-) -> Callable[[RoutesT, Scope, Receive, Send], Awaitable[None]]:
-    """Make an endpoint of a handler. It sends the reply, with the time since the request came (api §0.7)."""
+    method: str, path: str, timed: Route | None, needs: KeyScope | None, tag: str
+) -> Callable[[Handler[RoutesT]], Method[RoutesT]]:
+    """Bind a handler as `asgi_route` does. Its reply is sent with the time since the request came (api §0.7)."""
 
-    @wraps(handle)
-    async def endpoint(self: RoutesT, scope: Scope, receive: Receive, send: Send) -> None:
-        started_ns = time.perf_counter_ns()
-        request = ApiRequest(scope, receive)
-        answer, status, with_copies = await handle(self, request)
-        await send_object(send, request.headers, status, answer, started_ns, with_copies=with_copies)
+    def bind(handle: Handler[RoutesT]) -> Method[RoutesT]:
+        @asgi_route(method, path, timed, needs, tag)
+        @wraps(handle)
+        async def endpoint(self: RoutesT, scope: Scope, receive: Receive, send: Send) -> None:
+            started_ns = time.perf_counter_ns()
+            request = ApiRequest(scope, receive)
+            answer, status, with_copies = await handle(self, request)
+            await send_object(send, request.headers, status, answer, started_ns, with_copies=with_copies)
 
-    return endpoint
+        return endpoint
+
+    return bind

@@ -1,18 +1,19 @@
-"""The types of the table of operations: it routes the requests, and the OpenAPI document is made from it.
+"""The operations of the API: requests are routed by them, and the OpenAPI document is made from them.
 
-An operation cannot be written down without its description, so every route has one.
+Each is written at the method that answers it. None can be without its description, so every route has one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from topics.core.keys import KeyScope
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.shm.durations import Route
 
 Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
+HandlerT = TypeVar("HandlerT", bound=Callable[..., Awaitable[Any]])
 
 JSON: Final = "application/json"
 TEXT: Final = "text/plain"
@@ -21,8 +22,8 @@ TOPIC_PATH: Final = "/v0/topics/{topic}"
 LOST: Final = ("shard_unavailable", "storage_unavailable")
 """The errors of a request that a shard has to carry out."""
 TOPIC_LOST: Final = ("topic_not_found", *LOST)
-NAME_SCHEMA: Final = {"type": "string"}
-COUNT_SCHEMA: Final = {"type": "integer", "minimum": 0}
+STRING: Final = {"type": "string"}
+COUNT: Final = {"type": "integer", "minimum": 0}
 
 
 class Query(NamedTuple):
@@ -34,8 +35,8 @@ class Query(NamedTuple):
 
 
 PAGE_QUERIES: Final = (
-    Query("page_size", COUNT_SCHEMA | {"default": 100}, "at most 1000"),
-    Query("cursor", NAME_SCHEMA, "next_cursor of the page before"),
+    Query("page_size", COUNT | {"default": 100}, "at most 1000"),
+    Query("cursor", STRING, "next_cursor of the page before"),
 )
 """The parameters of every list (api §0.8)."""
 
@@ -47,11 +48,12 @@ class Answer(NamedTuple):
     bodies: dict[str, Any]
 
 
-class Binding(NamedTuple):
-    """The requests of an operation and the endpoint that answers them. `path` has its parameters in braces.
+class ApiOperation(NamedTuple):
+    """One method of one path, the endpoint that answers it, and its description. `path` has its parameters in braces.
 
     The duration is measured as `timed`. A key must have the scopes `needs` over the names in the path; None: the
-    endpoint checks the key itself, or asks for none. `tag` is the section of the document.
+    endpoint checks the key itself, or asks for none (`public`). `tag` is the section of the document, `answers` are by
+    status, `codes` are the errors beyond `common_codes`, `body` is the type of the request's body.
     """
 
     method: str
@@ -60,21 +62,9 @@ class Binding(NamedTuple):
     timed: Route | None
     needs: KeyScope | None
     tag: str
-
-
-class Outcome(NamedTuple):
-    """The purpose of an operation, its answers by status, and its error codes beyond `common_codes`."""
-
     summary: str
     answers: dict[int, Answer]
     codes: tuple[str, ...] = ()
-
-
-class ApiOperation(NamedTuple):
-    """One method of one path. `body` is the type of its request body, `public` means that it needs no key."""
-
-    binding: Binding
-    outcome: Outcome
     body: Any = None
     body_required: bool = True
     query: tuple[Query, ...] = ()
@@ -83,7 +73,44 @@ class ApiOperation(NamedTuple):
     @property
     def is_stream(self) -> bool:
         """True if the answer is an event stream."""
-        return any(EVENTS in answer.bodies for answer in self.outcome.answers.values())
+        return any(EVENTS in answer.bodies for answer in self.answers.values())
+
+
+# -- decorators that write an operation at the method that answers it
+
+
+def asgi_route(
+    method: str, path: str, timed: Route | None, needs: KeyScope | None, tag: str
+) -> Callable[[HandlerT], HandlerT]:
+    """Bind an endpoint to the requests that it answers. Its description is below, by `describe` and `takes`."""
+    return _note(method=method, path=path, timed=timed, needs=needs, tag=tag)
+
+
+def describe(summary: str, answers: dict[int, Answer], *codes: str) -> Callable[[HandlerT], HandlerT]:
+    return _note(summary=summary, answers=answers, codes=codes)
+
+
+def takes(*query: Query, body: Any = None, body_required: bool = True) -> Callable[[HandlerT], HandlerT]:
+    return _note(query=query, body=body, body_required=body_required)
+
+
+def _note(**members: object) -> Callable[[HandlerT], HandlerT]:
+    """Return a decorator that keeps these members of an operation with a handler, for `operations_of`."""
+
+    def note(handle: HandlerT) -> HandlerT:
+        handle.__dict__.setdefault("operation", {}).update(members)
+        return handle
+
+    return note
+
+
+def operations_of(routes: object) -> list[ApiOperation]:
+    """Return the operations that the methods of `routes` answer, in the order in which these are written."""
+    return [
+        ApiOperation(endpoint=getattr(routes, name), **member.operation)
+        for name, member in vars(type(routes)).items()
+        if hasattr(member, "operation")
+    ]
 
 
 def common_codes(has_body: bool, public: bool = False) -> tuple[str, ...]:

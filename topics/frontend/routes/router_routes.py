@@ -16,17 +16,7 @@ from topics.frontend.entry.query import name_cursor
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-from topics.frontend.routes.operations import (
-    LOST,
-    NAME_SCHEMA,
-    PAGE_QUERIES,
-    ApiOperation,
-    Binding,
-    Outcome,
-    Query,
-    made_or_there,
-    ok,
-)
+from topics.frontend.routes.operations import LOST, PAGE_QUERIES, STRING, Query, describe, made_or_there, ok, takes
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
 from topics.shm.durations import Route
@@ -35,6 +25,8 @@ from topics.shm.topic_messages import DeleteRouter, EnsureTopic, PutRouter, Remo
 REGISTRY_SHARD: Final = 0
 BEGIN_WAIT_S: Final = 2.0
 BEGIN_RETRY_S: Final = 0.001
+_PATH: Final = "/v0/routers/{router}"
+_CONFLICTS: Final = ("topic_not_found", "topic_exists_incompatible", "router_cycle", *LOST)
 
 
 def _require(caller: ApiKey, needed: KeyScope, router: Router) -> None:
@@ -71,55 +63,14 @@ class RouterRoutes:
         self._gateway = gateway
         self._body_max_bytes = settings.max_body_bytes
 
-    @json_route
-    async def put(self, request: ApiRequest) -> JsonReply:
-        name, caller = _router_name(request), request.caller
-        body = await request.body(self._body_max_bytes)
-        spec = parse_router(name, wire.decode_object(body) if body else {})
-        caller.require(KeyScope.ADMIN, (spec.source, spec.dest))
-        known, with_copies = self._sight.registry().by_name.get(name), True
-        if known is not None:
-            _require(caller, KeyScope.ADMIN, known)
-            # Records that were acknowledged before are forwarded by the router as it was.
-            with_copies = await self._catching_up.wait_for(known.spec.dest)
-        if not spec.create_dest and self._reader.find(spec.dest) is None:
-            raise topic_not_found(spec.dest)
-        try:
-            reply = await self._gateway.call(REGISTRY_SHARD, PutRouter(name, spec))
-        except TopicsError as error:
-            raise _visible_conflict(error, name, spec, caller) from None
-        try:
-            await self._gateway.call(self._reader.owner(spec.dest), EnsureTopic(spec.dest))
-        except TopicsError:
-            if reply.created:
-                await self._gateway.call(REGISTRY_SHARD, RemoveRouters([reply.router.id]))
-            raise
-        await self._wait_until_begun(reply.router)
-        if known is not None and known.spec.dest != spec.dest:
-            await self._sync(known.spec.dest)
-        answer = {"router": name, "created": reply.created, **spec.echo()}
-        return JsonReply(answer, 201 if reply.created else 200, with_copies)
-
-    @json_route
-    async def get(self, request: ApiRequest) -> JsonReply:
-        name = _router_name(request)
-        router = self._visible(name, request.caller)
-        with_copies = await self._catching_up.wait_for(router.spec.dest)
-        return JsonReply(self._shown(self._visible(name, request.caller)), with_copies=with_copies)
-
-    @json_route
-    async def delete(self, request: ApiRequest) -> JsonReply:
-        name = _router_name(request)
-        router = self._sight.registry().by_name.get(name)
-        deleted, with_copies = False, True
-        if router is not None:
-            _require(request.caller, KeyScope.DELETE, router)
-            with_copies = await self._catching_up.wait_for(router.spec.dest)
-            deleted = (await self._gateway.call(REGISTRY_SHARD, DeleteRouter(name))).deleted
-            await self._sync(router.spec.dest)
-        return JsonReply({"router": name, "deleted": deleted}, with_copies=with_copies)
-
-    @json_route
+    @json_route("GET", "/v0/routers", Route.LIST_ROUTERS, KeyScope.READ, "routers")
+    @describe("List routers by name", ok("A page of routers", answers.RouterList))
+    @takes(
+        Query("prefix", STRING, "only names that begin with it"),
+        Query("source", STRING, "only routers from this topic"),
+        Query("dest", STRING, "only routers into this topic"),
+        *PAGE_QUERIES,
+    )
     async def list_all(self, request: ApiRequest) -> JsonReply:
         query, caller = request.query, request.caller
         prefix, source, dest = query.get("prefix", ""), query.get("source"), query.get("dest")
@@ -143,6 +94,58 @@ class RouterRoutes:
             answer["next_cursor"] = name_cursor(page[-1].name)
         return JsonReply(answer, with_copies=with_copies)
 
+    @json_route("GET", _PATH, Route.GET_ROUTER, KeyScope.READ, "routers")
+    @describe("A router, and how much it has forwarded", ok("The router", answers.RouterState), "router_not_found")
+    async def get(self, request: ApiRequest) -> JsonReply:
+        name = _router_name(request)
+        router = self._visible(name, request.caller)
+        with_copies = await self._catching_up.wait_for(router.spec.dest)
+        return JsonReply(self._shown(self._visible(name, request.caller)), with_copies=with_copies)
+
+    @json_route("PUT", _PATH, Route.PUT_ROUTER, KeyScope.ADMIN, "routers")
+    @describe("Forward what comes into a topic to another one", made_or_there(answers.PutRouterAnswer), *_CONFLICTS)
+    @takes(body=GivenRouter)
+    async def put(self, request: ApiRequest) -> JsonReply:
+        name, caller = _router_name(request), request.caller
+        body = await request.body(self._body_max_bytes)
+        spec = parse_router(name, wire.decode_object(body) if body else {})
+        caller.require(KeyScope.ADMIN, (spec.source, spec.dest))
+        known, with_copies = self._sight.registry().by_name.get(name), True
+        if known is not None:
+            _require(caller, KeyScope.ADMIN, known)
+            # Records that were acknowledged before are forwarded by the router as it was.
+            with_copies = await self._catching_up.wait_for(known.spec.dest)
+        if not spec.create_dest and self._reader.find(spec.dest) is None:
+            raise topic_not_found(spec.dest)
+        try:
+            reply = await self._gateway.call(REGISTRY_SHARD, PutRouter(name, spec))
+        except TopicsError as error:
+            raise _visible_conflict(error, name, spec, caller) from None
+        try:
+            await self._gateway.call(self._gateway.owner(spec.dest), EnsureTopic(spec.dest))
+        except TopicsError:
+            if reply.created:
+                await self._gateway.call(REGISTRY_SHARD, RemoveRouters([reply.router.id]))
+            raise
+        await self._wait_until_begun(reply.router)
+        if known is not None and known.spec.dest != spec.dest:
+            await self._sync(known.spec.dest)
+        answer = {"router": name, "created": reply.created, **spec.echo()}
+        return JsonReply(answer, 201 if reply.created else 200, with_copies)
+
+    @json_route("DELETE", _PATH, Route.DELETE_ROUTER, KeyScope.DELETE, "routers")
+    @describe("Remove a router; what it has forwarded stays", ok("It is gone", answers.DeleteRouterAnswer), *LOST)
+    async def delete(self, request: ApiRequest) -> JsonReply:
+        name = _router_name(request)
+        router = self._sight.registry().by_name.get(name)
+        deleted, with_copies = False, True
+        if router is not None:
+            _require(request.caller, KeyScope.DELETE, router)
+            with_copies = await self._catching_up.wait_for(router.spec.dest)
+            deleted = (await self._gateway.call(REGISTRY_SHARD, DeleteRouter(name))).deleted
+            await self._sync(router.spec.dest)
+        return JsonReply({"router": name, "deleted": deleted}, with_copies=with_copies)
+
     # -- for topics that are deleted
 
     async def before_delete(self, topic: str) -> tuple[list[Router], bool]:
@@ -165,7 +168,7 @@ class RouterRoutes:
         return router
 
     def _shown(self, router: Router) -> dict[str, Any]:
-        progress = self._sight.progress(self._reader.owner(router.spec.dest), router.id)
+        progress = self._sight.progress(self._gateway.owner(router.spec.dest), router.id)
         forwarded_total = 0 if progress is None else progress.forwarded_total
         return {"router": router.name, **router.spec.echo(), "forwarded_total": forwarded_total}
 
@@ -175,7 +178,7 @@ class RouterRoutes:
         until_s = loop.time() + BEGIN_WAIT_S
         call = SyncRouters(router.spec.dest, router.id, router.version)
         while True:
-            reply = await self._gateway.call(self._reader.owner(router.spec.dest), call)
+            reply = await self._gateway.call(self._gateway.owner(router.spec.dest), call)
             if reply.begun or loop.time() > until_s:
                 break
             await asyncio.sleep(BEGIN_RETRY_S)
@@ -185,7 +188,7 @@ class RouterRoutes:
     async def _sync(self, dest: str) -> None:
         """Have the shard of this dest read the router table now. A shard that is down reads it when it starts."""
         try:
-            await self._gateway.call(self._reader.owner(dest), SyncRouters(dest, 0, 0))
+            await self._gateway.call(self._gateway.owner(dest), SyncRouters(dest, 0, 0))
         except TopicsError:
             return
 
@@ -196,38 +199,3 @@ def _router_name(request: ApiRequest) -> str:
 
 def _covers(caller: ApiKey, router: Router) -> bool:
     return all(map(caller.covers, (router.name, router.spec.source, router.spec.dest)))
-
-
-def router_operations(routers: RouterRoutes) -> list[ApiOperation]:
-    """Return the operations on routers (api §6)."""
-    path = "/v0/routers/{router}"
-    conflicts = ("topic_not_found", "topic_exists_incompatible", "router_cycle", *LOST)
-    return [
-        ApiOperation(
-            Binding("GET", "/v0/routers", routers.list_all, Route.LIST_ROUTERS, KeyScope.READ, "routers"),
-            Outcome("List routers by name", ok("A page of routers", answers.RouterList)),
-            query=(
-                Query("prefix", NAME_SCHEMA, "only names that begin with it"),
-                Query("source", NAME_SCHEMA, "only routers from this topic"),
-                Query("dest", NAME_SCHEMA, "only routers into this topic"),
-                *PAGE_QUERIES,
-            ),
-        ),
-        ApiOperation(
-            Binding("GET", path, routers.get, Route.GET_ROUTER, KeyScope.READ, "routers"),
-            Outcome(
-                "A router, and how much it has forwarded", ok("The router", answers.RouterState), ("router_not_found",)
-            ),
-        ),
-        ApiOperation(
-            Binding("PUT", path, routers.put, Route.PUT_ROUTER, KeyScope.ADMIN, "routers"),
-            Outcome(
-                "Forward what comes into a topic to another one", made_or_there(answers.PutRouterAnswer), conflicts
-            ),
-            body=GivenRouter,
-        ),
-        ApiOperation(
-            Binding("DELETE", path, routers.delete, Route.DELETE_ROUTER, KeyScope.DELETE, "routers"),
-            Outcome("Remove a router; what it has forwarded stays", ok("It is gone", answers.DeleteRouterAnswer), LOST),
-        ),
-    ]

@@ -4,41 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from topics.api import answers
-from topics.api.requests import AppendBody, DeleteBody, DiffBody, GivenConfig
+from topics.api.requests import DeleteBody, GivenConfig
 from topics.core.config import parse_config
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
 from topics.core.priority import age
-from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import wire
 from topics.frontend.entry.query import flag, name_cursor
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.step_cache import KnownTopics
 from topics.frontend.reads.catching_up import CatchingUp
-from topics.frontend.reads.diff import DiffRoute
 from topics.frontend.reads.reading import TopicRef
-from topics.frontend.routes.append import AppendRoute
 from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
 from topics.frontend.routes.operations import (
     LOST,
-    NAME_SCHEMA,
     PAGE_QUERIES,
+    STRING,
     TOPIC_LOST,
     TOPIC_PATH,
-    ApiOperation,
-    Binding,
-    Endpoint,
-    Outcome,
     Query,
+    describe,
     flag_query,
     made_or_there,
     ok,
-    ok_or_created,
+    takes,
 )
 from topics.frontend.routes.router_routes import RouterRoutes
 from topics.frontend.shards.arenas import Arenas, live_names
@@ -47,87 +41,57 @@ from topics.settings import Settings
 from topics.shm.durations import Route
 from topics.shm.topic_messages import DeleteRecords, DeleteRecordsReply, DeleteTopic, Expire, PutTopic
 
+_PUT: Final = made_or_there(answers.PutTopicAnswer)
+_DELETED: Final = ok("It is gone", answers.DeleteTopicAnswer)
 EXPIRE_WAIT_S: Final = 0.25
 """A dead shard must not hold up a state read, which is then answered as the topic was last published."""
 
 
+@dataclass(eq=False)
 class TopicRoutes:
     """The requests about topics as a whole, and deletions of records: one method for each."""
 
-    def __init__(
-        self,
-        known: KnownTopics,
-        arenas: Arenas,
-        gateway: Gateway,
-        hub: Hub,
-        catching_up: CatchingUp,
-        routers: RouterRoutes,
-        settings: Settings,
-    ) -> None:
-        self._known = known
-        self._reader = known.reader
-        self._arenas = arenas
-        self._gateway = gateway
-        self._hub = hub
-        self._catching_up = catching_up
-        self._routers = routers
-        self._body_max_bytes = settings.max_body_bytes
+    known: KnownTopics
+    arenas: Arenas
+    gateway: Gateway
+    hub: Hub
+    catching_up: CatchingUp
+    routers: RouterRoutes
+    settings: Settings
 
-    @json_route
-    async def put(self, request: ApiRequest) -> JsonReply:
-        name = request.topic
-        body = await request.body(self._body_max_bytes)
-        config, type_given = parse_config(wire.decode_object(body) if body else {}, name)
-        if config.dead_letter is not None:
-            request.caller.require(KeyScope.ADMIN, (config.dead_letter,))
-        shard, call = self._gateway.owner(name), PutTopic(name, config, type_given)
-        reply = await self._gateway.call(shard, call)
-        while reply.rest is not None:
-            # A change that has begun is not given up because a ring is full.
-            reply = await self._gateway.call(shard, reply.rest, unthrottled=True)
-        answer = {"topic": name, "created": reply.created, "config": reply.config.echo()}
-        return JsonReply(answer, 201 if reply.created else 200)
-
-    @json_route
-    async def delete(self, request: ApiRequest) -> JsonReply:
-        name = request.topic
-        if_empty = flag(request.query, "if_empty", False)
-        routers, with_copies = await self._routers.before_delete(name)
-        reply = await self._gateway.call(self._gateway.owner(name), DeleteTopic(name, if_empty))
-        if not reply.deleted:
-            routers = []
-        if routers:
-            await self._routers.after_delete(name, routers)
-        removed = [router.name for router in routers]
-        answer = {"topic": name, "deleted": reply.deleted, "routers_removed": removed}
+    @json_route("GET", "/v0/topics", Route.LIST_TOPICS, KeyScope.READ, "topics")
+    @describe("List topics by name", ok("A page of topics", answers.TopicList))
+    @takes(
+        Query("prefix", STRING, "only names that begin with it"),
+        *PAGE_QUERIES,
+        flag_query("touch", False, "whether this counts as reading the topics"),
+    )
+    async def list_all(self, request: ApiRequest) -> JsonReply:
+        query = request.query
+        touch = flag(query, "touch", False)
+        prefixes = request.caller.narrowed(query.get("prefix", ""))
+        arenas = [self.arenas.require(shard) for shard in range(self.gateway.shards)]
+        size, after = await request.list_page(check_topic_name)
+        names = list(itertools.islice(live_names(arenas, prefixes, after), size + 1))
+        page = names[:size]
+        with_copies = await self.catching_up.wait_for_all(page)
+        refs = await self._all_settled([ref for name in page if (ref := self.known.reader.find(name)) is not None])
+        answer: dict[str, Any] = {"topics": [self._entry(ref, touch) for ref in refs]}
+        if len(names) > size:
+            answer["next_cursor"] = name_cursor(page[-1])
         return JsonReply(answer, with_copies=with_copies)
 
-    @json_route
-    async def delete_records(self, request: ApiRequest) -> JsonReply:
-        name = request.topic
-        before_seq, match = wire.decode_delete(await request.body(self._body_max_bytes))
-        op, tag = (None, b"") if match is None else match
-        with_copies = await self._catching_up.wait_for(name)
-        deleted, reply = await delete_in_turns(self._gateway, DeleteRecords(name, before_seq, op, tag))
-        answer = {
-            "topic": name,
-            "deleted": deleted,
-            "earliest_seq": reply.earliest_seq,
-            "head_seq": reply.head_seq,
-            "count": reply.records,
-            "bytes": reply.live_bytes,
-        }
-        return JsonReply(answer, with_copies=with_copies)
-
-    @json_route
+    @json_route("GET", TOPIC_PATH, Route.GET_TOPIC, KeyScope.READ, "topics")
+    @describe("The state of a topic", ok("The topic", answers.TopicState), "topic_not_found")
+    @takes(flag_query("touch", True, "whether this counts as reading the topic"))
     async def get(self, request: ApiRequest) -> JsonReply:
         name = request.topic
         touch = flag(request.query, "touch", True)
-        with_copies = await self._catching_up.wait_for(name)
-        ref = await self.settled(self._reader.get(name))
+        with_copies = await self.catching_up.wait_for(name)
+        ref = await self.settled(self.known.reader.get(name))
         view, config = ref.view, ref.config
         if touch:
-            self._known.note_read(ref)
+            self.known.note_read(ref)
         answer = {
             "topic": name,
             "type": config.type,
@@ -141,7 +105,7 @@ class TopicRoutes:
             "config": config.echo(),
             "effective_priority": self._effective_priority(ref),
             "last_write_ts": view.last_write_ts or None,
-            "last_read_ts": self._known.last_read_ms(ref) or None,
+            "last_read_ts": self.known.last_read_ms(ref) or None,
         }
         if config.type == "queue":
             answer["queue"] = {
@@ -151,26 +115,56 @@ class TopicRoutes:
             }
         return JsonReply(answer, with_copies=with_copies)
 
-    @json_route
-    async def list_all(self, request: ApiRequest) -> JsonReply:
-        query = request.query
-        touch = flag(query, "touch", False)
-        prefixes = request.caller.narrowed(query.get("prefix", ""))
-        arenas = [self._arenas.require(shard) for shard in range(self._gateway.shards)]
-        size, after = await request.list_page(check_topic_name)
-        names = list(itertools.islice(live_names(arenas, prefixes, after), size + 1))
-        page = names[:size]
-        with_copies = await self._catching_up.wait_for_all(page)
-        refs = await self._all_settled([ref for name in page if (ref := self._reader.find(name)) is not None])
-        answer: dict[str, Any] = {"topics": [self._entry(ref, touch) for ref in refs]}
-        if len(names) > size:
-            answer["next_cursor"] = name_cursor(page[-1])
+    @json_route("PUT", TOPIC_PATH, Route.PUT_TOPIC, KeyScope.ADMIN, "topics")
+    @describe("Create a topic, or replace its configuration", _PUT, "topic_exists_incompatible", *LOST)
+    @takes(body=GivenConfig, body_required=False)
+    async def put(self, request: ApiRequest) -> JsonReply:
+        name = request.topic
+        body = await request.body(self.settings.max_body_bytes)
+        config, type_given = parse_config(wire.decode_object(body) if body else {}, name)
+        if config.dead_letter is not None:
+            request.caller.require(KeyScope.ADMIN, (config.dead_letter,))
+        shard, call = self.gateway.owner(name), PutTopic(name, config, type_given)
+        reply = await self.gateway.call(shard, call)
+        while reply.rest is not None:
+            # A change that has begun is not given up because a ring is full.
+            reply = await self.gateway.call(shard, reply.rest, unthrottled=True)
+        answer = {"topic": name, "created": reply.created, "config": reply.config.echo()}
+        return JsonReply(answer, 201 if reply.created else 200)
+
+    @json_route("DELETE", TOPIC_PATH, Route.DELETE_TOPIC, KeyScope.DELETE, "topics")
+    @describe("Delete a topic and all of its records", _DELETED, "topic_not_empty", *LOST)
+    @takes(flag_query("if_empty", False, "only a topic without records"))
+    async def delete(self, request: ApiRequest) -> JsonReply:
+        name = request.topic
+        if_empty = flag(request.query, "if_empty", False)
+        routers, with_copies = await self.routers.before_delete(name)
+        reply = await self.gateway.call(self.gateway.owner(name), DeleteTopic(name, if_empty))
+        if not reply.deleted:
+            routers = []
+        if routers:
+            await self.routers.after_delete(name, routers)
+        removed = [router.name for router in routers]
+        answer = {"topic": name, "deleted": reply.deleted, "routers_removed": removed}
+        return JsonReply(answer, with_copies=with_copies)
+
+    @json_route("POST", f"{TOPIC_PATH}/delete", Route.DELETE_RECORDS, KeyScope.DELETE, "records")
+    @describe("Delete records by seq, by tag, or both", ok("They are gone", answers.DeleteRecordsAnswer), *TOPIC_LOST)
+    @takes(body=DeleteBody)
+    async def delete_records(self, request: ApiRequest) -> JsonReply:
+        name = request.topic
+        before_seq, match = wire.decode_delete(await request.body(self.settings.max_body_bytes))
+        op, tag = (None, b"") if match is None else match
+        with_copies = await self.catching_up.wait_for(name)
+        deleted, reply = await delete_in_turns(self.gateway, DeleteRecords(name, before_seq, op, tag))
+        seqs = {"earliest_seq": reply.earliest_seq, "head_seq": reply.head_seq}
+        answer = {"topic": name, "deleted": deleted, **seqs, "count": reply.records, "bytes": reply.live_bytes}
         return JsonReply(answer, with_copies=with_copies)
 
     def _entry(self, ref: TopicRef, touch: bool) -> dict[str, Any]:
         view = ref.view
         if touch:
-            self._known.note_read(ref)
+            self.known.note_read(ref)
         return {
             "topic": ref.name,
             "head_seq": view.head_seq,
@@ -183,11 +177,11 @@ class TopicRoutes:
 
     def _effective_priority(self, ref: TopicRef) -> int:
         """Return the priority by which this process schedules the topic now (`core/priority.py`)."""
-        return self._known.priority(ref) + age(self._hub.waiting_ms(ref.name))
+        return self.known.priority(ref) + age(self.hub.waiting_ms(ref.name))
 
     async def _all_settled(self, refs: list[TopicRef]) -> list[TopicRef]:
-        now_ms = self._reader.now_ms()
-        if not any(self._reader.has_expired(ref, now_ms) for ref in refs):
+        now_ms = self.known.reader.now_ms()
+        if not any(self.known.reader.has_expired(ref, now_ms) for ref in refs):
             return refs
         settled = await asyncio.gather(*[self.settled(ref) for ref in refs], return_exceptions=True)
         for outcome in settled:
@@ -198,20 +192,18 @@ class TopicRoutes:
 
     async def settled(self, ref: TopicRef) -> TopicRef:
         """Return the topic with exact floors, count and bytes: its shard evicts what has expired."""
-        if not self._reader.has_expired(ref, self._reader.now_ms()):
+        if not self.known.reader.has_expired(ref, self.known.reader.now_ms()):
             return ref
         try:
             async with asyncio.timeout(EXPIRE_WAIT_S):
-                await self._gateway.call(ref.shard, Expire(ref.name))
+                await self.gateway.call(ref.shard, Expire(ref.name))
         except (TimeoutError, TopicsError):
-            return self._reader.refresh(ref)
-        return self._reader.get(ref.name)
+            return self.known.reader.refresh(ref)
+        return self.known.reader.get(ref.name)
 
 
 async def delete_in_turns(gateway: Gateway, call: DeleteRecords) -> tuple[int, DeleteRecordsReply]:
-    """Delete records, turn by turn of the shard so that it serves others in between. Return their number, and the last
-    reply of the shard.
-    """
+    """Delete records in turns, between which the shard serves others. Return their number, and its last reply."""
     shard = gateway.owner(call.name)
     deleted = 0
     while True:
@@ -236,71 +228,3 @@ async def delete_in_turns(gateway: Gateway, call: DeleteRecords) -> tuple[int, D
         if reply.rest is None:
             return deleted, reply
         call = reply.rest
-
-
-NamedEndpoint = Callable[[str, Scope, Receive, Send], Awaitable[None]]
-
-
-def topic_operations(append: AppendRoute, diff: DiffRoute, topics: TopicRoutes) -> list[ApiOperation]:
-    """Return the operations on topics and records (api §1 to §5)."""
-    path = TOPIC_PATH
-    delete = topics.delete_records
-    put, deleted = made_or_there(answers.PutTopicAnswer), ok("It is gone", answers.DeleteTopicAnswer)
-    appended = ok_or_created("Appended", "Appended, and the topic created", answers.AppendAnswer)
-    page = ok("A page of records", answers.DiffAnswer)
-    refused = ("batch_too_large", "record_too_large", "topic_not_found", "not_a_queue", "head_mismatch")
-    append_codes = (*refused, "fenced", "out_of_order", "topic_full", *LOST)
-    return [
-        ApiOperation(
-            Binding("GET", "/v0/topics", topics.list_all, Route.LIST_TOPICS, KeyScope.READ, "topics"),
-            Outcome("List topics by name", ok("A page of topics", answers.TopicList)),
-            query=(
-                Query("prefix", NAME_SCHEMA, "only names that begin with it"),
-                *PAGE_QUERIES,
-                flag_query("touch", False, "whether this counts as reading the topics"),
-            ),
-        ),
-        ApiOperation(
-            Binding("GET", path, topics.get, Route.GET_TOPIC, KeyScope.READ, "topics"),
-            Outcome("The state of a topic", ok("The topic", answers.TopicState), ("topic_not_found",)),
-            query=(flag_query("touch", True, "whether this counts as reading the topic"),),
-        ),
-        ApiOperation(
-            Binding("PUT", path, topics.put, Route.PUT_TOPIC, KeyScope.ADMIN, "topics"),
-            Outcome("Create a topic, or replace its configuration", put, ("topic_exists_incompatible", *LOST)),
-            body=GivenConfig,
-            body_required=False,
-        ),
-        ApiOperation(
-            Binding("DELETE", path, topics.delete, Route.DELETE_TOPIC, KeyScope.DELETE, "topics"),
-            Outcome("Delete a topic and all of its records", deleted, ("topic_not_empty", *LOST)),
-            query=(flag_query("if_empty", False, "only a topic without records"),),
-        ),
-        ApiOperation(
-            Binding("POST", path, of_topic(append), Route.APPEND, KeyScope.WRITE, "records"),
-            Outcome("Append records, all or none", appended, append_codes),
-            body=AppendBody,
-            query=(flag_query("return_seqs", True, "whether the answer lists the seqs"),),
-        ),
-        ApiOperation(
-            Binding("POST", f"{path}/diff", of_topic(diff), Route.DIFF, KeyScope.READ, "records"),
-            Outcome("Read what follows a cursor, or wait for it", page, ("topic_not_found", "storage_unavailable")),
-            body=DiffBody,
-        ),
-        ApiOperation(
-            Binding("POST", f"{path}/delete", delete, Route.DELETE_RECORDS, KeyScope.DELETE, "records"),
-            Outcome(
-                "Delete records by seq, by tag, or both", ok("They are gone", answers.DeleteRecordsAnswer), TOPIC_LOST
-            ),
-            body=DeleteBody,
-        ),
-    ]
-
-
-def of_topic(endpoint: NamedEndpoint) -> Endpoint:
-    """Adapt an endpoint that takes the topic's name, for requests that come through the router."""
-
-    async def with_name(scope: Scope, receive: Receive, send: Send) -> None:
-        await endpoint(scope["path_params"]["topic"], scope, receive, send)
-
-    return with_name
