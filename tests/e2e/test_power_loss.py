@@ -1,4 +1,4 @@
-"""What a reader over HTTP sees after a power loss, and that it sees nothing of it after a kill or a stop."""
+"""Reads over HTTP after a power loss; a kill or a stop shows nothing of the kind.
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_every_reader_sees_each_record_or_a_gap(lives: list[tuple[list[Step], fl
                     elif step.then == "cut":
                         compaction.cut()
                 rig = lose_power(rig, share)
-                # The gap is part of the log: whoever reads it later comes to the same.
+                # The gap is part of the log: later readers come to the same.
                 for again in (None, rig.boot, rig.restart_service):
                     if again is not None:
                         again()
