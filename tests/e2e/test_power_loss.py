@@ -1,4 +1,4 @@
-"""Reads over HTTP after a power loss; a kill or a stop shows nothing of the kind.
+"""Reads over HTTP after a power loss; a kill or a stop shows nothing of the kind."""
 
 from __future__ import annotations
 
