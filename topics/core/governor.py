@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 from typing import Final, NamedTuple
-from typing import Final
 
 INTERVAL_MS: Final = 100
 LATENCY_MS: Final = (5.0, 500.0)

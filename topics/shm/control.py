@@ -17,7 +17,7 @@ from enum import IntEnum
 from typing import Final
 
 from topics.core.config import CLASSES
-from topics.core.priority import BANDS
+from topics.core.scheduler import BANDS
 from topics.shm.memory import SharedObject
 
 CELL_WORDS: Final = 128

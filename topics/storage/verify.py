@@ -15,7 +15,6 @@ import msgspec
 from topics.core.fold import FoldError
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, ReadOnlyFileSystem, boot_id, read_all
-from topics.storage.format_mark import has_mark
 from topics.storage.frame import scan
 from topics.storage.lock import inspecting
 from topics.storage.log_fold import LoggedTopic, OfflineFold
@@ -47,7 +46,7 @@ from topics.storage.txn_files import (
     is_sink_name,
     stage_of_name,
 )
-from topics.storage.upgrade import RoutedCopies
+from topics.storage.upgrade import RoutedCopies, has_mark
 
 
 class NotADataDir(Exception):  # noqa: N818 — named for what it is

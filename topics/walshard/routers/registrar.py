@@ -14,7 +14,7 @@ from topics.shm.asks import Deleted, Done
 from topics.shm.cap import cap_reached
 from topics.shm.control import ProcessCell
 from topics.shm.messages import Reply
-from topics.shm.router_table import Change, RouterTableWriter
+from topics.shm.router_memory import Change, RouterTableWriter
 from topics.shm.topic_messages import DeleteRouter, PutRouter, PutRouterReply, RemoveRouters
 from topics.storage.frame import FLAG_MORE, Bytes, FrameType
 from topics.storage.topic_frames import control_frame
