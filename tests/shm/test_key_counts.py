@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from topics.shm import cap as module
-from topics.shm.cap import Counted, KeyCounts
+from topics.shm.quotas import Counted, KeyCounts
 
 STREAMS, REQUESTS = Counted.STREAMS, Counted.REQUESTS
 

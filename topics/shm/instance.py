@@ -7,11 +7,11 @@ from itertools import permutations
 from typing import NamedTuple
 
 from topics.shm import shm_names
-from topics.shm.cap import KeyCounts
 from topics.shm.control import ControlPage
 from topics.shm.durations import Durations
 from topics.shm.journal import Journal
 from topics.shm.memory import SharedObject
+from topics.shm.quotas import KeyCounts
 from topics.shm.ring import HEADER_BYTES, Ring, Wake
 from topics.shm.router_memory import BOARD_BYTES, BOARD_RESERVE_BYTES, TABLE_BYTES, TABLE_RESERVE_BYTES
 

@@ -10,7 +10,7 @@ import os
 from array import array
 
 from topics.core.errors import TopicsError
-from topics.core.idempotency import pin
+from topics.core.idempotency import stage_key
 from topics.core.names import owner_shard
 from topics.log import get_logger
 from topics.shm.append_messages import AppendReply, AppendRequest
@@ -96,7 +96,7 @@ class Sinks:
         """Forget the stages of a batch that is published everywhere. Nobody waits for a reply."""
         hosted = self._catalog.find(call.name)
         if hosted is not None:
-            hosted.topic.idempotency.unpin(call.sink, call.batch)
+            hosted.topic.idempotency.forget_stages(call.sink, call.batch)
 
     def staged(self, call: StagePublish) -> AppendRequest:
         """Return the write that publishes a stage. It has no records when the file of the stage is gone: then only a
@@ -105,7 +105,7 @@ class Sinks:
         """
         self._require_pending(call.sink, call.batch)
         path = os.path.join(self._stages, stage_name(call.stage))
-        key = pin(call.sink, call.batch, call.stage)
+        key = stage_key(call.sink, call.batch, call.stage)
         try:
             stage = decode_stage(read_all(self._fs, path))
         except FileNotFoundError:
@@ -128,7 +128,7 @@ class Sinks:
 
     def _require_pending(self, sink: str, batch: int) -> None:
         """Raise `fenced` unless the batch is being published. The sink may be another shard's, which replaces the file
-        only when all stages have been answered: as long as it says pending, the topic has the pins of published stages.
+        only when all stages have been answered: as long as it says pending, the topic has the keys of published stages.
         """
         try:
             decided, pending_count = read_sink_head(self._fs, self._directory, sink)
