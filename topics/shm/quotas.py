@@ -1,4 +1,4 @@
-"""Limits over several processes that do not ask each other (api §11): quotas of the service, and what each API key has open.
+"""Limits over several processes that do not ask each other (api §11): quotas of the service, and counts of API keys.
 
 A limit bounds the sum of one word over several processes, each of which writes only its own. A process that claims more
 *first* adds it to its own word, *then* sums up all words, and takes it back when the sum is too high.
@@ -30,7 +30,7 @@ from topics.shm.memory import fence
 
 
 class Quota:
-    """A limit of `most` (0: none) on the sum of `field` over `every` cell; the process that owns `own` claims with it."""
+    """A limit of `most` (0: none) on the sum of `field` over `every` cell; this process claims with its `own` cell."""
 
     def __init__(self, limit: str, most: int, field: str, own: Cell, every: Sequence[Cell]) -> None:
         self.most = most

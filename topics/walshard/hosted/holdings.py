@@ -1,7 +1,7 @@
 """Counts of what a shard holds: topics, records, bytes, sessions; and claims of more of them.
 
-These words of its cell are the shard's part of the whole service's figures: metrics add them up, and so do the quotas of
-api §11 (`shm/quotas.py`). While a group is prepared they also contain its claims, until `settle`.
+These words of its cell are the shard's part of the whole service's figures: metrics add them up, and so do the quotas
+of api §11 (`shm/quotas.py`). While a group is prepared they also contain its claims, until `settle`.
 """
 
 from __future__ import annotations
