@@ -8,7 +8,7 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topics.shm import cap as module
+from topics.shm import quotas as module
 from topics.shm.quotas import Counted, KeyCounts
 
 STREAMS, REQUESTS = Counted.STREAMS, Counted.REQUESTS

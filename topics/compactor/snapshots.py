@@ -18,7 +18,7 @@ from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.logfile import WalPosition
 from topics.storage.snapshot import ShardPart, Snapshot, encode_part, encode_parts, load_snapshot, save_snapshot
-from topics.storage.txn_files import SinkDamagedError, read_sink_head, stage_name
+from topics.storage.txn_files import TxnFileDamagedError, read_sink_head, stage_name
 
 log = get_logger()
 
@@ -96,6 +96,6 @@ def forget_ended(fs: FileSystem, data_dir: str, topics: Iterable[Topic], alive: 
 def _is_over(fs: FileSystem, data_dir: str, sink: str, batch: int) -> bool:
     try:
         decided, pending_count = read_sink_head(fs, layout.sinks_dir(data_dir), sink)
-    except (OSError, SinkDamagedError):
+    except (OSError, TxnFileDamagedError):
         return False
     return decided != batch or not pending_count

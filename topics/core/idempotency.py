@@ -152,10 +152,10 @@ class IdempotencyWindow:
         """Keep the outcome of a committed write. A key that expired and came again moves to the end."""
         if is_stage_key(key):
             sink = _sink_of(key)
-            known = self._stage_keys.setdefault(sink, {})
-            if known and _batch_of(next(iter(known)), sink) != _batch_of(key, sink):
-                known.clear()
-            known[key] = outcome
+            published = self._stage_keys.setdefault(sink, {})
+            if published and _batch_of(next(iter(published)), sink) != _batch_of(key, sink):
+                published.clear()
+            published[key] = outcome
             return
         self._outcomes.pop(key, None)
         self._outcomes[key] = outcome

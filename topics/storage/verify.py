@@ -38,14 +38,7 @@ from topics.storage.snapshot import (
     present_log_ids,
     read_snapshot,
 )
-from topics.storage.txn_files import (
-    SinkDamagedError,
-    StageDamagedError,
-    decode_sink,
-    decode_stage,
-    is_sink_name,
-    stage_of_name,
-)
+from topics.storage.txn_files import TxnFileDamagedError, decode_sink, decode_stage, is_sink_name, stage_of_name
 from topics.storage.upgrade import RoutedCopies, has_mark
 
 
@@ -270,7 +263,7 @@ class _Check:
                 path = os.path.join(directory, name)
                 try:
                     self._transaction(kind, name, path)
-                except (StageDamagedError, SinkDamagedError) as damaged:
+                except TxnFileDamagedError as damaged:
                     self._report.damaged(kind, path, str(damaged))
                 self._done(path)
 

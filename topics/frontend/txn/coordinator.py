@@ -106,7 +106,7 @@ class Stages:
                 return txn_files.decode_stage_head(file.read(txn_files.STAGE_HEAD_LEN))
         except FileNotFoundError:
             raise TopicsError("not_found", f"there is no stage {stage!r}: it was dropped or has expired") from None
-        except (OSError, txn_files.StageDamagedError) as error:
+        except (OSError, txn_files.TxnFileDamagedError) as error:
             reason = f"{self._path(stage)} cannot be used: {error}"
             raise TopicsError("storage_unavailable", reason, {"cause": "damaged"}) from None
 

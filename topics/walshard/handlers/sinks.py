@@ -31,8 +31,7 @@ from topics.storage import layout
 from topics.storage.filesystem import FileSystem, make_dirs, read_all, replace_file
 from topics.storage.txn_files import (
     Sink,
-    SinkDamagedError,
-    StageDamagedError,
+    TxnFileDamagedError,
     decode_sink,
     decode_stage,
     encode_sink,
@@ -110,10 +109,10 @@ class Sinks:
             stage = decode_stage(read_all(self._fs, path))
         except FileNotFoundError:
             return AppendRequest(call.name, False, None, key, None, 0, array("Q"), b"", bytearray())
-        except (OSError, StageDamagedError) as error:
+        except (OSError, TxnFileDamagedError) as error:
             raise _unusable(path, error) from None
         if stage.topic != call.name:
-            raise _unusable(path, StageDamagedError(f"it is of topic {stage.topic!r}, not {call.name!r}"))
+            raise _unusable(path, TxnFileDamagedError(f"it is of topic {stage.topic!r}, not {call.name!r}"))
         return AppendRequest(
             stage.topic,
             True,
@@ -132,7 +131,7 @@ class Sinks:
         """
         try:
             decided, pending_count = read_sink_head(self._fs, self._directory, sink)
-        except (OSError, SinkDamagedError) as error:
+        except (OSError, TxnFileDamagedError) as error:
             raise _unusable(os.path.join(self._directory, sink_name(sink)), error) from None
         if decided != batch or not pending_count:
             raise TopicsError("fenced", f"batch {batch} of sink {sink!r} is not being published", {"batch": decided})
@@ -186,7 +185,7 @@ class Sinks:
             return decode_sink(read_all(self._fs, path))
         except FileNotFoundError:
             return None
-        except (OSError, SinkDamagedError) as error:
+        except (OSError, TxnFileDamagedError) as error:
             raise _unusable(path, error) from None
 
     def _store(self, sink: Sink) -> None:
