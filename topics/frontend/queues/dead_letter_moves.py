@@ -17,7 +17,7 @@ from topics.core.config import TopicConfig
 from topics.core.dead_letters import FROM, ORDER_KEY, Meta, dead_letter_meta, redriven_meta
 from topics.core.errors import TopicsError
 from topics.core.idempotency import KeyMark
-from topics.frontend.queues.job_records import ASIDE_MS, UnreadableJobs
+from topics.frontend.queues.dealt_jobs import ASIDE_MS, UnreadableJobs
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards.gateway import Gateway
@@ -80,9 +80,7 @@ class DeadLetters:
         await asyncio.wait((self._start(name, dealt),), timeout=MOVE_WAIT_S)
 
     def start_move(self, name: str, dealt: Dealt) -> None:
-        """Begin to move `dealt.dead`, if there are any. Call this at once with all that a stream is dealt: the end of a
-        stream releases its leases only, and the shard holds the dead ones back for this frontend.
-        """
+        """Begin to move `dealt.dead`. Call this at once: the end of a stream releases its leases, not these jobs."""
         if dealt.dead:
             self._start(name, dealt)
 

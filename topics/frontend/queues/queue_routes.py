@@ -21,10 +21,10 @@ from topics.frontend.entry import limits, wire
 from topics.frontend.entry.bodies import read_body, read_request
 from topics.frontend.entry.responses import elapsed_ms, reserve_room, room_of, send_json
 from topics.frontend.queues.dead_letter_moves import MOVE_WAIT_S, DeadLetters
-from topics.frontend.queues.job_channel import JobChannel
-from topics.frontend.queues.job_records import (
+from topics.frontend.queues.dealt_jobs import (
     ANSWER_BYTES_MAX,
     ASIDE_MS,
+    JobChannel,
     RenderedJobs,
     UnreadableJobs,
     fetch_jobs,
@@ -254,9 +254,7 @@ class QueueRoutes:
         return jobs, from_seq if more else None
 
     async def _read_jobs(self, name: str, jobs: list[JobView]) -> tuple[list[bytes], int, int | None]:
-        """Return the records of jobs and their number, without jobs deleted in the meantime. The third is the seq
-        behind which jobs are left out, as they would make the answer too long.
-        """
+        """Return records of jobs that still exist, their number, and the seq behind which they are too long to send."""
         extras = {job.seq: _members(job) for job in jobs}
         bodies: list[bytes] = []
         count, left_bytes = 0, ANSWER_BYTES_MAX
