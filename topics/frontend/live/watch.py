@@ -38,18 +38,7 @@ from topics.frontend.reads.node_sets import node_sets
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-from topics.frontend.routes.operations import (
-    EVENTS,
-    LOST,
-    STRING,
-    TOPIC_LOST,
-    Query,
-    asgi_route,
-    describe,
-    flag_query,
-    ok,
-    takes,
-)
+from topics.frontend.routes.operations import EVENTS, LOST, STRING, Query, asgi_route, describe, flag_query, ok, takes
 from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import Gateway, stopping
 from topics.frontend.shards.pending_requests import is_outcome_unknown
@@ -102,11 +91,6 @@ class Opened(msgspec.Struct, frozen=True):
     session: Session
     positions: dict[str, int] | None
     exact: bool
-
-
-def without_nodes(opened: Opened) -> Opened:
-    """Return `opened` without its nodes, which may be most of it, to be kept while the stream is open."""
-    return msgspec.structs.replace(opened, session=msgspec.structs.replace(opened.session, nodes=None))
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -227,7 +211,7 @@ class WatchRoutes:
         self.access.on_change(self._end_forbidden)
 
     @json_route("POST", "/v0/watch", Route.CREATE_WATCH, KeyScope.READ, "watch")
-    @describe("Make a watch session", ok("The session", answers.WatchAnswer), *TOPIC_LOST)
+    @describe("Make a watch session", ok("The session", answers.WatchAnswer), "topic_not_found", *LOST)
     @takes(flag_query("lenient", False, "leave out topics that do not exist"), body=WatchBody)
     async def create(self, request: ApiRequest) -> JsonReply:
         lenient = flag(request.query, "lenient", False)
@@ -281,7 +265,8 @@ class WatchRoutes:
         connection: StreamConnection | None = None
         try:
             state = self._resume(opened, headers.get(b"last-event-id"))
-            opened = without_nodes(opened)  # its spec has them, as a set that streams share
+            # Without its nodes, which may be most of it: its spec has them, as a set that streams share.
+            opened = msgspec.structs.replace(opened, session=msgspec.structs.replace(opened.session, nodes=None))
             if self.hub.draining:
                 raise stopping()
             push = await event_streams.begin_stream(scope, send)

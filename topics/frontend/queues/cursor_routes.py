@@ -30,17 +30,7 @@ from topics.frontend.reads.node_sets import node_set
 from topics.frontend.reads.reading import PAGE_MEMBERS, RecordPage, TopicReader, page_values
 from topics.frontend.reads.records import CorruptRecordError, PageOptions
 from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-from topics.frontend.routes.operations import (
-    LOST,
-    PAGE_QUERIES,
-    TOPIC_LOST,
-    TOPIC_PATH,
-    asgi_route,
-    describe,
-    made_or_there,
-    ok,
-    takes,
-)
+from topics.frontend.routes.operations import LOST, PAGED, TOPIC_PATH, asgi_route, describe, made_or_there, ok, takes
 from topics.frontend.shards.gateway import Gateway
 from topics.frontend.shards.pending_requests import is_outcome_unknown
 from topics.settings import Settings
@@ -57,6 +47,7 @@ from topics.shm.queue_messages import (
 )
 
 _PATH: Final = f"{TOPIC_PATH}/cursors/{{cursor}}"
+_LOST: Final = ("topic_not_found", *LOST)
 _MISSING: Final = ("topic_not_found", "cursor_not_found", *LOST)
 LIMIT_MAX: Final = 2000
 STUCK_RETRY_AFTER_MS: Final = 1000
@@ -167,8 +158,8 @@ class CursorRoutes:
         self.moving = Budget(limits.CURSOR_PAGES)
 
     @json_route("GET", f"{TOPIC_PATH}/cursors", Route.OTHER_CURSOR, KeyScope.READ, "cursors")
-    @describe("List the cursors of a topic by name", ok("A page of cursors", answers.CursorListAnswer), *TOPIC_LOST)
-    @takes(*PAGE_QUERIES)
+    @describe("List the cursors of a topic by name", ok("A page of cursors", answers.CursorListAnswer), *_LOST)
+    @takes(*PAGED)
     async def list_all(self, request: ApiRequest) -> JsonReply:
         name = request.topic
         size, after = await request.list_page(check_topic_name)
@@ -185,7 +176,7 @@ class CursorRoutes:
         return JsonReply({"topic": name, **_shown(await self._look(name, cursor))})
 
     @json_route("PUT", _PATH, Route.OTHER_CURSOR, KeyScope.WRITE, "cursors")
-    @describe("Make a cursor, or change or move it", made_or_there(answers.PutCursorAnswer), *TOPIC_LOST)
+    @describe("Make a cursor, or change or move it", made_or_there(answers.PutCursorAnswer), *_LOST)
     @takes(body=CursorBody, body_required=False)
     async def put(self, request: ApiRequest) -> JsonReply:
         name, cursor = _names(request.scope)

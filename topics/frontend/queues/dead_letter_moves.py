@@ -48,7 +48,6 @@ class _Record(msgspec.Struct, frozen=True):
 class DeadLetter(NamedTuple):
     """A record on its way to another topic. There it is a job with `order_key`, unless that is ""."""
 
-    seq: int
     record: _Record
     meta: Meta
     key: bytes
@@ -122,7 +121,7 @@ class DeadLetters:
                 for record in records:
                     meta = dead_letter_meta(record.meta, name, ref.view.topic_id, seq, deliveries, order_key)
                     key = KeyMark.CARRIED + b"dead-letter:%d:%d" % (ref.view.topic_id, seq)
-                    copies.append(DeadLetter(seq, record, meta, key))
+                    copies.append(DeadLetter(record, meta, key))
             config = TopicConfig(durability=ref.config.durability)
             copied, _refusal = await self._append(dealt.dead_letter, copies, config)
             return copied, unreadable
@@ -169,7 +168,6 @@ class DeadLetters:
         carried = set(free.seqs)
         copies = [
             DeadLetter(
-                letter.seq,
                 letter,
                 redriven_meta(letter.meta),
                 KeyMark.CARRIED + b"redrive:%d:%d" % (ref.view.topic_id, letter.seq),
@@ -214,9 +212,9 @@ class DeadLetters:
         for copy, outcome in zip(copies, outcomes, strict=True):
             if isinstance(outcome, TopicsError):
                 refusal = refusal or outcome
-                _log.warning("a dead letter cannot be written", topic=name, seq=copy.seq, reason=outcome.message)
+                _log.warning("a dead letter cannot be written", topic=name, seq=copy.record.seq, reason=outcome.message)
             elif isinstance(outcome, BaseException):
                 raise outcome
             else:
-                done.append(copy.seq)
+                done.append(copy.record.seq)
         return done, refusal
