@@ -21,8 +21,8 @@ from topics.core.priority import AGE_FULL_MS
 from topics.frontend.entry import limits
 from topics.frontend.entry.stalled_clients import STALL_CUT_MS, STALL_MAX_MS
 from topics.frontend.live import delivery, step_cache
+from topics.frontend.live.channels import PER_TURN_MAX
 from topics.frontend.live.delivery import FAN_OUT_STEP
-from topics.frontend.live.heartbeats import PER_TURN_MAX
 from topics.frontend.live.step_cache import KnownTopics
 from topics.frontend.reads.reading import RecordPage
 

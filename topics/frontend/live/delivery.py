@@ -23,10 +23,8 @@ from topics.core.scheduler import TICK_MS, Scheduler
 from topics.frontend.entry import limits
 from topics.frontend.entry.budget import Budget
 from topics.frontend.entry.stalled_clients import STALL_MAX_MS, StalledClients
-from topics.frontend.live.channels import COST_BYTES, Channel, Slice, StreamConnection
+from topics.frontend.live.channels import COST_BYTES, Channel, HeartbeatSender, LargeFrames, Slice, StreamConnection
 from topics.frontend.live.event_streams import Push
-from topics.frontend.live.heartbeats import HeartbeatSender
-from topics.frontend.live.large_frames import LargeFrames
 from topics.frontend.live.step_cache import KnownTopics, StepCache
 from topics.frontend.live.stream import RETRY_AFTER_MS, StepOutcome, StreamSpecs, StreamState, StreamStep, TopicPhase
 from topics.frontend.live.wording import EVENT_STREAM
