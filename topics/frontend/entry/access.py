@@ -54,7 +54,7 @@ class KeyLimits:
             raise TopicsError(
                 "throttled",
                 f"this key has {most} open, its limit: wait for one to end or raise TOPICS_MAX_{limit.upper()}",
-                {"limit": limit, "max": most},
+                {"limit": f"max_{limit}", "max": most},
             )
 
     def release(self, key: ApiKey, what: Counted) -> None:
