@@ -173,7 +173,7 @@ class CursorRoutes:
     @describe("Where a cursor is", ok("The cursor", answers.CursorAnswer), *_MISSING)
     async def get(self, request: ApiRequest) -> JsonReply:
         name, cursor = _names(request.scope)
-        return JsonReply({"topic": name, **_shown(await self._look(name, cursor))})
+        return JsonReply({"topic": name, **_shown(await self._find(name, cursor))})
 
     @json_route("PUT", _PATH, Route.OTHER_CURSOR, KeyScope.WRITE, "cursors")
     @describe("Make a cursor, or change or move it", made_or_there(answers.PutCursorAnswer), *_LOST)
@@ -248,19 +248,19 @@ class CursorRoutes:
         self, name: str, cursor: str, options: PageOptions, take_page_room: TakeRoom
     ) -> tuple[RecordPage, int, None]:
         """Read a page as `_advance` does, without moving the cursor."""
-        at = await self._look(name, cursor)
+        at = await self._find(name, cursor)
         await take_page_room()
         cursor_seq, page = at.seq, await self._page(name, at, options)
         for _ in range(TRIES_MAX):
             if page.count or page.tombstone is not None or at.up_to_seq is None or page.next_from_seq <= at.seq:
                 break
-            at = await self._look(name, cursor, page.next_from_seq)
+            at = await self._find(name, cursor, page.next_from_seq)
             page = await self._page(name, at, options)
         return page, cursor_seq, None
 
-    async def _look(self, name: str, cursor: str, passed_seq: int = 0) -> CursorReply:
-        look = CursorGet(name, cursor, passed_seq=passed_seq)
-        (found,) = (await self._gateway.call(self._owner(name), look)).cursors
+    async def _find(self, name: str, cursor: str, passed_seq: int = 0) -> CursorReply:
+        get = CursorGet(name, cursor, passed_seq=passed_seq)
+        (found,) = (await self._gateway.call(self._owner(name), get)).cursors
         return found
 
     async def _advance(
@@ -272,7 +272,7 @@ class CursorRoutes:
         owner = self._owner(name)
         left_at, lock.left_at = lock.left_at, None
         looked = left_at is None
-        at: CursorReply | CursorMoved = left_at or await self._look(name, cursor)
+        at: CursorReply | CursorMoved = left_at or await self._find(name, cursor)
         # After the shard's answer: a shard that hangs must not keep room from the cursors of others.
         await take_page_room()
         for _ in range(TRIES_MAX):
@@ -280,7 +280,7 @@ class CursorRoutes:
             if page.next_from_seq <= at.seq:
                 if looked:
                     return page, at.seq, None
-                at, looked = await self._look(name, cursor), True
+                at, looked = await self._find(name, cursor), True
                 continue
             read = next(self._reads)
             lost = CursorPassedOn(name, cursor, at.revision, read, False)

@@ -226,7 +226,7 @@ class QueueRoutes:
         body = await read_body(receive, headers, self._settings.max_body_bytes)
         request = wire.decode_as(PeekBody, body or b"{}")
         await self._catching_up.wait_for(name)
-        jobs, next_from_seq = await self._look_at(name, request)
+        jobs, next_from_seq = await self._peek_jobs(name, request)
         await reserve_room(scope, ANSWER_BYTES_MAX)
         bodies, count, cut_seq = await self._read_jobs(name, jobs)
         if cut_seq is not None:
@@ -238,7 +238,7 @@ class QueueRoutes:
         del bodies, answer, jobs  # as in `DiffRoute`
         await answering
 
-    async def _look_at(self, name: str, request: PeekBody) -> tuple[list[JobView], int | None]:
+    async def _peek_jobs(self, name: str, request: PeekBody) -> tuple[list[JobView], int | None]:
         """Return the jobs, and the seq behind which there may be more."""
         owner = self._owner(name)
         most = max(1, min(request.max, self._settings.max_claim))
