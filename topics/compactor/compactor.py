@@ -49,6 +49,8 @@ RETRY_MAX_MS: Final = 60_000
 
 SHORT_OF_ROOM_MS: Final = 1_000
 """The time between two cuts while the disk has little room: what a delete gives up is there soon after it."""
+SHORT_OF_ROOM_BYTES: Final = 1024 * 1024
+"""With so many new bytes the next cut does not wait for that."""
 
 log = get_logger()
 
@@ -77,7 +79,7 @@ class CutTimes:
             wait_ms = self._interval_ms
         if left_bytes <= 2 * new_bytes:
             wait_ms = min(wait_ms, SHORT_OF_ROOM_MS)
-        return since_ms >= wait_ms or new_bytes >= self._wal_bytes
+        return since_ms >= wait_ms or new_bytes >= min(self._wal_bytes, max(SHORT_OF_ROOM_BYTES, left_bytes // 2))
 
     def done(self, complete: bool, now_ms: int, was_made: bool = True) -> None:
         """Note the end of a try. `was_made` False: there was nothing to cut. `complete`: all shards took part."""
