@@ -38,6 +38,9 @@ DELIVER: Final = "topics.deliver"
 or the process ends. `Deliver` returns when the kernel has the whole body. It raises ConnectionResetError when the
 client never gets the whole body. Bytes that the kernel still has when the client dies are lost unnoticed."""
 
+ADMITTED: Final = "topics.admitted"
+"""Key of a scope: a function to call when the request is admitted, whose connection has then shown a valid key."""
+
 RESERVATION: Final = "topics.reservation"
 """Key of a WebSocket message: its `bodies.MessageReservation`, which is held as long as the message is kept."""
 

@@ -151,5 +151,5 @@ def build_app(process: Process, keys: KeyRing, store: SegmentStore | None) -> Fr
         metrics,
     ]
     operations = [*chain.from_iterable(map(operations_of, routes)), *probe_operations(probes, settings.probe_auth)]
-    app = App(operations, append, diff, websocket, access, pages, cell, observe)
+    app = App(operations, services, diff, websocket)
     return Frontend(app, access, arenas, gateway, expiry, cold, reader, hub, diff, websocket, work, coordinator)

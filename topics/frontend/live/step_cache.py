@@ -49,9 +49,7 @@ class KnownTopics:
     def base_priority(self, name: str) -> int:
         """Return the priority of a topic as it was found last, without its age; 0 if it was never found."""
         ref = self._last_refs.get(name)
-        if ref is None:
-            return 0
-        return self.priority(ref)
+        return 0 if ref is None else self.priority(ref)
 
     def priority(self, ref: TopicRef) -> int:
         """Return the topic's priority now, without its age."""

@@ -18,11 +18,12 @@ from topics.frontend.live import cursor, event_streams
 from topics.frontend.live.channels import StreamConnection
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.event_streams import HEARTBEAT_MAX_MS, StreamSlots
-from topics.frontend.live.following import check_starts, check_strong, page_options, start_seq, topic_state
+from topics.frontend.live.following import check_starts, check_strong, start_seq, topic_state
 from topics.frontend.live.session_client import SESSION_TTL_MS, Follow, Opened, Session, SessionClient, without_nodes
 from topics.frontend.live.stream import StreamSpec, StreamState
 from topics.frontend.live.wording import EVENT_STREAM
 from topics.frontend.reads.catching_up import CatchingUp
+from topics.frontend.reads.diff import page_options
 from topics.frontend.reads.node_sets import node_sets
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.reads.records import PageOptions
@@ -89,7 +90,7 @@ class WatchRoutes:
                 max(self.settings.test_min_heartbeat_ms, min(body.heartbeat_ms, HEARTBEAT_MAX_MS)),
                 options.include_tags,
                 options.include_meta,
-                options.include_data,
+                body.include_data,
                 body.strong,
                 request.caller.digest,
             )

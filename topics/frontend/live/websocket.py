@@ -30,12 +30,13 @@ from topics.frontend.entry.stalled_clients import ReadProgress
 from topics.frontend.live import websocket_commands
 from topics.frontend.live.channels import StreamConnection
 from topics.frontend.live.delivery import Hub
-from topics.frontend.live.following import check_starts, check_strong, page_options, start_seq, topic_state
+from topics.frontend.live.following import check_starts, check_strong, start_seq, topic_state
 from topics.frontend.live.socket_outbox import SocketOutbox, Subscription
 from topics.frontend.live.stream import StreamSpec, TopicPhase
 from topics.frontend.live.websocket_commands import Command, Publish, RequestId, Subscribe, Unsubscribe
 from topics.frontend.live.wording import MESSAGES
 from topics.frontend.reads.catching_up import CatchingUp
+from topics.frontend.reads.diff import page_options
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.routes import append
 from topics.frontend.routes.append import AppendRoute
@@ -61,7 +62,7 @@ _log = get_logger()
 
 
 class Services(NamedTuple):
-    """The parts of a frontend that its sockets use. `observe(route, took_us)` is called for every answered command."""
+    """The parts of a frontend that all requests and sockets use. `observe(route, took_us)` is told of each."""
 
     reader: TopicReader
     appends: AppendRoute
@@ -115,6 +116,11 @@ class Socket:
         """Close the socket with this code, after its last answers. Idempotent."""
         if not self._over.done():
             self._over.set_result((code, reason))
+
+    def end_shutting_down(self) -> None:
+        """End the socket after a last message that says why."""
+        self._outbox.add(MESSAGES.shutting_down)
+        self.end(GOING_AWAY, "the service is stopping")
 
     def end_forbidden(self) -> None:
         """End the socket, or those of its subscriptions, that its key does not allow any more."""
@@ -224,7 +230,8 @@ class Socket:
 
     async def _subscribe(self, command: Subscribe) -> None:
         starts = command.starts()
-        topics_max = self._services.settings.max_watch_topics
+        settings = self._services.settings
+        topics_max = settings.max_watch_topics
         check_starts(starts, topics_max)
         self._key().require(KeyScope.READ, starts)
         await self._services.catching_up.wait_for_all(starts)
@@ -239,7 +246,9 @@ class Socket:
             check_strong(refs)
         positions = {name: start_seq(reader, ref, starts[name]) for name, ref in refs.items()}
         topics = {name: topic_state(reader, ref, positions[name]) for name, ref in refs.items()}
-        options = page_options(command, self._services.settings)  # may refuse, so before anything is ended
+        options = page_options(command, settings)._replace(
+            include_data=command.include_data
+        )  # may refuse, so before any end
         await self._outbox.wait_for_turn()
         # The former subscription must not send anything after the answer to this one. It ends only when there is room,
         # because its messages count with it.

@@ -20,6 +20,8 @@ from topics.frontend.live import cursor
 MESSAGE_END: Final = b"\x1e"
 ADVISORY: Final = 429
 FINAL: Final = 410
+SHUTTING_DOWN: Final = b"server_shutting_down"
+SHUTTING_DOWN_TEXT: Final = b"the service is stopping; connect again"
 
 _encode_json = msgspec.json.Encoder().encode
 
@@ -65,6 +67,7 @@ class EventStreamWording(Wording):
     """`text/event-stream`."""
 
     opening = b"retry: 2000\n\n"
+    shutting_down = b'event: error\ndata: {"code":"%b","error":"%b"}\n\n' % (SHUTTING_DOWN, SHUTTING_DOWN_TEXT)
 
     def event(self, name: bytes, members: bytes) -> bytes:
         return b"event: %b\ndata: {%b}\n" % (name.replace(b"_", b"-"), in_lines(members))
@@ -83,6 +86,8 @@ class EventStreamWording(Wording):
 
 class MessageWording(Wording):
     """WebSocket text messages. Heartbeats are the protocol's own."""
+
+    shutting_down = b'{"op":"error","request_id":null,"code":"%b","message":"%b"}' % (SHUTTING_DOWN, SHUTTING_DOWN_TEXT)
 
     def event(self, name: bytes, members: bytes) -> bytes:
         return b'{"op":"%b",%b}' % (name, members)

@@ -54,6 +54,8 @@ JOB_CODES: Final = ("topic_not_found", "not_a_queue", *LOST)
 _REDRIVE_CODES: Final = (*JOB_CODES, "topic_full", "record_too_large")
 
 JobsBodyT = TypeVar("JobsBodyT", bound=JobsBody)
+_CLAIMED: Final = b'{"topic":"%b","claimed":[%b],"count":%d,"ready":%d,"performance":{"server_total_ms":%b}}'
+_PEEKED: Final = b'{"topic":"%b","jobs":[%b],"count":%d,%b"performance":{"server_total_ms":%b}}'
 _encode = msgspec.json.Encoder().encode
 
 
@@ -108,13 +110,7 @@ class QueueRoutes:
                     ready += rendered.unsent
                 del rendered
                 self._cell.add("records_out", count)
-            answer = b'{"topic":"%b","claimed":[%b],"count":%d,"ready":%d,"performance":{"server_total_ms":%b}}' % (
-                name.encode(),
-                body,
-                count,
-                ready,
-                str(elapsed_ms(started_ns)).encode(),
-            )
+            answer = _CLAIMED % (name.encode(), body, count, ready, str(elapsed_ms(started_ns)).encode())
             answering = send_json(send, headers, 200, answer)
             del body, answer  # as in `DiffRoute`
             await answering
@@ -235,13 +231,9 @@ class QueueRoutes:
         bodies, count, cut_seq = await self._read_jobs(name, jobs)
         if cut_seq is not None:
             next_from_seq = cut_seq
-        answer = b'{"topic":"%b","jobs":[%b],"count":%d,%b"performance":{"server_total_ms":%b}}' % (
-            name.encode(),
-            b",".join(bodies),
-            count,
-            b"" if next_from_seq is None else b'"next_from_seq":%d,' % next_from_seq,
-            str(elapsed_ms(started_ns)).encode(),
-        )
+        rest = b"" if next_from_seq is None else b'"next_from_seq":%d,' % next_from_seq
+        took_ms = str(elapsed_ms(started_ns)).encode()
+        answer = _PEEKED % (name.encode(), b",".join(bodies), count, rest, took_ms)
         answering = send_json(send, headers, 200, answer)
         del bodies, answer, jobs  # as in `DiffRoute`
         await answering

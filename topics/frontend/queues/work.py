@@ -102,7 +102,7 @@ class WorkRoutes:
         """End all streams, as the process is to stop. Their jobs are free for workers elsewhere."""
         self._draining = True
         for stream in list(self._streams):
-            stream.close()
+            stream.end(EVENT_STREAM.shutting_down)
 
     def _params(self, name: str, key_digest: bytes, scope: Scope) -> WorkParams:
         event_streams.check_accept(dict(scope["headers"]))
@@ -162,6 +162,7 @@ class WorkStream:
         self._dead_letters, self._unreadable = services.dead_letters, services.unreadable
         self._loop = asyncio.get_running_loop()
         self.params = params
+        self._name = params.name.encode()
         self.shard = services.gateway.owner(params.name)
         self._number = services.channel.listeners.new_number()
         self._push: Push | None = None
@@ -334,7 +335,7 @@ class WorkStream:
 
     def _event(self, rendered: RenderedJobs, seq: int) -> bytes:
         self._routes.cell.add("records_out")
-        return b"event: job\ndata: %b\nid: %d\n\n" % (in_lines(rendered.body), seq)
+        return b'event: job\ndata: {"topic":"%b",%b\nid: %d\n\n' % (self._name, in_lines(rendered.body[1:]), seq)
 
     def _pause(self, dealt: Dealt, from_at: int, push: Push) -> None:
         """Give back the jobs that cannot be sent, as the client does not keep up."""

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from topics.api import answers
-from topics.api.requests import DiffBody
+from topics.api.requests import DiffBody, FollowBody
 from topics.core.clock import Clock
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
@@ -92,11 +92,9 @@ class DiffRoute:
 
     def _wish(self, body: bytes) -> tuple[DiffBody, PageOptions]:
         request = wire.decode_diff(body)
-        limit = min(request.limit or LIMIT_DEFAULT, self.settings.max_limit)
-        max_batch_bytes = min(request.max_batch_bytes or MAX_BATCH_BYTES[0], MAX_BATCH_BYTES[1])
-        nodes = node_set(request.node)
+        options = page_options(request, self.settings)
         request.node = None  # a list may name the same writer many times
-        return request, PageOptions(limit, max_batch_bytes, nodes, request.include_tags, request.include_meta)
+        return request, options
 
     async def _wait(
         self, ref: TopicRef, page: RecordPage, request: DiffBody, options: PageOptions, receive: Receive, room: Room
@@ -164,6 +162,17 @@ class DiffRoute:
         return msgspec.structs.replace(
             page, scanned=scanned + page.scanned, cold_segments=cold_segments + page.cold_segments
         )
+
+
+def page_options(request: DiffBody | FollowBody, settings: Settings) -> PageOptions:
+    """Return the request's page options, clamped to the service's limits."""
+    return PageOptions(
+        min(request.limit or LIMIT_DEFAULT, settings.max_limit),
+        min(request.max_batch_bytes or MAX_BATCH_BYTES[0], MAX_BATCH_BYTES[1]),
+        node_set(request.node),
+        request.include_tags,
+        request.include_meta,
+    )
 
 
 def _room_bytes(options: PageOptions) -> int:

@@ -9,18 +9,8 @@ from collections import OrderedDict
 from typing import Final
 
 from topics.core.segment_list import COLD, SegmentInfo
-from topics.storage import layout
-from topics.storage.segment import (
-    ENTRY_LEN,
-    Columns,
-    CommittedFile,
-    check_frames,
-    entries_of_idx,
-    extent,
-    first_at,
-    read_columns,
-    ts_of,
-)
+from topics.storage import layout, segment
+from topics.storage.segment import ENTRY_LEN, Columns, CommittedFile
 
 MAPS_MAX: Final = 64
 
@@ -132,26 +122,19 @@ class OpenSegment:
 
     def columns(self, first_seq: int, last_seq: int) -> Columns:
         """Return the index entries of these seqs."""
-        return read_columns(self._idx, first_seq - self.first_seq, last_seq - first_seq + 1)
+        return segment.read_columns(self._idx, first_seq - self.first_seq, last_seq - first_seq + 1)
 
     def entries(self, first_seq: int, last_seq: int) -> array[int]:
         """Return the index entries of these seqs as those of a record index (`core.location`)."""
         start = (first_seq - self.first_seq) * ENTRY_LEN
-        return entries_of_idx(self._idx[start : start + (last_seq - first_seq + 1) * ENTRY_LEN], first_seq)
+        return segment.entries_of_idx(self._idx[start : start + (last_seq - first_seq + 1) * ENTRY_LEN], first_seq)
 
     def extent(self, first_seq: int, columns: Columns) -> tuple[list[int], int]:
         """Return (the starts of the frames of `columns`, the end of the last one)."""
-        return extent(columns, self.data_bytes, self.idx_path, (first_seq - self.first_seq) * ENTRY_LEN)
+        return segment.extent(columns, self.data_bytes, self.idx_path, (first_seq - self.first_seq) * ENTRY_LEN)
 
     def check(
-        self,
-        buffer: bytes,
-        base: int,
-        first_seq: int,
-        columns: Columns,
-        starts: list[int],
-        again: bool = False,
-        fetched: bool = False,
+        self, buffer: bytes, base: int, first_seq: int, columns: Columns, starts: list[int], again: bool, fetched: bool
     ) -> list[int]:
         """Check that these frames are whole (`segment.check_frames`): bytes of this file only once, unless `again`;
         bytes that were `fetched` from the cold tier every time.
@@ -162,7 +145,7 @@ class OpenSegment:
         start = first_seq - self.first_seq
         end = start + len(starts)
         if again or fetched or self._checked.find(0, start, end) >= 0:
-            marked = check_frames(self.data_path, buffer, base, first_seq, columns, starts)
+            marked = segment.check_frames(self.data_path, buffer, base, first_seq, columns, starts)
             if fetched:
                 return marked
             self._checked[start:end] = _CHECKED * (end - start)
@@ -181,11 +164,11 @@ class OpenSegment:
 
     def ts_at(self, seq: int) -> int:
         """Return the commit time of a record, ms."""
-        return ts_of(self._idx, seq - self.first_seq)
+        return segment.ts_of(self._idx, seq - self.first_seq)
 
     def first_seq_at(self, ts: int) -> int:
         """Return the first seq with a commit time >= ts; last_seq + 1 if there is none."""
-        return self.first_seq + first_at(self._idx, self.last_seq - self.first_seq + 1, ts)
+        return self.first_seq + segment.first_at(self._idx, self.last_seq - self.first_seq + 1, ts)
 
 
 class SegmentCache:

@@ -157,14 +157,8 @@ class TopicRoutes:
         op, tag = (None, b"") if match is None else match
         with_copies = await self.catching_up.wait_for(name)
         deleted, reply = await delete_in_turns(self.gateway, DeleteRecords(name, before_seq, op, tag))
-        answer = {
-            "topic": name,
-            "deleted": deleted,
-            "earliest_seq": reply.earliest_seq,
-            "head_seq": reply.head_seq,
-            "count": reply.records,
-            "bytes": reply.live_bytes,
-        }
+        seqs = {"earliest_seq": reply.earliest_seq, "head_seq": reply.head_seq}
+        answer = {"topic": name, "deleted": deleted, **seqs, "count": reply.records, "bytes": reply.live_bytes}
         return JsonReply(answer, with_copies=with_copies)
 
     def _entry(self, ref: TopicRef, touch: bool) -> dict[str, Any]:

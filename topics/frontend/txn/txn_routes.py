@@ -56,16 +56,9 @@ class TxnRoutes:
         self._check_topic(topic)
         await self._check_room(topic, records.count, len(records.buffer))
         stage = await asyncio.to_thread(self.coordinator.stages.make, topic, txn, records)
-        return JsonReply(
-            {
-                "topic": topic,
-                "txn": txn,
-                "stage": stage,
-                "count": records.count,
-                "bytes": len(records.buffer),
-                "expires_in_ms": self.coordinator.stages.ttl_ms,
-            }
-        )
+        size = {"count": records.count, "bytes": len(records.buffer)}
+        ttl_ms = self.coordinator.stages.ttl_ms
+        return JsonReply({"topic": topic, "txn": txn, "stage": stage, **size, "expires_in_ms": ttl_ms})
 
     @json_route("DELETE", _STAGE_PATH, Route.OTHER, KeyScope.WRITE, "transactions")
     @describe("Drop what a transaction keeps back in a topic", ok("They are gone", answers.DropStagesAnswer), *LOST)
