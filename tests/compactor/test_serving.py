@@ -101,10 +101,10 @@ BLOCK = b'"' + b"x" * 9998 + b'"'
 class FullDisk:
     """A shard and a compactor on a disk of 12 MiB, which four topics share until nothing more is taken."""
 
-    def __init__(self, root: Path, **settings: str) -> None:
+    def __init__(self, root: Path, file_mib: int = 1) -> None:
         self.fs = SmallFileSystem(ROOM_BYTES)
         self.fs.directory = str(root)
-        self.rig = Rig(str(root), self.fs, **settings)
+        self.rig = Rig(str(root), self.fs, wal_file_bytes=str(file_mib << 20))
         self.compaction = Compaction(self.rig)
         self.heads: dict[str, int] = {}
 
@@ -133,7 +133,7 @@ class FullDisk:
 @pytest.mark.parametrize("filled", ["before a cut", "over many cuts"])
 def test_on_a_full_disk_a_delete_makes_room_within_seconds(tmp_path: Path, file_mib: int, filled: str) -> None:
     """Though records of all topics share every log file, and none of them is in a segment yet. It needs no restart."""
-    disk = FullDisk(tmp_path, wal_file_bytes=str(file_mib << 20))
+    disk = FullDisk(tmp_path, file_mib)
     names = [f"t{number}" for number in range(4)]
     try:
         for _ in range(1 if filled == "before a cut" else 12):
