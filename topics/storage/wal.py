@@ -15,9 +15,9 @@ import errno
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
+from time import perf_counter_ns
 from typing import Final, NamedTuple
 
 from topics.storage import layout
@@ -201,7 +201,6 @@ class WalWriter:
         preallocate: Preallocate = "zero",
         helper: Executor | None = None,
         room: DiskRoom | None = None,
-        clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         """Go on at the `end` that recovery found; None starts a new log. Raise WalWriteError if the file cannot be
         made or opened.
@@ -220,7 +219,6 @@ class WalWriter:
         self._room = room
         self._room_seen_at = -_ROOM_STEP_BYTES
         """`bytes_written` when the disk had room last."""
-        self._clock_ns = clock_ns
         self._spare: Future[int] | None = None
         self._current_file_no = 0
         self._start_next_file = False
@@ -315,7 +313,7 @@ class WalWriter:
             self._undo()
             if self._undo_due is not None:
                 raise WalWriteError(self._undo_due)
-        started_ns = self._clock_ns()
+        started_ns = perf_counter_ns()
         if plan.file_no != self._active.file_no:
             self._rotate(plan.end - plan.start)
         active = self._active
@@ -326,10 +324,10 @@ class WalWriter:
         assert sum(map(len, pieces)) == plan.end - plan.start, "buffers and plan differ"
         if pieces:
             self._write(pieces, plan.start)
-        written_ns = synced_ns = self._clock_ns()
+        written_ns = synced_ns = perf_counter_ns()
         if sync:
             self._sync()
-            synced_ns = self._clock_ns()
+            synced_ns = perf_counter_ns()
             active.synced = plan.end
         active.end = plan.end
         active.marked = plan.marked
