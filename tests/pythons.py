@@ -50,7 +50,14 @@ def run_on(python: Path, directory: Path) -> bool:
     subprocess.run([python, "-m", "venv", directory], check=True)
     pins = directory / "constraints.txt"
     pins.write_text(constraints((ROOT / "requirements.lock").read_text()))
-    pip = [directory / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip: list[str | Path] = [
+        directory / "bin" / "python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]
     subprocess.run([*pip, "--constraint", pins, *TOOLS], check=True)
     subprocess.run([*pip, "--constraint", pins, "--editable", f"{ROOT}[server]"], check=True)
     suites = [f"tests/{name}" for name in SUITES]

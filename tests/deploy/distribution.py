@@ -92,7 +92,7 @@ def check(supervisor: Sequence[str | Path], programs: Path, scratch: Path) -> No
             return f"http://{port_file.read_text()}" if port_file.exists() else None
 
         found = poll("the service", url, INSTALL_TIMEOUT_S)
-        command = [programs / "topics-supervisor", "status", "--data-dir", scratch / "data"]
+        command: list[str | Path] = [programs / "topics-supervisor", "status", "--data-dir", scratch / "data"]
         poll(
             "all processes to be ready",
             lambda: subprocess.run(command, capture_output=True, check=False).returncode == 0,
@@ -124,7 +124,15 @@ def check_with_uvx(wheel: Path, scratch: Path) -> None:
     requirement = f"topicsd[server] @ {wheel.resolve().as_uri()}"
     run([programs / "uv", "--quiet", "venv", "--python", sys.executable, scratch / "venv"])
     run([programs / "uv", "--quiet", "pip", "install", "--python", scratch / "venv" / "bin" / "python", requirement])
-    uvx = [programs / "uvx", "--quiet", "--python", sys.executable, "--from", requirement, "topics-supervisor"]
+    uvx: list[str | Path] = [
+        programs / "uvx",
+        "--quiet",
+        "--python",
+        sys.executable,
+        "--from",
+        requirement,
+        "topics-supervisor",
+    ]
     check(uvx, scratch / "venv" / "bin", scratch)
 
 

@@ -33,7 +33,7 @@ mount --bind "$1" "$1"
 mount -t proc proc "$1/proc"
 mount -t tmpfs -o mode=1777,size=256m shm "$1/dev/shm"
 inside() { chroot --userspec 4000:4000 "$1" env -i $environment /bin/sh -ec "$2"; }
-inside "$1" "exec $program" & service=$!
+chroot --userspec 4000:4000 "$1" env -i $environment $program & service=$!
 tries=0
 until inside "$1" "$check" 2> /dev/null; do
   tries=$((tries + 1)); test $tries -lt 300
