@@ -22,8 +22,8 @@ from pyspark.sql import types
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
-from topics.client import Client, ClientError, NewRecord, NotFiniteError, NotFoundError, calls
-from topics.client.json_body import encode_body
+from topics.client import Client, ClientError, NewRecord, NotFiniteError, calls
+from topics.client.calls import encode_body
 from topics.spark.http_read import PLAN_RETRY, TASK_RETRY, connect
 from topics.spark.options import WriteOptions, valid_name
 from topics.spark.spark_errors import OptionError, TopicsSparkError
@@ -226,5 +226,5 @@ def _drop(client: Client, messages: list[Staged]) -> None:
     """Drop stages; a stage that cannot be dropped now expires."""
     for message in messages:
         for topic in {topic for topic, _stage in message.stages}:
-            with contextlib.suppress(ClientError, NotFoundError):
+            with contextlib.suppress(ClientError):
                 client.call(calls.drop_stages(topic, message.txn))

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _work(spark: SparkSession, options: argparse.Namespace) -> dict[str, Any]:
-    from topics.spark import planning
+    from topics.spark import http_read
     from topics.spark.http_read import TASK_RETRY, connect
     from topics.spark.options import Directories, read_options
     from topics.spark.segment_audit import audit_segment
@@ -47,8 +47,8 @@ def _work(spark: SparkSession, options: argparse.Namespace) -> dict[str, Any]:
     report: dict[str, Any] = {"topics": 0, "segments": 0, "records": 0, "data_bytes": 0, "damage": 0, "findings": []}
     findings: list[AuditFinding] = []
     with connect(reading.service, TASK_RETRY) as client:
-        states = planning.states(client, reading)
-        planning.require(states, reading)
+        states = http_read.states(client, reading)
+        http_read.require(states, reading)
         for name, state in states.items():
             manifest, segments, pins = pinned_segments(client, name)
             tasks = [(name, segment, manifest.earliest_seq) for segment in segments]
