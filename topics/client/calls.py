@@ -333,9 +333,7 @@ def read_cursor(
 
 
 def stage(topic: str, txn: str, records: Iterable[Any]) -> Call[answers.StageAnswer]:
-    """Stage records under a transaction, unseen until it commits. A repeat makes a second stage, which nobody commits
-    and which expires.
-    """
+    """Stage records under a transaction, unseen until it commits. What a repeat stages, nobody commits: it expires."""
     return _call("POST", answers.StageAnswer, "stage", topic, body=requests.StageBody(txn, _records(records)))
 
 

@@ -354,9 +354,7 @@ class Shift:
                     self._changed.set()
 
     async def _confirm(self, epoch: str) -> bool:
-        """Let the jobs of the stream begin if the topic is the same instance now as before the stream: then it is the
-        stream's as well. False: the topic was made again in between.
-        """
+        """Let the stream's jobs begin if the topic is the same instance as before it; return whether it is."""
         await self._dealt.wait()
         self._confirmed = await self._epoch() == epoch
         self._changed.set()

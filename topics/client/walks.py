@@ -60,9 +60,7 @@ def _listing(ask: Callable[[str | None], Call[PageT]], items: Callable[[PageT], 
 def read(
     topic: str, from_seq: int = 0, *, tombstones: Tombstones = "raise", wait: bool = False, **options: Any
 ) -> Walk[Item]:
-    """Yield the records behind `from_seq`, up to the head, or without end with `wait` (long polls). Options are those
-    of `diff`.
-    """
+    """Yield the records behind `from_seq`, up to the head, or endlessly with `wait`. Options are those of `diff`."""
     if wait:
         options = {"wait_ms": 30_000} | options
     first = calls.diff(topic, from_seq, **options)
@@ -145,9 +143,7 @@ class Following:
         return not self.positions
 
     def session_call(self) -> Call[WatchAnswer]:
-        """Return the call for a session. In the first one all topics have to exist; a later one leaves out those that
-        were deleted between the two.
-        """
+        """Return the call for a session. All topics have to exist in the first; a later one leaves out deleted ones."""
         return calls.watch(self.positions, self._options, lenient=self._began)
 
     def begin(self, session: WatchAnswer) -> Iterator[tuple[str, TopicGone]]:
@@ -178,9 +174,7 @@ class Following:
         return self._attempts.pause_after_failure(trouble or httpx.RemoteProtocolError("the stream ended"))
 
     def take(self, event: str, data: str, id: str) -> Iterator[tuple[str, Item | TopicGone]]:
-        """Yield the items of one frame. Its id counts after the last of them: nothing is repeated or left out when the
-        stream breaks in between.
-        """
+        """Yield the items of one frame. Its id counts after the last: a stream that breaks before repeats nothing."""
         self._attempts = None
         if event == "record":
             frame = _record_frame(data)

@@ -37,9 +37,7 @@ Offset = dict[str, Mark]
 
 
 class Gap(NamedTuple):
-    """Records that cannot be read any more; `last_seq` is None when their number is unknown. `detail` tells the cause
-    of damage.
-    """
+    """Records that cannot be read any more; `last_seq` is None if their number is unknown, `detail` tells of damage."""
 
     first_seq: int
     last_seq: int | None

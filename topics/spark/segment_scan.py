@@ -379,9 +379,7 @@ def _continues(gap: Gap, other: Gap) -> bool:
 
 
 class _Renewal:
-    """Keeps the pins of a query while one of its tasks runs. If the service does not answer, reading goes on: as long
-    as the files are there, nothing else is needed.
-    """
+    """Renews the pins of a query while one of its tasks runs. Reading goes on if the service does not answer."""
 
     def __init__(self, client: Client, pins: tuple[Pinned, ...]) -> None:
         self._client = client

@@ -98,9 +98,7 @@ def check_json(records: list[NewRecord]) -> None:
 
 
 def _converter(kind: types.DataType, name: str) -> Convert:
-    """Return how values of a column become JSON: as Spark's `to_json` has them, but nulls stay. OptionError for a type
-    without a JSON form.
-    """
+    """Return how values of a column become JSON: as by `to_json`, but nulls stay. OptionError for other types."""
     if isinstance(kind, types.StructType):
         fields = [(field.name, _or_null(_converter(field.dataType, f"{name}.{field.name}"))) for field in kind.fields]
         return lambda row: {name: convert(row[name]) for name, convert in fields}

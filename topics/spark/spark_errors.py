@@ -21,9 +21,7 @@ class DataLossError(TopicsSparkError):
 
 
 def plainly(error: BaseException) -> str:
-    """Return one line for an error that came through Spark: the line of this package's error in it, or the last one
-    of a Python traceback in it, or else its first.
-    """
+    """Return this package's error in one that came through Spark, or else its Python error, or its first line."""
     lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
     for line in lines:
         ours = _OURS.search(line)

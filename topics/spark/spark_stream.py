@@ -89,9 +89,7 @@ class StreamReader(RangeReader, DataSourceStreamReader, SupportsTriggerAvailable
 
 
 def _up_to(heads: Offset, target: Offset, begin: Offset) -> Offset:
-    """Return the heads, up to `target`: without topics and records written since. A topic that was made again since
-    stays where the query stands.
-    """
+    """Return the heads, up to `target`. A topic that was made again since stays where the query stands."""
     bounded = {}
     for topic, head in heads.items():
         goal = target.get(topic)

@@ -142,7 +142,5 @@ def settings(options: argparse.Namespace, submitted: Mapping[str, str] | None) -
 
 
 def _submitted() -> dict[str, str] | None:
-    """Return the settings of spark-submit; None without it, which is known by its gateway's port. Without it, asking
-    for settings would start Java before any are made.
-    """
+    """Return spark-submit's settings, None without it (no gateway port): to ask Spark would start Java too early."""
     return dict(SparkConf().getAll()) if "PYSPARK_GATEWAY_PORT" in os.environ else None
