@@ -15,9 +15,8 @@ from tests.harness import Service
 from tests.spark.conftest import Reading
 from topics.client import Client, NewRecord, Record
 from topics.spark import http_read
-from topics.spark.options import read_options
+from topics.spark.options import OptionError, TopicsSparkError, plainly, read_options
 from topics.spark.source import TopicsDataSource
-from topics.spark.spark_errors import OptionError, TopicsSparkError, plainly
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -26,8 +26,7 @@ from pyspark.sql.types import StructType
 
 from topics.client import Record
 from topics.spark.offsets import Gap
-from topics.spark.options import ReadOptions
-from topics.spark.spark_errors import OptionError
+from topics.spark.options import OptionError, ReadOptions
 
 META: Final = pa.map_(pa.string(), pa.string())
 _encode = msgspec.json.Encoder(decimal_format="number").encode

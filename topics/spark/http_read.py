@@ -12,8 +12,7 @@ import pyarrow as pa
 from topics.client import Client, NotFoundError, Page, Record, Retry, TopicState
 from topics.spark.columns import ColumnBuilder
 from topics.spark.offsets import LOST_TAIL, Gap, Mark, Offset, Range, data_loss
-from topics.spark.options import Position, Positions, ReadOptions, Service
-from topics.spark.spark_errors import OptionError, TopicsSparkError
+from topics.spark.options import OptionError, Position, Positions, ReadOptions, Service, TopicsSparkError
 
 ROWS_PER_BATCH = 8_000
 TASK_RETRY = Retry(total_s=120.0, pause_max_s=5.0)

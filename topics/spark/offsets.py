@@ -14,8 +14,7 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from topics.spark.options import TombstoneMode
-from topics.spark.spark_errors import DataLossError
+from topics.spark.options import DataLossError, TombstoneMode
 
 PARTITIONS_WANTED = 8
 LEAST_RECORDS = 50_000

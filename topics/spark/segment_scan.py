@@ -37,7 +37,7 @@ from topics.spark.http_read import (
     delivered,
 )
 from topics.spark.offsets import Gap, Range
-from topics.spark.options import Directories
+from topics.spark.options import Directories, OptionError
 from topics.spark.segment_arrow import (
     ArrowEntries,
     InconsistentLengthsError,
@@ -48,7 +48,6 @@ from topics.spark.segment_arrow import (
     not_deleted,
     read_entries,
 )
-from topics.spark.spark_errors import OptionError
 from topics.storage.segment import ENTRY_LEN, CorruptSegment, index_digest
 
 BATCH_BYTES: Final = 16 * 2**20

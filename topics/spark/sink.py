@@ -25,8 +25,7 @@ from pyspark.sql.types import StructType
 from topics.client import Client, ClientError, NewRecord, NotFiniteError, calls
 from topics.client.calls import encode_body
 from topics.spark.http_read import PLAN_RETRY, TASK_RETRY, connect
-from topics.spark.options import WriteOptions, valid_name
-from topics.spark.spark_errors import OptionError, TopicsSparkError
+from topics.spark.options import OptionError, TopicsSparkError, WriteOptions, valid_name
 
 _COLUMNS: Final = ("data", "topic", "tag", "node", "meta")
 _PLAIN: Final = (

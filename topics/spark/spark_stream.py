@@ -18,9 +18,9 @@ from topics.spark import http_read
 from topics.spark.batch import RangeReader
 from topics.spark.http_read import TASK_RETRY, connect
 from topics.spark.offsets import Mark, Offset, advance, check_history, from_json, ranges, to_json
+from topics.spark.options import TopicsSparkError
 from topics.spark.segment_scan import Pinned, end_pins
 from topics.spark.sink import Stager, all_staged
-from topics.spark.spark_errors import TopicsSparkError
 
 
 class StreamReader(RangeReader, DataSourceStreamReader, SupportsTriggerAvailableNow):

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyspark.sql import DataFrame, SparkSession
 
-from topics.spark.spark_errors import OptionError, TopicsSparkError
+from topics.spark.options import OptionError, TopicsSparkError
 
 if TYPE_CHECKING:
     from deltalake import DeltaTable

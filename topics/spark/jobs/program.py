@@ -18,7 +18,7 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from topics.client import ClientError
 from topics.spark import SMALL, register
-from topics.spark.spark_errors import OptionError, TopicsSparkError, plainly
+from topics.spark.options import OptionError, TopicsSparkError, plainly
 
 EXIT_FAILURE: Final = 1
 SLOW_WORKER: Final = "Python worker failed to connect back"

@@ -16,7 +16,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 from topics.spark.jobs import delta, program
-from topics.spark.spark_errors import OptionError
+from topics.spark.options import OptionError
 
 _KEPT = ("data", "tag", "node", "meta")
 _ROUTER_KEY = "_topics_router"

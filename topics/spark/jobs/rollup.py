@@ -16,7 +16,7 @@ from pyspark.sql import functions as f
 
 from topics.spark.jobs import delta, program
 from topics.spark.jobs.export import export
-from topics.spark.spark_errors import OptionError
+from topics.spark.options import OptionError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
