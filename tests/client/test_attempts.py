@@ -66,8 +66,16 @@ def test_a_request_that_found_no_connection_has_not_left() -> None:
 
 def test_a_resource_cap_does_not_pass_by_waiting() -> None:
     with pytest.raises(ServiceBusyError, match="throttled"):
-        attempts(True).pause_after_refusal(429, {}, refusal("throttled", limit="topics", max=3))
-    passing = ("inflight_per_key", "connections", "body_bytes", "node_bytes", "scrapes", "long_polls", "cursor_reads")
+        attempts(True).pause_after_refusal(429, {}, refusal("throttled", limit="max_topics", max=3))
+    passing = (
+        "max_inflight_per_key",
+        "max_connections",
+        "body_bytes",
+        "node_bytes",
+        "scrapes",
+        "long_polls",
+        "cursor_reads",
+    )
     for limit in passing:
         assert attempts(False).pause_after_refusal(429, {}, refusal("throttled", limit=limit, max=3)) > 0
 

@@ -59,8 +59,8 @@ def test_topics_made_at_once_never_exceed_the_cap(start: Any, method: str, body:
     # At the border two may have refused each other; one at a time finds what room is left.
     for n in range(made, 10):
         put(service.client, f"u{n}")
-    throttled(service.client.put("/v0/topics/one-more", json={}), "topics", 10)
-    throttled(service.client.post("/v0/topics/one-more", json={"records": [{"data": 1}]}), "topics", 10)
+    throttled(service.client.put("/v0/topics/one-more", json={}), "max_topics", 10)
+    throttled(service.client.post("/v0/topics/one-more", json={"records": [{"data": 1}]}), "max_topics", 10)
     assert len(names(service)) == 10
 
 
@@ -68,14 +68,14 @@ def test_what_exists_is_never_refused(start: Any) -> None:
     service = start(max_topics=2)
     put(service.client, "a")
     write(service.client, "b", 1)
-    throttled(service.client.put("/v0/topics/c", json={}), "topics", 2)
+    throttled(service.client.put("/v0/topics/c", json={}), "max_topics", 2)
     assert put(service.client, "a", ttl_ms=60_000)["created"] is False
     assert write(service.client, "a", 1)["first_seq"] == 1
     assert write(service.client, "b", 2)["first_seq"] == 2
     refused(service.client.get("/v0/topics/c"), 404, "topic_not_found")
     ok(service.client.delete("/v0/topics/a"))
     assert write(service.client, "c", 1)["created"] is True
-    throttled(service.client.put("/v0/topics/a", json={}), "topics", 2)
+    throttled(service.client.put("/v0/topics/a", json={}), "max_topics", 2)
 
 
 def test_the_cap_counts_what_a_restart_brings_back_and_a_lower_one_takes_nothing(start: Any) -> None:
@@ -83,13 +83,13 @@ def test_the_cap_counts_what_a_restart_brings_back_and_a_lower_one_takes_nothing
     for n in range(6):
         write(service.client, f"t{n}", n)
     service.restart()
-    throttled(service.client.put("/v0/topics/more", json={}), "topics", 6)
+    throttled(service.client.put("/v0/topics/more", json={}), "max_topics", 6)
     service.stop()
     service.env["TOPICS_MAX_TOPICS"] = "3"
     service.start()
     assert [state(service.client, f"t{n}")["head_seq"] for n in range(6)] == [1] * 6
     assert write(service.client, "t5", 2)["first_seq"] == 2
-    throttled(service.client.put("/v0/topics/more", json={}), "topics", 3)
+    throttled(service.client.put("/v0/topics/more", json={}), "max_topics", 3)
     for n in range(4):
         ok(service.client.delete(f"/v0/topics/t{n}"))
     put(service.client, "more")
@@ -126,11 +126,11 @@ def test_watch_sessions(start: Any) -> None:
     assert made <= 7
     for _ in range(made, 7):
         watch(service.client, {"t": {}})
-    throttled(service.client.post("/v0/watch", json={"topics": {"t": {}}}), "watch_sessions", 7)
+    throttled(service.client.post("/v0/watch", json={"topics": {"t": {}}}), "max_watch_sessions", 7)
     # A stream of a session that exists is no new session.
     with Stream(service.url, wid) as stream:
         stream.event("caught-up")
-    throttled(service.client.post("/v0/watch", json={"topics": {"t": {}}}), "watch_sessions", 7)
+    throttled(service.client.post("/v0/watch", json={"topics": {"t": {}}}), "max_watch_sessions", 7)
 
 
 def test_event_streams_over_all_frontends(start: Any) -> None:
@@ -144,7 +144,7 @@ def test_event_streams_over_all_frontends(start: Any) -> None:
         assert len(admitted) <= 5
         for stream in streams:
             if stream not in admitted:
-                throttled(stream.response, "sse_connections", 5)
+                throttled(stream.response, "max_sse_connections", 5)
         poll("them to be counted", lambda: sum(open_streams(service).values()) == len(admitted))
         refused_wids = [wid for wid, stream in zip(wids, streams, strict=True) if stream not in admitted]
         for wid in refused_wids[: 5 - len(admitted)]:  # an admitted one's stream would only be taken over
@@ -152,7 +152,7 @@ def test_event_streams_over_all_frontends(start: Any) -> None:
             assert streams[-1].response.status_code == 200
             admitted.append(streams[-1])
         with Stream(service.url, refused_wids[-1]) as one_more:
-            throttled(one_more.response, "sse_connections", 5)
+            throttled(one_more.response, "max_sse_connections", 5)
         for stream in admitted:
             stream.event("caught-up")
         write(service.client, "t", 1)
@@ -176,7 +176,7 @@ def test_a_refused_stream_leaves_the_one_of_its_session_alone(start: Any) -> Non
     with Stream(service.url, wid) as stream:
         stream.event("caught-up")
         with Stream(service.url, wid) as second:
-            throttled(second.response, "sse_connections", 1)
+            throttled(second.response, "max_sse_connections", 1)
         write(service.client, "t", 1)
         assert stream.event("record").json["to_seq"] == 1
 
@@ -189,7 +189,7 @@ def test_streams_of_a_killed_frontend_count_no_longer_when_it_is_back(start: Any
             stack.enter_context(follow(service, {"t": {}})).event("caught-up")
         wid = watch(service.client, {"t": {}})["wid"]
         with Stream(service.url, wid) as refusal:
-            throttled(refusal.response, "sse_connections", 4)
+            throttled(refusal.response, "max_sse_connections", 4)
         busy = max(open_streams(service).items(), key=lambda item: item[1])[0]
         service.wait_healed(service.kill("frontend", busy))
         with Stream(service.url, wid) as stream:
@@ -210,7 +210,7 @@ def test_total_bytes_over_all_shards(start: Any) -> None:
     while service.client.post("/v0/topics/t0", json=body).status_code == 200:
         held = sum(state(service.client, name)["bytes"] for name in names(service))
         assert held <= most
-    throttled(service.client.post("/v0/topics/t0", json=body), "total_bytes", most)
+    throttled(service.client.post("/v0/topics/t0", json=body), "max_total_bytes", most)
     # What deletes, reads and configures needs no room.
     head_seq = state(service.client, "t0")["head_seq"]
     assert diff(service.client, "t0")["records"]
@@ -220,7 +220,7 @@ def test_total_bytes_over_all_shards(start: Any) -> None:
     service.restart()
     held = sum(state(service.client, name)["bytes"] for name in names(service))
     assert held <= most
-    throttled(service.client.post("/v0/topics/t1", json={"records": [{"data": "x" * most}]}), "total_bytes", most)
+    throttled(service.client.post("/v0/topics/t1", json={"records": [{"data": "x" * most}]}), "max_total_bytes", most)
 
 
 def test_a_full_service_takes_a_topic_that_evicts_what_it_takes(start: Any) -> None:
@@ -232,7 +232,8 @@ def test_a_full_service_takes_a_topic_that_evicts_what_it_takes(start: Any) -> N
         pass
     for n in range(10):
         assert write(service.client, "ring", "z" * 1000)["first_seq"] == 6 + n
-    throttled(service.client.post("/v0/topics/log", json={"records": [{"data": "x" * 1000}]}), "total_bytes", 30_000)
+    answer = service.client.post("/v0/topics/log", json={"records": [{"data": "x" * 1000}]})
+    throttled(answer, "max_total_bytes", 30_000)
 
 
 def test_the_refusal_has_the_envelope_of_every_error(start: Any) -> None:

@@ -60,7 +60,7 @@ def test_event_streams_by_key_over_all_frontends(start: Any) -> None:
         assert len(admitted) == 4
         for stream in streams:
             if stream not in admitted:
-                throttled(stream.response, "sse_connections_per_key", 4)
+                throttled(stream.response, "max_sse_connections_per_key", 4)
         with pytest.raises(InvalidStatus) as failed:
             Socket(service, key="one")
         assert failed.value.response.status_code == 429
@@ -176,8 +176,8 @@ def test_requests_in_flight_by_key_over_all_frontends(start: Any) -> None:
             return sum(metrics["topics_frontend_long_polls"].values())
 
         poll("the long polls to wait", lambda: waiting() == 3)
-        throttled(one.get("/v0/topics/t"), "inflight_per_key", 3)
-        throttled(one.post("/v0/topics/t", json={"records": [{"data": 1}]}), "inflight_per_key", 3)
+        throttled(one.get("/v0/topics/t"), "max_inflight_per_key", 3)
+        throttled(one.post("/v0/topics/t", json={"records": [{"data": 1}]}), "max_inflight_per_key", 3)
         assert one.get("/v0/health").status_code == 200
         with Socket(service, key="one") as ws:
             assert ws.ask("publish", topic="t", records=[{"data": 1}])["code"] == "throttled"
@@ -210,7 +210,7 @@ def test_connections_over_all_frontends(start: Any) -> None:
             body = answer.read()
             if answer.status == 429:
                 error = envelope(body, answer.getheader("content-type", ""), "throttled")
-                assert error["detail"] == {"limit": "connections", "max": 12}
+                assert error["detail"] == {"limit": "max_connections", "max": 12}
                 assert "TOPICS_MAX_CONNECTIONS" in error["message"]
                 assert int(answer.getheader("retry-after", "0")) >= 1
                 refusals += 1

@@ -790,7 +790,7 @@ def test_a_router_refused_for_the_cap_creates_no_topic() -> None:
         for at in range(2):
             route(client, f"r{at}", "s", f"d{at}")
         error = refused(client.put("/v0/routers/r2", json={"source": "s", "dest": "d2"}), 429, "throttled")
-        assert error["detail"] == {"limit": "routers", "max": 2}
+        assert error["detail"] == {"limit": "max_routers", "max": 2}
         missing(client, "d2")
         assert route(client, "r1", "s", "d1", filter="x")["created"] is False
         ok(client.delete("/v0/routers/r0"))
@@ -804,7 +804,7 @@ def test_a_dest_refused_for_the_cap_leaves_no_router() -> None:
         client = service.client
         put(client, "s")
         error = refused(client.put("/v0/routers/r", json={"source": "s", "dest": "d"}), 429, "throttled")
-        assert error["detail"] == {"limit": "topics", "max": 1}
+        assert error["detail"] == {"limit": "max_topics", "max": 1}
         refused(client.get("/v0/routers/r"), 404, "router_not_found")
 
 

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from tests.contract.asking import diff_records, ok, put, state, write
+from tests.contract.stream import follow
 from tests.contract.test_9_queues import FOREVER_MS
 from tests.contract.working import Work, ask, claim, counts, queue, seqs, until_counts
 from tests.harness import Service, poll
@@ -223,3 +224,19 @@ def redrive(service: Service, dead: str, most: int) -> bool:
         return False
     assert answer.status_code in (200, 503), answer.text
     return answer.status_code == 200
+
+
+def test_a_stop_ends_streams_with_a_last_error_that_says_so() -> None:
+    with Service(shards=1, frontends=1) as service:
+        queue(service.client, "q", 1)
+        put(service.client, "t")
+        with Work(service.url, "q", max=1) as work, follow(service, {"t": {}}) as stream:
+            work.jobs(1)
+            stream.until_caught_up(1)
+            service.stop()
+            for last in (work.event("error"), stream.event("error")):
+                assert last.json["code"] == "server_shutting_down"
+            for over in (work, stream):
+                with pytest.raises(StopIteration):
+                    over.next()
+        service.start()

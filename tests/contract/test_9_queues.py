@@ -940,8 +940,8 @@ def test_work_sends_jobs_as_events_and_opens_with_retry(service: Service, client
         assert work.next().raw == b"retry: 2000"
         frame = work.event("job")
         assert frame.id == "1"
-        assert set(frame.json) == {"$seq", "lease_id", "deadline", "$ts", "deliveries", "data"}
-        assert frame.json["data"] == {"n": 1}
+        assert set(frame.json) == {"topic", "$seq", "lease_id", "deadline", "$ts", "deliveries", "data"}
+        assert (frame.json["topic"], frame.json["data"]) == (topic, {"n": 1})
         assert counts(client, topic) == (1, 1, 0)
 
 

@@ -11,6 +11,7 @@ import httpx
 import psutil
 import pytest
 
+from tests import harness
 from tests.contract.asking import ok, refused, state
 from tests.contract.stream import Stream, watch
 from tests.e2e.test_crash import everything
@@ -147,6 +148,47 @@ def test_on_a_full_disk_a_deleted_topic_gives_its_room_back(small_disk: Path) ->
         service.start()
         check_log(service, "new", acked)
         check_log(service, "more", taken)
+
+
+@pytest.fixture
+def small_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A /dev/shm of 32 MiB for services that the test starts."""
+    command = tmp_path / "in-small-memory"
+    mount = 'mount -t tmpfs -o size=32m tmpfs /dev/shm && exec "$0" "$@"'
+    command.write_text(f"#!/bin/sh\nexec unshare -m sh -c '{mount}' {harness.COMMAND} \"$@\"\n")
+    command.chmod(0o700)
+    if subprocess.run([str(command), "--help"], capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a file system of its own")
+    monkeypatch.setattr(harness, "COMMAND", command)
+
+
+@pytest.mark.usefixtures("small_memory")
+@pytest.mark.parametrize("whole", [True, False], ids=["the topic", "its records"])
+def test_on_a_full_dev_shm_what_is_deleted_gives_its_room_back(whole: bool) -> None:
+    with Service(shards=1, frontends=1) as service:
+        client = service.client
+        kept: list[str] = []
+        for name in ("old", "kept"):
+            client.put(f"/v0/topics/{name}", json={"durability": "ephemeral"}).raise_for_status()
+        while (answer := write(client, "old", "old")).is_success:
+            if not (answer := write(client, "kept", f"kept.{len(kept)}")).is_success:
+                break
+            kept.append(f"kept.{len(kept)}")
+        assert refused(answer, 503, "storage_unavailable")["detail"]["cause"] == "ENOSPC"
+        filled = len(kept)
+        assert filled > 100
+        if whole:
+            ok(client.delete("/v0/topics/old"))
+        else:
+            ok(client.post("/v0/topics/old/delete", json={"before_seq": 1 << 40}))
+
+        def is_taken() -> bool:
+            if write(client, "kept", f"kept.{len(kept)}").is_success:
+                kept.append(f"kept.{len(kept)}")
+            return len(kept) >= filled + filled // 2
+
+        poll("half of what was deleted to be written", is_taken, 30)
+        check_log(service, "kept", kept)
 
 
 def test_other_topics_and_streams_do_not_suffer_from_a_refusal() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from topics.core.errors import TopicsError
-from topics.frontend.queues.cursor_locks import STUCK_RETRY_AFTER_MS, CursorLocks
+from topics.frontend.queues.cursor_routes import STUCK_RETRY_AFTER_MS, CursorLocks
 
 WAIT_S = 0.3
 DEADLINE_S = 20.0

@@ -20,7 +20,7 @@ from topics.frontend.asgi import DELIVER, Send
 from topics.frontend.entry import limits
 from topics.frontend.entry.bodies import ClientGoneError
 from topics.frontend.entry.budget import Reservation
-from topics.frontend.queues import cursor_locks
+from topics.frontend.queues import cursor_routes
 from topics.frontend.queues.cursor_routes import CursorRoutes
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.diff import MAX_BATCH_BYTES
@@ -337,7 +337,7 @@ def test_readers_that_wait_for_their_turn_are_bounded_in_number_and_time(
         assert (refused.value.code, refused.value.detail) == ("throttled", {"retry_after_ms": 10})
         late = await asyncio.gather(*reads[1:], return_exceptions=True)
         # They have done nothing, and are not too many.
-        stuck = ("throttled", {"retry_after_ms": cursor_locks.STUCK_RETRY_AFTER_MS})
+        stuck = ("throttled", {"retry_after_ms": cursor_routes.STUCK_RETRY_AFTER_MS})
         assert [(one.code, one.detail) for one in late if isinstance(one, TopicsError)] == [stuck] * 19
         live.shard_up = True
         assert await reads[0] == [1, 2]
@@ -355,7 +355,7 @@ def test_who_waits_behind_readers_that_fail_one_after_the_other_is_told_that_not
         reads = [asyncio.create_task(reader.read(2)) for _ in range(4)]
         late = await asyncio.gather(*reads, return_exceptions=True)
         refusals = [(one.code, one.detail) for one in late if isinstance(one, TopicsError)]
-        stuck = ("throttled", {"retry_after_ms": cursor_locks.STUCK_RETRY_AFTER_MS})
+        stuck = ("throttled", {"retry_after_ms": cursor_routes.STUCK_RETRY_AFTER_MS})
         assert len(refusals) == 4
         assert refusals[0] == ("shard_unavailable", None), "it was asked, and did not answer"
         assert {code for code, _ in refusals[1:]} <= {"throttled", "shard_unavailable"}

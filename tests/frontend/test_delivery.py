@@ -21,8 +21,8 @@ from topics.core.priority import AGE_FULL_MS
 from topics.frontend.entry import limits
 from topics.frontend.entry.stalled_clients import STALL_CUT_MS, STALL_MAX_MS
 from topics.frontend.live import delivery, step_cache
+from topics.frontend.live.channels import PER_TURN_MAX
 from topics.frontend.live.delivery import FAN_OUT_STEP
-from topics.frontend.live.heartbeats import PER_TURN_MAX
 from topics.frontend.live.step_cache import KnownTopics
 from topics.frontend.reads.reading import RecordPage
 
@@ -289,6 +289,7 @@ def test_one_fault_does_not_stop_delivery(tmp_path: Path) -> None:
         for name in wires:
             await delivered(wires[name][0], [1], name)
         assert faults == ["RuntimeError('of the transport')"]
+        wires["high"][1].on_write = lambda: None
 
     on_loop(tmp_path, test)
 

@@ -32,7 +32,7 @@ def test_what_is_paused_for_the_pressure_does_not_keep_it_up(tmp_path: Path, mon
         pressure = FrontendPressure(live.rig.shared.control, live.cell, live.hub, live.gateway)
         pressure._governor.pressure = 1.0
         pressure._ladder.update(1.0)
-        pressure._apply()
+        live.hub.pause(pressure._ladder.deferring)
         for name in names:
             await live.write(name)
         await until(lambda: live.hub.ready.depths()[LAST] == 20)

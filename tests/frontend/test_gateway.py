@@ -15,7 +15,7 @@ from topics.core.errors import TopicsError, topic_not_found
 from topics.core.topic import Topic
 from topics.frontend.entry import limits
 from topics.frontend.shards import gateway as gateway_module
-from topics.frontend.shards import watches
+from topics.frontend.shards import notices
 from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import load
@@ -662,7 +662,7 @@ def test_a_topic_that_is_polled_while_too_much_waits_is_watched_once(
 
 
 def test_a_watch_ends_some_time_after_its_last_listener(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watches, "LINGER_S", 0.0)
+    monkeypatch.setattr(notices, "LINGER_S", 0.0)
 
     async def test(gateway: Gateway) -> None:
         shard.host("t", 9)

@@ -8,9 +8,8 @@ from typing import cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topics.frontend.live.channels import StreamConnection
-from topics.frontend.live.heartbeats import HeartbeatQueue
-from topics.frontend.live.push import Push
+from topics.frontend.live.channels import HeartbeatQueue, StreamConnection
+from topics.frontend.live.event_streams import Push
 from topics.frontend.live.stream import StreamState
 
 MANY = 1_000

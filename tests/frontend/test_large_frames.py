@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from topics.frontend.entry.budget import Budget
 from topics.frontend.entry.limits import KEPT_FRAMES
-from topics.frontend.live.large_frames import LargeFrames
-from topics.frontend.live.push import HIGH_WATER_BYTES
+from topics.frontend.live.channels import LargeFrames
+from topics.frontend.live.event_streams import HIGH_WATER_BYTES
 
 LARGE = HIGH_WATER_BYTES + 1
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.frontend.live import until
-from topics.frontend.live import push as module
-from topics.frontend.live.push import HIGH_WATER_BYTES, AsgiPush
+from topics.frontend.live import event_streams as module
+from topics.frontend.live.event_streams import HIGH_WATER_BYTES, AsgiPush
 
 DEADLINE_S = 10.0
 

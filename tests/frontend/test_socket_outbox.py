@@ -12,7 +12,7 @@ from tests.frontend.hosting import TestClock
 from topics.frontend.asgi import WRITE_BUFFER
 from topics.frontend.entry.limits import SOCKET_MESSAGES
 from topics.frontend.live import websocket as module
-from topics.frontend.live.push import HIGH_WATER_BYTES
+from topics.frontend.live.event_streams import HIGH_WATER_BYTES
 from topics.frontend.live.socket_outbox import SocketOutbox, Subscription
 from topics.frontend.live.wording import MESSAGE_END
 

@@ -65,7 +65,7 @@ def test_zero_is_no_cap_and_counts_nothing() -> None:
 
 def test_the_refusal_names_limit_and_maximum() -> None:
     error = caps(7, cells(1))[0].reached()
-    assert (error.code, error.detail) == ("throttled", {"limit": "topics", "max": 7})
+    assert (error.code, error.detail) == ("throttled", {"limit": "max_topics", "max": 7})
     assert "TOPICS_MAX_TOPICS" in error.message
 
 

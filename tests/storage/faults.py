@@ -164,6 +164,9 @@ class FaultyFileSystem:
         if late:
             self._crash("ftruncate")
 
+    def free_bytes(self, path: str) -> int:
+        return self._inner.free_bytes(path)
+
     def fallocate(self, fd: int, offset: int, length: int) -> None:
         late = self._gate("fallocate")
         self._inner.fallocate(fd, offset, length)

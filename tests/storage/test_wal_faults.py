@@ -231,7 +231,7 @@ def test_a_failed_write_is_undone_on_the_disk_before_anything_else(tmp_path: Pat
     fs.log.clear()
     with pytest.raises(WalWriteError, match=r"write failed: .*short write"):
         commit(writer, appends(1, [b"1"]))
-    assert fs.log == ["pwritev", "ftruncate", "ftruncate", "fdatasync"]
+    assert fs.log == ["pwritev", "pwritev", "ftruncate", "ftruncate", "fdatasync"], "the second one tells the reason"
     kill(writer)
 
 

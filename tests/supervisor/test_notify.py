@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,6 +111,22 @@ def test_a_drain_is_told_once(page: ControlPage) -> None:
     assert announcements.lines(page, NOW_MS) == ["WATCHDOG=1"]
 
 
+def test_a_reload_ends_when_every_frontend_uses_the_new_keys(page: ControlPage) -> None:
+    announcements = Announcements(watched=False)
+    assert announcements.reload(5) == [], "the start is not over yet"
+    all_ready(page)
+    announcements.lines(page, NOW_MS)
+    assert announcements.reload(5) == ["RELOADING=1", "MONOTONIC_USEC=6000"]
+    page.header.set("keys_serial", 7)
+    page.cell(Role.FRONTEND, 0).supervisor.set("state", ProcessState.READY)
+    assert announcements.lines(page, NOW_MS) == []
+    page.cell(Role.FRONTEND, 0).set("keys_serial", 7)
+    assert announcements.lines(page, NOW_MS) == ["READY=1"]
+    assert announcements.lines(page, NOW_MS) == []
+    announcements.stopping()
+    assert announcements.reload(9) == []
+
+
 @pytest.mark.parametrize("abstract", [False, True])
 def test_a_service_manager_hears_a_whole_life(start: Start, tmp_path: Path, abstract: bool) -> None:
     name = f"@topics-test-{os.getpid()}" if abstract else str(tmp_path / "notify")
@@ -146,6 +163,11 @@ def test_a_service_manager_hears_a_whole_life(start: Start, tmp_path: Path, abst
         assert service.status().state == "running"
         heard.clear()
         hear("WATCHDOG=1")
+        began_us = time.monotonic_ns() // 1000
+        service.signal(signal.SIGHUP)
+        hear("RELOADING=1")
+        (reload_us,) = [int(line.partition("=")[2]) for line in heard if line.startswith("MONOTONIC_USEC=")]
+        assert began_us <= reload_us <= time.monotonic_ns() // 1000 + 1000
         stop()
 
 

@@ -109,16 +109,16 @@ def test_the_cell_says_what_is_there_after_whatever_happens(make: MakeRig, seed:
             rig.boot()  # the shard was killed
             assert says(rig) == holds(rig, sessions), f"recovered at step {step}"
     assert says(rig)["topics"] <= 4
-    assert refusals["topics"], refusals
-    assert refusals["watch_sessions"], refusals
+    assert refusals["max_topics"], refusals
+    assert refusals["max_watch_sessions"], refusals
 
 
 def test_topics_are_capped_and_what_exists_is_not(make: MakeRig) -> None:
     rig = make(max_topics="2")
     rig.append("a", b"1")
     assert put(rig, "b")
-    assert refused(rig, lambda: rig.append("c", b"1")) == {"limit": "topics", "max": 2}
-    assert refused(rig, lambda: put(rig, "c")) == {"limit": "topics", "max": 2}
+    assert refused(rig, lambda: rig.append("c", b"1")) == {"limit": "max_topics", "max": 2}
+    assert refused(rig, lambda: put(rig, "c")) == {"limit": "max_topics", "max": 2}
     assert rig.append("a", b"2").head_seq == 2
     assert not put(rig, "b", ttl_ms=5)
     rig.call(DeleteTopic("a", False))
@@ -161,7 +161,7 @@ def test_the_cap_counts_what_the_log_brings_back(make: MakeRig) -> None:
         rig.append(name, b"1")
     rig.restart_service()
     assert says(rig)["topics"] == 2
-    assert refused(rig, lambda: rig.append("c", b"1")) == {"limit": "topics", "max": 2}
+    assert refused(rig, lambda: rig.append("c", b"1")) == {"limit": "max_topics", "max": 2}
 
 
 def test_other_shards_count_also_while_they_are_down(make: MakeRig) -> None:
@@ -178,17 +178,17 @@ def test_other_shards_count_also_while_they_are_down(make: MakeRig) -> None:
     other.set("generation", 1)
     other.set("topics", 2)
     assert rig.append(one, b"1").created
-    assert refused(rig, lambda: rig.append(two, b"1")) == {"limit": "topics", "max": 3}
+    assert refused(rig, lambda: rig.append(two, b"1")) == {"limit": "max_topics", "max": 3}
 
 
 def test_total_bytes_are_capped(make: MakeRig) -> None:
     rig = make(max_total_bytes=str(3 * RECORD_BYTES))
     rig.append("a", b"1", b"2")
     assert says(rig)["bytes_live"] == 2 * RECORD_BYTES
-    assert refused(rig, lambda: rig.append("b", b"1", b"2")) == {"limit": "total_bytes", "max": 3 * RECORD_BYTES}
+    assert refused(rig, lambda: rig.append("b", b"1", b"2")) == {"limit": "max_total_bytes", "max": 3 * RECORD_BYTES}
     assert not rig.exists("b")
     assert rig.append("b", b"1").created
-    assert refused(rig, lambda: rig.append("a", b"3")) == {"limit": "total_bytes", "max": 3 * RECORD_BYTES}
+    assert refused(rig, lambda: rig.append("a", b"3")) == {"limit": "max_total_bytes", "max": 3 * RECORD_BYTES}
     rig.call(DeleteRecords("a", 2, None, b""))
     assert rig.append("a", b"3").head_seq == 3
 
@@ -212,7 +212,7 @@ def test_a_topic_whose_caps_make_the_room_needs_none(make: MakeRig, cap: dict[st
     ids = [rig.post_append("ring", [b"x"]) for _ in range(2)]
     rig.run()
     assert [rig.replies[id].head_seq for id in ids] == [8, 9]
-    assert refused(rig, lambda: rig.append("log", b"3")) == {"limit": "total_bytes", "max": 4 * RECORD_BYTES}
+    assert refused(rig, lambda: rig.append("log", b"3")) == {"limit": "max_total_bytes", "max": 4 * RECORD_BYTES}
     assert says(rig)["bytes_live"] == 4 * RECORD_BYTES
 
 
@@ -226,7 +226,7 @@ def test_sessions_are_capped_until_they_are_collected(make: MakeRig) -> None:
     rig = make(max_watch_sessions="2")
     rig.call(SessionPut("w1", b"body"))
     rig.call(SessionPut("w2", b"body"))
-    assert refused(rig, lambda: rig.call(SessionPut("w3", b"body"))) == {"limit": "watch_sessions", "max": 2}
+    assert refused(rig, lambda: rig.call(SessionPut("w3", b"body"))) == {"limit": "max_watch_sessions", "max": 2}
     rig.call(SessionOpen("w1", 1))
     rig.call(SessionClose("w1", 1, {}))
     rig.call(SessionOpen("w1", 2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,10 @@ from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.shm.append_messages import AppendReply
-from topics.shm.topic_messages import DeleteTopic, PutTopic, SessionClose, SessionOpen, SessionPut
+from topics.shm.topic_messages import DeleteRecords, DeleteTopic, PutTopic, SessionClose, SessionOpen, SessionPut
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
+from topics.storage.frame import Bytes
 from topics.walshard import setup
 from topics.walshard.commit.log_trim import RamTrim
 
@@ -368,3 +369,79 @@ def check_kill_at(n: int, data_dir: str) -> bool:
 @pytest.mark.timeout(600)
 def test_a_kill_at_every_line_of_a_trimming(tmp_path: Path) -> None:
     at_every_line(tmp_path, 31, 500, check_kill_at)
+
+
+class SmallMemory(FaultyFileSystem):
+    """A file system with so much room for the files in `directory`, counted as memory counts it: in pages."""
+
+    def __init__(self, room_bytes: int) -> None:
+        super().__init__()
+        self.room_bytes = room_bytes
+        self.directory = "/nowhere"
+        self._paths: dict[int, str] = {}
+
+    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
+        fd = super().open(path, flags, mode)
+        self._paths[fd] = path
+        return fd
+
+    def free_bytes(self, path: str) -> int:
+        used = sum(file.stat().st_blocks * 512 for file in Path(self.directory).rglob("*") if file.is_file())
+        return max(0, self.room_bytes - used)
+
+    def _take(self, fd: int, length: int) -> None:
+        if self._paths[fd].startswith(self.directory) and length > self.free_bytes(self.directory):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
+        self._take(fd, sum(map(len, buffers)))
+        return super().pwritev(fd, buffers, offset)
+
+    def fallocate(self, fd: int, offset: int, length: int) -> None:
+        self._take(fd, length)
+        super().fallocate(fd, offset, length)
+
+
+@pytest.mark.parametrize("how", ["topic", "records", "ttl"])
+def test_on_a_full_dev_shm_deleted_records_give_their_room_back_at_once(tmp_path: Path, how: str) -> None:
+    """Though they share every file with records that stay, and without room for these to be repeated in."""
+    fs = SmallMemory(12 * FILE_BYTES)
+    rig = Rig(str(tmp_path), fs)
+    fs.directory = rig.shared.ram_dir
+    try:
+        rig.append("kept", BLOCK, config=EPHEMERAL)
+        rig.append("old", BLOCK, config=TopicConfig(durability="ephemeral", ttl_ms=60_000))
+        rig.shard.sweep()
+        kept = 1
+
+        def fill() -> None:
+            nonlocal kept
+            while True:
+                rig.append("old", BLOCK)
+                rig.append("kept", BLOCK)
+                kept += 1
+
+        with pytest.raises(TopicsError) as refused:
+            fill()
+        assert refused.value.code == "storage_unavailable"
+        assert (refused.value.detail or {})["cause"] == "ENOSPC"
+        before = fs.free_bytes("")
+        for _ in range(3):
+            rig.shard.sweep()  # nothing is dead: no room comes of it
+            rig.run()
+        assert fs.free_bytes("") <= before + FILE_BYTES
+        if how == "topic":
+            rig.call(DeleteTopic("old", False))
+        elif how == "records":
+            rig.call(DeleteRecords("old", kept + 2, None, b""))
+        else:
+            rig.clock.ms += 60_001
+        rig.shard.sweep()
+        rig.run()
+        again = [rig.append("kept", BLOCK).first_seq for _ in range(kept // 2)]
+        assert again[-1] == kept + kept // 2
+        for _ in range(2):
+            assert rig.read("kept") == [(seq, BLOCK) for seq in range(1, again[-1] + 1)]
+            rig.boot()
+    finally:
+        rig.close()

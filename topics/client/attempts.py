@@ -20,7 +20,7 @@ from topics.client.errors import ApiError, ClientError, UnreachableError, api_er
 
 NOT_CARRIED_OUT = frozenset({"throttled", "not_ready", "shutting_down", "storage_unavailable"})
 PASSES_BY_WAITING = frozenset(
-    ("inflight_per_key", "connections", "body_bytes", "node_bytes", "scrapes", "long_polls", "cursor_reads")
+    ("max_inflight_per_key", "max_connections", "body_bytes", "node_bytes", "scrapes", "long_polls", "cursor_reads")
 )
 """Limits on requests and connections in progress, which end by themselves."""
 

@@ -7,7 +7,7 @@ which is made from the table of operations (`operations.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Final
 from urllib.parse import unquote
 
@@ -18,17 +18,14 @@ from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
 from topics.core.names import check_router_name, check_topic_name
 from topics.frontend.asgi import ROUTE, Receive, Scope, Send
-from topics.frontend.entry.access import Access
 from topics.frontend.entry.bodies import ClientGoneError
-from topics.frontend.entry.pages import Pages
 from topics.frontend.entry.responses import send_error
+from topics.frontend.live.websocket import Services
 from topics.frontend.live.websocket_route import WebSocketRoute, refuse
 from topics.frontend.operators.openapi import OpenApiRoutes
 from topics.frontend.reads.diff import DiffRoute
-from topics.frontend.routes.append import AppendRoute
 from topics.frontend.routes.operations import ApiOperation, Endpoint
 from topics.log import get_logger
-from topics.shm.control import ProcessCell
 from topics.shm.durations import Route
 
 _TOPICS: Final = "/v0/topics/"
@@ -48,24 +45,16 @@ class App:
     """The ASGI application of a frontend. It answers every request, also one whose handler fails."""
 
     def __init__(
-        self,
-        operations: Sequence[ApiOperation],
-        append: AppendRoute,
-        diff: DiffRoute,
-        websocket: WebSocketRoute,
-        access: Access,
-        pages: Pages,
-        cell: ProcessCell,
-        observe: Callable[[Route, int], None],
+        self, operations: Sequence[ApiOperation], services: Services, diff: DiffRoute, websocket: WebSocketRoute
     ) -> None:
-        """`operations` are all routes. Each request that was answered is reported by `observe(route, took_us)`."""
-        self._append = append
+        """`operations` are all routes. Each request that was answered is reported to `services.observe`."""
+        self._append = services.appends
         self._diff = diff
         self._websocket = websocket
-        self._access = access
-        self._pages = pages
-        self._cell = cell
-        self._observe = observe
+        self._access = services.access
+        self._pages = services.pages
+        self._cell = services.cell
+        self._observe = services.observe
         documented = OpenApiRoutes(operations)
         methods: dict[str, dict[str, Endpoint]] = {}
         for one in (*operations, *documented.operations):

@@ -1,7 +1,8 @@
-"""The types of ASGI, and the keys that this service adds to scopes and messages."""
+"""The types of ASGI, the keys that this service adds to scopes and messages, and the wait for a client's disconnect."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final, Protocol
 
@@ -29,14 +30,16 @@ WRITE_BUFFER: Final = "topics.write_buffer"
 """Extension of a WebSocket's scope: its `WriteBuffer`."""
 
 Deliver = Callable[[Send, bytes], Awaitable[None]]
-"""A function that sends the whole body of an answer by the given `send`. It returns when this process keeps no part of
-the body."""
+"""A function that sends a whole body by the given `send`, and returns when this process keeps no part of it."""
 
 DELIVER: Final = "topics.deliver"
 """Extension of a scope: its `Deliver`, for an answer that counts only when it has left this process (api §10,
 `at_least_once`). ASGI's `send` returns earlier: bytes that are kept here for a slow client are lost when the connection
 or the process ends. `Deliver` returns when the kernel has the whole body. It raises ConnectionResetError when the
 client never gets the whole body. Bytes that the kernel still has when the client dies are lost unnoticed."""
+
+ADMITTED: Final = "topics.admitted"
+"""Key of a scope: a function to call when the request is admitted, whose connection has then shown a valid key."""
 
 RESERVATION: Final = "topics.reservation"
 """Key of a WebSocket message: its `bodies.MessageReservation`, which is held as long as the message is kept."""
@@ -46,3 +49,19 @@ DROPPED: Final = "topics.dropped"
 
 ROOM: Final = "topics.room"
 """Extension of a scope whose connection has many answers at once: the `budget.Reservation` of this answer."""
+
+
+async def disconnected_before(done: asyncio.Future[Any], receive: Receive) -> bool:
+    """Wait for `done` or the client's disconnect, and return True if the client is gone."""
+    gone = asyncio.create_task(until_disconnect(receive))
+    try:
+        await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
+        return gone.done()
+    finally:
+        gone.cancel()
+
+
+async def until_disconnect(receive: Receive) -> None:
+    """Wait for the end of the connection or of the answer."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -14,6 +14,7 @@ from topics.core.clock import SystemClock
 from topics.core.keys import KeyRing
 from topics.frontend.entry.access import Cors, KeyReload
 from topics.frontend.entry.bodies import allow_bodies_of
+from topics.frontend.entry.start_gate import StartGate
 from topics.frontend.http.connections import Connections
 from topics.frontend.http.deadlines import HttpLimits, RunningClock
 from topics.frontend.http.serve import serve
@@ -43,26 +44,20 @@ def run(
     cell = shared.control.cell(Role.FRONTEND, index)
     cell.begin_life(incarnation, SystemClock().now_ms(), ProcessState.STARTING)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(settings, keys, shared, index, incarnation, listeners))
+        clock = RunningClock(runner.get_loop().time)
+        process = Process(shared, index, incarnation, settings, SystemClock(), clock)
+        runner.run(_serve(process, clock, keys, listeners))
     cell.set("state", ProcessState.STOPPED)
     return 0
 
 
-async def _serve(
-    settings: Settings,
-    keys: KeyRing,
-    shared: SharedMemory,
-    index: int,
-    incarnation: int,
-    listeners: list[socket.socket],
-) -> None:
+async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, listeners: list[socket.socket]) -> None:
     loop = asyncio.get_running_loop()
     shutdown = asyncio.Event()
-    clock, running_clock = SystemClock(), RunningClock(loop.time)
+    settings, control, cell = process.settings, process.shared.control, process.cell
     allow_bodies_of(settings.max_body_bytes)
-    process = Process(shared, index, incarnation, settings, clock, running_clock)
-    cell = process.cell
-    frontend = build_app(process, keys, _cold_store(settings))
+    cold = None if settings.cold_dir is None else LocalStore(OsFileSystem(), layout.topics_dir(settings.cold_dir))
+    frontend = build_app(process, keys, cold)
     connections = Connections(
         process.cap("connections", settings.max_connections, "connections_admitted"), running_clock
     )
@@ -73,25 +68,27 @@ async def _serve(
         shutdown.set()
 
     def beat() -> None:
-        cell.set("heartbeat_ms", clock.now_ms())
+        cell.set("heartbeat_ms", process.clock.now_ms())
         cell.clock_offset_ms = frontend.expiry.trusted_offset_ms()  # also when nobody reads
         cell.set("connections", len(connections.open))
         frontend.reader.sweep()
         loop.call_later(HEARTBEAT_S, beat)
 
     loop.add_signal_handler(signal.SIGTERM, stop)
-    loop.add_signal_handler(signal.SIGHUP, KeyReload(settings, frontend.access, shared.control.header, cell).request)
+    loop.add_signal_handler(signal.SIGHUP, KeyReload(settings, frontend.access, control.header, cell).request)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     frontend.gateway.start()
-    frontend.coordinator.start(janitor=index == 0)
-    FrontendPressure(shared.control, cell, frontend.hub, frontend.gateway).start()
+    frontend.coordinator.start(janitor=process.index == 0)
+    FrontendPressure(control, cell, frontend.hub, frontend.gateway).start()
     beat()
     # What is set up lives as long as the process, so the collector need not look at it again and again.
     gc.collect()
     gc.freeze()
+    shards = [control.cell(Role.WALSHARD, shard) for shard in range(process.shared.shards)]
+    app = StartGate(frontend.app, shards, settings.shard_wait_ms / 1000)
     try:
         await serve(
-            frontend.app if settings.cors_origins is None else Cors(frontend.app, settings.cors_origins),
+            app if settings.cors_origins is None else Cors(app, settings.cors_origins),
             listeners,
             HttpLimits(
                 max_body_bytes=settings.max_body_bytes,
@@ -107,9 +104,3 @@ async def _serve(
     finally:
         frontend.coordinator.close()
         frontend.gateway.close()
-
-
-def _cold_store(settings: Settings) -> LocalStore | None:
-    if settings.cold_dir is None:
-        return None
-    return LocalStore(OsFileSystem(), layout.topics_dir(settings.cold_dir))

@@ -104,9 +104,7 @@ class Frontend(NamedTuple):
 
 
 def build_app(process: Process, keys: KeyRing, store: SegmentStore | None) -> Frontend:
-    """Make one frontend, on the running event loop. It answers once its gateway is started. `store` has the segments
-    that were moved to the cold directory.
-    """
+    """Make one frontend on the running event loop; start its gateway. `store` has the segments of the cold tier."""
     shared, index, settings, cell = process.shared, process.index, process.settings, process.cell
     clock, running_clock, shards = process.clock, process.running_clock, shared.shards
     arenas = Arenas(shared)
@@ -153,5 +151,5 @@ def build_app(process: Process, keys: KeyRing, store: SegmentStore | None) -> Fr
         metrics,
     ]
     operations = [*chain.from_iterable(map(operations_of, routes)), *probe_operations(probes, settings.probe_auth)]
-    app = App(operations, append, diff, websocket, access, pages, cell, observe)
+    app = App(operations, services, diff, websocket)
     return Frontend(app, access, arenas, gateway, expiry, cold, reader, hub, diff, websocket, work, coordinator)

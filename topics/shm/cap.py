@@ -66,7 +66,7 @@ def cap_reached(limit: str, most: int) -> TopicsError:
         "throttled",
         f"the service may have at most {most} {limit.replace('_', ' ')}; remove some, or raise"
         f" TOPICS_MAX_{limit.upper()}",
-        {"limit": limit, "max": most},
+        {"limit": f"max_{limit}", "max": most},
     )
 
 

@@ -57,6 +57,9 @@ class FileSystem(Protocol):
 
     def ftruncate(self, fd: int, size_bytes: int) -> None: ...
 
+    def free_bytes(self, path: str) -> int:
+        """Return the room that the file system of `path` has left for this process."""
+
     def fallocate(self, fd: int, offset: int, length: int) -> None:
         """Reserve space (ENOSPC comes here rather than later) and extend the file; new bytes read as zeros."""
 
@@ -116,6 +119,10 @@ class OsFileSystem:
 
     def ftruncate(self, fd: int, size_bytes: int) -> None:
         os.ftruncate(fd, size_bytes)
+
+    def free_bytes(self, path: str) -> int:
+        info = os.statvfs(path)
+        return info.f_bavail * info.f_frsize
 
     def fallocate(self, fd: int, offset: int, length: int) -> None:
         os.posix_fallocate(fd, offset, length)

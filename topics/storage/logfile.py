@@ -161,10 +161,11 @@ def create_log_file(
 
 
 def write_fully(fs: FileSystem, fd: int, buffers: Sequence[Bytes], offset: int) -> None:
-    """Write all buffers with one call. A short write raises OSError (EIO), because the space is reserved."""
+    """Write all buffers with one call. A short write raises OSError: the reason that the rest gives, or else EIO."""
     length = sum(map(len, buffers))
     written = fs.pwritev(fd, buffers, offset)
     if written != length:
+        fs.pwritev(fd, [b"".join(buffers)[written:]], offset + written)
         raise OSError(5, f"short write: {written} of {length} bytes")
 
 

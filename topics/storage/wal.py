@@ -315,6 +315,11 @@ class WalWriter:
 
     # -- trimming
 
+    def end_file(self) -> None:
+        """Have the next group begin a new file, so that this one can be removed, unless it has no group yet."""
+        if self._active.end > len(self._start_frame(self._active.file_no)):
+            self._start_next_file = True
+
     def drop_files_below(self, file_no: int) -> int:
         """Remove the files below `file_no` that are finished, and return their number. Nothing in them may be needed.
 

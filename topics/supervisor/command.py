@@ -17,14 +17,25 @@ import msgspec
 from topics import __version__
 from topics.core.clock import SystemClock
 from topics.setting_values import show_bytes
-from topics.settings import COMMAND_LINE_ONLY, PREFIX, SECRET, VARIABLES, Settings, SettingsError, load, read_keys
+from topics.settings import (
+    COMMAND_LINE_ONLY,
+    PREFIX,
+    SECRET,
+    VARIABLES,
+    Settings,
+    SettingsError,
+    is_loopback,
+    load,
+    read_keys,
+)
 from topics.shm import shm_names
-from topics.shm.control import ControlPage, ProcessState, Role
+from topics.shm.control import ControlPage
 from topics.storage.lock import holder_pid
 from topics.supervisor.check import check
 from topics.supervisor.children import ChildMains
+from topics.supervisor.listeners import AddressError, inherited
 from topics.supervisor.main import StartError, serve
-from topics.supervisor.notify import Notify
+from topics.supervisor.notify import Notify, all_use_newest_keys
 from topics.supervisor.status import Status, StatusReader, render
 from topics.supervisor.supervision import Signals
 
@@ -37,7 +48,6 @@ STOP_MARGIN_MS: Final = 5_000
 RELOAD_TIMEOUT_MS: Final = 10_000
 RATE_SAMPLE_S: Final = 0.1
 POLL_S: Final = 0.01
-_WITHOUT_CONNECTIONS: Final = (ProcessState.NONE, ProcessState.DEAD, ProcessState.STOPPED)
 WATCH_INTERVAL_MS: Final = 1_000
 
 _RUN_CODES = """exit codes:
@@ -71,9 +81,8 @@ _STOP_CODES = """exit codes:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; return its exit code."""
     options = _parser().parse_args(arguments)
-    flags = {name: value for name in (*VARIABLES, *COMMAND_LINE_ONLY) if (value := getattr(options, name, None))}
     try:
-        return int(options.command(load(os.environ, flags), options))
+        return int(options.command(load(os.environ, _flags(options)), options))
     except SettingsError as error:
         for problem in error.problems:
             print(f"topics-supervisor: {problem}", file=sys.stderr)
@@ -86,13 +95,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_UNKNOWN
 
 
+def _flags(options: argparse.Namespace) -> dict[str, str]:
+    return {name: value for name in (*VARIABLES, *COMMAND_LINE_ONLY) if (value := getattr(options, name, None))}
+
+
 def _run(settings: Settings, options: argparse.Namespace) -> int:
-    for name in SECRET:
-        # The settings hold its digest; the children must not inherit the secret itself.
-        os.environ.pop(PREFIX + name.upper(), None)
     try:
-        return serve(settings, _child_mains(), Notify.of(os.environ, SystemClock()))
-    except StartError as refusal:
+        listeners = inherited(os.environ)
+        if listeners:
+            # Settings are judged by the address that is listened on: an open one needs keys.
+            addresses = [listener.getsockname() for listener in listeners]
+            host, port, *_ = next((address for address in addresses if not is_loopback(address[0])), addresses[0])
+            settings = load(os.environ, _flags(options) | {"host": host, "port": str(port)})
+        for name in SECRET:
+            # The settings hold its digest; the children must not inherit the secret itself.
+            os.environ.pop(PREFIX + name.upper(), None)
+        return serve(settings, _child_mains(), Notify.of(os.environ, SystemClock()), inherited=listeners)
+    except (AddressError, StartError) as refusal:
         print(f"topics-supervisor: cannot start: {refusal}", file=sys.stderr)
         return EXIT_CANNOT_START
 
@@ -261,20 +280,11 @@ def reload(data_dir: str, timeout_ms: int) -> int | None:
             if header.get("reloads") != reloads:
                 if header.get("keys_serial") == serial:
                     raise ReloadRefused
-                if _all_use_newest_keys(page):
+                if all_use_newest_keys(page):
                     return service.pid
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"process {service.pid} has not reloaded its keys after {timeout_ms} ms")
             time.sleep(POLL_S)
-
-
-def _all_use_newest_keys(page: ControlPage) -> bool:
-    """True if every frontend uses the newest keys; one that does not run will start with them."""
-    serial = page.header.get("keys_serial")
-    cells = [page.cell(Role.FRONTEND, index) for index in range(page.frontends)]
-    return all(
-        cell.get("keys_serial") >= serial or cell.supervisor.get("state") in _WITHOUT_CONNECTIONS for cell in cells
-    )
 
 
 def _parser() -> argparse.ArgumentParser:

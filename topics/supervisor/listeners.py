@@ -1,4 +1,5 @@
 """The listening sockets: the supervisor binds them as long as the service lives, frontends accept connections on them.
+A service manager may bind them instead (systemd's socket units), and keep them while the service restarts.
 
 Each frontend has its own socket on the one port, so the kernel spreads connections evenly. (On one shared socket the
 process that wakes first takes a whole burst.) The supervisor keeps the socket of a dead frontend open for the next one:
@@ -10,6 +11,8 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from collections.abc import MutableMapping
+from itertools import groupby
 from typing import Final
 
 BACKLOG: Final = 4096
@@ -20,6 +23,9 @@ _WAY_OUT: Final = {
     errno.EADDRNOTAVAIL: "no interface of this machine has the address, correct TOPICS_HOST",
     errno.EACCES: "this user may not have that port, choose a TOPICS_PORT above 1023",
 }
+
+
+_FIRST_INHERITED_FD: Final = 3
 
 
 class AddressError(Exception):
@@ -74,6 +80,43 @@ def listen_for(host: str, port: int, processes: int) -> list[list[socket.socket]
         for listeners in shared:
             close_all(listeners)
         raise _address_error(host, port, error) from error
+    return shared
+
+
+def inherited(environ: MutableMapping[str, str]) -> list[socket.socket]:
+    """Return the sockets that the service manager has opened for this process, see sd_listen_fds(3).
+
+    Remove the manager's variables: they are not for the children. Raise AddressError for a socket that is not TCP.
+    """
+    pid, count, _ = (environ.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"))
+    if pid != str(os.getpid()) or not count.isdecimal():
+        return []
+    listeners = []
+    for fd in range(_FIRST_INHERITED_FD, _FIRST_INHERITED_FD + int(count)):
+        os.set_inheritable(fd, False)
+        listener = socket.socket(fileno=fd)
+        if listener.family not in (socket.AF_INET, socket.AF_INET6) or listener.type != socket.SOCK_STREAM:
+            raise AddressError(
+                f"the service manager passes {listener.family.name} {listener.type.name}, and the service listens on"
+                " TCP; correct ListenStream= in topics.socket"
+            )
+        listeners.append(listener)
+    return listeners
+
+
+def share(listeners: list[socket.socket], processes: int) -> list[list[socket.socket]]:
+    """Return the sockets for each process; the given ones are closed.
+
+    Processes get a socket of their own if there are enough for the address (`ReusePort=yes` in systemd). Otherwise they
+    share one. No socket stays without a process: the kernel gives connections to each.
+    """
+    shared: list[list[socket.socket]] = [[] for _ in range(processes)]
+    by_address = sorted(listeners, key=lambda listener: (listener.family, listener.getsockname()))
+    for _, group in groupby(by_address, key=socket.socket.getsockname):
+        same = list(group)
+        for number in range(max(len(same), processes)):
+            shared[number % processes].append(same[number % len(same)].dup())
+    close_all(listeners)
     return shared
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
@@ -21,7 +22,7 @@ from topics.storage.filesystem import OsFileSystem, boot_id, choose_write_path
 from topics.storage.lock import DataDirLock, DataDirLocked, DataDirNotWritable
 from topics.supervisor.check import StatVfs, raise_limits, shared_memory_shortage
 from topics.supervisor.children import ChildMains, is_running
-from topics.supervisor.listeners import AddressError, listen_for, port_of, show, write_port_file
+from topics.supervisor.listeners import AddressError, listen_for, port_of, share, show, write_port_file
 from topics.supervisor.notify import Notify
 from topics.supervisor.supervision import EXIT_OK, STOP, Signals, Supervisor
 
@@ -37,9 +38,18 @@ class StartError(Exception):
 
 
 def serve(
-    settings: Settings, mains: ChildMains, notify: Notify, *, statvfs: StatVfs = os.statvfs, clock: Clock | None = None
+    settings: Settings,
+    mains: ChildMains,
+    notify: Notify,
+    *,
+    inherited: list[socket.socket] | None = None,
+    statvfs: StatVfs = os.statvfs,
+    clock: Clock | None = None,
 ) -> int:
-    """Run the service; return its exit code. SettingsError (bad keys) and StartError leave nothing behind."""
+    """Run the service until it is stopped, on the `inherited` sockets if there are any; return its exit code.
+
+    Raise SettingsError when the keys file cannot be used, StartError for every other obstacle; nothing is left behind.
+    """
     keys = read_keys(settings)
     clock = clock or SystemClock()
     log.configure(settings.log_level, settings.log_format)
@@ -58,7 +68,10 @@ def serve(
         shared = _share(settings, statvfs)
         behind.callback(shared.destroy)
 
-        listeners = listen_for(settings.host, settings.port, settings.frontends)
+        if inherited:
+            listeners = share(inherited, settings.frontends)
+        else:
+            listeners = listen_for(settings.host, settings.port, settings.frontends)
         port = port_of(listeners[0])
         address = show(settings.host, port)
         for listener in chain.from_iterable(listeners):
@@ -74,7 +87,7 @@ def serve(
         if settings.port_file:
             write_port_file(settings.port_file, address)
             behind.callback(_remove, settings.port_file)
-        _logger.info("listening", address=address, write_path=write_path.name.lower())
+        _logger.info("listening", address=address, inherited=bool(inherited), write_path=write_path.name.lower())
 
         with _refused(f"data directory {settings.data_dir} cannot be read"):
             reshard = mains.needs_reshard(settings)

@@ -3,6 +3,7 @@
     READY=1               once, when every frontend and shard is ready: the logs are replayed
     STATUS=…              in words, whenever they change
     EXTEND_TIMEOUT_USEC=  whenever the start makes progress: it takes longer the longer the log is
+    RELOADING=1           when the keys are read again; READY=1 follows when every frontend uses them
     WATCHDOG=1            regularly, as long as no frontend or shard hangs
     STOPPING=1            once, when the service drains
 
@@ -28,6 +29,9 @@ WATCHDOG_SHARE: Final = 3
 EXTENDED_BY_MS: Final = 60_000
 """Longer than a replay goes without visible progress, even on a slow disk."""
 
+RELOAD_EVERY_MS: Final = 20
+_WITHOUT_CONNECTIONS: Final = (ProcessState.NONE, ProcessState.DEAD, ProcessState.STOPPED)
+
 log = get_logger()
 
 
@@ -38,6 +42,7 @@ class Announcements:
         self._watched = watched
         self._ready = False
         self._draining = False
+        self.reloading = False
         self._status = ""
         self._progress = -1
 
@@ -45,6 +50,14 @@ class Announcements:
         """Return the lines for the begin of a drain. From then on `lines` returns nothing but watchdog messages."""
         self._draining = True
         return ["STOPPING=1", "STATUS=stopping: finishing the requests in flight"]
+
+    def reload(self, now_ms: int) -> list[str]:
+        """Return the lines for the begin of a reload, at `now_ms` (monotonic). None before the service is ready."""
+        if self._draining or not self._ready:
+            return []
+        self.reloading = True
+        # systemd ignores times before its signal: rounded down, the time of a quick reload would be one.
+        return ["RELOADING=1", f"MONOTONIC_USEC={(now_ms + 1) * 1000}"]
 
     def lines(self, page: ControlPage, now_ms: int) -> list[str]:
         """Return lines for the changes since the last call. `now_ms` is wall-clock time, like heartbeats."""
@@ -63,6 +76,9 @@ class Announcements:
             elif (progress := _progress(page, states)) != self._progress:
                 self._progress = progress
                 lines.append(f"EXTEND_TIMEOUT_USEC={EXTENDED_BY_MS * 1000}")
+        elif self.reloading and all_use_newest_keys(page):
+            self.reloading = False
+            lines.append("READY=1")
         status = _words(page, states)
         if status != self._status:
             self._status = status
@@ -98,19 +114,26 @@ class Notify:
         now_ms = self._clock.monotonic_ms()
         if self.due_ms is None or now_ms < self.due_ms:
             return
-        self.due_ms = now_ms + self._every_ms
         lines = self._announcements.lines(page, self._clock.now_ms())
-        if lines or self._unsaid:
-            self._send(lines)
+        self.due_ms = now_ms + (RELOAD_EVERY_MS if self._announcements.reloading else self._every_ms)
+        self._send(lines)
 
     def stopping(self) -> None:
         """Say that the service drains."""
         if self.due_ms is not None:
             self._send(self._announcements.stopping())
 
+    def reloading(self) -> None:
+        """Say that the service reads its keys again. `tell` says when every frontend uses them."""
+        if self.due_ms is not None:
+            self.due_ms = self._clock.monotonic_ms()
+            self._send(self._announcements.reload(self.due_ms))
+
     def _send(self, lines: list[str]) -> None:
         assert self._address is not None
         by_name = self._unsaid | {line.partition("=")[0]: line for line in lines}
+        if not by_name:
+            return
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as end:
                 end.sendto("\n".join(by_name.values()).encode(), self._address)
@@ -123,6 +146,15 @@ class Notify:
         else:
             self._unsaid = {}
             self._refused = False
+
+
+def all_use_newest_keys(page: ControlPage) -> bool:
+    """True if every frontend uses the newest keys; one that does not run will start with them."""
+    serial = page.header.get("keys_serial")
+    cells = [page.cell(Role.FRONTEND, index) for index in range(page.frontends)]
+    return all(
+        cell.get("keys_serial") >= serial or cell.supervisor.get("state") in _WITHOUT_CONNECTIONS for cell in cells
+    )
 
 
 def _state(cell: ProcessCell) -> ProcessState:

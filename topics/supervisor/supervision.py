@@ -182,6 +182,7 @@ class Supervisor:
     def _reload(self) -> None:
         """Read the keys again and have the frontends do so. Keys that cannot be used change nothing."""
         serial = self._keys.serial + 1
+        self._notify.reloading()
         try:
             self._keys = read_keys(self._settings, serial)
         except SettingsError as error:

@@ -35,7 +35,7 @@ from topics.storage.snapshot import load_snapshot
 from topics.storage.wal import WalWriter
 from topics.walshard.commit.commits import Commits
 from topics.walshard.commit.draft import GroupHandler
-from topics.walshard.commit.log_trim import LogTrim, RamTrim
+from topics.walshard.commit.log_trim import LogTrim, RamReserve, RamTrim
 from topics.walshard.commit.logs import BackgroundSync, Logs
 from topics.walshard.commit.shard_rings import ShardRings
 from topics.walshard.handlers.appends import Appends
@@ -190,13 +190,15 @@ def _read_logs(place: _Place, make_index: Callable[[int], TopicIndex]) -> _Recov
     return _Recovered(fold, durable, ram, ram_frames + frames, log_bytes, snapshot_line)
 
 
-def _open_logs(place: _Place, recovered: _Recovered, catalog: Catalog) -> Logs:
+def _open_logs(place: _Place, recovered: _Recovered, catalog: Catalog, reserve: RamReserve) -> Logs:
     fs, identity, end = place.fs, place.identity, recovered.durable.end
     file_bytes, helper = place.settings.wal_file_bytes, place.helpers.preallocating
 
     def open_ram() -> WalWriter:
         end = recovered.ram.end
-        return WalWriter(fs, place.ram_directory, identity, end, file_bytes=RAM_FILE_BYTES, preallocate="none")
+        ram = WalWriter(fs, place.ram_directory, identity, end, file_bytes=RAM_FILE_BYTES, preallocate="none")
+        reserve.fill()
+        return ram
 
     wal = WalWriter(fs, place.directory, identity, end, file_bytes=file_bytes, helper=helper)
     ram = None if recovered.ram.end is None else open_ram()
@@ -208,7 +210,8 @@ def _put_together(
     place: _Place, recovered: _Recovered, catalog: Catalog, holdings: Holdings, files: SegmentFiles
 ) -> Parts:
     settings, shared, shard, rings, cell, clock, fs, helpers = place
-    logs = _open_logs(place, recovered, catalog)
+    reserve = RamReserve(fs, place.ram_directory + ".reserve", RAM_FILE_BYTES)
+    logs = _open_logs(place, recovered, catalog, reserve)
     expiry = ExpiryClock(clock, log.warning, shared.control.trusted_offset_ms(Role.WALSHARD, shard))
     time = StepClock(clock, expiry)
     tags = TagSearch(files, FrameTags(fs, place.directory, place.ram_directory), clock)
@@ -238,7 +241,7 @@ def _put_together(
     alone |= cursors.alone_routes | sessions.alone_routes | segments.alone_routes
     handlers = Handlers(in_group, alone, queues, cursors, frontends)
     others = sessions.ram_frames, routing.feeds.ram_frames
-    ram_trim = RamTrim(fs, place.ram_directory, RAM_FILE_BYTES, logs, catalog, tags, others)
+    ram_trim = RamTrim(fs, place.ram_directory, reserve, logs, catalog, tags, others)
     upkeep = Upkeep(catalog, files, syncs, log_trim, ram_trim, deletes, sessions, clock)
     whole = Shard(rings, handlers, routing, commits, holdings, upkeep, cell, time)
     return Parts(whole, catalog, files, logs, commits, sessions, deletes, queues, sinks)

@@ -148,7 +148,7 @@ class Shard:
         except TopicsError as error:
             request.reply = messages.encode_error(request.id, error)
         except ArenaFullError as error:
-            request.reply = messages.encode_error(request.id, TopicsError("storage_unavailable", str(error)))
+            request.reply = messages.encode_error(request.id, _no_memory(error))
         except Exception:
             # One request must not end its neighbours' shard, nor do so again after a restart.
             log.exception("request failed", kind=kind)
@@ -281,6 +281,10 @@ class Shard:
         for steps in (self.routing.close(), self._handlers.cursors.settle(), self.upkeep.close()):
             self._run(steps)
         self._commits.close()
+
+
+def _no_memory(error: ArenaFullError) -> TopicsError:
+    return TopicsError("storage_unavailable", str(error), {"cause": "ENOSPC", "read_only": False})
 
 
 def _encoded(request_id: int, reply: Reply | AppendReply | None) -> bytearray | None:

@@ -63,6 +63,7 @@ class Upkeep:
         self._files.drop_replaced()
         self._files.mark_again()
         self._files.count_some()
+        self._ram_trim.relieve()
 
     @property
     def ram_log_is_long(self) -> bool:
@@ -76,11 +77,14 @@ class Upkeep:
             write = self._ram_trim.repeat_live(now_ms)
         except OSError as error:
             log.error("the RAM log cannot be trimmed", error=str(error))
+            self._ram_trim.keep_files()
             return
         draft = Draft(ram=[write])
         yield draft
         if draft.committed:
             self._ram_trim.drop_files()
+        else:
+            self._ram_trim.keep_files()
 
     def close(self) -> Steps[None]:
         """Log the heads of `ephemeral` topics exactly as they are, at a clean end."""

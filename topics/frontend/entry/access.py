@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import ANYONE, ApiKey, KeyRing, KeyScope
-from topics.frontend.asgi import AsgiApp, Scope
+from topics.frontend.asgi import ADMITTED, AsgiApp, Scope
 from topics.frontend.entry.responses import error_body
 from topics.log import get_logger
 from topics.settings import Settings, SettingsError, read_keys
@@ -54,7 +54,7 @@ class KeyLimits:
             raise TopicsError(
                 "throttled",
                 f"this key has {most} open, its limit: wait for one to end or raise TOPICS_MAX_{limit.upper()}",
-                {"limit": limit, "max": most},
+                {"limit": f"max_{limit}", "max": most},
             )
 
     def release(self, key: ApiKey, what: Counted) -> None:
@@ -115,6 +115,8 @@ class Access:
         key.require(needed, names)
         if _CALLER not in scope:
             self.limits.acquire(key, Counted.REQUESTS)
+            if ADMITTED in scope:
+                scope[ADMITTED]()
         scope[_CALLER] = key
 
     def release(self, scope: Scope) -> None:

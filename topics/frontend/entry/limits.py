@@ -37,6 +37,13 @@ KEPT_ANSWERS: Final = Limit(
     " above all of it others as well",
     512 * _MIB,
 )
+UNADMITTED_INPUT: Final = Limit(
+    "unadmitted_input",
+    _CUT,
+    "heads, and frames of HTTP/2, that are not whole, of connections without an admitted request. Beyond it connections"
+    " are cut, those first that have held some for longest",
+    64 * _MIB,
+)
 KEPT_FRAMES: Final = Limit(
     "kept_frames",
     _WAIT,

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from topics.core.clock import Clock, SystemClock
 from topics.frontend.http.kept_answers import KeptAnswers
+from topics.frontend.http.unadmitted_input import UnadmittedInput
 from topics.frontend.http.vanished import TcpConnection
 from topics.shm.cap import Cap
 
@@ -26,7 +27,7 @@ class Connections:
     """Every HTTP/1.1 connection of this process. It counts them, drains them, and knows when all are closed.
 
     `places` caps the connections of the whole service, over all protocols. `kept` bounds what clients of all protocols
-    have not read.
+    have not read, `unadmitted` what they send before a key is known.
     """
 
     def __init__(self, places: Cap | None = None, clock: Clock | None = None) -> None:
@@ -36,6 +37,7 @@ class Connections:
         self.open: set[OpenConnection] = set()
         self.turned_away = 0
         self.kept = KeptAnswers(clock or SystemClock())
+        self.unadmitted = UnadmittedInput()
         self.tasks: set[asyncio.Task[None]] = set()
         """App calls of HTTP/1.1, and connections that Hypercorn serves."""
         self._changed = asyncio.Event()

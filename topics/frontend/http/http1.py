@@ -73,6 +73,7 @@ class Http1Protocol(asyncio.Protocol):
         # Input.
         self._parser = RequestParser(factory.limits)
         self._pending = bytearray()
+        self._held_bytes = 0  # of a head that is not whole
         self._eof = False
         self.reading = True
         # Output.
@@ -112,6 +113,7 @@ class Http1Protocol(asyncio.Protocol):
         connections.forget(self)
         connections.turned_away -= self._turned_away
         connections.kept.remove(self)
+        self._hold(0)
         self._can_write.set()
         self._parser.close()
         self._pending = bytearray()
@@ -374,6 +376,7 @@ class Http1Protocol(asyncio.Protocol):
         self._ending = True
         self._stop_timer()
         self._factory.connections.forget(self, handed_over=True)
+        self._hold(0)
         self._parser.close()
         if not self.reading:
             self._transport.resume_reading()
@@ -399,6 +402,9 @@ class Http1Protocol(asyncio.Protocol):
                 self._transport.resume_reading()
             else:
                 self._transport.pause_reading()
+        held_bytes = len(self._pending) if exchange is None else 0
+        if held_bytes != self._held_bytes:
+            self._hold(held_bytes)
         deadlines = self._deadlines
         if self._ending:
             deadlines.wait(Awaited.END)
@@ -413,6 +419,11 @@ class Http1Protocol(asyncio.Protocol):
             deadlines.wait(awaited if writable else Awaited.READER, self._parser.body_received_bytes)
         if self._timer_at_s > deadlines.at_s:
             self._arm()
+
+    def _hold(self, size_bytes: int) -> None:
+        if size_bytes != self._held_bytes:
+            self._held_bytes = size_bytes
+            self._factory.connections.unadmitted.resize(self._transport, size_bytes)
 
     def _arm(self) -> None:
         """Set the timer to the deadline, if there is one."""

@@ -17,18 +17,20 @@ from functools import partial
 from typing import Any, cast
 
 from h2.errors import ErrorCodes
-from h2.events import Event, RequestReceived, StreamReset
+from h2.events import Event, PriorityUpdated, RequestReceived, StreamReset
 from h2.exceptions import ProtocolError
-from hypercorn.events import Closed, Updated
+from hypercorn.events import Closed, RawData, Updated
 from hypercorn.events import Event as ConnectionEvent
 from hypercorn.protocol.events import Body, Data, EndBody, EndData, Request, StreamClosed
 from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, BUFFER_LOW_WATER, BufferCompleteError, H2Protocol, StreamBuffer
 from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.typing import Event as IOEvent
+from priority.priority import TooManyStreamsError
 
 from topics.frontend.asgi import DELIVER, ROOM, Send
 from topics.frontend.entry.budget import Reservation
+from topics.frontend.http.frame_budget import EARNED_BY_ANSWER, EARNED_PER_BYTES, FIELDS_FREE, CheckedFrames
 from topics.frontend.http.hypercorn_connection import context_of
 from topics.frontend.http.kept_answers import KeptAnswers
 
@@ -153,19 +155,25 @@ class BoundedStream(HTTPStream):
 
 
 class BoundedProtocol(H2Protocol):
-    """Hypercorn's HTTP/2, with four differences.
+    """Hypercorn's HTTP/2, with six differences.
 
     - A stream that the client resets frees what waits for it, and its sender: a client may reset any number.
     - The task that reads the connection, which answers pings and refuses handshakes, never waits for a window: that
       would come over the same connection.
     - An answer whose app ends before it is reset, so that the client does not wait for ever.
     - A connection without a request is idle from the beginning. It would stay for ever, and hold up a stop.
+    - Frames are checked, counted, and handled a few in each turn (`frame_budget`).
+    - Priorities are ignored (RFC 9113 §5.3): streams of no request would fill their tree.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._reader: asyncio.Task[Any] | None = None
-        context_of(self).http2 = self
+        context = context_of(self)
+        context.http2 = self
+        self._budget = context.frames
+        self.frames = CheckedFrames(self._budget, context.time_s, self.config.h2_max_header_list_size)
+        self.connection.incoming_buffer = context.http2_frames = self.frames
 
     async def initiate(self, headers: list[tuple[bytes, bytes]] | None = None, settings: bytes | None = None) -> None:
         await super().initiate(headers, settings)
@@ -229,7 +237,28 @@ class BoundedProtocol(H2Protocol):
             context_of(self).answers.close_waiting()
             for buffer in self.stream_buffers.values():
                 await buffer.close()
-        await super().handle(event)
+        if not isinstance(event, RawData):
+            await super().handle(event)
+            return
+        data = event.data
+        try:
+            while True:
+                self.frames.begin_turn()
+                await super().handle(RawData(data=data))
+                if not self.frames.more:
+                    return
+                data = b""
+                await asyncio.sleep(self.frames.pause_s)
+        except (ProtocolError, TooManyStreamsError) as error:
+            self._budget.refuse(str(error))
+            code = error.error_code if isinstance(error, ProtocolError) else ErrorCodes.ENHANCE_YOUR_CALM
+            with contextlib.suppress(ProtocolError):
+                self.connection.close_connection(code)
+            await self._flush()
+            await self.send(Closed())
+
+    async def _priority_updated(self, event: PriorityUpdated) -> None:
+        """Hypercorn: the client has sent a priority."""
 
     async def _create_stream(self, request: RequestReceived) -> None:
         await super()._create_stream(request)
@@ -253,7 +282,12 @@ class BoundedProtocol(H2Protocol):
 
     async def _send_data(self, stream_id: int) -> None:
         buffer = self.stream_buffers.get(stream_id)
+        before_bytes = 0 if buffer is None else cast(BoundedBuffer, buffer).buffered_bytes
         await super()._send_data(stream_id)
+        if before_bytes:
+            left_bytes = cast(BoundedBuffer, buffer).buffered_bytes
+            sent_bytes = max(0, before_bytes - left_bytes)
+            self._budget.earn(sent_bytes // EARNED_PER_BYTES + (0 if left_bytes else EARNED_BY_ANSWER))
         if stream_id not in self.stream_buffers and isinstance(buffer, BoundedBuffer):
             await buffer.end()
 
@@ -262,4 +296,6 @@ class BoundedProtocol(H2Protocol):
         for event in events:
             if isinstance(event, StreamReset) and event.stream_id in self.stream_buffers:
                 await self.stream_buffers[event.stream_id].close()
+            elif isinstance(event, RequestReceived) and len(event.headers) > FIELDS_FREE:
+                self._budget.spend(len(event.headers) - FIELDS_FREE)
         await super()._handle_events(events)

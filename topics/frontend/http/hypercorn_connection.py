@@ -9,27 +9,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, cast
 
 from hypercorn.app_wrappers import ASGIWrapper
-from hypercorn.asyncio.tcp_server import TCPServer
+from hypercorn.asyncio.tcp_server import MAX_RECV, TCPServer
 from hypercorn.asyncio.worker_context import EventWrapper, WorkerContext
 from hypercorn.config import Config
+from hypercorn.events import Closed, RawData
 from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.protocol.ws_stream import WSStream
 
-from topics.frontend.asgi import AsgiApp, Message, Receive, Scope, Send, WriteBuffer
+from topics.frontend.asgi import ADMITTED, AsgiApp, Message, Receive, Scope, Send, WriteBuffer
 from topics.frontend.entry import limits
 from topics.frontend.entry.budget import Budget
 from topics.frontend.http import hypercorn_deadlines
 from topics.frontend.http.connections import Connections
 from topics.frontend.http.deadlines import HttpLimits, RunningClock
+from topics.frontend.http.frame_budget import CheckedFrames, FrameBudget
 from topics.frontend.http.hypercorn_deadlines import SlowReaderTimer
-from topics.frontend.http.kept_answers import KeptAnswers
 from topics.log import get_logger
 
 GONE_S: Final = 2.0
@@ -38,9 +40,28 @@ CLOSED_NAP_S: Final = 0.05
 """A pinger's sleep on a connection that is already closed."""
 WS_PING_INTERVAL_S: Final = 30.0
 """Pings keep proxies from closing a silent connection, and find clients that are gone without a word."""
+LOG_EVERY_S: Final = 60.0
 _WS_EXTENSIONS: Final = re.compile(rb"(?i)\r\nsec-websocket-extensions:[^\r\n]*")
 
 log = get_logger()
+
+
+class SparseLog:
+    """Warnings of one kind that clients can cause: one in LOG_EVERY_S, with the number of those left out before it."""
+
+    def __init__(self, time_s: Callable[[], float]) -> None:
+        self._time_s = time_s
+        self._next_s = -math.inf
+        self._left_out = 0
+
+    def warn(self, why: str, **values: object) -> None:
+        """Log that a connection was cut, and why; or count it."""
+        if self._time_s() < self._next_s:
+            self._left_out += 1
+            return
+        log.warning("a connection was cut", why=why, left_out=self._left_out, **values)
+        self._next_s = self._time_s() + LOG_EVERY_S
+        self._left_out = 0
 
 
 class _Flag(EventWrapper):
@@ -56,21 +77,43 @@ class ConnectionContext(WorkerContext):
     """
 
     def __init__(
-        self, transport: asyncio.Transport, watch: Callable[[WriteBuffer], SlowReaderTimer], kept: KeptAnswers
+        self,
+        transport: asyncio.Transport,
+        watch: Callable[[WriteBuffer], SlowReaderTimer],
+        connections: Connections,
+        time_s: Callable[[], float],
+        on_refusal: Callable[[str], None],
     ) -> None:
         super().__init__(None)
         self.transport = transport
         self.watch = watch
-        self.kept = kept
+        self.time_s = time_s
+        self.frames = FrameBudget(time_s, on_refusal)
+        self.kept = connections.kept
+        self._unadmitted = connections.unadmitted
+        self._admitted = False
+        self.unread_bytes = 0
+        """Bytes that have arrived and that Hypercorn has not read."""
         self.answers = Budget(limits.CONNECTION_ANSWERS)
         self.reader_timer = watch(transport)
         self.server: HypercornConnection | None = None
         self.http2: H2Protocol | None = None
+        self.http2_frames: CheckedFrames | None = None
         self.terminated = self.end = _Flag()
         self.closed = asyncio.Event()
         self._apps: set[asyncio.Task[Any]] = set()
         self._dropping: set[asyncio.Task[None]] = set()
         self._client_gone = False
+
+    def admit(self) -> None:
+        """Note that the client has shown a valid key. From now on its input does not count."""
+        self._admitted = True
+        self.count_input()
+
+    def count_input(self) -> None:
+        """Count what is held of the client's input. Call it after each change."""
+        held_bytes = 0 if self.http2_frames is None else self.http2_frames.held_bytes
+        self._unadmitted.resize(self.transport, 0 if self._admitted else self.unread_bytes + held_bytes)
 
     def add_app(self, app: asyncio.Task[Any]) -> None:
         """Note an app call on this connection."""
@@ -159,12 +202,18 @@ class WatchedProtocol(asyncio.StreamReaderProtocol):
         self._context.kept.remove(self)
         super().resume_writing()
 
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._context.unread_bytes += len(data)
+        self._context.count_input()
+
     def eof_received(self) -> bool | None:
         self._context.client_gone()
         return super().eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._context.admit()
         self._context.reader_timer.close()
         self._context.kept.remove(self)
         self._context.client_gone()
@@ -172,12 +221,25 @@ class WatchedProtocol(asyncio.StreamReaderProtocol):
 
 
 class HypercornConnection(TCPServer):
-    """Hypercorn's connection. Other than Hypercorn's, it limits the time for which a client may not read its end."""
+    """Hypercorn's connection. It limits the time for which a client may not read its end, and counts what is read."""
 
-    def __init__(self, high_water_bytes: int, *arguments: Any) -> None:
+    def __init__(self, limits: HttpLimits, *arguments: Any) -> None:
         super().__init__(*arguments)
         context_of(self).server = self
-        self._high_water_bytes = high_water_bytes
+        self._high_water_bytes = limits.write_high_water_bytes
+        self._linger_s = limits.linger_ms / 1000
+
+    async def _read_data(self) -> None:
+        context = context_of(self)
+        while not self.reader.at_eof() and not context.frames.refused:
+            try:
+                data = await self.reader.read(MAX_RECV)
+            except OSError:
+                break
+            context.unread_bytes -= len(data)
+            await self.protocol.handle(RawData(data))
+            context.count_input()
+        await self.protocol.handle(Closed())
 
     async def wait_emptied(self) -> None:
         """Wait until nothing is kept for the client. Raise ConnectionResetError if what was kept is lost."""
@@ -198,7 +260,13 @@ class HypercornConnection(TCPServer):
         await super()._initiate_server_close()
 
     async def _close(self) -> None:
-        context_of(self).reader_timer.start()
+        context = context_of(self)
+        context.reader_timer.start()
+        if context.frames.refused and not context.transport.is_closing():
+            # A close with unread input sends a reset, which may destroy the last answer. Reading on would be work.
+            context.transport.pause_reading()
+            context.transport.write_eof()
+            await asyncio.sleep(self._linger_s)
         await super()._close()
 
 
@@ -217,11 +285,13 @@ class HypercornConnections:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self.open: set[ConnectionContext] = set()
+        self._refusals = SparseLog(self._loop.time)
+        self._failures = SparseLog(self._loop.time)
 
     def take_over(self, transport: asyncio.Transport, data: bytes) -> None:
         """Serve an open transport from now on, beginning with the bytes that were read from it."""
         watch = partial(SlowReaderTimer, self._limits, self._clock, self._loop)
-        context = ConnectionContext(transport, watch, self._connections.kept)
+        context = ConnectionContext(transport, watch, self._connections, self._clock.time_s, self._refusals.warn)
         reader = asyncio.StreamReader(limit=self._limits.read_high_water_bytes, loop=self._loop)
         protocol = WatchedProtocol(context, reader, partial(self._start, context), self._loop)
         transport.set_protocol(protocol)
@@ -240,10 +310,9 @@ class HypercornConnections:
     ) -> None:
         try:
             app = ASGIWrapper(cast(Any, partial(self._run, context)))
-            high_water_bytes = self._limits.write_high_water_bytes
-            await HypercornConnection(high_water_bytes, app, self._loop, self._config, context, {}, reader, writer)
-        except Exception:
-            log.exception("connection failed")
+            await HypercornConnection(self._limits, app, self._loop, self._config, context, {}, reader, writer)
+        except Exception:  # noqa: BLE001 — logged, but less often than clients can cause it
+            self._failures.warn("connection failed", exc_info=True)
         finally:
             context.cancel_drops()
             self.open.discard(context)
@@ -253,6 +322,7 @@ class HypercornConnections:
         task = asyncio.current_task()
         assert task is not None
         context.add_app(task)
+        scope[ADMITTED] = context.admit
         if scope["type"] != "websocket":
             await hypercorn_deadlines.run(self._app, self._limits, self._clock, scope, receive, send)
             return

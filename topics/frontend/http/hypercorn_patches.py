@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import hypercorn.protocol
 from h2.connection import H2Connection
+from h2.frame_buffer import FrameBuffer
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import EventWrapper, WorkerContext
@@ -37,7 +38,7 @@ RELIED_ON: Final = (
     # Replaced: `install` puts ours where Hypercorn's modules look for theirs.
     Reliance(StreamBuffer, "bc347b7c7806", "its `push` believes that a client without a window keeps up"),
     Reliance(HTTPStream, "e0f656feb55a", "ours gives the app room for long answers in its scope"),
-    Reliance(H2Protocol, "7257f8bafcca", "the four differences that `BoundedProtocol` lists"),
+    Reliance(H2Protocol, "7257f8bafcca", "the differences that `BoundedProtocol` lists"),
     Reliance(
         WSStream, "67434c428a1a", "its refusals have no JSON error; it sends messages whole, and does not count them"
     ),
@@ -47,6 +48,9 @@ RELIED_ON: Final = (
     Reliance(
         WorkerContext, "6eeeae02ae17", "one for each connection: `terminated` and `sleep` end when its client is gone"
     ),
+    Reliance(
+        FrameBuffer, "660a8b118b91", "looks at the length of a frame when all of it is there; `_data` is what it has"
+    ),
     Reliance(EventWrapper, "04c3221b13f0", "`terminated` must be set by a protocol's callback, without an await"),
     # Relied on as they are.
     Reliance(ProtocolWrapper, "caf949187e9b", "looks up `H2Protocol` when HTTP/2 begins"),
@@ -54,6 +58,7 @@ RELIED_ON: Final = (
     Reliance(H11WSConnection, "33372cf68942", "is never recycled: no request of HTTP/1.1 is served behind a WebSocket"),
     Reliance(Handshake, "701a154c29b5", "`is_valid` requires nothing that `handshake_error` does not"),
     Reliance(ASGIWrapper, "8670a23eb460", "runs the app of each request and WebSocket"),
+    Reliance(H2Connection.receive_data, "4470c8fafce8", "takes frames from `incoming_buffer` until that has no more"),
     Reliance(H2Connection.__init__, "e5c93da64d0e", "its decoder obeys DEFAULT_MAX_HEADER_LIST_SIZE alone"),
 )
 

@@ -7,7 +7,7 @@ An answer counts with its whole length until then, however much of it is read: t
 that were written, and all of them are in memory as long as one is still to be sent.
 
 These answers exist already, so nobody can be asked to wait for room. Those that can are asked elsewhere: handlers of
-long answers on HTTP/2 (`responses.reserve_room`), and event streams (`live/large_frames.py`).
+long answers on HTTP/2 (`responses.reserve_room`), and event streams (`live/channels.py`).
 """
 
 from __future__ import annotations

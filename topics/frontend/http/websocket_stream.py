@@ -15,21 +15,27 @@ import re
 import sys
 from typing import Any, Final, cast
 
+from h2.exceptions import DenialOfServiceError
 from hypercorn.protocol.events import Body, Data, EndBody, Event, Request, Response, StreamClosed
 from hypercorn.protocol.ws_stream import ASGIWebsocketState, FrameTooLargeError, WebsocketBuffer, WSStream
-from hypercorn.typing import ASGISendEvent
+from hypercorn.typing import ASGISendEvent, WebsocketAcceptEvent
+from wsproto.connection import ConnectionState
+from wsproto.events import CloseConnection, Message, Ping, Pong, TextMessage
 from wsproto.events import Event as WebSocketEvent
-from wsproto.events import Message, TextMessage
+from wsproto.frame_protocol import CloseReason
 from wsproto.utilities import LocalProtocolError
 
 from topics.core.errors import TopicsError, invalid
 from topics.frontend.asgi import DROPPED, RESERVATION, WRITE_BUFFER, WriteBuffer
 from topics.frontend.entry.bodies import COUNTED_FROM_BYTES, MessageReservation
 from topics.frontend.entry.responses import error_body
+from topics.frontend.http.frame_budget import FRAMES_PER_TURN
 from topics.frontend.http.http2_buffer import BoundedBuffer
 from topics.frontend.http.hypercorn_connection import context_of
 
 PIECE_BYTES_MAX: Final = 64 * 1024
+FRAGMENT_BYTES: Final = 1024
+"""A shorter part of a message counts as a frame without content."""
 _KEY: Final = re.compile(rb"[A-Za-z0-9+/]{22}==")
 """16 bytes in base64."""
 _VERSION: Final = b"13"
@@ -100,6 +106,7 @@ class BoundedWebSocket(WSStream):
         self._over_http2 = False
         self._sending = asyncio.Lock()  # one frame at a time
         self._left_bytes = 0  # of the frame that is sent in pieces
+        self._frame_bytes = 0  # of the data frame that is being received
 
     async def handle(self, event: Event) -> None:
         """Hypercorn: the client sent something."""
@@ -137,6 +144,49 @@ class BoundedWebSocket(WSStream):
             await self.send(StreamClosed(stream_id=self.stream_id))
 
     # Messages.
+
+    async def _accept(self, message: WebsocketAcceptEvent) -> None:
+        context_of(self).admit()
+        await super()._accept(message)
+
+    async def _handle_events(self) -> None:
+        for number, event in enumerate(self.connection.events(), 1):
+            if number % FRAMES_PER_TURN == 0:
+                await asyncio.sleep(0)
+            if self.closed:
+                return
+            try:
+                await self._handle_wsproto_event(event)
+            except DenialOfServiceError as error:
+                if self._over_http2:
+                    raise
+                await self._send_wsproto_event(CloseConnection(CloseReason.POLICY_VIOLATION, str(error)))
+                await self.send(StreamClosed(stream_id=self.stream_id))
+            except FrameTooLargeError:
+                await self._send_wsproto_event(CloseConnection(CloseReason.MESSAGE_TOO_BIG))
+                return
+
+    async def _handle_wsproto_event(self, event: WebSocketEvent) -> None:
+        if isinstance(event, Message):
+            self._frame_bytes += len(event.data)
+            self.buffer.extend(event)
+            if event.frame_finished:
+                is_fragment = not event.message_finished and self._frame_bytes < FRAGMENT_BYTES
+                self._frame_bytes = 0
+                if is_fragment or not self.buffer.length:
+                    context_of(self).frames.spend()
+            if event.message_finished:
+                assert self.app_put is not None
+                await self.app_put(self.buffer.to_message())
+                self.buffer.clear()
+        elif isinstance(event, Ping | Pong):
+            context_of(self).frames.spend()
+            if isinstance(event, Ping):
+                await self._send_wsproto_event(event.response())
+        elif isinstance(event, CloseConnection):
+            if self.connection.state is ConnectionState.REMOTE_CLOSING:
+                await self._send_wsproto_event(event.response())
+            await self.send(StreamClosed(stream_id=self.stream_id))
 
     async def app_send(self, message: ASGISendEvent | None) -> None:
         if message is None or message["type"] != "websocket.send" or self.state is not ASGIWebsocketState.CONNECTED:

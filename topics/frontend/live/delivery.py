@@ -23,10 +23,8 @@ from topics.core.scheduler import TICK_MS, Scheduler
 from topics.frontend.entry import limits
 from topics.frontend.entry.budget import Budget
 from topics.frontend.entry.stalled_clients import STALL_MAX_MS, StalledClients
-from topics.frontend.live.channels import COST_BYTES, Channel, Slice, StreamConnection
-from topics.frontend.live.heartbeats import HeartbeatSender
-from topics.frontend.live.large_frames import LargeFrames
-from topics.frontend.live.push import Push
+from topics.frontend.live.channels import COST_BYTES, Channel, HeartbeatSender, LargeFrames, Slice, StreamConnection
+from topics.frontend.live.event_streams import Push
 from topics.frontend.live.step_cache import KnownTopics, StepCache
 from topics.frontend.live.stream import RETRY_AFTER_MS, StepOutcome, StreamSpecs, StreamState, StreamStep, TopicPhase
 from topics.frontend.live.wording import EVENT_STREAM
@@ -110,6 +108,8 @@ class Hub:
         """End all streams. Callers check `draining` before they open another."""
         self.draining = True
         for connection in list(self._connections):
+            if connection.state.spec.wording is EVENT_STREAM:
+                connection.push.write(EVENT_STREAM.shutting_down)
             self.close(connection)
 
     def waiting_ms(self, name: str) -> int:

@@ -6,31 +6,14 @@ from __future__ import annotations
 
 from typing import Final
 
-from topics.api.requests import FollowBody, StartBody
+from topics.api.requests import StartBody
 from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name
 from topics.frontend.entry import wire
-from topics.frontend.reads.diff import LIMIT_DEFAULT
-from topics.frontend.reads.node_sets import node_set
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.reads.records import PageOptions
-from topics.settings import Settings
 
-BATCH_BYTES_FOR_ZERO: Final = 1 << 20
-BATCH_BYTES_MAX: Final = 8 << 20
 _NO_RECORDS: Final = PageOptions(limit=1, max_batch_bytes=1)
-
-
-def page_options(request: FollowBody, settings: Settings) -> PageOptions:
-    """Return the request's page options, clamped to the service's limits."""
-    return PageOptions(
-        min(request.limit or LIMIT_DEFAULT, settings.max_limit),
-        min(request.max_batch_bytes or BATCH_BYTES_FOR_ZERO, BATCH_BYTES_MAX),
-        node_set(request.node),
-        request.include_tags,
-        request.include_meta,
-        request.include_data,
-    )
 
 
 def check_starts(starts: dict[str, StartBody], topics_max: int) -> None:
@@ -60,8 +43,7 @@ def never_durable(ref: TopicRef) -> TopicsError | None:
 
 def check_strong(refs: dict[str, TopicRef]) -> None:
     """Raise `400` if one of the topics can never deliver a durable record."""
-    for ref in refs.values():
-        error = never_durable(ref)
+    for error in map(never_durable, refs.values()):
         if error is not None:
             raise error
 

@@ -17,7 +17,7 @@ from typing import Final
 
 from topics.frontend.asgi import Send, WriteBuffer
 from topics.frontend.entry import limits
-from topics.frontend.live.push import HIGH_WATER_BYTES
+from topics.frontend.live.event_streams import HIGH_WATER_BYTES
 from topics.frontend.live.wording import MESSAGE_END
 
 STEP_MESSAGES_MAX: Final = 3

@@ -5,6 +5,7 @@ However many connections are served, the work that is done here depends only on 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Final
 
 from topics.core.clock import Clock
@@ -27,18 +28,16 @@ KEPT_BYTES: Final = 1 * 2**20
 _log = get_logger()
 
 
+@dataclass(eq=False)
 class KnownTopics:
     """Finds topics, and remembers how each was found last: a stream is told the head of a topic that is deleted."""
 
-    def __init__(
-        self, reader: TopicReader, arenas: Arenas, recency_writer: RecencyWriter, recency: Recency, clock: Clock
-    ) -> None:
-        self._arenas = arenas
-        self._recency = recency
-        self._last_refs: dict[str, TopicRef] = {}
-        self.reader = reader
-        self._clock = clock
-        self._recency_writer = recency_writer
+    reader: TopicReader
+    arenas: Arenas
+    recency_writer: RecencyWriter
+    recency: Recency
+    clock: Clock
+    _last_refs: dict[str, TopicRef] = field(default_factory=dict)
 
     def find(self, name: str) -> TopicRef | None:
         """Return the topic as it is now; None if there is none."""
@@ -50,21 +49,19 @@ class KnownTopics:
     def base_priority(self, name: str) -> int:
         """Return the priority of a topic as it was found last, without its age; 0 if it was never found."""
         ref = self._last_refs.get(name)
-        if ref is None:
-            return 0
-        return self.priority(ref)
+        return 0 if ref is None else self.priority(ref)
 
     def priority(self, ref: TopicRef) -> int:
         """Return the topic's priority now, without its age."""
-        return base_priority(ref.config, self.last_read_ms(ref), self._clock.now_ms())
+        return base_priority(ref.config, self.last_read_ms(ref), self.clock.now_ms())
 
     def last_read_ms(self, ref: TopicRef) -> int:
         """Return the time of the last read through any frontend; 0 for never."""
-        return self._recency.last_read_ms(ref.shard, ref.slot, ref.view.topic_id)
+        return self.recency.last_read_ms(ref.shard, ref.slot, ref.view.topic_id)
 
     def note_read(self, ref: TopicRef) -> None:
         """Record that the topic is read now."""
-        self._recency_writer.touch(ref.shard, ref.slot, ref.view.topic_id, self._clock.now_ms())
+        self.recency_writer.touch(ref.shard, ref.slot, ref.view.topic_id, self.clock.now_ms())
 
     def forget(self, name: str) -> None:
         """Forget a topic that nobody follows any more."""
@@ -76,26 +73,24 @@ class KnownTopics:
         if ref is None or ref.view.topic_id != topic_id:
             return at_least_seq
         view = ref.view
-        if self._arenas.of(ref.shard) is ref.arena:
+        if self.arenas.of(ref.shard) is ref.arena:
             last = ref.arena.view(ref.slot)
             if last.topic_id == topic_id:
                 view = last
         return max(at_least_seq, view.head_seq)
 
 
+@dataclass(eq=False, slots=True)
 class _CachedTopic:
     """One topic as it was found (`ref` None: there is none) or the `error`, with the pages and steps made from it."""
 
-    __slots__ = ("error", "lasting", "pages", "ref", "slice_no", "steps")
-
-    def __init__(self, ref: TopicRef | None, error: TopicsError | None) -> None:
-        self.ref = ref
-        self.error = error
-        self.steps: dict[StreamState, StreamStep] = {}
-        self.pages: dict[tuple[int, PageOptions, bool, Wording], FramedPage | TopicsError] = {}
-        self.lasting = error is None
-        """False if something failed, which the next slice tries again."""
-        self.slice_no = 0
+    ref: TopicRef | None
+    error: TopicsError | None
+    steps: dict[StreamState, StreamStep] = field(default_factory=dict)
+    pages: dict[tuple[int, PageOptions, bool, Wording], FramedPage | TopicsError] = field(default_factory=dict)
+    lasting: bool = True
+    """False if something failed, which the next slice tries again."""
+    slice_no: int = 0
 
 
 class StepCache:
@@ -157,7 +152,7 @@ class StepCache:
             _log.exception("a topic could not be looked up", topic=name)
             error = TopicsError("internal", f"topic {name!r} cannot be read")
         if cached is None or not cached.lasting or error is not None or cached.ref != ref:
-            cached = self._cached[name] = _CachedTopic(ref, error)
+            cached = self._cached[name] = _CachedTopic(ref, error, lasting=error is None)
         cached.slice_no = self._slice_no
         return cached
 

@@ -13,6 +13,7 @@ makes a step once for all of them, and a thousand watchers of one topic cost a t
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Final
 from weakref import WeakValueDictionary
@@ -94,26 +95,18 @@ def frame_page(
     )
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class StreamSpec:
     """The topics that a stream follows, and how it reads and words them. Owns the states of its streams."""
 
-    __slots__ = ("__weakref__", "_states", "names", "options", "strong", "topic_ids", "wording")
-
-    def __init__(
-        self,
-        names: tuple[str, ...],
-        topic_ids: tuple[int, ...],
-        options: PageOptions,
-        strong: bool,
-        wording: Wording = EVENT_STREAM,
-    ) -> None:
-        assert len(names) == len(topic_ids)
-        self.names = names
-        self.topic_ids = topic_ids
-        self.options = options
-        self.strong = strong
-        self.wording = wording
-        self._states: WeakValueDictionary[tuple[tuple[int, ...], bytes], StreamState] = WeakValueDictionary()
+    names: tuple[str, ...]
+    topic_ids: tuple[int, ...]
+    options: PageOptions
+    strong: bool
+    wording: Wording = EVENT_STREAM
+    _states: WeakValueDictionary[tuple[tuple[int, ...], bytes], StreamState] = field(
+        default_factory=WeakValueDictionary
+    )
 
     def start(self, positions: dict[str, int]) -> StreamState:
         """Return the state of a new connection. Topics without a position have ended before."""
@@ -139,16 +132,14 @@ class StreamSpecs:
         return self._specs.setdefault((spec.names, spec.topic_ids, spec.options, spec.strong, spec.wording), spec)
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class StreamState:
     """The position and `TopicPhase` of each topic of a stream. Immutable; compared by identity."""
 
-    __slots__ = ("__weakref__", "_frame_end", "phases", "positions", "spec")
-
-    def __init__(self, spec: StreamSpec, positions: tuple[int, ...], phases: bytes) -> None:
-        self.spec = spec
-        self.positions = positions
-        self.phases = phases
-        self._frame_end: bytes | None = None
+    spec: StreamSpec
+    positions: tuple[int, ...]
+    phases: bytes
+    _frame_end: bytes | None = None
 
     def cursor(self) -> dict[str, int]:
         """Return the position by topic, without topics that have ended."""

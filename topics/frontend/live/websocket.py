@@ -30,12 +30,13 @@ from topics.frontend.entry.stalled_clients import ReadProgress
 from topics.frontend.live import websocket_commands
 from topics.frontend.live.channels import StreamConnection
 from topics.frontend.live.delivery import Hub
-from topics.frontend.live.following import check_starts, check_strong, page_options, start_seq, topic_state
+from topics.frontend.live.following import check_starts, check_strong, start_seq, topic_state
 from topics.frontend.live.socket_outbox import SocketOutbox, Subscription
 from topics.frontend.live.stream import StreamSpec, TopicPhase
 from topics.frontend.live.websocket_commands import Command, Publish, RequestId, Subscribe, Unsubscribe
 from topics.frontend.live.wording import MESSAGES
 from topics.frontend.reads.catching_up import CatchingUp
+from topics.frontend.reads.diff import page_options
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.routes import append
 from topics.frontend.routes.append import AppendRoute
@@ -54,12 +55,14 @@ GOING_AWAY: Final = 1012
 POLICY: Final = 1008
 """Close codes (RFC 6455 §7.4, IANA): the service restarts; the key is no longer valid."""
 
+_ENDED_BY_HUB: Final = "the service is stopping, or nothing was read for too long"
+
 _encode = msgspec.json.Encoder().encode
 _log = get_logger()
 
 
 class Services(NamedTuple):
-    """The parts of a frontend that its sockets use. `observe(route, took_us)` is called for every answered command."""
+    """The parts of a frontend that all requests and sockets use. `observe(route, took_us)` is told of each."""
 
     reader: TopicReader
     appends: AppendRoute
@@ -113,6 +116,11 @@ class Socket:
         """Close the socket with this code, after its last answers. Idempotent."""
         if not self._over.done():
             self._over.set_result((code, reason))
+
+    def end_shutting_down(self) -> None:
+        """End the socket after a last message that says why."""
+        self._outbox.add(MESSAGES.shutting_down)
+        self.end(GOING_AWAY, "the service is stopping")
 
     def end_forbidden(self) -> None:
         """End the socket, or those of its subscriptions, that its key does not allow any more."""
@@ -222,7 +230,8 @@ class Socket:
 
     async def _subscribe(self, command: Subscribe) -> None:
         starts = command.starts()
-        topics_max = self._services.settings.max_watch_topics
+        settings = self._services.settings
+        topics_max = settings.max_watch_topics
         check_starts(starts, topics_max)
         self._key().require(KeyScope.READ, starts)
         await self._services.catching_up.wait_for_all(starts)
@@ -237,7 +246,9 @@ class Socket:
             check_strong(refs)
         positions = {name: start_seq(reader, ref, starts[name]) for name, ref in refs.items()}
         topics = {name: topic_state(reader, ref, positions[name]) for name, ref in refs.items()}
-        options = page_options(command, self._services.settings)  # may refuse, so before anything is ended
+        options = page_options(command, settings)._replace(
+            include_data=command.include_data
+        )  # may refuse, so before any end
         await self._outbox.wait_for_turn()
         # The former subscription must not send anything after the answer to this one. It ends only when there is room,
         # because its messages count with it.
@@ -247,7 +258,7 @@ class Socket:
             return
         for name, ref in refs.items():
             spec = hub.specs.share(StreamSpec((name,), (ref.view.topic_id,), options, command.strong, MESSAGES))
-            push = Subscription(self._outbox, self._ended_by_hub, self._abort)
+            push = Subscription(self._outbox, partial(self.end, GOING_AWAY, _ENDED_BY_HUB), self._abort)
             self._subscriptions[name] = hub.open(push, spec.start({name: positions[name]}), 0)
         # The keys may have changed while the answer waited for room.
         self.end_forbidden()
@@ -315,10 +326,6 @@ class Socket:
     def _ended(self) -> set[str]:
         """Return the followed topics that were deleted. The client is told by their streams."""
         return {name for name, one in self._subscriptions.items() if one.state.phases[0] == TopicPhase.ENDED}
-
-    def _ended_by_hub(self) -> None:
-        """End the socket with its subscription: the hub drains, or the client has read nothing for too long."""
-        self.end(GOING_AWAY, "the service is stopping, or nothing was read for too long")
 
     # -- ends
 

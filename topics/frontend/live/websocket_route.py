@@ -9,9 +9,10 @@ from topics.core.errors import TopicsError
 from topics.core.keys import ApiKey
 from topics.frontend.asgi import Message, Receive, Scope, Send
 from topics.frontend.entry.responses import send_error
-from topics.frontend.live.event_streams import StreamSlots, stopping
-from topics.frontend.live.websocket import GOING_AWAY, Services, Socket
+from topics.frontend.live.event_streams import StreamSlots
+from topics.frontend.live.websocket import Services, Socket
 from topics.frontend.routes.operations import Answer, asgi_route, describe
+from topics.frontend.shards.gateway import stopping
 
 _SWITCHED: Final = {101: Answer("Switching to WebSocket", {})}
 
@@ -60,7 +61,7 @@ class WebSocketRoute:
         """End all sockets and refuse new ones: the process is stopping."""
         self._draining = True
         for socket in list(self._sockets):
-            socket.end(GOING_AWAY, "the service is stopping")
+            socket.end_shutting_down()
 
     def _admit(self, scope: Scope) -> ApiKey:
         """Return the key of a client that may open a socket."""

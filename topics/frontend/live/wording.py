@@ -10,7 +10,7 @@ RS (0x1E) cannot occur in JSON text, so it separates messages that are written t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -20,24 +20,23 @@ from topics.frontend.live import cursor
 MESSAGE_END: Final = b"\x1e"
 ADVISORY: Final = 429
 FINAL: Final = 410
+SHUTTING_DOWN: Final = b"server_shutting_down"
+SHUTTING_DOWN_TEXT: Final = b"the service is stopping; connect again"
 
 _encode_json = msgspec.json.Encoder().encode
 
 
-class Wording:
+class Wording(Protocol):
     """The words of one transport. A frame is one of `record` … `topic_deleted`, followed by the `end` of its state."""
 
     def event(self, name: bytes, members: bytes) -> bytes:
         """Return an event without its end. `members` is a JSON object without its braces."""
-        raise NotImplementedError
 
     def end(self, positions: Mapping[str, int]) -> bytes:
         """Return the end of a frame that leaves the stream at `positions` (by topic)."""
-        raise NotImplementedError
 
     def error(self, status: int, code: str, message: str, more: dict[str, Any]) -> bytes:
         """Return a whole frame."""
-        raise NotImplementedError
 
     def record(self, topic: str, body: bytes, from_seq: int, to_seq: int, head_seq: int) -> bytes:
         """Return the event for records. `body` is record objects joined by commas."""
@@ -68,6 +67,7 @@ class EventStreamWording(Wording):
     """`text/event-stream`."""
 
     opening = b"retry: 2000\n\n"
+    shutting_down = b'event: error\ndata: {"code":"%b","error":"%b"}\n\n' % (SHUTTING_DOWN, SHUTTING_DOWN_TEXT)
 
     def event(self, name: bytes, members: bytes) -> bytes:
         return b"event: %b\ndata: {%b}\n" % (name.replace(b"_", b"-"), in_lines(members))
@@ -86,6 +86,8 @@ class EventStreamWording(Wording):
 
 class MessageWording(Wording):
     """WebSocket text messages. Heartbeats are the protocol's own."""
+
+    shutting_down = b'{"op":"error","request_id":null,"code":"%b","message":"%b"}' % (SHUTTING_DOWN, SHUTTING_DOWN_TEXT)
 
     def event(self, name: bytes, members: bytes) -> bytes:
         return b'{"op":"%b",%b}' % (name, members)

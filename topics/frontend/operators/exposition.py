@@ -21,9 +21,7 @@ PIECE_SAMPLES: Final = 256
 
 
 class Buckets(NamedTuple):
-    """A histogram: `counts[i]` values are at most `bounds[i]` and fit no earlier bucket, and the last count is of those
-    that fit none. `total` is the sum of all values.
-    """
+    """A histogram: `counts[i]` values fit `bounds[i]` and no earlier bound, the last none. `total` is their sum."""
 
     bounds: list[str]
     counts: list[int]

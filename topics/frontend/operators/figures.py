@@ -176,17 +176,12 @@ class ServiceFigures:
         yield Family("topics_scheduler_band_depth", help, ("frontend", "band"), depths)
 
     def _processes(self) -> Iterator[Family]:
-        pressure: list[Sample] = []
-        busy: list[Sample] = []
-        up: list[Sample] = []
-        restarts: list[Sample] = []
-        for (role, index), cell in self._control.cells().items():
-            labels = (role.name.lower(), str(index))
-            up.append((labels, int(cell.supervisor.get("pid") > 0)))
-            restarts.append((labels, cell.supervisor.get("restarts")))
-            if role is not Role.COMPACTOR:
-                pressure.append((labels, cell.get("pressure_ppm") / 1e6))
-                busy.append((labels, cell.get("busy_ppm") / 1e6))
+        every = [((role.name.lower(), str(index)), cell) for (role, index), cell in self._control.cells().items()]
+        pressed = [(labels, cell) for labels, cell in every if labels[0] != Role.COMPACTOR.name.lower()]
+        pressure: list[Sample] = [(labels, cell.get("pressure_ppm") / 1e6) for labels, cell in pressed]
+        busy: list[Sample] = [(labels, cell.get("busy_ppm") / 1e6) for labels, cell in pressed]
+        up: list[Sample] = [(labels, int(cell.supervisor.get("pid") > 0)) for labels, cell in every]
+        restarts: list[Sample] = [(labels, cell.supervisor.get("restarts")) for labels, cell in every]
         for name, help, samples in (
             ("pressure", "Pressure of one process, 0 to 1", pressure),
             ("busy_ratio", "Share of the time that one process computes or waits for the disk", busy),

@@ -54,8 +54,14 @@ class FrontendPressure:
         pressure = self._governor.sample(Sample(max(lag_ms, waited_ms), fullness, busy))
         cell = self._cell
         cell.set("pressure_ppm", round(pressure * 1e6))  # first: the service's pressure is that of all cells
-        self._ladder.update(max(pressure, self._control.pressure()))
-        self._apply()
+        ladder = self._ladder
+        ladder.update(max(pressure, self._control.pressure()))
+        self._hub.coalesce_ms = ladder.coalesce_ms
+        self._hub.pause(ladder.deferring)
+        self._gateway.pressed = ladder.pressed
+        self._gateway.retry_after_ms = ladder.retry_after_ms
+        cell.set("coalesce_us", round(ladder.coalesce_ms * 1000))
+        cell.set("deferring", int(ladder.deferring))
         cell.set("busy_ppm", round(busy * 1e6))
         cell.set("loop_lag_us", round(lag_ms * 1000))
         cell.set("scheduling_us", round(waited_ms * 1000))
@@ -71,12 +77,3 @@ class FrontendPressure:
         waits, waited_ms = ready.waits, ready.waited_ms
         ready.waits = ready.waited_ms = 0
         return waited_ms / waits if waits else 0.0
-
-    def _apply(self) -> None:
-        ladder = self._ladder
-        self._hub.coalesce_ms = ladder.coalesce_ms
-        self._hub.pause(ladder.deferring)
-        self._gateway.pressed = ladder.pressed
-        self._gateway.retry_after_ms = ladder.retry_after_ms
-        self._cell.set("coalesce_us", round(ladder.coalesce_ms * 1000))
-        self._cell.set("deferring", int(ladder.deferring))

@@ -90,17 +90,19 @@ ANSWER_BYTES: Final = 8 << 20
 SLICE_S: Final = 0.001
 PAGE_TOPICS: Final = 64
 _SCRAPED: Final = {200: Answer("Prometheus text, or JSON by Accept", {TEXT: None, JSON: dict[str, Any]})}
-_TOPIC_SERIES: Final = (
-    ("head_seq", "The last seq of a topic"),
-    ("earliest_seq", "The first live seq of a topic, head_seq + 1 if there is none"),
-    ("records_live", "Live records of a topic"),
-    ("bytes_live", "Live bytes of a topic"),
+_LOG_SERIES: Final = (
+    ("head_seq", "head_seq", "The last seq of a topic"),
+    ("earliest_seq", "earliest_seq", "The first live seq of a topic, head_seq + 1 if there is none"),
+    ("records_live", "records", "Live records of a topic"),
+    ("bytes_live", "live_bytes", "Live bytes of a topic"),
 )
 _QUEUE_SERIES: Final = (
-    ("queue_ready", "Jobs of a queue that a claim would get now"),
-    ("queue_in_flight", "Jobs of a queue that are leased"),
-    ("queue_dead_lettered", "Jobs of a queue that were moved to its dead letters"),
+    *_LOG_SERIES,
+    ("queue_ready", "jobs_ready", "Jobs of a queue that a claim would get now"),
+    ("queue_in_flight", "jobs_in_flight", "Jobs of a queue that are leased"),
+    ("queue_dead_lettered", "jobs_dead_lettered", "Jobs of a queue that were moved to its dead letters"),
 )
+"""(name, field of a `TopicView`, help) of each series."""
 
 
 class MetricsRoute:
@@ -150,8 +152,7 @@ class MetricsRoute:
 
     async def _topic_families(self, prefixes: tuple[str, ...], slices: _Slices) -> list[Family]:
         """Return the series of the topics that begin with one of `prefixes`: a key learns of no others."""
-        columns: list[list[Sample]] = [[] for _ in _TOPIC_SERIES]
-        queue_columns: list[list[Sample]] = [[] for _ in _QUEUE_SERIES]
+        columns: dict[str, list[Sample]] = {name: [] for name, _, _ in _QUEUE_SERIES}
         for shard in range(self._shards):
             while (arena := self._arenas.of(shard)) is not None and not arena.learn(PAGE_TOPICS):
                 await slices.yield_if_over()
@@ -162,27 +163,15 @@ class MetricsRoute:
                 break
             for name, view in page:
                 labels = (name,)
-                values = (view.head_seq, view.earliest_seq, view.records, view.live_bytes)
-                for column, value in zip(columns, values, strict=True):
-                    column.append((labels, value))
-                if view.is_queue:
-                    jobs = (view.jobs_ready, view.jobs_in_flight, view.jobs_dead_lettered)
-                    for column, value in zip(queue_columns, jobs, strict=True):
-                        column.append((labels, value))
+                for series, field, _ in _QUEUE_SERIES if view.is_queue else _LOG_SERIES:
+                    columns[series].append((labels, getattr(view, field)))
             after = page[-1][0]
             room -= len(page)
             await slices.yield_if_over()
         truncated = int(bool(self._page(prefixes, after, 1)))
         help = "1 if there are more topics than may have series of their own"
-        return [
-            *(
-                Family(f"topics_topic_{name}", of, ("topic",), samples)
-                for (name, of), samples in zip(
-                    (*_TOPIC_SERIES, *_QUEUE_SERIES), (*columns, *queue_columns), strict=True
-                )
-            ),
-            single("topics_topic_metrics_truncated", help, truncated),
-        ]
+        found = [Family(f"topics_topic_{name}", of, ("topic",), columns[name]) for name, _, of in _QUEUE_SERIES]
+        return [*found, single("topics_topic_metrics_truncated", help, truncated)]
 
     def _page(self, prefixes: tuple[str, ...], after: str, most: int) -> list[tuple[str, TopicView]]:
         """Return the topics after a name, of the shards that have recovered. Empty only when there are no more."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -16,14 +18,12 @@ from topics.api.requests import CursorBody, ReadBody
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
-from topics.frontend.asgi import DELIVER, Deliver, Message, Receive, Scope, Send
+from topics.frontend.asgi import DELIVER, Deliver, Message, Receive, Scope, Send, disconnected_before
 from topics.frontend.entry import limits, wire
 from topics.frontend.entry.bodies import ClientGoneError, read_body
 from topics.frontend.entry.budget import Budget, Reservation
 from topics.frontend.entry.query import name_cursor
 from topics.frontend.entry.responses import elapsed_ms, reserve_room, send_json
-from topics.frontend.live.push import disconnected_before
-from topics.frontend.queues.cursor_locks import STUCK_RETRY_AFTER_MS, CursorLock, CursorLocks, too_many_readers
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES
 from topics.frontend.reads.node_sets import node_set
@@ -59,6 +59,7 @@ from topics.shm.queue_messages import (
 _PATH: Final = f"{TOPIC_PATH}/cursors/{{cursor}}"
 _MISSING: Final = ("topic_not_found", "cursor_not_found", *LOST)
 LIMIT_MAX: Final = 2000
+STUCK_RETRY_AFTER_MS: Final = 1000
 TRIES_MAX: Final = 100
 """Tries of a read that finds readers at other frontends faster, before its client has to ask again."""
 
@@ -70,6 +71,83 @@ _ANSWER: Final = (
     + PAGE_MEMBERS
     + b',"performance":{"server_total_ms":%b,"records_scanned":%d}}'
 )
+
+
+@dataclass(eq=False)
+class CursorLock:
+    """The lock of one cursor, for as long as a reader has it or waits for it."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    readers: int = 0
+    served: int = 0
+    """The number of readers that had the lock and got an answer."""
+    left_at: CursorMoved | None = None
+    """The cursor as the last reader left it. A reader at another frontend, or a `PUT`, may have moved it since."""
+
+
+class CursorLocks:
+    """The locks of named cursors: the readers of one cursor at one frontend have it one after the other (api §10).
+
+    A reader holds its lock from finding the cursor until the cursor is moved. Only one reader can have the next page,
+    so others that read at the same time would throw theirs away. Readers at other frontends do not wait for each other:
+    there are never more of those in conflict than there are frontends.
+    """
+
+    def __init__(self, wait_s: float) -> None:
+        """`wait_s` is the longest time that a reader waits."""
+        self.wait_s = wait_s
+        self._locks: dict[tuple[str, str], CursorLock] = {}
+
+    def __len__(self) -> int:
+        return len(self._locks)
+
+    @asynccontextmanager
+    async def hold(self, topic: str, cursor: str) -> AsyncIterator[CursorLock]:
+        """Hold the lock of a cursor. `throttled` if too many readers wait, or if the wait is too long."""
+        held = self._locks.get((topic, cursor))
+        if held is None:
+            held = self._locks[topic, cursor] = CursorLock()
+        elif held.readers >= limits.CURSOR_READERS.most_count:
+            raise too_many_readers(topic, cursor)
+        held.readers += 1
+        try:
+            if held.readers > 1:  # the lock is free for a moment between two readers
+                await self._wait(held, topic, cursor)
+            else:
+                await held.lock.acquire()  # at once
+            try:
+                yield held
+                held.served += 1
+            finally:
+                held.lock.release()
+        finally:
+            held.readers -= 1
+            if not held.readers:
+                del self._locks[topic, cursor]
+
+    async def _wait(self, wanted: CursorLock, topic: str, cursor: str) -> None:
+        served = wanted.served
+        try:
+            async with asyncio.timeout(self.wait_s):
+                await wanted.lock.acquire()
+        except TimeoutError:
+            if wanted.served == served:
+                # The shard or the cold store does not answer. Nothing of this read was done, which the code has to
+                # say: after another code a client must not repeat the read by itself.
+                raise TopicsError(
+                    "throttled",
+                    f"the reader of cursor {cursor!r} of topic {topic!r} before this one gets no answer; nothing of"
+                    " this read was done",
+                    {"retry_after_ms": STUCK_RETRY_AFTER_MS},
+                ) from None
+            raise too_many_readers(topic, cursor) from None
+
+
+def too_many_readers(topic: str, cursor: str) -> TopicsError:
+    """Return the refusal of a reader that may ask again a moment later."""
+    return TopicsError(
+        "throttled", f"too many readers move cursor {cursor!r} of topic {topic!r}", {"retry_after_ms": 10}
+    )
 
 
 class CursorRoutes:
@@ -165,8 +243,10 @@ class CursorRoutes:
             self._cell.add("records_out", page.count)
             if lost is not None:
                 send = _delivering(scope["extensions"][DELIVER], send)
-            answering = send_json(send, headers, 200, _answer(name, cursor, page, seq, started_ns))
-            del page  # as in `DiffRoute`
+            took_ms = str(elapsed_ms(started_ns)).encode()
+            answer = _ANSWER % (name.encode(), cursor.encode(), seq, *page_values(page), took_ms, page.scanned)
+            answering = send_json(send, headers, 200, answer)
+            del page, answer  # as in `DiffRoute`
             await answering
             passed_on = True
         finally:
@@ -249,9 +329,7 @@ class CursorRoutes:
 
 
 async def _take_page_room(moving: Reservation, most_bytes: int, receive: Receive, wait_s: float) -> None:
-    """Wait for room for a page. Raise `throttled`, and ClientGoneError if the client leaves: no cursor moves for it
-    then.
-    """
+    """Wait for room for a page. Raise `throttled`, and ClientGoneError if the client leaves: its cursor stays."""
     if moving.try_grow(most_bytes):
         return
     entering = asyncio.create_task(moving.grow(most_bytes))
@@ -304,21 +382,5 @@ def _names(scope: Scope) -> tuple[str, str]:
 
 
 def _shown(cursor: CursorReply) -> dict[str, Any]:
-    return {
-        "cursor": cursor.cursor,
-        "consistency": cursor.consistency,
-        "persist_every": cursor.persist_every,
-        "cursor_seq": cursor.seq,
-        "persisted_seq": cursor.persisted_seq,
-    }
-
-
-def _answer(name: str, cursor: str, page: RecordPage, cursor_seq: int, started_ns: int) -> bytes:
-    return _ANSWER % (
-        name.encode(),
-        cursor.encode(),
-        cursor_seq,
-        *page_values(page),
-        str(elapsed_ms(started_ns)).encode(),
-        page.scanned,
-    )
+    settings = {"consistency": cursor.consistency, "persist_every": cursor.persist_every}
+    return {"cursor": cursor.cursor, **settings, "cursor_seq": cursor.seq, "persisted_seq": cursor.persisted_seq}

@@ -6,11 +6,10 @@ import asyncio
 from functools import partial
 from typing import NamedTuple
 
-from topics.frontend.asgi import Receive
+from topics.frontend.asgi import Receive, disconnected_before
 from topics.frontend.entry.bodies import ClientGoneError
-from topics.frontend.live.push import disconnected_before
 from topics.frontend.shards.gateway import Gateway
-from topics.frontend.shards.job_listeners import JobListener
+from topics.frontend.shards.notices import JobListener
 from topics.shm.queue_messages import Claim, Dealt, Release, Unclaim, Waiting, WorkClose
 
 
@@ -100,10 +99,17 @@ class JobChannel:
         """Leave the window, and give back the jobs that are dealt before the shard knows."""
         self.leave(shard, claim.name, claim.stream, partial(self._give_back, shard, claim), waiting.wait_ms)
 
+    def give_back(
+        self, name: str, node: str, dealt: Dealt, start: int = 0, end: int | None = None, delay_ms: int = 0
+    ) -> None:
+        """Give back the jobs start..end of `dealt`. Nobody waits for it: a full ring must fail no claim."""
+        seqs, first = dealt.seqs[start:end], dealt.first_lease_no + start
+        if seqs:
+            leases = list(range(first, first + len(seqs)))
+            self._gateway.post(self._gateway.owner(name), Unclaim(name, node, seqs, leases, delay_ms))
+
     def _give_back(self, shard: int, claim: Claim, dealt: Dealt) -> None:
-        if dealt.seqs:
-            leases = list(range(dealt.first_lease_no, dealt.first_lease_no + len(dealt.seqs)))
-            self._gateway.post(shard, Unclaim(claim.name, claim.node, dealt.seqs, leases))
+        self.give_back(claim.name, claim.node, dealt)
         if dealt.dead:
             self._gateway.post(shard, Release(claim.name, dealt.dead, 0))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from typing import Final, NamedTuple
 
@@ -15,41 +16,30 @@ from topics.shm.queue_messages import Dealt
 
 ANSWER_BYTES_MAX: Final = 8 << 20
 """Longest answer to one claim, which has at least one job."""
-_PREFIX: Final = "lease_"
+_LEASE_ID: Final = re.compile(r"lease_([0-9a-f]{16})")
 _COLD_TRIES: Final = 4
 
 
 class RenderedJobs(NamedTuple):
-    """`body` is `jobs` JSON objects joined by commas. Jobs deleted by now are left out and forgotten. The `unsent` ones
-    did not fit, and are to be given back with their leases.
-    """
+    """`jobs` JSON objects joined by commas, but for deleted ones. The last `unsent` did not fit: give them back."""
 
     body: bytes
     jobs: int
-    unsent: list[int]
-    unsent_leases: list[int]
+    unsent: int
 
 
 def lease_id(lease_no: int) -> str:
-    return f"{_PREFIX}{lease_no:016x}"
+    return f"lease_{lease_no:016x}"
 
 
 def lease_no(lease_id: str) -> int:
     """Return the number of a lease; -1, which no lease has, for a text that is no lease id."""
-    digits = lease_id.removeprefix(_PREFIX)
-    if digits == lease_id or len(digits) != 16:
-        return -1
-    try:
-        number = int(digits, 16)
-    except ValueError:
-        return -1
-    return number if f"{number:016x}" == digits else -1
+    found = _LEASE_ID.fullmatch(lease_id)
+    return -1 if found is None else int(found[1], 16)
 
 
 async def fetch_jobs(reader: TopicReader, name: str, dealt: Dealt, max_bytes: int = ANSWER_BYTES_MAX) -> RenderedJobs:
-    """Render jobs, up to the first that cannot be read. Raise `storage_unavailable` if that is the first of all, and
-    `topic_not_found` when the queue was deleted.
-    """
+    """Render jobs up to the first unreadable one. Raise `storage_unavailable` if it is the first, `topic_not_found`."""
     rendering = JobRendering(reader, name, dealt, max_bytes)
     missed_at, tries = -1, 0
     while True:
@@ -75,7 +65,7 @@ class JobRendering:
     def __init__(self, reader: TopicReader, name: str, dealt: Dealt, max_bytes: int = ANSWER_BYTES_MAX) -> None:
         self._reader = reader
         self._name = name
-        self._dealt = dealt
+        self._seqs = dealt.seqs
         self._left_bytes = max_bytes
         self._runs = runs_of(dealt.seqs)
         self._extras = {
@@ -115,14 +105,11 @@ class JobRendering:
                     self._bodies.append(page.body)
                     self.count += page.count
                     self._left_bytes -= len(page.body)
-        return RenderedJobs(b",".join(self._bodies), self.count, [], [])
+        return RenderedJobs(b",".join(self._bodies), self.count, 0)
 
     def cut(self) -> RenderedJobs:
         """Return the jobs rendered so far. The others are to be given back."""
-        dealt = self._dealt
-        unsent = [seq for seq in dealt.seqs if seq > self.cursor]
-        first = dealt.first_lease_no + len(dealt.seqs) - len(unsent)
-        return RenderedJobs(b",".join(self._bodies), self.count, unsent, list(range(first, first + len(unsent))))
+        return RenderedJobs(b",".join(self._bodies), self.count, sum(seq > self.cursor for seq in self._seqs))
 
 
 def _unreadable(name: str, seq: int) -> TopicsError:

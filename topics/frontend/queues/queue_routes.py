@@ -39,7 +39,7 @@ from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
 from topics.shm.durations import Route
-from topics.shm.queue_messages import Ack, AckReply, Dealt, Extend, Nack, Peek, Unclaim
+from topics.shm.queue_messages import Ack, AckReply, Dealt, Extend, Nack, Peek
 
 SEQS_MAX: Final = 1000
 """Jobs of one ack, nack or extend."""
@@ -54,6 +54,8 @@ JOB_CODES: Final = ("topic_not_found", "not_a_queue", *LOST)
 _REDRIVE_CODES: Final = (*JOB_CODES, "topic_full", "record_too_large")
 
 JobsBodyT = TypeVar("JobsBodyT", bound=JobsBody)
+_CLAIMED: Final = b'{"topic":"%b","claimed":[%b],"count":%d,"ready":%d,"performance":{"server_total_ms":%b}}'
+_PEEKED: Final = b'{"topic":"%b","jobs":[%b],"count":%d,%b"performance":{"server_total_ms":%b}}'
 _encode = msgspec.json.Encoder().encode
 
 
@@ -104,24 +106,16 @@ class QueueRoutes:
                 if room is not None and room.closed:  # sending to it would do nothing, without an error
                     raise ConnectionResetError("the client closed the connection")
                 if rendered.unsent:
-                    # Not awaited: otherwise a full ring would fail the whole claim, whose jobs are leased.
-                    unclaim = Unclaim(name, node, rendered.unsent, rendered.unsent_leases)
-                    self._gateway.post(self._owner(name), unclaim)
-                    ready += len(rendered.unsent)
+                    self._channel.give_back(name, node, dealt, len(dealt.seqs) - rendered.unsent)
+                    ready += rendered.unsent
                 del rendered
                 self._cell.add("records_out", count)
-            answer = b'{"topic":"%b","claimed":[%b],"count":%d,"ready":%d,"performance":{"server_total_ms":%b}}' % (
-                name.encode(),
-                body,
-                count,
-                ready,
-                str(elapsed_ms(started_ns)).encode(),
-            )
+            answer = _CLAIMED % (name.encode(), body, count, ready, str(elapsed_ms(started_ns)).encode())
             answering = send_json(send, headers, 200, answer)
             del body, answer  # as in `DiffRoute`
             await answering
         except (ConnectionError, asyncio.CancelledError):
-            self._unclaim(name, node, dealt)
+            self._channel.give_back(name, node, dealt)
             raise
 
     def _wish(self, body: bytes) -> ClaimBody:
@@ -148,7 +142,7 @@ class QueueRoutes:
             try:
                 await self._dead_letters.move(name, dealt)
             except asyncio.CancelledError:
-                self._unclaim(name, node, dealt)
+                self._channel.give_back(name, node, dealt)
                 raise
             if dealt.seqs or loop.time() >= give_up_s:
                 return dealt
@@ -160,7 +154,7 @@ class QueueRoutes:
             async with asyncio.timeout(min(ROOM_WAIT_S, lease_ms / 2000)):
                 await reserve_room(scope, min(ANSWER_BYTES_MAX, len(dealt.seqs) * self._settings.max_record_bytes))
         except (TopicsError, TimeoutError) as error:
-            self._unclaim(name, node, dealt)
+            self._channel.give_back(name, node, dealt)
             if not isinstance(error, TimeoutError):
                 raise
             raise limits.CONNECTION_ANSWERS.refused(
@@ -171,18 +165,9 @@ class QueueRoutes:
             return await fetch_jobs(self._reader, name, dealt)
         except TopicsError as error:
             aside = int(self._unreadable.is_unreadable(name, dealt.seqs[0], error))
-            if aside:
-                unclaim = Unclaim(name, node, dealt.seqs[:1], [dealt.first_lease_no], ASIDE_MS)
-                self._gateway.post(self._owner(name), unclaim)
-            self._unclaim(name, node, dealt, aside)
+            self._channel.give_back(name, node, dealt, 0, aside, ASIDE_MS)
+            self._channel.give_back(name, node, dealt, aside)
             raise
-
-    def _unclaim(self, name: str, node: str, dealt: Dealt, aside: int = 0) -> None:
-        """Give all jobs back, but for the first ones that were put `aside`."""
-        if seqs := dealt.seqs[aside:]:
-            first_lease_no = dealt.first_lease_no + aside
-            leases = list(range(first_lease_no, first_lease_no + len(seqs)))
-            self._gateway.post(self._owner(name), Unclaim(name, node, seqs, leases))
 
     @json_route("POST", f"{TOPIC_PATH}/ack", Route.ACK, KeyScope.WRITE, "queues")
     @describe("Jobs are done", ok("Which of them", answers.AckAnswer), *JOB_CODES, "batch_too_large")
@@ -246,20 +231,16 @@ class QueueRoutes:
         bodies, count, cut_seq = await self._read_jobs(name, jobs)
         if cut_seq is not None:
             next_from_seq = cut_seq
-        answer = b'{"topic":"%b","jobs":[%b],"count":%d,%b"performance":{"server_total_ms":%b}}' % (
-            name.encode(),
-            b",".join(bodies),
-            count,
-            b"" if next_from_seq is None else b'"next_from_seq":%d,' % next_from_seq,
-            str(elapsed_ms(started_ns)).encode(),
-        )
+        rest = b"" if next_from_seq is None else b'"next_from_seq":%d,' % next_from_seq
+        took_ms = str(elapsed_ms(started_ns)).encode()
+        answer = _PEEKED % (name.encode(), b",".join(bodies), count, rest, took_ms)
         answering = send_json(send, headers, 200, answer)
         del bodies, answer, jobs  # as in `DiffRoute`
         await answering
 
     async def _look_at(self, name: str, request: PeekBody) -> tuple[list[JobView], int | None]:
         """Return the jobs, and the seq behind which there may be more."""
-        owner = self._reader.owner(name)
+        owner = self._owner(name)
         most = max(1, min(request.max, self._settings.max_claim))
         jobs: list[JobView] = []
         from_seq, more = request.from_seq, True

@@ -11,6 +11,7 @@ the next job. The stream of a client that does not keep up asks for no jobs unti
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -26,27 +27,17 @@ from topics.frontend.entry.access import Access
 from topics.frontend.entry.query import count
 from topics.frontend.entry.stalled_clients import STALL_MAX_MS, ReadProgress
 from topics.frontend.live import event_streams
-from topics.frontend.live.event_streams import HEARTBEAT_MAX_MS, StreamSlots
-from topics.frontend.live.push import Push
+from topics.frontend.live.event_streams import HEARTBEAT_MAX_MS, Push, StreamSlots
 from topics.frontend.live.wording import EVENT_STREAM, in_lines
 from topics.frontend.queues.job_records import ASIDE_MS, JobRendering, RenderedJobs, fetch_jobs
 from topics.frontend.queues.queue_routes import JOB_CODES, QueueServices, checked_node, clamped_lease_ms
 from topics.frontend.reads.cold import ColdMissError
-from topics.frontend.routes.operations import (
-    COUNT_SCHEMA,
-    EVENTS,
-    NAME_SCHEMA,
-    TOPIC_PATH,
-    Query,
-    asgi_route,
-    describe,
-    ok,
-    takes,
-)
+from topics.frontend.routes.operations import COUNT, EVENTS, STRING, TOPIC_PATH, Query, asgi_route, describe, ok, takes
+from topics.frontend.shards.gateway import stopping
 from topics.frontend.shards.pending_requests import is_outcome_unknown
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
-from topics.shm.queue_messages import Dealt, Unclaim, WorkOpen
+from topics.shm.queue_messages import Dealt, WorkOpen
 
 HEARTBEAT_MS: Final = 15_000
 REOPEN_S: Final = 1.0
@@ -72,52 +63,46 @@ class WorkParams(msgspec.Struct, frozen=True):
     key_digest: bytes
 
 
+@dataclass(eq=False)
 class WorkRoutes:
     """All `/work` streams of this frontend."""
 
-    def __init__(
-        self,
-        services: QueueServices,
-        access: Access,
-        settings: Settings,
-        slots: StreamSlots,
-        cell: ProcessCell,
-        clock: Clock,
-    ) -> None:
-        self.services = services
-        self.cell = cell
-        self.clock = clock
-        self._access = access
-        self._settings = settings
-        self._slots = slots
-        self._streams: set[WorkStream] = set()
-        self._draining = False
-        access.on_change(self._end_forbidden)
-        services.gateway.on_restart(self._reopen)
+    services: QueueServices
+    access: Access
+    settings: Settings
+    slots: StreamSlots
+    cell: ProcessCell
+    clock: Clock
+    _streams: set[WorkStream] = field(default_factory=set)
+    _draining: bool = False
+
+    def __post_init__(self) -> None:
+        self.access.on_change(self._end_forbidden)
+        self.services.gateway.on_restart(self._reopen)
 
     # The key may be in the query, so it is checked here.
     @asgi_route("GET", f"{TOPIC_PATH}/work", None, None, "queues")
     @describe("A stream that keeps a worker in jobs", _EVENTS, *JOB_CODES, "not_acceptable")
     @takes(
-        Query("node", NAME_SCHEMA | {"minLength": 1}, "who works; required"),
-        Query("max", COUNT_SCHEMA | {"default": 1}, "jobs at any time"),
-        Query("lease_ms", COUNT_SCHEMA, "instead of the queue's own"),
-        Query("heartbeat_ms", COUNT_SCHEMA | {"default": HEARTBEAT_MS}, _ABOUT_HEARTBEATS),
-        Query("token", NAME_SCHEMA, "the key, for who cannot send a header"),
+        Query("node", STRING | {"minLength": 1}, "who works; required"),
+        Query("max", COUNT | {"default": 1}, "jobs at any time"),
+        Query("lease_ms", COUNT, "instead of the queue's own"),
+        Query("heartbeat_ms", COUNT | {"default": HEARTBEAT_MS}, _ABOUT_HEARTBEATS),
+        Query("token", STRING, "the key, for who cannot send a header"),
     )
     async def work(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = check_topic_name(scope["path_params"]["topic"])
-        caller = self._access.authenticate(scope, token=True)
+        caller = self.access.authenticate(scope, token=True)
         caller.require(_NEEDED, (name,))
         params = self._params(name, caller.digest, scope)
-        with self._slots.hold(caller):
+        with self.slots.hold(caller):
             await self._work(params, scope, receive, send)
 
     def drain(self) -> None:
         """End all streams, as the process is to stop. Their jobs are free for workers elsewhere."""
         self._draining = True
         for stream in list(self._streams):
-            stream.close()
+            stream.end(EVENT_STREAM.shutting_down)
 
     def _params(self, name: str, key_digest: bytes, scope: Scope) -> WorkParams:
         event_streams.check_accept(dict(scope["headers"]))
@@ -125,10 +110,10 @@ class WorkRoutes:
         heartbeat_ms = min(count(query, "heartbeat_ms", HEARTBEAT_MS), HEARTBEAT_MAX_MS)
         return WorkParams(
             name,
-            checked_node(query.get("node", ""), self._settings),
-            max(1, min(count(query, "max", 1), self._settings.max_claim)),
+            checked_node(query.get("node", ""), self.settings),
+            max(1, min(count(query, "max", 1), self.settings.max_claim)),
             clamped_lease_ms(max(1, count(query, "lease_ms", 0))) if "lease_ms" in query else None,
-            max(self._settings.test_min_heartbeat_ms, heartbeat_ms),
+            max(self.settings.test_min_heartbeat_ms, heartbeat_ms),
             key_digest,
         )
 
@@ -137,7 +122,7 @@ class WorkRoutes:
         self._streams.add(stream)
         try:
             if self._draining:
-                raise event_streams.stopping()
+                raise stopping()
             await stream.open()
             self.cell.add("work_streams")
             try:
@@ -162,7 +147,7 @@ class WorkRoutes:
 
     def _end_if_forbidden(self, stream: WorkStream) -> None:
         params = stream.params
-        if not self._access.still_allows(params.key_digest, _NEEDED, (params.name,)):
+        if not self.access.still_allows(params.key_digest, _NEEDED, (params.name,)):
             stream.end(EVENT_STREAM.final("forbidden", "the key of this stream is no longer valid for it"))
 
 
@@ -177,6 +162,7 @@ class WorkStream:
         self._dead_letters, self._unreadable = services.dead_letters, services.unreadable
         self._loop = asyncio.get_running_loop()
         self.params = params
+        self._name = params.name.encode()
         self.shard = services.gateway.owner(params.name)
         self._number = services.channel.listeners.new_number()
         self._push: Push | None = None
@@ -339,7 +325,7 @@ class WorkStream:
         name, node = self.params.name, self.params.node
         if not self._unreadable.is_unreadable(name, one.seqs[0], error):
             return False
-        self._gateway.post(self.shard, Unclaim(name, node, one.seqs, [one.first_lease_no], ASIDE_MS))
+        self._channel.give_back(name, node, one, delay_ms=ASIDE_MS)
         return True
 
     def _send_early(self) -> None:
@@ -349,18 +335,15 @@ class WorkStream:
 
     def _event(self, rendered: RenderedJobs, seq: int) -> bytes:
         self._routes.cell.add("records_out")
-        return b"event: job\ndata: %b\nid: %d\n\n" % (in_lines(rendered.body), seq)
+        return b'event: job\ndata: {"topic":"%b",%b\nid: %d\n\n' % (self._name, in_lines(rendered.body[1:]), seq)
 
     def _pause(self, dealt: Dealt, from_at: int, push: Push) -> None:
         """Give back the jobs that cannot be sent, as the client does not keep up."""
-        first = dealt.first_lease_no + from_at
-        seqs = dealt.seqs[from_at:]
-        unclaim = Unclaim(self.params.name, self.params.node, seqs, list(range(first, first + len(seqs))))
         if self._stall is None:
             self._stall = ReadProgress(push.progress_bytes, self._routes.clock.monotonic_ms())
             self._stall_timer = self._loop.call_later(STALL_CHECK_S, self._check_stall, push)
         self._gateway.post(self.shard, self._opening(0))
-        self._gateway.post(self.shard, unclaim)
+        self._channel.give_back(self.params.name, self.params.node, dealt, from_at)
 
     def _end_stall(self) -> None:
         if self._stall is not None and not self._closed:

@@ -23,8 +23,7 @@ from topics.shm.topic_messages import CatchUp
 
 WAIT_S: Final = 2.0
 AGAIN_S: Final = 0.02
-"""First pause before a shard is asked again that could not read a source at that moment. Each pause is twice as long
-as the one before."""
+"""First pause before a shard that could not read a source is asked again; each is twice the one before."""
 
 
 class RouterSight:
@@ -79,7 +78,7 @@ class CatchingUp:
             async with asyncio.timeout(WAIT_S):
                 for dest in reversed(list(registry.upstream(name))):
                     while self._is_behind(registry, dest):
-                        shard = self._reader.owner(dest)
+                        shard = self._gateway.owner(dest)
                         reply = await self._gateway.call(shard, CatchUp(dest))
                         if reply.done:
                             complete &= not reply.pending
@@ -98,7 +97,7 @@ class CatchingUp:
             return False
         view = found.view
         for router in registry.into(dest):
-            progress = self._sight.progress(self._reader.owner(dest), router.id)
+            progress = self._sight.progress(self._gateway.owner(dest), router.id)
             if progress is None or progress.version != router.version:
                 return True
             if progress.source_topic_id not in (0, view.topic_id):

@@ -111,9 +111,7 @@ class ColdTier:
         return bool(old)
 
     async def fetch(self, miss: ColdMissError) -> None:
-        """Fetch the missing bytes. Raise FileNotFoundError if there is no such object (any more), and
-        `storage_unavailable` if the tier fails or does not answer in time.
-        """
+        """Fetch missing bytes. Raise FileNotFoundError, or `storage_unavailable` if the tier fails or is too slow."""
         name = miss.name
         wanted = range(miss.start // BLOCK_BYTES, (miss.end - 1) // BLOCK_BYTES + 1)
         absent = [n for n in wanted if (name, n) not in self._blocks and (name, n) not in self._reads]

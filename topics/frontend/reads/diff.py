@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 
 from topics.api import answers
-from topics.api.requests import DiffBody
+from topics.api.requests import DiffBody, FollowBody
 from topics.core.clock import Clock
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
-from topics.frontend.asgi import ROUTE, Receive, Scope, Send
+from topics.frontend.asgi import ROUTE, Receive, Scope, Send, until_disconnect
 from topics.frontend.entry import limits, wire
 from topics.frontend.entry.bodies import ClientGoneError, read_request
 from topics.frontend.entry.budget import Reservation
@@ -34,55 +35,43 @@ LIMIT_DEFAULT: Final = 256
 MAX_BATCH_BYTES: Final = (1 << 20, 8 << 20)
 """Default and maximum of `max_batch_bytes`."""
 WAIT_MS_MAX: Final = 30_000
+Room = Reservation | None
 _PAGE: Final = ok("A page of records", answers.DiffAnswer)
 _ANSWER: Final = b'{"topic":"%b",' + PAGE_MEMBERS + b',"performance":{"server_total_ms":%b,"records_scanned":%d%b%b}}'
 
 
+@dataclass(eq=False)
 class DiffRoute:
-    """The diffs of this frontend. It answers from the arena and the files; only a long poll asks the shard to report
-    changes.
-    """
+    """The diffs of this frontend, answered from arena and files. Only a long poll has the shard report changes."""
 
-    def __init__(
-        self,
-        reader: TopicReader,
-        gateway: Gateway,
-        recency: RecencyWriter,
-        settings: Settings,
-        cell: ProcessCell,
-        catching_up: CatchingUp,
-        clock: Clock,
-    ) -> None:
-        self._reader = reader
-        self._gateway = gateway
-        self._recency = recency
-        self._settings = settings
-        self._cell = cell
-        self._catching_up = catching_up
-        self._clock = clock
-        self._waiting: set[Callable[[], None]] = set()
-        """The functions that end the long polls."""
-        self._draining = False
+    reader: TopicReader
+    gateway: Gateway
+    recency: RecencyWriter
+    settings: Settings
+    cell: ProcessCell
+    catching_up: CatchingUp
+    clock: Clock
+    _waiting: set[Callable[[], None]] = field(default_factory=set)
+    """The functions that end the long polls."""
+    _draining: bool = False
 
     async def __call__(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         headers = dict(scope["headers"])
         check_topic_name(name)
-        request, options = await read_request(receive, headers, self._settings.max_body_bytes, self._wish)
-        reader = self._reader
-        with_copies = await self._catching_up.wait_for(name)
+        request, options = await read_request(receive, headers, self.settings.max_body_bytes, self._wish)
+        reader = self.reader
+        with_copies = await self.catching_up.wait_for(name)
         room = room_of(scope)
         if room is not None:
             await room.replace(_room_bytes(options))
         ref = reader.get(name)
-        from_ts = request.from_ts
-        page = await reader.fetch_page(ref, request.from_seq, options, reader.now_ms(), from_ts=from_ts)
-        self._recency.touch(ref.shard, ref.slot, ref.view.topic_id, self._clock.now_ms())
+        page = await reader.fetch_page(ref, request.from_seq, options, reader.now_ms(), from_ts=request.from_ts)
+        self.recency.touch(ref.shard, ref.slot, ref.view.topic_id, self.clock.now_ms())
         if request.wait_ms and not _deliverable(page):
             scope[ROUTE] = Route.DIFF_WAIT
-            wait_ms = min(request.wait_ms, WAIT_MS_MAX)
-            page = await self._wait(ref, page, options, from_ts, wait_ms, receive, room)
-        self._cell.add("records_out", page.count)
+            page = await self._wait(ref, page, request, options, receive, room)
+        self.cell.add("records_out", page.count)
         answering = send_json(send, headers, 200, _answer(name, page, with_copies, started_ns))
         # The page and the names of writers may be long: they are not kept while the client takes the answer.
         del page, options
@@ -103,21 +92,12 @@ class DiffRoute:
 
     def _wish(self, body: bytes) -> tuple[DiffBody, PageOptions]:
         request = wire.decode_diff(body)
-        limit = min(request.limit or LIMIT_DEFAULT, self._settings.max_limit)
-        max_batch_bytes = min(request.max_batch_bytes or MAX_BATCH_BYTES[0], MAX_BATCH_BYTES[1])
-        nodes = node_set(request.node)
+        options = page_options(request, self.settings)
         request.node = None  # a list may name the same writer many times
-        return request, PageOptions(limit, max_batch_bytes, nodes, request.include_tags, request.include_meta)
+        return request, options
 
     async def _wait(
-        self,
-        ref: TopicRef,
-        page: RecordPage,
-        options: PageOptions,
-        from_ts: int | None,
-        wait_ms: int,
-        receive: Receive,
-        room: Reservation | None,
+        self, ref: TopicRef, page: RecordPage, request: DiffBody, options: PageOptions, receive: Receive, room: Room
     ) -> RecordPage:
         """Return the first page with anything to deliver, or the last one before the deadline. Its costs are those of
         all pages. `from_ts` may be in the future: records written before it are not delivered.
@@ -139,13 +119,13 @@ class DiffRoute:
             news.set()
 
         # Only the timer ends it: by the loop's clock it may fire early, and would then not fire again.
-        timer = loop.call_later(wait_ms / 1000, end)
-        watch = self._gateway.watch(ref.shard, ref.name, ref.view, news.set)
+        timer = loop.call_later(min(request.wait_ms, WAIT_MS_MAX) / 1000, end)
+        watch = self.gateway.watch(ref.shard, ref.name, ref.view, news.set)
         # Only a disconnect can follow the body.
-        gone = loop.create_task(_disconnect(receive))
+        gone = loop.create_task(until_disconnect(receive))
         gone.add_done_callback(lambda _: news.set())
         self._waiting.add(end)
-        self._cell.set("long_polls", len(self._waiting))
+        self.cell.set("long_polls", len(self._waiting))
         try:
             over |= self._draining  # `drain` ended only the long polls before this one
             while not (over or _deliverable(page)):
@@ -167,20 +147,32 @@ class DiffRoute:
                         break
                     finally:
                         entering = None
-                reader = self._reader
+                reader = self.reader
                 ref = reader.get(ref.name)
                 watch.found(ref.view)
                 scanned, cold_segments = scanned + page.scanned, cold_segments + page.cold_segments
-                page = await reader.fetch_page(ref, page.next_from_seq, options, reader.now_ms(), from_ts=from_ts)
+                from_seq, from_ts = page.next_from_seq, request.from_ts
+                page = await reader.fetch_page(ref, from_seq, options, reader.now_ms(), from_ts=from_ts)
         finally:
             timer.cancel()
             watch.cancel()
             gone.cancel()
             self._waiting.discard(end)
-            self._cell.set("long_polls", len(self._waiting))
+            self.cell.set("long_polls", len(self._waiting))
         return msgspec.structs.replace(
             page, scanned=scanned + page.scanned, cold_segments=cold_segments + page.cold_segments
         )
+
+
+def page_options(request: DiffBody | FollowBody, settings: Settings) -> PageOptions:
+    """Return the request's page options, clamped to the service's limits."""
+    return PageOptions(
+        min(request.limit or LIMIT_DEFAULT, settings.max_limit),
+        min(request.max_batch_bytes or MAX_BATCH_BYTES[0], MAX_BATCH_BYTES[1]),
+        node_set(request.node),
+        request.include_tags,
+        request.include_meta,
+    )
 
 
 def _room_bytes(options: PageOptions) -> int:
@@ -190,11 +182,6 @@ def _room_bytes(options: PageOptions) -> int:
 
 def _deliverable(page: RecordPage) -> bool:
     return page.count > 0 or page.tombstone is not None
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _answer(name: str, page: RecordPage, with_copies: bool, started_ns: int) -> bytes:

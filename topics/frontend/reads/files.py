@@ -9,18 +9,8 @@ from collections import OrderedDict
 from typing import Final
 
 from topics.core.segment_list import COLD, SegmentInfo
-from topics.storage import layout
-from topics.storage.segment import (
-    ENTRY_LEN,
-    Columns,
-    CommittedFile,
-    check_frames,
-    entries_of_idx,
-    extent,
-    first_at,
-    read_columns,
-    ts_of,
-)
+from topics.storage import layout, segment
+from topics.storage.segment import ENTRY_LEN, Columns, CommittedFile
 
 MAPS_MAX: Final = 64
 
@@ -40,9 +30,7 @@ class LogFiles:
         self._maps_max = maps_max
 
     def get(self, shard: int, in_ram: bool, file_no: int, end: int) -> mmap.mmap:
-        """Return the file, mapped at least up to byte `end`. FileNotFoundError if it was removed, EOFError if it is
-        shorter.
-        """
+        """Return the file, mapped to byte `end` at least. FileNotFoundError if it was removed, EOFError if shorter."""
         key = (shard, in_ram, file_no)
         mapped = self._maps.get(key)
         if mapped is not None and end <= len(mapped):
@@ -91,19 +79,6 @@ _MARKED: Final = 2
 class OpenSegment:
     """The committed part of one segment. Methods that read its files raise CorruptSegment."""
 
-    __slots__ = (
-        "_checked",
-        "_data",
-        "_idx",
-        "data_bytes",
-        "data_path",
-        "first_seq",
-        "idx_path",
-        "is_cold",
-        "last_seq",
-        "name",
-    )
-
     def __init__(self, directory: str, topic_id: int, info: SegmentInfo, checked: bytes = b"") -> None:
         """Open the index. FileNotFoundError if it was removed, CorruptSegment if it is shorter than `info` says."""
         self.first_seq = info.first_seq
@@ -117,9 +92,7 @@ class OpenSegment:
         self.is_cold = False
         """True if the cold tier has the data. Then they are in this directory for a while at most."""
         self._checked = bytearray(checked.ljust(info.records, b"\0"))
-        """A byte for each record: 1 if its frame was found to be whole since this was opened; 2 if it is also marked as
-        deleted.
-        """
+        """A byte a record: 1 if its frame was found to be whole since the opening; 2 if it is marked deleted, too."""
 
     def local_data(self) -> CommittedFile | None:
         """Return the data file, opened at its first use: times and floors are in the index. None if only the cold tier
@@ -149,26 +122,19 @@ class OpenSegment:
 
     def columns(self, first_seq: int, last_seq: int) -> Columns:
         """Return the index entries of these seqs."""
-        return read_columns(self._idx, first_seq - self.first_seq, last_seq - first_seq + 1)
+        return segment.read_columns(self._idx, first_seq - self.first_seq, last_seq - first_seq + 1)
 
     def entries(self, first_seq: int, last_seq: int) -> array[int]:
         """Return the index entries of these seqs as those of a record index (`core.location`)."""
         start = (first_seq - self.first_seq) * ENTRY_LEN
-        return entries_of_idx(self._idx[start : start + (last_seq - first_seq + 1) * ENTRY_LEN], first_seq)
+        return segment.entries_of_idx(self._idx[start : start + (last_seq - first_seq + 1) * ENTRY_LEN], first_seq)
 
     def extent(self, first_seq: int, columns: Columns) -> tuple[list[int], int]:
         """Return (the starts of the frames of `columns`, the end of the last one)."""
-        return extent(columns, self.data_bytes, self.idx_path, (first_seq - self.first_seq) * ENTRY_LEN)
+        return segment.extent(columns, self.data_bytes, self.idx_path, (first_seq - self.first_seq) * ENTRY_LEN)
 
     def check(
-        self,
-        buffer: bytes,
-        base: int,
-        first_seq: int,
-        columns: Columns,
-        starts: list[int],
-        again: bool = False,
-        fetched: bool = False,
+        self, buffer: bytes, base: int, first_seq: int, columns: Columns, starts: list[int], again: bool, fetched: bool
     ) -> list[int]:
         """Check that these frames are whole (`segment.check_frames`): bytes of this file only once, unless `again`;
         bytes that were `fetched` from the cold tier every time.
@@ -179,7 +145,7 @@ class OpenSegment:
         start = first_seq - self.first_seq
         end = start + len(starts)
         if again or fetched or self._checked.find(0, start, end) >= 0:
-            marked = check_frames(self.data_path, buffer, base, first_seq, columns, starts)
+            marked = segment.check_frames(self.data_path, buffer, base, first_seq, columns, starts)
             if fetched:
                 return marked
             self._checked[start:end] = _CHECKED * (end - start)
@@ -198,11 +164,11 @@ class OpenSegment:
 
     def ts_at(self, seq: int) -> int:
         """Return the commit time of a record, ms."""
-        return ts_of(self._idx, seq - self.first_seq)
+        return segment.ts_of(self._idx, seq - self.first_seq)
 
     def first_seq_at(self, ts: int) -> int:
         """Return the first seq with a commit time >= ts; last_seq + 1 if there is none."""
-        return self.first_seq + first_at(self._idx, self.last_seq - self.first_seq + 1, ts)
+        return self.first_seq + segment.first_at(self._idx, self.last_seq - self.first_seq + 1, ts)
 
 
 class SegmentCache:

@@ -29,8 +29,7 @@ _IDENTITY: Final = Struct("<I2xQQ")
 """frame_len, topic_id, seq of a frame in the log."""
 _LENGTH_FIELD_LEN: Final = 4
 _COPY_MAX_BYTES: Final = 256 * 1024
-"""The most bytes that are copied out of a map before they are sliced, if most of them are wanted: a slice of `bytes`
-costs half of a slice of a map."""
+"""Most bytes copied out of a map before they are sliced: a slice of `bytes` costs half of a slice of a map."""
 _first_seq = attrgetter("first_seq")
 _last_ts = attrgetter("last_ts")
 
@@ -116,9 +115,7 @@ class LocatedRecords:
         return columns.flags, columns.offsets
 
     def entries(self, first_seq: int, last_seq: int) -> array[int]:
-        """Return index entries (`core.location`) of existing records. In segments they locate nothing. Raise
-        MovedError, FileNotFoundError, CorruptSegment.
-        """
+        """Return index entries of existing records, as `runs` raises. In segments they locate nothing."""
         found = array("Q")
         while first_seq <= last_seq and first_seq < self._view.base_seq:
             info = self._segment_of(first_seq)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from topics.api import segment_answers as answers
@@ -23,7 +24,7 @@ from topics.frontend.entry.responses import LIST_BYTES_MAX, reserve_room
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-from topics.frontend.routes.operations import COUNT_SCHEMA, TOPIC_PATH, Query, describe, ok, takes
+from topics.frontend.routes.operations import COUNT, TOPIC_PATH, Query, describe, ok, takes
 from topics.shm.durations import Route
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
@@ -46,44 +47,33 @@ _Key = tuple[int, int, int]
 """(topic id, first_seq, version) of a segment."""
 
 
+@dataclass(eq=False)
 class ManifestRoutes:
-    """The requests about segments and pins, a method for each. `pins` are those of this frontend, `pins_dir` has those
-    of all.
-    """
+    """The requests about segments and pins. `pins` are those of this frontend, `pins_dir` has those of all."""
 
-    def __init__(
-        self,
-        reader: TopicReader,
-        catching_up: CatchingUp,
-        fs: FileSystem,
-        pins: PinFiles,
-        pins_dir: str,
-        data_dir: str,
-        clock: Clock,
-    ) -> None:
-        self._reader = reader
-        self._catching_up = catching_up
-        self._fs = fs
-        self._pins = pins
-        self._pins_dir = pins_dir
-        self._data_dir = data_dir
-        self._clock = clock
-        self._digests: OrderedDict[_Key, int] = OrderedDict()
+    reader: TopicReader
+    catching_up: CatchingUp
+    fs: FileSystem
+    pins: PinFiles
+    pins_dir: str
+    data_dir: str
+    clock: Clock
+    _digests: OrderedDict[_Key, int] = field(default_factory=OrderedDict)
 
     @json_route("GET", f"{TOPIC_PATH}/segments", Route.OTHER, KeyScope.READ, "segments")
     @describe(_SEGMENTS, ok(_LISTED, answers.Manifest), "topic_not_found", "storage_unavailable")
     @takes(
-        Query("from_seq", COUNT_SCHEMA | {"default": 0}, "a cursor: only segments with records behind it"),
-        Query("to_seq", COUNT_SCHEMA, "only segments with records up to it"),
-        Query("pin_ttl_ms", COUNT_SCHEMA | {"default": 0}, f"{_TTL}; 0: no pin"),
+        Query("from_seq", COUNT | {"default": 0}, "a cursor: only segments with records behind it"),
+        Query("to_seq", COUNT, "only segments with records up to it"),
+        Query("pin_ttl_ms", COUNT | {"default": 0}, f"{_TTL}; 0: no pin"),
     )
     async def list_segments(self, request: ApiRequest) -> JsonReply:
         name, query = request.topic, request.query
         from_seq, to_seq = count(query, "from_seq", 0), count(query, "to_seq", U64_MAX)
         ttl_ms = min(count(query, "pin_ttl_ms", 0), PIN_TTL_MAX_MS)
-        await self._catching_up.wait_for(name)
+        await self.catching_up.wait_for(name)
         await reserve_room(request.scope, LIST_BYTES_MAX)
-        ref, segments = self._reader.with_segments(self._reader.get(name))
+        ref, segments = self.reader.with_segments(self.reader.get(name))
         listed, more = _wanted(ref, segments, from_seq, to_seq)
         pin: dict[str, Any] | None = None
         if ttl_ms:
@@ -109,36 +99,36 @@ class ManifestRoutes:
 
     @json_route("PUT", _PIN_PATH, Route.OTHER, KeyScope.READ, "segments")
     @describe("Keep pinned files for longer", ok("Whether the pin still holds", answers.PinRenewed))
-    @takes(Query("pin_ttl_ms", COUNT_SCHEMA | {"default": PIN_TTL_DEFAULT_MS}, f"{_TTL}, from now on"))
+    @takes(Query("pin_ttl_ms", COUNT | {"default": PIN_TTL_DEFAULT_MS}, f"{_TTL}, from now on"))
     async def renew_pin(self, request: ApiRequest) -> JsonReply:
         """Extend a pin, also when its topic is deleted: the pinned files still exist."""
         name, pin_id = _path_params(request)
         ttl_ms = min(max(1, count(request.query, "pin_ttl_ms", PIN_TTL_DEFAULT_MS)), PIN_TTL_MAX_MS)
-        now_ms = self._clock.monotonic_ms()
+        now_ms = self.clock.monotonic_ms()
         pin = self._find_pin(name, pin_id, now_ms)
         if pin is not None:
             # A pin is never shortened: another reader may count on the time that it was promised.
             until_ms = max(pin.until_ms, now_ms + ttl_ms)
-            self._pins.put(pin_id, Pin(name, pin.topic_id, pin.segments, until_ms))
+            self.pins.put(pin_id, Pin(name, pin.topic_id, pin.segments, until_ms))
         # If it ended while this was written, the compactor may have read it in between.
-        held = pin is not None and self._clock.monotonic_ms() < pin.until_ms
+        held = pin is not None and self.clock.monotonic_ms() < pin.until_ms
         return JsonReply({"topic": name, "pin": pin_id, "held": held})
 
     @json_route("DELETE", _PIN_PATH, Route.OTHER, KeyScope.READ, "segments")
     @describe("End a pin before its time", ok("It is over", answers.PinEnded))
     async def end_pin(self, request: ApiRequest) -> JsonReply:
         name, pin_id = _path_params(request)
-        pin = self._find_pin(name, pin_id, self._clock.monotonic_ms())
+        pin = self._find_pin(name, pin_id, self.clock.monotonic_ms())
         if pin is not None:
-            self._pins.put(pin_id, Pin(name, pin.topic_id, [], pin.until_ms, ended=True))
+            self.pins.put(pin_id, Pin(name, pin.topic_id, [], pin.until_ms, ended=True))
         return JsonReply({"topic": name, "pin": pin_id, "ended": pin is not None})
 
     def _find_pin(self, name: str, pin_id: str, now_ms: int) -> Pin | None:
         """Return a pin of this topic that holds now, after pins of this frontend that are over are removed."""
-        pin = read_pin(self._fs, self._pins_dir, pin_id, now_ms)
+        pin = read_pin(self.fs, self.pins_dir, pin_id, now_ms)
         if pin is None or pin.topic != name:
             return None
-        self._pins.held(now_ms)
+        self.pins.held(now_ms)
         return pin
 
     def _pinned(
@@ -146,16 +136,16 @@ class ManifestRoutes:
     ) -> tuple[TopicRef, tuple[SegmentInfo, ...], list[SegmentInfo], bool]:
         """Pin the listed segments, and list them again until all that are listed are pinned."""
         most = limits.PINS.most_count
-        if self._pins.held(self._clock.monotonic_ms()) >= most:
-            self._pins.remove_ended()
-        if self._pins.held(self._clock.monotonic_ms()) >= most:
+        if self.pins.held(self.clock.monotonic_ms()) >= most:
+            self.pins.remove_ended()
+        if self.pins.held(self.clock.monotonic_ms()) >= most:
             message = f"one frontend keeps {most} pins, which are all in use; end some, or wait until some are over"
             raise limits.PINS.refused(message, most, retry_after_ms=None)
         for _ in range(_TRIES):
-            until_ms = self._clock.monotonic_ms() + ttl_ms
+            until_ms = self.clock.monotonic_ms() + ttl_ms
             names = [(info.first_seq, info.version) for info in listed]
-            self._pins.put(pin_id, Pin(ref.name, ref.view.topic_id, names, until_ms))
-            ref, segments = self._reader.with_segments(self._reader.refresh(ref))
+            self.pins.put(pin_id, Pin(ref.name, ref.view.topic_id, names, until_ms))
+            ref, segments = self.reader.with_segments(self.reader.refresh(ref))
             again, more = _wanted(ref, segments, *range_)
             # A segment that fell below the floor in the meantime is no longer listed; its pin does no harm.
             if {(info.first_seq, info.version) for info in again} <= set(names):
@@ -183,7 +173,7 @@ class ManifestRoutes:
 
     def _digest(self, topic_id: int, info: SegmentInfo) -> int | None:
         """Return the digest of a segment's index; None if it cannot be read, which the reader of the file will see."""
-        directory = layout.topic_dir(self._data_dir, topic_id)
+        directory = layout.topic_dir(self.data_dir, topic_id)
         path = layout.segment_idx_path(directory, info.first_seq, info.version)
         try:
             digest = index_digest(CommittedFile(path, info.records * ENTRY_LEN))
@@ -198,9 +188,7 @@ class ManifestRoutes:
 def _wanted(
     ref: TopicRef, segments: tuple[SegmentInfo, ...], from_seq: int, to_seq: int
 ) -> tuple[list[SegmentInfo], bool]:
-    """Return the sealed segments with a record of from_seq + 1..to_seq that is not below the floor. True: there are
-    more than one answer holds.
-    """
+    """Return the sealed segments with live records of from_seq + 1..to_seq. True: one answer cannot hold them all."""
     first_seq = max(from_seq + 1, ref.view.earliest_seq)
     found = [
         info for info in segments if info.flags & SEALED and info.last_seq >= first_seq and info.first_seq <= to_seq
@@ -210,14 +198,9 @@ def _wanted(
 
 def _row(topic_id: int, info: SegmentInfo, digest: int | None) -> dict[str, Any]:
     directory = layout.topic_dir("", topic_id)
+    members = ("first_seq", "last_seq", "records", "first_ts", "last_ts", "data_bytes", "version")
     return {
-        "first_seq": info.first_seq,
-        "last_seq": info.last_seq,
-        "records": info.records,
-        "first_ts": info.first_ts,
-        "last_ts": info.last_ts,
-        "data_bytes": info.data_bytes,
-        "version": info.version,
+        **{name: getattr(info, name) for name in members},
         "tier": "cold" if info.flags & COLD else "hot",
         "data_path": layout.segment_data_path(directory, info.first_seq, info.version),
         "idx_path": layout.segment_idx_path(directory, info.first_seq, info.version),

@@ -98,9 +98,7 @@ class TopicRef(NamedTuple):
 
 
 class RecordPage(msgspec.Struct, frozen=True):
-    """Records that follow a cursor: `body` is `count` JSON objects joined by commas, and all records up to
-    `next_from_seq` were examined.
-    """
+    """Records behind a cursor: `count` JSON objects joined by commas. Those up to `next_from_seq` were examined."""
 
     body: bytes
     count: int
@@ -125,9 +123,7 @@ class TopicReader:
     def __init__(
         self, arenas: Arenas, files: LogFiles, shards: int, clock: Clock, cold: ColdTier | None = None
     ) -> None:
-        """Records expire by `clock` (`core/clock.py`). `cold` has the segments that are not in the data directory; None
-        if none ever left it.
-        """
+        """Records expire by `clock`. `cold` has the segments outside the data directory; None if none ever left it."""
         self._arenas = arenas
         self.stores = RecordStores(files, SegmentCache(files.data_dir), cold)
         self._shards = shards
@@ -148,10 +144,6 @@ class TopicReader:
         if not now_ms < self._now_ms <= now_ms + STEP_MAX_MS:
             self._now_ms = now_ms
         return self._now_ms
-
-    def owner(self, name: str) -> int:
-        """Return the shard of a topic, which need not exist."""
-        return owner_shard(name, self._shards)
 
     def find(self, name: str) -> TopicRef | None:
         """Return the topic as it is now, if it exists. Raise `not_ready` until its shard has recovered."""
@@ -374,9 +366,7 @@ def _unreadable(ref: TopicRef, error: Exception | None) -> TopicsError:
 
 
 def _corrupt(ref: TopicRef, damage: CorruptSegment) -> TopicsError:
-    """Return the error for damage, which is never taken for absence. The reader stays before it, and learns where it
-    is.
-    """
+    """Return the error for damage, which is never taken for absence: the reader stays before it, and learns where."""
     segment = _in_topics_dir(damage.path)
     _log.error("a segment is corrupt", topic=ref.name, path=damage.path, offset=damage.offset, reason=damage.reason)
     return TopicsError(

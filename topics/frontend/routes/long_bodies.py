@@ -50,9 +50,7 @@ class UncutError(Exception):
 
 
 def decode(decoder: msgspec.json.Decoder[BodyT], body: bytes, records_max: int, record_max_bytes: int) -> BodyT:
-    """Decode as `wire.decode` does; `batch_too_large` as soon as there are more than `records_max`. It sleeps now and
-    then, so call it in a thread.
-    """
+    """Decode as `wire.decode` does; `batch_too_large` from `records_max` on. It sleeps, so call it in a thread."""
     if len(body) > WHOLE_BYTES_MAX:
         try:
             return Cutter(body, records_max, record_max_bytes).decode(decoder)

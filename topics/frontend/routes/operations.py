@@ -22,8 +22,8 @@ TOPIC_PATH: Final = "/v0/topics/{topic}"
 LOST: Final = ("shard_unavailable", "storage_unavailable")
 """The errors of a request that a shard has to carry out."""
 TOPIC_LOST: Final = ("topic_not_found", *LOST)
-NAME_SCHEMA: Final = {"type": "string"}
-COUNT_SCHEMA: Final = {"type": "integer", "minimum": 0}
+STRING: Final = {"type": "string"}
+COUNT: Final = {"type": "integer", "minimum": 0}
 
 
 class Query(NamedTuple):
@@ -35,8 +35,8 @@ class Query(NamedTuple):
 
 
 PAGE_QUERIES: Final = (
-    Query("page_size", COUNT_SCHEMA | {"default": 100}, "at most 1000"),
-    Query("cursor", NAME_SCHEMA, "next_cursor of the page before"),
+    Query("page_size", COUNT | {"default": 100}, "at most 1000"),
+    Query("cursor", STRING, "next_cursor of the page before"),
 )
 """The parameters of every list (api §0.8)."""
 

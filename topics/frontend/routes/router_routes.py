@@ -16,7 +16,7 @@ from topics.frontend.entry.query import name_cursor
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-from topics.frontend.routes.operations import LOST, NAME_SCHEMA, PAGE_QUERIES, Query, describe, made_or_there, ok, takes
+from topics.frontend.routes.operations import LOST, PAGE_QUERIES, STRING, Query, describe, made_or_there, ok, takes
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
 from topics.shm.durations import Route
@@ -66,9 +66,9 @@ class RouterRoutes:
     @json_route("GET", "/v0/routers", Route.LIST_ROUTERS, KeyScope.READ, "routers")
     @describe("List routers by name", ok("A page of routers", answers.RouterList))
     @takes(
-        Query("prefix", NAME_SCHEMA, "only names that begin with it"),
-        Query("source", NAME_SCHEMA, "only routers from this topic"),
-        Query("dest", NAME_SCHEMA, "only routers into this topic"),
+        Query("prefix", STRING, "only names that begin with it"),
+        Query("source", STRING, "only routers from this topic"),
+        Query("dest", STRING, "only routers into this topic"),
         *PAGE_QUERIES,
     )
     async def list_all(self, request: ApiRequest) -> JsonReply:
@@ -122,7 +122,7 @@ class RouterRoutes:
         except TopicsError as error:
             raise _visible_conflict(error, name, spec, caller) from None
         try:
-            await self._gateway.call(self._reader.owner(spec.dest), EnsureTopic(spec.dest))
+            await self._gateway.call(self._gateway.owner(spec.dest), EnsureTopic(spec.dest))
         except TopicsError:
             if reply.created:
                 await self._gateway.call(REGISTRY_SHARD, RemoveRouters([reply.router.id]))
@@ -168,7 +168,7 @@ class RouterRoutes:
         return router
 
     def _shown(self, router: Router) -> dict[str, Any]:
-        progress = self._sight.progress(self._reader.owner(router.spec.dest), router.id)
+        progress = self._sight.progress(self._gateway.owner(router.spec.dest), router.id)
         forwarded_total = 0 if progress is None else progress.forwarded_total
         return {"router": router.name, **router.spec.echo(), "forwarded_total": forwarded_total}
 
@@ -178,7 +178,7 @@ class RouterRoutes:
         until_s = loop.time() + BEGIN_WAIT_S
         call = SyncRouters(router.spec.dest, router.id, router.version)
         while True:
-            reply = await self._gateway.call(self._reader.owner(router.spec.dest), call)
+            reply = await self._gateway.call(self._gateway.owner(router.spec.dest), call)
             if reply.begun or loop.time() > until_s:
                 break
             await asyncio.sleep(BEGIN_RETRY_S)
@@ -188,7 +188,7 @@ class RouterRoutes:
     async def _sync(self, dest: str) -> None:
         """Have the shard of this dest read the router table now. A shard that is down reads it when it starts."""
         try:
-            await self._gateway.call(self._reader.owner(dest), SyncRouters(dest, 0, 0))
+            await self._gateway.call(self._gateway.owner(dest), SyncRouters(dest, 0, 0))
         except TopicsError:
             return
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import dataclass
 from typing import Any, Final
 
 from topics.api import answers
@@ -22,8 +23,8 @@ from topics.frontend.reads.reading import TopicRef
 from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
 from topics.frontend.routes.operations import (
     LOST,
-    NAME_SCHEMA,
     PAGE_QUERIES,
+    STRING,
     TOPIC_LOST,
     TOPIC_PATH,
     Query,
@@ -46,32 +47,22 @@ EXPIRE_WAIT_S: Final = 0.25
 """A dead shard must not hold up a state read, which is then answered as the topic was last published."""
 
 
+@dataclass(eq=False)
 class TopicRoutes:
     """The requests about topics as a whole, and deletions of records: one method for each."""
 
-    def __init__(
-        self,
-        known: KnownTopics,
-        arenas: Arenas,
-        gateway: Gateway,
-        hub: Hub,
-        catching_up: CatchingUp,
-        routers: RouterRoutes,
-        settings: Settings,
-    ) -> None:
-        self._known = known
-        self._reader = known.reader
-        self._arenas = arenas
-        self._gateway = gateway
-        self._hub = hub
-        self._catching_up = catching_up
-        self._routers = routers
-        self._body_max_bytes = settings.max_body_bytes
+    known: KnownTopics
+    arenas: Arenas
+    gateway: Gateway
+    hub: Hub
+    catching_up: CatchingUp
+    routers: RouterRoutes
+    settings: Settings
 
     @json_route("GET", "/v0/topics", Route.LIST_TOPICS, KeyScope.READ, "topics")
     @describe("List topics by name", ok("A page of topics", answers.TopicList))
     @takes(
-        Query("prefix", NAME_SCHEMA, "only names that begin with it"),
+        Query("prefix", STRING, "only names that begin with it"),
         *PAGE_QUERIES,
         flag_query("touch", False, "whether this counts as reading the topics"),
     )
@@ -79,12 +70,12 @@ class TopicRoutes:
         query = request.query
         touch = flag(query, "touch", False)
         prefixes = request.caller.narrowed(query.get("prefix", ""))
-        arenas = [self._arenas.require(shard) for shard in range(self._gateway.shards)]
+        arenas = [self.arenas.require(shard) for shard in range(self.gateway.shards)]
         size, after = await request.list_page(check_topic_name)
         names = list(itertools.islice(live_names(arenas, prefixes, after), size + 1))
         page = names[:size]
-        with_copies = await self._catching_up.wait_for_all(page)
-        refs = await self._all_settled([ref for name in page if (ref := self._reader.find(name)) is not None])
+        with_copies = await self.catching_up.wait_for_all(page)
+        refs = await self._all_settled([ref for name in page if (ref := self.known.reader.find(name)) is not None])
         answer: dict[str, Any] = {"topics": [self._entry(ref, touch) for ref in refs]}
         if len(names) > size:
             answer["next_cursor"] = name_cursor(page[-1])
@@ -96,11 +87,11 @@ class TopicRoutes:
     async def get(self, request: ApiRequest) -> JsonReply:
         name = request.topic
         touch = flag(request.query, "touch", True)
-        with_copies = await self._catching_up.wait_for(name)
-        ref = await self.settled(self._reader.get(name))
+        with_copies = await self.catching_up.wait_for(name)
+        ref = await self.settled(self.known.reader.get(name))
         view, config = ref.view, ref.config
         if touch:
-            self._known.note_read(ref)
+            self.known.note_read(ref)
         answer = {
             "topic": name,
             "type": config.type,
@@ -114,7 +105,7 @@ class TopicRoutes:
             "config": config.echo(),
             "effective_priority": self._effective_priority(ref),
             "last_write_ts": view.last_write_ts or None,
-            "last_read_ts": self._known.last_read_ms(ref) or None,
+            "last_read_ts": self.known.last_read_ms(ref) or None,
         }
         if config.type == "queue":
             answer["queue"] = {
@@ -129,15 +120,15 @@ class TopicRoutes:
     @takes(body=GivenConfig, body_required=False)
     async def put(self, request: ApiRequest) -> JsonReply:
         name = request.topic
-        body = await request.body(self._body_max_bytes)
+        body = await request.body(self.settings.max_body_bytes)
         config, type_given = parse_config(wire.decode_object(body) if body else {}, name)
         if config.dead_letter is not None:
             request.caller.require(KeyScope.ADMIN, (config.dead_letter,))
-        shard, call = self._gateway.owner(name), PutTopic(name, config, type_given)
-        reply = await self._gateway.call(shard, call)
+        shard, call = self.gateway.owner(name), PutTopic(name, config, type_given)
+        reply = await self.gateway.call(shard, call)
         while reply.rest is not None:
             # A change that has begun is not given up because a ring is full.
-            reply = await self._gateway.call(shard, reply.rest, unthrottled=True)
+            reply = await self.gateway.call(shard, reply.rest, unthrottled=True)
         answer = {"topic": name, "created": reply.created, "config": reply.config.echo()}
         return JsonReply(answer, 201 if reply.created else 200)
 
@@ -147,12 +138,12 @@ class TopicRoutes:
     async def delete(self, request: ApiRequest) -> JsonReply:
         name = request.topic
         if_empty = flag(request.query, "if_empty", False)
-        routers, with_copies = await self._routers.before_delete(name)
-        reply = await self._gateway.call(self._gateway.owner(name), DeleteTopic(name, if_empty))
+        routers, with_copies = await self.routers.before_delete(name)
+        reply = await self.gateway.call(self.gateway.owner(name), DeleteTopic(name, if_empty))
         if not reply.deleted:
             routers = []
         if routers:
-            await self._routers.after_delete(name, routers)
+            await self.routers.after_delete(name, routers)
         removed = [router.name for router in routers]
         answer = {"topic": name, "deleted": reply.deleted, "routers_removed": removed}
         return JsonReply(answer, with_copies=with_copies)
@@ -162,24 +153,18 @@ class TopicRoutes:
     @takes(body=DeleteBody)
     async def delete_records(self, request: ApiRequest) -> JsonReply:
         name = request.topic
-        before_seq, match = wire.decode_delete(await request.body(self._body_max_bytes))
+        before_seq, match = wire.decode_delete(await request.body(self.settings.max_body_bytes))
         op, tag = (None, b"") if match is None else match
-        with_copies = await self._catching_up.wait_for(name)
-        deleted, reply = await delete_in_turns(self._gateway, DeleteRecords(name, before_seq, op, tag))
-        answer = {
-            "topic": name,
-            "deleted": deleted,
-            "earliest_seq": reply.earliest_seq,
-            "head_seq": reply.head_seq,
-            "count": reply.records,
-            "bytes": reply.live_bytes,
-        }
+        with_copies = await self.catching_up.wait_for(name)
+        deleted, reply = await delete_in_turns(self.gateway, DeleteRecords(name, before_seq, op, tag))
+        seqs = {"earliest_seq": reply.earliest_seq, "head_seq": reply.head_seq}
+        answer = {"topic": name, "deleted": deleted, **seqs, "count": reply.records, "bytes": reply.live_bytes}
         return JsonReply(answer, with_copies=with_copies)
 
     def _entry(self, ref: TopicRef, touch: bool) -> dict[str, Any]:
         view = ref.view
         if touch:
-            self._known.note_read(ref)
+            self.known.note_read(ref)
         return {
             "topic": ref.name,
             "head_seq": view.head_seq,
@@ -192,11 +177,11 @@ class TopicRoutes:
 
     def _effective_priority(self, ref: TopicRef) -> int:
         """Return the priority by which this process schedules the topic now (`core/priority.py`)."""
-        return self._known.priority(ref) + age(self._hub.waiting_ms(ref.name))
+        return self.known.priority(ref) + age(self.hub.waiting_ms(ref.name))
 
     async def _all_settled(self, refs: list[TopicRef]) -> list[TopicRef]:
-        now_ms = self._reader.now_ms()
-        if not any(self._reader.has_expired(ref, now_ms) for ref in refs):
+        now_ms = self.known.reader.now_ms()
+        if not any(self.known.reader.has_expired(ref, now_ms) for ref in refs):
             return refs
         settled = await asyncio.gather(*[self.settled(ref) for ref in refs], return_exceptions=True)
         for outcome in settled:
@@ -207,20 +192,18 @@ class TopicRoutes:
 
     async def settled(self, ref: TopicRef) -> TopicRef:
         """Return the topic with exact floors, count and bytes: its shard evicts what has expired."""
-        if not self._reader.has_expired(ref, self._reader.now_ms()):
+        if not self.known.reader.has_expired(ref, self.known.reader.now_ms()):
             return ref
         try:
             async with asyncio.timeout(EXPIRE_WAIT_S):
-                await self._gateway.call(ref.shard, Expire(ref.name))
+                await self.gateway.call(ref.shard, Expire(ref.name))
         except (TimeoutError, TopicsError):
-            return self._reader.refresh(ref)
-        return self._reader.get(ref.name)
+            return self.known.reader.refresh(ref)
+        return self.known.reader.get(ref.name)
 
 
 async def delete_in_turns(gateway: Gateway, call: DeleteRecords) -> tuple[int, DeleteRecordsReply]:
-    """Delete records, turn by turn of the shard so that it serves others in between. Return their number, and the last
-    reply of the shard.
-    """
+    """Delete records in turns, between which the shard serves others. Return their number, and its last reply."""
     shard = gateway.owner(call.name)
     deleted = 0
     while True:

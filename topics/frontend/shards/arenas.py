@@ -15,9 +15,7 @@ _ATTACH_TRIES = 10
 
 
 def live_names(arenas: Sequence[ArenaReader], prefixes: Iterable[str], after: str) -> Iterator[str]:
-    """Return the live topics of all `arenas` that begin with one of `prefixes` (none a prefix of another) and follow
-    `after`, in order. Use the iterator at once.
-    """
+    """Yield live topics with one of `prefixes` (none a prefix of another) behind `after`, in order. Use it at once."""
     return itertools.chain.from_iterable(_range(arenas, prefix, after) for prefix in sorted(prefixes))
 
 

@@ -15,7 +15,7 @@ from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.names import owner_shard
 from topics.frontend.shards.arenas import Arenas
-from topics.frontend.shards.job_listeners import JobListeners
+from topics.frontend.shards.notices import JobListeners, Watches, WatchHandle
 from topics.frontend.shards.pending_requests import (
     ROOM_WAIT_S,
     OnLate,
@@ -28,7 +28,6 @@ from topics.frontend.shards.pending_requests import (
     fail,
     take_long_reply,
 )
-from topics.frontend.shards.watches import Watches, WatchHandle
 from topics.log import get_logger
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply, JobAttributes
@@ -92,9 +91,7 @@ class Gateway:
         self._closed = False
         self.job_listeners = JobListeners(incarnation)
         self.pressed = False
-        """True under the greatest pressure: a request is refused after PRESSED_WAIT_S without room in the ring, instead
-        of ROOM_WAIT_S.
-        """
+        """True under the greatest pressure: a request waits PRESSED_WAIT_S for room in the ring, not ROOM_WAIT_S."""
         self.retry_after_ms = 100
 
     def on_restart(self, listener: Callable[[int], None]) -> None:
@@ -147,7 +144,7 @@ class Gateway:
                 timer.cancel()
         for task in self._spilling:
             task.cancel()
-        self.pending.fail_all(_stopping)
+        self.pending.fail_all(stopping)
 
     # -- requests
 
@@ -172,14 +169,12 @@ class Gateway:
         parts = append_messages.encode_append(
             request_id, name, create, if_head_seq, key, config, records.offset_len, records.flags, records.buffer, jobs
         )
-        return self._submit(shard, request_id, parts, MessageKind.APPEND, unthrottled)
+        return self._submit(shard, request_id, parts, MessageKind.APPEND, unthrottled, None)
 
     def submit(
         self, shard: int, request: Call | Asks[Any], on_late: OnLate | None = None, unthrottled: bool = False
     ) -> asyncio.Future[Any]:
-        """Send any other request, which fails as `submit_append` does. `on_late` gets a reply that comes when the
-        future has failed or was cancelled.
-        """
+        """Send any other request, which fails as `submit_append` does. `on_late` gets a reply that comes after that."""
         self._arenas.require(shard)
         self._last_id = request_id = self._last_id + 1
         parts = messages.encode_call(request_id, request)
@@ -227,19 +222,13 @@ class Gateway:
         return True
 
     def _submit(
-        self,
-        shard: int,
-        request_id: int,
-        parts: list[Part],
-        kind: MessageKind,
-        unthrottled: bool = False,
-        on_late: OnLate | None = None,
+        self, shard: int, request_id: int, parts: list[Part], kind: MessageKind, unthrottled: bool, late: OnLate | None
     ) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = self._loop.create_future()
         if self._closed:
-            fail(future, _stopping())
+            fail(future, stopping())
             return future
-        request = PendingRequest(future, shard, self._loop.time() + self.shard_wait_s, unthrottled, on_late)
+        request = PendingRequest(future, shard, self._loop.time() + self.shard_wait_s, unthrottled, late)
         self.pending.add(request_id, request)
         length = sum(map(len, parts))
         if length <= self.links[shard].requests.message_max_bytes:
@@ -410,5 +399,6 @@ class Gateway:
         self._watches.sweep(now_s)
 
 
-def _stopping() -> TopicsError:
+def stopping() -> TopicsError:
+    """Return the `503` for what is asked while the service stops."""
     return TopicsError("shutting_down", "the service is stopping; ask again when it is back")

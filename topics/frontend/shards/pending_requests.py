@@ -234,9 +234,7 @@ def fail(future: asyncio.Future[Any], error: TopicsError) -> None:
 
 
 class Spills:
-    """The files of one frontend's long requests, by request. A file is removed when the answer comes, however late:
-    until then the shard may read it.
-    """
+    """The files of long requests. One is removed when its answer comes, however late: the shard may read it."""
 
     def __init__(self, identity: str, frontend: int) -> None:
         self._identity = identity
@@ -251,9 +249,7 @@ class Spills:
                 os.unlink(f"{SHM_ROOT}/{name}")
 
     def put(self, kind: MessageKind, request_id: int, parts: list[Part], length_bytes: int) -> list[Part]:
-        """Write the whole message to its file, at once. Return the message for the ring. After OSError no file is
-        left.
-        """
+        """Write the whole message to its file. Return the message for the ring. After OSError no file is left."""
         try:
             self.reserve(request_id, length_bytes)
             self.write(request_id, parts)

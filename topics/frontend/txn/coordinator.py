@@ -31,21 +31,9 @@ from topics.shm.topic_messages import (
     TxnPending,
     TxnReply,
 )
-from topics.storage import layout
+from topics.storage import layout, txn_files
 from topics.storage.filesystem import OsFileSystem, make_dirs, replace_file
 from topics.storage.frame import LaidOut
-from topics.storage.txn_files import (
-    STAGE_HEAD_LEN,
-    StageDamagedError,
-    StageHead,
-    belongs_to_txn,
-    decode_stage_head,
-    encode_stage,
-    is_stage_id,
-    new_stage_id,
-    stage_name,
-    stage_of_name,
-)
 
 EXPIRY_MARGIN_MS: Final = 60_000
 """The time from a stage's last possible commit to its removal: a commit that has begun never loses its stages."""
@@ -62,23 +50,24 @@ class Stages:
 
     def make(self, topic: str, txn: str, records: LaidOut) -> str:
         """Write a new stage and return its id once it is on the disk. Raise TopicsError."""
-        stage = new_stage_id(topic, txn)
+        stage = txn_files.new_stage_id(topic, txn)
         try:
             make_dirs(self._fs, self._directory)
-            replace_file(self._fs, self._path(stage), encode_stage(topic, records))
+            replace_file(self._fs, self._path(stage), txn_files.encode_stage(topic, records))
         except OSError as error:
             raise TopicsError(
                 "storage_unavailable", f"the stage cannot be written: {error.strerror}", {"cause": error.strerror}
             ) from None
         return stage
 
-    def heads(self, stages: Collection[str]) -> dict[str, StageHead]:
+    def heads(self, stages: Collection[str]) -> dict[str, txn_files.StageHead]:
         """Return the head of each stage, in order. `404 not_found` for one that is missing or about to expire."""
         return {stage: self._head(stage) for stage in stages}
 
     def drop_txn(self, topic: str, txn: str, pending: Collection[str]) -> int:
         """Remove the stages of a transaction in one topic, but not the `pending` ones. Return their number."""
-        return self.drop([stage for stage in self._all() if belongs_to_txn(stage, topic, txn) and stage not in pending])
+        of_txn = [stage for stage in self._all() if txn_files.belongs_to_txn(stage, topic, txn)]
+        return self.drop([stage for stage in of_txn if stage not in pending])
 
     def drop(self, stages: Collection[str]) -> int:
         """Remove these stages. Return how many of them existed."""
@@ -109,15 +98,15 @@ class Stages:
         """Return the stages that no commit can name any more. Some may still belong to a decided batch."""
         return [stage for stage in self._all() if self._age_ms(stage) > self.ttl_ms + EXPIRY_MARGIN_MS]
 
-    def _head(self, stage: str) -> StageHead:
-        if not is_stage_id(stage) or self._age_ms(stage) > self.ttl_ms:
+    def _head(self, stage: str) -> txn_files.StageHead:
+        if not txn_files.is_stage_id(stage) or self._age_ms(stage) > self.ttl_ms:
             raise TopicsError("not_found", f"there is no stage {stage[:100]!r}: it was dropped or has expired")
         try:
             with open(self._path(stage), "rb") as file:
-                return decode_stage_head(file.read(STAGE_HEAD_LEN))
+                return txn_files.decode_stage_head(file.read(txn_files.STAGE_HEAD_LEN))
         except FileNotFoundError:
             raise TopicsError("not_found", f"there is no stage {stage!r}: it was dropped or has expired") from None
-        except (OSError, StageDamagedError) as error:
+        except (OSError, txn_files.StageDamagedError) as error:
             reason = f"{self._path(stage)} cannot be used: {error}"
             raise TopicsError("storage_unavailable", reason, {"cause": "damaged"}) from None
 
@@ -134,20 +123,19 @@ class Stages:
         except FileNotFoundError:
             return
         for name in names:
-            stage = stage_of_name(name)
+            stage = txn_files.stage_of_name(name)
             if stage is not None:
                 yield stage
 
     def _path(self, stage: str) -> str:
-        return os.path.join(self._directory, stage_name(stage))
+        return os.path.join(self._directory, txn_files.stage_name(stage))
 
 
 IN_FLIGHT_MAX: Final = 16
 """Stages of one batch that are published at a time: each is a write of up to the body limit."""
 RETRY_S: Final = 0.5
 RETRY_MAX_S: Final = 30.0
-"""Longest time between attempts after an error that no restart of a shard explains: each attempt may read and send
-every stage of the batch."""
+"""Longest pause after an error that no restart explains: an attempt may read and send every stage of a batch."""
 JANITOR_S: Final = 60.0
 
 StageList = list[tuple[str, str]]
@@ -157,9 +145,7 @@ _log = get_logger()
 
 
 class TxnCoordinator:
-    """The commits of one frontend, on its event loop. A batch that is decided is published, even if its client leaves
-    or this process dies.
-    """
+    """The commits of one frontend. A decided batch is published, even if its client leaves or this process dies."""
 
     def __init__(self, gateway: Gateway, stages: Stages) -> None:
         self._gateway = gateway
@@ -236,9 +222,7 @@ class TxnCoordinator:
         return [batch for reply in replies for batch in reply.batches]
 
     async def _carry_out(self, sink: str, batch: int, stages: StageList) -> int:
-        """Publish the stages that are not published yet, within each topic in the order of the batch, and end the
-        batch. Return the records published now.
-        """
+        """Publish what is not yet, in the order of the batch in each topic; end it. Return the records published."""
         records = 0
         try:
             for first in range(0, len(stages), IN_FLIGHT_MAX):
@@ -303,23 +287,16 @@ class TxnCoordinator:
         while True:
             try:
                 reply = await self._gateway.call(shard, TxnPending(), unthrottled=True)
-            except TopicsError:
-                await asyncio.sleep(RETRY_S)  # it recovers
-                continue
-            except OSError as error:
-                if not failed:
-                    _log.warning(
-                        "batches that a crash left unfinished stay half published until their shard can be asked",
-                        shard=shard,
-                        reason=str(error),
-                        retry_ms=int(RETRY_S * 1000),
-                    )
-                failed = True
+            except (TopicsError, OSError) as error:  # after TopicsError the shard recovers
+                if isinstance(error, OSError) and not failed:
+                    failed = True
+                    what = "batches that a crash left unfinished stay half published until their shard can be asked"
+                    _log.warning(what, shard=shard, reason=str(error), retry_ms=int(RETRY_S * 1000))
                 await asyncio.sleep(RETRY_S)
-                continue
-            for sink, batch, stages in reply.batches:
-                self._finish_later(sink, batch, stages)
-            return
+            else:
+                for sink, batch, stages in reply.batches:
+                    self._finish_later(sink, batch, stages)
+                return
 
     async def _clean(self) -> None:
         while True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Final
 
 from topics.api import answers
@@ -33,24 +34,16 @@ _COMMIT_CODES: Final = ("batch_too_large", "not_found", "topic_full", *LOST)
 _FORGOTTEN: Final = ok("It is forgotten", answers.ForgetSinkAnswer)
 
 
+@dataclass(eq=False)
 class TxnRoutes:
     """The requests about stages and sinks, a method for each."""
 
-    def __init__(
-        self,
-        append: AppendRoute,
-        coordinator: TxnCoordinator,
-        reader: TopicReader,
-        settled: Callable[[TopicRef], Awaitable[TopicRef]],
-        settings: Settings,
-    ) -> None:
-        """`settled(topic)` returns it with exact floors, count and bytes."""
-        self._append = append
-        self._coordinator = coordinator
-        self._stages = coordinator.stages
-        self._reader = reader
-        self._settled = settled
-        self._body_max_bytes = settings.max_body_bytes
+    append: AppendRoute
+    coordinator: TxnCoordinator
+    reader: TopicReader
+    settled: Callable[[TopicRef], Awaitable[TopicRef]]
+    """Returns a topic with exact floors, count and bytes."""
+    settings: Settings
 
     @json_route("POST", _STAGE_PATH, Route.OTHER, KeyScope.WRITE, "transactions")
     @describe("Keep records back until their transaction is committed", _STAGED, *_STAGE_CODES)
@@ -58,21 +51,14 @@ class TxnRoutes:
     async def stage(self, request: ApiRequest) -> JsonReply:
         """Keep the records of one write back, on the disk and invisible. Every call makes another stage."""
         topic = request.topic
-        body = await request.body(self._body_max_bytes)
+        body = await request.body(self.settings.max_body_bytes)
         txn, records = await asyncio.to_thread(self._read, body)
         self._check_topic(topic)
         await self._check_room(topic, records.count, len(records.buffer))
-        stage = await asyncio.to_thread(self._stages.make, topic, txn, records)
-        return JsonReply(
-            {
-                "topic": topic,
-                "txn": txn,
-                "stage": stage,
-                "count": records.count,
-                "bytes": len(records.buffer),
-                "expires_in_ms": self._stages.ttl_ms,
-            }
-        )
+        stage = await asyncio.to_thread(self.coordinator.stages.make, topic, txn, records)
+        size = {"count": records.count, "bytes": len(records.buffer)}
+        ttl_ms = self.coordinator.stages.ttl_ms
+        return JsonReply({"topic": topic, "txn": txn, "stage": stage, **size, "expires_in_ms": ttl_ms})
 
     @json_route("DELETE", _STAGE_PATH, Route.OTHER, KeyScope.WRITE, "transactions")
     @describe("Drop what a transaction keeps back in a topic", ok("They are gone", answers.DropStagesAnswer), *LOST)
@@ -82,14 +68,12 @@ class TxnRoutes:
         body_required=False,
     )
     async def drop(self, request: ApiRequest) -> JsonReply:
-        """Drop the stages of a transaction in one topic, but not those of a decided batch. `txn` is in the query, or in
-        the body for clients that send one with DELETE.
-        """
+        """Drop a transaction's stages in one topic, but not those of a decided batch. `txn` is in query or body."""
         topic = request.topic
-        body = await request.body(self._body_max_bytes)
+        body = await request.body(self.settings.max_body_bytes)
         txn = _checked_txn(wire.decode_as(DropBody, body).txn if body else request.query.get("txn", ""))
-        decided = {stage for _, _, stages in await self._coordinator.pending() for stage, _topic in stages}
-        dropped = await asyncio.to_thread(self._stages.drop_txn, topic, txn, decided)
+        decided = {stage for _, _, stages in await self.coordinator.pending() for stage, _topic in stages}
+        dropped = await asyncio.to_thread(self.coordinator.stages.drop_txn, topic, txn, decided)
         return JsonReply({"topic": topic, "txn": txn, "dropped": dropped})
 
     @json_route("POST", f"{_SINK_PATH}/commit", Route.OTHER, KeyScope.WRITE, "transactions")
@@ -98,16 +82,16 @@ class TxnRoutes:
     async def commit(self, request: ApiRequest) -> JsonReply:
         """Publish all stages and remember the batch, or do neither. A batch that was committed is a duplicate."""
         sink = _sink(request)
-        given = await request.decoded(CommitBody, self._body_max_bytes)
+        given = await request.decoded(CommitBody, self.settings.max_body_bytes)
         if len(given.stages) > STAGES_MAX:
             raise TopicsError("batch_too_large", f"a commit has at most {STAGES_MAX} stages, not {len(given.stages)}")
         if len(set(given.stages)) < len(given.stages):
             raise invalid("stages names one stage twice", field="stages")
-        last_batch = await self._coordinator.last_batch(sink)
+        last_batch = await self.coordinator.last_batch(sink)
         # The stages of a committed batch are removed, so they are not looked for.
         duplicate, records = True, 0
         if last_batch is None or last_batch < given.batch:
-            heads = await asyncio.to_thread(self._stages.heads, given.stages)
+            heads = await asyncio.to_thread(self.coordinator.stages.heads, given.stages)
             sums: dict[str, tuple[int, int]] = {}
             for topic, count, size_bytes in heads.values():
                 counted, counted_bytes = sums.get(topic, (0, 0))
@@ -117,7 +101,7 @@ class TxnRoutes:
                 self._check_topic(topic)
                 await self._check_room(topic, count, size_bytes)
             stages = [(stage, head.topic) for stage, head in heads.items()]
-            duplicate, last_batch, records = await self._coordinator.commit(sink, given.batch, stages)
+            duplicate, last_batch, records = await self.coordinator.commit(sink, given.batch, stages)
         return JsonReply(
             {"sink": sink, "batch": given.batch, "last_batch": last_batch, "duplicate": duplicate, "count": records}
         )
@@ -126,34 +110,34 @@ class TxnRoutes:
     @describe("The latest batch of a sink", ok("The sink; null when it never committed", answers.SinkAnswer), *LOST)
     async def get(self, request: ApiRequest) -> JsonReply:
         sink = _sink(request)
-        return JsonReply({"sink": sink, "last_batch": await self._coordinator.last_batch(sink)})
+        return JsonReply({"sink": sink, "last_batch": await self.coordinator.last_batch(sink)})
 
     @json_route("DELETE", _SINK_PATH, Route.OTHER, KeyScope.DELETE, "transactions")
     @describe("Forget a sink: its next batch may have any number", _FORGOTTEN, "out_of_order", *LOST)
     async def forget(self, request: ApiRequest) -> JsonReply:
         sink = _sink(request)
-        return JsonReply({"sink": sink, "deleted": await self._coordinator.forget(sink)})
+        return JsonReply({"sink": sink, "deleted": await self.coordinator.forget(sink)})
 
     def _read(self, body: bytes) -> tuple[str, LaidOut]:
-        request = self._append.decode(wire.stage_decoder, body)
+        request = self.append.decode(wire.stage_decoder, body)
         if any(wire.has_job_attributes(record) for record in request.records):
             raise invalid("a stage keeps no deliver_at, delay_ms or order_key: append such jobs", field="records")
-        return _checked_txn(request.txn), self._append.lay_out(AppendBody(request.records, request.node), len(body))
+        return _checked_txn(request.txn), self.append.lay_out(AppendBody(request.records, request.node), len(body))
 
     def _check_topic(self, topic: str) -> None:
         """Refuse a topic in which publishing would fail, before anything is decided."""
-        ref = self._reader.find(topic)
+        ref = self.reader.find(topic)
         if ref is not None and ref.config.durability == "ephemeral":
             raise invalid(
                 f"topic {topic!r} is ephemeral, so it cannot keep the promise of a transaction", field="topic"
             )
 
     async def _check_room(self, topic: str, records: int, size_bytes: int) -> None:
-        ref = self._reader.find(topic)
+        ref = self.reader.find(topic)
         if ref is None or not _is_full(ref, records, size_bytes):
             return
         # Some of its records may have expired.
-        if _is_full(await self._settled(ref), records, size_bytes):
+        if _is_full(await self.settled(ref), records, size_bytes):
             raise TopicsError("topic_full", f"topic {topic!r} has no room for {records} records more")
 
 

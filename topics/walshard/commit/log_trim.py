@@ -17,12 +17,18 @@ nothing. After a later one it finds files that nobody needs, which the next trim
 
 A trimming costs what it repeats and a look at every location in RAM. So it waits for bytes written since the last one:
 at least a file, at least as much as was repeated, and at least a share of the live bytes.
+
+A full /dev/shm takes no more bytes to wait for. There every file goes, from the oldest, as soon as enough records were
+deleted or evicted (`RamTrim.relieve`). What is live in a file is repeated in the room of a reserve (`RamReserve`),
+which is laid out with the log and again after each file.
 """
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Final, NamedTuple
 
@@ -31,7 +37,7 @@ from topics.core.job import ConsumerState
 from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LOST, LOW_WORD
 from topics.log import get_logger
 from topics.storage import layout
-from topics.storage.filesystem import FileSystem, read_all
+from topics.storage.filesystem import FileSystem, opened, read_all
 from topics.storage.frame import Bytes, FrameType
 from topics.storage.topic_frames import check_header, control_frame
 from topics.walshard.commit.draft import LogWrite
@@ -47,6 +53,8 @@ LIVE_SHARE: Final = 16
 DEAD_FILES_MAX: Final = 4
 """Live records are moved out of the oldest files once the log is so many files longer than twice the live bytes."""
 TOPICS_PER_STEP: Final = 2048
+RELIEF_BYTES_MIN: Final = 64 * 1024
+"""So many bytes have to be dead for a full /dev/shm to be relieved, or 1/LIVE_SHARE of the live ones."""
 _CHUNK_ENTRIES: Final = 1 << 16
 _FEW_ENTRIES: Final = 1 << 10
 
@@ -62,6 +70,33 @@ class _Moved(NamedTuple):
     rows: list[int]
 
 
+class RamReserve:
+    """Memory for what a full RAM log has to repeat: a file of the size of a log file, with nothing in it."""
+
+    def __init__(self, fs: FileSystem, path: str, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self._fs = fs
+        self._path = path
+        self._is_held = False
+
+    def fill(self) -> None:
+        """Lay the file out if it is missing. A full /dev/shm is no error: the next call tries again."""
+        if self._is_held:
+            return
+        try:
+            with opened(self._fs, self._path, os.O_RDWR | os.O_CREAT) as fd:
+                self._fs.fallocate(fd, 0, self.size_bytes)
+            self._is_held = True
+        except OSError:
+            self.release()
+
+    def release(self) -> None:
+        """Give the memory to whatever is written next."""
+        self._is_held = False
+        with suppress(OSError):
+            self._fs.unlink(self._path)
+
+
 class RamTrim:
     """Trims one shard's RAM log. Used between groups: nothing is prepared, everything committed is applied.
 
@@ -72,7 +107,7 @@ class RamTrim:
         self,
         fs: FileSystem,
         directory: str,
-        file_bytes: int,
+        reserve: RamReserve,
         logs: Logs,
         catalog: Catalog,
         tags: TagSearch,
@@ -80,26 +115,47 @@ class RamTrim:
     ) -> None:
         self._fs = fs
         self._directory = directory
-        self._file_bytes = file_bytes
+        self._reserve = reserve
+        self._file_bytes = reserve.size_bytes
         self._logs = logs
         self._catalog = catalog
         self._tags = tags
         self._others = others
         self._written_before = 0
-        self._next_after_bytes = file_bytes
+        self._next_after_bytes = reserve.size_bytes
         self._repeated_in_file = 0
         self._repeated_bytes = 0
+        self._repeated_total = 0
+        self._files_to_relieve = 0
+        self._dead_bytes_kept: int | None = None
+        """Bytes that were dead after the last relief, frame headers of live records among them; None before one."""
 
     @property
     def due(self) -> bool:
         """Return whether a trimming is worth its cost."""
-        return self._written_bytes >= self._next_after_bytes
+        return self._files_to_relieve > 0 or self._written_bytes >= self._next_after_bytes
+
+    def relieve(self) -> None:
+        """If /dev/shm is nearly full and enough of the log is dead, have its files moved one by one (`due`)."""
+        wal = self._logs.ram
+        if wal is None or self._files_to_relieve:
+            return
+        self._reserve.fill()
+        if self._fs.free_bytes(self._directory) >= self._file_bytes:
+            return
+        live_bytes = self._live_bytes()
+        kept = self._dead_bytes_kept
+        if kept is None or self._dead_bytes - kept >= max(RELIEF_BYTES_MIN, live_bytes // LIVE_SHARE):
+            self._files_to_relieve = len(layout.list_log_files(self._fs, self._directory))
+            wal.end_file()
 
     def repeat_live(self, now_ms: int) -> LogWrite:
         """Return the write for the RAM log; `drop_files` after it. Raise OSError when records cannot be read back."""
         self._next_after_bytes = self._written_bytes + 1  # if this fails, after the next write
         buffers: list[Bytes] = []
         moved = self._move_records(buffers)
+        if self._files_to_relieve:
+            self._reserve.release()
         for hosted in self._topics():
             topic = hosted.topic
             if topic.config.durability != "ephemeral":
@@ -140,7 +196,23 @@ class RamTrim:
         except OSError as error:
             log.warning("files of the RAM log cannot be removed", error=str(error))
         self._written_before = wal.bytes_written
+        self._repeated_total += self._repeated_bytes
         self._next_after_bytes = max(self._file_bytes, self._repeated_bytes, self._live_bytes() // LIVE_SHARE)
+        if self._files_to_relieve:
+            self._files_to_relieve -= 1
+            self._dead_bytes_kept = self._dead_bytes
+            self._reserve.fill()
+
+    def keep_files(self) -> None:
+        """Note that `repeat_live` or its write failed. The next sweep tries to relieve again."""
+        self._files_to_relieve = 0
+        self._reserve.fill()
+
+    @property
+    def _dead_bytes(self) -> int:
+        """Bytes that were written for clients and are not live; negative where a former life wrote some of those."""
+        written = 0 if self._logs.ram is None else self._logs.ram.bytes_written
+        return written - self._repeated_total - self._live_bytes()
 
     @property
     def _written_bytes(self) -> int:
@@ -171,7 +243,8 @@ class RamTrim:
         numbers = layout.list_log_files(self._fs, self._directory)
         surplus = len(numbers) - 2 * self._live_bytes() // self._file_bytes - DEAD_FILES_MAX
         affordable = max(1, self._written_bytes // self._file_bytes)
-        victims = numbers[: max(0, min(surplus, affordable, len(numbers) - 1))]
+        count = 1 if self._files_to_relieve else min(surplus, affordable)
+        victims = numbers[: max(0, min(count, len(numbers) - 1))]
         if not victims:
             return []
         contents = {

@@ -1,4 +1,7 @@
-"""The listeners in this frontend for changes of topics: many of them share one watch at the shard."""
+"""The listeners in this frontend for what shards send unasked: changes of topics, and jobs dealt to claims and streams.
+
+Many listeners for changes of one topic share one watch at its shard.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from topics.frontend.shards.arenas import Arenas
 from topics.log import get_logger
 from topics.shm.arena import TopicView
 from topics.shm.messages import Call
+from topics.shm.queue_messages import Dealt
 from topics.shm.topic_messages import Unwatch, Watch
 
 LINGER_S: Final = 10.0
@@ -29,9 +33,7 @@ class WatchHandle:
     callback: Callable[[], None]
 
     def found(self, seen: TopicView) -> None:
-        """Listen for changes from `seen` on. Call this with every view that is read: the shard announces no topic that
-        is created under the name of a deleted one.
-        """
+        """Listen from `seen` on. Call this with every view: no shard announces a new topic of an old name."""
         self.watches.ensure_watch(self.watched, seen)
 
     def cancel(self) -> None:
@@ -59,28 +61,22 @@ class _Watched:
                     _log.error("a topic listener failed", exc_info=True)
 
 
+@dataclass(eq=False)
 class Watches:
     """The watches of one frontend. Each watched name has one watch at its shard, however many listeners it has.
 
     `post` sends a message to a shard, in order, also while its ring is full. `posts_full` tells whether too many wait.
     """
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        arenas: Arenas,
-        post: Callable[[int, Call], object],
-        posts_full: Callable[[int], bool],
-    ) -> None:
-        self._loop = loop
-        self._arenas = arenas
-        self._post = post
-        self._posts_full = posts_full
-        self._by_name: dict[tuple[int, str], _Watched] = {}
-        self._by_token: dict[int, _Watched] = {}
-        self._idle_since_s: dict[_Watched, float] = {}
-        """Names without a listener, the longest idle first."""
-        self._last_token = 0
+    loop: asyncio.AbstractEventLoop
+    arenas: Arenas
+    post: Callable[[int, Call], object]
+    posts_full: Callable[[int], bool]
+    _by_name: dict[tuple[int, str], _Watched] = field(default_factory=dict)
+    _by_token: dict[int, _Watched] = field(default_factory=dict)
+    _idle_since_s: dict[_Watched, float] = field(default_factory=dict)
+    """Names without a listener, the longest idle first."""
+    _last_token: int = 0
 
     def add(self, shard: int, name: str, seen: TopicView | None, callback: Callable[[], None]) -> WatchHandle:
         """Add a listener (`Gateway.watch`)."""
@@ -95,7 +91,7 @@ class Watches:
         self._idle_since_s.pop(watched, None)
         if current != seen:
             # It changed before the watch began, and the shard reports only changes after `current`.
-            self._loop.call_soon(self._fire_one, handle)
+            self.loop.call_soon(self._fire_one, handle)
         return handle
 
     def notify(self, tokens: list[int]) -> None:
@@ -110,7 +106,7 @@ class Watches:
         """Ask the shard to report changes of the topic from `seen` on, unless it was asked before."""
         if seen.topic_id != watched.topic_id:
             watched.topic_id = seen.topic_id
-            self._post(watched.shard, Watch(watched.token, watched.name, seen.topic_id, seen.head_seq))
+            self.post(watched.shard, Watch(watched.token, watched.name, seen.topic_id, seen.head_seq))
 
     def renew(self, shard: int) -> None:
         """Watch again at a shard that was restarted. It has forgotten all watches, and any topic may have changed."""
@@ -125,20 +121,20 @@ class Watches:
         if handle in watched.listeners:
             del watched.listeners[handle]
             if not watched.listeners:
-                self._idle_since_s[watched] = self._loop.time()
+                self._idle_since_s[watched] = self.loop.time()
 
     def sweep(self, now_s: float) -> None:
         """End the watches that had no listener for LINGER_S."""
         overdue = list(itertools.takewhile(lambda idle: now_s - idle[1] >= LINGER_S, self._idle_since_s.items()))
         for watched, _since_s in overdue:
             del self._idle_since_s[watched]
-            if self._posts_full(watched.shard):
+            if self.posts_full(watched.shard):
                 # Kept for now. If it were forgotten here alone, each poll of the topic would begin another watch.
                 self._idle_since_s[watched] = now_s
                 continue
             del self._by_name[watched.shard, watched.name]
             del self._by_token[watched.token]
-            self._post(watched.shard, Unwatch(watched.token, watched.name))
+            self.post(watched.shard, Unwatch(watched.token, watched.name))
 
     def _fire_one(self, handle: WatchHandle) -> None:
         if handle in handle.watched.listeners:
@@ -146,9 +142,42 @@ class Watches:
 
     def _watch_current(self, watched: _Watched) -> TopicView | None:
         """Return the topic that has the name now, watched from this view on."""
-        arena = self._arenas.of(watched.shard)
+        arena = self.arenas.of(watched.shard)
         found = None if arena is None else arena.look_up(watched.name)
         if found is None:
             return None
         self.ensure_watch(watched, found[1])
         return found[1]
+
+
+JobListener = Callable[[Dealt], None]
+
+
+class JobListeners:
+    """The listeners of one frontend, by the number of their stream or claim, which no incarnation uses twice."""
+
+    def __init__(self, incarnation: int) -> None:
+        self._last_number = incarnation << 32
+        self._listeners: dict[int, JobListener] = {}
+
+    def __len__(self) -> int:
+        return len(self._listeners)
+
+    def new_number(self) -> int:
+        self._last_number += 1
+        return self._last_number
+
+    def listen(self, number: int, listener: JobListener) -> None:
+        """Give `listener` the jobs for this number, until `forget` or another `listen`."""
+        self._listeners[number] = listener
+
+    def forget(self, number: int, listener: JobListener) -> None:
+        """Forget a listener, unless another one has taken its place. Idempotent."""
+        if self._listeners.get(number) == listener:
+            del self._listeners[number]
+
+    def hand_over(self, dealt: Dealt) -> None:
+        """Give jobs to their listener. Jobs without one stay leased until the shard takes them back."""
+        listener = self._listeners.get(dealt.stream)
+        if listener is not None:
+            listener(dealt)

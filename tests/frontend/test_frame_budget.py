@@ -1,0 +1,153 @@
+"""Budgets of frames: what counts, what earns, how many are handed out in a turn; and the input without a key."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from h2.errors import ErrorCodes
+from h2.exceptions import DenialOfServiceError, FrameTooLargeError
+
+from topics.frontend.http.frame_budget import FRAMES_BURST, FRAMES_PER_S, FRAMES_PER_TURN, CheckedFrames, FrameBudget
+from topics.frontend.http.unadmitted_input import UnadmittedInput
+
+MAX_BLOCK_BYTES = 20_000
+DATA, HEADERS, RESET, SETTINGS, PING, CONTINUATION = 0, 1, 3, 4, 6, 9
+
+
+class Seconds:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def frame(kind: int, flags: int = 0, stream_id: int = 1, body: bytes = b"") -> bytes:
+    return struct.pack(">I", len(body))[1:] + bytes([kind, flags]) + struct.pack(">I", stream_id) + body
+
+
+class Wire:
+    """Checked frames as h2 takes them."""
+
+    def __init__(self) -> None:
+        self.time_s = Seconds()
+        self.refusals: list[str] = []
+        self.budget = FrameBudget(self.time_s, self.refusals.append)
+        self.frames = CheckedFrames(self.budget, self.time_s, MAX_BLOCK_BYTES)
+        self.frames.max_frame_size = 16_384
+        self.frames.add_data(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+
+    def turns(self, data: bytes) -> int:
+        """Turns that it takes to hand out all of it."""
+        self.frames.add_data(data)
+        turns = 0
+        while True:
+            self.frames.begin_turn()
+            turns += 1
+            handed_out = len(list(self.frames))
+            assert handed_out <= FRAMES_PER_TURN
+            if not self.frames.more:
+                return turns
+
+
+def test_a_budget_is_refilled_with_time_and_by_what_is_sent() -> None:
+    time_s = Seconds()
+    budget = FrameBudget(time_s)
+    budget.spend(FRAMES_BURST)
+    assert not budget.try_spend()
+    time_s.now_s += 10 / FRAMES_PER_S
+    budget.spend(10)
+    assert not budget.try_spend()
+    budget.earn(3)
+    budget.spend(3)
+    with pytest.raises(DenialOfServiceError) as raised:
+        budget.spend()
+    assert raised.value.error_code == ErrorCodes.ENHANCE_YOUR_CALM
+    assert budget.refused
+
+
+def test_a_budget_saves_up_no_more_than_a_burst() -> None:
+    time_s = Seconds()
+    budget = FrameBudget(time_s)
+    budget.earn(5 * FRAMES_BURST)
+    time_s.now_s += 3600
+    budget.spend(FRAMES_BURST)
+    assert not budget.try_spend()
+
+
+@pytest.mark.parametrize(
+    ("one", "burst"),
+    [
+        (frame(PING, 0, 0, b"12345678"), FRAMES_BURST),
+        (frame(SETTINGS, 0, 0), FRAMES_BURST),
+        (frame(SETTINGS, 0, 0, b"\0\3\0\0\0\1" * 2000), FRAMES_BURST // 188),
+        (frame(RESET, 0, 1, b"\0\0\0\1"), FRAMES_BURST // 8),
+        (frame(0x42), FRAMES_BURST),
+    ],
+    ids=["ping", "settings", "long settings", "reset", "unknown"],
+)
+def test_a_burst_passes_and_one_more_frame_is_refused(one: bytes, burst: int) -> None:
+    wire = Wire()
+    assert wire.turns(one * burst) == -(-burst // FRAMES_PER_TURN)
+    with pytest.raises(DenialOfServiceError):
+        wire.turns(one * 8)
+    assert len(wire.refusals) == 1
+
+
+def test_requests_are_free_and_take_half_a_turn() -> None:
+    wire = Wire()
+    assert wire.turns(frame(HEADERS, 0x5, 1, b"\x82") * 3 * FRAMES_BURST) == 3 * FRAMES_BURST / 2
+
+
+def test_small_pieces_of_bodies_are_slowed_and_not_refused() -> None:
+    wire = Wire()
+    wire.turns(frame(DATA, 0, 1, b"x") * FRAMES_BURST)
+    assert wire.frames.pause_s == 0
+    wire.turns(frame(DATA, 0, 1, b"x") * FRAMES_PER_TURN)
+    assert wire.frames.pause_s == pytest.approx(FRAMES_PER_TURN / FRAMES_PER_S)
+    wire.turns(frame(DATA, 0, 1, b"x" * 300) * FRAMES_PER_TURN + frame(DATA, 1, 1, b"x"))
+    assert wire.frames.pause_s == 0
+    assert not wire.refusals
+
+
+def test_a_long_frame_is_refused_at_its_head() -> None:
+    wire = Wire()
+    with pytest.raises(FrameTooLargeError):
+        wire.turns(struct.pack(">I", 16_385)[1:] + bytes([DATA, 0]) + struct.pack(">I", 1))
+    assert wire.frames.held_bytes == 9
+
+
+def test_a_header_block_counts_until_its_end_and_is_bounded() -> None:
+    wire = Wire()
+    wire.turns(frame(HEADERS, 0, 1, b"x" * 10_000) + frame(CONTINUATION, 0, 1, b"x" * 5_000))
+    assert wire.frames.held_bytes == 15_000
+    wire.turns(frame(CONTINUATION, 4, 1, b"x" * 5_000))
+    assert wire.frames.held_bytes == 0
+    with pytest.raises(DenialOfServiceError):
+        wire.turns(frame(HEADERS, 0, 3, b"x" * 10_000) + frame(CONTINUATION, 4, 3, b"x" * 10_001))
+
+
+class Transport:
+    def __init__(self) -> None:
+        self.aborted = False
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def test_beyond_the_bound_those_are_cut_that_have_held_input_for_longest() -> None:
+    inputs = UnadmittedInput()
+    inputs.budget.most_bytes = 100
+    first, second, third = (Transport() for _ in range(3))
+    inputs.resize(first, 40)
+    inputs.resize(second, 40)
+    inputs.resize(first, 20)
+    inputs.resize(third, 40)
+    assert inputs.budget.held_bytes == 100
+    inputs.resize(first, 0)
+    inputs.resize(first, 20)  # from now on the last
+    inputs.resize(first, 21)
+    assert [one.aborted for one in (first, second, third)] == [False, True, False]
+    inputs.resize(second, 0)
+    assert inputs.budget.held_bytes == 61
