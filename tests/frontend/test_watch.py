@@ -17,10 +17,9 @@ from topics.core.keys import KeyRing
 from topics.frontend.asgi import Receive, Send
 from topics.frontend.entry import limits
 from topics.frontend.entry.access import Access, KeyLimits
-from topics.frontend.live import session_client as module
+from topics.frontend.live import watch as module
 from topics.frontend.live.event_streams import StreamSlots, check_accept
-from topics.frontend.live.session_client import SESSION_TTL_MS, Follow, Session, SessionClient
-from topics.frontend.live.watch import WatchRoutes
+from topics.frontend.live.watch import SESSION_TTL_MS, Follow, Session, SessionClient, WatchRoutes
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.shards import gateway
 from topics.shm.quotas import KeyCounts, Quota

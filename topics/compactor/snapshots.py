@@ -9,6 +9,7 @@ when the end of the batch is durable, so a power loss does not bring the decisio
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable
 
 from topics.compactor.follower import Follower
@@ -31,6 +32,8 @@ class Snapshots:
         self._data_dir = data_dir
         self._shards = shards
         self._newest = None if newest is None else newest.number
+        self.size_bytes = 0 if newest is None else os.path.getsize(layout.snapshot_path(data_dir, newest.number))
+        """Size of the newest snapshot."""
         self.positions = _positions([] if newest is None else newest.parts)
         """The position up to which the newest snapshot contains each shard's log."""
 
@@ -56,6 +59,7 @@ class Snapshots:
         former = self._newest
         saved = save_snapshot(self._fs, self._data_dir, body)
         self._newest = saved.number
+        self.size_bytes = len(body)
         self.positions = _positions(parts.values())
         log.debug("snapshot", number=saved.number, size_bytes=len(body))
         if former in (saved.fallback, None):

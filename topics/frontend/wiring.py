@@ -15,9 +15,8 @@ from topics.frontend.entry.access import Access, KeyLimits
 from topics.frontend.entry.pages import Pages
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.event_streams import StreamSlots
-from topics.frontend.live.session_client import SessionClient
 from topics.frontend.live.step_cache import KnownTopics
-from topics.frontend.live.watch import WatchRoutes
+from topics.frontend.live.watch import SessionClient, WatchRoutes
 from topics.frontend.live.websocket import Services
 from topics.frontend.live.websocket_route import WebSocketRoute
 from topics.frontend.operators.figures import ServiceFigures

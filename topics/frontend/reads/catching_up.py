@@ -59,9 +59,7 @@ class CatchingUp:
         self._gateway = gateway
 
     async def wait_for(self, name: str) -> bool:
-        """Wait until the topic has all records that its source has now, and the source those of its own. False: copies
-        may be missing, as a shard did not answer in time or could not make them.
-        """
+        """Wait until the topic has all that its sources have. False: a shard was too slow, or could not copy all."""
         registry = self._sight.registry()
         return registry.source_of(name) is None or await self._chain(registry, name)
 

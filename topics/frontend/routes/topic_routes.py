@@ -23,7 +23,7 @@ from topics.frontend.reads.reading import TopicRef
 from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
 from topics.frontend.routes.operations import (
     LOST,
-    PAGE_QUERIES,
+    PAGED,
     STRING,
     TOPIC_LOST,
     TOPIC_PATH,
@@ -63,7 +63,7 @@ class TopicRoutes:
     @describe("List topics by name", ok("A page of topics", answers.TopicList))
     @takes(
         Query("prefix", STRING, "only names that begin with it"),
-        *PAGE_QUERIES,
+        *PAGED,
         flag_query("touch", False, "whether this counts as reading the topics"),
     )
     async def list_all(self, request: ApiRequest) -> JsonReply:
