@@ -45,7 +45,8 @@ def test_a_new_directory_says_which_format_it_has(own: Service) -> None:
 
 
 def test_until_recovered_data_routes_say_not_ready(own: Service) -> None:
-    """Enough log that recovery takes a while; the socket listens from the start."""
+    """Enough log that recovery takes a while; the socket listens from the start, and requests wait for 1 ms only."""
+    own.env["TOPICS_SHARD_WAIT_MS"] = "1"
     for shard_topic in ("big-1", "big-2", "big-3", "big-4"):
         for _ in range(15):
             body = b'{"records":[' + b",".join([b'{"data":0}'] * 10_000) + b"]}"
@@ -67,6 +68,16 @@ def test_until_recovered_data_routes_say_not_ready(own: Service) -> None:
             assert 0 <= error["detail"]["replay_progress"] <= 1
         assert early[0][0].status_code == 503
         assert [head_seq(client, f"big-{n}") for n in (1, 2, 3, 4)] == [150_000] * 4
+
+
+def test_requests_in_the_first_moments_wait_until_all_is_recovered(own: Service) -> None:
+    assert own.client.put("/v0/topics/t", json={}).status_code == 201
+    for _ in range(3):
+        own.kill_group()
+        own.start(wait_ready=False)
+        with httpx.Client(base_url=own.url, timeout=20) as client:
+            assert client.get("/v0/health").status_code == 200
+            assert client.post("/v0/topics/t", json={"records": [{"data": 1}]}).status_code == 200
 
 
 def answers_while_recovering(service: Service) -> list[tuple[httpx.Response, ...]]:

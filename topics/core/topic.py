@@ -92,7 +92,7 @@ class Topic:
         self.durable_seq = 0
         self.last_write_ts = 0
         self.ceilings = Ceilings()
-        """How far the log lets the topic give out seqs: as a durable one, or in RAM while it is `ephemeral`."""
+        """Ceilings of its head: those of the durable log, or those of records in RAM while it is `ephemeral`."""
         self.had_ram_records = False
         """True if it was `ephemeral` before."""
         self.lost_tail_seq = 0

@@ -14,6 +14,7 @@ from topics.core.clock import SystemClock
 from topics.core.keys import KeyRing
 from topics.frontend.entry.access import Cors, KeyReload
 from topics.frontend.entry.bodies import allow_bodies_of
+from topics.frontend.entry.start_gate import StartGate
 from topics.frontend.http.connections import Connections
 from topics.frontend.http.deadlines import HttpLimits, RunningClock
 from topics.frontend.http.serve import serve
@@ -58,7 +59,7 @@ async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, l
     cold = None if settings.cold_dir is None else LocalStore(OsFileSystem(), layout.topics_dir(settings.cold_dir))
     frontend = build_app(process, keys, cold)
     connections = Connections(
-        process.cap("connections", settings.max_connections, "connections_admitted"), running_clock
+        process.quota("connections", settings.max_connections, "connections_admitted"), running_clock
     )
 
     def stop() -> None:
@@ -83,9 +84,11 @@ async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, l
     # What is set up lives as long as the process, so the collector need not look at it again and again.
     gc.collect()
     gc.freeze()
+    shards = [control.cell(Role.WALSHARD, shard) for shard in range(process.shared.shards)]
+    app = StartGate(frontend.app, shards, settings.shard_wait_ms / 1000)
     try:
         await serve(
-            frontend.app if settings.cors_origins is None else Cors(frontend.app, settings.cors_origins),
+            app if settings.cors_origins is None else Cors(app, settings.cors_origins),
             listeners,
             HttpLimits(
                 max_body_bytes=settings.max_body_bytes,

@@ -185,7 +185,8 @@ class Copier:
             else:
                 feed.failures = 0
 
-        write = LogWrite([frames, cursor], place=place, more_frames=len(page) - 1, undo=partial(self.wait, feed))
+        undo = partial(self.wait, feed)
+        write = LogWrite([frames, cursor], place=place, more_frames=len(page) - 1, undo=undo, takes_room=True)
         ceilings = ceiling_writes(topic, len(page), ts)
         return CopyWrite(feed, ceilings, [write], True) if in_ram else CopyWrite(feed, [*ceilings, write], [], True)
 
