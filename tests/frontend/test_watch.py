@@ -22,7 +22,7 @@ from topics.frontend.live.event_streams import StreamSlots, check_accept
 from topics.frontend.live.watch import SESSION_TTL_MS, Follow, Session, SessionClient, WatchRoutes
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.shards import gateway
-from topics.shm.cap import Cap, KeyCounts
+from topics.shm.quotas import KeyCounts, Quota
 from topics.shm.shm_names import objects
 from topics.shm.topic_messages import Hello
 
@@ -386,7 +386,7 @@ def test_a_stream_that_cannot_be_resumed_gives_its_session_back(
     async def test(live: Live) -> None:
         sessions, settings = sessions_of(live), live.rig.settings
         limits = KeyLimits(KeyCounts(live.rig.shared.key_counts, 1, 0), settings)
-        places = Cap("sse_connections", 0, "sse_admitted", live.cell, [live.cell])
+        places = Quota("sse_connections", 0, "sse_admitted", live.cell, [live.cell])
         catching_up = cast(CatchingUp, None)  # for new sessions only
         access = Access(KeyRing(()), False, limits)
         routes = WatchRoutes(

@@ -17,7 +17,7 @@ from enum import IntEnum
 from typing import Final
 
 from topics.core.config import CLASSES
-from topics.core.priority import BANDS
+from topics.core.scheduler import BANDS
 from topics.shm.memory import SharedObject
 
 CELL_WORDS: Final = 128
@@ -89,7 +89,7 @@ _WORDS: Final = {
 }
 """The words of each child. A new life of the process keeps those with a `*`: counters never go down while the service
 runs, readers use the former arena `generation` until there is another, and what a shard holds (topics, records,
-sessions …) counts against the caps of the service also while the shard is down.
+sessions …) counts against the quotas of the service also while the shard is down.
 
 A shard's `committed`: file_no << 32 | offset behind the last frame that is in the log for good, 0 before it has
 recovered. It is one word, so that nobody sees the file of one position and the offset of another. Its

@@ -23,8 +23,7 @@ from topics.shm.arena import ArenaWriter, unlink_arena
 from topics.shm.arena_heap import LocationRing
 from topics.shm.control import ProcessCell, Role
 from topics.shm.instance import SharedMemory
-from topics.shm.router_board import RouterBoard, RouterBoardWriter
-from topics.shm.router_table import RouterTable, RouterTableWriter
+from topics.shm.router_memory import RouterBoard, RouterBoardWriter, RouterTable, RouterTableWriter
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, boot_id
 from topics.storage.layout import snapshot_path

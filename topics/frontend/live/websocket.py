@@ -43,9 +43,9 @@ from topics.frontend.routes.append import AppendRoute
 from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.append_messages import AppendReply
-from topics.shm.cap import Counted
 from topics.shm.control import ProcessCell
 from topics.shm.durations import Route
+from topics.shm.quotas import Counted
 
 LINGER_S: Final = 2.0
 """Time for publishes under way and last messages when a socket ends."""

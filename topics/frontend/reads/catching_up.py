@@ -17,8 +17,7 @@ from topics.frontend.reads.reading import TopicReader
 from topics.frontend.shards.gateway import Gateway
 from topics.shm.control import Role, replay_progress
 from topics.shm.instance import SharedMemory
-from topics.shm.router_board import RouterBoard, RouterProgress
-from topics.shm.router_table import RouterTable
+from topics.shm.router_memory import RouterBoard, RouterProgress, RouterTable
 from topics.shm.topic_messages import CatchUp
 
 WAIT_S: Final = 2.0
