@@ -16,11 +16,10 @@ from topics.shm.instance import SharedMemory
 from topics.shm.shm_names import SHM_ROOT
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
-from topics.storage.format_mark import has_mark
 from topics.storage.lock import DataDirLocked, holder_pid, inspecting
 from topics.storage.logfile import RefusedLog
 from topics.storage.snapshot import UnknownSnapshotVersion
-from topics.storage.upgrade import check_upgrade
+from topics.storage.upgrade import check_upgrade, has_mark
 from topics.supervisor.listeners import AddressError, close_all, listen, show
 
 OPEN_FILES_MIN: Final = 1024
