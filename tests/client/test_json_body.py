@@ -15,7 +15,7 @@ import pytest
 
 from tests.harness import Service
 from topics.client import AsyncClient, Client, ClientError, NewRecord, NotFiniteError, NotFoundError, Record, calls
-from topics.client.json_body import encode_body
+from topics.client.calls import encode_body
 
 NAN = math.nan
 INF = math.inf

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from topics.compactor.compactor import RETRY_MS, CutTimes
+from topics.compactor.compactor import RETRY_MS, SHORT_OF_ROOM_MS, CutTimes
 
 INTERVAL_MS = 60_000
 WAL_BYTES = 1000
 
 
-def first_due(times: CutTimes, now_ms: int, new_bytes: int = 0) -> int:
+def first_due(times: CutTimes, now_ms: int, new_bytes: int = 0, left_bytes: int = 1 << 40) -> int:
     """Return the time from `now_ms` until a cut is due, to the half second."""
     waited_ms = 0
-    while not times.is_due(new_bytes, now_ms + waited_ms):
+    while not times.is_due(new_bytes, now_ms + waited_ms, left_bytes):
         waited_ms += 500
     return waited_ms
 
@@ -23,6 +23,17 @@ def test_at_the_interval_or_when_much_was_written() -> None:
     assert first_due(times, 0, WAL_BYTES) == 0
     times.done(True, 100_000)
     assert first_due(times, 100_000) == INTERVAL_MS
+
+
+def test_soon_when_the_disk_has_little_room() -> None:
+    times = CutTimes(INTERVAL_MS, 64 << 20, 0)
+    assert first_due(times, 0, 1000, left_bytes=2001) == INTERVAL_MS
+    assert first_due(times, 0, 1000, left_bytes=2000) == SHORT_OF_ROOM_MS
+    assert first_due(times, 0, 0, left_bytes=-1) == SHORT_OF_ROOM_MS
+    assert first_due(times, 0, 3 << 20, left_bytes=6 << 20) == 0
+    for _ in range(8):
+        times.done(False, 0)
+        assert first_due(times, 0, left_bytes=-1) == SHORT_OF_ROOM_MS
 
 
 def test_what_failed_is_tried_again_soon_and_then_less_and_less_often() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topics.core.brake import FROM_SHARE, FULL_SHARE, PAUSE_MAX_NS, PAUSE_PER_WORK, Brake
+from topics.core.governor import FROM_SHARE, FULL_SHARE, PAUSE_MAX_NS, PAUSE_PER_WORK, Brake
 
 
 @given(st.integers(1, 1 << 40), st.integers(0, 1 << 41), st.integers(0, 1 << 40))

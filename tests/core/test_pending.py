@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.core.list_index import ListIndex
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
-from topics.core.idempotency import ProducerTurn, pin, producer_key
+from topics.core.idempotency import ProducerTurn, producer_key, stage_key
 from topics.core.job import Now
 from topics.core.pending import CEILING_STEP, PendingTopic, PendingWrite, RecordFrames, RoomNeeded
 from topics.core.topic import Topic
@@ -139,8 +139,8 @@ def test_a_ceiling_is_logged_before_seqs_above_it_are_in_ram() -> None:
         ("fsync", b"", True),
         ("disk", b"", False),
         ("disk", b"k", False),
-        ("disk", pin("s", 1, "x"), True),
-        ("ephemeral", pin("s", 1, "x"), False),
+        ("disk", stage_key("s", 1, "x"), True),
+        ("ephemeral", stage_key("s", 1, "x"), False),
     ],
 )
 def test_a_stage_is_on_the_disk_before_it_counts(durability: str, key: bytes, sync: bool) -> None:
@@ -148,7 +148,7 @@ def test_a_stage_is_on_the_disk_before_it_counts(durability: str, key: bytes, sy
 
 
 def test_a_stage_that_is_gone_is_found_only_if_it_was_published() -> None:
-    topic, key = topic_of(cap_records=1, discard="reject"), pin("s", 1, "x")
+    topic, key = topic_of(cap_records=1, discard="reject"), stage_key("s", 1, "x")
     logged(outcome(PendingTopic(topic, NOW), b"", 1, None))
     with pytest.raises(TopicsError, match="holds 1 of at most 1"):
         PendingTopic(topic, NOW).admit(b"", frames_of(1), None, False, 0)

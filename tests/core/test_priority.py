@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from topics.core.config import TopicConfig
-from topics.core.priority import age, band_of, base_priority
+from topics.core.scheduler import age, band_of, base_priority
 
 READ_MS = 1_000_000
 

@@ -13,8 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.core.cost import lines_of
-from topics.core.priority import AGE_FULL_MS, BANDS, WEIGHTS, age, band_of
-from topics.core.scheduler import PROMOTIONS_MAX, TICK_MS, TURN_COST, Scheduler
+from topics.core.scheduler import (
+    AGE_FULL_MS,
+    BANDS,
+    PROMOTIONS_MAX,
+    TICK_MS,
+    TURN_COST,
+    WEIGHTS,
+    Scheduler,
+    age,
+    band_of,
+)
 
 BASES = (1000, 600, 300, 100, -1000)
 """One priority in each band."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -28,6 +29,10 @@ def write(client: httpx.Client, topic: str, value: str, count: int = 20) -> http
     """One write of `count` records, told apart by their numbers."""
     records = [{"data": f"{value}.{n} {RECORD}"} for n in range(count)]
     return client.post(f"/v0/topics/{topic}", json={"records": records})
+
+
+def took(client: httpx.Client, topic: str, value: str) -> bool:
+    return write(client, topic, value).is_success
 
 
 def fill_until_refused(client: httpx.Client, topic: str, acked: list[str]) -> httpx.Response:
@@ -125,7 +130,8 @@ def test_on_a_full_disk_a_deleted_topic_gives_its_room_back(small_disk: Path) ->
         client = service.client
         filled = [f"old.{n}" for n in range(125)]
         for value in filled:
-            write(client, "old", value).raise_for_status()
+            # A checkpoint has to make room for the next ones now and then.
+            poll("a write to be taken", partial(took, client, "old", value), 20)
 
         def in_segments() -> bool:
             return size_bytes(small_disk.rglob("seg-*.data")) > len(filled) * 20 * len(RECORD)
@@ -142,7 +148,7 @@ def test_on_a_full_disk_a_deleted_topic_gives_its_room_back(small_disk: Path) ->
                 taken.append(value)
             return len(taken) == 20
 
-        poll("writes to be taken again", is_taken, 60)
+        poll("writes to be taken again", is_taken, 30)
         check_log(service, "new", acked)
         service.kill_group()
         service.start()

@@ -29,7 +29,7 @@ from topics.shm.arena import ArenaWriter, SlotState
 from topics.shm.arena_heap import LocationRing
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
-from topics.shm.router_table import RouterTableWriter
+from topics.shm.router_memory import RouterTableWriter
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import lay_out, stamp

@@ -22,7 +22,7 @@ from topics.frontend.http.deadlines import HttpLimits
 from topics.frontend.http.http1 import Http1Protocol
 from topics.frontend.http.http1_push import PushStream
 from topics.frontend.http.serve import serve
-from topics.shm.cap import Cap
+from topics.shm.quotas import Quota
 
 DEADLINE_S = 10.0
 JSON = (b"content-type", b"application/json")
@@ -312,7 +312,11 @@ class Server:
     """`serve` with an `App` in a thread of its own, on a port of 127.0.0.1."""
 
     def __init__(
-        self, loop: str = "uvloop", limits: HttpLimits | None = None, grace_ms: int = 10_000, places: Cap | None = None
+        self,
+        loop: str = "uvloop",
+        limits: HttpLimits | None = None,
+        grace_ms: int = 10_000,
+        places: Quota | None = None,
     ) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port: int = self.listener.getsockname()[1]

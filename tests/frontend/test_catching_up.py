@@ -12,7 +12,7 @@ from tests.frontend.hosting import Hosting, Written
 from tests.frontend.test_app import Frontend, on_loop
 from tests.frontend.test_claims import Shard
 from topics.core.routers import Router, RouterSpec
-from topics.shm.router_table import RouterTableWriter
+from topics.shm.router_memory import RouterTableWriter
 from topics.shm.topic_messages import CatchUp, CaughtUp
 
 

@@ -17,7 +17,7 @@ from topics.core.config import TopicConfig
 from topics.core.job import JobView
 from topics.frontend.entry import limits
 from topics.frontend.entry.budget import Budget, Reservation
-from topics.frontend.queues.job_records import ANSWER_BYTES_MAX, ASIDE_MS
+from topics.frontend.queues.dealt_jobs import ANSWER_BYTES_MAX, ASIDE_MS
 from topics.shm import messages
 from topics.shm.arena import ArenaWriter
 from topics.shm.control import Role

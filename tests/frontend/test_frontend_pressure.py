@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.frontend.live import Live, on_loop, until
-from topics.core.priority import BANDS, LAST
+from topics.core.scheduler import BANDS, LAST
 from topics.frontend.operators import frontend_pressure as module
 from topics.frontend.operators.frontend_pressure import READY_FULL, FrontendPressure, ready_fullness
 

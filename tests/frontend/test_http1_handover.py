@@ -15,8 +15,8 @@ from wsproto.events import AcceptConnection, CloseConnection, Ping, Request, Tex
 from tests.frontend.http1_server import Client, Server, until
 from topics.frontend.http import hypercorn_connection
 from topics.frontend.http.deadlines import HttpLimits
-from topics.shm.cap import Cap
 from topics.shm.control import Cell
+from topics.shm.quotas import Quota
 
 H2_HEADERS = [(":method", "POST"), (":path", "/echo"), (":scheme", "http"), (":authority", "test")]
 
@@ -122,7 +122,7 @@ def test_a_websocket_that_nobody_reads_from_gives_its_place_back(
     """More messages than Hypercorn keeps for an app: until somebody takes some it reads no more, not even the end."""
     monkeypatch.setattr(hypercorn_connection, "GONE_S", 0.05)
     cell = Cell(memoryview(array("Q", [0])), ("held",))
-    with Server(places=Cap("connections", 1, "held", cell, [cell])) as server:
+    with Server(places=Quota("connections", 1, "held", cell, [cell])) as server:
         with server.client() as client:
             connection = wsproto.WSConnection(wsproto.ConnectionType.CLIENT)
             client.send(connection.send(Request(host="test", target="/deaf")))

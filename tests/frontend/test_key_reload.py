@@ -13,9 +13,9 @@ from topics.core.errors import TopicsError
 from topics.frontend.asgi import Scope
 from topics.frontend.entry.access import Access, KeyLimits, KeyReload
 from topics.settings import load, read_keys
-from topics.shm.cap import KeyCounts
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
+from topics.shm.quotas import KeyCounts
 
 DEADLINE_S = 20.0
 FAILED = "keys not reloaded, the former ones stay"

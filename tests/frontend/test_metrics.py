@@ -21,9 +21,9 @@ from topics.frontend.operators.exposition import Family
 from topics.frontend.operators.figures import ServiceFigures
 from topics.frontend.operators.service_routes import MetricsRoute
 from topics.settings import load
-from topics.shm.cap import KeyCounts
 from topics.shm.control import Role
 from topics.shm.durations import Route
+from topics.shm.quotas import KeyCounts
 
 
 def route(hosting: Hosting, topics_max: int = 100) -> MetricsRoute:

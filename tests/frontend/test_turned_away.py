@@ -9,13 +9,13 @@ import pytest
 from tests.frontend.http1_server import Server, until
 from topics.frontend.http import http1
 from topics.frontend.http.deadlines import HttpLimits
-from topics.shm.cap import Cap
 from topics.shm.control import Cell
+from topics.shm.quotas import Quota
 
 
-def one_place() -> Cap:
+def one_place() -> Quota:
     cell = Cell(memoryview(array("Q", [0])), ("held",))
-    return Cap("connections", 1, "held", cell, [cell])
+    return Quota("connections", 1, "held", cell, [cell])
 
 
 def test_it_stays_until_its_client_has_closed() -> None:

@@ -17,13 +17,12 @@ from topics.core.keys import KeyRing
 from topics.frontend.asgi import Receive, Send
 from topics.frontend.entry import limits
 from topics.frontend.entry.access import Access, KeyLimits
-from topics.frontend.live import session_client as module
+from topics.frontend.live import watch as module
 from topics.frontend.live.event_streams import StreamSlots, check_accept
-from topics.frontend.live.session_client import SESSION_TTL_MS, Follow, Session, SessionClient
-from topics.frontend.live.watch import WatchRoutes
+from topics.frontend.live.watch import SESSION_TTL_MS, Follow, Session, SessionClient, WatchRoutes
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.shards import gateway
-from topics.shm.cap import Cap, KeyCounts
+from topics.shm.quotas import KeyCounts, Quota
 from topics.shm.shm_names import objects
 from topics.shm.topic_messages import Hello
 
@@ -387,7 +386,7 @@ def test_a_stream_that_cannot_be_resumed_gives_its_session_back(
     async def test(live: Live) -> None:
         sessions, settings = sessions_of(live), live.rig.settings
         limits = KeyLimits(KeyCounts(live.rig.shared.key_counts, 1, 0), settings)
-        places = Cap("sse_connections", 0, "sse_admitted", live.cell, [live.cell])
+        places = Quota("sse_connections", 0, "sse_admitted", live.cell, [live.cell])
         catching_up = cast(CatchingUp, None)  # for new sessions only
         access = Access(KeyRing(()), False, limits)
         routes = WatchRoutes(

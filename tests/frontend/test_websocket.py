@@ -20,8 +20,8 @@ from topics.frontend.reads import node_sets
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply
-from topics.shm.cap import Counted
 from topics.shm.messages import MessageKind
+from topics.shm.quotas import Counted
 
 NARROWED = {"other prefixes": "me:rw:elsewhere", "no scopes": "me:d", "gone": "another:rw"}
 

@@ -21,8 +21,8 @@ from topics.frontend.queues.queue_routes import QueueServices
 from topics.frontend.queues.work import WorkRoutes
 from topics.frontend.shards import gateway
 from topics.shm import messages
-from topics.shm.cap import Cap, KeyCounts
 from topics.shm.queue_messages import Claim, WorkClose
+from topics.shm.quotas import KeyCounts, Quota
 
 KEYS = "worker:rw"
 
@@ -34,7 +34,7 @@ class Worker:
         settings = live.rig.settings
         limits = KeyLimits(KeyCounts(live.rig.shared.key_counts, 1, 0), settings)
         self.access = Access(KeyRing(parse_list(keys) if keys else ()), False, limits)
-        places = Cap("sse_connections", 0, "sse_admitted", live.cell, [live.cell])
+        places = Quota("sse_connections", 0, "sse_admitted", live.cell, [live.cell])
         services = QueueServices(live.gateway, live.reader)
         self.routes = WorkRoutes(services, self.access, settings, StreamSlots(limits, places), live.cell, live.clock)
         self.wire = Wire()

@@ -8,8 +8,8 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topics.shm import cap as module
-from topics.shm.cap import Counted, KeyCounts
+from topics.shm import quotas as module
+from topics.shm.quotas import Counted, KeyCounts
 
 STREAMS, REQUESTS = Counted.STREAMS, Counted.REQUESTS
 

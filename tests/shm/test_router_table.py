@@ -9,10 +9,19 @@ import pytest
 
 from topics.core.errors import TopicsError
 from topics.core.routers import Router, RouterSpec
-from topics.shm import router_table
+from topics.shm import router_memory
 from topics.shm.memory import SharedObject
-from topics.shm.router_board import BOARD_BYTES, RouterBoard, RouterBoardWriter, RouterProgress
-from topics.shm.router_table import TABLE_BYTES, TABLE_RESERVE_BYTES, Change, RouterTable, RouterTableWriter
+from topics.shm.router_memory import (
+    BOARD_BYTES,
+    TABLE_BYTES,
+    TABLE_RESERVE_BYTES,
+    Change,
+    RouterBoard,
+    RouterBoardWriter,
+    RouterProgress,
+    RouterTable,
+    RouterTableWriter,
+)
 
 
 @pytest.fixture
@@ -28,8 +37,8 @@ def make(router_id: int, name: str, version: int = 1) -> Router:
 
 def test_a_reader_follows_whatever_the_writer_does(table_object: SharedObject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regions of 2 KiB: the table is written again and again; two lives of the writer, readers that lag."""
-    monkeypatch.setattr(router_table, "REGION_BYTES", 2048)
-    monkeypatch.setattr(router_table, "GROW_BYTES", 512)
+    monkeypatch.setattr(router_memory, "REGION_BYTES", 2048)
+    monkeypatch.setattr(router_memory, "GROW_BYTES", 512)
     chance = random.Random(7)
     readers = [RouterTable(table_object) for _ in range(3)]
     assert not readers[0].known
@@ -62,7 +71,7 @@ def test_a_reader_follows_whatever_the_writer_does(table_object: SharedObject, m
 def test_a_full_table_refuses_before_anything_is_logged(
     table_object: SharedObject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router_table, "REGION_BYTES", 256)
+    monkeypatch.setattr(router_memory, "REGION_BYTES", 256)
     writer = RouterTableWriter(table_object)
     with pytest.raises(TopicsError, match="no room"):
         writer.store_all([make(at, f"r{at}") for at in range(50)])

@@ -14,10 +14,9 @@ from pyspark.sql.types import StructType
 from tests.harness import Service
 from tests.spark.conftest import Reading
 from topics.client import Client, NewRecord, Record
-from topics.spark import planning
-from topics.spark.options import read_options
+from topics.spark import http_read
+from topics.spark.options import OptionError, TopicsSparkError, plainly, read_options
 from topics.spark.source import TopicsDataSource
-from topics.spark.spark_errors import OptionError, TopicsSparkError, plainly
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -79,7 +78,7 @@ def test_offsets_that_are_not_there_and_topics_that_are_not_read_are_refused(top
     def resolved(position: int | str, name: str = topic) -> int:
         options = read_options({"subscribe": topic, "startingOffsets": json.dumps({name: position})})
         assert options.starting is not None
-        return planning.resolve("startingOffsets", found, options.starting)[topic].seq
+        return http_read.resolve("startingOffsets", found, options.starting)[topic].seq
 
     assert [resolved(position) for position in (20, 0, -1, "earliest")] == [20, 0, 20, 0]
     with pytest.raises(OptionError, match=rf"startingOffsets: topic '{topic}' ends at 20, not 21"):

@@ -22,7 +22,7 @@ from topics.spark.offsets import (
     split,
     to_json,
 )
-from topics.spark.spark_errors import DataLossError
+from topics.spark.options import DataLossError
 
 names = st.sampled_from(["a", "b", "c", "d"])
 marks = st.builds(Mark, st.integers(0, 50), st.sampled_from(["e1", "e2"]))

@@ -21,9 +21,8 @@ from topics.spark import segment_scan
 from topics.spark.http_read import PLAN_RETRY, ReadPlan, connect, read_range
 from topics.spark.jobs.program import run_to_end
 from topics.spark.offsets import Range
-from topics.spark.options import ReadOptions, read_options
+from topics.spark.options import DataLossError, OptionError, ReadOptions, plainly, read_options
 from topics.spark.segment_scan import end_pins, read_part, sealed_of
-from topics.spark.spark_errors import DataLossError, OptionError, plainly
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.pins import pins_dir, read_pinned
 

@@ -27,10 +27,9 @@ from tests.harness import Service
 from topics.client import Client, Record
 from topics.spark.columns import arrow_schema
 from topics.spark.jobs.program import run_to_end
-from topics.spark.options import write_options
+from topics.spark.options import TopicsSparkError, plainly, write_options
 from topics.spark.sink import BatchWriter, Rows
 from topics.spark.source import TopicsDataSource
-from topics.spark.spark_errors import TopicsSparkError, plainly
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

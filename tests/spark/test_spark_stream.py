@@ -14,7 +14,7 @@ import pytest
 from tests.harness import Service, poll
 from topics.client import Client, Retry
 from topics.spark.jobs.program import run_to_end
-from topics.spark.spark_errors import plainly
+from topics.spark.options import plainly
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from topics.storage.filesystem import FileSystem, OsFileSystem
 from topics.storage.frame import Bytes
@@ -207,3 +208,34 @@ class FaultyFileSystem:
 
 
 ERRNOS = (errno.EIO, errno.ENOSPC)
+
+
+class SmallFileSystem(FaultyFileSystem):
+    """A file system with so much room for the files in `directory`, counted in blocks."""
+
+    def __init__(self, room_bytes: int) -> None:
+        super().__init__()
+        self.room_bytes = room_bytes
+        self.directory = "/nowhere"
+        self._paths: dict[int, str] = {}
+
+    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
+        fd = super().open(path, flags, mode)
+        self._paths[fd] = path
+        return fd
+
+    def free_bytes(self, path: str) -> int:
+        used = sum(file.stat().st_blocks * 512 for file in Path(self.directory).rglob("*") if file.is_file())
+        return max(0, self.room_bytes - used)
+
+    def _take(self, fd: int, length: int) -> None:
+        if self._paths[fd].startswith(self.directory) and length > self.free_bytes(self.directory):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
+        self._take(fd, sum(map(len, buffers)))
+        return super().pwritev(fd, buffers, offset)
+
+    def fallocate(self, fd: int, offset: int, length: int) -> None:
+        self._take(fd, length)
+        super().fallocate(fd, offset, length)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.storage.faults import CHANGING_CALLS, Fault, FaultyFileSystem
-from topics.storage.format_mark import has_mark, mark_path, write_mark
 from topics.storage.logfile import RefusedLog
+from topics.storage.upgrade import has_mark, mark_path, write_mark
 
 
 def test_it_is_there_once_it_was_made(tmp_path: Path) -> None:

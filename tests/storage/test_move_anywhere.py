@@ -21,7 +21,6 @@ from topics.core.record_index import UnlocatedIndex
 from topics.core.shard_state import FoldedTopic
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem, boot_id
-from topics.storage.format_mark import write_mark
 from topics.storage.frame import FrameType, encode
 from topics.storage.log_fold import OfflineFold, fold_frames
 from topics.storage.logfile import RefusedLog, WalIdentity, WalPosition, read_first_start
@@ -29,6 +28,7 @@ from topics.storage.recovery import recover_group
 from topics.storage.reshard import finish_swap, reshard
 from topics.storage.segment_check import DamageFinding
 from topics.storage.snapshot import encode_part, encode_parts, load_snapshot, plan_move, save_snapshot
+from topics.storage.upgrade import write_mark
 from topics.storage.verify import verify
 
 NAMES = ("a", "b", "c", "d", "e")

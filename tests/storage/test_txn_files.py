@@ -9,8 +9,7 @@ from topics.storage.frame import lay_out
 from topics.storage.txn_files import (
     SINK_HEAD_LEN,
     Sink,
-    SinkDamagedError,
-    StageDamagedError,
+    TxnFileDamagedError,
     belongs_to_txn,
     decode_sink,
     decode_sink_head,
@@ -46,14 +45,14 @@ def test_a_sink_holds_its_batch_and_stages() -> None:
 def test_every_changed_or_missing_byte_of_a_stage_is_found() -> None:
     for at in range(len(STAGE)):
         for damaged in (STAGE[:at] + bytes([STAGE[at] ^ 0x10]) + STAGE[at + 1 :], STAGE[:at]):
-            with case(at, damaged), pytest.raises(StageDamagedError):
+            with case(at, damaged), pytest.raises(TxnFileDamagedError):
                 decode_stage(damaged)
 
 
 def test_every_changed_or_missing_byte_of_a_sink_is_found() -> None:
     for at in range(len(SINK)):
         for damaged in (SINK[:at] + bytes([SINK[at] ^ 0x10]) + SINK[at + 1 :], SINK[:at]):
-            with case(at, damaged), pytest.raises(SinkDamagedError):
+            with case(at, damaged), pytest.raises(TxnFileDamagedError):
                 decode_sink(damaged)
 
 

@@ -88,6 +88,8 @@ class Asker:
         while not self._end.is_set():
             try:
                 self.answers += httpx.get(f"{self._url}/v0/health", timeout=30).status_code == 200
+            except (httpx.RemoteProtocolError, httpx.ReadError):
+                pass  # accepted in the last moment before the drain, and closed before the request was there
             except httpx.HTTPError as error:
                 self.errors.append(repr(error))
 

@@ -20,7 +20,7 @@ from topics.shm.instance import SharedMemory
 from topics.shm.messages import Call, MessageKind
 from topics.shm.queue_messages import Dealt
 from topics.shm.ring import Ring
-from topics.shm.router_board import RouterBoard
+from topics.shm.router_memory import RouterBoard
 from topics.shm.topic_messages import DeleteRecords, PutTopicReply
 from topics.storage.filesystem import FileSystem
 from topics.storage.frame import HEADER, HEADER_LEN, lay_out

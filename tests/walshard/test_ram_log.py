@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.storage.faults import Fault, FaultyFileSystem
+from tests.storage.faults import Fault, FaultyFileSystem, SmallFileSystem
 from tests.walshard.killing import at_every_line, is_killed_at_line, serve
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
@@ -19,7 +19,6 @@ from topics.shm.append_messages import AppendReply
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic, PutTopic, SessionClose, SessionOpen, SessionPut
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
-from topics.storage.frame import Bytes
 from topics.walshard import setup
 from topics.walshard.commit.log_trim import RamTrim
 
@@ -371,41 +370,10 @@ def test_a_kill_at_every_line_of_a_trimming(tmp_path: Path) -> None:
     at_every_line(tmp_path, 31, 500, check_kill_at)
 
 
-class SmallMemory(FaultyFileSystem):
-    """A file system with so much room for the files in `directory`, counted as memory counts it: in pages."""
-
-    def __init__(self, room_bytes: int) -> None:
-        super().__init__()
-        self.room_bytes = room_bytes
-        self.directory = "/nowhere"
-        self._paths: dict[int, str] = {}
-
-    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
-        fd = super().open(path, flags, mode)
-        self._paths[fd] = path
-        return fd
-
-    def free_bytes(self, path: str) -> int:
-        used = sum(file.stat().st_blocks * 512 for file in Path(self.directory).rglob("*") if file.is_file())
-        return max(0, self.room_bytes - used)
-
-    def _take(self, fd: int, length: int) -> None:
-        if self._paths[fd].startswith(self.directory) and length > self.free_bytes(self.directory):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
-        self._take(fd, sum(map(len, buffers)))
-        return super().pwritev(fd, buffers, offset)
-
-    def fallocate(self, fd: int, offset: int, length: int) -> None:
-        self._take(fd, length)
-        super().fallocate(fd, offset, length)
-
-
 @pytest.mark.parametrize("how", ["topic", "records", "ttl"])
 def test_on_a_full_dev_shm_deleted_records_give_their_room_back_at_once(tmp_path: Path, how: str) -> None:
     """Though they share every file with records that stay, and without room for these to be repeated in."""
-    fs = SmallMemory(12 * FILE_BYTES)
+    fs = SmallFileSystem(12 * FILE_BYTES)
     rig = Rig(str(tmp_path), fs)
     fs.directory = rig.shared.ram_dir
     try:

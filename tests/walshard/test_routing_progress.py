@@ -13,7 +13,7 @@ from tests.walshard.test_routing import FullDisk, feeds, put, route
 from topics.core.config import TopicConfig
 from topics.core.routers import RouterSpec
 from topics.shm.control import Role
-from topics.shm.router_board import RouterBoard
+from topics.shm.router_memory import RouterBoard
 from topics.shm.topic_messages import (
     CatchUp,
     CaughtUp,

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.walshard.rig import Rig
-from topics.core.brake import Brake
-from topics.core.governor import FULL_FROM, INTERVAL_MS, WINDOW_US
+from topics.core.governor import FULL_FROM, INTERVAL_MS, WINDOW_US, Brake
 from topics.shm.control import Role
 from topics.walshard import shard_pressure as module
 from topics.walshard.shard_pressure import GATHERED_BYTES, ShardPressure

@@ -131,7 +131,7 @@ def test_pins_outlast_windows_and_restarts_and_go_with_the_batch(rig: Rig) -> No
 
 
 def pins(rig: Rig) -> int:
-    return sum(len(stages) for _sink, _batch, stages in rig.hosted("a").topic.idempotency.pinned())
+    return sum(len(stages) for _sink, _batch, stages in rig.hosted("a").topic.idempotency.published_stages())
 
 
 def after_a_cut(rig: Rig) -> int:
@@ -157,7 +157,7 @@ def test_pins_of_batches_that_are_over_leave_the_snapshots(rig: Rig, left: str) 
         # Nothing more than two stages came since the last one.
         assert compaction.cut()
         (topic,) = [one for one in compaction.compactor.followers[0].fold.topics.values() if one.name == "a"]
-        assert topic.idempotency.pinned() == []
+        assert topic.idempotency.published_stages() == []
     rig.restart_service()
     assert pins(rig) == 0
     assert [piece for _seq, piece in compaction.read("a")] == [b"1", b"2"] * 3

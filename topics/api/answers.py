@@ -178,8 +178,7 @@ class Record(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     node: str | None = msgspec.field(name="$node", default=None)
     tag: str | None = msgspec.field(name="$tag", default=None)
     meta: dict[str, Any] | None = None
-    """Strings, as writers give them. Only `_topics_router`, which an exactly_once router adds, is an object (api §6).
-    """
+    """Strings, as writers give them. Only `_topics_router`, added by an exactly_once router, is an object (api §6)."""
 
     @property
     def data(self) -> Any:

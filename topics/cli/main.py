@@ -22,8 +22,7 @@ COMMANDS: Final = {
     "verify": ("verify_command", "check every byte of a data directory that no service uses; changes nothing"),
     "spark": ("spark", "run a pipeline on Spark: export, rollup, replay or audit"),
 }
-"""Name → (module, help text). Only the module of the given command is imported: `verify` needs no HTTP library, and a
-client no storage."""
+"""Name → (module, help text). Only the given command is imported: `verify` needs no HTTP, a client no storage."""
 EXIT_INTERRUPTED: Final = 130
 
 

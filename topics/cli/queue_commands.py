@@ -57,6 +57,7 @@ class JobLine(ClaimedJob, frozen=True, gc=False, kw_only=True):
     claimed_by: str = msgspec.field(name="node")
 
 
+SettleCall = Callable[[str, str, Sequence[Lease]], Call[list[int]]]
 _lease: Final = msgspec.json.Decoder(Lease).decode
 
 
@@ -81,10 +82,12 @@ def fill(parser: argparse.ArgumentParser) -> None:
     claim.add_argument("--wait-s", metavar="SECONDS", type=shared.not_negative, default=0.0, help=waiting)
     _add_node(claim)
 
-    ack = _verb(verbs, "ack", _ack, "Acknowledge jobs: they are done.")
-    nack = _verb(verbs, "nack", _nack, "Give jobs back, to be delivered again.")
+    ack = _verb(verbs, "ack", partial(_settle, "acked", lambda _: calls.ack), "Acknowledge jobs: they are done.")
+    nacking = partial(_settle, "nacked", lambda options: partial(calls.nack, delay_ms=options.delay_ms))
+    nack = _verb(verbs, "nack", nacking, "Give jobs back, to be delivered again.")
     nack.add_argument("--delay-ms", metavar="MS", type=shared.whole, default=0, help="not before so long from now (0)")
-    extend = _verb(verbs, "extend", _extend, "Extend leases.")
+    extending = partial(_settle, "extended", lambda options: partial(calls.extend, lease_ms=options.lease_ms))
+    extend = _verb(verbs, "extend", extending, "Extend leases.")
     extend.add_argument("--lease-ms", metavar="MS", type=shared.positive, required=True, help="new length, from now on")
     for settle in (ack, nack, extend):
         settle.add_argument("jobs", metavar="SEQ:LEASE_ID", nargs="*", type=job_argument, help=_JOBS_HELP)
@@ -125,20 +128,8 @@ def _claim(client: Client, options: argparse.Namespace) -> int:
     return 0
 
 
-def _ack(client: Client, options: argparse.Namespace) -> int:
-    return _settle(client, options, "acked", calls.ack)
-
-
-def _nack(client: Client, options: argparse.Namespace) -> int:
-    return _settle(client, options, "nacked", partial(calls.nack, delay_ms=options.delay_ms))
-
-
-def _extend(client: Client, options: argparse.Namespace) -> int:
-    return _settle(client, options, "extended", partial(calls.extend, lease_ms=options.lease_ms))
-
-
 def _settle(
-    client: Client, options: argparse.Namespace, done: str, call: Callable[[str, str, Sequence[Lease]], Call[list[int]]]
+    done: str, build: Callable[[argparse.Namespace], SettleCall], client: Client, options: argparse.Namespace
 ) -> int:
     """Settle jobs, a request for each batch of the same node, and print how many were settled."""
     settled, skipped = 0, list[int]()
@@ -146,7 +137,7 @@ def _settle(
         for jobs in _given_jobs(options):
             for node, group in groupby(jobs, lambda job: job.node or options.node):
                 leases = list(group)
-                lost = client.call(call(options.topic, node, leases))
+                lost = client.call(build(options)(options.topic, node, leases))
                 settled += len(leases) - len(lost)
                 skipped += lost
     finally:

@@ -19,13 +19,13 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from topics.api.answers import Timed
+from topics.cli import EXIT_USAGE
 from topics.client import ApiError, Client, ClientError, Record, Retry, Tombstone, UnreachableError
 
 URL_DEFAULT: Final = "http://127.0.0.1:4000"
 PATIENCE_DEFAULT_S: Final = 10.0
 HELP_WIDTH: Final = 100
 EXIT_REFUSED: Final = 1
-EXIT_USAGE: Final = 2
 EXIT_UNREACHABLE: Final = 3
 EXIT_GAP: Final = 5
 _CODES: Final = """exit codes:

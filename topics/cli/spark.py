@@ -28,7 +28,6 @@ def fill(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     try:
         job = importlib.import_module(f"topics.spark.jobs.{options.job}")
-        importlib.import_module("pyspark")
     except ImportError as error:
         print(f"topics spark: this needs topicsd[spark]: {error}", file=sys.stderr)
         return EXIT_USAGE

@@ -11,8 +11,8 @@ from topics.api.answers import ReadCursorAnswer as CursorPage
 from topics.api.answers import TombstoneAnswer as Tombstone
 from topics.api.requests import NewRecord
 from topics.api.requests import ProducerBody as Producer
-from topics.client.asynchronous import AsyncClient
 from topics.client.attempts import Retry
+from topics.client.clients import AsyncClient, Client
 from topics.client.commands import AsyncCursor, Cursor
 from topics.client.errors import (
     ApiError,
@@ -29,12 +29,10 @@ from topics.client.errors import (
     TopicFullError,
     UnreachableError,
 )
-from topics.client.follow import TopicGone
 from topics.client.queue import AsyncJob, AsyncQueue, Job, Queue
 from topics.client.seen import SeenJobs
 from topics.client.shift import Backoff
-from topics.client.sync import Client
-from topics.client.walks import Item
+from topics.client.walks import Item, TopicGone
 
 __all__ = [
     "ApiError",

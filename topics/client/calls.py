@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Generic, Protocol, TypeVar
 from urllib.parse import quote
@@ -12,8 +14,7 @@ import msgspec
 
 from topics.api import answers, requests, segment_answers
 from topics.api.requests import Consistency, NewRecord, ProducerBody, State
-from topics.client.errors import ServiceFaultError
-from topics.client.json_body import encode_body
+from topics.client.errors import NotFiniteError, ServiceFaultError
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -21,6 +22,10 @@ T_co = TypeVar("T_co", covariant=True)
 PAGE_SIZE: Final = 1000
 """The most entries that a page of a list may have (api §0.8)."""
 DIFF_MAX_BYTES: Final = 8 << 20
+_encode_json = msgspec.json.Encoder().encode
+_encode_msgpack = msgspec.msgpack.Encoder().encode
+_NOT_FINITE = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]")
+"""A number that is not finite, in MessagePack; other bytes may look like one."""
 
 
 class Call(msgspec.Struct, Generic[T_co], frozen=True):
@@ -77,6 +82,43 @@ def _call(
 
 def _records(records: Iterable[Any]) -> list[Any]:
     return [record if isinstance(record, NewRecord) else NewRecord(record) for record in records]
+
+
+# -- bodies: JSON without NaN and infinities, for which the encoder would write `null`
+
+
+def encode_body(body: object, name: str = "") -> bytes:
+    """Return a value as JSON; `name` begins the paths in errors. NotFiniteError for NaN and infinities in it.
+
+    Without a `null` in the JSON this costs a search for it: 100 records of 130 bytes take 23 µs instead of 19 µs. With
+    one they are also encoded as MessagePack (35 µs), and only if that has such a number are values searched one by one.
+    """
+    content = _encode_json(body)
+    # `rfind` takes half of the time that `in` takes.
+    if content.rfind(b"null") >= 0 and _may_be_infinite(body):
+        # The encoder's only other type without a plain form is Raw, which is JSON text.
+        for path, value in _numbers(msgspec.to_builtins(body, enc_hook=lambda _raw: None), name):
+            if not math.isfinite(value):
+                raise NotFiniteError(path.removeprefix("."), value)
+    return content
+
+
+def _may_be_infinite(body: object) -> bool:
+    try:
+        return _NOT_FINITE.search(_encode_msgpack(body)) is not None
+    except (OverflowError, TypeError, ValueError):  # it has no integers of more than 64 bits
+        return True
+
+
+def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, float):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield from _numbers(one, f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, one in enumerate(value):
+            yield from _numbers(one, f"{path}[{number}]")
 
 
 # -- topics
@@ -291,9 +333,7 @@ def read_cursor(
 
 
 def stage(topic: str, txn: str, records: Iterable[Any]) -> Call[answers.StageAnswer]:
-    """Stage records under a transaction, unseen until it commits. A repeat makes a second stage, which nobody commits
-    and which expires.
-    """
+    """Stage records under a transaction, unseen until it commits. What a repeat stages, nobody commits: it expires."""
     return _call("POST", answers.StageAnswer, "stage", topic, body=requests.StageBody(txn, _records(records)))
 
 

@@ -120,11 +120,7 @@ class SyncMember(Member):
 
     def __init__(self, client: Caller, topic: str, name: str) -> None:
         super().__init__(topic, name)
-        self._client = client
-
-    def call(self, call: Call[T]) -> T:
-        """Carry out a call through the client."""
-        return self._client.call(call)
+        self.call = client.call
 
 
 class AsyncMember(Member):
@@ -132,11 +128,7 @@ class AsyncMember(Member):
 
     def __init__(self, client: AsyncCaller, topic: str, name: str) -> None:
         super().__init__(topic, name)
-        self._client = client
-
-    async def call(self, call: Call[T]) -> T:
-        """Carry out a call through the client."""
-        return await self._client.call(call)
+        self.call = client.call
 
 
 class QueueCommands:

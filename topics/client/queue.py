@@ -66,9 +66,7 @@ class _Job:
 
     @property
     def key(self) -> str:
-        """The job's name for ever, the idempotency key of its effects: the same at each delivery, also after it was a
-        dead letter.
-        """
+        """The job's name for ever, the idempotency key of its effects: the same at each delivery and redrive."""
         known = self.meta.get("$job_key")  # api §9: a redriven job has it
         # In another queue, where a router or a program copied it, it is another job.
         if isinstance(known, str) and known.rsplit(":", 2)[0] == self.topic:
@@ -212,9 +210,7 @@ class AsyncQueue(QueueCommands, AsyncMember):
 
 
 async def _serve(shift: Shift, topic: str, handler: Callable[[AsyncJob], Awaitable[object]], concurrency: int) -> None:
-    """Give the shift's jobs to `handler` until the shift stops. After an error the jobs that were begun are finished,
-    with their leases extended, before it is raised.
-    """
+    """Give the shift's jobs to `handler` until it stops. An error is raised after the jobs that were begun end."""
 
     async def serve() -> None:
         try:

@@ -24,9 +24,7 @@ class Keyed(Protocol):
 
 
 class SeenJobs:
-    """Keys of finished jobs, in an SQLite file. Threads may share it, one transaction at a time; several workers may
-    have the same file open.
-    """
+    """Keys of finished jobs in an SQLite file. Threads (one transaction at a time) and several workers may share it."""
 
     def __init__(self, path: str | Path) -> None:
         self.db = sqlite3.connect(path, isolation_level=None, timeout=30.0, check_same_thread=False)

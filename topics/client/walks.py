@@ -1,14 +1,18 @@
-"""Walks through several answers: lists, and the records of a topic, page by page. Pure."""
+"""Reads of several answers: lists and the records of a topic, page by page, and followed streams. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from topics.api.answers import CursorState, DiffAnswer, Record, TombstoneAnswer, TopicEntry
+import httpx
+import msgspec
+
+from topics.api.answers import CursorState, DiffAnswer, Record, TombstoneAnswer, TopicEntry, WatchAnswer
 from topics.client import calls
+from topics.client.attempts import Attempts
 from topics.client.calls import Call
-from topics.client.errors import GapError
+from topics.client.errors import GapError, NotFoundError
 
 T = TypeVar("T")
 
@@ -56,9 +60,7 @@ def _listing(ask: Callable[[str | None], Call[PageT]], items: Callable[[PageT], 
 def read(
     topic: str, from_seq: int = 0, *, tombstones: Tombstones = "raise", wait: bool = False, **options: Any
 ) -> Walk[Item]:
-    """Yield the records behind `from_seq`, up to the head, or without end with `wait` (long polls). Options are those
-    of `diff`.
-    """
+    """Yield the records behind `from_seq`, up to the head, or endlessly with `wait`. Options are those of `diff`."""
     if wait:
         options = {"wait_ms": 30_000} | options
     first = calls.diff(topic, from_seq, **options)
@@ -76,3 +78,122 @@ def read(
         yield from page.records
 
     return Walk(first, take)
+
+
+HEARTBEAT_MS = 5_000
+SILENCE_MAX_S = 3 * HEARTBEAT_MS / 1000
+"""A stream without a byte for this long is taken for dead, even if TCP reports nothing."""
+
+
+class TopicGone(msgspec.Struct, frozen=True):
+    """The end of a followed topic, which was deleted: no more records of it follow.
+
+    `head_seq` is its last seq, or how far it was followed if it was deleted while the service could not be reached.
+    """
+
+    head_seq: int
+
+
+class _RecordFrame(msgspec.Struct):
+    topic: str
+    records: list[Record]
+    to_seq: int
+
+
+class _TombstoneFrame(TombstoneAnswer, frozen=True, kw_only=True):
+    missed_estimate: int = 0  # frames do not have it
+    topic: str
+
+
+class _EndFrame(msgspec.Struct):
+    topic: str
+    head_seq: int
+
+
+_record_frame = msgspec.json.Decoder(_RecordFrame).decode
+_tombstone_frame = msgspec.json.Decoder(_TombstoneFrame).decode
+_end_frame = msgspec.json.Decoder(_EndFrame).decode
+
+
+class Following:
+    """A follower's session and its `positions`: the seqs behind which a new session finds all that was not yielded.
+
+    The session lives on the server. A lost stream is opened again with the id of the last frame that was taken whole
+    (Last-Event-ID). When the session itself is gone, because the service restarted, a new one begins at `positions`.
+    """
+
+    def __init__(
+        self,
+        positions: Mapping[str, int] | str,
+        tombstones: Tombstones,
+        options: dict[str, Any],
+        attempts: Callable[[str], Attempts],
+    ) -> None:
+        self.positions = {positions: 0} if isinstance(positions, str) else dict(positions)
+        self._tombstones = tombstones
+        self._options = {"heartbeat_ms": HEARTBEAT_MS, "include_tags": True} | options
+        self._last_event_id: str | None = None
+        self.wid: str | None = None
+        self._began = False
+        self._make_attempts = attempts
+        self._attempts: Attempts | None = None
+
+    def ended(self) -> bool:
+        """Return whether every topic was deleted."""
+        return not self.positions
+
+    def session_call(self) -> Call[WatchAnswer]:
+        """Return the call for a session. All topics have to exist in the first; a later one leaves out deleted ones."""
+        return calls.watch(self.positions, self._options, lenient=self._began)
+
+    def begin(self, session: WatchAnswer) -> Iterator[tuple[str, TopicGone]]:
+        """Take over a new session; yield the topics that it has not."""
+        self.wid = session.wid
+        self._last_event_id = None
+        self._began = True
+        for name in [name for name in self.positions if name not in session.topics]:
+            yield name, TopicGone(self.positions.pop(name))
+
+    @property
+    def path(self) -> str:
+        """The path of the session's stream."""
+        return f"/v0/watch/{self.wid}"
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of a request for the session's stream."""
+        return {} if self._last_event_id is None else {"Last-Event-ID": self._last_event_id}
+
+    def pause_s(self, trouble: Exception | None) -> float:
+        """Return the pause before the next stream, or session if the service no longer knows this one (404).
+        `trouble` broke the last stream; None: it ended. UnreachableError at the end of the time for repeats.
+        """
+        if isinstance(trouble, NotFoundError):
+            self.wid = None
+            return 0.0
+        self._attempts = self._attempts or self._make_attempts(self.path)
+        return self._attempts.pause_after_failure(trouble or httpx.RemoteProtocolError("the stream ended"))
+
+    def take(self, event: str, data: str, id: str) -> Iterator[tuple[str, Item | TopicGone]]:
+        """Yield the items of one frame. Its id counts after the last: a stream that breaks before repeats nothing."""
+        self._attempts = None
+        if event == "record":
+            frame = _record_frame(data)
+            for record in frame.records:
+                self.positions[frame.topic] = record.seq
+                yield frame.topic, record
+            self.positions[frame.topic] = frame.to_seq
+        elif event == "tombstone":
+            gap = _tombstone_frame(data)
+            if self._tombstones == "raise":
+                raise GapError(gap.topic, gap)
+            self.positions[gap.topic] = gap.gap_to
+            yield gap.topic, gap
+        elif event == "topic-deleted":
+            end = _end_frame(data)
+            del self.positions[end.topic]
+            yield end.topic, TopicGone(end.head_seq)
+        elif event == "error" and msgspec.json.decode(data)["code"] == 410:
+            self.wid = None
+            return
+        if id:
+            self._last_event_id = id

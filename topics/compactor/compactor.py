@@ -8,8 +8,8 @@
     4. trim                     log files before P(previous), so a start from the previous snapshot stays possible
     5. sweep                    files that neither of the two snapshots needs
 
-A shard that cannot take part keeps its part of the last snapshot, and holds up no other. When the disk has no room for
-2 or 3, the sweep does not wait for two snapshots, see `_make_room`.
+A shard that cannot take part keeps its part of the last snapshot, and holds up no other. When the disk is full, so that
+shards take no records or 2 or 3 have no room, the sweep does not wait for two snapshots, see `_make_room`.
 
 When the previous snapshot turns out to be damaged, an older one is the fallback: then 4 and 5 are left to the next cut.
 
@@ -18,6 +18,7 @@ A life that is killed anywhere is repeated from the newest snapshot on.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 from typing import Final
 
@@ -46,11 +47,17 @@ RETRY_MS: Final = 2_000
 RETRY_MAX_MS: Final = 60_000
 """A bound that holds however long the interval is: a full disk must get its room back."""
 
+SHORT_OF_ROOM_MS: Final = 1_000
+"""The time between two cuts while the disk has little room: what a delete gives up is there soon after it."""
+SHORT_OF_ROOM_BYTES: Final = 1024 * 1024
+"""With so many new bytes the next cut does not wait for that."""
+
 log = get_logger()
 
 
 class CutTimes:
-    """The times of cuts: `interval_ms` after the last one, or at once when a shard has written `wal_bytes` since.
+    """The times of cuts: `interval_ms` after the last one, at once when a shard has written `wal_bytes` since, or soon
+    when the disk has little room.
 
     A cut that failed is repeated earlier, but less and less often. Pure; `now_ms` is monotonic.
     """
@@ -63,14 +70,16 @@ class CutTimes:
         self._has_tried = False
         self._failed = 0
 
-    def is_due(self, new_bytes: int, now_ms: int) -> bool:
-        """True if it is time to begin a cut."""
+    def is_due(self, new_bytes: int, now_ms: int, left_bytes: int = sys.maxsize) -> bool:
+        """True if it is time to begin a cut. `left_bytes` is the room on the disk, see `DiskRoom`."""
         since_ms = now_ms - self._last_ms
         if self._failed:
             wait_ms = doubled_ms(RETRY_MS, self._failed - 1, max(RETRY_MS, self._retry_max_ms))
         else:
             wait_ms = self._interval_ms
-        return since_ms >= wait_ms or new_bytes >= self._wal_bytes
+        if left_bytes <= 2 * new_bytes:
+            wait_ms = min(wait_ms, SHORT_OF_ROOM_MS)
+        return since_ms >= wait_ms or new_bytes >= min(self._wal_bytes, max(SHORT_OF_ROOM_BYTES, left_bytes // 2))
 
     def done(self, complete: bool, now_ms: int, was_made: bool = True) -> None:
         """Note the end of a try. `was_made` False: there was nothing to cut. `complete`: all shards took part."""
@@ -124,6 +133,7 @@ class Compactor:
         self._cell = life.cell
         self._clock = life.clock
         self._alive = life.alive
+        self._cell.set("snapshot_bytes", snapshots.size_bytes)
         self._tried_bytes = [self._cell.get(f"absorbed_bytes_{follower.shard:02d}") for follower in followers]
 
     def follow(self, step_bytes: int) -> None:
@@ -172,16 +182,15 @@ class Compactor:
             return True
         return any(map(self._checkpoints.has_old, self.followers))
 
-    def cut(self) -> bool:
-        """Make a cut. False when a shard could not take part, refused or failed, or the snapshot could not be saved:
-        then it may be repeated.
+    def cut(self, is_full: bool = False) -> bool:
+        """Make a cut, and `_make_room` if the disk is full. False when a shard could not take part, refused or failed,
+        or the snapshot could not be saved: then it may be repeated.
 
         Raise TailLost, FoldError, and OSError from reading a log: then this object is of no use any more.
         """
         written_bytes: dict[int, int] = {}
         begun_ms = self._clock.now_ms()
         parts: dict[int, ShardPart] = {}
-        is_full = False
         for follower in self.followers:
             self._tried_bytes[follower.shard] = written = follower.link.written_bytes
             until = follower.link.committed
@@ -254,6 +263,7 @@ class Compactor:
         former = self._snapshots.positions
         former_is_fallback = self._snapshots.save(parts)
         self._cell.add("snapshots")
+        self._cell.set("snapshot_bytes", self._snapshots.size_bytes)
         self._cell.set("last_snapshot_ms", self._clock.now_ms())
         reached("snapshot.saved")
         self._cell.set("absorbed_ms", begun_ms)
@@ -334,7 +344,8 @@ class Compactor:
             return self._files_of(topic_id) if self._shard_of(topic_id) in synced else None
 
         removed = self._count_removed(self._leftovers.make_room(shrunk, files_of))
-        log.warning("the disk is full, so files of deleted records were removed at once", segments=removed)
+        if removed:
+            log.warning("the disk is full, so files of deleted records were removed at once", segments=removed)
 
     def _count_removed(self, swept: Swept) -> int:
         """Count and log the result of a sweep. Return the number of removed segments."""

@@ -32,6 +32,7 @@ from topics.storage.logfile import RefusedLog, WalPosition
 from topics.storage.pins import Pinned, pins_dir, read_pinned
 from topics.storage.segment_store import LocalStore
 from topics.storage.snapshot import ShardPart, UnknownSnapshotVersion, load_snapshot
+from topics.storage.wal import DiskRoom
 
 FOLLOW_BYTES: Final = 2 * 2**20
 RETRY_MS: Final = 2_000
@@ -55,7 +56,8 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
         cell.set("state", ProcessState.READY)
         shards = [shared.control.cell(Role.WALSHARD, shard) for shard in range(shared.shards)]
         note = ClockNote(OsFileSystem(), settings.data_dir, boot_id(), shards, clock)
-        serve(compactor, settings, life, note)
+        room = DiskRoom(OsFileSystem(), settings.data_dir, shared.control.cut_bytes)
+        serve(compactor, settings, life, note, room)
     except Stopped as reason:
         log.info("stopped before the last cut was complete, so the next start reads more logs", reason=str(reason))
     except (TailLost, FoldError, RefusedLog, UnknownSnapshotVersion, OSError, Refused) as error:
@@ -169,7 +171,8 @@ def _follow(fs: FileSystem, data_dir: str, shared: SharedMemory, link: ShardLink
     return Follower(shared.identity, link, LogTail(directory, position), fold)
 
 
-def serve(compactor: Compactor, settings: Settings, life: Life, note: ClockNote) -> None:
+def serve(compactor: Compactor, settings: Settings, life: Life, note: ClockNote, room: DiskRoom) -> None:
+    """Make cuts and do upkeep until the process is to stop."""
     cell, clock = life.cell, life.clock
     # A shard is slowed when it has four fifths of `max_replay_bytes` behind it: a cut must be due before that.
     wal_bytes = min(settings.checkpoint_wal_bytes, settings.max_replay_bytes // 4 or settings.checkpoint_wal_bytes)
@@ -181,9 +184,10 @@ def serve(compactor: Compactor, settings: Settings, life: Life, note: ClockNote)
         note.keep()
         upkeep_in_ms = None
         compactor.follow(FOLLOW_BYTES)
-        if times.is_due(compactor.new_bytes, clock.monotonic_ms()):
+        left_bytes = room.left_bytes
+        if times.is_due(compactor.new_bytes, clock.monotonic_ms(), left_bytes):
             has_news = compactor.has_news
-            complete = compactor.cut() if has_news else True
+            complete = compactor.cut(is_full=left_bytes < 0) if has_news else True
             times.done(complete, clock.monotonic_ms(), was_made=has_news)
         if times.is_tidying_due(clock.monotonic_ms()):
             compactor.tidy()

@@ -1,14 +1,15 @@
 """Snapshots as a cut makes them: the part of each shard, and one file of all parts.
 
-Before that, pins of batches that are over are removed from the fold, so that snapshots do not keep them for ever: a
-shard forgets a pin when it hears that its batch is over, but logs nothing. A pin has a stage published only once. It is
-needed as long as the stage could be published again, which takes its file, or its batch is decided. Both files are
-older than the pin, so when neither exists any more, the pin is not needed. A stage's file is removed only when the end
-of the batch is durable, so a power loss does not bring the decision back.
+Before that, stage keys of batches that are over are removed from the fold, so that snapshots do not keep them for ever:
+a shard forgets a key when it hears that its batch is over, but logs nothing. The key of a stage has it published only
+once. It is needed as long as the stage could be published again, which takes its file, or its batch is decided. Both
+files are older than the key, so when neither exists any more, the key is not needed. A stage's file is removed only
+when the end of the batch is durable, so a power loss does not bring the decision back.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable
 
 from topics.compactor.follower import Follower
@@ -18,7 +19,7 @@ from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.logfile import WalPosition
 from topics.storage.snapshot import ShardPart, Snapshot, encode_part, encode_parts, load_snapshot, save_snapshot
-from topics.storage.txn_files import SinkDamagedError, read_sink_head, stage_name
+from topics.storage.txn_files import TxnFileDamagedError, read_sink_head, stage_name
 
 log = get_logger()
 
@@ -31,12 +32,14 @@ class Snapshots:
         self._data_dir = data_dir
         self._shards = shards
         self._newest = None if newest is None else newest.number
+        self.size_bytes = 0 if newest is None else os.path.getsize(layout.snapshot_path(data_dir, newest.number))
+        """Size of the newest snapshot."""
         self.positions = _positions([] if newest is None else newest.parts)
         """The position up to which the newest snapshot contains each shard's log."""
 
     def part_of(self, follower: Follower, alive: Callable[[], None]) -> ShardPart:
         """Encode the shard as it has been followed so far; `alive` is called between topics."""
-        unpin_ended(self._fs, self._data_dir, follower.fold.topics.values(), alive)
+        forget_ended(self._fs, self._data_dir, follower.fold.topics.values(), alive)
         return encode_part(follower.shard, self._shards, follower.log_id(), follower.position, follower.fold.state())
 
     def can_save(self, shards: Collection[int]) -> bool:
@@ -56,6 +59,7 @@ class Snapshots:
         former = self._newest
         saved = save_snapshot(self._fs, self._data_dir, body)
         self._newest = saved.number
+        self.size_bytes = len(body)
         self.positions = _positions(parts.values())
         log.debug("snapshot", number=saved.number, size_bytes=len(body))
         if former in (saved.fallback, None):
@@ -68,18 +72,18 @@ def _positions(parts: Iterable[ShardPart]) -> dict[int, WalPosition]:
     return {part.shard: part.position for part in parts}
 
 
-def unpin_ended(fs: FileSystem, data_dir: str, topics: Iterable[Topic], alive: Callable[[], None]) -> None:
-    """Remove the pins of batches that are over. A pin stays if a file that decides about it is unreadable or damaged.
+def forget_ended(fs: FileSystem, data_dir: str, topics: Iterable[Topic], alive: Callable[[], None]) -> None:
+    """Remove the stage keys of batches that are over; not those about which an unreadable or damaged file decides.
 
-    Reads the head of one file for each sink with pins, and lists the stages once; `alive` is called between topics.
+    Read the head of one file for each sink with such keys, and list the stages once. Call `alive` between topics.
     """
     ended: dict[tuple[str, int], bool] = {}
     files: set[str] | None = None
     for topic in topics:
-        pinned = topic.idempotency.pinned()
-        if pinned:
+        published = topic.idempotency.published_stages()
+        if published:
             alive()
-        for sink, batch, stages in pinned:
+        for sink, batch, stages in published:
             if (sink, batch) not in ended:
                 ended[sink, batch] = _is_over(fs, data_dir, sink, batch)
             if not ended[sink, batch]:
@@ -90,12 +94,12 @@ def unpin_ended(fs: FileSystem, data_dir: str, topics: Iterable[Topic], alive: C
                 except OSError:
                     return
             if not any(stage_name(stage) in files for stage in stages):
-                topic.idempotency.unpin(sink, batch)
+                topic.idempotency.forget_stages(sink, batch)
 
 
 def _is_over(fs: FileSystem, data_dir: str, sink: str, batch: int) -> bool:
     try:
         decided, pending_count = read_sink_head(fs, layout.sinks_dir(data_dir), sink)
-    except (OSError, SinkDamagedError):
+    except (OSError, TxnFileDamagedError):
         return False
     return decided != batch or not pending_count

@@ -3,7 +3,7 @@
 There are three kinds of keys:
 
 - A client's key is UTF-8 and expires with the topic's window.
-- A *pin* marks a stage that a transaction has published (api §6). The service must know it for as long as the
+- A *stage key* marks a stage that a transaction has published (api §6). The service must know it for as long as the
   transaction may be carried out again, which no clock can tell. It goes when the sink's next batch comes to the topic,
   or when the transaction is over.
 - A producer's key expires like a client's, but for the last one: it says where the producer is (api §2). A producer
@@ -30,7 +30,7 @@ class KeyMark(bytes, Enum):
     They are in logs: a mark that is given up is not given to anything else.
     """
 
-    PIN = b"\xff"
+    STAGE = b"\xff"
     """A transaction gives it to a stage that it publishes."""
     CARRIED = b"\xfe"
     """A frontend gives it to a record that it brings to the dead letters, or back (`dead_letter_moves.py`).
@@ -99,42 +99,41 @@ class WriteOutcome(NamedTuple):
     ts: int
 
 
-def pin(sink: str, batch: int, stage: str) -> bytes:
+def stage_key(sink: str, batch: int, stage: str) -> bytes:
     """The key of a stage that a batch of a sink publishes.
 
     | 0xFF | sink | 0x00 | batch u64 big-endian | stage |
     """
-    return pins_of(sink) + batch.to_bytes(_BATCH_LEN, "big") + stage.encode()
+    return stage_keys_of(sink) + batch.to_bytes(_BATCH_LEN, "big") + stage.encode()
 
 
-def pins_of(sink: str) -> bytes:
-    """Return the beginning of all pins of a sink."""
-    return KeyMark.PIN + sink.encode() + b"\x00"
+def stage_keys_of(sink: str) -> bytes:
+    """Return the beginning of all stage keys of a sink."""
+    return KeyMark.STAGE + sink.encode() + b"\x00"
 
 
-def is_pin(key: bytes) -> bool:
-    return key.startswith(KeyMark.PIN)
+def is_stage_key(key: bytes) -> bool:
+    return key.startswith(KeyMark.STAGE)
 
 
 class IdempotencyWindow:
     """The keyed writes of one topic.
 
     Clients' keys of the last `window_ms` come oldest first: commit times never decrease, so expiry is from the front.
-    Pins are kept by sink, each sink's of one batch. Producers' turns are kept by id, the one that wrote last at the
-    end.
+    Stage keys are kept by sink, each sink's of one batch. Producers' turns are kept by id, the last writer at the end.
     """
 
-    __slots__ = ("_outcomes", "_pins", "_producers")
+    __slots__ = ("_outcomes", "_producers", "_stage_keys")
 
     def __init__(self) -> None:
         self._outcomes: dict[bytes, WriteOutcome] = {}
-        self._pins: dict[bytes, dict[bytes, WriteOutcome]] = {}
+        self._stage_keys: dict[bytes, dict[bytes, WriteOutcome]] = {}
         self._producers: OrderedDict[bytes, tuple[ProducerTurn, WriteOutcome]] = OrderedDict()
 
     def find(self, key: bytes, now_ms: int, window_ms: int) -> WriteOutcome | None:
-        """Return the outcome of this key, if it is a pin or not older than the window."""
-        if is_pin(key):
-            return self._pins.get(_sink_of(key), {}).get(key)
+        """Return the outcome of this key, if it is a stage key or not older than the window."""
+        if is_stage_key(key):
+            return self._stage_keys.get(_sink_of(key), {}).get(key)
         self._expire(now_ms, window_ms)
         found = self._outcomes.get(key)
         if found is None and is_producer_key(key):
@@ -151,12 +150,12 @@ class IdempotencyWindow:
 
     def remember(self, key: bytes, outcome: WriteOutcome) -> None:
         """Keep the outcome of a committed write. A key that expired and came again moves to the end."""
-        if is_pin(key):
+        if is_stage_key(key):
             sink = _sink_of(key)
-            pins = self._pins.setdefault(sink, {})
-            if pins and _batch_of(next(iter(pins)), sink) != _batch_of(key, sink):
-                pins.clear()
-            pins[key] = outcome
+            published = self._stage_keys.setdefault(sink, {})
+            if published and _batch_of(next(iter(published)), sink) != _batch_of(key, sink):
+                published.clear()
+            published[key] = outcome
             return
         self._outcomes.pop(key, None)
         self._outcomes[key] = outcome
@@ -168,27 +167,27 @@ class IdempotencyWindow:
                 self._producers.move_to_end(id)
         self._forget(outcome.ts)
 
-    def unpin(self, sink: str, batch: int) -> None:
-        """Forget the pins of a batch that is over: nothing of it will be published again."""
-        prefix = pins_of(sink)
-        pins = self._pins.get(prefix)
-        if pins and _batch_of(next(iter(pins)), prefix) == batch.to_bytes(_BATCH_LEN, "big"):
-            del self._pins[prefix]
+    def forget_stages(self, sink: str, batch: int) -> None:
+        """Forget the stage keys of a batch that is over: nothing of it will be published again."""
+        prefix = stage_keys_of(sink)
+        known = self._stage_keys.get(prefix)
+        if known and _batch_of(next(iter(known)), prefix) == batch.to_bytes(_BATCH_LEN, "big"):
+            del self._stage_keys[prefix]
 
-    def pinned(self) -> list[tuple[str, int, list[str]]]:
-        """Return (sink, batch, stages) of each sink that has pins."""
+    def published_stages(self) -> list[tuple[str, int, list[str]]]:
+        """Return (sink, batch, stages) of each sink that has stage keys."""
         found = []
-        for prefix, pins in self._pins.items():
+        for prefix, known in self._stage_keys.items():
             stage_at = len(prefix) + _BATCH_LEN
-            batch = int.from_bytes(_batch_of(next(iter(pins)), prefix), "big")
-            sink = prefix[len(KeyMark.PIN) : -1].decode()
-            found.append((sink, batch, [key[stage_at:].decode() for key in pins]))
+            batch = int.from_bytes(_batch_of(next(iter(known)), prefix), "big")
+            sink = prefix[len(KeyMark.STAGE) : -1].decode()
+            found.append((sink, batch, [key[stage_at:].decode() for key in known]))
         return found
 
     def unexpired(self, now_ms: int, window_ms: int) -> list[tuple[bytes, int, int, int]]:
         """Return (key, first_seq, records, ts) of every write that a retry may still ask for, oldest first."""
         self._expire(now_ms, window_ms)
-        kept = [(key, *outcome) for pins in self._pins.values() for key, outcome in pins.items()]
+        kept = [(key, *outcome) for known in self._stage_keys.values() for key, outcome in known.items()]
         self._forget(now_ms)
         for id, (turn, outcome) in self._producers.items():
             key = producer_key(id, turn)
@@ -217,7 +216,7 @@ class IdempotencyWindow:
             producers.popitem(last=False)
 
     def __len__(self) -> int:
-        return len(self._outcomes) + sum(map(len, self._pins.values())) + len(self._producers)
+        return len(self._outcomes) + sum(map(len, self._stage_keys.values())) + len(self._producers)
 
 
 def _goes_on(known: tuple[ProducerTurn, WriteOutcome], turn: ProducerTurn, ts: int) -> bool:

@@ -100,9 +100,8 @@ class Leases(QueueJobs):
             if not job.order_key or self._lines[job.order_key][0] == seq:
                 self._enqueue(seq, job)
             return
-        job.due_ms = now.mono_ms + max(0, min(job.deadline_ms - now.wall_ms, job.lease_ms))
-        self._set(seq, job, JobPhase.LEASED if job.node else JobPhase.DELAYED)
-        heappush(self._due, (job.due_ms, seq))
+        due_ms = now.mono_ms + max(0, min(job.deadline_ms - now.wall_ms, job.lease_ms))
+        self._set_until(seq, job, JobPhase.LEASED if job.node else JobPhase.DELAYED, due_ms)
 
     # -- consumers
 
@@ -136,9 +135,12 @@ class Leases(QueueJobs):
 
     def _carry(self, seq: int, job: TrackedJob, carrier: int, now: Now) -> None:
         job.holder = (carrier, 0)
-        job.due_ms = now.mono_ms + CARRY_MS
-        self._set(seq, job, JobPhase.HELD)
-        heappush(self._due, (job.due_ms, seq))
+        self._set_until(seq, job, JobPhase.HELD, now.mono_ms + CARRY_MS)
+
+    def _set_until(self, seq: int, job: TrackedJob, phase: JobPhase, due_ms: int) -> None:
+        self._set(seq, job, phase)
+        job.due_ms = due_ms
+        heappush(self._due, (due_ms, seq))
 
     def lease(self, seqs: list[int], node: str, lease_ms: int, now: Now, holder: Holder | None) -> LeasedSeqs:
         """Lease the jobs that `take` returned."""
@@ -151,12 +153,10 @@ class Leases(QueueJobs):
         for lease_no, seq in enumerate(seqs, first_lease_no):
             job = self._jobs.get(seq) or self._track(seq, TrackedJob())
             job.node, job.lease_no, job.lease_ms = node, lease_no, lease_ms
-            job.deadline_ms, job.due_ms = deadline_ms, due_ms
+            job.deadline_ms, job.holder = deadline_ms, holder
             job.deliveries += 1
-            job.holder = holder
             deliveries.append(job.deliveries)
-            self._set(seq, job, JobPhase.LEASED)
-            heappush(self._due, (due_ms, seq))
+            self._set_until(seq, job, JobPhase.LEASED, due_ms)
         self._compact()
         return LeasedSeqs(seqs, first_lease_no, deadline_ms, deliveries)
 
@@ -201,8 +201,7 @@ class Leases(QueueJobs):
         for seq in seqs:
             job = self._jobs.get(seq)
             if job is not None and job.phase == JobPhase.HELD:
-                self._set(seq, job, JobPhase.LEASED)
-                heappush(self._due, (job.due_ms, seq))
+                self._set_until(seq, job, JobPhase.LEASED, job.due_ms)
 
     def release(self, seqs: Iterable[int], delay_ms: int, now: Now) -> None:
         """End the leases of these jobs: nobody has them any more, and they are ready after `delay_ms`."""
@@ -211,12 +210,10 @@ class Leases(QueueJobs):
             if job is None:
                 continue
             job.deadline_ms, job.lease_ms = now.wall_ms + delay_ms, delay_ms
-            if not delay_ms:
+            if delay_ms:
+                self._set_until(seq, job, JobPhase.DELAYED, now.mono_ms + delay_ms)
+            else:
                 self._return(seq, job)
-                continue
-            job.due_ms = now.mono_ms + delay_ms
-            self._set(seq, job, JobPhase.DELAYED)
-            heappush(self._due, (job.due_ms, seq))
 
     def extend(self, seqs: Iterable[int], lease_ms: int, now: Now) -> list[tuple[int, int, int, int]]:
         """Let leases end `lease_ms` from now; return their former times, for `unextend`."""

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from topics.core.control_bodies import AckFrameBody, JobRow
 from topics.core.errors import TopicsError, not_a_queue
-from topics.core.idempotency import ProducerTurn, WriteOutcome, check_turn, is_pin, is_producer_key, parse_key
+from topics.core.idempotency import ProducerTurn, WriteOutcome, check_turn, is_producer_key, is_stage_key, parse_key
 from topics.core.job import Now
 from topics.core.location import LOCATION_IN_RAM_LOG, file_flags_of
 from topics.core.record_index import live_entries
@@ -142,7 +142,7 @@ class PendingTopic:
             return known
         if has_jobs and topic.queue is None:
             raise not_a_queue(topic.name)
-        if not key or not is_pin(key):
+        if not key or not is_stage_key(key):
             topic.check_head(if_head_seq, self.head_seq)
             topic.check_room(count, size_bytes, self.records, self.live_bytes)
         elif not count:
@@ -200,7 +200,7 @@ class PendingTopic:
             due_ms.append(self._now.mono_ms + delay_ms if delay_ms else 0)
         # The file of a stage is removed once all are published: by then its records are on the disk, whatever the
         # class.
-        sync = config.durability == "fsync" or (not in_ram and bool(key) and is_pin(key))
+        sync = config.durability == "fsync" or (not in_ram and bool(key) and is_stage_key(key))
         return PendingWrite(self._topic, outcome, key, records, rows, due_ms, in_ram, sync, ceiling)
 
     # -- removals

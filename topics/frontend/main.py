@@ -59,7 +59,7 @@ async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, l
     cold = None if settings.cold_dir is None else LocalStore(OsFileSystem(), layout.topics_dir(settings.cold_dir))
     frontend = build_app(process, keys, cold)
     connections = Connections(
-        process.cap("connections", settings.max_connections, "connections_admitted"), running_clock
+        process.quota("connections", settings.max_connections, "connections_admitted"), running_clock
     )
 
     def stop() -> None:

@@ -15,9 +15,8 @@ from topics.frontend.entry.access import Access, KeyLimits
 from topics.frontend.entry.pages import Pages
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.event_streams import StreamSlots
-from topics.frontend.live.session_client import SessionClient
 from topics.frontend.live.step_cache import KnownTopics
-from topics.frontend.live.watch import WatchRoutes
+from topics.frontend.live.watch import SessionClient, WatchRoutes
 from topics.frontend.live.websocket import Services
 from topics.frontend.live.websocket_route import WebSocketRoute
 from topics.frontend.operators.figures import ServiceFigures
@@ -41,9 +40,9 @@ from topics.frontend.txn.coordinator import Stages, TxnCoordinator
 from topics.frontend.txn.txn_routes import TxnRoutes
 from topics.log import get_logger
 from topics.settings import Settings
-from topics.shm.cap import Cap, KeyCounts
 from topics.shm.control import ProcessCell, Role
 from topics.shm.instance import SharedMemory
+from topics.shm.quotas import KeyCounts, Quota
 from topics.shm.recency import Recency, RecencyWriter
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.pins import PinFiles, pins_dir
@@ -70,10 +69,10 @@ class Process(msgspec.Struct, frozen=True):
         """The cell of the control page that this process writes."""
         return self.shared.control.cell(Role.FRONTEND, self.index)
 
-    def cap(self, limit: str, most: int, field: str) -> Cap:
-        """Return a cap on what all frontends have together. A dead process counts until its next life begins."""
+    def quota(self, limit: str, most: int, field: str) -> Quota:
+        """Return a quota of what all frontends have together. A dead process counts until its next life begins."""
         every = [self.shared.control.cell(Role.FRONTEND, frontend) for frontend in range(self.shared.frontends)]
-        return Cap(limit, most, field, self.cell, every)
+        return Quota(limit, most, field, self.cell, every)
 
 
 class Frontend(NamedTuple):
@@ -123,7 +122,7 @@ def build_app(process: Process, keys: KeyRing, store: SegmentStore | None) -> Fr
     access = Access(keys, settings.probe_auth, limits)
     pages = Pages(settings, access)
     append = AppendRoute(gateway, settings, cell)
-    slots = StreamSlots(limits, process.cap("sse_connections", settings.max_sse_connections, "sse_admitted"))
+    slots = StreamSlots(limits, process.quota("sse_connections", settings.max_sse_connections, "sse_admitted"))
     observe = partial(shared.durations.observe, index)
     services = Services(reader, append, hub, access, pages, settings, catching_up, cell, running_clock, observe)
     websocket = WebSocketRoute(services, slots)

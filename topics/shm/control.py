@@ -17,7 +17,7 @@ from enum import IntEnum
 from typing import Final
 
 from topics.core.config import CLASSES
-from topics.core.priority import BANDS
+from topics.core.scheduler import BANDS
 from topics.shm.memory import SharedObject
 
 CELL_WORDS: Final = 128
@@ -84,12 +84,12 @@ _WORDS: Final = {
         fsync_us_sum* {_series("fsync_us_{:02d}*", range(LATENCY_BUCKETS))} router_oversize* clock_offset_ms*""",
     Role.COMPACTOR: f"""{_COMMON}
         absorbed_ms* last_snapshot_ms* snapshots* checkpoints* checkpointed_records* checkpointed_bytes*
-        segments_sealed* segments_dropped* segments_rewritten* segments_relocated* orphans failures*
+        segments_sealed* segments_dropped* segments_rewritten* segments_relocated* orphans failures* snapshot_bytes*
         {_series("absorbed_bytes_{:02d}*", range(SHARDS_MAX))}""",
 }
 """The words of each child. A new life of the process keeps those with a `*`: counters never go down while the service
 runs, readers use the former arena `generation` until there is another, and what a shard holds (topics, records,
-sessions …) counts against the caps of the service also while the shard is down.
+sessions …) counts against the quotas of the service also while the shard is down.
 
 A shard's `committed`: file_no << 32 | offset behind the last frame that is in the log for good, 0 before it has
 recovered. It is one word, so that nobody sees the file of one position and the offset of another. Its
@@ -259,3 +259,10 @@ class ControlPage:
         """Return the bytes of a shard's log that are in no snapshot."""
         absorbed = self.cell(Role.COMPACTOR, 0).get(f"absorbed_bytes_{shard:02d}")
         return max(0, log_bytes(self.cell(Role.WALSHARD, shard)) - absorbed)
+
+    def cut_bytes(self) -> int:
+        """Return the room that a cut of all logs needs: half as much again for segments as the logs have, and two
+        snapshots.
+        """
+        lag_bytes = sum(map(self.lag_bytes, range(self.header.get("shards"))))
+        return lag_bytes * 3 // 2 + 2 * self.cell(Role.COMPACTOR, 0).get("snapshot_bytes")

@@ -7,14 +7,13 @@ from itertools import permutations
 from typing import NamedTuple
 
 from topics.shm import shm_names
-from topics.shm.cap import KeyCounts
 from topics.shm.control import ControlPage
 from topics.shm.durations import Durations
 from topics.shm.journal import Journal
 from topics.shm.memory import SharedObject
+from topics.shm.quotas import KeyCounts
 from topics.shm.ring import HEADER_BYTES, Ring, Wake
-from topics.shm.router_board import BOARD_BYTES, BOARD_RESERVE_BYTES
-from topics.shm.router_table import TABLE_BYTES, TABLE_RESERVE_BYTES
+from topics.shm.router_memory import BOARD_BYTES, BOARD_RESERVE_BYTES, TABLE_BYTES, TABLE_RESERVE_BYTES
 
 JOURNAL_BYTES_PER_FRONTEND = 512 * 1024
 """A group has at most 1024 requests of some 100 bytes here, and each frontend may leave one unanswered."""

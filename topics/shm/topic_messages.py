@@ -252,7 +252,7 @@ class TxnEnd(Message, Asks[Done], frozen=True):
 
 
 class StagesOver(Message, Asks[None], frozen=True):
-    """The batch is over: the topic may forget its pins, which have it publish each stage once."""
+    """The batch is over: the topic may forget its stage keys, which have it publish each once."""
 
     name: str
     sink: str

@@ -22,9 +22,7 @@ SMALL: Final = {
     "spark.python.authenticate.socketTimeout": "120s",
     "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -XX:MaxMetaspaceSize=256m",
 }
-"""Settings of a session that stays below 4 GiB with its Python workers, pushes filters down, and reports a wrong option
-in one line.
-"""
+"""Settings of a session that stays below 4 GiB, pushes filters down, and reports a wrong option in one line."""
 
 
 def register(spark: SparkSession) -> None:

@@ -9,7 +9,7 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
 from topics.client import Client
-from topics.spark import planning
+from topics.spark import http_read
 from topics.spark.columns import ColumnBuilder
 from topics.spark.http_read import PLAN_RETRY, TASK_RETRY, ReadPlan, connect, read_range
 from topics.spark.offsets import Mark, Range, ranges, split
@@ -82,10 +82,10 @@ class BatchReader(RangeReader, DataSourceReader):
     def partitions(self) -> Sequence[InputPartition]:
         options, wanted = self._options, self.wanted
         with connect(options.service, PLAN_RETRY) as client:
-            found = planning.states(client, options)
-            planning.require(found, options)
-            start = planning.starts(client, found, options, "earliest")
-            end = planning.resolve("endingOffsets", found, options.ending or Positions("latest"))
+            found = http_read.states(client, options)
+            http_read.require(found, options)
+            start = http_read.starts(client, found, options, "earliest")
+            end = http_read.resolve("endingOffsets", found, options.ending or Positions("latest"))
             end = {name: Mark(max(mark.seq, start[name].seq), mark.epoch) for name, mark in end.items()}
             whole = ranges(start, end)
             whole = [one for one in whole if wanted.topics is None or one.topic in wanted.topics]
@@ -101,7 +101,7 @@ def _clip(client: Client, one: Range, wanted: Wanted) -> Range:
     """Return the part of a range that filters on seq and time leave. `$ts` never decreases, so a time is a seq."""
     from_seq, to_seq = max(one.from_seq, wanted.seq_from - 1), min(one.to_seq, wanted.seq_to)
     if wanted.time_from_us > -FAR:
-        from_seq = max(from_seq, planning.before_ts(client, one.topic, -(-wanted.time_from_us // 1000)))
+        from_seq = max(from_seq, http_read.before_ts(client, one.topic, -(-wanted.time_from_us // 1000)))
     if wanted.time_to_us < FAR:
-        to_seq = min(to_seq, planning.before_ts(client, one.topic, wanted.time_to_us // 1000 + 1))
+        to_seq = min(to_seq, http_read.before_ts(client, one.topic, wanted.time_to_us // 1000 + 1))
     return one._replace(from_seq=from_seq, to_seq=to_seq)

@@ -26,8 +26,7 @@ from pyspark.sql.types import StructType
 
 from topics.client import Record
 from topics.spark.offsets import Gap
-from topics.spark.options import ReadOptions
-from topics.spark.spark_errors import OptionError
+from topics.spark.options import OptionError, ReadOptions
 
 META: Final = pa.map_(pa.string(), pa.string())
 _encode = msgspec.json.Encoder(decimal_format="number").encode
@@ -58,12 +57,6 @@ def meta_array(count: int, numbers: npt.NDArray[np.int64], metas: Sequence[Mappi
 
 Convert = Callable[[Any], Any]
 
-_INTEGERS: dict[type[types.DataType], int] = {
-    types.ByteType: 8,
-    types.ShortType: 16,
-    types.IntegerType: 32,
-    types.LongType: 64,
-}
 _decode = msgspec.json.Decoder().decode
 _decode_exact = msgspec.json.Decoder(float_hook=decimal.Decimal).decode
 
@@ -96,26 +89,22 @@ def _value(text: str) -> Any:
 
 
 def _converter(kind: types.DataType, name: str) -> Convert:
-    if isinstance(kind, types.StringType):
-        return _text
-    if type(kind) in _INTEGERS:
-        return _integer(_INTEGERS[type(kind)])
-    if isinstance(kind, types.DoubleType | types.FloatType):
-        return _number
-    if isinstance(kind, types.BooleanType):
-        return lambda value: value if isinstance(value, bool) else None
-    if isinstance(kind, types.TimestampType):
-        return _timestamp
-    if isinstance(kind, types.DateType):
-        return _date
+    for known, convert in _SCALARS.items():
+        if isinstance(kind, known):
+            return convert
     if isinstance(kind, types.DecimalType):
         return _decimal(kind.precision, kind.scale)
     if isinstance(kind, types.ArrayType):
-        return _array(_converter(kind.elementType, name))
+        element = _converter(kind.elementType, name)
+        return lambda value: [element(one) for one in value] if isinstance(value, list) else None
     if isinstance(kind, types.MapType) and isinstance(kind.keyType, types.StringType):
-        return _map(_converter(kind.valueType, name))
+        item = _converter(kind.valueType, name)
+        return lambda value: [(key, item(one)) for key, one in value.items()] if isinstance(value, dict) else None
     if isinstance(kind, types.StructType):
-        return _struct([(field.name, _converter(field.dataType, field.name)) for field in kind.fields])
+        fields = [(field.name, _converter(field.dataType, field.name)) for field in kind.fields]
+        return lambda value: (
+            {name: convert(value.get(name)) for name, convert in fields} if isinstance(value, dict) else None
+        )
     raise OptionError(f"option schema: {name} is of type {kind.simpleString()}, which data cannot be parsed into")
 
 
@@ -176,21 +165,18 @@ def _date(value: Any) -> datetime.date | None:
         return None
 
 
-def _array(convert: Convert) -> Convert:
-    return lambda value: [convert(one) for one in value] if isinstance(value, list) else None
-
-
-def _map(convert: Convert) -> Convert:
-    return lambda value: [(key, convert(one)) for key, one in value.items()] if isinstance(value, dict) else None
-
-
-def _struct(fields: list[tuple[str, Convert]]) -> Convert:
-    def to_struct(value: Any) -> dict[str, Any] | None:
-        if not isinstance(value, dict):
-            return None
-        return {name: convert(value.get(name)) for name, convert in fields}
-
-    return to_struct
+_SCALARS: Final[dict[type[types.DataType], Convert]] = {
+    types.StringType: _text,
+    types.ByteType: _integer(8),
+    types.ShortType: _integer(16),
+    types.IntegerType: _integer(32),
+    types.LongType: _integer(64),
+    types.DoubleType: _number,
+    types.FloatType: _number,
+    types.BooleanType: lambda value: value if isinstance(value, bool) else None,
+    types.TimestampType: _timestamp,
+    types.DateType: _date,
+}
 
 
 RECORD_COLUMNS: Final = (

@@ -1,17 +1,18 @@
-"""Reading one range of a topic in a task, page by page over HTTP, with its gaps."""
+"""Reading over HTTP: the driver's questions (topics, states, positions), and the pages and gaps of a task's range."""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import pyarrow as pa
 
-from topics.client import Client, NotFoundError, Page, Record, Retry
+from topics.client import Client, NotFoundError, Page, Record, Retry, TopicState
 from topics.spark.columns import ColumnBuilder
-from topics.spark.offsets import LOST_TAIL, Gap, Range, data_loss
-from topics.spark.options import ReadOptions, Service
+from topics.spark.offsets import LOST_TAIL, Gap, Mark, Offset, Range, data_loss
+from topics.spark.options import OptionError, Position, Positions, ReadOptions, Service, TopicsSparkError
 
 ROWS_PER_BATCH = 8_000
 TASK_RETRY = Retry(total_s=120.0, pause_max_s=5.0)
@@ -32,6 +33,73 @@ class ReadPlan(NamedTuple):
 
 def connect(service: Service, retry: Retry) -> Client:
     return Client(service.url, token=service.token, retry=retry)
+
+
+# -- the driver's questions
+
+
+def states(client: Client, options: ReadOptions) -> dict[str, TopicState]:
+    """Return the subscribed topics that exist, by name."""
+    names = options.topics
+    if options.pattern is not None:
+        wanted = re.compile(options.pattern)
+        names = tuple(entry.topic for entry in client.list_topics() if wanted.fullmatch(entry.topic))
+    found = {}
+    for name in names:
+        try:
+            found[name] = client.get_topic(name, touch=False)
+        except NotFoundError:
+            continue  # deleted since the list, or never there: `require` reports it
+    return found
+
+
+def require(found: dict[str, TopicState], options: ReadOptions) -> None:
+    """Raise TopicsSparkError when a named topic does not exist, or a pattern matches none."""
+    missing = [name for name in options.topics if name not in found]
+    if missing:
+        raise TopicsSparkError(f"topic {missing[0]!r} does not exist at {options.service.url}")
+    if options.pattern is not None and not found:
+        raise TopicsSparkError(f"no topic at {options.service.url} matches subscribePattern={options.pattern!r}")
+
+
+def heads(found: dict[str, TopicState]) -> Offset:
+    return {name: Mark(state.head_seq, state.epoch) for name, state in found.items()}
+
+
+def starts(client: Client, found: dict[str, TopicState], options: ReadOptions, default: Position) -> Offset:
+    """Return the position where reading begins in each topic."""
+    if options.starting_ts is not None:
+        return {name: Mark(before_ts(client, name, options.starting_ts), found[name].epoch) for name in found}
+    return resolve("startingOffsets", found, options.starting or Positions(default))
+
+
+def resolve(option: str, found: dict[str, TopicState], positions: Positions) -> Offset:
+    """Return positions as seqs. `earliest` is where the live records begin: records lost before are not a gap.
+    OptionError for a topic that is not read, or a seq that is not assigned yet.
+    """
+    offset = {}
+    strangers = sorted(positions.by_topic.keys() - found.keys())
+    if strangers:
+        raise OptionError(f"{option} names the topic {strangers[0]!r}, which is not one of those that are read")
+    for name, state in found.items():
+        position = positions.of(name)
+        if position == "earliest":
+            position = state.earliest_seq - 1
+        elif position == "latest":
+            position = state.head_seq
+        elif position > state.head_seq:
+            raise OptionError(f"{option}: topic {name!r} ends at {state.head_seq}, not {position}")
+        offset[name] = Mark(position, state.epoch)
+    return offset
+
+
+def before_ts(client: Client, topic: str, ts: int) -> int:
+    """Return the last seq before the first record with `$ts` >= ts; the head when there is none."""
+    page = client.diff(topic, from_ts=ts, limit=1)
+    return page.records[0].seq - 1 if page.records else page.next_from_seq
+
+
+# -- a task's range
 
 
 def read_range(client: Client, one: Range, plan: ReadPlan) -> Iterator[pa.RecordBatch]:

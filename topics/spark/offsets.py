@@ -14,8 +14,7 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from topics.spark.options import TombstoneMode
-from topics.spark.spark_errors import DataLossError
+from topics.spark.options import DataLossError, TombstoneMode
 
 PARTITIONS_WANTED = 8
 LEAST_RECORDS = 50_000
@@ -37,9 +36,7 @@ Offset = dict[str, Mark]
 
 
 class Gap(NamedTuple):
-    """Records that cannot be read any more; `last_seq` is None when their number is unknown. `detail` tells the cause
-    of damage.
-    """
+    """Records that cannot be read any more; `last_seq` is None if their number is unknown, `detail` tells of damage."""
 
     first_seq: int
     last_seq: int | None

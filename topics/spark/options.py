@@ -1,4 +1,7 @@
-"""Options of the data source, checked once. Their names are those of Spark's Kafka source where it has the same."""
+"""Options of the data source, checked once, and its errors, each in one line: what is wrong, where, and the way out.
+
+Options have the names of Spark's Kafka source where it has the same.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,35 @@ from typing import Final, Literal, TypeVar
 
 import msgspec
 
-from topics.spark.spark_errors import OptionError
+_OURS = re.compile(r"(^|\s)topics\.[\w.]+Error: ")
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+class TopicsSparkError(Exception):
+    """An error of the data source that its user can do something about."""
+
+
+class OptionError(TopicsSparkError):
+    """An option is missing, unknown, or has a value that it cannot have."""
+
+
+class DataLossError(TopicsSparkError):
+    """Records of the range that was asked for are gone (`failOnDataLoss`)."""
+
+
+def plainly(error: BaseException) -> str:
+    """Return this package's error in one that came through Spark, or else its Python error, or its first line."""
+    lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
+    for line in lines:
+        ours = _OURS.search(line)
+        if ours is not None:
+            return line[ours.end() :]
+    traceback_at = next((number for number, line in enumerate(lines) if line.endswith(_TRACEBACK)), len(lines))
+    for line in lines[traceback_at + 1 :]:
+        if not line.startswith(" "):
+            return line
+    return lines[0].strip() if lines else type(error).__name__
+
 
 Position = int | Literal["earliest", "latest"]
 """A cursor, as everywhere in the API: reading begins behind this seq (0: at the first), or ends with it."""

@@ -16,18 +16,16 @@ from topics.api.segment_answers import ManifestSegment
 from topics.core.location import LOCATION_DELETED, LOCATION_LOST
 from topics.spark.columns import Records
 from topics.spark.options import Directories
-from topics.spark.segment_arrow import InconsistentLengthsError, decode
-from topics.storage.postings import CorruptPostings, Postings
-from topics.storage.segment import (
-    DELETED,
-    ENTRY_LEN,
-    Columns,
-    CorruptSegment,
+from topics.spark.segment_arrow import (
+    ArrowEntries,
+    InconsistentLengthsError,
     check_frames,
+    decode,
     extent,
-    index_digest,
-    read_columns,
+    read_entries,
 )
+from topics.storage.postings import CorruptPostings, Postings
+from topics.storage.segment import DELETED, ENTRY_LEN, CorruptSegment, index_digest
 from topics.storage.segment_reader import SegmentReader
 
 _GONE: Final = LOCATION_DELETED | LOCATION_LOST
@@ -91,11 +89,11 @@ def audit_segment(topic: str, segment: ManifestSegment, earliest_seq: int, direc
         return found
     if segment.idx_xxh3 is not None and f"{index_digest(idx):016x}" != segment.idx_xxh3:
         finding("index", idx_path, 0, f"is not the index that the service has ({segment.idx_xxh3})")
-    entries = read_columns(idx, 0, records)
+    entries = read_entries(idx, 0, records)
     if (entries.ts[0], entries.ts[-1]) != (segment.first_ts, segment.last_ts):
         reason = f"is of {entries.ts[0]} to {entries.ts[-1]}, the service says {segment.first_ts} to {segment.last_ts}"
         finding("index", idx_path, 0, reason)
-    flags = np.asarray(entries.flags)[max(0, earliest_seq - segment.first_seq) :]
+    flags = entries.flags[max(0, earliest_seq - segment.first_seq) :]
     found.lost = int(np.count_nonzero(flags & LOCATION_LOST))
     found.deleted = int(np.count_nonzero((flags & _GONE) == LOCATION_DELETED))
     found.live = len(flags) - found.lost - found.deleted
@@ -132,11 +130,10 @@ class _Suspect(Exception):  # noqa: N818 — only a reason to check each record
 
 
 def _check_columns(
-    idx_path: str, data_path: str, data: bytes, first_seq: int, entries: Columns, cold: bool
+    idx_path: str, data_path: str, data: bytes, first_seq: int, entries: ArrowEntries, cold: bool
 ) -> Records | None:
     """Return all records that have a frame, deleted or not; None without any. Raise _Suspect."""
-    ts, flags = np.asarray(entries.ts, np.int64), np.asarray(entries.flags)
-    lengths = np.asarray(entries.lengths, np.int64)
+    ts, flags, lengths = entries.ts, entries.flags, entries.lengths
     framed = lengths > 0
     wrong = np.flatnonzero((np.diff(ts, prepend=ts[0]) < 0) | (framed & (flags & LOCATION_LOST != 0)))
     if len(wrong):
@@ -144,7 +141,7 @@ def _check_columns(
     if (~framed & (flags & _GONE == 0)).any():
         raise _Suspect("index", 0, "a live record without a frame")
     # Frames of deleted records stay whole until the segment is rewritten.
-    kept = np.where(framed, flags & ~LOCATION_DELETED, flags).tolist()
+    kept = np.where(framed, flags & ~LOCATION_DELETED, flags)
     try:
         starts, end = extent(entries, len(data), idx_path, 0)
         check_frames(data_path, data, 0, first_seq, entries._replace(flags=kept), starts)
@@ -154,7 +151,7 @@ def _check_columns(
         raise _Suspect("data", end, f"the last frame ends there, the file at {len(data)}")
     if not framed.any():
         return None
-    places = np.asarray(starts, np.int64)[framed]
+    places = starts[framed]
     content = np.frombuffer(data, np.uint8)
     frame_lens = np.ascontiguousarray(content[places[:, None] + np.arange(4)]).view("<u4")[:, 0]
     differing = np.flatnonzero(frame_lens != lengths[framed] - 4)

@@ -37,7 +37,7 @@ from topics.spark.http_read import (
     delivered,
 )
 from topics.spark.offsets import Gap, Range
-from topics.spark.options import Directories
+from topics.spark.options import Directories, OptionError
 from topics.spark.segment_arrow import (
     ArrowEntries,
     InconsistentLengthsError,
@@ -48,7 +48,6 @@ from topics.spark.segment_arrow import (
     not_deleted,
     read_entries,
 )
-from topics.spark.spark_errors import OptionError
 from topics.storage.segment import ENTRY_LEN, CorruptSegment, index_digest
 
 BATCH_BYTES: Final = 16 * 2**20
@@ -379,9 +378,7 @@ def _continues(gap: Gap, other: Gap) -> bool:
 
 
 class _Renewal:
-    """Keeps the pins of a query while one of its tasks runs. If the service does not answer, reading goes on: as long
-    as the files are there, nothing else is needed.
-    """
+    """Renews the pins of a query while one of its tasks runs. Reading goes on if the service does not answer."""
 
     def __init__(self, client: Client, pins: tuple[Pinned, ...]) -> None:
         self._client = client

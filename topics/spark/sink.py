@@ -22,11 +22,10 @@ from pyspark.sql import types
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
-from topics.client import Client, ClientError, NewRecord, NotFiniteError, NotFoundError, calls
-from topics.client.json_body import encode_body
+from topics.client import Client, ClientError, NewRecord, NotFiniteError, calls
+from topics.client.calls import encode_body
 from topics.spark.http_read import PLAN_RETRY, TASK_RETRY, connect
-from topics.spark.options import WriteOptions, valid_name
-from topics.spark.spark_errors import OptionError, TopicsSparkError
+from topics.spark.options import OptionError, TopicsSparkError, WriteOptions, valid_name
 
 _COLUMNS: Final = ("data", "topic", "tag", "node", "meta")
 _PLAIN: Final = (
@@ -98,9 +97,7 @@ def check_json(records: list[NewRecord]) -> None:
 
 
 def _converter(kind: types.DataType, name: str) -> Convert:
-    """Return how values of a column become JSON: as Spark's `to_json` has them, but nulls stay. OptionError for a type
-    without a JSON form.
-    """
+    """Return how values of a column become JSON: as by `to_json`, but nulls stay. OptionError for other types."""
     if isinstance(kind, types.StructType):
         fields = [(field.name, _or_null(_converter(field.dataType, f"{name}.{field.name}"))) for field in kind.fields]
         return lambda row: {name: convert(row[name]) for name, convert in fields}
@@ -226,5 +223,5 @@ def _drop(client: Client, messages: list[Staged]) -> None:
     """Drop stages; a stage that cannot be dropped now expires."""
     for message in messages:
         for topic in {topic for topic, _stage in message.stages}:
-            with contextlib.suppress(ClientError, NotFoundError):
+            with contextlib.suppress(ClientError):
                 client.call(calls.drop_stages(topic, message.txn))

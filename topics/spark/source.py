@@ -12,8 +12,7 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from topics.spark.options import ReadOptions, read_options, write_options
-from topics.spark.spark_errors import TopicsSparkError
+from topics.spark.options import ReadOptions, TopicsSparkError, read_options, write_options
 
 
 class TopicsDataSource(DataSource):

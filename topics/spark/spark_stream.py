@@ -14,13 +14,13 @@ from pyspark.sql.datasource import (
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
 from topics.client import Client
-from topics.spark import planning
+from topics.spark import http_read
 from topics.spark.batch import RangeReader
 from topics.spark.http_read import TASK_RETRY, connect
 from topics.spark.offsets import Mark, Offset, advance, check_history, from_json, ranges, to_json
+from topics.spark.options import TopicsSparkError
 from topics.spark.segment_scan import Pinned, end_pins
 from topics.spark.sink import Stager, all_staged
-from topics.spark.spark_errors import TopicsSparkError
 
 
 class StreamReader(RangeReader, DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -38,9 +38,9 @@ class StreamReader(RangeReader, DataSourceStreamReader, SupportsTriggerAvailable
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 — Spark's names, here and below
         """Return where a query without a checkpoint begins."""
-        found = planning.states(self._service(), self._options)
-        planning.require(found, self._options)
-        return to_json(planning.starts(self._service(), found, self._options, "latest"))
+        found = http_read.states(self._service(), self._options)
+        http_read.require(found, self._options)
+        return to_json(http_read.starts(self._service(), found, self._options, "latest"))
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
         begin, heads = from_json(start), self._heads()
@@ -79,7 +79,7 @@ class StreamReader(RangeReader, DataSourceStreamReader, SupportsTriggerAvailable
             self._pins = ()
 
     def _heads(self) -> Offset:
-        return planning.heads(planning.states(self._service(), self._options))
+        return http_read.heads(http_read.states(self._service(), self._options))
 
     def _service(self) -> Client:
         if self._client is None:
@@ -89,9 +89,7 @@ class StreamReader(RangeReader, DataSourceStreamReader, SupportsTriggerAvailable
 
 
 def _up_to(heads: Offset, target: Offset, begin: Offset) -> Offset:
-    """Return the heads, up to `target`: without topics and records written since. A topic that was made again since
-    stays where the query stands.
-    """
+    """Return the heads, up to `target`. A topic that was made again since stays where the query stands."""
     bounded = {}
     for topic, head in heads.items():
         goal = target.get(topic)

@@ -13,7 +13,7 @@
         seg-<20 digits>.tags             records by tag (`postings.py`); only of sealed segments
         seg-<20 digits>.<n>.data, …      the same segment after its nth rewriting
       meta/snapshot.<20 digits>.bin      numbered; the newest valid one counts (`snapshot.py`)
-      meta/format.json                   the format of the directory (`format_mark.py`)
+      meta/format.json                   the format of the directory (`upgrade.py`)
       meta/clock.json                    the time that the service trusted last (`clock_file.py`)
       txn/stages/<stage id>.stage        records that a transaction holds back (`txn_files.py`)
       txn/sinks/<32 hex>.sink            the last batch that a sink has committed (`txn_files.py`)

@@ -60,8 +60,8 @@ if sys.byteorder != "little":
     raise ImportError("the formats of topics are little-endian, and so must be the machine")
 
 
-class StageDamagedError(Exception):
-    """The file of a stage is not as it was written; the message says what is wrong."""
+class TxnFileDamagedError(Exception):
+    """The file of a stage or a sink is not as it was written; the message says what is wrong."""
 
 
 class Stage(NamedTuple):
@@ -119,16 +119,16 @@ def encode_stage(topic: str, records: LaidOut) -> bytes:
 
 
 def decode_stage(content: bytes) -> Stage:
-    """Decode a whole file. Raise StageDamagedError."""
+    """Decode a whole file. Raise TxnFileDamagedError."""
     view = memoryview(content)
     if len(content) < _STAGE_HEADER.size + _CHECKSUM.size:
-        raise StageDamagedError(f"it has only {len(content)} bytes")
+        raise TxnFileDamagedError(f"it has only {len(content)} bytes")
     magic, version, name_len, count, frames_len = _STAGE_HEADER.unpack_from(content)
     if magic != _STAGE_MAGIC or version != STAGE_VERSION:
-        raise StageDamagedError(f"it begins with {magic!r}, version {version}; this release reads {STAGE_VERSION}")
+        raise TxnFileDamagedError(f"it begins with {magic!r}, version {version}; this release reads {STAGE_VERSION}")
     whole_len = _STAGE_HEADER.size + name_len + count * (_WORD_LEN + 1) + frames_len + _CHECKSUM.size
     if defect := _defect(content, whole_len):
-        raise StageDamagedError(defect)
+        raise TxnFileDamagedError(defect)
     at = _STAGE_HEADER.size
     topic = str(view[at : at + name_len], "utf-8")
     at += name_len
@@ -139,13 +139,13 @@ def decode_stage(content: bytes) -> Stage:
 
 
 def decode_stage_head(head: bytes) -> StageHead:
-    """Decode the first STAGE_HEAD_LEN bytes of the file; the checksum is not checked. Raise StageDamagedError."""
+    """Decode the first STAGE_HEAD_LEN bytes of the file; the checksum is not checked. Raise TxnFileDamagedError."""
     if len(head) < _STAGE_HEADER.size:
-        raise StageDamagedError(f"it has only {len(head)} bytes")
+        raise TxnFileDamagedError(f"it has only {len(head)} bytes")
     magic, version, name_len, count, frames_len = _STAGE_HEADER.unpack_from(head)
     name = head[_STAGE_HEADER.size : _STAGE_HEADER.size + name_len]
     if magic != _STAGE_MAGIC or version != STAGE_VERSION or len(name) != name_len:
-        raise StageDamagedError("its beginning is not that of a stage")
+        raise TxnFileDamagedError("its beginning is not that of a stage")
     return StageHead(name.decode(), count, frames_len)
 
 
@@ -169,10 +169,6 @@ SINK_VERSION: Final = 1
 _SINK_HEADER: Final = Struct("<4sHHQQQ")
 _SINK_MAGIC: Final = b"TSNK"
 _SINK_NAME: Final = re.compile(r"[0-9a-f]{32}\.sink")
-
-
-class SinkDamagedError(Exception):
-    """The file of a sink is not as it was written; the message says what is wrong."""
 
 
 class Sink(msgspec.Struct, frozen=True):
@@ -205,17 +201,17 @@ def encode_sink(sink: Sink) -> bytes:
 
 
 def decode_sink_head(head: bytes) -> tuple[int, int]:
-    """Return (batch, pending_count) of the first SINK_HEAD_LEN bytes, unchecked. Raise SinkDamagedError."""
+    """Return (batch, pending_count) of the first SINK_HEAD_LEN bytes, unchecked. Raise TxnFileDamagedError."""
     if len(head) < _SINK_HEADER.size:
-        raise SinkDamagedError(f"it has only {len(head)} bytes")
+        raise TxnFileDamagedError(f"it has only {len(head)} bytes")
     magic, version, _zero, _body_len, batch, pending_count = _SINK_HEADER.unpack_from(head)
     if magic != _SINK_MAGIC or version != SINK_VERSION:
-        raise SinkDamagedError(f"it begins with {magic!r}, version {version}; this release reads {SINK_VERSION}")
+        raise TxnFileDamagedError(f"it begins with {magic!r}, version {version}; this release reads {SINK_VERSION}")
     return batch, pending_count
 
 
 def read_sink_head(fs: FileSystem, directory: str, sink: str) -> tuple[int, int]:
-    """Return (batch, pending_count) of a sink; (0, 0) without a file. Raise OSError, SinkDamagedError."""
+    """Return (batch, pending_count) of a sink; (0, 0) without a file. Raise OSError, TxnFileDamagedError."""
     try:
         with opened(fs, os.path.join(directory, sink_name(sink)), os.O_RDONLY) as fd:
             return decode_sink_head(fs.pread(fd, SINK_HEAD_LEN, 0))
@@ -224,15 +220,15 @@ def read_sink_head(fs: FileSystem, directory: str, sink: str) -> tuple[int, int]
 
 
 def decode_sink(content: bytes) -> Sink:
-    """Decode a whole file. Raise SinkDamagedError."""
+    """Decode a whole file. Raise TxnFileDamagedError."""
     batch, pending_count = decode_sink_head(content)
     body_len = _SINK_HEADER.unpack_from(content)[3]
     if defect := _defect(content, _SINK_HEADER.size + body_len + _CHECKSUM.size):
-        raise SinkDamagedError(defect)
+        raise TxnFileDamagedError(defect)
     try:
         name, pending = _decode_sink_body(content[_SINK_HEADER.size : -_CHECKSUM.size])
     except msgspec.DecodeError as error:
-        raise SinkDamagedError(f"its body is not that of a sink: {error}") from None
+        raise TxnFileDamagedError(f"its body is not that of a sink: {error}") from None
     if len(pending) != pending_count:
-        raise SinkDamagedError(f"it has {len(pending)} stages, its header says {pending_count}")
+        raise TxnFileDamagedError(f"it has {len(pending)} stages, its header says {pending_count}")
     return Sink(name, batch, pending)

@@ -1,14 +1,21 @@
-"""The check whether this release may use data of release 0.1.0, made before it does.
+"""The format of a data directory as a whole: a release recognizes data that it must not use as they are.
 
-0.1.0 kept copies of routers in RAM, behind the cursor in the log of their dest, and made them again at each start. This
-release does not: it would give the seqs of copies that readers have seen to other records. So it starts only if the
-cursor of every dest is at the head of its source: then all copies are in the logs.
+    meta/format.json, made at the first start, before any shard runs:
+
+    {"version": 2}
+
+Version 2: the copies that routers make are in the log of their dest before a reader sees them. Data without the mark
+are new, or of release 0.1.0, which kept such copies in RAM, behind the cursor in the log of their dest, and made them
+again at each start. This release does not: it would give the seqs of copies that readers have seen to other records. So
+it starts on data of 0.1.0 only if the cursor of every dest is at the head of its source: then all copies are in the
+logs.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -16,11 +23,47 @@ from topics.core.fold import FoldError
 from topics.core.routers import FeedFrameBody
 from topics.core.shard_state import ShardState
 from topics.storage import layout
-from topics.storage.filesystem import ReadOnlyFileSystem, boot_id
+from topics.storage.filesystem import FileSystem, ReadOnlyFileSystem, boot_id, make_dirs, read_all, replace_file
 from topics.storage.log_fold import OfflineFold
 from topics.storage.logfile import NotALogFile, RefusedLog, WalIdentity, read_first_start
 from topics.storage.recovery import recover_group
 from topics.storage.snapshot import load_snapshot
+
+VERSION: Final = 2
+
+
+class _Mark(msgspec.Struct):
+    version: int
+
+
+def mark_path(data_dir: str) -> str:
+    return os.path.join(layout.meta_dir(data_dir), layout.FORMAT_NAME)
+
+
+def write_mark(fs: FileSystem, data_dir: str) -> None:
+    """Make the mark of this release durably. Raise OSError."""
+    make_dirs(fs, layout.meta_dir(data_dir))
+    replace_file(fs, mark_path(data_dir), msgspec.json.encode(_Mark(VERSION)))
+
+
+def has_mark(fs: FileSystem, data_dir: str) -> bool:
+    """True if this release may use the data as they are; False if they have no mark yet. Raise RefusedLog if this
+    release must never use them, OSError.
+    """
+    path = mark_path(data_dir)
+    if not fs.exists(path):
+        return False
+    try:
+        version = msgspec.json.decode(read_all(fs, path), type=_Mark).version
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RefusedLog(path, f"{path}: cannot be decoded: {error}; restore it from a copy") from error
+    if version != VERSION:
+        raise RefusedLog(
+            path,
+            f"{path}: format version {version} is unknown (this release knows version {VERSION}); start the release "
+            f"that wrote it, or point TOPICS_DATA_DIR elsewhere",
+        )
+    return True
 
 
 class _Dest(NamedTuple):

@@ -15,7 +15,6 @@ import msgspec
 from topics.core.fold import FoldError
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, ReadOnlyFileSystem, boot_id, read_all
-from topics.storage.format_mark import has_mark
 from topics.storage.frame import scan
 from topics.storage.lock import inspecting
 from topics.storage.log_fold import LoggedTopic, OfflineFold
@@ -39,15 +38,8 @@ from topics.storage.snapshot import (
     present_log_ids,
     read_snapshot,
 )
-from topics.storage.txn_files import (
-    SinkDamagedError,
-    StageDamagedError,
-    decode_sink,
-    decode_stage,
-    is_sink_name,
-    stage_of_name,
-)
-from topics.storage.upgrade import RoutedCopies
+from topics.storage.txn_files import TxnFileDamagedError, decode_sink, decode_stage, is_sink_name, stage_of_name
+from topics.storage.upgrade import RoutedCopies, has_mark
 
 
 class NotADataDir(Exception):  # noqa: N818 — named for what it is
@@ -271,7 +263,7 @@ class _Check:
                 path = os.path.join(directory, name)
                 try:
                     self._transaction(kind, name, path)
-                except (StageDamagedError, SinkDamagedError) as damaged:
+                except TxnFileDamagedError as damaged:
                     self._report.damaged(kind, path, str(damaged))
                 self._done(path)
 

@@ -11,11 +11,13 @@ that offset as its `previous_end`. If that fails too, the log is read-only and h
 
 from __future__ import annotations
 
+import errno
 import os
+import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
+from time import perf_counter_ns
 from typing import Final, NamedTuple
 
 from topics.storage import layout
@@ -104,6 +106,32 @@ class ActiveFile:
 
 
 FILE_BYTES: Final = 64 * 1024 * 1024
+FILE_BYTES_MIN: Final = 64 * 1024
+"""The size of a file on a disk that has no room for a larger one."""
+RESERVE_BYTES: Final = 1024 * 1024
+"""Room for deletes, marks of checkpoints and small files, beside what a cut needs."""
+_ROOM_STEP_BYTES: Final = 64 * 1024
+"""The room is looked at again after so many bytes, or at once while it is short."""
+
+
+class DiskRoom:
+    """The room that a disk has left for new records: what is free, less a reserve and `cut_bytes`, which a cut needs.
+
+    As long as records leave that much free, a cut succeeds, and files of deleted records are removed after it.
+    """
+
+    def __init__(self, fs: FileSystem, directory: str, cut_bytes: Callable[[], int]) -> None:
+        self._fs = fs
+        self._directory = directory
+        self._cut_bytes = cut_bytes
+
+    @property
+    def left_bytes(self) -> int:
+        """The room in bytes; negative once records have to wait. A disk that cannot be asked counts as empty."""
+        try:
+            return self._fs.free_bytes(self._directory) - RESERVE_BYTES - self._cut_bytes()
+        except OSError:
+            return sys.maxsize
 
 
 class Moved(NamedTuple):
@@ -172,7 +200,7 @@ class WalWriter:
         file_bytes: int = FILE_BYTES,
         preallocate: Preallocate = "zero",
         helper: Executor | None = None,
-        clock_ns: Callable[[], int] = time.perf_counter_ns,
+        room: DiskRoom | None = None,
     ) -> None:
         """Go on at the `end` that recovery found; None starts a new log. Raise WalWriteError if the file cannot be
         made or opened.
@@ -188,7 +216,9 @@ class WalWriter:
         self._file_bytes = file_bytes
         self._preallocate: Preallocate = preallocate
         self._helper = helper
-        self._clock_ns = clock_ns
+        self._room = room
+        self._room_seen_at = -_ROOM_STEP_BYTES
+        """`bytes_written` when the disk had room last."""
         self._spare: Future[int] | None = None
         self._current_file_no = 0
         self._start_next_file = False
@@ -200,7 +230,7 @@ class WalWriter:
         try:
             if end is None:
                 make_dirs(fs, directory)
-                self._make_file(1, file_bytes)
+                self._make_file(1, self._size_of_next())
                 first_end = len(self._start_frame(1))
                 self._active = ActiveFile(fs, directory, 1, first_end, marked=first_end)
                 self._update_current()
@@ -264,6 +294,15 @@ class WalWriter:
             offset += length
         return GroupPlan(file_no, start, mark, marked, offsets, offset)
 
+    def require_room(self) -> None:
+        """Raise WalWriteError when new records would take the room of the next cut."""
+        if self._room is None or self.bytes_written < self._room_seen_at + _ROOM_STEP_BYTES:
+            return
+        if self._room.left_bytes < 0:
+            why = "the disk is full: what is left is kept for checkpoints and deletes"
+            raise WalWriteError(f"{self._directory}: {why}", errno.ENOSPC)
+        self._room_seen_at = self.bytes_written
+
     def commit(self, plan: GroupPlan, buffers: Sequence[Bytes], sync: bool, frames: int = 0) -> CommitTimes:
         """Write the planned group, all of it or nothing; with `sync` it is on the disk when this returns. `buffers` are
         the writes' bytes in order, in any number of pieces. Raise WalWriteError or WalSyncError.
@@ -274,7 +313,7 @@ class WalWriter:
             self._undo()
             if self._undo_due is not None:
                 raise WalWriteError(self._undo_due)
-        started_ns = self._clock_ns()
+        started_ns = perf_counter_ns()
         if plan.file_no != self._active.file_no:
             self._rotate(plan.end - plan.start)
         active = self._active
@@ -285,10 +324,10 @@ class WalWriter:
         assert sum(map(len, pieces)) == plan.end - plan.start, "buffers and plan differ"
         if pieces:
             self._write(pieces, plan.start)
-        written_ns = synced_ns = self._clock_ns()
+        written_ns = synced_ns = perf_counter_ns()
         if sync:
             self._sync()
-            synced_ns = self._clock_ns()
+            synced_ns = perf_counter_ns()
             active.synced = plan.end
         active.end = plan.end
         active.marked = plan.marked
@@ -403,7 +442,7 @@ class WalWriter:
         try:
             content = start_frame + active.read_unsynced()
             self._wait_for_spare()  # it has the name of the file that is made here
-            size_bytes = max(self._file_bytes, len(content) + FILE_END_LEN)
+            size_bytes = self._size_of_next(len(content) + FILE_END_LEN)
             create_log_file(self._fs, self._directory, new_file_no, content, size_bytes, self._preallocate)
             following = ActiveFile(self._fs, self._directory, new_file_no, len(content), marked=len(content))
         except OSError as error:
@@ -424,7 +463,7 @@ class WalWriter:
         needed_bytes = start + group_bytes + FILE_END_LEN
         try:
             if self._wait_for_spare() < needed_bytes:
-                self._make_file(next_file_no, max(self._file_bytes, needed_bytes))
+                self._make_file(next_file_no, self._size_of_next(needed_bytes))
             following = ActiveFile(self._fs, self._directory, next_file_no, start, marked=start)
         except OSError as error:
             raise WalWriteError(f"{self._directory}: the next log file cannot be made: {error}", error.errno) from error
@@ -440,12 +479,19 @@ class WalWriter:
     def _prepare_spare(self) -> None:
         active = self._active
         if self._helper is not None and self._spare is None and active.end * 2 > active.size_bytes:
-            self._spare = self._helper.submit(self._make_file, active.file_no + 1, self._file_bytes)
+            self._spare = self._helper.submit(self._make_file, active.file_no + 1, self._size_of_next())
 
     def _wait_for_spare(self) -> int:
         """Return the size of the next file, 0 if it could not be made: the caller makes it then, and gets the error."""
         spare, self._spare = self._spare, None
         return spare.result() if spare is not None and spare.exception() is None else 0
+
+    def _size_of_next(self, needed_bytes: int = 0) -> int:
+        """Return the size for the next file: less than usual where the disk has little room for it and its records."""
+        size_bytes = self._file_bytes
+        if self._room is not None:
+            size_bytes = min(size_bytes, max(FILE_BYTES_MIN, self._room.left_bytes // 3))
+        return max(size_bytes, needed_bytes)
 
     def _make_file(self, file_no: int, size_bytes: int) -> int:
         create_log_file(self._fs, self._directory, file_no, self._start_frame(file_no), size_bytes, self._preallocate)

@@ -16,11 +16,10 @@ from topics.shm.instance import SharedMemory
 from topics.shm.shm_names import SHM_ROOT
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
-from topics.storage.format_mark import has_mark
 from topics.storage.lock import DataDirLocked, holder_pid, inspecting
 from topics.storage.logfile import RefusedLog
 from topics.storage.snapshot import UnknownSnapshotVersion
-from topics.storage.upgrade import check_upgrade
+from topics.storage.upgrade import check_upgrade, has_mark
 from topics.supervisor.listeners import AddressError, close_all, listen, show
 
 OPEN_FILES_MIN: Final = 1024
@@ -68,11 +67,12 @@ def file_size_shortage(settings: Settings, most: int) -> str | None:
     )
 
 
-def raise_limit(limit: int) -> int:
-    """Raise a limit of this process and its children (resource.RLIMIT_…) to the highest allowed; return it."""
-    _, most = resource.getrlimit(limit)
-    resource.setrlimit(limit, (most, most))
-    return most
+def raise_limits(settings: Settings) -> str | None:
+    """Raise the limits of this process and its children to the highest allowed; return why one is too low."""
+    most_files, most_bytes = (resource.getrlimit(limit)[1] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+    return open_files_shortage(most_files) or file_size_shortage(settings, most_bytes)
 
 
 COLD_VARIABLE: Final = "TOPICS_COLD_DIR"
@@ -94,19 +94,19 @@ def check(settings: Settings, statvfs: StatVfs = os.statvfs) -> list[CheckFindin
     The service starts with a bad cold directory all the same: only reads of records in it fail, and no segments go
     there meanwhile.
     """
-    problem = _dir_problem(settings.data_dir, "TOPICS_DATA_DIR")
-    findings = [CheckFinding(f"data directory {settings.data_dir}", problem)]
-    if settings.cold_dir is not None:
-        findings.append(_cold_dir_finding(settings.cold_dir, settings.data_dir))
-    findings.append(CheckFinding("lock", _lock_problem(settings.data_dir)))
-    findings.append(CheckFinding("data format", _format_problem(settings.data_dir)))
-    findings.append(CheckFinding(f"shared memory in {SHM_ROOT}", shared_memory_shortage(settings, statvfs)))
-    findings.append(CheckFinding(f"address {show(settings.host, settings.port)}", _address_problem(settings)))
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    findings.append(CheckFinding(f"open files ({most})", open_files_shortage(most)))
-    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    findings.append(CheckFinding("file size", file_size_shortage(settings, most)))
-    return findings
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    most_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    cold = [] if settings.cold_dir is None else [_cold_dir_finding(settings.cold_dir, settings.data_dir)]
+    return [
+        CheckFinding(f"data directory {settings.data_dir}", _dir_problem(settings.data_dir, "TOPICS_DATA_DIR")),
+        *cold,
+        CheckFinding("lock", _lock_problem(settings.data_dir)),
+        CheckFinding("data format", _format_problem(settings.data_dir)),
+        CheckFinding(f"shared memory in {SHM_ROOT}", shared_memory_shortage(settings, statvfs)),
+        CheckFinding(f"address {show(settings.host, settings.port)}", _address_problem(settings)),
+        CheckFinding(f"open files ({most_files})", open_files_shortage(most_files)),
+        CheckFinding("file size", file_size_shortage(settings, most_bytes)),
+    ]
 
 
 def _dir_problem(path: str, variable: str) -> str | None:

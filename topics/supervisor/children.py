@@ -87,6 +87,7 @@ class Child:
         self._incarnation = 0
         self._started_ms = 0
         self._restart_delay = RestartDelay()
+        self._log = _logger.bind(process=name, index=index)
 
     def start(self) -> None:
         """Fork the process. A fork that fails counts as a life of 0 ms."""
@@ -100,32 +101,25 @@ class Child:
         except OSError as error:
             self._note(state=ProcessState.DEAD)
             delay_ms = max(RESTART_DELAY_MS[0], self._restart_delay.delay_ms(0))
-            _logger.error("cannot fork", process=self.name, index=self.index, reason=str(error), retry_in_ms=delay_ms)
+            self._log.error("cannot fork", reason=str(error), retry_in_ms=delay_ms)
             self.due_ms = self._started_ms + delay_ms
             return
         self._note(pid=self.pid)
-        _logger.info("process started", process=self.name, index=self.index, pid=self.pid, incarnation=incarnation)
+        self._log.info("process started", pid=self.pid, incarnation=incarnation)
 
     def died(self, exit_code: int) -> None:
         """Note that the process ended unasked (it has been waited for), and when to start it again."""
         now_ms = self._clock.monotonic_ms()
         lived_ms = now_ms - self._started_ms
         delay_ms = self._restart_delay.delay_ms(lived_ms)
-        _logger.warning(
-            "process died",
-            process=self.name,
-            index=self.index,
-            pid=self.pid,
-            exit=show_exit(exit_code),
-            lived_ms=lived_ms,
-            restart_in_ms=delay_ms,
-        )
+        shown = show_exit(exit_code)
+        self._log.warning("process died", pid=self.pid, exit=shown, lived_ms=lived_ms, restart_in_ms=delay_ms)
         self._end_life(ProcessState.DEAD, exit_code)
         self.due_ms = now_ms + delay_ms
 
     def stopped(self, exit_code: int) -> None:
         """Note that the process ended for good (it has been waited for)."""
-        _logger.info("process stopped", process=self.name, index=self.index, pid=self.pid, exit=show_exit(exit_code))
+        self._log.info("process stopped", pid=self.pid, exit=show_exit(exit_code))
         self._end_life(ProcessState.STOPPED, exit_code)
         self.wanted = False
 

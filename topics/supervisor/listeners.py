@@ -33,10 +33,7 @@ class AddressError(Exception):
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Return a listening socket for each address that `host` resolves to, all on one port (0 = a free one).
-
-    Raise AddressError, leaving nothing open.
-    """
+    """Return a listening socket for each address of `host`, on one port (0: a free one). AddressError leaves none."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,13 +20,7 @@ from topics.shm.instance import SharedMemory
 from topics.storage.clock_file import read_clock
 from topics.storage.filesystem import OsFileSystem, boot_id, choose_write_path
 from topics.storage.lock import DataDirLock, DataDirLocked, DataDirNotWritable
-from topics.supervisor.check import (
-    StatVfs,
-    file_size_shortage,
-    open_files_shortage,
-    raise_limit,
-    shared_memory_shortage,
-)
+from topics.supervisor.check import StatVfs, raise_limits, shared_memory_shortage
 from topics.supervisor.children import ChildMains, is_running
 from topics.supervisor.listeners import AddressError, listen_for, port_of, share, show, write_port_file
 from topics.supervisor.notify import Notify
@@ -64,12 +57,8 @@ def serve(
     _logger.info("starting", version=__version__, pid=os.getpid(), settings=settings.masked())
     _log_authentication(settings, keys)
     with Signals() as signals, ExitStack() as behind, _refused():
-        for shortage in (
-            open_files_shortage(raise_limit(resource.RLIMIT_NOFILE)),
-            file_size_shortage(settings, raise_limit(resource.RLIMIT_FSIZE)),
-        ):
-            if shortage:
-                raise StartError(shortage)
+        if shortage := raise_limits(settings):
+            raise StartError(shortage)
         lock = _acquire(settings, signals, clock)
         if lock is None:
             return EXIT_OK

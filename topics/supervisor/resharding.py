@@ -9,10 +9,9 @@ from topics.shm.control import EXIT_REFUSED
 from topics.shm.instance import SharedMemory
 from topics.storage import reshard
 from topics.storage.filesystem import OsFileSystem, boot_id
-from topics.storage.format_mark import has_mark, write_mark
 from topics.storage.logfile import RefusedLog
 from topics.storage.snapshot import UnknownSnapshotVersion, plan_move
-from topics.storage.upgrade import check_upgrade
+from topics.storage.upgrade import check_upgrade, has_mark, write_mark
 from topics.storage.wal import WalSyncError, WalWriteError
 
 _logger = log.get_logger()

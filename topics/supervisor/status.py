@@ -318,10 +318,10 @@ def render(status: Status) -> str:
         return f"topics  {status.state}  {status.data_dir}\n"
     compactors = [] if status.compactor is None else [status.compactor]
     tables = (
-        _table(_PROCESS_HEADS, [_process_row(process) for process in status.processes]),
-        _table(_SHARD_HEADS, [_shard_row(shard) for shard in status.shards]),
-        _table(_FRONTEND_HEADS, [_frontend_row(frontend) for frontend in status.frontends]),
-        _table(_COMPACTOR_HEADS, [_compactor_row(compactor) for compactor in compactors]),
+        _table([_process_row(process) for process in status.processes]),
+        _table([_shard_row(shard) for shard in status.shards]),
+        _table([_frontend_row(frontend) for frontend in status.frontends]),
+        _table([_compactor_row(compactor) for compactor in compactors]),
     )
     return "\n".join([_summary(status), *filter(None, tables)])
 
@@ -342,81 +342,76 @@ def _summary(status: Status) -> str:
     return "  ".join(facts) + f"\n{status.data_dir}\n"
 
 
-_Row = list[str | int | None]
-"""Cells of a table; None is a figure that is unknown."""
-
-_PROCESS_HEADS: Final = "process pid state uptime restarts last_exit cpu_s rss_mib pressure"
-_SHARD_HEADS: Final = "shard topics wal_file wal_offset queue fsync_p50 fsync_p99 window_ms lag brake"
-_FRONTEND_HEADS: Final = "frontend connections sse requests req/s ready wait_ms coalesce_ms throttled"
-_COMPACTOR_HEADS: Final = "compactor snapshots records segments dropped rewritten cold failures"
+_Row = dict[str, str | int | None]
+"""Cells of a table by their heads; None is a figure that is unknown."""
 
 
 def _process_row(process: ProcessStatus) -> _Row:
-    return [
-        f"{process.role} {process.index}",
-        process.pid,
-        process.state,
-        _duration(process.uptime_ms),
-        process.restarts,
-        None if process.last_exit is None else show_exit(process.last_exit),
-        None if process.cpu_seconds is None else f"{process.cpu_seconds:.1f}",
-        None if process.rss_bytes is None else f"{process.rss_bytes / MIB:.0f}",
-        None if process.pressure is None else f"{process.pressure:.2f}",
-    ]
+    return {
+        "process": f"{process.role} {process.index}",
+        "pid": process.pid,
+        "state": process.state,
+        "uptime": _duration(process.uptime_ms),
+        "restarts": process.restarts,
+        "last_exit": None if process.last_exit is None else show_exit(process.last_exit),
+        "cpu_s": None if process.cpu_seconds is None else f"{process.cpu_seconds:.1f}",
+        "rss_mib": None if process.rss_bytes is None else f"{process.rss_bytes / MIB:.0f}",
+        "pressure": None if process.pressure is None else f"{process.pressure:.2f}",
+    }
 
 
 def _shard_row(shard: ShardStatus) -> _Row:
     notes = ["read-only"] if shard.wal_read_only else []
     if shard.progress is not None:
         notes.append(f"recovering {shard.progress:.0%}")
-    return [
-        " ".join([str(shard.index), *notes]),
-        shard.topics,
-        shard.wal_file,
-        shard.wal_offset,
-        shard.queue_depth,
-        None if shard.fsync_p50_us is None else f"{shard.fsync_p50_us} µs",
-        None if shard.fsync_p99_us is None else f"{shard.fsync_p99_us} µs",
-        f"{shard.commit_window_ms:.1f}",
-        f"{shard.lag_bytes / MIB:.1f} MiB",
-        f"{shard.brake:.0%}",
-    ]
+    return {
+        "shard": " ".join([str(shard.index), *notes]),
+        "topics": shard.topics,
+        "wal_file": shard.wal_file,
+        "wal_offset": shard.wal_offset,
+        "queue": shard.queue_depth,
+        "fsync_p50": None if shard.fsync_p50_us is None else f"{shard.fsync_p50_us} µs",
+        "fsync_p99": None if shard.fsync_p99_us is None else f"{shard.fsync_p99_us} µs",
+        "window_ms": f"{shard.commit_window_ms:.1f}",
+        "lag": f"{shard.lag_bytes / MIB:.1f} MiB",
+        "brake": f"{shard.brake:.0%}",
+    }
 
 
 def _compactor_row(compactor: CompactorStatus) -> _Row:
     age = _duration(compactor.snapshot_age_ms)
-    return [
-        "no snapshot yet" if age is None else f"{age} ago",
-        compactor.snapshots,
-        compactor.checkpointed_records,
-        compactor.segments_sealed,
-        compactor.segments_dropped,
-        compactor.segments_rewritten,
-        compactor.segments_relocated,
-        compactor.failures,
-    ]
+    return {
+        "compactor": "no snapshot yet" if age is None else f"{age} ago",
+        "snapshots": compactor.snapshots,
+        "records": compactor.checkpointed_records,
+        "segments": compactor.segments_sealed,
+        "dropped": compactor.segments_dropped,
+        "rewritten": compactor.segments_rewritten,
+        "cold": compactor.segments_relocated,
+        "failures": compactor.failures,
+    }
 
 
 def _frontend_row(frontend: FrontendStatus) -> _Row:
-    return [
-        frontend.index,
-        frontend.connections,
-        frontend.sse_connections,
-        frontend.requests,
-        None if frontend.requests_per_s is None else f"{frontend.requests_per_s:.0f}",
-        frontend.ready_topics,
-        f"{frontend.scheduling_ms:.1f}",
-        f"{frontend.coalesce_ms:.1f}",
-        frontend.throttled,
-    ]
+    return {
+        "frontend": frontend.index,
+        "connections": frontend.connections,
+        "sse": frontend.sse_connections,
+        "requests": frontend.requests,
+        "req/s": None if frontend.requests_per_s is None else f"{frontend.requests_per_s:.0f}",
+        "ready": frontend.ready_topics,
+        "wait_ms": f"{frontend.scheduling_ms:.1f}",
+        "coalesce_ms": f"{frontend.coalesce_ms:.1f}",
+        "throttled": frontend.throttled,
+    }
 
 
-def _table(heads: str, rows: list[_Row]) -> str:
+def _table(rows: list[_Row]) -> str:
     """Return a table with its first column aligned left and the others right; nothing without rows."""
     if not rows:
         return ""
-    lines = [[head.replace("_", " ").upper() for head in heads.split()]]
-    lines += [["-" if cell is None else str(cell) for cell in row] for row in rows]
+    lines = [[head.replace("_", " ").upper() for head in rows[0]]]
+    lines += [["-" if cell is None else str(cell) for cell in row.values()] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ""
     for first, *others in lines:

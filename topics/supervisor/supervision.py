@@ -60,9 +60,7 @@ FRONTEND_SHARE: Final = (3, 4)
 COMPACTOR_SHARE: Final = (7, 8)
 """The same share for the compactor. Its last cut may take a quarter of the grace (Settings.compactor_grace_ms)."""
 SAME_STOP_MS: Final = 1000
-"""A second stop signal within this time belongs to the first: `timeout` signals the process and then its group, a
-terminal and its shell both signal. A later one means: do not wait.
-"""
+"""Stop signals within this time are one: `timeout` and terminals signal twice. A later one means: do not wait."""
 
 _logger = log.get_logger()
 

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final
 
-from topics.core.brake import Brake
 from topics.core.clock import Clock, SystemClock
 from topics.core.fold import FoldError
+from topics.core.governor import Brake
 from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.arena_heap import ArenaFullError

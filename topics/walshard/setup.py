@@ -23,8 +23,7 @@ from topics.shm.arena import ArenaWriter, unlink_arena
 from topics.shm.arena_heap import LocationRing
 from topics.shm.control import ProcessCell, Role
 from topics.shm.instance import SharedMemory
-from topics.shm.router_board import RouterBoard, RouterBoardWriter
-from topics.shm.router_table import RouterTable, RouterTableWriter
+from topics.shm.router_memory import RouterBoard, RouterBoardWriter, RouterTable, RouterTableWriter
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, boot_id
 from topics.storage.layout import snapshot_path
@@ -32,7 +31,7 @@ from topics.storage.log_fold import fold_frames
 from topics.storage.logfile import RefusedLog, WalIdentity, WalPosition, read_first_start
 from topics.storage.recovery import Recovery, recover_group
 from topics.storage.snapshot import load_snapshot
-from topics.storage.wal import WalWriter
+from topics.storage.wal import DiskRoom, WalWriter
 from topics.walshard.commit.commits import Commits
 from topics.walshard.commit.draft import GroupHandler
 from topics.walshard.commit.log_trim import LogTrim, RamReserve, RamTrim
@@ -200,7 +199,8 @@ def _open_logs(place: _Place, recovered: _Recovered, catalog: Catalog, reserve: 
         reserve.fill()
         return ram
 
-    wal = WalWriter(fs, place.directory, identity, end, file_bytes=file_bytes, helper=helper)
+    room = DiskRoom(fs, place.settings.data_dir, place.shared.control.cut_bytes)
+    wal = WalWriter(fs, place.directory, identity, end, file_bytes=file_bytes, helper=helper, room=room)
     ram = None if recovered.ram.end is None else open_ram()
     ends = end, recovered.ram.end
     return Logs(wal, ram, open_ram, catalog.relocate, place.rings.withdraw, place.cell, ends, place.clock)

@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from topics.core.brake import Brake
-from topics.core.governor import FULL_FROM, INTERVAL_MS, Governor, Ladder, Sample
+from topics.core.governor import FULL_FROM, INTERVAL_MS, Brake, Governor, Ladder, Sample
 from topics.log import get_logger
 from topics.shm.control import ControlPage, ProcessCell
 from topics.shm.ring import Wake

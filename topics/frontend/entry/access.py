@@ -20,8 +20,8 @@ from topics.frontend.asgi import ADMITTED, AsgiApp, Scope
 from topics.frontend.entry.responses import error_body
 from topics.log import get_logger
 from topics.settings import Settings, SettingsError, read_keys
-from topics.shm.cap import Counted, KeyCounts
 from topics.shm.control import Cell, ProcessCell
+from topics.shm.quotas import Counted, KeyCounts
 
 RETRY_S: Final = 1.0
 """Time between attempts to read the keys while this frontend serves old ones, one of which may have been revoked."""

@@ -10,7 +10,7 @@ from topics.core.clock import Clock, SystemClock
 from topics.frontend.http.kept_answers import KeptAnswers
 from topics.frontend.http.unadmitted_input import UnadmittedInput
 from topics.frontend.http.vanished import TcpConnection
-from topics.shm.cap import Cap
+from topics.shm.quotas import Quota
 
 
 class OpenConnection(TcpConnection, Protocol):
@@ -30,7 +30,7 @@ class Connections:
     have not read, `unadmitted` what they send before a key is known.
     """
 
-    def __init__(self, places: Cap | None = None, clock: Clock | None = None) -> None:
+    def __init__(self, places: Quota | None = None, clock: Clock | None = None) -> None:
         self.places = places
         self.draining = False
         self.requests = 0

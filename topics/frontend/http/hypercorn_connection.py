@@ -229,6 +229,18 @@ class HypercornConnection(TCPServer):
         self._high_water_bytes = limits.write_high_water_bytes
         self._linger_s = limits.linger_ms / 1000
 
+    async def run(self) -> None:
+        try:
+            await super().run()
+        finally:
+            # Breaks reference cycles, h2's among them: the collector may be long in coming, and much input may be left.
+            context = context_of(self)
+            if context.http2 is not None:
+                vars(context.http2.connection).clear()
+            context.server = context.http2 = context.http2_frames = None
+            vars(self).pop("protocol", None)
+            del self.reader
+
     async def _read_data(self) -> None:
         context = context_of(self)
         while not self.reader.at_eof() and not context.frames.refused:

@@ -17,7 +17,7 @@ from topics.frontend.asgi import Receive, Scope, Send, until_disconnect
 from topics.frontend.entry.access import KeyLimits
 from topics.frontend.entry.bodies import Headers
 from topics.frontend.entry.responses import HeaderList, weight
-from topics.shm.cap import Cap, Counted
+from topics.shm.quotas import Counted, Quota
 
 HEARTBEAT_MAX_MS: Final = 60_000
 HIGH_WATER_BYTES: Final = 64 * 1024
@@ -35,7 +35,7 @@ _HEAD: Final[HeaderList] = [
 class StreamSlots:
     """Limits the open streams and WebSockets of the whole service (`places`) and of each key (api §11)."""
 
-    def __init__(self, limits: KeyLimits, places: Cap) -> None:
+    def __init__(self, limits: KeyLimits, places: Quota) -> None:
         self._limits = limits
         self._places = places
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
-from topics.core.priority import base_priority
+from topics.core.scheduler import base_priority
 from topics.frontend.live.following import never_durable
 from topics.frontend.live.stream import FramedPage, StepOutcome, StreamSpec, StreamState, StreamStep, frame_page
 from topics.frontend.live.wording import Wording

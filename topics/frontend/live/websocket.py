@@ -33,7 +33,7 @@ from topics.frontend.live.delivery import Hub
 from topics.frontend.live.following import check_starts, check_strong, start_seq, topic_state
 from topics.frontend.live.socket_outbox import SocketOutbox, Subscription
 from topics.frontend.live.stream import StreamSpec, TopicPhase
-from topics.frontend.live.websocket_commands import Command, Publish, RequestId, Subscribe, Unsubscribe
+from topics.frontend.live.websocket_commands import ROUTES, Command, Publish, RequestId, Subscribe, Unsubscribe
 from topics.frontend.live.wording import MESSAGES
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.diff import page_options
@@ -43,9 +43,9 @@ from topics.frontend.routes.append import AppendRoute
 from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.append_messages import AppendReply
-from topics.shm.cap import Counted
 from topics.shm.control import ProcessCell
 from topics.shm.durations import Route
+from topics.shm.quotas import Counted
 
 LINGER_S: Final = 2.0
 """Time for publishes under way and last messages when a socket ends."""
@@ -184,7 +184,7 @@ class Socket:
             except TopicsError:
                 request_id = websocket_commands.request_id_of(body)
                 raise
-            request_id, route = command.request_id, command.timed
+            request_id, route = command.request_id, ROUTES[type(command)]
             await self._execute(command, len(body), started_ns)
             if isinstance(command, Publish):
                 return  # answered by `_acknowledge`
@@ -311,7 +311,7 @@ class Socket:
             self._outbox.add(b'{"op":"ack","request_id":%b,%b}' % (_encode(request_id), members))
         except TopicsError as error:
             await self._refuse(request_id, error)
-        self._observe(Publish.timed, started_ns)
+        self._observe(Route.WS_PUBLISH, started_ns)
 
     # -- subscriptions
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -21,8 +21,6 @@ RequestId = Annotated[str, msgspec.Meta(max_length=256)] | _Number | None
 
 class Subscribe(FollowBody, tag_field="op", tag="subscribe", kw_only=True):
     """Follow `topic`, or `topics`: a list of names with one start, or a map from name to start."""
-
-    timed: ClassVar[Route] = Route.WS_SUBSCRIBE
 
     request_id: RequestId = None
     topic: str | None = None
@@ -44,8 +42,6 @@ class Subscribe(FollowBody, tag_field="op", tag="subscribe", kw_only=True):
 class Unsubscribe(msgspec.Struct, tag_field="op", tag="unsubscribe", kw_only=True):
     """Follow `topic` or `topics` no longer. Topics that are not followed are ignored."""
 
-    timed: ClassVar[Route] = Route.WS_UNSUBSCRIBE
-
     request_id: RequestId = None
     topic: str | None = None
     topics: list[str] | None = None
@@ -57,8 +53,6 @@ class Unsubscribe(msgspec.Struct, tag_field="op", tag="unsubscribe", kw_only=Tru
 class Publish(AppendBody, tag_field="op", tag="publish", kw_only=True):
     """Append records (api §2)."""
 
-    timed: ClassVar[Route] = Route.WS_PUBLISH
-
     topic: str
     request_id: RequestId = None
     return_seqs: bool = True
@@ -67,13 +61,17 @@ class Publish(AppendBody, tag_field="op", tag="publish", kw_only=True):
 class Ping(msgspec.Struct, tag_field="op", tag="ping", kw_only=True):
     """Ask for a `pong`."""
 
-    timed: ClassVar[Route] = Route.WS_PING
-
     request_id: RequestId = None
 
 
 Command = Subscribe | Unsubscribe | Publish | Ping
-"""`timed` is the route under which the time until its answer is measured."""
+ROUTES: Final[dict[type[Command], Route]] = {
+    Subscribe: Route.WS_SUBSCRIBE,
+    Unsubscribe: Route.WS_UNSUBSCRIBE,
+    Publish: Route.WS_PUBLISH,
+    Ping: Route.WS_PING,
+}
+"""The route under which the time until the answer to a command is measured."""
 
 
 class _Any(msgspec.Struct):

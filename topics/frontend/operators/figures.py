@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from topics import __version__
 from topics.core.config import CLASSES
-from topics.core.priority import BANDS
+from topics.core.scheduler import BANDS
 from topics.frontend.operators.exposition import Buckets, Family, Sample, Value, single
 from topics.shm.control import LATENCY_BUCKETS, ControlPage, Role, replay_progress
 from topics.shm.durations import Durations, Route

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from topics.core.governor import INTERVAL_MS, Governor, Ladder, Sample
-from topics.core.priority import LAST
+from topics.core.scheduler import LAST
 from topics.frontend.live.delivery import Hub
 from topics.frontend.shards.gateway import Gateway
 from topics.shm.control import ControlPage, ProcessCell

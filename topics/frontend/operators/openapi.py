@@ -110,7 +110,7 @@ def _operation(one: ApiOperation, by_type: dict[Any, Any]) -> dict[str, Any]:
     for status, codes in sorted(by_status.items()):
         responses[str(status)] = _failure(codes, by_type)
     shown: dict[str, Any] = {
-        "operationId": _operation_id(one),
+        "operationId": "_".join([one.method.lower(), *re.findall(r"[a-z0-9]+", one.path)]),
         "tags": [one.tag],
         "summary": one.summary,
         "responses": responses,
@@ -125,11 +125,6 @@ def _operation(one: ApiOperation, by_type: dict[Any, Any]) -> dict[str, Any]:
     if one.public:
         shown["security"] = []
     return shown
-
-
-def _operation_id(one: ApiOperation) -> str:
-    words = re.findall(r"[a-z0-9]+", one.path)
-    return "_".join([one.method.lower(), *words])
 
 
 def _success(answer: Answer, by_type: dict[Any, Any]) -> dict[str, Any]:

@@ -30,17 +30,7 @@ from topics.frontend.reads.node_sets import node_set
 from topics.frontend.reads.reading import PAGE_MEMBERS, RecordPage, TopicReader, page_values
 from topics.frontend.reads.records import CorruptRecordError, PageOptions
 from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-from topics.frontend.routes.operations import (
-    LOST,
-    PAGE_QUERIES,
-    TOPIC_LOST,
-    TOPIC_PATH,
-    asgi_route,
-    describe,
-    made_or_there,
-    ok,
-    takes,
-)
+from topics.frontend.routes.operations import LOST, PAGED, TOPIC_PATH, asgi_route, describe, made_or_there, ok, takes
 from topics.frontend.shards.gateway import Gateway
 from topics.frontend.shards.pending_requests import is_outcome_unknown
 from topics.settings import Settings
@@ -57,6 +47,7 @@ from topics.shm.queue_messages import (
 )
 
 _PATH: Final = f"{TOPIC_PATH}/cursors/{{cursor}}"
+_LOST: Final = ("topic_not_found", *LOST)
 _MISSING: Final = ("topic_not_found", "cursor_not_found", *LOST)
 LIMIT_MAX: Final = 2000
 STUCK_RETRY_AFTER_MS: Final = 1000
@@ -167,8 +158,8 @@ class CursorRoutes:
         self.moving = Budget(limits.CURSOR_PAGES)
 
     @json_route("GET", f"{TOPIC_PATH}/cursors", Route.OTHER_CURSOR, KeyScope.READ, "cursors")
-    @describe("List the cursors of a topic by name", ok("A page of cursors", answers.CursorListAnswer), *TOPIC_LOST)
-    @takes(*PAGE_QUERIES)
+    @describe("List the cursors of a topic by name", ok("A page of cursors", answers.CursorListAnswer), *_LOST)
+    @takes(*PAGED)
     async def list_all(self, request: ApiRequest) -> JsonReply:
         name = request.topic
         size, after = await request.list_page(check_topic_name)
@@ -182,10 +173,10 @@ class CursorRoutes:
     @describe("Where a cursor is", ok("The cursor", answers.CursorAnswer), *_MISSING)
     async def get(self, request: ApiRequest) -> JsonReply:
         name, cursor = _names(request.scope)
-        return JsonReply({"topic": name, **_shown(await self._look(name, cursor))})
+        return JsonReply({"topic": name, **_shown(await self._find(name, cursor))})
 
     @json_route("PUT", _PATH, Route.OTHER_CURSOR, KeyScope.WRITE, "cursors")
-    @describe("Make a cursor, or change or move it", made_or_there(answers.PutCursorAnswer), *TOPIC_LOST)
+    @describe("Make a cursor, or change or move it", made_or_there(answers.PutCursorAnswer), *_LOST)
     @takes(body=CursorBody, body_required=False)
     async def put(self, request: ApiRequest) -> JsonReply:
         name, cursor = _names(request.scope)
@@ -257,19 +248,19 @@ class CursorRoutes:
         self, name: str, cursor: str, options: PageOptions, take_page_room: TakeRoom
     ) -> tuple[RecordPage, int, None]:
         """Read a page as `_advance` does, without moving the cursor."""
-        at = await self._look(name, cursor)
+        at = await self._find(name, cursor)
         await take_page_room()
         cursor_seq, page = at.seq, await self._page(name, at, options)
         for _ in range(TRIES_MAX):
             if page.count or page.tombstone is not None or at.up_to_seq is None or page.next_from_seq <= at.seq:
                 break
-            at = await self._look(name, cursor, page.next_from_seq)
+            at = await self._find(name, cursor, page.next_from_seq)
             page = await self._page(name, at, options)
         return page, cursor_seq, None
 
-    async def _look(self, name: str, cursor: str, passed_seq: int = 0) -> CursorReply:
-        look = CursorGet(name, cursor, passed_seq=passed_seq)
-        (found,) = (await self._gateway.call(self._owner(name), look)).cursors
+    async def _find(self, name: str, cursor: str, passed_seq: int = 0) -> CursorReply:
+        get = CursorGet(name, cursor, passed_seq=passed_seq)
+        (found,) = (await self._gateway.call(self._owner(name), get)).cursors
         return found
 
     async def _advance(
@@ -281,7 +272,7 @@ class CursorRoutes:
         owner = self._owner(name)
         left_at, lock.left_at = lock.left_at, None
         looked = left_at is None
-        at: CursorReply | CursorMoved = left_at or await self._look(name, cursor)
+        at: CursorReply | CursorMoved = left_at or await self._find(name, cursor)
         # After the shard's answer: a shard that hangs must not keep room from the cursors of others.
         await take_page_room()
         for _ in range(TRIES_MAX):
@@ -289,7 +280,7 @@ class CursorRoutes:
             if page.next_from_seq <= at.seq:
                 if looked:
                     return page, at.seq, None
-                at, looked = await self._look(name, cursor), True
+                at, looked = await self._find(name, cursor), True
                 continue
             read = next(self._reads)
             lost = CursorPassedOn(name, cursor, at.revision, read, False)

@@ -17,7 +17,7 @@ from topics.core.config import TopicConfig
 from topics.core.dead_letters import FROM, ORDER_KEY, Meta, dead_letter_meta, redriven_meta
 from topics.core.errors import TopicsError
 from topics.core.idempotency import KeyMark
-from topics.frontend.queues.job_records import ASIDE_MS, UnreadableJobs
+from topics.frontend.queues.dealt_jobs import ASIDE_MS, UnreadableJobs
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards.gateway import Gateway
@@ -48,7 +48,6 @@ class _Record(msgspec.Struct, frozen=True):
 class DeadLetter(NamedTuple):
     """A record on its way to another topic. There it is a job with `order_key`, unless that is ""."""
 
-    seq: int
     record: _Record
     meta: Meta
     key: bytes
@@ -80,9 +79,7 @@ class DeadLetters:
         await asyncio.wait((self._start(name, dealt),), timeout=MOVE_WAIT_S)
 
     def start_move(self, name: str, dealt: Dealt) -> None:
-        """Begin to move `dealt.dead`, if there are any. Call this at once with all that a stream is dealt: the end of a
-        stream releases its leases only, and the shard holds the dead ones back for this frontend.
-        """
+        """Begin to move `dealt.dead`. Call this at once: the end of a stream releases its leases, not these jobs."""
         if dealt.dead:
             self._start(name, dealt)
 
@@ -124,7 +121,7 @@ class DeadLetters:
                 for record in records:
                     meta = dead_letter_meta(record.meta, name, ref.view.topic_id, seq, deliveries, order_key)
                     key = KeyMark.CARRIED + b"dead-letter:%d:%d" % (ref.view.topic_id, seq)
-                    copies.append(DeadLetter(seq, record, meta, key))
+                    copies.append(DeadLetter(record, meta, key))
             config = TopicConfig(durability=ref.config.durability)
             copied, _refusal = await self._append(dealt.dead_letter, copies, config)
             return copied, unreadable
@@ -171,7 +168,6 @@ class DeadLetters:
         carried = set(free.seqs)
         copies = [
             DeadLetter(
-                letter.seq,
                 letter,
                 redriven_meta(letter.meta),
                 KeyMark.CARRIED + b"redrive:%d:%d" % (ref.view.topic_id, letter.seq),
@@ -216,9 +212,9 @@ class DeadLetters:
         for copy, outcome in zip(copies, outcomes, strict=True):
             if isinstance(outcome, TopicsError):
                 refusal = refusal or outcome
-                _log.warning("a dead letter cannot be written", topic=name, seq=copy.seq, reason=outcome.message)
+                _log.warning("a dead letter cannot be written", topic=name, seq=copy.record.seq, reason=outcome.message)
             elif isinstance(outcome, BaseException):
                 raise outcome
             else:
-                done.append(copy.seq)
+                done.append(copy.record.seq)
         return done, refusal

@@ -21,10 +21,10 @@ from topics.frontend.entry import limits, wire
 from topics.frontend.entry.bodies import read_body, read_request
 from topics.frontend.entry.responses import elapsed_ms, reserve_room, room_of, send_json
 from topics.frontend.queues.dead_letter_moves import MOVE_WAIT_S, DeadLetters
-from topics.frontend.queues.job_channel import JobChannel
-from topics.frontend.queues.job_records import (
+from topics.frontend.queues.dealt_jobs import (
     ANSWER_BYTES_MAX,
     ASIDE_MS,
+    JobChannel,
     RenderedJobs,
     UnreadableJobs,
     fetch_jobs,
@@ -226,7 +226,7 @@ class QueueRoutes:
         body = await read_body(receive, headers, self._settings.max_body_bytes)
         request = wire.decode_as(PeekBody, body or b"{}")
         await self._catching_up.wait_for(name)
-        jobs, next_from_seq = await self._look_at(name, request)
+        jobs, next_from_seq = await self._peek_jobs(name, request)
         await reserve_room(scope, ANSWER_BYTES_MAX)
         bodies, count, cut_seq = await self._read_jobs(name, jobs)
         if cut_seq is not None:
@@ -238,7 +238,7 @@ class QueueRoutes:
         del bodies, answer, jobs  # as in `DiffRoute`
         await answering
 
-    async def _look_at(self, name: str, request: PeekBody) -> tuple[list[JobView], int | None]:
+    async def _peek_jobs(self, name: str, request: PeekBody) -> tuple[list[JobView], int | None]:
         """Return the jobs, and the seq behind which there may be more."""
         owner = self._owner(name)
         most = max(1, min(request.max, self._settings.max_claim))
@@ -254,9 +254,7 @@ class QueueRoutes:
         return jobs, from_seq if more else None
 
     async def _read_jobs(self, name: str, jobs: list[JobView]) -> tuple[list[bytes], int, int | None]:
-        """Return the records of jobs and their number, without jobs deleted in the meantime. The third is the seq
-        behind which jobs are left out, as they would make the answer too long.
-        """
+        """Return records of jobs that still exist, their number, and the seq behind which they are too long to send."""
         extras = {job.seq: _members(job) for job in jobs}
         bodies: list[bytes] = []
         count, left_bytes = 0, ANSWER_BYTES_MAX

@@ -29,7 +29,7 @@ from topics.frontend.entry.stalled_clients import STALL_MAX_MS, ReadProgress
 from topics.frontend.live import event_streams
 from topics.frontend.live.event_streams import HEARTBEAT_MAX_MS, Push, StreamSlots
 from topics.frontend.live.wording import EVENT_STREAM, in_lines
-from topics.frontend.queues.job_records import ASIDE_MS, JobRendering, RenderedJobs, fetch_jobs
+from topics.frontend.queues.dealt_jobs import ASIDE_MS, JobRendering, RenderedJobs, fetch_jobs
 from topics.frontend.queues.queue_routes import JOB_CODES, QueueServices, checked_node, clamped_lease_ms
 from topics.frontend.reads.cold import ColdMissError
 from topics.frontend.routes.operations import COUNT, EVENTS, STRING, TOPIC_PATH, Query, asgi_route, describe, ok, takes

@@ -17,8 +17,7 @@ from topics.frontend.reads.reading import TopicReader
 from topics.frontend.shards.gateway import Gateway
 from topics.shm.control import Role, replay_progress
 from topics.shm.instance import SharedMemory
-from topics.shm.router_board import RouterBoard, RouterProgress
-from topics.shm.router_table import RouterTable
+from topics.shm.router_memory import RouterBoard, RouterProgress, RouterTable
 from topics.shm.topic_messages import CatchUp
 
 WAIT_S: Final = 2.0
@@ -60,9 +59,7 @@ class CatchingUp:
         self._gateway = gateway
 
     async def wait_for(self, name: str) -> bool:
-        """Wait until the topic has all records that its source has now, and the source those of its own. False: copies
-        may be missing, as a shard did not answer in time or could not make them.
-        """
+        """Wait until the topic has all that its sources have. False: a shard was too slow, or could not copy all."""
         registry = self._sight.registry()
         return registry.source_of(name) is None or await self._chain(registry, name)
 

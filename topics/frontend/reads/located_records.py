@@ -105,7 +105,7 @@ class LocatedRecords:
             return iter((self._segment_run(first_seq, last_seq, room_bytes, again),))
         return self._log_runs(first_seq, last_seq, room_bytes)
 
-    def gone(self, first_seq: int, last_seq: int) -> tuple[list[int], list[int]]:
+    def flags_and_offsets(self, first_seq: int, last_seq: int) -> tuple[list[int], list[int]]:
         """Return (location flags, offsets) of records of first_seq..last_seq, at least of one."""
         if first_seq < self._view.base_seq:
             info = self._segment_of(first_seq)

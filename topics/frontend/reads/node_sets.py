@@ -51,9 +51,7 @@ class NodeSets:
             self.budget.release(size_bytes)
 
     def keep(self, nodes: Nodes, admitted: bool = False) -> Nodes:
-        """Count a set, and return the one to keep instead of it. Raise `throttled` if there is no room for it. A set
-        that was `admitted` before is counted in any case; then others are refused.
-        """
+        """Count a set, and return the one to keep instead. Raise `throttled`, unless it was `admitted` before."""
         size_bytes = sys.getsizeof(nodes) + sum(map(len, nodes)) + len(nodes) * _NAME_OVERHEAD_BYTES
         if size_bytes < COUNTED_FROM_BYTES:
             return nodes

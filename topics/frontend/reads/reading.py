@@ -344,7 +344,7 @@ def _lost_run(records: LocatedRecords, view: TopicView, first_seq: int, last_seq
     seq = first_seq
     reason = EvictReason.NONE
     while seq <= last_seq:
-        flags, offsets = records.gone(seq, min(last_seq, seq + _STEP_MAX - 1))
+        flags, offsets = records.flags_and_offsets(seq, min(last_seq, seq + _STEP_MAX - 1))
         if reason == EvictReason.NONE:
             reason = EvictReason(offsets[0])
         for flag in flags:

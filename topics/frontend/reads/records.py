@@ -96,9 +96,7 @@ class Run(NamedTuple):
 
 
 class Rendered(msgspec.Struct, frozen=True, gc=False):
-    """JSON objects joined by commas, made from the first `examined` records of a run. A bound of the options ended it
-    (`full`), or a lost record, which is not examined (`lost`), or the run did.
-    """
+    """JSON of the first `examined` records of a run: a bound (`full`), a lost record (`lost`) or the run ended it."""
 
     body: bytes
     count: int

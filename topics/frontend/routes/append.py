@@ -83,9 +83,7 @@ class AppendRoute:
     def submit(
         self, name: str, request: AppendBody, records: LaidOut, key_header: bytes | None, caller: ApiKey
     ) -> asyncio.Future[AppendReply]:
-        """Send a write to its shard, behind those submitted before. `records` come from `lay_out`. Raise TopicsError
-        if the write is invalid; the future fails as that of `Gateway.submit_append` does.
-        """
+        """Send a write (`records` of `lay_out`) behind earlier ones. Raise TopicsError, or fail as `submit_append`."""
         key = _key(request, key_header)
         config, create = None, request.create
         if wire.given(request.config):

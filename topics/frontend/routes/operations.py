@@ -34,7 +34,7 @@ class Query(NamedTuple):
     about: str
 
 
-PAGE_QUERIES: Final = (
+PAGED: Final = (
     Query("page_size", COUNT | {"default": 100}, "at most 1000"),
     Query("cursor", STRING, "next_cursor of the page before"),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any, Final
 
 from topics.api import answers
@@ -16,7 +17,7 @@ from topics.frontend.entry.query import name_cursor
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-from topics.frontend.routes.operations import LOST, PAGE_QUERIES, STRING, Query, describe, made_or_there, ok, takes
+from topics.frontend.routes.operations import LOST, PAGED, STRING, Query, describe, made_or_there, ok, takes
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
 from topics.shm.durations import Route
@@ -51,17 +52,15 @@ def _visible_conflict(error: TopicsError, name: str, spec: RouterSpec, caller: A
     return TopicsError(error.code, f"{message}: a dest has one source", {"reason": detail["reason"]})
 
 
+@dataclass(eq=False)
 class RouterRoutes:
     """The requests to `/v0/routers`, a method for each; and the removal of the routers of a deleted topic."""
 
-    def __init__(
-        self, sight: RouterSight, catching_up: CatchingUp, reader: TopicReader, gateway: Gateway, settings: Settings
-    ) -> None:
-        self._sight = sight
-        self._catching_up = catching_up
-        self._reader = reader
-        self._gateway = gateway
-        self._body_max_bytes = settings.max_body_bytes
+    sight: RouterSight
+    catching_up: CatchingUp
+    reader: TopicReader
+    gateway: Gateway
+    settings: Settings
 
     @json_route("GET", "/v0/routers", Route.LIST_ROUTERS, KeyScope.READ, "routers")
     @describe("List routers by name", ok("A page of routers", answers.RouterList))
@@ -69,7 +68,7 @@ class RouterRoutes:
         Query("prefix", STRING, "only names that begin with it"),
         Query("source", STRING, "only routers from this topic"),
         Query("dest", STRING, "only routers into this topic"),
-        *PAGE_QUERIES,
+        *PAGED,
     )
     async def list_all(self, request: ApiRequest) -> JsonReply:
         query, caller = request.query, request.caller
@@ -78,7 +77,7 @@ class RouterRoutes:
         found = sorted(
             (
                 router
-                for router in self._sight.registry().by_name.values()
+                for router in self.sight.registry().by_name.values()
                 if router.name > after
                 and router.name.startswith(prefix)
                 and source in (None, router.spec.source)
@@ -88,7 +87,7 @@ class RouterRoutes:
             key=lambda router: router.name,
         )
         page = found[:size]
-        with_copies = await self._catching_up.wait_for_all({router.spec.dest for router in page})
+        with_copies = await self.catching_up.wait_for_all({router.spec.dest for router in page})
         answer: dict[str, Any] = {"routers": [self._shown(router) for router in page]}
         if len(found) > size:
             answer["next_cursor"] = name_cursor(page[-1].name)
@@ -99,7 +98,7 @@ class RouterRoutes:
     async def get(self, request: ApiRequest) -> JsonReply:
         name = _router_name(request)
         router = self._visible(name, request.caller)
-        with_copies = await self._catching_up.wait_for(router.spec.dest)
+        with_copies = await self.catching_up.wait_for(router.spec.dest)
         return JsonReply(self._shown(self._visible(name, request.caller)), with_copies=with_copies)
 
     @json_route("PUT", _PATH, Route.PUT_ROUTER, KeyScope.ADMIN, "routers")
@@ -107,26 +106,26 @@ class RouterRoutes:
     @takes(body=GivenRouter)
     async def put(self, request: ApiRequest) -> JsonReply:
         name, caller = _router_name(request), request.caller
-        body = await request.body(self._body_max_bytes)
+        body = await request.body(self.settings.max_body_bytes)
         spec = parse_router(name, wire.decode_object(body) if body else {})
         caller.require(KeyScope.ADMIN, (spec.source, spec.dest))
-        known, with_copies = self._sight.registry().by_name.get(name), True
+        known, with_copies = self.sight.registry().by_name.get(name), True
         if known is not None:
             _require(caller, KeyScope.ADMIN, known)
             # Records that were acknowledged before are forwarded by the router as it was.
-            with_copies = await self._catching_up.wait_for(known.spec.dest)
-        if not spec.create_dest and self._reader.find(spec.dest) is None:
+            with_copies = await self.catching_up.wait_for(known.spec.dest)
+        if not spec.create_dest and self.reader.find(spec.dest) is None:
             raise topic_not_found(spec.dest)
         try:
-            reply = await self._gateway.call(REGISTRY_SHARD, PutRouter(name, spec))
+            reply = await self.gateway.call(REGISTRY_SHARD, PutRouter(name, spec))
         except TopicsError as error:
             raise _visible_conflict(error, name, spec, caller) from None
         try:
             for topic in (spec.dest, spec.source) if spec.create_dest else (spec.dest,):
-                await self._gateway.call(self._gateway.owner(topic), EnsureTopic(topic))
+                await self.gateway.call(self.gateway.owner(topic), EnsureTopic(topic))
         except TopicsError:
             if reply.created:
-                await self._gateway.call(REGISTRY_SHARD, RemoveRouters([reply.router.id]))
+                await self.gateway.call(REGISTRY_SHARD, RemoveRouters([reply.router.id]))
             raise
         await self._wait_until_begun(reply.router)
         if known is not None and known.spec.dest != spec.dest:
@@ -138,12 +137,12 @@ class RouterRoutes:
     @describe("Remove a router; what it has forwarded stays", ok("It is gone", answers.DeleteRouterAnswer), *LOST)
     async def delete(self, request: ApiRequest) -> JsonReply:
         name = _router_name(request)
-        router = self._sight.registry().by_name.get(name)
+        router = self.sight.registry().by_name.get(name)
         deleted, with_copies = False, True
         if router is not None:
             _require(request.caller, KeyScope.DELETE, router)
-            with_copies = await self._catching_up.wait_for(router.spec.dest)
-            deleted = (await self._gateway.call(REGISTRY_SHARD, DeleteRouter(name))).deleted
+            with_copies = await self.catching_up.wait_for(router.spec.dest)
+            deleted = (await self.gateway.call(REGISTRY_SHARD, DeleteRouter(name))).deleted
             await self._sync(router.spec.dest)
         return JsonReply({"router": name, "deleted": deleted}, with_copies=with_copies)
 
@@ -151,25 +150,25 @@ class RouterRoutes:
 
     async def before_delete(self, topic: str) -> tuple[list[Router], bool]:
         """Return the routers that are deleted with a topic. True: all records acknowledged in it are copied."""
-        routers = self._sight.registry().touching(topic)
-        return routers, await self._catching_up.wait_for_all({router.spec.dest for router in routers})
+        routers = self.sight.registry().touching(topic)
+        return routers, await self.catching_up.wait_for_all({router.spec.dest for router in routers})
 
     async def after_delete(self, topic: str, routers: list[Router]) -> None:
         """Remove the routers of a deleted topic. They forward nothing once this returns."""
-        await self._gateway.call(REGISTRY_SHARD, RemoveRouters([router.id for router in routers]))
+        await self.gateway.call(REGISTRY_SHARD, RemoveRouters([router.id for router in routers]))
         await asyncio.gather(*[self._sync(router.spec.dest) for router in routers if router.spec.dest != topic])
 
     # -- parts
 
     def _visible(self, name: str, caller: ApiKey) -> Router:
-        router = self._sight.registry().by_name.get(name)
+        router = self.sight.registry().by_name.get(name)
         if router is None:
             raise TopicsError("router_not_found", f"router {name!r} does not exist", {"router": name})
         _require(caller, KeyScope.READ, router)
         return router
 
     def _shown(self, router: Router) -> dict[str, Any]:
-        progress = self._sight.progress(self._gateway.owner(router.spec.dest), router.id)
+        progress = self.sight.progress(self.gateway.owner(router.spec.dest), router.id)
         forwarded_total = 0 if progress is None else progress.forwarded_total
         return {"router": router.name, **router.spec.echo(), "forwarded_total": forwarded_total}
 
@@ -179,17 +178,17 @@ class RouterRoutes:
         until_s = loop.time() + BEGIN_WAIT_S
         call = SyncRouters(router.spec.dest, router.id, router.version)
         while True:
-            reply = await self._gateway.call(self._gateway.owner(router.spec.dest), call)
+            reply = await self.gateway.call(self.gateway.owner(router.spec.dest), call)
             if reply.begun or loop.time() > until_s:
                 break
             await asyncio.sleep(BEGIN_RETRY_S)
-        if not reply.begun and self._sight.registry().by_name.get(router.name) == router:
+        if not reply.begun and self.sight.registry().by_name.get(router.name) == router:
             raise TopicsError("shard_unavailable", f"router {router.name!r} has not begun yet; ask again")
 
     async def _sync(self, dest: str) -> None:
         """Have the shard of this dest read the router table now. A shard that is down reads it when it starts."""
         try:
-            await self._gateway.call(self._gateway.owner(dest), SyncRouters(dest, 0, 0))
+            await self.gateway.call(self.gateway.owner(dest), SyncRouters(dest, 0, 0))
         except TopicsError:
             return
 

@@ -13,7 +13,7 @@ from topics.core.config import parse_config
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
-from topics.core.priority import age
+from topics.core.scheduler import age
 from topics.frontend.entry import wire
 from topics.frontend.entry.query import flag, name_cursor
 from topics.frontend.live.delivery import Hub
@@ -23,7 +23,7 @@ from topics.frontend.reads.reading import TopicRef
 from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
 from topics.frontend.routes.operations import (
     LOST,
-    PAGE_QUERIES,
+    PAGED,
     STRING,
     TOPIC_LOST,
     TOPIC_PATH,
@@ -63,7 +63,7 @@ class TopicRoutes:
     @describe("List topics by name", ok("A page of topics", answers.TopicList))
     @takes(
         Query("prefix", STRING, "only names that begin with it"),
-        *PAGE_QUERIES,
+        *PAGED,
         flag_query("touch", False, "whether this counts as reading the topics"),
     )
     async def list_all(self, request: ApiRequest) -> JsonReply:
@@ -176,7 +176,7 @@ class TopicRoutes:
         }
 
     def _effective_priority(self, ref: TopicRef) -> int:
-        """Return the priority by which this process schedules the topic now (`core/priority.py`)."""
+        """Return the priority by which this process schedules the topic now (`core/scheduler.py`)."""
         return self.known.priority(ref) + age(self.hub.waiting_ms(ref.name))
 
     async def _all_settled(self, refs: list[TopicRef]) -> list[TopicRef]:

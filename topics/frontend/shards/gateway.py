@@ -64,9 +64,7 @@ class _Link:
 
 
 class Gateway:
-    """The connections of one frontend process to all shards. It owns the requests without an answer, and the listeners
-    for topics, jobs and restarts. All calls are on the event loop that it was made on.
-    """
+    """The connections of a frontend to all shards. It owns unanswered requests and all listeners, on one event loop."""
 
     def __init__(
         self, shared: SharedMemory, index: int, incarnation: int, arenas: Arenas, cell: ProcessCell, shard_wait_ms: int

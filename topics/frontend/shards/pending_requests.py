@@ -45,9 +45,7 @@ that repeat a refused request at once would use up all of it, so that less is do
 
 
 class QueuedMessage(msgspec.Struct):
-    """A message for a ring. A post has no `expires_s`: nobody awaits it, so it is kept until there is room. The time of
-    an `unthrottled` request is not cut short under pressure.
-    """
+    """A message for a ring. A post has no end (`expires_s`). Pressure cuts no time of an `unthrottled` request."""
 
     parts: list[Part]
     length_bytes: int
@@ -221,9 +219,7 @@ class PendingRequests:
 
 
 def is_outcome_unknown(error: BaseException) -> bool:
-    """Tell whether a request that failed with this error may have been carried out, or may yet be. If not, its shard
-    has refused it or has never seen it: then there is nothing to take back.
-    """
+    """Tell whether a request that failed with this error may have been carried out, or may yet be."""
     return not isinstance(error, TopicsError) or error.code in _UNKNOWN_OUTCOMES
 
 
@@ -287,9 +283,7 @@ class Spills:
 
 
 def take_long_reply(path: str) -> memoryview | None:
-    """Read and remove the file of a reply that was too long for the ring. None: an earlier incarnation of this process
-    has removed it, and ended before it could free the ring.
-    """
+    """Read and remove the file of a long reply. None: an earlier incarnation did, and died before it freed the ring."""
     try:
         with open(path, "rb") as file:
             reply = memoryview(file.read())

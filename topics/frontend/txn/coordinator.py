@@ -1,6 +1,6 @@
 """Coordinates the commits of batches (api §6): has each stage published, ends the batch, and removes its files.
 
-    decided (sink file, synced) → each stage appended once (pinned) → ended (sink file, synced) → files and pins removed
+    decided (sink file, synced) → each stage appended once → ended (sink file, synced) → files and stage keys removed
 
 The sink's shard decides and remembers, each topic's shard publishes, and the coordinator asks them. Every request may
 be repeated at any point without harm. So several frontends may carry out one batch at a time, and after any crash any
@@ -106,7 +106,7 @@ class Stages:
                 return txn_files.decode_stage_head(file.read(txn_files.STAGE_HEAD_LEN))
         except FileNotFoundError:
             raise TopicsError("not_found", f"there is no stage {stage!r}: it was dropped or has expired") from None
-        except (OSError, txn_files.StageDamagedError) as error:
+        except (OSError, txn_files.TxnFileDamagedError) as error:
             reason = f"{self._path(stage)} cannot be used: {error}"
             raise TopicsError("storage_unavailable", reason, {"cause": "damaged"}) from None
 
@@ -244,7 +244,7 @@ class TxnCoordinator:
             # removed in any case.
             told = await self._gateway.call(self._owner(sink), TxnGet(sink))
             if told.pending and told.batch == batch:
-                return records  # the sink was forgotten and began again: its new batch needs the pins
+                return records  # the sink was forgotten and began again: its new batch needs the keys
             stages = [stage for stage in stages if stage not in told.pending]
             await asyncio.to_thread(self.stages.drop_ended, [stage for stage, _topic in stages])
         else:

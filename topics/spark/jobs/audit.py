@@ -10,18 +10,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
+from pyspark.sql import SparkSession
 
+from topics.api.segment_answers import ManifestSegment
+from topics.client import Client, Record, ServiceBusyError, TopicState
+from topics.spark import http_read
+from topics.spark.http_read import TASK_RETRY, connect
 from topics.spark.jobs import program
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
-    from topics.api.segment_answers import ManifestSegment
-    from topics.client import Client, TopicState
-    from topics.spark.segment_audit import Audited, AuditFinding
+from topics.spark.options import Directories, read_options
+from topics.spark.segment_audit import Audited, AuditFinding, audit_segment
+from topics.spark.segment_scan import end_pins, pinned_segments
 
 EXIT_DAMAGE: Final = 3
 _FINDINGS_SHOWN: Final = 1_000
@@ -36,19 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _work(spark: SparkSession, options: argparse.Namespace) -> dict[str, Any]:
-    from topics.spark import planning
-    from topics.spark.http_read import TASK_RETRY, connect
-    from topics.spark.options import Directories, read_options
-    from topics.spark.segment_audit import audit_segment
-    from topics.spark.segment_scan import end_pins, pinned_segments
-
     reading = read_options(program.source_options(options))
     directories = Directories(options.data_dir, options.cold_dir)
     report: dict[str, Any] = {"topics": 0, "segments": 0, "records": 0, "data_bytes": 0, "damage": 0, "findings": []}
     findings: list[AuditFinding] = []
     with connect(reading.service, TASK_RETRY) as client:
-        states = planning.states(client, reading)
-        planning.require(states, reading)
+        states = http_read.states(client, reading)
+        http_read.require(states, reading)
         for name, state in states.items():
             manifest, segments, pins = pinned_segments(client, name)
             tasks = [(name, segment, manifest.earliest_seq) for segment in segments]
@@ -80,8 +75,6 @@ def _holes(
     topic: str, segments: Sequence[ManifestSegment], earliest_seq: int, http_from_seq: int
 ) -> Iterator[AuditFinding]:
     """Yield the seqs from the floor on that are neither in a segment nor read over HTTP."""
-    from topics.spark.segment_audit import AuditFinding
-
     parts = [(segment.first_seq, segment.last_seq) for segment in segments]
     due = earliest_seq
     for first_seq, last_seq in [*parts, (http_from_seq, http_from_seq)] if parts else []:
@@ -95,9 +88,6 @@ def _rest(
     client: Client, topic: str, before: TopicState, http_from_seq: int, audited: Sequence[Audited]
 ) -> Iterator[AuditFinding]:
     """Check that all other records can be read, in order, and that the service counts all live records."""
-    from topics.client import Record, ServiceBusyError
-    from topics.spark.segment_audit import AuditFinding
-
     live, last_seq = 0, http_from_seq - 1
     try:
         for item in client.read(topic, http_from_seq - 1, tombstones="yield"):

@@ -10,10 +10,9 @@ A reader that lists the directory between the move and the removal sees rows twi
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+from pyspark.sql import SparkSession
 
 
 def compact(spark: SparkSession, out: str, files_max: int) -> int:

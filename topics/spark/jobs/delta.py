@@ -18,13 +18,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote, urlparse
 
-from topics.spark.spark_errors import OptionError, TopicsSparkError
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyspark.sql import DataFrame, SparkSession
+
+from topics.spark.options import OptionError, TopicsSparkError
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from deltalake import DeltaTable
     from deltalake.transaction import AddAction
-    from pyspark.sql import DataFrame, SparkSession
 
 PARTITIONS: Final = ("topic", "date")
 _QUERY_ID: Final = "sql.streaming.queryId"
@@ -67,8 +69,6 @@ def compact(out: str, files_max: int) -> int:
 
 def _files(table: DeltaTable) -> pa.Table:
     """Return the log's entries of the table's files; `path` is a URI, relative to its directory."""
-    import pyarrow as pa
-
     return pa.table(table.get_add_actions(flatten=True))
 
 
@@ -136,7 +136,6 @@ class DeltaLake:
 
 
 def _add_action(path: str, relative: str, values: dict[str, str | None]) -> AddAction:
-    import pyarrow.parquet as pq
     from deltalake.transaction import AddAction
 
     footer = pq.read_metadata(path)

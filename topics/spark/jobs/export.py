@@ -15,13 +15,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as f
 
 from topics.spark.jobs import delta, program
 from topics.spark.jobs.compaction import compact
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,8 +68,6 @@ def export(
     format: str = "parquet",
 ) -> int:
     """Export the records that were not exported before; return how many rows."""
-    from pyspark.sql import functions as f
-
     written = 0
     append = delta.DeltaLake(spark, out).append if format == "delta" else partial(_overwrite, out)
 
@@ -97,8 +95,6 @@ def export(
 
 
 def _overwrite(out: str, frame: DataFrame, batch_id: int) -> None:
-    from pyspark.sql import functions as f
-
     writer = frame.withColumn("batch", f.lit(f"{batch_id:010d}")).write.partitionBy("topic", "date", "batch")
     writer.mode("overwrite").option("partitionOverwriteMode", "dynamic").parquet(out)
 

@@ -8,16 +8,17 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+from pyspark import SparkConf
+from pyspark.errors import PySparkException, StreamingQueryException
+from pyspark.sql import SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
+from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from topics.client import ClientError
 from topics.spark import SMALL, register
-from topics.spark.spark_errors import OptionError, TopicsSparkError, plainly
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-    from pyspark.sql.streaming.query import StreamingQuery
-    from pyspark.sql.streaming.readwriter import DataStreamWriter
+from topics.spark.options import OptionError, TopicsSparkError, plainly
 
 EXIT_FAILURE: Final = 1
 SLOW_WORKER: Final = "Python worker failed to connect back"
@@ -29,7 +30,7 @@ _ALWAYS: Final = {
     # Reports add up the progress of all batches; Spark keeps only that of 100.
     "spark.sql.streaming.numRecentProgressUpdates": "10000",
 }
-Work = Callable[["SparkSession", argparse.Namespace], dict[str, Any]]
+Work = Callable[[SparkSession, argparse.Namespace], dict[str, Any]]
 
 
 def parser(name: str, about: str) -> argparse.ArgumentParser:
@@ -91,9 +92,6 @@ def run(
     except OptionError as error:
         print(f"topics spark {name}: {error}", file=sys.stderr)
         return EXIT_FAILURE
-    from pyspark.errors import PySparkException
-    from pyspark.sql import SparkSession
-
     builder = SparkSession.builder.appName(f"topics-{name}")
     if SparkSession.getActiveSession() is None:
         for setting, value in settings(options, _submitted()).items():
@@ -118,8 +116,6 @@ def run_to_end(writer: DataStreamWriter) -> StreamingQuery:
     """Run a query over what is there, and return it after its end. If Spark gives up its Python process, which on a
     busy machine may be slow to start, it is started again: it has read nothing by then.
     """
-    from pyspark.errors import StreamingQueryException
-
     starts = 0
     while True:
         query = writer.trigger(availableNow=True).start()
@@ -146,9 +142,5 @@ def settings(options: argparse.Namespace, submitted: Mapping[str, str] | None) -
 
 
 def _submitted() -> dict[str, str] | None:
-    """Return the settings of spark-submit; None without it, which is known by its gateway's port. Without it, asking
-    for settings would start Java before any are made.
-    """
-    from pyspark import SparkConf
-
+    """Return spark-submit's settings, None without it (no gateway port): to ask Spark would start Java too early."""
     return dict(SparkConf().getAll()) if "PYSPARK_GATEWAY_PORT" in os.environ else None

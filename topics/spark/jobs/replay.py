@@ -10,13 +10,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as f
 
 from topics.spark.jobs import delta, program
-from topics.spark.spark_errors import OptionError
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+from topics.spark.options import OptionError
 
 _KEPT = ("data", "tag", "node", "meta")
 _ROUTER_KEY = "_topics_router"
@@ -86,8 +86,6 @@ def _of_topic(spark: SparkSession, options: argparse.Namespace) -> DataFrame:
 
 def _replayable(rows: DataFrame) -> DataFrame:
     """Return the columns of `rows` that are part of a record."""
-    from pyspark.sql import functions as f
-
     kept = rows.select(*[name for name in _KEPT if name in rows.columns])
     if "meta" not in rows.columns:
         return kept

@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as f
 
 from topics.spark.jobs import delta, program
-from topics.spark.spark_errors import OptionError
-
-if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, SparkSession
+from topics.spark.jobs.export import export
+from topics.spark.options import OptionError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,8 +58,6 @@ def _work(spark: SparkSession, options: argparse.Namespace) -> dict[str, Any]:
     source = program.service_options(options) | {"subscribe": options.topics, "startingOffsets": "earliest"}
     events = spark.readStream.format("topics").options(**source).load()
     events = events.withColumn("event_time", time).withWatermark("event_time", options.watermark)
-    from pyspark.sql import functions as f
-
     writer = (
         _records(by_window(events, f.col("event_time"), options.window, options.start))
         .writeStream.format("topics")
@@ -71,16 +70,12 @@ def _work(spark: SparkSession, options: argparse.Namespace) -> dict[str, Any]:
         "late_events": sum(state["numRowsDroppedByWatermark"] for state in states),
     }
     if options.to_parquet is not None:
-        from topics.spark.jobs.export import export
-
         export(spark, program.service_options(options) | {"subscribe": options.to_topic}, options.to_parquet)
     return report
 
 
 def event_time(field: str | None) -> Column:
     """Return the time of an event: a field of its data, or else the time at which it was written."""
-    from pyspark.sql import functions as f
-
     if field is None:
         return f.col("timestamp")
     return f.timestamp_seconds(f.get_json_object("data", f"$.{field}").cast("double"))
@@ -88,15 +83,11 @@ def event_time(field: str | None) -> Column:
 
 def by_window(events: DataFrame, time: Column, window: str, start: str) -> DataFrame:
     """Return (start, end, tag, events); null counts as a tag."""
-    from pyspark.sql import functions as f
-
     counted = events.groupBy(f.window(time, window, startTime=start), "tag").agg(f.count("*").alias("events"))
     return counted.select(f.col("window.start").alias("start"), f.col("window.end").alias("end"), "tag", "events")
 
 
 def _records(counts: DataFrame) -> DataFrame:
-    from pyspark.sql import functions as f
-
     return counts.select(f.to_json(f.struct("start", "end", "tag", "events")).alias("data"), "tag")
 
 

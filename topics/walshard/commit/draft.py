@@ -36,11 +36,12 @@ class LogWrite:
 
     `buffers` are whole frames, one each; `more_frames` counts those that share a buffer with others. Once they are in
     the log `place(file_no, offset)` runs, then `apply()`; neither may fail. `undo()` runs instead when they never get
-    there. With `sync` the write counts only once it is on the disk. `request` is the request that it carries out, if
+    there. With `sync` the write counts only once it is on the disk. One that `takes_room` is refused
+    on a full disk; others may use the reserve. `request` is the request that it carries out, if
     any.
     """
 
-    __slots__ = ("apply", "buffers", "frames", "length", "place", "request", "sync", "undo")
+    __slots__ = ("apply", "buffers", "frames", "length", "place", "request", "sync", "takes_room", "undo")
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class LogWrite:
         more_frames: int = 0,
         sync: bool = False,
         undo: Callable[[], None] | None = None,
+        takes_room: bool = False,
     ) -> None:
         self.buffers = buffers
         self.frames = len(buffers) + more_frames
@@ -59,6 +61,7 @@ class LogWrite:
         self.place = place
         self.sync = sync
         self.undo = undo
+        self.takes_room = takes_room
         self.request: RingRequest | None = None
 
 
@@ -161,6 +164,7 @@ class Draft:
             self.durable.append(LogWrite([frame], write.ceiling_logged, sync=True))
         place = partial(write.logged, frames.prefix_len)
         records = LogWrite(frames.records, place=place, more_frames=write.outcome.records - 1, sync=write.sync)
+        records.takes_room = True
         self.add(records, in_ram=write.in_ram)
         self.touched[hosted.topic.id] = hosted
 

@@ -163,6 +163,8 @@ class Logs:
         buffers = [buffer for write in writes for buffer in write.buffers]
         sync = any(write.sync for write in writes)
         try:
+            if any(write.takes_room for write in writes):
+                wal.require_room()
             times = wal.commit(plan, buffers, sync, sum([write.frames for write in writes]))
         except (WalWriteError, WalSyncError) as error:
             refusal = self.refusal(error)

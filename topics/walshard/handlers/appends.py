@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from topics.core.idempotency import is_pin
+from topics.core.idempotency import is_stage_key
 from topics.core.pending import RecordFrames, RoomNeeded
 from topics.shm.append_messages import AppendReply, AppendRequest
 from topics.storage.topic_frames import append_frames
@@ -46,7 +46,7 @@ class Appends:
             if known is not None:
                 return AppendReply(known.first_seq, known.records, pending.head_seq, False, True, durability, 0, 0)
             hosted.ring.reserve(pending.records + count)
-            if not key or not is_pin(key):
+            if not key or not is_stage_key(key):
                 # A stage whose batch is decided is published: whether there was room was asked when it was staged.
                 growth = partial(pending.growth, count, records.size_bytes)
                 pending.claimed_bytes += self._holdings.claim_bytes(records.size_bytes, growth)

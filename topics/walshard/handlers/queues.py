@@ -18,7 +18,7 @@ from topics.core.control_bodies import AckFrameBody, encode_body
 from topics.core.errors import not_a_queue
 from topics.core.governor import INTERVAL_MS
 from topics.core.leases import Leases, NamedJobs
-from topics.core.priority import below_zero_ms
+from topics.core.scheduler import below_zero_ms
 from topics.core.seq_set import runs_of
 from topics.shm.asks import Done
 from topics.shm.control import ProcessCell

@@ -10,7 +10,7 @@ import os
 from array import array
 
 from topics.core.errors import TopicsError
-from topics.core.idempotency import pin
+from topics.core.idempotency import stage_key
 from topics.core.names import owner_shard
 from topics.log import get_logger
 from topics.shm.append_messages import AppendReply, AppendRequest
@@ -31,8 +31,7 @@ from topics.storage import layout
 from topics.storage.filesystem import FileSystem, make_dirs, read_all, replace_file
 from topics.storage.txn_files import (
     Sink,
-    SinkDamagedError,
-    StageDamagedError,
+    TxnFileDamagedError,
     decode_sink,
     decode_stage,
     encode_sink,
@@ -96,7 +95,7 @@ class Sinks:
         """Forget the stages of a batch that is published everywhere. Nobody waits for a reply."""
         hosted = self._catalog.find(call.name)
         if hosted is not None:
-            hosted.topic.idempotency.unpin(call.sink, call.batch)
+            hosted.topic.idempotency.forget_stages(call.sink, call.batch)
 
     def staged(self, call: StagePublish) -> AppendRequest:
         """Return the write that publishes a stage. It has no records when the file of the stage is gone: then only a
@@ -105,15 +104,15 @@ class Sinks:
         """
         self._require_pending(call.sink, call.batch)
         path = os.path.join(self._stages, stage_name(call.stage))
-        key = pin(call.sink, call.batch, call.stage)
+        key = stage_key(call.sink, call.batch, call.stage)
         try:
             stage = decode_stage(read_all(self._fs, path))
         except FileNotFoundError:
             return AppendRequest(call.name, False, None, key, None, 0, array("Q"), b"", bytearray())
-        except (OSError, StageDamagedError) as error:
+        except (OSError, TxnFileDamagedError) as error:
             raise _unusable(path, error) from None
         if stage.topic != call.name:
-            raise _unusable(path, StageDamagedError(f"it is of topic {stage.topic!r}, not {call.name!r}"))
+            raise _unusable(path, TxnFileDamagedError(f"it is of topic {stage.topic!r}, not {call.name!r}"))
         return AppendRequest(
             stage.topic,
             True,
@@ -128,11 +127,11 @@ class Sinks:
 
     def _require_pending(self, sink: str, batch: int) -> None:
         """Raise `fenced` unless the batch is being published. The sink may be another shard's, which replaces the file
-        only when all stages have been answered: as long as it says pending, the topic has the pins of published stages.
+        only when all stages have been answered: as long as it says pending, the topic has the keys of published stages.
         """
         try:
             decided, pending_count = read_sink_head(self._fs, self._directory, sink)
-        except (OSError, SinkDamagedError) as error:
+        except (OSError, TxnFileDamagedError) as error:
             raise _unusable(os.path.join(self._directory, sink_name(sink)), error) from None
         if decided != batch or not pending_count:
             raise TopicsError("fenced", f"batch {batch} of sink {sink!r} is not being published", {"batch": decided})
@@ -186,7 +185,7 @@ class Sinks:
             return decode_sink(read_all(self._fs, path))
         except FileNotFoundError:
             return None
-        except (OSError, SinkDamagedError) as error:
+        except (OSError, TxnFileDamagedError) as error:
             raise _unusable(path, error) from None
 
     def _store(self, sink: Sink) -> None:

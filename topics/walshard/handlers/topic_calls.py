@@ -68,7 +68,7 @@ class TopicCalls:
         now_ms = self._time.now.wall_ms
         hosted = self._catalog.make(name, config, now_ms)
         reply = PutTopicReply(True, config)
-        creation = LogWrite([create_frame(hosted.topic, now_ms)], sync=True)
+        creation = LogWrite([create_frame(hosted.topic, now_ms)], sync=True, takes_room=True)
         yield Draft([creation], made=[hosted], reply=reply)
         return reply
 
@@ -104,7 +104,7 @@ class TopicCalls:
             if not relogged.is_last:
                 reply = PutTopicReply(False, config, msgspec.structs.replace(call, turns=call.turns + 1))
                 yield Draft(
-                    [LogWrite(relogged.buffers, place=relogged.place)],
+                    [LogWrite(relogged.buffers, place=relogged.place, takes_room=True)],
                     touched=[hosted],
                     floors_of=[topic.id],
                     reply=reply,
@@ -118,6 +118,7 @@ class TopicCalls:
             place=None if relogged is None else relogged.place,
             sync=True,
             undo=partial(hosted.release_config, descriptor),
+            takes_room=relogged is not None,
         )
         yield Draft([write], touched=[hosted], floors_of=[] if relogged is None else [topic.id], reply=reply)
         return reply

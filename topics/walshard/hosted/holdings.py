@@ -1,7 +1,7 @@
 """Counts of what a shard holds: topics, records, bytes, sessions; and claims of more of them.
 
-These words of its cell are the shard's part of the whole service's figures: metrics add them up, and so do the caps of
-api §11 (`shm/cap.py`). While a group is prepared they also contain its claims, until `settle`.
+These words of its cell are the shard's part of the whole service's figures: metrics add them up, and so do the quotas
+of api §11 (`shm/quotas.py`). While a group is prepared they also contain its claims, until `settle`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from topics.core.config import CLASSES, TopicConfig
 from topics.core.errors import TopicsError
 from topics.settings import Settings
-from topics.shm.cap import Cap
 from topics.shm.control import ControlPage, Role, replay_progress
+from topics.shm.quotas import Quota
 
 
 class Holdings:
@@ -22,9 +22,9 @@ class Holdings:
     def __init__(self, control: ControlPage, shard: int, settings: Settings) -> None:
         self._cell = cell = control.cell(Role.WALSHARD, shard)
         self._every = [control.cell(Role.WALSHARD, other) for other in range(control.shards)]
-        self._topics = Cap("topics", settings.max_topics, "topics", cell, self._every)
-        self._sessions = Cap("watch_sessions", settings.max_watch_sessions, "sessions", cell, self._every)
-        self._bytes = Cap("total_bytes", settings.max_total_bytes, "bytes_live", cell, self._every)
+        self._topics = Quota("topics", settings.max_topics, "topics", cell, self._every)
+        self._sessions = Quota("watch_sessions", settings.max_watch_sessions, "sessions", cell, self._every)
+        self._bytes = Quota("total_bytes", settings.max_total_bytes, "bytes_live", cell, self._every)
         self._by_class = Counter(dict.fromkeys(CLASSES, 0))
         self._queues = 0
         self._topics_changed = True
@@ -97,14 +97,14 @@ class Holdings:
             return growth
         raise self._bytes.reached()
 
-    def _claim(self, cap: Cap) -> None:
-        self._require_all_known(cap)
-        if not cap.claim():
-            raise cap.reached()
+    def _claim(self, quota: Quota) -> None:
+        self._require_all_known(quota)
+        if not quota.claim():
+            raise quota.reached()
 
-    def _require_all_known(self, cap: Cap) -> None:
+    def _require_all_known(self, quota: Quota) -> None:
         """Raise `not_ready` while some shard has not recovered once in this service: its counts are unknown."""
-        if cap.most:
+        if quota.most:
             unknown = [cell for cell in self._every if not cell.get("generation")]
             if unknown:
                 raise TopicsError(

@@ -186,7 +186,8 @@ class Copier:
             else:
                 feed.failures = 0
 
-        write = LogWrite([frames, cursor], place=place, more_frames=len(page) - 1, undo=partial(self.wait, feed))
+        undo = partial(self.wait, feed)
+        write = LogWrite([frames, cursor], place=place, more_frames=len(page) - 1, undo=undo, takes_room=True)
         if not in_ram:
             return CopyWrite(feed, [write], [], True)
         ceilings = []

@@ -14,7 +14,7 @@ from topics.core.floors import EvictReason
 from topics.core.routers import FeedFrameBody, FeedRouter, FoldedRouters, Router, encode_router
 from topics.core.topic import Topic
 from topics.log import get_logger
-from topics.shm.router_board import RouterBoardWriter, RouterProgress
+from topics.shm.router_memory import RouterBoardWriter, RouterProgress
 from topics.storage.frame import FrameType
 from topics.storage.topic_frames import control_frame
 from topics.walshard.commit.draft import Draft, LogWrite, Steps

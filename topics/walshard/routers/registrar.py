@@ -11,10 +11,10 @@ from topics.core.errors import TopicsError
 from topics.core.routers import FoldedRouters, Router, RouterRegistry, encode_router
 from topics.log import get_logger
 from topics.shm.asks import Deleted, Done
-from topics.shm.cap import cap_reached
 from topics.shm.control import ProcessCell
 from topics.shm.messages import Reply
-from topics.shm.router_table import Change, RouterTableWriter
+from topics.shm.quotas import quota_reached
+from topics.shm.router_memory import Change, RouterTableWriter
 from topics.shm.topic_messages import DeleteRouter, PutRouter, PutRouterReply, RemoveRouters
 from topics.storage.frame import FLAG_MORE, Bytes, FrameType
 from topics.storage.topic_frames import control_frame
@@ -58,7 +58,7 @@ class Registrar:
         if registry.by_name.get(call.name) == router:
             return reply
         if created and self._routers_max and len(registry) >= self._routers_max:
-            raise cap_reached("routers", self._routers_max)
+            raise quota_reached("routers", self._routers_max)
         self._table.reserve()
 
         def apply() -> None:

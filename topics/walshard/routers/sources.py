@@ -18,8 +18,7 @@ from topics.core.config import U64_MAX
 from topics.core.names import owner_shard
 from topics.core.routers import ROUTERS_SHARD
 from topics.shm.instance import SharedMemory
-from topics.shm.router_board import RouterBoard
-from topics.shm.router_table import RouterTable
+from topics.shm.router_memory import RouterBoard, RouterTable
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
 

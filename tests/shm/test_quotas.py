@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from topics.shm.cap import Cap
 from topics.shm.control import Cell
 from topics.shm.memory import SharedObject, fence
+from topics.shm.quotas import Quota
 from topics.shm.shm_names import shm_name
 
 PROCESSES = 3
@@ -33,8 +33,8 @@ def cells(count: int) -> list[Watched]:
     return [Watched(memoryview(array("Q", [0])), ("held",)) for _ in range(count)]
 
 
-def caps(most: int, of: list[Watched]) -> list[Cap]:
-    return [Cap("topics", most, "held", own, of) for own in of]
+def caps(most: int, of: list[Watched]) -> list[Quota]:
+    return [Quota("topics", most, "held", own, of) for own in of]
 
 
 def words(of: list[Watched]) -> list[int]:
@@ -122,7 +122,7 @@ def test_processes_that_compete_never_exceed_it(identity: str) -> None:
 
 def _compete(every: list[Cell], index: int) -> int:
     own = every[index]
-    cap = Cap("topics", 1, "held", own, every)
+    cap = Quota("topics", 1, "held", own, every)
     while own.get("grants") < GRANTS:
         if cap.claim():
             own.set("inside", 1)

@@ -1,4 +1,4 @@
-"""Limits over several processes that do not ask each other (api §11): caps, and what each API key has open.
+"""Limits over several processes that do not ask each other (api §11): quotas of the service, and counts of API keys.
 
 A limit bounds the sum of one word over several processes, each of which writes only its own. A process that claims more
 *first* adds it to its own word, *then* sums up all words, and takes it back when the sum is too high.
@@ -6,7 +6,7 @@ A limit bounds the sum of one word over several processes, each of which writes 
 Of two simultaneous claims at least one sees the other, because a full barrier lies between the store and the loads. So
 the sum of all grants never exceeds the limit. Both claims may be refused where there is room for one.
 
-`Cap` counts in a field of the processes' cells. `KeyCounts` counts event streams, and requests that are being served,
+`Quota` counts in a field of the processes' cells. `KeyCounts` counts event streams, and requests that are being served,
 by API key:
 
     block of frontend 0 | block of frontend 1 | …        each written by its frontend alone
@@ -29,8 +29,8 @@ from topics.shm.control import Cell
 from topics.shm.memory import fence
 
 
-class Cap:
-    """A cap of `most` (0: none) on the sum of `field` over `every` cell; the process that owns `own` claims with it."""
+class Quota:
+    """A limit of `most` (0: none) on the sum of `field` over `every` cell; this process claims with its `own` cell."""
 
     def __init__(self, limit: str, most: int, field: str, own: Cell, every: Sequence[Cell]) -> None:
         self.most = most
@@ -40,7 +40,7 @@ class Cap:
         self._every = every
 
     def claim(self, amount: int = 1) -> bool:
-        """Take `amount` more. Return False and take nothing if the cap is reached."""
+        """Take `amount` more. Return False and take nothing if there is no room for it."""
         if not self.most:
             return True
         self._own.add(self._field, amount)
@@ -57,11 +57,11 @@ class Cap:
 
     def reached(self) -> TopicsError:
         """Return the error for a claim that was not granted."""
-        return cap_reached(self._limit, self.most)
+        return quota_reached(self._limit, self.most)
 
 
-def cap_reached(limit: str, most: int) -> TopicsError:
-    """Return the error for a request that would exceed a cap of the service."""
+def quota_reached(limit: str, most: int) -> TopicsError:
+    """Return the error for a request that would exceed a quota of the service."""
     return TopicsError(
         "throttled",
         f"the service may have at most {most} {limit.replace('_', ' ')}; remove some, or raise"

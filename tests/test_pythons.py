@@ -1,0 +1,47 @@
+"""`make test-pythons`: which Pythons it finds, and what it says of those that are missing."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import pythons
+
+RUNNING = "{}.{}".format(*sys.version_info)
+
+
+def test_a_lock_file_gives_its_pins_without_hashes() -> None:
+    lock = "httpx==0.28.1 \\\n    --hash=sha256:00\n    # via topicsd\nuvloop==0.22.1 ; sys_platform != 'win32' \\\n"
+    assert pythons.constraints(lock) == "httpx==0.28.1\nuvloop==0.22.1\n"
+
+
+def test_the_newest_build_of_pyenv_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pythons, "BUILDS", tmp_path)
+    monkeypatch.setattr(pythons.shutil, "which", lambda _: None)
+    for version in ("3.99.2", "3.99.10", "3.98.1"):
+        (tmp_path / version / "bin").mkdir(parents=True)
+        program = tmp_path / version / "bin" / "python"
+        program.write_text(f"#!/bin/sh\necho {version.rpartition('.')[0]}\n")
+        program.chmod(0o755)
+    assert pythons.interpreter("3.99") == tmp_path / "3.99.10" / "bin" / "python"
+    (tmp_path / "3.98.1" / "bin" / "python").write_text("#!/bin/sh\necho not chosen >&2; exit 127\n")
+    assert pythons.interpreter("3.98") is None
+    assert pythons.interpreter(RUNNING) == Path(sys.executable)
+
+
+@pytest.mark.parametrize(("others", "passes", "code"), [([], True, 1), (["3.99"], True, 0), (["3.99"], False, 1)])
+def test_what_is_missing_is_said_and_the_running_one_alone_is_not_enough(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], others: list[str], passes: bool, code: int
+) -> None:
+    here = {RUNNING: Path(sys.executable)} | {version: Path("/python") for version in others}
+    monkeypatch.setattr(pythons, "interpreter", here.get)
+    monkeypatch.setattr(pythons, "run_on", lambda *_: passes)
+    monkeypatch.setattr(sys, "argv", ["pythons", "/venv", RUNNING, "3.99", "3.100"])
+    assert pythons.main() == code
+    said = capsys.readouterr().out
+    missing = "3.100" if others else "3.99, 3.100"
+    assert f"not here: {missing}\n" in said
+    assert bool(re.search("no Python here but the running one", said)) is not bool(others)
