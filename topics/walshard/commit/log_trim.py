@@ -54,7 +54,7 @@ DEAD_FILES_MAX: Final = 4
 """Live records are moved out of the oldest files once the log is so many files longer than twice the live bytes."""
 TOPICS_PER_STEP: Final = 2048
 RELIEF_BYTES_MIN: Final = 64 * 1024
-"""So many bytes have to be dead for a full /dev/shm to be relieved, or 1/LIVE_SHARE of the live ones."""
+"""The least dead bytes for which a full /dev/shm is relieved; 1/LIVE_SHARE of the live ones, if that is more."""
 _CHUNK_ENTRIES: Final = 1 << 16
 _FEW_ENTRIES: Final = 1 << 10
 
