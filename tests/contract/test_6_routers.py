@@ -187,10 +187,18 @@ def test_create_dest_false_and_no_dest_is_404_and_leaves_nothing(client: httpx.C
 
 
 def test_the_source_may_come_later(client: httpx.Client, topic: str) -> None:
-    route(client, topic, topic, f"{topic}.d")
+    put(client, f"{topic}.d")
+    route(client, topic, topic, f"{topic}.d", create_dest=False)
     missing(client, topic)
     assert write(client, topic, 1, 2)["created"] is True
     assert data(client, f"{topic}.d") == [1, 2]
+
+
+def test_both_ends_are_made_when_they_are_absent(client: httpx.Client, topic: str) -> None:
+    route(client, topic, topic, f"{topic}.d")
+    assert [state(client, name)["head_seq"] for name in (topic, f"{topic}.d")] == [0, 0]
+    write(client, topic, 1)
+    assert data(client, f"{topic}.d") == [1]
 
 
 # --- what is forwarded
@@ -683,7 +691,6 @@ def test_a_cycle_is_refused_with_its_path(client: httpx.Client, topic: str) -> N
     error = refused(client.put(f"/v0/routers/{topic}>2", json=body), 409, "router_cycle")
     assert error["detail"]["cycle"] == [b, a, b]
     refused(client.get(f"/v0/routers/{topic}>2"), 404, "router_not_found")
-    missing(client, a)
     route(client, f"{topic}>2", b, c)
     error = refused(client.put(f"/v0/routers/{topic}>3", json={"source": c, "dest": a}), 409, "router_cycle")
     assert error["detail"]["cycle"] == [c, a, b, c]

@@ -143,7 +143,7 @@ def test_with_the_ram_log_a_ceiling_is_only_a_ceiling() -> None:
     fold.topic_create(T, encode_body(CreateFrameBody("t", TopicConfig(durability="ephemeral"))))
     fold.head_watermark(T, 4096, encode_body(HeadFrameBody(exact=False)))
     topic = topic_of(fold, ram_log_survived=True)
-    assert (topic.head_seq, topic.head_ceiling) == (3, 4096)
+    assert (topic.head_seq, topic.ceilings.seq) == (3, 4096)
 
 
 def test_durable_records_around_a_lost_ephemeral_period_survive() -> None:

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.core.list_index import ListIndex
+from topics.core.ceilings import RAM_STEP, Ceiling
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.idempotency import ProducerTurn, producer_key, stage_key
 from topics.core.job import Now
-from topics.core.pending import CEILING_STEP, PendingTopic, PendingWrite, RecordFrames, RoomNeeded
+from topics.core.pending import PendingTopic, PendingWrite, RecordFrames, RoomNeeded
 from topics.core.topic import Topic
 
 NOW = Now(5_000, 70)
@@ -125,12 +126,12 @@ def test_a_ceiling_is_logged_before_seqs_above_it_are_in_ram() -> None:
     topic = topic_of(durability="ephemeral")
     pending = PendingTopic(topic, NOW)
     first = pending.write(b"", frames_of(1), [])
-    assert (first.ceiling, first.in_ram) == (CEILING_STEP, True)
-    assert pending.write(b"", frames_of(2), []).ceiling == 0
+    assert (first.ceiling, first.in_ram) == (Ceiling(RAM_STEP, True), True)
+    assert pending.write(b"", frames_of(2), []).ceiling is None
     first.ceiling_logged()
     logged(first)
-    assert PendingTopic(topic, NOW).write(b"", frames_of(1), []).ceiling == 0
-    assert PendingTopic(topic, NOW).write(b"", frames_of(CEILING_STEP), []).ceiling == 1 + CEILING_STEP
+    assert PendingTopic(topic, NOW).write(b"", frames_of(1), []).ceiling is None
+    assert PendingTopic(topic, NOW).write(b"", frames_of(RAM_STEP), []).ceiling == Ceiling(1 + RAM_STEP, True)
 
 
 @pytest.mark.parametrize(

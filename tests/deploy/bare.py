@@ -19,7 +19,7 @@ from tests.harness import poll
 
 MASTER: Final = Path(sys.prefix, "debian")
 CERTIFICATES: Final = Path("/etc/ssl/certs/ca-certificates.crt")
-"""Those that this machine trusts; its own are not in a bare system."""
+"""The certificates that this machine trusts; a bare system lacks those of its network."""
 TIMEOUT_S: Final = 600
 PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 BOOT: Final = """

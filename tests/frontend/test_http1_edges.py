@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import select
+from collections.abc import Callable
 
 import pytest
 
 from tests.frontend.http1_server import Server, until
 from topics.frontend.http.deadlines import HttpLimits
+from topics.frontend.http.http1 import CHUNKED_BYTES_PER_TURN
+from topics.frontend.http.http1_parser import RequestParser
 
 POST = b"POST /%b HTTP/1.1\r\nHost: test\r\nContent-Length: 10\r\n\r\n"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
@@ -52,6 +55,26 @@ def test_the_end_of_file_is_the_end_of_a_pipelined_request_that_is_not_whole(loo
         assert client.answer().body == b"at last"
         assert client.is_closed()
         until(lambda: server.app.disconnects == 1, "the app learns that the rest does not come")
+
+
+def test_a_body_of_tiny_chunks_is_read_in_turns(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last part waits for its turn when the end of file comes; a request behind it is served."""
+    lengths = []
+    read_body = RequestParser.read_body
+
+    def counted(parser: RequestParser, data: bytes, position: int, sink: Callable[[bytes], None]) -> int:
+        lengths.append(len(data) - position)
+        return read_body(parser, data, position, sink)
+
+    monkeypatch.setattr(RequestParser, "read_body", counted)
+    body = b"1\r\nx\r\n" * 60_000 + b"0\r\n\r\n"
+    head = b"POST /echo HTTP/1.1\r\nHost: test\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with Server(loop=loop) as server, server.client() as client:
+        client.send(head + body).post("/echo", b"second").half_close()
+        assert client.answer().body == b"x" * 60_000
+        assert client.answer().body == b"second"
+        assert client.is_closed()
+    assert max(lengths) <= CHUNKED_BYTES_PER_TURN
 
 
 def test_the_end_of_file_is_passed_on_to_every_pipelined_request(loop: str) -> None:

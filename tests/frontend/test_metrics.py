@@ -211,6 +211,10 @@ def test_times_of_requests_are_those_of_all_frontends_in_seconds(hosting: Hostin
     hosting.shared.durations.observe(0, Route.DIFF, 1500)
     hosting.shared.durations.observe(0, Route.DIFF, 2048)
     body = asyncio.run(scrape(route(hosting), b"application/json"))
+    totals = msgspec.json.decode(body)
+    assert (totals["topics"], totals["queue_topics"]) == (totals["topics_topics"], totals["topics_queue_topics"])
+    assert set(totals["wal"]) == {"frames", "bytes", "fsyncs"}
+    assert totals["wal"]["bytes"] == totals["topics_wal_bytes_written_total"]
     diff = msgspec.json.decode(body)["topics_request_duration_seconds"]["diff"]
     assert (diff["count"], diff["sum"]) == (2, 0.003548)
     assert (diff["buckets"]["0.001024"], diff["buckets"]["0.002048"], diff["buckets"]["+Inf"]) == (0, 2, 2)

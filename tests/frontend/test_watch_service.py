@@ -107,6 +107,7 @@ def test_a_stop_ends_streams_at_once(service: Service) -> None:
         service.stop()
         for stream in streams:
             stream.until_caught_up(1)
+            assert stream.next().json["code"] == "server_shutting_down"
             with pytest.raises(StopIteration):  # the end of the answer, not a broken connection
                 stream.next()
     finally:

@@ -51,7 +51,8 @@ def wal(tmp_path: Path) -> str:
 
 def test_a_log_from_its_first_file_to_its_end(fs: UnsyncedFileSystem, wal: str) -> None:
     writer = open_writer(fs, wal, helper=Inline())
-    assert made(fs) == ["fsync_dir data", *NEW_FILE, *CURRENT]
+    noted = ["fdatasync COMMITTED", "fsync_dir wal"]
+    assert made(fs) == ["fsync_dir data", *noted, *NEW_FILE, *CURRENT]
     commit(writer, appends(1, [b"1"]))
     assert made(fs) == []
     writer.sync_now()
@@ -66,7 +67,7 @@ def test_a_log_from_its_first_file_to_its_end(fs: UnsyncedFileSystem, wal: str) 
     assert writer.drop_files_below(2) == 1
     assert made(fs) == ["fsync_dir wal"]
     writer.close()
-    assert made(fs) == SYNCED * 2  # the log, then the mark that covers it
+    assert made(fs) == [*SYNCED * 2, "fdatasync COMMITTED"]  # the log, the mark that covers it, and its end
     assert not fs.unsynced
 
 
@@ -112,7 +113,8 @@ def test_another_number_of_shards(fs: UnsyncedFileSystem, tmp_path: Path) -> Non
     calls = made(fs)
     begun = calls.index("rename wal.old")
     assert calls[:2] == ["fsync_dir data", "fsync_dir wal.new"]
-    assert calls[begun - 1].startswith("fdatasync wal-")
+    assert calls[begun - 2].startswith("fdatasync wal-")
+    assert calls[begun - 1] == "fdatasync COMMITTED"
     swapped = ["rename wal.old", "fsync_dir data", "rename wal", "fsync_dir data"]
     assert calls[begun:] == [*swapped, "fsync_dir data", "rename wal.kept-1", "fsync_dir data"]
     assert not fs.unsynced

@@ -464,7 +464,7 @@ def test_accepted_data_loss_keeps_what_is_before_and_a_copy_of_everything(direct
     assert "accepted the loss of" in read.recovery.report[0]
     now = {name: Path(directory, name).read_bytes() for name in os.listdir(directory)}
     assert contents[layout.log_name(2)] == now[layout.log_name(2) + ".damaged-1"]
-    for name in names - {layout.CURRENT_NAME, layout.log_name(1), layout.log_name(2)}:
+    for name in names - {layout.COMMITTED_NAME, layout.CURRENT_NAME, layout.log_name(1), layout.log_name(2)}:
         assert name not in now
         assert now[name + ".damaged-1"] == contents[name]
 
@@ -571,4 +571,4 @@ def test_a_spare_is_removed_and_counts_as_nothing(directory: str) -> None:
     kill(writer)
     read = read_log(directory)
     assert (read.content, read.recovery.report) == (place.content, [])
-    assert sorted(os.listdir(directory)) == [layout.CURRENT_NAME, layout.log_name(1)]
+    assert sorted(os.listdir(directory)) == [layout.COMMITTED_NAME, layout.CURRENT_NAME, layout.log_name(1)]

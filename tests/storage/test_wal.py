@@ -269,6 +269,8 @@ def test_the_real_disk_is_really_synced(directory: str, monkeypatch: pytest.Monk
     assert synced == [
         "fsync " + os.path.basename(os.path.dirname(os.path.dirname(directory))),
         "fsync data",
+        "fdatasync COMMITTED",
+        "fsync wal",
         "fdatasync wal-00000000000000000001.log.tmp",
         "fsync wal",
         "fdatasync CURRENT.tmp",

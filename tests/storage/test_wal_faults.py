@@ -316,7 +316,7 @@ def test_a_full_disk_refuses_and_goes_on_when_space_returns(tmp_path: Path) -> N
         with pytest.raises(WalWriteError, match=r"next log file cannot be made: .*No space left") as caught:
             commit(workload.writer, appends(1000, [b"1"] * 20))
         assert caught.value.errno == errno.ENOSPC
-    assert sorted(os.listdir(workload.directory)) == [layout.CURRENT_NAME, layout.log_name(1)]
+    assert sorted(os.listdir(workload.directory)) == [layout.COMMITTED_NAME, layout.CURRENT_NAME, layout.log_name(1)]
     fs.arm(None)
     assert workload.group(writes=1, sync=True)
     assert workload.writer.file_no == 2
@@ -383,12 +383,12 @@ class FailingSync(FaultyFileSystem):
     def __init__(self, inner: FaultyFileSystem) -> None:
         super().__init__(inner)
         self._crashing = inner
-        self._syncs = 0
+        self._syncs = -1  # the first is that of COMMITTED
 
     def fdatasync(self, fd: int) -> None:
         self._crashing.fdatasync(fd)
         self._syncs += 1
-        if self._syncs % 3 == 0:
+        if self._syncs and self._syncs % 3 == 0:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def fsync_dir(self, path: str) -> None:

@@ -26,7 +26,7 @@ def tcp(address: str = "127.0.0.1", port: int = 0) -> socket.socket:
 
 
 class Manager:
-    """What systemd is to a socket unit and its service: it keeps the sockets, and starts the service with them."""
+    """A service manager, as systemd is to a socket unit: it keeps the sockets, and starts the service with them."""
 
     def __init__(self, root: Path, sockets: list[socket.socket]) -> None:
         self.sockets = sockets

@@ -10,6 +10,7 @@ from tests.executors import Inline
 from tests.walshard.rig import Rig
 from topics.compactor.compactor import Compactor
 from topics.compactor.main import build
+from topics.core.location import LOCATION_LOST
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.shm.control import Role
 from topics.storage import layout
@@ -113,6 +114,11 @@ class Compaction:
             next_seq = info.last_seq + 1
         assert next_seq >= min(view.base_seq, view.head_seq + 1)
         return records + [record for record in self.rig.read_ring(name, view) if record[0] >= view.earliest_seq]
+
+    def lost(self, name: str, info: SegmentInfo, seq: int) -> bool:
+        """Return whether a segment has the record of a topic as a lost one."""
+        directory = layout.topic_dir(self.rig.settings.data_dir, self.rig.hosted(name).topic.id)
+        return bool(self._segment(directory, info).entries(seq, seq)[3] >> 32 & LOCATION_LOST)
 
     def _segment(self, directory: str, info: SegmentInfo) -> SegmentReader:
         if not info.flags & COLD:

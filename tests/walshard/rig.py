@@ -22,9 +22,10 @@ from topics.shm.queue_messages import Dealt
 from topics.shm.ring import Ring
 from topics.shm.router_memory import RouterBoard
 from topics.shm.topic_messages import DeleteRecords, PutTopicReply
-from topics.storage.filesystem import FileSystem
+from topics.storage.filesystem import FileSystem, OsFileSystem
 from topics.storage.frame import HEADER, HEADER_LEN, lay_out
 from topics.storage.layout import group_dir, log_path, ram_group_dir
+from topics.supervisor.main import keep_ends
 from topics.walshard.commit.shard_rings import ShardRings
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.setup import Helpers, Parts, set_up
@@ -123,6 +124,7 @@ class Rig:
 
     def restart_service(self) -> None:
         """All processes gone, new shared memory, RAM logs lost; the files stay."""
+        keep_ends(self.fs, self.settings.data_dir, self.identity)
         self.shared.destroy()
         self._close_readers()
         self.shared = SharedMemory.create(self.identity, self._shard_count, 1, 1 << 20)
@@ -133,6 +135,7 @@ class Rig:
         if isinstance(self.fs, FaultyFileSystem):
             # Lives that were killed have closed nothing; a process takes its descriptors with it.
             self.fs.bury()
+        keep_ends(OsFileSystem(), self.settings.data_dir, self.identity)
         shm_names.unlink_all(self.identity)
 
     # -- the frontend's side

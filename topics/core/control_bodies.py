@@ -50,6 +50,7 @@ class CreateFrameBody(msgspec.Struct):
     name: str
     config: TopicConfig
     recreated: bool = False
+    head_ceiling: int = 0
 
 
 class ConfigFrameBody(msgspec.Struct):

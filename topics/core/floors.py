@@ -19,6 +19,8 @@ class EvictReason(IntEnum):
     """The service was restarted, and the records were of an `ephemeral` topic."""
     SOURCE_TRIM = 5
     """A router's source lost the records before they were copied."""
+    LOST_TAIL = 6
+    """The log may have lost its end (a power loss): seqs up to the ceiling may have been given out."""
 
 
 def run_after(reason: EvictReason, last_reason: int, evict_floor: int, evict_run_seq: int) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from topics.core.ceilings import Ceilings
 from topics.core.control_bodies import (
     RamStateFrameBody,
     SessionFrameBody,
@@ -74,9 +75,11 @@ class Fold:
         self._early_attributes: dict[int, list[bytes]] = {}
         self._ram_states: dict[int, RamStateFrameBody] = {}
         self._ram = RamPeriods()
+        self._ceilings: dict[int, int] = {}
+        """Head watermarks of durable topics."""
         self.lost_heads: set[int] = set()
         """After `finish`: topics whose head is the most that a watermark allows. An exact watermark must be logged
-        before there is a RAM log again: without it nobody could tell later which seqs were lost and which never were.
+        before anything else: without it nobody could tell later which seqs were lost and which never were.
         """
         self._uncounted: set[int] = set()
         """Topics whose counts the durable log does not know: records came from RAM, or were lost with it."""
@@ -105,6 +108,8 @@ class Fold:
                     ConsumerState(None if topic.queue is None else topic.queue.state(), topic.cursors.bodies()),
                     self._ram.deleted_runs(topic),
                     self._ram.exact_head(topic.id),
+                    self._ceilings.get(topic.id, 0),
+                    topic.lost_tail_seq,
                 )
             )
         state = ShardState(topics, [], sorted(self.deleted_names), self.routers)
@@ -135,6 +140,8 @@ class Fold:
             topic.idempotency.remember(key, WriteOutcome(*outcome))
         _restore_consumers(topic, kept.consumers)
         self._ram.restore(kept)
+        self._ceilings[kept.id] = kept.head_ceiling
+        topic.lost_tail_seq = kept.lost_tail_seq
         held_seq = max(index.segments.last_seq, topic.earliest_seq - 1)
         if held_seq < topic.head_seq:
             raise FoldError(
@@ -162,6 +169,7 @@ class Fold:
         topic = Topic(topic_id, body.name, body.config, self._make_index(topic_id), body.recreated)
         self.topics[topic_id] = topic
         self.created_ids.add(topic_id)
+        self._ceilings[topic_id] = body.head_ceiling
         state = self._ram_states.pop(topic_id, None)
         if state is not None:
             self._restore_ram_state(topic, state)
@@ -178,6 +186,7 @@ class Fold:
             self._pending.pop(topic_id, None)
             self._in_ram.pop(topic_id, None)
             self._ram.forget(topic_id)
+            self._ceilings.pop(topic_id, None)
             topic.index.drop_before(topic.head_seq + 1)
             del self.topics[topic_id]
 
@@ -187,6 +196,8 @@ class Fold:
             self._apply_pending(topic)
             # The evictions that follow from it are in the log themselves.
             topic.config = decode_config(data).config
+            if topic.config.durability == "ephemeral":
+                self._ceilings.pop(topic_id, None)
 
     def delete(self, topic_id: int, data: bytes) -> None:
         topic = self._topic(topic_id)
@@ -218,8 +229,17 @@ class Fold:
                 topic.index.drop_before(topic.earliest_seq)
 
     def head_watermark(self, topic_id: int, seq: int, data: bytes) -> None:
-        if self._topic(topic_id) is not None:
-            self._ram.head(topic_id, seq, decode_head(data).exact)
+        topic = self._topic(topic_id)
+        if topic is None:
+            return
+        exact = decode_head(data).exact
+        if topic.config.durability == "ephemeral":
+            self._ram.head(topic_id, seq, exact)
+            return
+        self._ceilings[topic_id] = max(seq, self._ceilings.get(topic_id, 0))
+        if exact:
+            self._apply_pending(topic)
+            _lose_tail(topic, seq)
 
     def idempotency(self, topic_id: int, seq: int, ts: int, data: bytes) -> None:
         count, key = decode_idempotency(data)
@@ -290,10 +310,11 @@ class Fold:
         else:
             self.sessions[session.wid] = session
 
-    def finish(self, ram_log_survived: bool) -> None:
+    def finish(self, ram_log_survived: bool, has_end: bool = True) -> None:
         """Complete the topics once all logs are read. Without the RAM log, what `ephemeral` topics held is lost and
         the watermarks say their heads. With it (only a process crashed), the records themselves say them, or the last
-        exact watermark: seqs up to there were assigned.
+        exact watermark: seqs up to there were assigned. If the durable log may not have its end (`has_end`), the
+        watermarks say the heads of topics whose records are shown before they are synced.
         """
         for topic in self.topics.values():
             self._apply_pending(topic, at_end=True)
@@ -305,7 +326,7 @@ class Fold:
                 self._pending[topic.id] = in_ram
                 self._apply_pending(topic, at_end=True)
             head_ceiling = self._ram.ceiling(topic.id) or 0
-            topic.head_ceiling = head_ceiling
+            topic.had_ram_records = self._ram.ceiling(topic.id) is not None
             # Only after an accepted loss: segments go on behind the end of the log, or were made after losses that the
             # log does not mention any more.
             if topic.index.segments.last_seq > topic.head_seq:
@@ -320,6 +341,12 @@ class Fold:
                 self._mark_lost(topic, lost_seq)
                 if lost_seq > exact_head_seq:
                     self.lost_heads.add(topic.id)
+            durability = topic.config.durability
+            tail_ceiling = self._ceilings.get(topic.id, 0)
+            topic.ceilings = Ceilings(head_ceiling if durability == "ephemeral" else tail_ceiling)
+            if not has_end and durability in ("disk", "memory") and tail_ceiling > topic.head_seq:
+                _lose_tail(topic, tail_ceiling)
+                self.lost_heads.add(topic.id)
             if self._ram.has_deleted(topic.id):
                 # A deleted record is not a lost one.
                 self._uncounted.add(topic.id)
@@ -434,6 +461,13 @@ class Fold:
             topic.restored(lost_entries(topic.head_seq + 1, last_seq, topic.last_write_ts, EvictReason.RESTART))
         else:
             topic.lost_below(last_seq + 1, EvictReason.RESTART)
+
+
+def _lose_tail(topic: Topic, last_seq: int) -> None:
+    """Take the seqs up to `last_seq` for lost with the end of the log."""
+    if last_seq > topic.head_seq:
+        topic.skipped(last_seq, EvictReason.LOST_TAIL)
+        topic.lost_tail_seq = last_seq
 
 
 def _add_jobs(topic: Topic, data: bytes) -> None:

@@ -64,10 +64,12 @@ def parse_key(key: bytes) -> tuple[bytes, ProducerTurn]:
     return key[1 : -_TURN.size], ProducerTurn(*_TURN.unpack_from(key, len(key) - _TURN.size))
 
 
-def check_turn(id: bytes, last: ProducerTurn | None, given: ProducerTurn, *, is_known: bool) -> None:
+def check_turn(
+    id: bytes, last: ProducerTurn | None, given: ProducerTurn, *, is_known: bool, may_skip: bool = False
+) -> None:
     """Raise `409 fenced` for an instance that another one of a higher epoch has replaced, `409 out_of_order` for a
     write that is not the next one. A write whose outcome is known comes again, and the first write of an epoch may have
-    any number.
+    any number. With `may_skip` the log may have lost writes behind the last one.
     """
     if last is None:
         return
@@ -78,8 +80,8 @@ def check_turn(id: bytes, last: ProducerTurn | None, given: ProducerTurn, *, is_
             f"producer {id.decode()!r} goes on in epoch {last.epoch}, so epoch {given.epoch} may not write any more",
             detail,
         )
-    if not is_known and given.epoch == last.epoch and given.n != last.n + 1:
-        missing = given.n > last.n
+    missing = given.n > last.n
+    if not is_known and given.epoch == last.epoch and given.n != last.n + 1 and not (may_skip and missing):
         raise TopicsError(
             "out_of_order",
             f"producer {id.decode()!r} has written up to {last.n}, so {last.n + 1} is next and not {given.n}"
@@ -147,6 +149,11 @@ class IdempotencyWindow:
         """Return the turn of this producer, None if it is not known, or not any more."""
         known = self._producers.get(producer)
         return known[0] if known is not None and now_ms - known[1].ts <= FORGOTTEN_AFTER_MS else None
+
+    def written_before(self, producer: bytes, seq: int) -> bool:
+        """Return whether the last known write of this producer lies before `seq`."""
+        known = self._producers.get(producer)
+        return known is not None and known[1].first_seq < seq
 
     def remember(self, key: bytes, outcome: WriteOutcome) -> None:
         """Keep the outcome of a committed write. A key that expired and came again moves to the end."""

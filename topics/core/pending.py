@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Set
 from itertools import islice
 from typing import Final, NamedTuple
 
+from topics.core.ceilings import Ceiling
 from topics.core.control_bodies import AckFrameBody, JobRow
 from topics.core.errors import TopicsError, not_a_queue
 from topics.core.idempotency import ProducerTurn, WriteOutcome, check_turn, is_producer_key, is_stage_key, parse_key
@@ -21,17 +22,9 @@ from topics.core.record_index import live_entries
 from topics.core.seq_set import seqs_of
 from topics.core.topic import Topic
 
-CEILING_STEP: Final = 4096
-"""Seqs that an `ephemeral` topic may give out before its head watermark must move: one fsync for that many records."""
-
 _SEQS_PER_STEP: Final = 1024
 _SPARE_SHARE: Final = 100
 """One part in so many of a cap is freed beyond what is missing, so that not every write has to ask for room."""
-
-
-def ceiling_above(head_seq: int, count: int) -> int:
-    """Return the head watermark that the log needs before `count` seqs behind `head_seq` go to records in RAM."""
-    return head_seq + max(count, CEILING_STEP)
 
 
 class RecordFrames(NamedTuple):
@@ -62,12 +55,13 @@ class PendingWrite(NamedTuple):
     """The records go to the RAM log."""
     sync: bool
     """It counts only once it is on the disk."""
-    ceiling: int
-    """Head watermark that the durable log needs before it, 0 when it has one."""
+    ceiling: Ceiling | None
+    """Head watermark that the durable log needs before it, None when it has one."""
 
     def ceiling_logged(self) -> None:
         """Note that the durable log has the creation of the topic and the ceiling."""
-        self.topic.head_ceiling = max(self.topic.head_ceiling, self.ceiling)
+        if self.ceiling is not None:
+            self.topic.ceilings.logged(self.ceiling, self.outcome.first_seq + self.outcome.records - 1)
 
     def logged(self, prefix_len: int, file_no: int, offset: int) -> None:
         """Apply the write, which is in the log at `offset`; the records begin behind so many bytes of it."""
@@ -87,7 +81,7 @@ class PendingTopic:
     """The changes that one group so far makes to one topic. It decides which write may join, and gives it its seqs."""
 
     __slots__ = (
-        "_ceiling",
+        "_ceilings",
         "_dead_lettered",
         "_dying",
         "_earliest_seq",
@@ -108,7 +102,7 @@ class PendingTopic:
         self._now = now
         self._ts = topic.commit_ts(now.wall_ms)
         self.head_seq = topic.head_seq
-        self._ceiling = topic.head_ceiling
+        self._ceilings = topic.ceilings.copy(topic.durable_seq)
         self.records = 0
         self.live_bytes = 0
         self.claimed_bytes = 0
@@ -164,7 +158,8 @@ class PendingTopic:
         if is_producer_key(key):
             producer, turn = parse_key(key)
             last = self._turns.get(producer) or topic.idempotency.turn_of(producer, now_ms)
-            check_turn(producer, last, turn, is_known=known is not None)
+            may_skip = producer not in self._turns and topic.idempotency.written_before(producer, topic.lost_tail_seq)
+            check_turn(producer, last, turn, is_known=known is not None, may_skip=may_skip)
         return known
 
     def growth(self, count: int, size_bytes: int) -> int:
@@ -188,9 +183,9 @@ class PendingTopic:
         self.records += count
         self.live_bytes += records.size_bytes
         in_ram = config.durability == "ephemeral"
-        ceiling = 0
-        if in_ram and self.head_seq > self._ceiling:
-            ceiling = self._ceiling = ceiling_above(former_head, count)
+        ceiling = self._ceilings.plan(config, former_head, count, self._topic.durable_seq)
+        if ceiling is not None:
+            self._ceilings.logged(ceiling, self.head_seq)
         rows: list[JobRow] = []
         due_ms: list[int] = []
         for at, deliver_at_ms, delay_ms, order_key in jobs:

@@ -22,6 +22,7 @@ from itertools import compress
 
 import msgspec
 
+from topics.core.ceilings import Ceilings
 from topics.core.config import TopicConfig
 from topics.core.cursors import Cursors
 from topics.core.errors import TopicsError
@@ -48,6 +49,7 @@ class Topic:
 
     __slots__ = (
         "_front_ts",
+        "ceilings",
         "config",
         "cursors",
         "durable_seq",
@@ -55,7 +57,7 @@ class Topic:
         "evict_floor",
         "evict_reason",
         "evict_run_seq",
-        "head_ceiling",
+        "had_ram_records",
         "head_seq",
         "id",
         "idempotency",
@@ -63,6 +65,7 @@ class Topic:
         "last_write_ts",
         "live_bytes",
         "logged_floor",
+        "lost_tail_seq",
         "name",
         "queue",
         "records",
@@ -88,8 +91,12 @@ class Topic:
         self.live_bytes = 0
         self.durable_seq = 0
         self.last_write_ts = 0
-        self.head_ceiling = 0
-        """Seq above which no `ephemeral` period ever assigned one (HEAD_WATERMARK)."""
+        self.ceilings = Ceilings()
+        """Ceilings of its head: those of the durable log, or those of records in RAM while it is `ephemeral`."""
+        self.had_ram_records = False
+        """True if it was `ephemeral` before."""
+        self.lost_tail_seq = 0
+        """Last seq that may have been given out before the log lost its end, 0 if it never did."""
         self.revision = 0
         """Revision of the last `Floors` in the log."""
         self.logged_floor = 1
@@ -186,6 +193,10 @@ class Topic:
 
     def configured(self, config: TopicConfig) -> None:
         """Take a new configuration; a tightened cap takes effect at once."""
+        if config.durability != self.config.durability:
+            self.had_ram_records |= self.config.durability == "ephemeral"
+            # All records are on the disk. In RAM a ceiling of the durable log counts for nothing.
+            self.ceilings = Ceilings(0 if config.durability == "ephemeral" else self.head_seq)
         self.config = config
         self.evict_over_cap()
 

@@ -24,7 +24,7 @@ CELL_WORDS: Final = 128
 SHARDS_MAX: Final = 64
 SUPERVISOR_WORDS: Final = 16
 MAGIC: Final = 0x31535049434F5454  # "TTOCIPS1"
-VERSION: Final = 4
+VERSION: Final = 5
 
 EXIT_REFUSED: Final = 78
 """Exit code of a child that must not be restarted: a human has to decide about its data (the log says where)."""
@@ -77,7 +77,7 @@ _WORDS: Final = {
         clock_offset_ms*""",
     Role.WALSHARD: f"""{_COMMON}
         generation* topics* {_series("topics_{}*", CLASSES)} queue_topics* leases_in_flight* records_live* bytes_live*
-        wal_file wal_offset committed wal_read_only wal_frames* wal_batches* wal_fsyncs* wal_bytes_written*
+        wal_file wal_offset committed lost_tails wal_read_only wal_frames* wal_batches* wal_fsyncs* wal_bytes_written*
         wal_bytes_found* wal_rotations* wal_unsynced_bytes queue_depth queue_depth_peak commit_window_us brake_ppm
         write_errors*
         sessions* routers* router_copies* router_lag_records torn_bytes arena_bytes
@@ -93,7 +93,8 @@ sessions …) counts against the quotas of the service also while the shard is d
 
 A shard's `committed`: file_no << 32 | offset behind the last frame that is in the log for good, 0 before it has
 recovered. It is one word, so that nobody sees the file of one position and the offset of another. Its
-`wal_bytes_found`: bytes of its log behind the newest snapshot when the service was started.
+`lost_tails`: topics that have lost their last records, which the log does not say yet. Its `wal_bytes_found`: bytes of
+its log behind the newest snapshot when the service was started.
 
 The compactor's `absorbed_bytes_NN`: the `log_bytes()` of a shard when its last snapshot was begun. The bytes written
 since are the lag, which also grows while the compactor is dead. `absorbed_ms`: the begin of that snapshot.

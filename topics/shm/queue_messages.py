@@ -88,32 +88,28 @@ class Claim(Message, Asks[Dealt | Waiting], frozen=True):
     """The `stream` of the later `Dealt` if the claim has to wait."""
 
 
-class Ack(Message, Asks[AckReply], frozen=True):
+class _OfLeased(Message, frozen=True):
+    """Base of requests about jobs that are leased to `node`. With `lease_nos` only exactly these leases count."""
+
+    name: str
+    node: str
+    seqs: list[int]
+    lease_nos: list[int] | None
+
+
+class Ack(_OfLeased, Asks[AckReply], frozen=True):
     """These jobs are done."""
 
-    name: str
-    node: str
-    seqs: list[int]
-    lease_nos: list[int] | None
 
-
-class Nack(Message, Asks[AckReply], frozen=True):
+class Nack(_OfLeased, Asks[AckReply], frozen=True):
     """Make these jobs ready again after `delay_ms`."""
 
-    name: str
-    node: str
-    seqs: list[int]
-    lease_nos: list[int] | None
     delay_ms: int
 
 
-class Extend(Message, Asks[ExtendReply], frozen=True):
+class Extend(_OfLeased, Asks[ExtendReply], frozen=True):
     """Extend these leases: they end `lease_ms` from now."""
 
-    name: str
-    node: str
-    seqs: list[int]
-    lease_nos: list[int] | None
     lease_ms: int
 
 

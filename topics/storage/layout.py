@@ -4,9 +4,10 @@
       .topics.lock                       flock of the running service
       wal/                               shards == 1: the group itself
         CURRENT                          name of the active log file
+        COMMITTED                        the end of the log, while nothing writes it (`logfile.py`)
         wal-<20 digits>.log              numbered 1, 2, 3 … without a hole; the first may be gone
       wal/shard-<NN>/                    shards > 1: one group each
-        CURRENT, wal-<20 digits>.log
+        CURRENT, COMMITTED, wal-<20 digits>.log
       wal.new/, wal.old/                 only while the shard count changes (`reshard.py`)
       topics/<topic id, 16 hex>/         the segments of one topic (`segment.py`), named by their first seq
         seg-<20 digits>.data, .idx       frames, and their places
@@ -36,6 +37,7 @@ WAL_NAME = "wal"
 NEW_WAL_NAME = "wal.new"
 OLD_WAL_NAME = "wal.old"
 CURRENT_NAME = "CURRENT"
+COMMITTED_NAME = "COMMITTED"
 TMP_SUFFIX = ".tmp"
 TOPICS_NAME = "topics"
 META_NAME = "meta"
@@ -97,7 +99,7 @@ def log_file_no(name: str) -> int | None:
 
 def belongs_to_log(name: str) -> bool:
     """True if a file of this name in a group's directory is part of the log."""
-    return name == CURRENT_NAME or log_file_no(name) is not None or name.endswith(TMP_SUFFIX)
+    return name in (CURRENT_NAME, COMMITTED_NAME) or log_file_no(name) is not None or name.endswith(TMP_SUFFIX)
 
 
 def list_log_files(fs: FileSystem, directory: str) -> list[int]:

@@ -13,6 +13,10 @@
 
 A write (frames up to one without FLAG_MORE) and a group of writes never span two files. CURRENT holds the name of the
 active file and a newline; a file after it exists at most as a spare: FILE_START and zeros.
+
+COMMITTED says how far the log went when its writer stopped: "wal-<20 digits>.log <offset>", padded to a line of 64
+bytes. It is blank while a writer is at work. Only a log that reaches that place surely has its end: a power loss, or a
+copy of a running service, leaves it blank. It is overwritten in place, which needs no room.
 """
 
 from __future__ import annotations
@@ -191,6 +195,34 @@ def erase_behind(fs: FileSystem, fd: int, offset: int, size_bytes: int) -> None:
 def write_current(fs: FileSystem, directory: str, file_no: int) -> None:
     """Make CURRENT name the file, durably and atomically. Raise OSError; CURRENT is the old or the new one then."""
     replace_file(fs, os.path.join(directory, layout.CURRENT_NAME), layout.log_name(file_no).encode() + b"\n")
+
+
+def note_committed(fs: FileSystem, directory: str, position: WalPosition | None) -> None:
+    """Make COMMITTED say where the log ends, durably; None before it goes on. Raise OSError."""
+    path = os.path.join(directory, layout.COMMITTED_NAME)
+    is_new = not fs.exists(path)
+    text = "" if position is None else f"{layout.log_name(position.file_no)} {position.offset}"
+    with opened(fs, path, os.O_RDWR | os.O_CREAT) as fd:
+        write_fully(fs, fd, [f"{text:63}\n".encode()], 0)
+        fs.fdatasync(fd)
+    if is_new:
+        fs.fsync_dir(directory)
+
+
+def is_at_work(fs: FileSystem, directory: str) -> bool:
+    """Return whether COMMITTED is there and blank, as before a write."""
+    path = os.path.join(directory, layout.COMMITTED_NAME)
+    return fs.exists(path) and not read_all(fs, path).strip()
+
+
+def read_committed(fs: FileSystem, directory: str) -> WalPosition | None:
+    """Return the place that COMMITTED names, None if it names none."""
+    path = os.path.join(directory, layout.COMMITTED_NAME)
+    if not fs.exists(path):
+        return None
+    name, _, offset = read_all(fs, path).decode("ascii", "replace").strip().partition(" ")
+    file_no = layout.log_file_no(name)
+    return WalPosition(file_no, int(offset)) if file_no is not None and offset.isdecimal() else None
 
 
 def read_current(fs: FileSystem, directory: str) -> int | None:

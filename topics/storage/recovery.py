@@ -44,6 +44,7 @@ from topics.storage.logfile import (
     WalPosition,
     erase_behind,
     parse_file_start,
+    read_committed,
     read_current,
     write_current,
 )
@@ -121,6 +122,12 @@ class Recovery:
         self.torn_bytes = 0
         self.report: list[str] = []
         """Lines for the operator: one for every repair, with file, offset and bytes."""
+
+    @property
+    def has_end(self) -> bool:
+        """True if the log surely has everything that was committed, once it is read."""
+        end, committed = self.end, read_committed(self._fs, self._directory)
+        return end is None or (committed is not None and committed <= WalPosition(end.file_no, end.offset))
 
     @property
     def progress(self) -> float:

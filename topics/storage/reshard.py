@@ -129,6 +129,7 @@ def reshard(
     if move is not None:
         copy.add_topics(move.topic_names, move.deleted_ids)
     new_logs: list[NewLog] = []
+    complete = True
     try:
         for position, group in enumerate(groups):
             identity = WalIdentity(group.shard, group.shards, boot_id)
@@ -137,10 +138,11 @@ def reshard(
                 copy.add(batch)
                 progress((position + recovery.progress) / len(groups))
             report += recovery.report
+            complete &= recovery.has_end
         if move is not None:
             new_logs = copy.all_logs()
     finally:
-        copy.close()
+        copy.close(complete)
     if move is not None:
         move.before_swap(new_logs)
     if fs.exists(root):
@@ -215,10 +217,10 @@ class _Copy:
             writer = self._writer(shard)
             writer.commit(writer.plan([len(buffer) for buffer in buffers]), buffers, sync=False)
 
-    def close(self) -> None:
-        """Sync and close the new logs."""
+    def close(self, complete: bool) -> None:
+        """Sync and close the new logs; note their ends if they are `complete`."""
         for writer in self._writers.values():
-            writer.close()
+            writer.close(complete=complete)
 
     def _shard_of_write(self, batch: RecoveredFile, offset: int, topic_ids: set[int]) -> int | None:
         """Return the shard that owns the topics of a write, None if all of them are deleted."""

@@ -3,9 +3,9 @@
 EVICT_WATERMARK says what ttl and caps took. A ttl takes nothing before the log says so. Caps evict as records come, and
 the next commit says it; a reader of a log that ends before that works it out again.
 
-HEAD_WATERMARK says how far the heads of `ephemeral` topics are. A ceiling is logged before seqs up to it are given out,
-so that none is given out twice when the RAM log is lost. An exact one says that all seqs up to it were given out: where
-the log goes on from, or what was lost with a RAM log.
+HEAD_WATERMARK says how far the heads of topics are (`core/ceilings.py`). A ceiling is logged before seqs up to it are
+given out, so that none is given out twice when the RAM log or the end of the log is lost. An exact one says that all
+seqs up to it were given out: where the log goes on from, or what was lost.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def control_frame(type: FrameType, topic_id: int, ts: int, body: bytes = b"", *,
 
 def create_frame(topic: Topic, ts: int, flags: int = 0) -> bytes:
     """Return TOPIC_CREATE."""
-    body = encode_body(CreateFrameBody(topic.name, topic.config, topic.recreated))
+    body = encode_body(CreateFrameBody(topic.name, topic.config, topic.recreated, topic.ceilings.seq))
     return encode(FrameType.TOPIC_CREATE, flags, topic.id, 0, ts, b"", b"", body)
 
 
@@ -46,8 +46,8 @@ def floor_frame(topic: Topic, floors: Floors, ts: int, flags: int = 0) -> bytes:
 
 
 def head_frame(topic: Topic, seq: int, ts: int, *, exact: bool, flags: int = 0) -> bytes:
-    """Return HEAD_WATERMARK. If `exact`, every seq up to `seq` was given out, and none above it in RAM; else seqs up to
-    it may be given out to records in RAM.
+    """Return HEAD_WATERMARK. If `exact`, every seq up to `seq` was given out, and none above it; else seqs up to it may
+    be given out.
     """
     return encode(FrameType.HEAD_WATERMARK, flags, topic.id, seq, ts, b"", b"", encode_body(HeadFrameBody(exact)))
 
@@ -73,8 +73,8 @@ def append_frames(write: PendingWrite, laid_out: bytearray, *, created: bool) ->
         before.append(create_frame(topic, ts))
     elif created:
         records.append(create_frame(topic, ts, FLAG_MORE))
-    if write.ceiling:
-        before.append(head_frame(topic, write.ceiling, ts, exact=False))
+    if write.ceiling is not None:
+        before.append(head_frame(topic, write.ceiling.seq, ts, exact=False))
     if write.key:
         records.append(idempotency_frame(topic, write.key, write.outcome))
     if write.jobs:

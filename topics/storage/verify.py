@@ -24,6 +24,7 @@ from topics.storage.logfile import (
     WalEnd,
     WalIdentity,
     WalPosition,
+    is_at_work,
     read_current,
     read_first_start,
 )
@@ -185,6 +186,14 @@ class _Check:
         if recovery.end is not None and current not in (None, recovery.end.file_no):
             self._report.note(
                 f"{group.path}: CURRENT names file {current}, the log goes on in file {recovery.end.file_no}"
+            )
+        noted = self._fs.exists(os.path.join(group.path, layout.COMMITTED_NAME)) and not is_at_work(
+            self._fs, group.path
+        )
+        if noted and not recovery.has_end:
+            self._report.note(
+                f"{group.path}: the log does not reach the end that COMMITTED names: a start takes the last records of "
+                f"topics for lost"
             )
         return first.shards
 

@@ -30,10 +30,13 @@ from topics.storage.logfile import (
     Preallocate,
     WalEnd,
     WalIdentity,
+    WalPosition,
     create_log_file,
     erase_behind,
     file_end_frame,
     file_start_frame,
+    is_at_work,
+    note_committed,
     sync_mark_frame,
     write_current,
     write_fully,
@@ -221,6 +224,7 @@ class WalWriter:
         """`bytes_written` when the disk had room last."""
         self._spare: Future[int] | None = None
         self._current_file_no = 0
+        self._end_is_noted = False
         self._start_next_file = False
         self.read_only: str | None = None
         self._undo_due: str | None = None
@@ -230,6 +234,7 @@ class WalWriter:
         try:
             if end is None:
                 make_dirs(fs, directory)
+                note_committed(fs, directory, None)
                 self._make_file(1, self._size_of_next())
                 first_end = len(self._start_frame(1))
                 self._active = ActiveFile(fs, directory, 1, first_end, marked=first_end)
@@ -237,6 +242,7 @@ class WalWriter:
             else:
                 self._active = ActiveFile(fs, directory, end.file_no, end.offset, marked=0)
                 self._current_file_no = end.file_no
+                self._end_is_noted = not is_at_work(fs, directory)
                 self._start_next_file = end.boot_id != identity.boot_id
         except OSError as error:
             raise WalWriteError(f"{directory}: cannot open the log for writing: {error}", error.errno) from error
@@ -320,6 +326,8 @@ class WalWriter:
         assert (plan.file_no, plan.start) == (active.file_no, active.end), "a plan from before another commit"
         if self._current_file_no != active.file_no:
             self._update_current()
+        if self._end_is_noted:
+            self._note_end(None)
         pieces = [plan.mark, *buffers] if plan.mark else list(buffers)
         assert sum(map(len, pieces)) == plan.end - plan.start, "buffers and plan differ"
         if pieces:
@@ -339,12 +347,16 @@ class WalWriter:
         self._prepare_spare()
         return CommitTimes((written_ns - started_ns) / 1000, (synced_ns - written_ns) / 1000)
 
-    def close(self) -> None:
-        """Sync, write a mark that says so, and close. Descriptors are closed even if WalSyncError is raised."""
+    def close(self, *, complete: bool = True) -> None:
+        """Sync, write a mark that says so, and close; note that the log ends there if it is `complete`. Descriptors
+        are closed even if WalSyncError is raised.
+        """
         try:
             if self.read_only is None:
                 for _ in range(2):  # the log, then the mark that covers it
                     self.commit(self.plan([]), [], sync=True)
+                if complete:
+                    self._note_end(WalPosition(self.file_no, self.offset))
         except WalWriteError as error:
             raise WalSyncError(f"the log was not closed cleanly: {error}", None) from error
         finally:
@@ -509,6 +521,13 @@ class WalWriter:
         except OSError as error:
             raise WalWriteError(f"{self._directory}: CURRENT cannot be replaced: {error}", error.errno) from error
         self._current_file_no = self._active.file_no
+
+    def _note_end(self, position: WalPosition | None) -> None:
+        try:
+            note_committed(self._fs, self._directory, position)
+        except OSError as error:
+            raise WalWriteError(f"{self._directory}: COMMITTED cannot be written: {error}", error.errno) from error
+        self._end_is_noted = position is not None
 
     def _start_frame(self, file_no: int, previous_end: int | None = None) -> bytes:
         identity = self._identity

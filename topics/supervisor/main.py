@@ -15,11 +15,13 @@ from topics.core.clock import SETTLE_MS, STEP_MAX_MS, Clock, SystemClock, offset
 from topics.core.keys import KeyRing
 from topics.settings import PREFIX, Settings, read_keys
 from topics.shm import shm_names
-from topics.shm.control import ProcessState
+from topics.shm.control import ControlPage, ProcessState, Role
 from topics.shm.instance import SharedMemory
+from topics.storage import layout
 from topics.storage.clock_file import read_clock
-from topics.storage.filesystem import OsFileSystem, boot_id, choose_write_path
+from topics.storage.filesystem import FileSystem, OsFileSystem, boot_id, choose_write_path
 from topics.storage.lock import DataDirLock, DataDirLocked, DataDirNotWritable
+from topics.storage.logfile import WalPosition, note_committed
 from topics.supervisor.check import StatVfs, raise_limits, shared_memory_shortage
 from topics.supervisor.children import ChildMains, is_running
 from topics.supervisor.listeners import AddressError, listen_for, port_of, share, show, write_port_file
@@ -150,12 +152,27 @@ def _acquire(settings: Settings, signals: Signals, clock: Clock) -> DataDirLock 
 def _share(settings: Settings, statvfs: StatVfs) -> SharedMemory:
     """Create the shared memory. Removes that of a killed service first: the holder of the lock owns the names."""
     identity = shm_names.identity(settings.data_dir)
+    with _refused(f"data directory {settings.data_dir} cannot be written"):
+        keep_ends(OsFileSystem(), settings.data_dir, identity)
     if stale := shm_names.unlink_all(identity):
         _logger.warning("removed shared memory of a service that was killed", objects=stale)
     if shortage := shared_memory_shortage(settings, statvfs):
         raise StartError(shortage)
     with _refused(f"shared memory cannot be created in {shm_names.SHM_ROOT}"):
         return SharedMemory.create(identity, settings.wal_shards, settings.frontends, settings.ring_bytes)
+
+
+def keep_ends(fs: FileSystem, data_dir: str, identity: str) -> None:
+    """Note on the disk how far the logs of a killed service went: its control page tells until it is removed."""
+    try:
+        page = ControlPage.attach(shm_names.shm_name(identity, "control"))
+    except (OSError, ValueError):
+        return
+    for shard in range(page.shards):
+        cell, directory = page.cell(Role.WALSHARD, shard), layout.group_dir(data_dir, shard, page.shards)
+        committed = cell.get("committed")
+        if committed and not cell.get("lost_tails") and fs.exists(directory):
+            note_committed(fs, directory, WalPosition(committed >> 32, committed & 0xFFFF_FFFF))
 
 
 def _trusted_offset_ms(settings: Settings, clock: Clock) -> int | None:

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from topics.core.clock import Clock, ExpiryClock
+from topics.core.errors import TopicsError
 from topics.core.fold import Fold
 from topics.core.routers import ROUTERS_SHARD, FoldedRouters
 from topics.log import get_logger
@@ -96,6 +97,7 @@ def set_up(
     catalog.take_over(recovered.fold)
     parts = _put_together(place, recovered, catalog, holdings, files)
 
+    _log_lost_tails(recovered.fold, parts)
     parts.logs.count()  # the compactor reads the log up to there
     holdings.settle()
     cell.set("torn_bytes", recovered.durable.torn_bytes)
@@ -182,11 +184,25 @@ def _read_logs(place: _Place, make_index: Callable[[int], TopicIndex]) -> _Recov
     durable = recover_group(place.fs, place.directory, place.identity, place.settings.accept_data_loss, start=start)
     ram_frames, _ = _fold_log(fold, ram, True, place.cell)
     frames, log_bytes = _fold_log(fold, durable, False, place.cell)
-    fold.finish(ram_log_survived=ram.end is not None)
+    # In the life of one service the machine has not stopped.
+    fold.finish(ram_log_survived=ram.end is not None, has_end=durable.has_end or place.cell.get("generation") > 0)
     for topic in fold.topics.values():
         # What the durable log has is on the disk.
         topic.durable_seq = 0 if topic.config.durability == "ephemeral" else topic.head_seq
     return _Recovered(fold, durable, ram, ram_frames + frames, log_bytes, snapshot_line)
+
+
+def _log_lost_tails(fold: Fold, parts: Parts) -> None:
+    """Log at once which topics may have lost their last records. If that fails, it comes before the next write."""
+    lost = [topic for topic in map(fold.topics.__getitem__, fold.lost_heads) if topic.lost_tail_seq == topic.head_seq]
+    if not lost:
+        return
+    log.warning("the log may have lost its end: the last records of topics may be gone", topics=len(lost))
+    parts.logs.lost_tails = len(lost)
+    try:
+        parts.commits.log_lost_heads()
+    except TopicsError as error:
+        log.error("that the last records of topics may be gone cannot be logged yet", reason=str(error))
 
 
 def _open_logs(place: _Place, recovered: _Recovered, catalog: Catalog, reserve: RamReserve) -> Logs:

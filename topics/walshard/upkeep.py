@@ -92,5 +92,5 @@ class Upkeep:
         yield Draft(
             LogWrite([head_frame(hosted.topic, hosted.topic.head_seq, now_ms, exact=True)])
             for hosted in self._catalog
-            if hosted.topic.config.durability == "ephemeral" and hosted.topic.head_seq < hosted.topic.head_ceiling
+            if hosted.topic.config.durability == "ephemeral" and hosted.topic.head_seq < hosted.topic.ceilings.seq
         )

@@ -26,6 +26,8 @@ from topics.frontend.http.vanished import VanishedClients
 
 JOIN_MAX_BYTES: Final = 16 * 1024
 """Up to this length, joining head and body is cheaper than handing the transport two buffers."""
+CHUNKED_BYTES_PER_TURN: Final = 8 * 1024
+"""The part of a chunked body that is parsed in one turn of the event loop. It may be 1,400 chunks of a byte."""
 TURNED_AWAY_MAX: Final = 1024
 """Refused connections of one process that may take their time to read why."""
 
@@ -74,6 +76,7 @@ class Http1Protocol(asyncio.Protocol):
         self._parser = RequestParser(factory.limits)
         self.pending = bytearray()  # not parsed yet
         self._held_bytes = 0  # of a head that is not whole
+        self._advances_soon = False  # a part of a chunked body waits for the next turn
         self.eof = False  # whether the client has ended its side
         self.reading = True
         # Output.
@@ -124,9 +127,12 @@ class Http1Protocol(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._ending:
             return
-        if self.pending:
+        if self.pending or self._advances_soon:
             self.pending += data
-        self._advance(self.pending or data)
+        if self._advances_soon:
+            self.settle()
+        else:
+            self._advance(self.pending or data)
 
     def eof_received(self) -> bool:
         """asyncio: the client has closed its sending side. Return True to keep ours open for an answer."""
@@ -165,7 +171,8 @@ class Http1Protocol(asyncio.Protocol):
     # Bytes to requests.
 
     def _advance_pending(self) -> None:
-        """Begin what was pipelined behind the request that has been answered."""
+        """Begin what was pipelined behind the request that has been answered, or go on with a chunked body."""
+        self._advances_soon = False
         if not self._ending:
             self._advance(self.pending)
 
@@ -194,6 +201,10 @@ class Http1Protocol(asyncio.Protocol):
                     self._start_app(self._scope)
                 if self._exchange is not None and self._parser.complete:
                     break
+                if not self._parser.complete and position < len(data):
+                    self._advances_soon = True
+                    self._loop.call_soon(self._advance_pending)
+                    break
         except TopicsError as error:
             self._refuse(error)
             return
@@ -212,7 +223,7 @@ class Http1Protocol(asyncio.Protocol):
         """Tell the exchange that the client has ended its input, also a pipelined one that began later. Idempotent."""
         if self._parser.complete:
             exchange.half_closed()
-        else:
+        elif not self._advances_soon:
             exchange.drop()
             self._end()
 
@@ -234,7 +245,11 @@ class Http1Protocol(asyncio.Protocol):
     def _read_body(self, data: bytes | bytearray, position: int) -> int:
         exchange = self._exchange
         assert exchange is not None
-        end = self._parser.read_body(data, position, exchange.feed)
+        if self._parser.chunked and len(data) - position > CHUNKED_BYTES_PER_TURN:
+            part = data[position : position + CHUNKED_BYTES_PER_TURN]
+            end = position + self._parser.read_body(part, 0, exchange.feed)
+        else:
+            end = self._parser.read_body(data, position, exchange.feed)
         if self._parser.complete:
             exchange.end_of_request()
         if exchange.stage is AnswerStage.DONE:

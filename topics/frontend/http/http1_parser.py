@@ -146,6 +146,11 @@ class RequestParser:
         return self._body_left or 0
 
     @property
+    def chunked(self) -> bool:
+        """True if the current body has no Content-Length."""
+        return self._body_left is None
+
+    @property
     def body_received_bytes(self) -> int:
         """Length of the current body's part that has arrived."""
         return self._body_bytes

@@ -5,7 +5,7 @@ No process is asked, so any frontend answers for all, also while processes are d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Any, Final
 
 from topics import __version__
 from topics.core.config import CLASSES
@@ -18,6 +18,7 @@ _BOUNDS_US: Final = [1 << (bucket + 3) for bucket in range(LATENCY_BUCKETS - 1)]
 _SHARD, _FRONTEND = Role.WALSHARD, Role.FRONTEND
 _LABELS: Final = {_SHARD: "shard", _FRONTEND: "frontend"}
 
+_WAL_TOTALS: Final = {"frames": "frames", "bytes": "bytes_written", "fsyncs": "fsyncs"}
 _SUMS: Final = (
     ("topics", _SHARD, "topics", "Topics"),
     ("queue_topics", _SHARD, "queue_topics", "Topics of type queue"),
@@ -112,6 +113,11 @@ class ServiceFigures:
         yield from self._compactor()
         yield from self._requests()
         yield from self._processes()
+
+    def totals(self) -> dict[str, Any]:
+        """Return the plain totals with which JSON metrics begin."""
+        wal = {name: self._sum(_SHARD, f"wal_{field}") for name, field in _WAL_TOTALS.items()}
+        return {"topics": self._sum(_SHARD, "topics"), "queue_topics": self._sum(_SHARD, "queue_topics"), "wal": wal}
 
     def _sum(self, role: Role, field: str) -> int:
         return sum([cell.get(field) for cell in self._cells[role]])

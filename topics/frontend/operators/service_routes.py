@@ -11,6 +11,8 @@ import itertools
 import time
 from typing import Any, Final
 
+import msgspec
+
 from topics import __version__
 from topics.api import answers
 from topics.core.clock import Clock
@@ -126,7 +128,8 @@ class MetricsRoute:
         series = await self._series(caller_of(scope).narrowed(""), as_json)
         if as_json:
             took_ms = str(elapsed_ms(started_ns)).encode()
-            series = b'{%b,"performance":{"server_total_ms":%b}}' % (series, took_ms)
+            totals = msgspec.json.encode(self._figures.totals())[:-1]
+            series = b'%b,%b,"performance":{"server_total_ms":%b}}' % (totals, series, took_ms)
             await send_json(send, headers, 200, series, [(b"vary", b"accept")])
         else:
             await send_whole(send, headers, 200, TEXT_TYPE, series, [(b"vary", b"accept")])

@@ -121,7 +121,8 @@ class RouterRoutes:
         except TopicsError as error:
             raise _visible_conflict(error, name, spec, caller) from None
         try:
-            await self.gateway.call(self.gateway.owner(spec.dest), EnsureTopic(spec.dest))
+            for topic in (spec.dest, spec.source) if spec.create_dest else (spec.dest,):
+                await self.gateway.call(self.gateway.owner(topic), EnsureTopic(topic))
         except TopicsError:
             if reply.created:
                 await self.gateway.call(REGISTRY_SHARD, RemoveRouters([reply.router.id]))

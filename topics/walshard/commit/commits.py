@@ -21,7 +21,7 @@ from topics.walshard.step_clock import StepClock
 
 class Commits:
     """Commits the drafts of one shard. It owns the order of the logs, and knows what they do not say yet: floors that
-    caps have moved, and `lost_heads`, ids of topics whose heads only a ceiling tells since a RAM log was lost.
+    caps have moved, and `lost_heads`, ids of topics whose heads only a ceiling tells since something was lost.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class Commits:
 
     def _write(self, durable: list[LogWrite], ram: list[LogWrite]) -> Failed:
         try:
-            if ram and self._logs.ram is None:
-                self._log_lost_heads()
+            if self._lost_heads:
+                self.log_lost_heads()
             self._rings.journal(self._logs.plan(durable, ram))
         except WalWriteError as error:  # the RAM log cannot be made
             refusal = self._logs.refusal(error)
@@ -98,21 +98,18 @@ class Commits:
             return self._logs.commit(durable, ram)
         return [(write, refusal) for write in durable + ram]
 
-    def _log_lost_heads(self) -> None:
-        """Have the durable log say the heads that were lost before there is a RAM log again: afterwards nobody could
-        tell what was lost before it from what never was. Raise TopicsError when the log cannot be written.
+    def log_lost_heads(self) -> None:
+        """Have the durable log say the heads that were lost before it says anything else: afterwards nobody could tell
+        what was lost from what never was. Raise TopicsError when the log cannot be written.
         """
         lost = [hosted for hosted in map(self._catalog.find_id, self._lost_heads) if hosted is not None]
-        marks = [
-            head_write(hosted.topic, hosted.topic.head_seq, self._time.now.wall_ms, exact=True)
-            for hosted in lost
-            if hosted.topic.config.durability == "ephemeral"
-        ]
+        marks = [head_write(hosted.topic, hosted.topic.head_seq, self._time.now.wall_ms) for hosted in lost]
         if marks:
             self._logs.plan(marks, [])
             for _write, refusal in self._logs.commit(marks, []):
                 raise refusal
         self._lost_heads = ()
+        self._logs.lost_tails = 0
 
     def _note_capped(self, capped: list[Hosted]) -> None:
         """Note evictions for the next commit. Those that could not be worked out again are logged now, before any

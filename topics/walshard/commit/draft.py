@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Set
 from functools import partial
 from typing import Any, TypeVar
 
+from topics.core.ceilings import Ceiling
 from topics.core.job import Now
 from topics.core.pending import PendingTopic, PendingWrite
 from topics.core.topic import Topic
@@ -93,9 +94,19 @@ def floors_write(topic: Topic, ts: int) -> LogWrite:
     return LogWrite([floor_frame(topic, floors, ts)], apply)
 
 
-def head_write(topic: Topic, seq: int, ts: int, *, exact: bool) -> LogWrite:
-    """Return the write of a head watermark, to be logged before its seqs are given out."""
-    return LogWrite([head_frame(topic, seq, ts, exact=exact)], partial(setattr, topic, "head_ceiling", seq), sync=True)
+def head_write(topic: Topic, seq: int, ts: int) -> LogWrite:
+    """Return the write of an exact head watermark."""
+    ceiling = Ceiling(seq, True)
+    return LogWrite([head_frame(topic, seq, ts, exact=True)], partial(topic.ceilings.logged, ceiling, seq), sync=True)
+
+
+def ceiling_writes(topic: Topic, count: int, ts: int) -> list[LogWrite]:
+    """Return the write of the ceiling that the next `count` seqs need before them; none if none is due."""
+    ceiling = topic.ceilings.copy(topic.durable_seq).plan(topic.config, topic.head_seq, count, topic.durable_seq)
+    if ceiling is None:
+        return []
+    logged = partial(topic.ceilings.logged, ceiling, topic.head_seq + count)
+    return [LogWrite([head_frame(topic, ceiling.seq, ts, exact=False)], logged, sync=ceiling.sync)]
 
 
 class Draft:
@@ -160,8 +171,9 @@ class Draft:
 
     def add_append(self, hosted: Hosted, write: PendingWrite, frames: AppendFrames) -> None:
         """Add the writes of an append; that of its records carries it out."""
+        sync = write.in_ram or (write.ceiling is not None and write.ceiling.sync)
         for frame in frames.before:
-            self.durable.append(LogWrite([frame], write.ceiling_logged, sync=True))
+            self.durable.append(LogWrite([frame], write.ceiling_logged, sync=sync))
         place = partial(write.logged, frames.prefix_len)
         records = LogWrite(frames.records, place=place, more_frames=write.outcome.records - 1, sync=write.sync)
         records.takes_room = True

@@ -222,7 +222,8 @@ class RamTrim:
         """Return the topics that ever had records in the RAM log. Those that are durable now have no live ones there,
         but locations of deleted ones, until a checkpoint passes them.
         """
-        return [hosted for hosted in self._catalog if hosted.topic.head_ceiling]
+        topics = ((hosted, hosted.topic) for hosted in self._catalog)
+        return [hosted for hosted, topic in topics if topic.config.durability == "ephemeral" or topic.had_ram_records]
 
     def _live_bytes(self) -> int:
         """Return the live bytes of topics that are `ephemeral` now."""
@@ -276,7 +277,7 @@ class RamTrim:
         """Yield all locations that may be in RAM, in runs of neighbours: topic, first seq, entries."""
         for hosted in self._topics():
             ring = hosted.ring
-            last_seq = min(ring.next_seq - 1, hosted.topic.head_ceiling)
+            last_seq = ring.next_seq - 1
             for first_seq in range(ring.base_seq, last_seq + 1, count_max):
                 yield hosted, first_seq, hosted.ring.entries(first_seq, min(last_seq, first_seq + count_max - 1))
 

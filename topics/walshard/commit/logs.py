@@ -74,6 +74,8 @@ class Logs:
         self._logged_ms = -FAILURE_LOG_INTERVAL_MS
         self._unlogged = 0
         self._plans: tuple[GroupPlan | None, GroupPlan | None] = (None, None)
+        self.lost_tails = 0
+        """Topics that have lost their last records, which the log does not say yet."""
 
     @property
     def ram(self) -> WalWriter | None:
@@ -155,7 +157,7 @@ class Logs:
 
     def close(self) -> None:
         """End the logs: everything is on the disk, and a mark says so."""
-        self.wal.close()
+        self.wal.close(complete=not self.lost_tails)
         if self._ram is not None:
             self._ram.close()
 
@@ -220,6 +222,7 @@ class Logs:
                 "wal_file": file_no,
                 "wal_offset": offset,
                 "committed": file_no << 32 | offset,
+                "lost_tails": self.lost_tails,
                 "wal_frames": before["wal_frames"] + wal.frames,
                 "wal_batches": before["wal_batches"] + wal.batches,
                 "wal_fsyncs": before["wal_fsyncs"] + wal.fsyncs,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from topics.core.ceilings import Ceilings
 from topics.core.idempotency import is_stage_key
 from topics.core.pending import RecordFrames, RoomNeeded
 from topics.shm.append_messages import AppendReply, AppendRequest
@@ -39,6 +40,8 @@ class Appends:
         if hosted is None:
             hosted, created = self._catalog.find_or_make(name, request.create, request.config, now.wall_ms)
         durability = hosted.topic.config.durability
+        if created:
+            hosted.topic.ceilings = Ceilings.of_new(hosted.topic.config, count)
         pending = group.pending_of(hosted.topic, now)
         try:
             expiry_ms = self._time.expiry_ms_of(hosted.topic.id)

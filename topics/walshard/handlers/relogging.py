@@ -63,8 +63,6 @@ class RelogTurn(NamedTuple):
             self.hosted.ring.replace_entries(self.first_seq, entries)
             self.hosted.ram_from_seq = self.first_seq + len(entries) // ENTRY_WORDS
         topic.revision, topic.logged_floor = self.floors.revision, self.floors.evict_floor
-        if self.is_last:
-            topic.head_ceiling = topic.head_seq
 
 
 def plan_turn(hosted: Hosted, directory: str, turns: int, now_ms: int) -> RelogTurn:
@@ -96,7 +94,7 @@ def plan_turn(hosted: Hosted, directory: str, turns: int, now_ms: int) -> RelogT
         buffers += _keys(hosted, now_ms)
         buffers.append(head_frame(topic, topic.head_seq, now_ms, exact=True, flags=FLAG_MORE))
     else:
-        buffers.append(head_frame(topic, topic.head_ceiling, now_ms, exact=False))
+        buffers.append(head_frame(topic, topic.ceilings.seq, now_ms, exact=False))
     return RelogTurn(hosted, buffers, floors, first_seq, entries, rows, is_last)
 
 

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Iterator
 from typing import Final
 
+from topics.core.ceilings import Ceilings
 from topics.core.clock import Clock
 from topics.core.config import TopicConfig
 from topics.core.errors import topic_not_found
@@ -94,6 +95,7 @@ class Catalog:
             index = TopicIndex(topic_id, ring, self._files)
             index.copied_seq = 0  # until it is known that no router copies it
             topic = Topic(topic_id, name, config, index, recreated)
+            topic.ceilings = Ceilings.of_new(config)
             self._start(topic)
             return Hosted(self.arena, topic, index, self._holdings)
         except Exception:

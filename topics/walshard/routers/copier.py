@@ -23,11 +23,10 @@ from topics.core.location import (
     LOW_WORD,
     file_flags_of,
 )
-from topics.core.pending import ceiling_above
 from topics.log import get_logger
 from topics.shm.arena_heap import ArenaFullError
 from topics.shm.control import ProcessCell
-from topics.walshard.commit.draft import LogWrite, head_write
+from topics.walshard.commit.draft import LogWrite, ceiling_writes, head_write
 from topics.walshard.routers.feeds import Feed, Hindrance
 from topics.walshard.routers.originals import Originals, SourceLocations, SourceSight, UnknownError
 from topics.walshard.routers.page import PAGE_BYTES, PAGE_RECORDS, CopyPage, copy_page, passes_whole, room
@@ -188,12 +187,8 @@ class Copier:
 
         undo = partial(self.wait, feed)
         write = LogWrite([frames, cursor], place=place, more_frames=len(page) - 1, undo=undo, takes_room=True)
-        if not in_ram:
-            return CopyWrite(feed, [write], [], True)
-        ceilings = []
-        if head_seq > topic.head_ceiling:
-            ceilings.append(head_write(topic, ceiling_above(topic.head_seq, len(page)), ts, exact=False))
-        return CopyWrite(feed, ceilings, [write], True)
+        ceilings = ceiling_writes(topic, len(page), ts)
+        return CopyWrite(feed, ceilings, [write], True) if in_ram else CopyWrite(feed, [*ceilings, write], [], True)
 
     # -- what is not copied
 
@@ -205,12 +200,13 @@ class Copier:
 
     def _lost(self, feed: Feed, last_source_seq: int, reason: EvictReason) -> CopyWrite | None:
         """Return a gap for records that the source lost before they were copied, with a seq for each. It has one seq
-        for all when an `ephemeral` source was lost, since nobody knows how many there were.
+        for all when an `ephemeral` source or the end of its log was lost: nobody knows how many there were.
         """
         if min(room(feed.topic)) <= 0:
             self.wait(feed, Hindrance.NONE)  # more may follow until there is room
             return None
-        count = 1 if reason == EvictReason.RESTART else last_source_seq - feed.source_seq
+        is_unknown = reason in (EvictReason.RESTART, EvictReason.LOST_TAIL)
+        count = 1 if is_unknown else last_source_seq - feed.source_seq
         log.warning("a router's source lost records before they were copied", topic=feed.topic.name, records=count)
         return self._gap(feed, last_source_seq, count, EvictReason.SOURCE_TRIM)
 
@@ -252,8 +248,10 @@ class Copier:
             topic.skipped(topic.head_seq + count, reason)
 
         write.apply, write.undo = apply, partial(self.wait, feed)
-        # No record in RAM tells of these seqs.
-        heads = [head_write(topic, topic.head_seq + count, now_ms, exact=True)] if feed.is_ephemeral else []
+        if feed.is_ephemeral:  # no record in RAM tells of these seqs
+            heads = [head_write(topic, topic.head_seq + count, now_ms)]
+        else:
+            heads = ceiling_writes(topic, count, now_ms)
         return CopyWrite(feed, [*heads, write], [], True)
 
     # -- waiting

@@ -1,0 +1,260 @@
+"""A log that may have lost its end, cut anywhere behind what was synced: no reader takes another record for one that it
+has seen, and none misses one without a gap.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.storage.test_move_anywhere import move
+from tests.walshard.compaction import Compaction
+from tests.walshard.rig import Rig
+from topics.core.ceilings import TAIL_STEP
+from topics.core.config import TopicConfig
+from topics.core.errors import TopicsError
+from topics.core.floors import EvictReason
+from topics.core.idempotency import ProducerTurn, producer_key
+from topics.core.location import LOCATION_LOST
+from topics.shm.topic_messages import PutTopic
+from topics.storage import layout
+from topics.storage.logfile import note_committed
+from topics.storage.verify import verify
+
+NAMES = ("a", "b", "c")
+
+
+class Step(NamedTuple):
+    """A write to a topic of so many records, then perhaps a background sync or a cut of the compactor."""
+
+    name: str
+    records: int
+    then: str
+
+
+STEPS = st.lists(
+    st.builds(
+        Step,
+        st.sampled_from(NAMES),
+        st.sampled_from((1, 2, 5, TAIL_STEP // 2, TAIL_STEP * 3)),
+        st.sampled_from(("", "", "", "sync", "cut", "fsync")),
+    ),
+    min_size=1,
+    max_size=25,
+)
+
+
+def sync(rig: Rig) -> None:
+    rig.clock.ms += 2_000
+    for _ in range(2):
+        rig.shard.sync_in_background()
+    assert not rig.parts.logs.wal.unsynced_bytes
+
+
+def lose_power(rig: Rig, share: float) -> Rig:
+    """Cut the log somewhere behind what is synced, and start on another boot with nothing of the former memory."""
+    wal = rig.parts.logs.wal
+    path, synced, end = (
+        layout.log_path(layout.wal_dir(rig.settings.data_dir), wal.file_no),
+        wal.synced.offset,
+        wal.offset,
+    )
+    size_bytes = os.path.getsize(path)
+    rig.close()
+    note_committed(rig.fs, layout.wal_dir(rig.settings.data_dir), None)
+    with open(path, "r+b") as file:
+        file.truncate(synced + int((end - synced) * share))
+        file.truncate(size_bytes)
+    after = Rig(rig.settings.data_dir)
+    after.clock.ms = rig.clock.ms + 1  # ids of topics carry the time
+    return after
+
+
+def lost_from(rig: Rig, name: str, seq: int) -> bool:
+    """Return whether a reader at this seq is told that it is lost."""
+    topic = rig.hosted(name).topic
+    if seq < topic.evict_floor:
+        return True
+    compaction = Compaction(rig)
+    for info in compaction.segments(name):
+        if info.first_seq <= seq <= info.last_seq:
+            return compaction.lost(name, info, seq)
+    return bool(rig.hosted(name).ring.entries(seq, seq)[3] >> 32 & LOCATION_LOST)
+
+
+@contextmanager
+def data_dirs() -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as data_dir:
+        yield data_dir
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(STEPS, st.floats(0, 1)), min_size=1, max_size=3))
+@example([([Step("a", 5, "sync"), Step("a", 5, "")], 0.0), ([Step("a", 7, "")], 0.0)])
+@example([([Step("a", 1, "")], 0.0)])
+def test_every_reader_sees_each_record_or_a_gap(lives: list[tuple[list[Step], float]]) -> None:
+    with data_dirs() as data_dir:
+        rig = Rig(data_dir)
+        seen: dict[tuple[str, int], dict[int, bytes]] = {}
+        number = 0
+        try:
+            for steps, share in lives:
+                compaction = Compaction(rig)
+                for step in steps:
+                    if step.then == "fsync":
+                        rig.call(PutTopic("f", TopicConfig(durability="fsync"), type_given=False))
+                        rig.append("f", b"1")
+                    data = [b"%d" % (number + at) for at in range(step.records)]
+                    number += step.records
+                    first_seq = rig.append(step.name, *data).first_seq
+                    known = seen.setdefault((step.name, rig.hosted(step.name).topic.id), {})
+                    assert not known or first_seq > max(known), "no seq is given out twice"
+                    known.update(enumerate(data, first_seq))
+                    if step.then == "sync":
+                        sync(rig)
+                    elif step.then == "cut":
+                        compaction.cut()
+                rig = lose_power(rig, share)
+                # The gap is part of the log: later readers come to the same.
+                for again in (None, rig.boot, rig.restart_service):
+                    if again is not None:
+                        again()
+                    _check(rig, seen)
+                assert verify(data_dir, lambda _share: None).damage == []
+            compaction = Compaction(rig)
+            compaction.cut()
+            rig.restart_service()
+            _check(rig, seen)
+        finally:
+            rig.close()
+
+
+def _check(rig: Rig, seen: dict[tuple[str, int], dict[int, bytes]]) -> None:
+    for (name, topic_id), known in seen.items():
+        hosted = rig.parts.catalog.find(name)
+        if hosted is None or hosted.topic.id != topic_id:
+            continue  # its creation was lost: another topic, another epoch
+        assert hosted.topic.head_seq >= max(known)
+        live = dict(Compaction(rig).read(name))
+        for seq, data in known.items():
+            if seq in live:
+                assert live[seq] == data
+            else:
+                assert lost_from(rig, name, seq), (name, seq)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(str(tmp_path))
+    yield rig
+    rig.close()
+
+
+def five_and_five(rig: Rig, key: bytes = b"") -> None:
+    """Write ten records of which a power loss takes the last five."""
+    for number in range(5):
+        rig.append("t", b"%d" % number)
+    sync(rig)
+    for number in range(5, 10):
+        rig.append("t", b"%d" % number, key=key if number == 9 else b"")
+
+
+def test_seqs_go_on_above_the_ceiling_with_a_reason(rig: Rig) -> None:
+    five_and_five(rig)
+    ceiling = rig.hosted("t").topic.ceilings.seq
+    rig = lose_power(rig, 0.0)
+    topic = rig.hosted("t").topic
+    assert topic.head_seq == topic.durable_seq == ceiling >= 10
+    assert rig.append("t", b"next").first_seq == ceiling + 1
+    entries = rig.hosted("t").ring.entries(6, ceiling)
+    assert set(entries[2::4]) == {EvictReason.LOST_TAIL}
+    rig.close()
+
+
+@pytest.mark.parametrize("ending", ["kill", "shard", "stop"])
+def test_nothing_is_lost_without_a_power_loss(rig: Rig, ending: str) -> None:
+    five_and_five(rig)
+    for _ in range(3):
+        if ending == "shard":
+            rig.boot()
+        else:
+            if ending == "stop":
+                rig.shard.close()
+            rig.restart_service()
+        topic = rig.hosted("t").topic
+        assert (topic.head_seq, topic.evict_floor, topic.records) == (10, 1, 10)
+    assert rig.append("t", b"next").first_seq == 11
+
+
+def test_a_lost_topic_without_live_records_says_so_by_its_floor(rig: Rig) -> None:
+    rig.call(PutTopic("t", TopicConfig(), type_given=False))
+    rig.append("t", b"1")
+    rig = lose_power(rig, 0.0)
+    topic = rig.hosted("t").topic
+    assert (topic.earliest_seq, topic.evict_floor) == (TAIL_STEP + 1, TAIL_STEP + 1)
+    assert topic.evict_reason == EvictReason.LOST_TAIL
+    rig.close()
+
+
+def test_an_fsync_topic_loses_nothing(rig: Rig) -> None:
+    rig.call(PutTopic("t", TopicConfig(durability="fsync"), type_given=False))
+    rig.append("t", b"1")
+    rig.append("other", b"1")
+    rig = lose_power(rig, 0.0)
+    assert rig.hosted("t").topic.head_seq == 1
+    rig.close()
+
+
+def test_keys_and_producers_go_on(rig: Rig) -> None:
+    def key(n: int) -> bytes:
+        return producer_key(b"p", ProducerTurn(1, n))
+
+    rig.append("t", b"1", key=key(1))
+    rig.append("t", b"1", key=b"kept")
+    sync(rig)
+    rig.append("t", b"2", key=key(2))
+    rig.append("t", b"3", key=key(3))
+    rig.append("t", b"4", key=b"lost")
+    rig = lose_power(rig, 0.0)
+    head_seq = rig.hosted("t").topic.head_seq
+    assert rig.append("t", b"1", key=b"kept").first_seq == 2
+    assert rig.append("t", b"4", key=b"lost").first_seq == head_seq + 1
+    assert rig.append("t", b"5", key=key(4)).first_seq == head_seq + 2
+    with pytest.raises(TopicsError, match="5 is next and not 6"):
+        rig.append("t", b"7", key=key(6))
+    rig.close()
+
+
+def test_another_number_of_shards_hides_nothing(rig: Rig) -> None:
+    data_dir = rig.settings.data_dir
+    five_and_five(rig)
+    wal = rig.parts.logs.wal
+    path, synced = layout.log_path(layout.wal_dir(data_dir), wal.file_no), wal.synced.offset
+    ceiling = rig.hosted("t").topic.ceilings.seq
+    rig.close()
+    note_committed(rig.fs, layout.wal_dir(data_dir), None)
+    os.truncate(path, synced)
+    for shards in (3, 1):
+        move(data_dir, shards)
+    after = Rig(data_dir)
+    assert after.append("t", b"next").first_seq == ceiling + 1
+    after.close()
+
+
+def test_a_complete_log_stays_so_with_another_number_of_shards(rig: Rig) -> None:
+    data_dir = rig.settings.data_dir
+    five_and_five(rig)
+    rig.close()
+    for shards in (3, 1):
+        move(data_dir, shards)
+    after = Rig(data_dir)
+    assert after.append("t", b"next").first_seq == 11
+    after.close()

@@ -1,0 +1,76 @@
+"""Head ceilings: the log says how far a topic may give out seqs before anybody sees one of them. Pure.
+
+If the log may have lost its end, or a RAM log is lost, seqs go on above the ceiling, so that none is given out twice.
+A ceiling that is needed now is synced with its group. A durable topic logs the next one about half a step ahead, and
+the background sync brings it to the disk: an ordinary write waits for no sync. An `fsync` topic needs none, because its
+records are on the disk before anybody sees them.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from topics.core.config import TopicConfig
+
+RAM_STEP: Final = 4096
+"""Seqs that an `ephemeral` topic may give out before its ceiling must move: one fsync for that many records."""
+TAIL_STEP: Final = 128
+"""The same for a durable topic at rest: a power loss skips at most so many seqs of it."""
+TAIL_STEP_MAX: Final = 1 << 19
+
+
+class Ceiling(NamedTuple):
+    """A ceiling for the log to have before a write; `sync`: on the disk before anybody sees the write."""
+
+    seq: int
+    sync: bool
+
+
+class Ceilings:
+    """The ceilings of one topic. A group plans with a `copy`, and notes in the topic's own what is in the log."""
+
+    __slots__ = ("_ahead_seq", "_covering_seq", "_step", "seq")
+
+    def __init__(self, seq: int = 0) -> None:
+        self.seq = seq
+        """Last seq that the log on the disk lets the topic give out."""
+        self._ahead_seq = 0
+        """The ceiling that is logged, and on the disk once `durable_seq` is at `_covering_seq`."""
+        self._covering_seq = 0
+        self._step = 0
+
+    @classmethod
+    def of_new(cls, config: TopicConfig, count: int = 0) -> Ceilings:
+        """Return those that come with the creation of a topic by a write of `count` records: it needs no other."""
+        return cls(0 if config.durability == "ephemeral" else 4 * count + TAIL_STEP)
+
+    def copy(self, durable_seq: int) -> Ceilings:
+        """Return a copy to plan with; everything up to `durable_seq` is on the disk."""
+        if self._ahead_seq > self.seq and durable_seq >= self._covering_seq:
+            self.seq = self._ahead_seq
+        copy = Ceilings(self.seq)
+        copy._ahead_seq, copy._covering_seq, copy._step = self._ahead_seq, self._covering_seq, self._step
+        return copy
+
+    def plan(self, config: TopicConfig, head_seq: int, count: int, durable_seq: int) -> Ceiling | None:
+        """Return the ceiling that a write of `count` seqs behind `head_seq` needs before it, None if none is due."""
+        if config.durability == "fsync":
+            return None
+        last_seq = head_seq + count
+        if config.durability == "ephemeral":
+            return Ceiling(head_seq + max(count, RAM_STEP), True) if last_seq > self.seq else None
+        # What is written while one sync runs tells how far ahead the next ceiling must be.
+        step = max(TAIL_STEP, min(TAIL_STEP_MAX, 4 * (last_seq - durable_seq)), self._step * 3 // 4)
+        if last_seq > self.seq:
+            return Ceiling(last_seq + step, True)
+        if last_seq + step // 2 > max(self.seq, self._ahead_seq):
+            return Ceiling(last_seq + step, False)
+        return None
+
+    def logged(self, ceiling: Ceiling, last_seq: int) -> None:
+        """Note a planned ceiling that the log has, before a write that ends at `last_seq`."""
+        self._step = ceiling.seq - last_seq
+        if ceiling.sync:
+            self.seq = ceiling.seq
+        else:
+            self._ahead_seq, self._covering_seq = ceiling.seq, last_seq
