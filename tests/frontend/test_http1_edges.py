@@ -27,7 +27,7 @@ def loop(request: pytest.FixtureRequest) -> str:
 
 
 def pending_bytes(server: Server) -> int:
-    return sum(len(connection._pending) for connection in server.http1)
+    return sum(len(connection.pending) for connection in server.http1)
 
 
 def test_a_head_longer_than_what_may_wait_of_anything_else_comes_in_pieces(loop: str) -> None:
@@ -50,7 +50,7 @@ def test_a_head_that_is_too_long_is_not_waited_for(loop: str) -> None:
 def test_the_end_of_file_is_the_end_of_a_pipelined_request_that_is_not_whole(loop: str) -> None:
     with Server(loop=loop) as server, server.client() as client:
         client.get("/wait").send(POST % b"echo" + b"part").half_close()
-        until(lambda: any(c._eof for c in server.http1), "the end of file")
+        until(lambda: any(c.eof for c in server.http1), "the end of file")
         server.call(server.app.go.set)
         assert client.answer().body == b"at last"
         assert client.is_closed()
@@ -81,7 +81,7 @@ def test_the_end_of_file_is_passed_on_to_every_pipelined_request(loop: str) -> N
     """Each begins after it; a long poll is answered to nobody."""
     with Server(loop=loop) as server, server.client() as client:
         client.get("/wait").post("/echo", b"second").get("/hold").half_close()
-        until(lambda: any(c._eof for c in server.http1), "the end of file")
+        until(lambda: any(c.eof for c in server.http1), "the end of file")
         server.call(server.app.go.set)
         assert [client.answer().body for _ in range(2)] == [b"at last", b"second"]
         assert client.is_closed()
@@ -91,7 +91,7 @@ def test_the_end_of_file_is_passed_on_to_every_pipelined_request(loop: str) -> N
 def test_the_end_of_file_is_passed_on_to_another_protocol(loop: str) -> None:
     with Server(loop=loop) as server, server.client() as client:
         client.get("/wait").send(UPGRADE + PREFACE).half_close()
-        until(lambda: any(c._eof for c in server.http1), "the end of file")
+        until(lambda: any(c.eof for c in server.http1), "the end of file")
         server.call(server.app.go.set)
         assert client.answer().body == b"at last"
         assert client.read(10_000).startswith(b"HTTP/1.1 101 ")

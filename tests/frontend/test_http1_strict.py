@@ -310,7 +310,7 @@ def test_pipelined_requests_wait_outside(server: Server, client: Client) -> None
     one = b"POST /echo HTTP/1.1\r\nHost: test\r\nContent-Length: 5000\r\n\r\n" + b"x" * 5000
     sent = fill(client, one)
     (connection,) = server.http1
-    assert len(connection._pending) <= SMALL.read_high_water_bytes + READ_BYTES
+    assert len(connection.pending) <= SMALL.read_high_water_bytes + READ_BYTES
     server.call(server.app.go.set)
     assert client.answer().body == b"at last"
     for _ in range(sent // len(one)):
@@ -448,7 +448,7 @@ class TestDrain:
     def test_request_on_its_way_is_still_answered(self, loop: str) -> None:
         with Server(loop=loop, grace_ms=10_000) as server, server.client() as client:
             client.send(POST[:20])
-            until(lambda: any(c._pending for c in server.http1), "part of a head")
+            until(lambda: any(c.pending for c in server.http1), "part of a head")
             server.begin_shutdown()
             client.send(POST[20:] + b"Content-Length: 2\r\n\r\nhi")
             answer = client.answer()

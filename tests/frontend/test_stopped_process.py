@@ -70,7 +70,7 @@ def test_what_came_during_a_stop_is_read_before_anybody_is_judged(loop: str) -> 
         body.send(POST + b"01234")
         reader.get(f"/big?{LONG_BYTES}").head()
         until(lambda: len(server.app.scopes) == 3 and len(server.connections.open) == 5, "all of them")
-        server.settled(lambda: sum(len(one._pending) for one in server.http1))
+        server.settled(lambda: sum(len(one.pending) for one in server.http1))
         stop.begin()
         began_s = time.monotonic()
         kept.send(POST + b"0123456789")

@@ -2,7 +2,7 @@
 
 `http1_parser` parses requests, `http1_exchange` answers them; the connection stands between them.
 
-    rest of head ──▶ rest of body ──▶ answer ──▶ next head …       pipelined requests wait unparsed in `_pending`
+    rest of head ──▶ rest of body ──▶ answer ──▶ next head …       pipelined requests wait unparsed in `pending`
         │ 4xx/505        │ 4xx           │
         └────────────────┴───────────────┴─▶ end: half-close, drop input until the client has closed, too
 """
@@ -74,10 +74,10 @@ class Http1Protocol(asyncio.Protocol):
         self._ending = False  # the last answer is written, input is dropped
         # Input.
         self._parser = RequestParser(factory.limits)
-        self._pending = bytearray()
+        self.pending = bytearray()  # not parsed yet
         self._held_bytes = 0  # of a head that is not whole
         self._advances_soon = False  # a part of a chunked body waits for the next turn
-        self._eof = False
+        self.eof = False  # whether the client has ended its side
         self.reading = True
         # Output.
         self._can_write = asyncio.Event()  # means nothing while `writable`
@@ -119,7 +119,7 @@ class Http1Protocol(asyncio.Protocol):
         self._hold(0)
         self._can_write.set()
         self._parser.close()
-        self._pending = bytearray()
+        self.pending = bytearray()
         exchange, self._exchange = self._exchange, None  # breaks a reference cycle
         if exchange is not None:
             exchange.drop()
@@ -127,16 +127,16 @@ class Http1Protocol(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._ending:
             return
-        if self._pending or self._advances_soon:
-            self._pending += data
+        if self.pending or self._advances_soon:
+            self.pending += data
         if self._advances_soon:
             self.settle()
         else:
-            self._advance(self._pending or data)
+            self._advance(self.pending or data)
 
     def eof_received(self) -> bool:
         """asyncio: the client has closed its sending side. Return True to keep ours open for an answer."""
-        self._eof = True
+        self.eof = True
         if self._ending:
             return False
         if self._exchange is None:
@@ -162,7 +162,7 @@ class Http1Protocol(asyncio.Protocol):
         self._deadlines.end_reader()
         self._factory.connections.kept.remove(self)
         self._can_write.set()
-        if self._pending or self._eof:
+        if self.pending or self.eof:
             self._loop.call_soon(self._advance_pending)
         self.settle()
         if self._exchange is not None and self._exchange.push_stream is not None:
@@ -174,10 +174,10 @@ class Http1Protocol(asyncio.Protocol):
         """Begin what was pipelined behind the request that has been answered, or go on with a chunked body."""
         self._advances_soon = False
         if not self._ending:
-            self._advance(self._pending)
+            self._advance(self.pending)
 
     def _advance(self, data: bytes | bytearray) -> None:
-        """Parse and begin all that `data` allows, and keep the rest. Either `data` is `_pending`, or that is empty."""
+        """Parse and begin all that `data` allows, and keep the rest. Either `data` is `pending`, or that is empty."""
         position = 0
         try:
             while position < len(data):
@@ -208,11 +208,11 @@ class Http1Protocol(asyncio.Protocol):
         except TopicsError as error:
             self._refuse(error)
             return
-        if data is self._pending:
-            del self._pending[:position]
+        if data is self.pending:
+            del self.pending[:position]
         elif position < len(data):
-            self._pending += data[position:]
-        if self._eof:
+            self.pending += data[position:]
+        if self.eof:
             if self._exchange is not None:
                 self._pass_on_eof(self._exchange)
             elif self.writable:
@@ -312,7 +312,7 @@ class Http1Protocol(asyncio.Protocol):
             self.settle()
             return  # the rest of the body is dropped as it comes
         self._exchange = None
-        if self._pending or self._eof:
+        if self.pending or self.eof:
             self._advance_pending()
         else:
             self.settle()
@@ -335,7 +335,7 @@ class Http1Protocol(asyncio.Protocol):
         if self._ending:
             return
         if self._exchange is None:
-            if not self._pending:
+            if not self.pending:
                 self._transport.close()
         elif self._exchange.stage is AnswerStage.DONE:
             self._end()  # the rest of its body is all that is still to come
@@ -377,10 +377,10 @@ class Http1Protocol(asyncio.Protocol):
         """
         self._ending = True
         self._exchange = None
-        self._pending = bytearray()
+        self.pending = bytearray()
         if self._transport.is_closing():
             return
-        if self._eof or not self._transport.can_write_eof():
+        if self.eof or not self._transport.can_write_eof():
             self._transport.close()
         else:
             self._transport.write_eof()
@@ -396,7 +396,7 @@ class Http1Protocol(asyncio.Protocol):
         if not self.reading:
             self._transport.resume_reading()
         self._factory.hand_over(self._transport, data)
-        if self._eof:  # it came while another request was answered, and asyncio does not repeat it
+        if self.eof:  # it came while another request was answered, and asyncio does not repeat it
             cast(asyncio.Protocol, self._transport.get_protocol()).eof_received()
 
     # Deadlines.
@@ -404,27 +404,27 @@ class Http1Protocol(asyncio.Protocol):
     def settle(self) -> None:
         """Derive from the state whether to read on, what is awaited, and until when. Call it after every change."""
         exchange, writable = self._exchange, self.writable
-        unread_bytes = len(self._pending)
+        unread_bytes = len(self.pending)
         if exchange is not None and exchange.unread_bytes > unread_bytes:
             unread_bytes = exchange.unread_bytes
         in_head = exchange is None and writable
         most_bytes = self._factory.unread_head_max_bytes if in_head else self._limits.read_high_water_bytes
         reading = unread_bytes <= most_bytes or self._ending
         # After the client's end of file there is nothing to read.
-        if reading is not self.reading and not self._eof and not self._transport.is_closing():
+        if reading is not self.reading and not self.eof and not self._transport.is_closing():
             self.reading = reading
             if reading:
                 self._transport.resume_reading()
             else:
                 self._transport.pause_reading()
-        held_bytes = len(self._pending) if exchange is None else 0
+        held_bytes = len(self.pending) if exchange is None else 0
         if held_bytes != self._held_bytes:
             self._hold(held_bytes)
         deadlines = self._deadlines
         if self._ending:
             deadlines.wait(Awaited.END)
         elif exchange is None:
-            awaited = Awaited.REST_OF_HEAD if self._pending else Awaited.REQUEST
+            awaited = Awaited.REST_OF_HEAD if self.pending else Awaited.REQUEST
             deadlines.wait(awaited if writable else Awaited.READER)
         elif self._parser.complete:
             deadlines.wait(Awaited.NOTHING if writable else Awaited.READER)
