@@ -3,7 +3,7 @@
 A limit bounds the sum of one word over several processes, each of which writes only its own. A process that claims more
 *first* adds it to its own word, *then* sums up all words, and takes it back when the sum is too high.
 
-Of two simultaneous claims at least one sees the other, because a full barrier lies between the store and the loads. So
+At least one of two simultaneous claims sees the other, because a full barrier lies between the store and the loads. So
 the sum of all grants never exceeds the limit. Both claims may be refused where there is room for one.
 
 `Quota` counts in a field of the processes' cells. `KeyCounts` counts event streams, and requests that are being served,
