@@ -18,9 +18,9 @@ nothing. After a later one it finds files that nobody needs, which the next trim
 A trimming costs what it repeats and a look at every location in RAM. So it waits for bytes written since the last one:
 at least a file, at least as much as was repeated, and at least a share of the live bytes.
 
-A full /dev/shm takes no more bytes, so there is nothing to wait for. There every file goes, from the oldest, as soon as enough records were
-deleted or evicted (`RamTrim.relieve`). The live records of a file are repeated in the room of a reserve (`RamReserve`),
-which is laid out with the log and again after each file.
+A full /dev/shm takes no more bytes, so there is nothing to wait for. There every file goes, from the oldest, as soon as
+enough records were deleted or evicted (`RamTrim.relieve`). The live records of a file are repeated in the room of a
+reserve (`RamReserve`), which is laid out with the log and again after each file.
 """
 
 from __future__ import annotations
