@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -533,6 +534,24 @@ def test_sockets_take_places_of_event_streams() -> None:
             return True
 
         poll("the place of a closed socket to be free", room)
+
+
+def test_the_first_ping_of_the_protocol_comes_after_an_interval(service: Service) -> None:
+    """The first frame is the answer to the first command: a ping at once would be in front of it."""
+    host, _, port = service.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as end:
+        upgrade = "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {}\r\n"
+        key = base64.b64encode(bytes(16)).decode()
+        end.sendall(f"GET /v0/ws HTTP/1.1\r\nHost: {host}\r\n{upgrade.format(key)}\r\n".encode())
+        got = b""
+        while b"\r\n\r\n" not in got:
+            got += end.recv(4096)
+        command = b'{"op":"ping","request_id":1}'
+        end.sendall(bytes([0x81, 0x80 | len(command)]) + bytes(4) + command)  # a mask of zeros changes nothing
+        frames = got.partition(b"\r\n\r\n")[2]
+        while not frames:
+            frames = end.recv(4096)
+        assert frames[0] == 0x81, f"a whole text message, not {frames[:2]!r}"
 
 
 def last_words(ws: Socket) -> str | None:

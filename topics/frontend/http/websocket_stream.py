@@ -149,6 +149,11 @@ class BoundedWebSocket(WSStream):
         context_of(self).admit()
         await super()._accept(message)
 
+    async def _send_pings(self) -> None:
+        """Send a ping after each interval. Hypercorn's first one comes at once, before any answer."""
+        await self.context.sleep(self.config.websocket_ping_interval)
+        await super()._send_pings()
+
     async def _handle_events(self) -> None:
         for number, event in enumerate(self.connection.events(), 1):
             if number % FRAMES_PER_TURN == 0:
