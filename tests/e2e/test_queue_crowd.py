@@ -34,7 +34,7 @@ EVENNESS_MIN = 0.9
 EVENNESS_OF_ALL_MIN = 0.85
 SHARES_MIN = {"stream": 0.4, "poller": 0.28}
 """A poller asks twice for each job, and a stream once: where asking takes all the time it is two jobs to one."""
-_JOB = re.compile(rb'data: \{"\$seq":(\d+),.*?"lease_id":"(lease_[0-9a-f]+)"')
+_JOB = re.compile(rb'"\$seq":(\d+),.*?"lease_id":"(lease_[0-9a-f]+)"')
 
 
 class Crowd:
@@ -83,7 +83,7 @@ class Crowd:
         writer.write(f"GET /v0/topics/jobs/work?node={node}&max=1 HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         try:
             while True:
-                job = _JOB.match(await reader.readline())
+                job = _JOB.search(await reader.readline())
                 if job is not None:
                     await self.ack(client, node, int(job[1]), job[2].decode())
         finally:

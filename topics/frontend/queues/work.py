@@ -1,7 +1,7 @@
 """`GET …/work` (api §9): a connection that always has up to `max` jobs leased, as server-sent events.
 
     retry: 2000 LF LF
-    event: job LF data: {"$seq":…,"lease_id":…,…} LF id: <seq> LF LF
+    event: job LF data: {"topic":…,"$seq":…,"lease_id":…,…} LF id: <seq> LF LF
     event: topic-deleted | error                                                       the end of the stream
 
 The queue's shard knows the stream and deals jobs to it. An acknowledgement through any frontend makes room there for
