@@ -151,7 +151,9 @@ class BoundedWebSocket(WSStream):
 
     async def _send_pings(self) -> None:
         """Send a ping after each interval. Hypercorn's first one comes at once, before any answer."""
-        await self.context.sleep(self.config.websocket_ping_interval)
+        interval_s = self.config.websocket_ping_interval
+        assert interval_s is not None  # without one nobody sends pings
+        await self.context.sleep(interval_s)
         await super()._send_pings()
 
     async def _handle_events(self) -> None:
