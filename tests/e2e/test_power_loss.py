@@ -8,6 +8,8 @@ import httpx
 import pytest
 
 from tests.contract.asking import diff, ok
+from tests.contract.stream import Stream, position_id, watch
+from tests.contract.working import claim, queue
 from tests.harness import Service, poll
 from topics.storage import layout
 from topics.storage.verify import verify
@@ -110,3 +112,31 @@ def test_a_router_has_one_gap_for_the_lost_tail_of_its_source() -> None:
             return found if len(found) == 3 else None
 
         assert poll("the copies", copied) == [11, 12, 13]
+
+
+def test_streams_say_a_lost_tail_and_queues_go_on_behind_it() -> None:
+    with Service(shards=1, frontends=1, env={"TOPICS_CHECKPOINT_INTERVAL_MS": "3600000"}) as service:
+        queue(service.client, "jobs", *range(1, 6))
+        write(service.client, "t", *range(1, 6))
+        wait_durable(service.client, "t", 5)
+        wait_durable(service.client, "jobs", 5)
+        synced = service.status()["shards"][0]["wal_offset"]
+        write(service.client, "t", *range(6, 11))
+        write(service.client, "jobs", *range(6, 11))
+        assert len(claim(service.client, "jobs", max=20)) == 10
+        service.kill_group()
+        cut(service, synced)
+        service.start()
+        head_seq = diff(service.client, "t")["head_seq"]
+        write(service.client, "t", 11)
+        for seen in (7, 10):
+            wid = watch(service.client, {"t": {"from_seq": seen}})["wid"]
+            with Stream(service.url, wid, {"Last-Event-ID": position_id({"t": seen})}) as stream:
+                gap = stream.event("tombstone").json
+                assert (gap["gap_from"], gap["gap_to"], gap["reason"]) == (seen + 1, head_seq, "lost_tail")
+                assert [record["data"] for record in stream.records(1)] == [11]
+        first_new = write(service.client, "jobs", 11)
+        assert first_new > 10
+        jobs = claim(service.client, "jobs", max=20)
+        assert [job["data"] for job in jobs] == [1, 2, 3, 4, 5, 11]
+        assert jobs[-1]["$seq"] == first_new

@@ -112,7 +112,13 @@ def test_nothing_new_is_the_same_place() -> None:
 
 @pytest.mark.parametrize(
     ("connected", "reason", "said"),
-    [(False, "cap", "from_seq_too_old"), (True, "cap", "cap"), (True, "ttl", "ttl"), (False, "recreated", "recreated")],
+    [
+        (False, "cap", "from_seq_too_old"),
+        (True, "cap", "cap"),
+        (True, "ttl", "ttl"),
+        (False, "recreated", "recreated"),
+        (False, "lost_tail", "lost_tail"),
+    ],
 )
 def test_tombstones(connected: bool, reason: str, said: str) -> None:
     stream = start(2)
