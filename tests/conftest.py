@@ -15,7 +15,7 @@ import pytest
 from tests.harness import Service, open_services
 
 # Its deadline of 200 ms for an example is one for the machine, which may stand still for longer.
-hypothesis.settings.register_profile("topics", deadline=None)
+hypothesis.settings.register_profile("topics", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("topics")
 
 _numbers = itertools.count(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.deploy import distribution
 from tests.spark.conftest import ROOT
 from topics import spark as topics_spark
 from topics.spark.source import TopicsDataSource
@@ -43,15 +43,9 @@ def test_without_the_libraries_there_is_no_source_and_no_error(tmp_path: Path) -
 
 @pytest.mark.usefixtures("spark")
 def test_the_installed_package_has_what_spark_looks_for(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "README.md", "pyspark_topics.py", "topicsd.py"):
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "topics", source / "topics", ignore=shutil.ignore_patterns("__pycache__"))
-    wheel = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
-    subprocess.run([*wheel, str(source)], check=True, timeout=120, capture_output=True)
+    wheel, _ = distribution.build(tmp_path / "dist")
     site = tmp_path / "site"
-    with zipfile.ZipFile(next(tmp_path.glob("topicsd-*.whl"))) as content:
+    with zipfile.ZipFile(wheel) as content:
         content.extractall(site)
     found = (
         "from pyspark.sql.worker.lookup_data_sources import iter_modules; import importlib; "
