@@ -219,7 +219,8 @@ def check_out(ref: str, directory: Path) -> Candidate:
         return Candidate(ref, COMMAND, {"PYTHONPATH": str(tree)})
     print(f"compare: {ref} pins other packages: an environment is made for it …", file=sys.stderr, flush=True)
     venv.create(directory / "env", with_pip=True)
-    pip: list[str | Path] = [directory / "env" / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    python = directory / "env" / "bin" / "python"
+    pip: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     environment = clean_environment({})
     subprocess.run([*pip, "--require-hashes", "-r", tree / "requirements.lock"], env=environment, check=True)
     subprocess.run([*pip, "--no-deps", "--no-build-isolation", tree], env=environment, check=True)
