@@ -188,9 +188,7 @@ class RouterRegistry:
 
 
 def with_origin(payload: bytes, has_meta: bool, router: str, source: str, source_topic_id: int, seq: int) -> bytes:
-    """Return a copy's payload (`"data":…` or `"data":…,"meta":{…}`) with its origin in its meta, in place of the origin
-    that the original has if it is a copy as well.
-    """
+    """Return a copy's payload with its origin in its meta, in place of the origin of an original that is a copy."""
     key = f"router:{router}:{source_topic_id}:{_EPOCH}:{seq}"
     origin = (
         f'"{META_KEY}":{{"router":"{router}","source_topic":"{source}","source_seq":{seq},"idempotency_key":"{key}"}}'

@@ -17,8 +17,9 @@ from topics.log import get_logger
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply
 from topics.shm.arena_heap import ArenaFullError
+from topics.shm.asks import Message
 from topics.shm.control import ProcessCell
-from topics.shm.messages import MessageKind, Reply
+from topics.shm.messages import MessageKind
 from topics.walshard.commit.commits import Commits
 from topics.walshard.commit.draft import AloneHandler, CommitFirst, Draft, GroupHandler, RingRequest, Steps, T
 from topics.walshard.commit.shard_rings import ShardRings
@@ -96,14 +97,11 @@ class Shard:
         if self._handlers.frontends.some_died:
             self._handlers.frontends.end_dead(self._group)
             self._finish_group()
-        if self.upkeep.ram_log_is_long:
-            self._run(self.upkeep.trim_ram_log())
+        self._run(self.upkeep.trim_ram_log())
         return requests > 0
 
     def copy(self, after_requests: bool) -> bool:
-        """Copy what routers have to copy, for a moment. False when that is nothing. While requests come it is a page at
-        a time: copying comes after the writes that clients wait for.
-        """
+        """Copy for a moment, a page at a time while requests come: they go first. False when there is nothing."""
         if not self.routing.has_work:
             return False
         copied = self._run(self.routing.pump(1 if after_requests else PAGES_PER_STEP))
@@ -164,7 +162,7 @@ class Shard:
             call = append_messages.decode_append(message)
         else:
             assert kind == MessageKind.CALL
-            call = messages.decode_call(message)
+            call = messages.decode(message)
         in_group = self._handlers.in_group.get(type(call))
         if in_group is None:
             self._commit_group()
@@ -287,7 +285,7 @@ def _no_memory(error: ArenaFullError) -> TopicsError:
     return TopicsError("storage_unavailable", str(error), {"cause": "ENOSPC", "read_only": False})
 
 
-def _encoded(request_id: int, reply: Reply | AppendReply | None) -> bytearray | None:
+def _encoded(request_id: int, reply: Message | AppendReply | None) -> bytearray | None:
     if reply is None:
         return None
     if isinstance(reply, AppendReply):

@@ -40,7 +40,7 @@ from topics.storage import layout
 from topics.storage.filesystem import FileSystem, opened, read_all
 from topics.storage.frame import Bytes, FrameType
 from topics.storage.topic_frames import check_header, control_frame
-from topics.walshard.commit.draft import LogWrite
+from topics.walshard.commit.draft import Draft, LogWrite, Steps
 from topics.walshard.commit.logs import Logs
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
@@ -60,9 +60,7 @@ _FEW_ENTRIES: Final = 1 << 10
 
 
 class _Moved(NamedTuple):
-    """Neighbours in a ring of which some rows are written again: their entries, complete but for the place of the
-    group.
-    """
+    """Entries of neighbours in a ring, of which `rows` are written again; the place of the group is to be added."""
 
     hosted: Hosted
     first_seq: int
@@ -149,8 +147,22 @@ class RamTrim:
             self._files_to_relieve = len(layout.list_log_files(self._fs, self._directory))
             wal.end_file()
 
-    def repeat_live(self, now_ms: int) -> LogWrite:
-        """Return the write for the RAM log; `drop_files` after it. Raise OSError when records cannot be read back."""
+    def trim(self, now_ms: int) -> Steps[None]:
+        """Shorten the log to what is needed of it. Where that fails, the next sweep tries to relieve again."""
+        try:
+            draft = Draft(ram=[self._repeat_live(now_ms)])
+        except OSError as error:
+            log.error("the RAM log cannot be trimmed", error=str(error))
+        else:
+            yield draft
+            if draft.committed:
+                self._drop_files()
+                return
+        self._files_to_relieve = 0
+        self._reserve.fill()
+
+    def _repeat_live(self, now_ms: int) -> LogWrite:
+        """Return the write that repeats what is needed. Raise OSError when records cannot be read back."""
         self._next_after_bytes = self._written_bytes + 1  # if this fails, after the next write
         buffers: list[Bytes] = []
         moved = self._move_records(buffers)
@@ -185,8 +197,8 @@ class RamTrim:
 
         return LogWrite(buffers, place=place)
 
-    def drop_files(self) -> None:
-        """Remove files that no location names, after the commit. A failure is logged; the next trimming tries again."""
+    def _drop_files(self) -> None:
+        """Remove files that no location names. A failure is logged; the next trimming tries again."""
         wal = self._logs.ram
         assert wal is not None
         file_no = min([self._repeated_in_file, *self._files_in_use()])
@@ -202,11 +214,6 @@ class RamTrim:
             self._files_to_relieve -= 1
             self._dead_bytes_kept = self._dead_bytes
             self._reserve.fill()
-
-    def keep_files(self) -> None:
-        """Note that `repeat_live` or its write failed. The next sweep tries to relieve again."""
-        self._files_to_relieve = 0
-        self._reserve.fill()
 
     @property
     def _dead_bytes(self) -> int:

@@ -15,7 +15,7 @@ from topics.core.pending import RecordFrames, RoomNeeded
 from topics.shm.append_messages import AppendReply, AppendRequest
 from topics.storage.topic_frames import append_frames
 from topics.walshard.commit.draft import CommitFirst, Draft
-from topics.walshard.handlers.deletes import Removals
+from topics.walshard.handlers.deletes import Deletes
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.holdings import Holdings
 from topics.walshard.step_clock import StepClock
@@ -24,16 +24,14 @@ from topics.walshard.step_clock import StepClock
 class Appends:
     """Turns append requests into writes of a group. What a group adds to its topics is in the group."""
 
-    def __init__(self, catalog: Catalog, holdings: Holdings, removals: Removals, time: StepClock) -> None:
+    def __init__(self, catalog: Catalog, holdings: Holdings, deletes: Deletes, time: StepClock) -> None:
         self._catalog = catalog
         self._holdings = holdings
-        self._removals = removals
+        self._deletes = deletes
         self._time = time
 
     def prepare(self, request: AppendRequest, _frontend: int, group: Draft) -> AppendReply:
-        """Add the writes of a request to a group, or find that it repeats a write. Raise TopicsError or
-        ArenaFullError, the group being as before, or CommitFirst.
-        """
+        """Add a write to a group, or find that it repeats one. After TopicsError or ArenaFullError nothing is added."""
         name, key, count, now = request.name, request.key, request.count, self._time.now
         records = RecordFrames(request.offset_len, request.record_flags, len(request.frames))
         hosted, created = group.made.get(name), False
@@ -54,7 +52,7 @@ class Appends:
                 growth = partial(pending.growth, count, records.size_bytes)
                 pending.claimed_bytes += self._holdings.claim_bytes(records.size_bytes, growth)
         except RoomNeeded:
-            raise CommitFirst(self._removals.make_room(hosted, count, records.size_bytes)) from None
+            raise CommitFirst(self._deletes.make_room(hosted, count, records.size_bytes)) from None
         except Exception:
             if created:
                 self._catalog.abandon(hosted)
