@@ -253,13 +253,13 @@ def test_a_refused_write_is_not_taken_for_committed_by_the_next_incarnation(
     refused = rig.post_append("t", [b"2" * 300], config=config)
     with monkeypatch.context() as killed_before:
         killed_before.setattr(rig.outbox, "answer", lambda *_: None)
-        rig.shard.step()
+        rig.step()
     if not fs.struck:
         return  # the RAM log is not synced
     fs.arm(None)
     other = rig.post_append("other", [b"3"] * 20, config=config)
     monkeypatch.setattr(rig.outbox, "answer", lambda *_: None)
-    rig.shard.step()
+    rig.step()
     rig.boot()
     rig.run()
     assert rig.replies[refused].first_seq == 2, "it was never committed, so it runs as new"

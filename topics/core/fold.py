@@ -19,11 +19,10 @@ from topics.core.floors import EvictReason, Floors
 from topics.core.idempotency import WriteOutcome
 from topics.core.job import ConsumerState
 from topics.core.location import ENTRY_WORDS, dense_run, in_order, lost_entries
-from topics.core.ram_periods import RamPeriods
 from topics.core.record_index import RecordIndex
 from topics.core.routers import FoldedRouters, decode_feed
 from topics.core.seq_set import decode_runs, seqs_of
-from topics.core.shard_state import FoldedTopic, ShardState
+from topics.core.shard_state import FoldedTopic, RamPeriods, ShardState
 from topics.core.topic import Topic
 
 

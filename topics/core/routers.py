@@ -59,9 +59,7 @@ class RouterSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Router(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A registered router. `id` is never used again; `version` counts its changes. `counts_hops` is set if it closes a
-    cycle: a record that passes it has made one more round.
-    """
+    """A registered router; no id comes twice, `version` counts changes. One that `counts_hops` closes a cycle."""
 
     id: int
     version: int

@@ -195,15 +195,8 @@ class Topic:
 
     def floors(self) -> Floors:
         """Return the state of the topic for the next frame that has one."""
-        return Floors(
-            self.revision + 1,
-            self.earliest_seq,
-            self.evict_floor,
-            int(self.evict_reason),
-            self.evict_run_seq,
-            self.records,
-            self.live_bytes,
-        )
+        evicted = self.evict_floor, int(self.evict_reason), self.evict_run_seq
+        return Floors(self.revision + 1, self.earliest_seq, *evicted, self.records, self.live_bytes)
 
     def logged(self, floors: Floors) -> None:
         """Take the floors of a frame that is in the log."""

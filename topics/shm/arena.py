@@ -240,9 +240,7 @@ class ArenaReader:
 
     def find(self, name: str) -> int | None:
         """Return the slot of a live topic."""
-        if self._words[_Header.CHANGE_COUNT] != self._seen_changes:
-            self._learn()
-        slot: int | None = self._names.get(name)
+        slot: int | None = self.names.get(name)
         return slot
 
     def look_up(self, name: str) -> tuple[int, TopicView] | None:

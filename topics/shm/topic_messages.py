@@ -289,9 +289,7 @@ class Trim(Message, Asks[Done], frozen=True):
 
 
 class MarkAgain(Message, Asks[Done], frozen=True):
-    """From the compactor: mark these deletions in their segments again, for a sync of the marks may have failed.
-    `runs` are (first_seq, last_seq) of records that the log says are deleted.
-    """
+    """From the compactor: mark these runs of deleted records in their segments again, for a sync may have failed."""
 
     topic_id: int
     runs: list[tuple[int, int]]

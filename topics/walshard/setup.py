@@ -214,7 +214,8 @@ def _put_together(
     logs = _open_logs(place, recovered, catalog, reserve)
     expiry = ExpiryClock(clock, log.warning, shared.control.trusted_offset_ms(Role.WALSHARD, shard))
     time = StepClock(clock, expiry)
-    tags = TagSearch(files, FrameTags(fs, place.directory, place.ram_directory), clock)
+    frame_tags = FrameTags(fs, place.directory, place.ram_directory)
+    tags = TagSearch(files, frame_tags, clock)
     syncs = BackgroundSync(logs, syncing, shared.shard_wakes[shard], clock.monotonic_ms())
     rings.take_over([entry for entry in rings.committed_before() if logs.holds(entry)])
     commits = Commits(logs, syncs, rings, catalog, recovered.fold.lost_heads, time)
@@ -228,7 +229,7 @@ def _put_together(
     sinks = Sinks(fs, settings.data_dir, shard, settings.wal_shards, catalog, appends)
     routing = _make_routing(place, recovered.fold.routers, catalog, holdings, deletes)
     topic_calls = TopicCalls(catalog, deletes, routing.log_feed, place.ram_directory, time)
-    log_trim = LogTrim(logs, catalog, tags)
+    log_trim = LogTrim(logs, catalog, frame_tags)
     segments = SegmentHandover(catalog, files, logs, log_trim, time)
     talk = rings.notify, rings.forget_notices, rings.drain_dead
     frontends = Frontends(shared.control, catalog, *talk, sessions, queues, cursors)
@@ -286,7 +287,7 @@ def _put_together(
         alone[topic_messages.RemoveRouters] = routing.registrar.remove
     handlers = Handlers(in_group, alone, queues, cursors, frontends)
     others = sessions.ram_frames, routing.feeds.ram_frames
-    ram_trim = RamTrim(fs, place.ram_directory, reserve, logs, catalog, tags, others)
+    ram_trim = RamTrim(fs, place.ram_directory, reserve, logs, catalog, frame_tags, others)
     upkeep = Upkeep(catalog, files, syncs, log_trim, ram_trim, deletes, sessions, clock)
     whole = Shard(rings, handlers, routing, commits, holdings, upkeep, cell, time)
     return Parts(whole, catalog, files, logs, commits, sessions, deletes, queues, sinks)
@@ -310,9 +311,7 @@ def _make_routing(
 
 
 def _restore(fold: Fold, fs: FileSystem, data_dir: str, directory: str) -> tuple[WalPosition | None, str]:
-    """Restore what the newest snapshot knows of the log in `directory`. Return the position from which the log is to be
-    read, None for its beginning, and a word on the snapshot for the service's log.
-    """
+    """Restore the newest snapshot of that log; return from where the log is read (None: all), and a word on it."""
     snapshot = load_snapshot(fs, data_dir)
     if snapshot is None:
         return None, "none"

@@ -53,7 +53,7 @@ class Handlers(NamedTuple):
 
 
 class Shard:
-    """One shard at work. `step` is called for ever; nothing else takes requests, and nothing else commits."""
+    """One shard at work. `serve` and `copy` are called for ever; nothing else takes requests or commits."""
 
     def __init__(
         self,
@@ -77,13 +77,6 @@ class Shard:
         self._group = Draft()
         self._unanswered: list[RingRequest] = []
         """Requests that are prepared and not answered."""
-        self._requests = 0
-        """Number of requests in the last step."""
-
-    def step(self) -> bool:
-        """Take one turn of everything, as `main.py` does. False when there was nothing to do."""
-        served = self.serve()
-        return self.copy(after_requests=served) or served
 
     def serve(self) -> bool:
         """Take one turn of the pipeline: all requests that wait, up to a bound. False when there were none."""
@@ -130,9 +123,7 @@ class Shard:
                 # An answered request need not stay in the journal.
                 self._finish_group()
                 reply_bytes = 0
-        if requests != self._requests:
-            self._requests = requests
-            self._cell.set("queue_depth", requests)
+        self._cell.set("queue_depth", requests)
         if requests:
             self._cell.set("queue_depth_peak", max(requests, self._cell.get("queue_depth_peak")))
         return requests
@@ -146,7 +137,9 @@ class Shard:
         except TopicsError as error:
             request.reply = messages.encode_error(request.id, error)
         except ArenaFullError as error:
-            request.reply = messages.encode_error(request.id, _no_memory(error))
+            request.reply = messages.encode_error(
+                request.id, TopicsError("storage_unavailable", str(error), {"cause": "ENOSPC", "read_only": False})
+            )
         except Exception:
             # One request must not end its neighbours' shard, nor do so again after a restart.
             log.exception("request failed", kind=kind)
@@ -253,7 +246,7 @@ class Shard:
 
     @property
     def next_tick_ms(self) -> int | None:
-        """Monotonic ms at which `step` will have something to do though nobody asks; None: never."""
+        """Monotonic ms at which `serve` will have something to do though nobody asks; None: never."""
         return self._handlers.queues.next_tick_ms
 
     def sync_in_background(self) -> None:
@@ -279,10 +272,6 @@ class Shard:
         for steps in (self.routing.close(), self._handlers.cursors.settle(), self.upkeep.close()):
             self._run(steps)
         self._commits.close()
-
-
-def _no_memory(error: ArenaFullError) -> TopicsError:
-    return TopicsError("storage_unavailable", str(error), {"cause": "ENOSPC", "read_only": False})
 
 
 def _encoded(request_id: int, reply: Message | AppendReply | None) -> bytearray | None:

@@ -37,9 +37,8 @@ class LogWrite:
 
     `buffers` are whole frames, one each; `more_frames` counts those that share a buffer with others. Once they are in
     the log `place(file_no, offset)` runs, then `apply()`; neither may fail. `undo()` runs instead when they never get
-    there. With `sync` the write counts only once it is on the disk. One that `takes_room` is refused
-    on a full disk; others may use the reserve. `request` is the request that it carries out, if
-    any.
+    there. With `sync` the write counts only once it is on the disk. One that `takes_room` is refused on a full disk;
+    others may use the reserve. `request` is the request that it carries out, if any.
     """
 
     __slots__ = ("apply", "buffers", "frames", "length", "place", "request", "sync", "takes_room", "undo")

@@ -44,7 +44,7 @@ from topics.walshard.commit.draft import Draft, LogWrite, Steps
 from topics.walshard.commit.logs import Logs
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
-from topics.walshard.hosted.tag_search import TagSearch
+from topics.walshard.hosted.tag_search import FrameTags
 
 log = get_logger()
 
@@ -108,7 +108,7 @@ class RamTrim:
         reserve: RamReserve,
         logs: Logs,
         catalog: Catalog,
-        tags: TagSearch,
+        tags: FrameTags,
         others: Sequence[Callable[[int], list[bytes]]],
     ) -> None:
         self._fs = fs
@@ -202,7 +202,7 @@ class RamTrim:
         wal = self._logs.ram
         assert wal is not None
         file_no = min([self._repeated_in_file, *self._files_in_use()])
-        self._tags.forget_log_files(file_no, in_ram=True)
+        self._tags.forget_below(file_no, in_ram=True)
         try:
             wal.drop_files_below(file_no)
         except OSError as error:
@@ -226,9 +226,7 @@ class RamTrim:
         return self._logs.ram.bytes_written - self._written_before if self._logs.ram is not None else 0
 
     def _topics(self) -> list[Hosted]:
-        """Return the topics that ever had records in the RAM log. Those that are durable now have no live ones there,
-        but locations of deleted ones, until a checkpoint passes them.
-        """
+        """Return topics that ever had records there; those durable by now only have locations of deleted ones."""
         topics = ((hosted, hosted.topic) for hosted in self._catalog)
         return [hosted for hosted, topic in topics if topic.config.durability == "ephemeral" or topic.had_ram_records]
 
@@ -292,7 +290,7 @@ class RamTrim:
 class LogTrim:
     """Removes files of one shard's durable log. `poll` between groups."""
 
-    def __init__(self, logs: Logs, catalog: Catalog, tags: TagSearch) -> None:
+    def __init__(self, logs: Logs, catalog: Catalog, tags: FrameTags) -> None:
         self._logs = logs
         self._catalog = catalog
         self._tags = tags
@@ -328,7 +326,7 @@ class LogTrim:
             self._drop()
 
     def _drop(self) -> None:
-        self._tags.forget_log_files(self._file_no, in_ram=False)
+        self._tags.forget_below(self._file_no, in_ram=False)
         try:
             self._logs.wal.drop_files_below(self._file_no)
         except OSError as error:

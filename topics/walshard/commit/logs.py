@@ -24,7 +24,7 @@ from topics.shm.control import ProcessCell, latency_bucket
 from topics.shm.journal import JournalEntry
 from topics.shm.ring import Wake
 from topics.storage.logfile import WalEnd
-from topics.storage.wal import CommitTimes, GroupPlan, Moved, Synced, WalSyncError, WalWriteError, WalWriter
+from topics.storage.wal import GroupPlan, Moved, Synced, WalSyncError, WalWriteError, WalWriter
 from topics.walshard.commit.draft import LogWrite
 from topics.walshard.hosted.hosted import Hosted
 
@@ -177,7 +177,8 @@ class Logs:
             if request is not None and request.reply is not None:
                 add_times(request.reply, wal_us, fsync_us if write.sync else 0)
         if sync:
-            self._count_sync(times)
+            self._cell.add(f"fsync_us_{latency_bucket(fsync_us):02d}")
+            self._cell.add("fsync_us_sum", fsync_us)
         return []
 
     def refusal(self, error: WalWriteError | WalSyncError) -> TopicsError:
@@ -228,11 +229,6 @@ class Logs:
                 "wal_read_only": int(wal.read_only is not None),
             }
         )
-
-    def _count_sync(self, times: CommitTimes) -> None:
-        fsync_us = int(times.fsync_us)
-        self._cell.add(f"fsync_us_{latency_bucket(fsync_us):02d}")
-        self._cell.add("fsync_us_sum", fsync_us)
 
 
 class BackgroundSync:
@@ -316,9 +312,7 @@ class BackgroundSync:
 
 
 def _settle(hosted: Hosted, synced_seq: int) -> bool:
-    """Move durable_seq to `synced_seq`; True if it moved. An `ephemeral` topic waits for no sync: the change of its
-    class was synced with all records before it.
-    """
+    """Move durable_seq to `synced_seq`; True if it moved. `ephemeral` topics were synced when their class changed."""
     topic = hosted.topic
     if topic.config.durability == "ephemeral" or synced_seq <= topic.durable_seq:
         return False

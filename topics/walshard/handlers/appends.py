@@ -10,6 +10,8 @@ from __future__ import annotations
 from functools import partial
 
 from topics.core.ceilings import Ceilings
+from topics.core.config import TopicConfig
+from topics.core.errors import topic_not_found
 from topics.core.idempotency import is_stage_key
 from topics.core.pending import RecordFrames, RoomNeeded
 from topics.shm.append_messages import AppendReply, AppendRequest
@@ -34,12 +36,14 @@ class Appends:
         """Add a write to a group, or find that it repeats one. After TopicsError or ArenaFullError nothing is added."""
         name, key, count, now = request.name, request.key, request.count, self._time.now
         records = RecordFrames(request.offset_len, request.record_flags, len(request.frames))
-        hosted, created = group.made.get(name), False
+        hosted, created = group.made.get(name) or self._catalog.find(name), False
         if hosted is None:
-            hosted, created = self._catalog.find_or_make(name, request.create, request.config, now.wall_ms)
+            config = request.config or TopicConfig()
+            if not (request.create and config.auto_create):
+                raise topic_not_found(name)
+            hosted, created = self._catalog.make(name, config, now.wall_ms), True
+            hosted.topic.ceilings = Ceilings.of_new(config, count)
         durability = hosted.topic.config.durability
-        if created:
-            hosted.topic.ceilings = Ceilings.of_new(hosted.topic.config, count)
         pending = group.pending_of(hosted.topic, now)
         try:
             expiry_ms = self._time.expiry_ms_of(hosted.topic.id)

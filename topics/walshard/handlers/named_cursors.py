@@ -140,12 +140,5 @@ class NamedCursors:
 
 def _shown(cursor: NamedCursor, passed_seq: int) -> CursorReply:
     seq, up_to_seq = cursor.behind(passed_seq)
-    return CursorReply(
-        cursor.name,
-        cursor.consistency,
-        cursor.persist_every,
-        seq,
-        cursor.persisted_seq,
-        cursor.revision,
-        up_to_seq=up_to_seq,
-    )
+    config = cursor.name, cursor.consistency, cursor.persist_every
+    return CursorReply(*config, seq, cursor.persisted_seq, cursor.revision, up_to_seq=up_to_seq)

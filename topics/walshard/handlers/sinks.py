@@ -95,17 +95,8 @@ class Sinks:
             raise _unusable(path, error) from None
         if stage.topic != call.name:
             raise _unusable(path, TxnFileDamagedError(f"it is of topic {stage.topic!r}, not {call.name!r}"))
-        return AppendRequest(
-            stage.topic,
-            True,
-            None,
-            key,
-            None,
-            len(stage.offset_len),
-            stage.offset_len,
-            stage.record_flags,
-            stage.frames,
-        )
+        records = len(stage.offset_len), stage.offset_len, stage.record_flags, stage.frames
+        return AppendRequest(stage.topic, True, None, key, None, *records)
 
     def _require_pending(self, sink: str, batch: int) -> None:
         """Raise `fenced` unless the batch is being published. The sink may be another shard's, which replaces the file

@@ -26,10 +26,7 @@ log = get_logger()
 
 
 class TopicCalls:
-    """Makes, configures and deletes the topics of one shard. Everything prepared is committed before.
-
-    `log_feed` logs how far the routers into a topic are, False when it cannot.
-    """
+    """Makes, configures and deletes one shard's topics. `log_feed` logs how far the routers into one are, if it can."""
 
     def __init__(
         self,

@@ -61,9 +61,6 @@ class WatchSessions:
         self._time = time
         self.by_wid: dict[str, WatchSession] = {}
 
-    def __len__(self) -> int:
-        return len(self.by_wid)
-
     def recovered(self, sessions: dict[str, SessionFrameBody]) -> None:
         """Take over the sessions of the RAM log after a crash. None is exact: streams may be open unknown to it."""
         for wid, session in sessions.items():

@@ -157,24 +157,14 @@ def deliveries_max(config: TopicConfig) -> int:
 
 def dealt_of(stream: int, leased: LeasedSeqs, dead: list[int], leases: Leases, config: TopicConfig) -> Dealt:
     """Return what the frontend is told."""
+    dead_ones = dead, leases.deliveries_of(dead), leases.order_keys_of(dead), config.dead_letter or ""
     return Dealt(
-        stream,
-        leased.seqs,
-        leased.first_lease_no,
-        leased.deadline_ms,
-        leased.deliveries,
-        leases.ready,
-        dead,
-        leases.deliveries_of(dead),
-        leases.order_keys_of(dead),
-        config.dead_letter or "",
+        stream, leased.seqs, leased.first_lease_no, leased.deadline_ms, leased.deliveries, leases.ready, *dead_ones
     )
 
 
 class Timers:
-    """The next monotonic ms at which each queue of one shard is due, by topic id. A time that an earlier one replaced
-    stays in the heap until it is past, and is ignored.
-    """
+    """The next monotonic ms at which each queue is due, by topic id. A replaced time stays in the heap, ignored."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, str]] = []

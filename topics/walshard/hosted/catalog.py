@@ -62,16 +62,6 @@ class Catalog:
             raise topic_not_found(name)
         return hosted
 
-    def find_or_make(self, name: str, create: bool, config: TopicConfig | None, now_ms: int) -> tuple[Hosted, bool]:
-        """Return a topic for a write, and whether it was made. Raise `topic_not_found` where it may not be made."""
-        hosted = self._by_name.get(name)
-        if hosted is not None:
-            return hosted, False
-        config = config or TopicConfig()
-        if create and config.auto_create:
-            return self.make(name, config, now_ms), True
-        raise topic_not_found(name)
-
     def make(self, name: str, config: TopicConfig, now_ms: int) -> Hosted:
         """Make a topic that nobody sees, to be hosted or abandoned. Raise ArenaFullError, or `throttled` (quota)."""
         self._holdings.claim_topic()

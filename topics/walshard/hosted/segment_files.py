@@ -331,9 +331,7 @@ def _later(info: SegmentInfo, seqs: Sequence[int], before: _Due | None) -> _Due:
 
 
 def _live_size(part: bytes, first_seq: int, unmarked: list[int], data_bytes: int | None) -> tuple[int, int]:
-    """Return (records, bytes) that live in a piece of an index from the entry of `first_seq` on, without `unmarked`
-    seqs. `data_bytes` are those of all frames together, where it is all of a segment.
-    """
+    """Return (records, bytes) that live in index entries from `first_seq` on; `data_bytes` are those of a whole one."""
     live = bytearray(part[ENTRY_FLAGS_AT::ENTRY_LEN].translate(_LIVE_TABLE))
     for seq in unmarked:
         live[seq - first_seq] = 0

@@ -83,10 +83,6 @@ class TagSearch:
         self._left: dict[tuple[object, ...], _Matches] = {}
         """Matches that a turn found and did not return, by search and place, for the next turn."""
 
-    def forget_log_files(self, file_no: int, in_ram: bool) -> None:
-        """Forget files of a log that were removed, numbered below `file_no`."""
-        self._frames.forget_below(file_no, in_ram)
-
     def find(
         self, topic: Topic, index: TopicIndex, match: Match, first_seq: int, last_seq: int
     ) -> tuple[list[int], int]:

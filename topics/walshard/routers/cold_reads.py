@@ -53,9 +53,7 @@ class ColdReads:
         self._reads: dict[tuple[str, int], _ThreadRead] = {}
 
     def get(self, name: str, start: int, end: int, data_bytes: int) -> memoryview:
-        """Return bytes start..end of an object of `data_bytes`. Raise NotReadYetError as long as they are not here,
-        OSError and ValueError when they cannot be read; the next call tries again.
-        """
+        """Return bytes start..end of an object. Raise NotReadYetError as yet, OSError or ValueError if unreadable."""
         self._take_finished()
         for (kept_name, offset), (content, _) in self._kept.items():
             if kept_name == name and offset <= start and end <= offset + len(content):

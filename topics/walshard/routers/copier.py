@@ -265,9 +265,7 @@ _OF_THE_INDEX: Final = LOCATION_IN_RAM_LOG | LOCATION_GONE
 
 
 def _unless_full(feed: Feed, hindrance: Hindrance) -> Hindrance:
-    """Return NONE for a dest that is full: it misses nothing while its source cannot be read. A full queue may have
-    jobs that can be dropped, so it is not known to be full.
-    """
+    """Return NONE for a full dest: it misses nothing. A full queue may drop jobs, so it is not known to be full."""
     is_full = feed.topic.queue is None and (feed.has_no_room() or min(room(feed.topic)) <= 0)
     return Hindrance.NONE if is_full else hindrance
 

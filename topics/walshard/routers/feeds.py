@@ -127,10 +127,7 @@ class Feed:
 
 
 class Feeds:
-    """One shard's feeds by dest and by source. It owns the board that shows how far their routers are.
-
-    Steps to a bool return False when the log could not be written: nothing has changed then.
-    """
+    """One shard's feeds by dest and by source, and the board of their progress. Steps to False have changed nothing."""
 
     def __init__(self, board: RouterBoardWriter, now_ms: Callable[[], int]) -> None:
         self._board = board
@@ -155,9 +152,7 @@ class Feeds:
                 self.show_progress(feed)
 
     def _pass_over(self, feed: Feed) -> None:
-        """Skip records that no router let pass, as the board of the former life says. Every copy has a cursor in the
-        log, so nothing was copied behind the last one.
-        """
+        """Skip records that no router let pass, as the former board says: every copy has a cursor in the log."""
         for one in feed.routers:
             former = self._board.former.get(one.router.id)
             if former is not None and former.source_topic_id == feed.source_topic_id:

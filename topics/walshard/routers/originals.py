@@ -161,11 +161,12 @@ class Originals:
         at, count = 0, len(offset_lens)
         while at < count:
             word = file_flags[at]
+            file_bits = LOW_WORD | LOCATION_IN_RAM_LOG << 32
             assert not word >> 32 & LOCATION_LOST
             start, end = offset_lens[at] & LOW_WORD, (offset_lens[at] & LOW_WORD) + (offset_lens[at] >> 32)
             stop = at + 1
             # Neighbours in a file are read with one call.
-            while stop < count and _same_file(file_flags[stop], word) and end - start < _RUN_BYTES:
+            while stop < count and not (file_flags[stop] ^ word) & file_bits and end - start < _RUN_BYTES:
                 offset, length = offset_lens[stop] & LOW_WORD, offset_lens[stop] >> 32
                 if not end <= offset <= end + 4096:
                     break
@@ -214,10 +215,6 @@ def _require(found: T | None) -> T:
     if found is None:
         raise UnknownError
     return found
-
-
-def _same_file(word: int, other: int) -> bool:
-    return (word ^ other) & (LOW_WORD | LOCATION_IN_RAM_LOG << 32) == 0
 
 
 class SegmentOriginals:

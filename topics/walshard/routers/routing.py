@@ -36,11 +36,7 @@ DEST_WAIT_MS: Final = 30_000
 
 
 class FeedTurns:
-    """Turns of the dests of routers, by topic id.
-
-    Dests that may have something to copy are served in the order in which they came. Those that have to wait come back
-    at a time of their own (monotonic ms), or when they are woken.
-    """
+    """Turns of dests, by topic id: first come, first served. Who waits is back at a time (monotonic ms) or woken."""
 
     def __init__(self) -> None:
         self._ready: dict[int, None] = {}
@@ -49,9 +45,6 @@ class FeedTurns:
     def __bool__(self) -> bool:
         """True if a dest has its turn."""
         return bool(self._ready)
-
-    def __contains__(self, dest_id: int) -> bool:
-        return dest_id in self._ready
 
     @property
     def some_wait(self) -> bool:
