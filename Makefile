@@ -8,7 +8,7 @@ PROMTOOL := $(VENV)/.promtool
 SUITE  := $(BIN)/python -m tests.suite $(if $(UNSTEADY),--again $(UNSTEADY))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-pythons dist check lint types bench crash soak lock clean spark oldspark fuzz browser peers mutants eager
+.PHONY: help setup run test test-all test-pythons dist check lint types bench compare crash soak lock clean spark oldspark fuzz browser peers mutants eager
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -73,6 +73,10 @@ types: $(STAMP)
 
 bench: $(STAMP) ## start a server, measure it, print the table (JSON: bench/out/latest.json)
 	$(BIN)/python -m bench
+
+REF ?= HEAD
+compare: $(STAMP) ## is this checkout slower than REF=<commit>? Both in turns, ten rounds; fails below 0.93 of any figure
+	$(BIN)/python -m bench.compare $(REF)
 
 crash: $(STAMP) ## the end-to-end crash tests, 20 rounds, and a failure and a death at every call of a checkpoint
 	TOPICS_CRASH_ROUNDS=20 TOPICS_CRASH_ALL=1 TOPICS_STORM_KILLS=60 \
