@@ -334,7 +334,7 @@ class RequestParser:
 
 
 def _begins_another_protocol(method: bytes, http11: bool, headers: list[tuple[bytes, bytes]]) -> bool:
-    """Return True if Hypercorn obeys this Upgrade. It would serve any other with its own HTTP/1.1, without our bounds."""
+    """Return True if Hypercorn obeys this Upgrade. Others it would serve with its own HTTP/1.1, without our bounds."""
     asked = [value.lower() for name, value in headers if name == b"upgrade"]
     if asked == [b"websocket"]:
         # There may be no Connection: llhttp obeys Proxy-Connection, too.
