@@ -8,6 +8,7 @@ frames again and says what.
 
 from __future__ import annotations
 
+import mmap
 import re
 from array import array
 from bisect import bisect_left
@@ -322,14 +323,14 @@ def _rows(table: bytes, offset: int, total_len: int, rows: int, trusts_records: 
     return FrameColumns(offset_len, types, table[FLAGS_AT::total_len], heads)
 
 
-class _BodyParts(dict[int, Callable[[memoryview, int], tuple[bytes, int]]]):
+class _BodyParts(dict[int, Callable[[Bytes | mmap.mmap, int], tuple[bytes, int]]]):
     """Functions that unpack the hashed bytes of a frame and its checksum, by the frame's whole length."""
 
-    def __missing__(self, total_len: int) -> Callable[[memoryview, int], tuple[bytes, int]]:
+    def __missing__(self, total_len: int) -> Callable[[Bytes | mmap.mmap, int], tuple[bytes, int]]:
         if len(self) >= 4096:
             self.clear()
         unpack = Struct(f"<{LENGTH_FIELD_LEN}x{total_len - LENGTH_FIELD_LEN - CHECKSUM_LEN}sQ").unpack_from
-        parts: Callable[[memoryview, int], tuple[bytes, int]] = unpack
+        parts: Callable[[Bytes | mmap.mmap, int], tuple[bytes, int]] = unpack
         self[total_len] = parts
         return parts
 
