@@ -19,7 +19,7 @@ import pytest
 from tests.harness import poll
 from topics.client import AsyncClient, Client, ClientError, Retry, UnreachableError, calls
 from topics.client.http import NotSentError, ServiceAddress, TransportError
-from topics.client.links import AsyncLink, Link, Links, finish, finish_each
+from topics.client.links import AsyncLink, Link, LinkPool, finish, finish_each
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 CLOSING = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}"
@@ -93,11 +93,11 @@ def kind(request: pytest.FixtureRequest) -> tuple[Run, Any]:
     return (finish, Link) if request.param == "threads" else (asyncio.run, AsyncLink)
 
 
-def links_to(service: Script, link: Any) -> Links:
-    return Links(partial(link.connect, service.address()))
+def links_to(service: Script, link: Any) -> LinkPool:
+    return LinkPool(partial(link.connect, service.address()))
 
 
-def close_when_asked(links: Links, service: Script) -> None:
+def close_when_asked(links: LinkPool, service: Script) -> None:
     poll("the request", lambda: bool(service.requests))
     links.close()
 

@@ -16,8 +16,8 @@ from topics.client.attempts import RETRY, Attempts, Retry
 from topics.client.calls import Call
 from topics.client.commands import AsyncCursor, Commands, Cursor
 from topics.client.errors import NotFoundError
-from topics.client.http import Answer, Event, ServiceAddress, TransportError
-from topics.client.links import AsyncLink, Link, Links, finish, finish_each
+from topics.client.http import Event, ServiceAddress, TransportError, WholeAnswer
+from topics.client.links import AsyncLink, Link, LinkPool, finish, finish_each
 from topics.client.queue import AsyncQueue, Queue
 from topics.client.walks import SILENCE_MAX_S, Following, Item, Tombstones, TopicGone, Walk
 
@@ -34,12 +34,12 @@ class Connection(Commands):
     coroutines that never suspend in a `Client`. ClientError for a bad `url`.
     """
 
-    def __init__(self, address: ServiceAddress, links: Links, retry: Retry) -> None:
+    def __init__(self, address: ServiceAddress, links: LinkPool, retry: Retry) -> None:
         self._address = address
         self._links = links
         self._retry = retry
 
-    async def _ask(self, request: bytes) -> Answer:
+    async def _ask(self, request: bytes) -> WholeAnswer:
         return await self._links.ask(request)
 
     async def _pause(self, pause_s: float) -> None:
@@ -115,7 +115,7 @@ class AsyncClient(Connection):
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         address = ServiceAddress(url, token, tls)
-        super().__init__(address, Links(partial(AsyncLink.connect, address)), retry)
+        super().__init__(address, LinkPool(partial(AsyncLink.connect, address)), retry)
         self._turns = asyncio.Semaphore(REQUESTS_MAX)
         self._sleep = sleep
 
@@ -129,7 +129,7 @@ class AsyncClient(Connection):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _ask(self, request: bytes) -> Answer:
+    async def _ask(self, request: bytes) -> WholeAnswer:
         async with self._turns:
             return await self._links.ask(request)
 
@@ -188,7 +188,7 @@ class Client(Connection):
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         address = ServiceAddress(url, token, tls)
-        super().__init__(address, Links(partial(Link.connect, address)), retry)
+        super().__init__(address, LinkPool(partial(Link.connect, address)), retry)
         self._connect_async = partial(AsyncClient, url, token=token, tls=tls, retry=retry)
         self._sleep = sleep
 

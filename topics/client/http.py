@@ -85,7 +85,7 @@ def _fits(text: str, also: str = "") -> bool:
     return all("!" <= character <= "~" or character in also for character in text)
 
 
-class Answer(NamedTuple):
+class WholeAnswer(NamedTuple):
     """A whole answer. The names of its headers are in lower case."""
 
     status: int
@@ -122,9 +122,9 @@ class AnswerReader:
         body, self._body = self._body, []
         return body[0] if len(body) == 1 else b"".join(body)
 
-    def answer(self) -> Answer:
+    def answer(self) -> WholeAnswer:
         """Return the answer, once it is `whole`."""
-        return Answer(self.status, self.headers, self.take_body())
+        return WholeAnswer(self.status, self.headers, self.take_body())
 
     def on_message_begin(self) -> None:
         self.reusable = False

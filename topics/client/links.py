@@ -17,13 +17,13 @@ from topics.client.errors import ServiceBusyError
 from topics.client.http import (
     ANSWER_MAX_S,
     CONNECT_MAX_S,
-    Answer,
     AnswerReader,
     Event,
     EventReader,
     NotSentError,
     ServiceAddress,
     TransportError,
+    WholeAnswer,
 )
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class AnyLink(Protocol):
     def close(self) -> None: ...
 
 
-class Links:
+class LinkPool:
     """The connections of a client. One that has carried an answer is kept for the next request, unless the service has
     closed it or it was idle for long. After a failure or a cancelled request it is closed.
     """
@@ -85,7 +85,7 @@ class Links:
         self._open: set[AnyLink] = set()
         self._closed = False
 
-    async def ask(self, request: bytes) -> Answer:
+    async def ask(self, request: bytes) -> WholeAnswer:
         """Send a request and return its answer; TransportError when there is none."""
         link = await self._take()
         answer = AnswerReader()
@@ -143,7 +143,7 @@ class Links:
         link.close()
 
 
-def _refused_stream(answer: Answer) -> Exception:
+def _refused_stream(answer: WholeAnswer) -> Exception:
     """Return the error of an event stream that was not opened. A busy service counts as one that was not reached."""
     refusal = error_of(answer.status, answer.body)
     return TransportError(str(refusal)) if isinstance(refusal, ServiceBusyError) else refusal
