@@ -21,8 +21,7 @@ from topics.core.names import check_router_name, check_topic_name
 from topics.frontend.asgi import ROUTE, AsgiApp, Receive, Scope, Send
 from topics.frontend.entry.bodies import ClientGoneError
 from topics.frontend.entry.responses import send_error
-from topics.frontend.live.websocket import Services
-from topics.frontend.live.websocket_route import WebSocketRoute, refuse
+from topics.frontend.live.websocket import Services, WebSocketRoute, refuse
 from topics.frontend.operators.openapi import OpenApiRoutes
 from topics.frontend.reads.diff import DiffRoute
 from topics.frontend.routes.operations import ApiOperation, Endpoint

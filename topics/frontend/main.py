@@ -18,7 +18,7 @@ from topics.frontend.entry.bodies import allow_bodies_of
 from topics.frontend.http.connections import Connections
 from topics.frontend.http.deadlines import HttpLimits, RunningClock
 from topics.frontend.http.serve import serve
-from topics.frontend.live import cursor
+from topics.frontend.live.wording import cursor_max_bytes
 from topics.frontend.operators.frontend_pressure import FrontendPressure
 from topics.frontend.wiring import Process, build_app
 from topics.settings import Settings
@@ -93,7 +93,7 @@ async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, l
             HttpLimits(
                 max_body_bytes=settings.max_body_bytes,
                 # A client that reconnects sends the positions of all its topics in one header.
-                max_header_bytes=HEADER_BYTES_MIN + cursor.size_max_bytes(settings.max_watch_topics),
+                max_header_bytes=HEADER_BYTES_MIN + cursor_max_bytes(settings.max_watch_topics),
             ),
             shutdown,
             grace_ms=settings.frontend_grace_ms,

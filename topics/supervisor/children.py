@@ -158,9 +158,7 @@ def show_exit(exit_code: int) -> str:
 
 
 def fork(name: str, index: int, main: Callable[[], int]) -> int:
-    """Run `main` in a child, which exits with its result. Return the child's pid; never returns in the child. The
-    caller has blocked its signals, so none can reach the child before it is set up.
-    """
+    """Run `main` in a child, which exits with its result; return its pid. The caller has blocked its signals before."""
     parent_pid = os.getpid()
     pid = os.fork()
     if pid:

@@ -207,9 +207,7 @@ def _stop(settings: Settings, options: argparse.Namespace) -> int:
 
 @contextmanager
 def running_supervisor(data_dir: str) -> Iterator[tuple[int, int]]:
-    """Find the supervisor that holds the lock of `data_dir`: its pid, and an fd that stays with this process though the
-    pid may be used again. Raise ProcessLookupError when nothing runs.
-    """
+    """Find the supervisor of `data_dir`: its pid, and an fd that stays with it. ProcessLookupError when none runs."""
     pid = holder_pid(data_dir)
     if pid is None:
         raise ProcessLookupError

@@ -126,9 +126,7 @@ def _log_authentication(settings: Settings, keys: KeyRing) -> None:
 
 
 def _acquire(settings: Settings, signals: Signals, clock: Clock) -> DataDirLock | None:
-    """Return the lock, None when told to stop while waiting for the children of a killed supervisor: they hold its lock
-    until the last of them has drained, so no file ever has two writers.
-    """
+    """Return the lock, for which children of a killed supervisor are waited for; None when told to stop meanwhile."""
     begun_ms = clock.monotonic_ms()
     is_waiting = False
     while True:

@@ -1,8 +1,7 @@
 """The supervisor's loop (reap, restart, drain), and the signals it waits for.
 
-The supervisor asks for signals as values; no handler interrupts it. They are blocked from before the first fork, so a
-signal waits for the next `wait`, and none can hit a child that is not set up yet. A child starts with none pending and
-unblocks them itself, SIGHUP only when it can reload.
+The supervisor asks for signals as values; no handler interrupts it. They are blocked from before the first fork, so
+none can hit a child that is not set up yet. A child unblocks them itself, SIGHUP only when it can reload.
 """
 
 from __future__ import annotations

@@ -151,9 +151,7 @@ def _bearer(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 
 class KeyReload:
-    """Reads the keys again at SIGHUP. The supervisor has checked them, but the file may have changed since. `header`
-    has the serial of the newest ring, `cell` tells the supervisor which ring this frontend accepts.
-    """
+    """Reads the keys again at SIGHUP. `header` has the newest serial; `cell` tells which one this frontend accepts."""
 
     def __init__(self, settings: Settings, access: Access, header: Cell, cell: ProcessCell) -> None:
         self._settings = settings

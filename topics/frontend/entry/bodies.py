@@ -4,9 +4,8 @@
                      │ waits in a queue                    └─▶ release_body: little of it is kept
                      └─▶ 429 throttled
 
-A body waits for room before it is read on, so TCP holds up its client. When two bodies have a part each and wait for
-the rest, one of them times out and makes room for the other. Bodies of up to 1 MiB have a budget of their own, because
-four clients that send slowly can fill that of the long ones.
+A body waits for room before it is read on, so TCP holds up its client. Of two bodies that wait for each other's room
+one times out. Bodies of up to 1 MiB have their own budget: four slow clients can fill that of the long ones.
 """
 
 from __future__ import annotations

@@ -128,9 +128,7 @@ class Reservation:
             self._budget.waiting.move_to_end(self, last=False)
 
     async def grow(self, size_bytes: int, wait_s: float | None = None) -> None:
-        """Take `size_bytes` more, waiting in the queue if need be. Raise TimeoutError after `wait_s`, and
-        ConnectionResetError if the reservation is closed.
-        """
+        """Take `size_bytes` more, waiting if need be. Raise TimeoutError; ConnectionResetError if it is closed."""
         if self.try_grow(size_bytes):
             return
         granted = False

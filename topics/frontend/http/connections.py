@@ -90,9 +90,7 @@ class KeptAnswers:
 
 
 class UnadmittedInput:
-    """Heads and frames that are not whole, of clients without an admitted request. It cuts those that have held some
-    for longest. Clients send a head in one go: the oldest parts belong to clients that do not mean to send the rest.
-    """
+    """Heads and frames that are not whole, of clients without an admitted request. The oldest are cut first."""
 
     def __init__(self) -> None:
         self.budget = Budget(limits.UNADMITTED_INPUT)

@@ -1,9 +1,8 @@
 """Bounds on the frames of one client: those that carry nothing, and those that this process handles in one turn.
 
-A ping, a reset or an empty piece of a message takes 10 bytes and costs this process some 50 µs, so 1 MB/s of them would
-take all of its time. Clients have few: a connection may send FRAMES_BURST at once and FRAMES_PER_S from then on, which
-is 5 % of the process. Beyond that it is cut. What clients need more of they earn: each answer, and each KiB of answers.
-Between FRAMES_PER_TURN frames other connections have their turn.
+A ping, a reset or an empty piece of a message takes 10 bytes and some 50 µs, so 1 MB/s of them would take all of the
+process's time. A connection may send FRAMES_BURST at once and FRAMES_PER_S from then on, 5 % of that time, before it is
+cut. Answers earn more. Between FRAMES_PER_TURN frames other connections have their turn.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ rest of its body, so it never sees the request behind the current one:
     data ─ find_head ─▶ head ─ parse_head ─▶ Head ─ read_body ─▶ pieces … complete ─▶ find_head …
                                                     (Content-Length: counted; chunked: `Chunks` follows)
 
-`parse_head` refuses what llhttp accepts and this service does not. A request that does not reach the app raises a
-TopicsError, the error of its answer. Nothing after it can be read.
+`parse_head` refuses what llhttp accepts and this service does not. After a TopicsError nothing more can be read.
 """
 
 from __future__ import annotations
@@ -176,9 +175,7 @@ class RequestParser:
         return position, -1
 
     def parse_head(self, head: bytes) -> Head | None:
-        """Parse and check a whole head. None: it begins a protocol that Hypercorn serves, with the preface of HTTP/2 or
-        an Upgrade. Raise TopicsError.
-        """
+        """Parse and check a whole head; None if it begins HTTP/2 or an Upgrade for Hypercorn. Raise TopicsError."""
         if head == _H2_PREFACE_HEAD:
             return None
         line = head[: head.index(b"\r\n")]

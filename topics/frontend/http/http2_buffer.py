@@ -1,10 +1,8 @@
 """HTTP/2 on Hypercorn, with a bound on what waits for the client of a stream (api §7).
 
-Hypercorn's own buffer judges a client by what it could send last. With a window of 0 that is nothing, which looks like
-a client that keeps up: a client without a window would pull a whole topic into memory. Here `send` waits until the
-client has read the message. Three more bounds: a stream whose client reads nothing is reset (`SlowReaderTimer`), the
-streams of one connection share room for long answers (`responses.reserve_room`), and so do the clients of the process
-(`connections.KeptAnswers`).
+To Hypercorn's own buffer a client with a window of 0 looks like one that keeps up, which would pull a whole topic into
+memory. Here `send` waits until the client has read the message. A stream whose client reads nothing is reset
+(`SlowReaderTimer`). Long answers are bounded for a connection (`responses.reserve_room`) and for all (`KeptAnswers`).
 """
 
 from __future__ import annotations
@@ -266,9 +264,7 @@ class BoundedProtocol(H2Protocol):
             cast("dict[str, Any]", stream.scope["extensions"])[DELIVER] = partial(self._deliver, request.stream_id)
 
     async def _deliver(self, stream_id: int, send: Send, body: bytes) -> None:
-        """Send the whole body, and return when the kernel has all of it (`asgi.DELIVER`). Hypercorn's `send` does not
-        tell if the stream is closed before the body's end. The buffer does.
-        """
+        """Send the whole body, and return when the kernel has all of it (`asgi.DELIVER`)."""
         buffer = self.stream_buffers.get(stream_id)
         assert isinstance(buffer, BoundedBuffer | None)
         await send({"type": "http.response.body", "body": body})

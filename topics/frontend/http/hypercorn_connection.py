@@ -138,9 +138,7 @@ class ConnectionContext(WorkerContext):
             self.closed.set()
 
     def drop(self, receive: Receive) -> None:
-        """Drop further messages of a WebSocket whose app has ended: Hypercorn learns that the client is gone only as
-        long as somebody receives messages.
-        """
+        """Drop further messages of a WebSocket whose app has ended: Hypercorn reads only if somebody receives."""
         task = asyncio.get_running_loop().create_task(_drop(receive))
         self._dropping.add(task)
         task.add_done_callback(self._dropping.discard)
@@ -364,8 +362,6 @@ def _config(limits: HttpLimits) -> Config:
 
 
 def _without_compression(data: bytes) -> bytes:
-    """Return an upgrade request without its offer to compress: a message of 8 MiB would block every other client while
-    it is packed, and 64 KiB may unpack to 64 MiB.
-    """
+    """Return an upgrade request without its offer to compress: packing 8 MiB would block every other client."""
     head, end, rest = data.partition(b"\r\n\r\n")
     return _WS_EXTENSIONS.sub(b"", head) + end + rest

@@ -1,13 +1,12 @@
 """Delivery: new records of a topic go to every event stream that follows it, read once and framed once.
 
-A connection is, for each of its topics, in one of two places. *Current*: it has read up to the head and waits in the
-topic's channel; when the shard announces a change, one pass over the channel writes to all of them. *Behind*: it stands
-in the channel's backlog and reads on, a page at a time and in turn with the others there, until it is current. A
-connection whose client does not read is behind, and nothing is read for it: the log is its queue (api §7).
+A connection is, for each of its topics, in one of two places. *Current*: it has read up to the head; when the shard
+announces a change, one pass over the topic's channel writes to all of these. *Behind*: it stands in the channel's
+backlog and reads on, a page at a time and in turn with others, until it is current. A connection whose client does not
+read is behind, and nothing is read for it: the log is its queue (api §7).
 
-The scheduler (`core/scheduler.py`) chooses the next channel by the priority of its topic. Work is done in slices of
-SLICE_S, between which the event loop does everything else. Within one slice a topic is looked up once (`StepCache`). A
-change during a slice is announced afterwards, so nothing is missed.
+The scheduler (`core/scheduler.py`) chooses the next channel by priority. Work is done in slices of SLICE_S, in which a
+topic is looked up once (`StepCache`). A change during a slice is announced afterwards, so nothing is missed.
 """
 
 from __future__ import annotations

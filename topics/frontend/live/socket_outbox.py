@@ -2,10 +2,9 @@
 HIGH_WATER_BYTES together nobody has room, as in an event stream: then these are kept, and what one step says.
 
 Two kinds of writers share the room, and take turns while there is none. Answers to commands wait in `put`, so no more
-commands are read from a client that does not read its answers. Subscriptions are the hub's: they stay behind in their
-topic, and are called back (`on_writable`) when all messages of one step have room. Until then nothing is read or framed
-for them: the log is their queue. Each message counts with the subscription that wrote it, and the hub bounds all of
-them together (`LargeFrames`).
+commands are read from a client that does not read its answers. Subscriptions are called back (`on_writable`) when all
+messages of one step have room. Until then they are behind: the log is their queue. The hub bounds all of their messages
+together (`LargeFrames`).
 """
 
 from __future__ import annotations

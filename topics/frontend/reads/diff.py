@@ -97,13 +97,7 @@ class DiffRoute:
         return request, options
 
     async def _wait(
-        self,
-        ref: TopicRef,
-        page: RecordPage,
-        request: DiffBody,
-        options: PageOptions,
-        receive: Receive,
-        room: Reservation | None,
+        self, ref: TopicRef, page: RecordPage, request: DiffBody, options: PageOptions, receive: Receive, room: Room
     ) -> RecordPage:
         """Return the first page with anything to deliver, or the last one before the deadline. Its costs are those of
         all pages. `from_ts` may be in the future: records written before it are not delivered.

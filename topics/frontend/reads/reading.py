@@ -1,8 +1,7 @@
 """Reads a topic: the page that follows a cursor (api §3). Diffs, watch streams and claims all read through here.
 
-No shard is asked. A read takes the arena's view of the topic and the files that it points into, so committed records
-can be read while the shard is dead, and a page is one consistent state. A read awaits nothing, unless only the cold
-tier has a record (`TopicReader.fetch_page`).
+No shard is asked: a read takes the arena's view of the topic and the files that it points into, one consistent state,
+also while the shard is dead. It awaits nothing, unless only the cold tier has a record (`TopicReader.fetch_page`).
 """
 
 from __future__ import annotations

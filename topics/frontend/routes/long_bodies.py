@@ -6,11 +6,8 @@
 
 The body is cut between its records, about every PIECE_BYTES. The place of a cut is guessed from the text between the
 first two records, and proven by the result: a piece in brackets must be a JSON array of records, and the frame with one
-made-up record in place of all must be a write with that record. As JSON can be read in only one way, the pieces are
-then the whole. After a wrong guess, msgspec is asked where each value ends.
-
-A body that cannot be cut (no `records` near its beginning, two of them, one record as long as many), or that is
-invalid, is decoded as a whole, which makes the usual error.
+made-up record in place of all must be a write with that record. After a wrong guess, msgspec is asked where each value
+ends. A body that cannot be cut, or is invalid, is decoded as a whole, which makes the usual error.
 """
 
 from __future__ import annotations

@@ -4,13 +4,9 @@ offer ──▶ [ throttled   ] ─┐                 ┌─▶ ring ──▶ 
       ──▶ [ unthrottled ] ─┼─ oldest first ──┤
       ──▶ [ posts       ] ─┘                 └─▶ given up: its time is over, and it has not reached the shard
 
-A `SendQueue` stands in front of each ring. Each of its three queues is ordered by age, so that requests whose time is
-over are at the front. Each has its own bound, so that many of one kind take no room from another. All are sent in the
-order of `request_id`: a post never overtakes the request that it follows, nor a request the post.
-
-A post is never refused, since nobody would notice the loss. Its bound applies to the requests that leave posts behind:
-while the queue of posts is full no request is accepted, and a refused request leaves no post.
-
+A `SendQueue` stands in front of each ring. Each of its three queues is ordered by age, and has its own bound, so that
+many of one kind take no room from another. All are sent in the order of `request_id`: nothing overtakes a post. A post
+is never refused, since nobody would notice. While their queue is full no request is accepted, which might leave more.
 A request that is too long for a ring waits in a file in shared memory (`Spills`), and the ring holds only its path.
 """
 
