@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-import socket
+from socket import socket
 from typing import Final
 
 import uvloop
@@ -33,12 +33,7 @@ HEADER_BYTES_MIN: Final = 64 * 1024
 
 
 def run(
-    settings: Settings,
-    keys: KeyRing,
-    shared: SharedMemory,
-    index: int,
-    incarnation: int,
-    listeners: list[socket.socket],
+    settings: Settings, keys: KeyRing, shared: SharedMemory, index: int, incarnation: int, listeners: list[socket]
 ) -> int:
     """Run the process. Return 0 after it was told to stop and has stopped."""
     cell = shared.control.cell(Role.FRONTEND, index)
@@ -51,7 +46,7 @@ def run(
     return 0
 
 
-async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, listeners: list[socket.socket]) -> None:
+async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, listeners: list[socket]) -> None:
     loop = asyncio.get_running_loop()
     shutdown = asyncio.Event()
     settings, control, cell = process.settings, process.shared.control, process.cell

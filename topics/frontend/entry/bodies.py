@@ -146,7 +146,8 @@ async def _read_rest(receive: Receive, first: bytes, headers: Headers, max_bytes
     chunks = [first]
     size = len(first)
     # A known length is reserved at once: a body that was let in does not wait again.
-    length = _length(headers, max_bytes)
+    content_length = headers.get(b"content-length", b"")
+    length = min(int(content_length), max_bytes) if content_length.isdigit() else 0
     room, more = COUNTED_FROM_BYTES, True
     while True:
         while size > room:  # one message may be several steps long
@@ -167,12 +168,6 @@ async def _read_rest(receive: Receive, first: bytes, headers: Headers, max_bytes
         if size > max_bytes:
             raise _too_large(max_bytes)
         chunks.append(chunk)
-
-
-def _length(headers: Headers, max_bytes: int) -> int:
-    """Return the body's Content-Length, which the server has checked; 0 without one."""
-    length = headers.get(b"content-length", b"")
-    return min(int(length), max_bytes) if length.isdigit() else 0
 
 
 def _check_content_type(content_type: bytes | None) -> None:

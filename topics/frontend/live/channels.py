@@ -142,28 +142,24 @@ class HeartbeatQueue:
         return due
 
 
-class HeartbeatSender:
+class HeartbeatSender(HeartbeatQueue):
     """Sends the heartbeats of a frontend. Calls `on_stalled(connection, now_ms)` for clients that are not writable."""
 
     def __init__(self, clock: Clock, on_stalled: Callable[[StreamConnection, int], None]) -> None:
+        super().__init__()
         self._loop = asyncio.get_running_loop()
         self._clock = clock
         self._on_stalled = on_stalled
-        self._queue = HeartbeatQueue()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_ms = 0
 
-    def add(self, connection: StreamConnection) -> None:
+    def start(self, connection: StreamConnection) -> None:
         """Begin the heartbeats of a connection that was written to at `idle_since_ms`."""
-        self._queue.add(connection)
+        self.add(connection)
         self._arm()
 
-    def remove(self, connection: StreamConnection) -> None:
-        """End the heartbeats of a connection. Idempotent."""
-        self._queue.remove(connection)
-
     def _arm(self) -> None:
-        next_ms = self._queue.next_ms
+        next_ms = self.next_ms
         if next_ms is None or (self._timer is not None and self._timer_at_ms <= next_ms):
             return
         if self._timer is not None:
@@ -177,7 +173,7 @@ class HeartbeatSender:
         self._timer = None
         now_ms = self._clock.monotonic_ms()
         comment = EVENT_STREAM.heartbeat(self._clock.now_ms())
-        for connection in self._queue.pop_due(now_ms, PER_TURN_MAX):
+        for connection in self.pop_due(now_ms, PER_TURN_MAX):
             if connection.push.writable:
                 connection.push.write(comment)
             else:

@@ -15,6 +15,7 @@ import asyncio
 from functools import partial
 from operator import attrgetter
 from typing import Final
+from weakref import WeakValueDictionary
 
 from topics.core.clock import Clock
 from topics.core.scheduler import TICK_MS, Scheduler
@@ -24,7 +25,7 @@ from topics.frontend.entry.stalled_clients import STALL_MAX_MS, StalledClients
 from topics.frontend.live.channels import COST_BYTES, Channel, HeartbeatSender, LargeFrames, Slice, StreamConnection
 from topics.frontend.live.event_streams import Push
 from topics.frontend.live.step_cache import KnownTopics, StepCache
-from topics.frontend.live.stream import RETRY_AFTER_MS, StepOutcome, StreamSpecs, StreamState, StreamStep, TopicPhase
+from topics.frontend.live.stream import RETRY_AFTER_MS, StepOutcome, StreamSpec, StreamState, StreamStep, TopicPhase
 from topics.frontend.live.wording import EVENT_STREAM
 from topics.frontend.reads.cold import ColdWaits
 from topics.frontend.shards.gateway import Gateway
@@ -65,10 +66,14 @@ class Hub:
         self._tick_timer: asyncio.TimerHandle | None = None
         self._age_timer: asyncio.TimerHandle | None = None
         self._scheduled = False
-        self.specs = StreamSpecs()
+        self._specs: WeakValueDictionary[tuple[object, ...], StreamSpec] = WeakValueDictionary()
         self.coalesce_ms = 0.0
         """Least time between two passes over one topic. Records that arrive meanwhile go out together."""
         self.draining = False
+
+    def share(self, spec: StreamSpec) -> StreamSpec:
+        """Return the one spec of open streams that is equal to `spec`, so that they share steps."""
+        return self._specs.setdefault((spec.names, spec.topic_ids, spec.options, spec.strong, spec.wording), spec)
 
     def open(self, push: Push, state: StreamState, heartbeat_ms: int) -> StreamConnection:
         """Begin a stream, with its backlog; `heartbeat_ms` 0: without heartbeats. It ends with `close` or when the
@@ -90,7 +95,7 @@ class Hub:
             self._forget(connection)
             raise
         if heartbeat_ms:
-            self._heartbeats.add(connection)
+            self._heartbeats.start(connection)
         if self._tick_timer is None:
             self._tick_timer = self._loop.call_later(RETRY_AFTER_MS / 1000, self._tick)
         return connection

@@ -347,4 +347,4 @@ class WatchRoutes:
             ),
             session.strong,
         )
-        return self.hub.specs.share(spec).start(resume(follows.keys(), stored, seen, opened.exact, heads))
+        return self.hub.share(spec).start(resume(follows.keys(), stored, seen, opened.exact, heads))

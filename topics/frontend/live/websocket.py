@@ -260,7 +260,7 @@ class Socket:
         if hub.draining or self._over.done():
             return
         for name, (ref, from_seq, _state) in found.items():
-            spec = hub.specs.share(StreamSpec((name,), (ref.view.topic_id,), options, command.strong, MESSAGES))
+            spec = hub.share(StreamSpec((name,), (ref.view.topic_id,), options, command.strong, MESSAGES))
             push = Subscription(self._outbox, partial(self.end, GOING_AWAY, _ENDED_BY_HUB), self._abort)
             self._subscriptions[name] = hub.open(push, spec.start({name: from_seq}), 0)
         # The keys may have changed while the answer waited for room.

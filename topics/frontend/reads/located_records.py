@@ -163,7 +163,11 @@ class LocatedRecords:
         if end:
             data = opened.local_data()
             if data is None:
-                buffer, base = self._cold_tier(opened).extent(opened.name, base, end, info.data_bytes)
+                if self._stores.cold is None:
+                    why = "is in the cold tier, and this service has none: start it with its former TOPICS_COLD_DIR"
+                    message, detail = f"segment {opened.name} {why}", {"segment": opened.name}
+                    raise TopicsError("storage_unavailable", message, detail)
+                buffer, base = self._stores.cold.extent(opened.name, base, end, info.data_bytes)
                 self.cold_segments.add(info.first_seq)
             else:
                 buffer = data[base:end]
@@ -176,16 +180,6 @@ class LocatedRecords:
                     flags[seq - first_seq] |= LOCATION_DELETED
                 columns = columns._replace(flags=flags)
         return Run(first_seq, columns.ts, starts, columns.lengths, columns.flags, buffer, SEGMENT_FRAME)
-
-    def _cold_tier(self, opened: OpenSegment) -> ColdTier:
-        if self._stores.cold is None:
-            raise TopicsError(
-                "storage_unavailable",
-                f"segment {opened.name} is in the cold tier, and this service has none: start it with its former"
-                " TOPICS_COLD_DIR",
-                {"segment": opened.name},
-            )
-        return self._stores.cold
 
     # -- in the log
 
