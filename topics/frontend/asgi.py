@@ -62,6 +62,6 @@ async def disconnected_before(done: asyncio.Future[Any], receive: Receive) -> bo
 
 
 async def until_disconnect(receive: Receive) -> None:
-    """Wait for the end of the connection or of the answer."""
-    while (await receive())["type"] != "http.disconnect":
+    """Wait for the end of the connection, of the answer or of the WebSocket. Other messages are dropped."""
+    while (await receive())["type"] not in ("http.disconnect", "websocket.disconnect"):
         pass

@@ -14,7 +14,7 @@ from topics.core.clock import SystemClock
 from topics.core.keys import KeyRing
 from topics.frontend.app import StartGate
 from topics.frontend.entry.access import Cors, KeyReload
-from topics.frontend.entry.bodies import allow_bodies_of
+from topics.frontend.entry.bodies import long_bodies
 from topics.frontend.http.connections import Connections
 from topics.frontend.http.deadlines import HttpLimits, RunningClock
 from topics.frontend.http.serve import serve
@@ -50,7 +50,7 @@ async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, l
     loop = asyncio.get_running_loop()
     shutdown = asyncio.Event()
     settings, control, cell = process.settings, process.shared.control, process.cell
-    allow_bodies_of(settings.max_body_bytes)
+    long_bodies.most_bytes = max(long_bodies.most_bytes, 4 * settings.max_body_bytes)
     cold = None if settings.cold_dir is None else LocalStore(OsFileSystem(), layout.topics_dir(settings.cold_dir))
     frontend = build_app(process, keys, cold)
     connections = Connections(

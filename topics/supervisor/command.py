@@ -221,9 +221,7 @@ def running_supervisor(data_dir: str) -> Iterator[tuple[int, int]]:
 
 
 def stop(data_dir: str, timeout_ms: int) -> int | None:
-    """Send SIGTERM to the data directory's service and wait for its end. Return its pid, None when nothing ran. Raise
-    TimeoutError when it still runs after `timeout_ms`, PermissionError when it belongs to another user.
-    """
+    """Stop the service and return its pid, None when nothing ran. Raise TimeoutError, PermissionError."""
     with suppress(ProcessLookupError), running_supervisor(data_dir) as (pid, process_fd):
         signal.pidfd_send_signal(process_fd, signal.SIGTERM)
         poll = select.poll()

@@ -48,9 +48,7 @@ def serve(
     statvfs: StatVfs = os.statvfs,
     clock: Clock | None = None,
 ) -> int:
-    """Run the service until it is stopped, on the `inherited` sockets if there are any; return its exit code. Raise
-    SettingsError when the keys file cannot be used, StartError for every other obstacle; nothing is left behind.
-    """
+    """Run the service until it is stopped; return its exit code. Raise SettingsError, StartError."""
     keys = read_keys(settings)
     clock = clock or SystemClock()
     log.configure(settings.log_level, settings.log_format)

@@ -93,8 +93,7 @@ class Supervisor:
         self._exit_code = EXIT_OK
         self._stopping: list[tuple[list[Child], int]] | None = None
         """(children, deadline) of the groups that still have to stop, in this order; None while the service runs."""
-        self._signalled = False
-        """True if the first of these groups was told to stop."""
+        self._signalled = False  # true if the first of these groups was told to stop
         self._stop_began_ms = 0
 
     def run(self, *, reshard: bool) -> int:

@@ -25,8 +25,7 @@ Headers = dict[bytes, bytes]
 RequestT = TypeVar("RequestT")
 
 _GZIP_WBITS: Final = 31
-_UNZIP_INLINE_BYTES_MAX: Final = 1024
-"""A longer body may unpack to more than 1 MiB, so a thread unpacks it."""
+_UNZIP_INLINE_BYTES_MAX: Final = 1024  # a longer body may unpack to more than 1 MiB, so a thread unpacks it
 
 INLINE_BYTES_MAX: Final = 1 << 20
 """A thread decodes and handles a longer body, so that the event loop can run between two calls into C."""
@@ -76,11 +75,6 @@ async def read_request(
     request = decode(await read_body(receive, headers, max_bytes))
     release_body()
     return request
-
-
-def allow_bodies_of(max_body_bytes: int) -> None:
-    """Make room for four bodies of the greatest length. Call it at the start."""
-    long_bodies.most_bytes = max(long_bodies.most_bytes, 4 * max_body_bytes)
 
 
 async def reserve(budget: Budget, size_bytes: int) -> None:
@@ -197,9 +191,7 @@ async def _unpack(body: bytes, encoding: bytes, max_bytes: int) -> bytes:
 
 
 def unzip(body: bytes, max_bytes: int, stated_bytes: int | None = None) -> bytes:
-    """Unpack one gzip member of at most `max_bytes`, and of `stated_bytes` if given; never more than one byte beyond
-    that. Raise `payload_too_large` or `invalid_request`.
-    """
+    """Unpack one gzip member, never more than a byte beyond `max_bytes` and the `stated_bytes`."""
     unpacker = zlib.decompressobj(_GZIP_WBITS)
     most = max_bytes if stated_bytes is None else min(max_bytes, stated_bytes)
     try:

@@ -119,9 +119,7 @@ class Reservation:
         return True
 
     def enqueue(self, size_bytes: int, tell: Callable[[bool], None], first: bool = False) -> None:
-        """Wait for `size_bytes` more, `first` or last in the queue. Calls `tell(True)` once they are granted,
-        `tell(False)` if the reservation is closed before.
-        """
+        """Wait for `size_bytes` more. Calls `tell(True)` once they are granted, `tell(False)` if closed before."""
         self._tell = tell
         self._budget.waiting[self] = size_bytes
         if first:

@@ -22,8 +22,7 @@ LIST_BYTES_MAX: Final = 1 << 20
 """Room reserved for one page of a list; most are much shorter."""
 GZIP_MIN_BYTES: Final = 1024
 _GZIP_INLINE_BYTES_MAX: Final = 32 * 1024
-_GZIP_LEVEL: Final = 1
-"""Level 1 is the fastest, and packs a page of JSON nearly as well as the others."""
+_GZIP_LEVEL: Final = 1  # level 1 is the fastest, and packs a page of JSON nearly as well as the others
 _JSON: Final = (b"content-type", b"application/json")
 _HEADERS: Final = {"unauthorized": (b"www-authenticate", b"Bearer"), "upgrade_required": (b"upgrade", b"websocket")}
 

@@ -62,10 +62,7 @@ class KeptAnswers:
         self._len_bytes.pop(holder, None)
 
     def _bound(self) -> None:
-        """Cut clients while their answers are too long together: above `high_bytes` those that have read nothing for
-        STALL_CUT_MS, above the whole budget others as well. All of them may have come a moment ago, or read a byte now
-        and then.
-        """
+        """Cut clients above `high_bytes` that have read nothing for STALL_CUT_MS, above the whole budget others."""
         budget = self.budget
         most_bytes, high_bytes = budget.most_bytes, self.high_bytes
         # A check is of all answers, maybe thousands: below the whole budget there is one in CHECK_S.

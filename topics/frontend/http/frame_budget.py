@@ -26,8 +26,7 @@ _TURNS: Final = {HeadersFrame.type: 4}
 """The part of a turn that a frame takes. A head starts a request, which is more work than any other frame."""
 _COSTS: Final = {HeadersFrame.type: 0, RstStreamFrame.type: 8}
 """A head is a request. A reset also undoes one, for which no answer is earned."""
-_SETTINGS_BYTES: Final = 64
-"""Settings that count as one frame more."""
+_SETTINGS_BYTES: Final = 64  # settings that count as one frame more
 _END_STREAM, _END_HEADERS, _PADDED = 0x1, 0x4, 0x8
 _HEAD_BYTES: Final = 9
 

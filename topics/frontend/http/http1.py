@@ -369,9 +369,7 @@ class Http1Protocol(asyncio.Protocol):
         self._end()
 
     def _end(self) -> None:
-        """Answer nothing more: half-close, and drop input until the client closes, too. Closing with unread input would
-        send a reset, which may destroy the answer before the client has read it.
-        """
+        """Half-close, and drop input until the client closes, too: a reset could destroy the last answer."""
         self._ending = True
         self._exchange = None
         self.pending = bytearray()

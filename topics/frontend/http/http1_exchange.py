@@ -351,9 +351,7 @@ class Exchange:
             raise ConnectionResetError("the client is gone")
 
     def push(self) -> PushStream:
-        """Send the head, and return a stream of raw writes for the body. Raise RuntimeError before
-        `http.response.start` or after the first body, ConnectionResetError when the client is gone.
-        """
+        """Send the head, and return a stream of raw writes for the body. Only before the first body."""
         if self.lost or self.half_closed_by_client:
             raise ConnectionResetError("the client is gone")
         if self.stage is not AnswerStage.STARTED or self._bodyless or self._length_left is not None:

@@ -21,8 +21,7 @@ import msgspec
 from topics.core.errors import TopicsError, invalid
 from topics.frontend.http.deadlines import HttpLimits
 
-_VIEW_FROM_BYTES = 8 * 1024
-"""From this length a view is cheaper than a copy."""
+_VIEW_FROM_BYTES = 8 * 1024  # from this length a view is cheaper than a copy
 _H2_PREFACE_HEAD = b"PRI * HTTP/2.0\r\n\r\n"
 _NAMES_WITH_MEANING = frozenset({b"host", b"content-length", b"transfer-encoding", b"connection", b"expect"})
 _HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?")

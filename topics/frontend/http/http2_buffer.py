@@ -49,8 +49,7 @@ class BoundedBuffer(StreamBuffer):
         self._parts: deque[memoryview] = deque()
         self._ended: IOEvent = event_class()
         self.buffered_bytes = 0
-        self._added_bytes = 0
-        """Bytes that `add` has added since the buffer was empty."""
+        self._added_bytes = 0  # bytes that `add` has added since the buffer was empty
 
     def attach(self, kept: KeptAnswers, reset: Callable[[], None]) -> None:
         """Count long messages in `kept`; `abort` calls `reset`. (Hypercorn makes buffers without either.)"""

@@ -24,7 +24,7 @@ from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.protocol.ws_stream import WSStream
 
-from topics.frontend.asgi import ADMITTED, AsgiApp, Message, Receive, Scope, Send, WriteBuffer
+from topics.frontend.asgi import ADMITTED, AsgiApp, Message, Receive, Scope, Send, WriteBuffer, until_disconnect
 from topics.frontend.entry import limits
 from topics.frontend.entry.budget import Budget
 from topics.frontend.http.connections import Connections
@@ -119,9 +119,7 @@ class ConnectionContext(WorkerContext):
             app.get_loop().call_later(GONE_S, app.cancel)
 
     def client_gone(self) -> None:
-        """Note that the client has closed its end. Hypercorn tells app calls, but not in all of its states, so those
-        that go on are cancelled: they and their socket would stay for ever.
-        """
+        """Note that the client has closed its end, and cancel app calls that go on: Hypercorn may not tell them."""
         self._client_gone = True
         self.end.set_now()
         for app in self._apps:
@@ -139,7 +137,7 @@ class ConnectionContext(WorkerContext):
 
     def drop(self, receive: Receive) -> None:
         """Drop further messages of a WebSocket whose app has ended: Hypercorn reads only if somebody receives."""
-        task = asyncio.get_running_loop().create_task(_drop(receive))
+        task = asyncio.get_running_loop().create_task(until_disconnect(receive))
         self._dropping.add(task)
         task.add_done_callback(self._dropping.discard)
 
@@ -160,11 +158,6 @@ class ConnectionContext(WorkerContext):
 def context_of(part: TCPServer | H2Protocol | HTTPStream | WSStream) -> ConnectionContext:
     """Return the connection's context, which Hypercorn knows by its base class."""
     return cast(ConnectionContext, part.context)
-
-
-async def _drop(receive: Receive) -> None:
-    while (await receive())["type"] != "websocket.disconnect":
-        pass
 
 
 class WatchedProtocol(asyncio.StreamReaderProtocol):
@@ -272,9 +265,7 @@ class HypercornConnection(TCPServer):
 
 
 class HypercornConnections:
-    """All connections of this process that Hypercorn serves. Each comes from our HTTP/1.1 and has its place already.
-    Their tasks are among those of `connections`, which waits for them and cuts them.
-    """
+    """All connections of this process that Hypercorn serves. Each has its place from our HTTP/1.1 already."""
 
     def __init__(self, app: AsgiApp, limits: HttpLimits, connections: Connections, clock: RunningClock) -> None:
         self._connections = connections

@@ -103,8 +103,7 @@ class HeartbeatQueue:
     """
 
     def __init__(self) -> None:
-        self._heap: list[list[Any]] = []
-        """Entries [due_ms, serial, connection; None if removed]."""
+        self._heap: list[list[Any]] = []  # entries [due_ms, serial, connection; None if removed]
         self._entries: dict[StreamConnection, list[Any]] = {}
         self._serials = count()
 

@@ -76,9 +76,7 @@ class Hub:
         return self._specs.setdefault((spec.names, spec.topic_ids, spec.options, spec.strong, spec.wording), spec)
 
     def open(self, push: Push, state: StreamState, heartbeat_ms: int) -> StreamConnection:
-        """Begin a stream, with its backlog; `heartbeat_ms` 0: without heartbeats. It ends with `close` or when the
-        client goes away. Then `closed` is true, and `state` has its last positions.
-        """
+        """Begin a stream, which ends with `close` or when the client goes away. `heartbeat_ms` 0: no heartbeats."""
         connection = StreamConnection(push, state, heartbeat_ms, self._clock.monotonic_ms())
         push.on_writable = lambda: self._on_writable(connection)
         push.on_close = lambda: self._forget(connection)

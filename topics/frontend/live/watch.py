@@ -117,8 +117,7 @@ class SessionClient:
         self._arenas = arenas
         self._clock = clock
         self._last_stream_no = 0
-        self._open: dict[int, str] = {}
-        """Wid by stream number."""
+        self._open: dict[int, str] = {}  # wid by stream number
         self._generations = self._current_generations()
         self._timer: asyncio.TimerHandle | None = None
 

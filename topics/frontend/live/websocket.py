@@ -21,7 +21,17 @@ from topics.core.clock import Clock
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_topic_name
-from topics.frontend.asgi import DROPPED, RESERVATION, WRITE_BUFFER, Message, Receive, Scope, Send, WriteBuffer
+from topics.frontend.asgi import (
+    DROPPED,
+    RESERVATION,
+    WRITE_BUFFER,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    WriteBuffer,
+    until_disconnect,
+)
 from topics.frontend.entry import limits, wire
 from topics.frontend.entry.access import Access, Pages
 from topics.frontend.entry.bodies import INLINE_BYTES_MAX, LONG_BYTES, MessageReservation, long_bodies, no_room, reserve
@@ -358,8 +368,7 @@ class Socket:
         for _ in range(2):
             try:
                 async with asyncio.timeout(LINGER_S):
-                    while (await self._receive())["type"] != "websocket.disconnect":
-                        pass
+                    await until_disconnect(self._receive)
                     return
             except TimeoutError:
                 self._abort()
@@ -389,7 +398,10 @@ class WebSocketRoute:
             return
         with ExitStack() as slot:
             try:
-                caller = self._admit(scope)
+                self._services.pages.check(scope)
+                caller = self._services.access.authenticate(scope)
+                if self._draining:
+                    raise stopping()
                 slot.enter_context(self._slots.hold(caller))
             except TopicsError as error:
                 self._services.cell.add("responses_4xx" if error.status < 500 else "responses_5xx")
@@ -417,13 +429,6 @@ class WebSocketRoute:
         self._draining = True
         for socket in list(self._sockets):
             socket.end_shutting_down()
-
-    def _admit(self, scope: Scope) -> ApiKey:
-        self._services.pages.check(scope)
-        caller = self._services.access.authenticate(scope)
-        if self._draining:
-            raise stopping()
-        return caller
 
     def _end_forbidden(self) -> None:
         for socket in list(self._sockets):

@@ -47,9 +47,7 @@ class FrontendPressure:
         now_s, cpu_s = self._loop.time(), time.process_time()
         lag_ms = max(0.0, now_s - self._due_s) * 1000
         ready = self._hub.ready
-        waited_ms = (
-            ready.waited_ms / ready.waits if ready.waits else 0.0
-        )  # mean of those delivered since the last sample
+        waited_ms = ready.waited_ms / ready.waits if ready.waits else 0.0  # the mean since the last sample
         ready.waits = ready.waited_ms = 0
         busy = min(1.0, (cpu_s - self._cpu_s) / max(0.001, now_s - self._sampled_s))
         depths = ready.depths()

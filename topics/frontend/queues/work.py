@@ -151,16 +151,13 @@ class WorkStream:
         self._early: list[Dealt] = []
         """Jobs that came before the head of the answer was sent, or while a record is fetched."""
         self._fetching: asyncio.Task[None] | None = None
-        self._announced = False
-        """True if the shard knows of the stream, or may."""
+        self._announced = False  # true if the shard knows of the stream, or may
         self._reopened = False
         """True if the shard was asked again, which may reach it even if the first request did not."""
         self._closed = False
-        self._last_words = b""
-        """The last event of a stream that ended before it began."""
+        self._last_words = b""  # the last event of a stream that ended before it began
         self._heartbeat: asyncio.TimerHandle | None = None
-        self._stall: ReadProgress | None = None
-        """The stall of a client that does not keep up, and is dealt no jobs."""
+        self._stall: ReadProgress | None = None  # the stall of a client that does not keep up, and is dealt no jobs
         self._stall_timer: asyncio.TimerHandle | None = None
 
     async def open(self) -> None:
@@ -310,11 +307,8 @@ class WorkStream:
 
     def _event(self, rendered: RenderedJobs, seq: int) -> bytes:
         self._routes.cell.add("records_out")
-        return b'event: job\ndata: {"topic":"%b",%b\nid: %d\n\n' % (
-            self.name.encode(),
-            in_lines(rendered.body[1:]),
-            seq,
-        )
+        name, job = self.name.encode(), in_lines(rendered.body[1:])
+        return b'event: job\ndata: {"topic":"%b",%b\nid: %d\n\n' % (name, job, seq)
 
     def _pause(self, dealt: Dealt, from_at: int, push: Push) -> None:
         """Give back the jobs that cannot be sent, as the client does not keep up."""

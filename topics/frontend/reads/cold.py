@@ -92,9 +92,7 @@ class ColdTier:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces), first * BLOCK_BYTES
 
     def forget(self, name: str) -> bool:
-        """Drop blocks of an object that is damaged, so that the next reader fetches it again. Blocks younger than
-        FRESH_MS stay. True: some were dropped, as the object may have been restored since they were read.
-        """
+        """Drop blocks of a damaged object that are older than FRESH_MS. True: there were some, so read it again."""
         old_ms = self._clock.monotonic_ms() - FRESH_MS
         old = [key for key, (_data, read_ms) in self._blocks.items() if key[0] == name and read_ms <= old_ms]
         for key in old:

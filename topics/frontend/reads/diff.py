@@ -51,8 +51,7 @@ class DiffRoute:
     cell: ProcessCell
     catching_up: CatchingUp
     clock: Clock
-    _waiting: set[Callable[[], None]] = field(default_factory=set)
-    """The functions that end the long polls."""
+    _waiting: set[Callable[[], None]] = field(default_factory=set)  # the functions that end the long polls
     _draining: bool = False
 
     async def __call__(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:

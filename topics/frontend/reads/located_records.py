@@ -25,8 +25,7 @@ from topics.frontend.reads.records import LOG_FRAME, SEGMENT_FRAME, Run
 from topics.shm.arena import ArenaReader, TopicView
 from topics.storage.segment import Columns
 
-_IDENTITY: Final = Struct("<I2xQQ")
-"""frame_len, topic_id, seq of a frame in the log."""
+_IDENTITY: Final = Struct("<I2xQQ")  # frame_len, topic_id, seq of a frame in the log
 _LENGTH_FIELD_LEN: Final = 4
 _COPY_MAX_BYTES: Final = 256 * 1024
 """Most bytes copied out of a map before they are sliced: a slice of `bytes` costs half of a slice of a map."""

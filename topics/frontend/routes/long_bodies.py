@@ -30,8 +30,7 @@ WHOLE_BYTES_MAX: Final = 2 << 20
 PIECE_BYTES: Final = 256 << 10
 REST_S: Final = 50e-6
 """Pause between two pieces. Without it the event loop gets the interpreter only after milliseconds."""
-_FRAME_BYTES_MAX: Final = 64 << 10
-"""Most bytes before the first record, and behind the last one."""
+_FRAME_BYTES_MAX: Final = 64 << 10  # most bytes before the first record, and behind the last one
 _JOINT_BYTES_MAX: Final = 256
 _RECORDS: Final = re.compile(rb'"records"[ \t\r\n]*:[ \t\r\n]*\[')
 _JOINT: Final = re.compile(rb'\}[ \t\r\n]*,[ \t\r\n]*\{[ \t\r\n]*"[a-z_]+"[ \t\r\n]*:')

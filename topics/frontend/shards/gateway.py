@@ -211,7 +211,7 @@ class Gateway:
             fail(future, stopping())
             return future
         request = PendingRequest(future, shard, self._loop.time() + self.shard_wait_s, unthrottled, late)
-        self.pending.add(request_id, request)
+        self.pending[request_id] = request
         length = sum(map(len, parts))
         if length <= self.links[shard].requests.message_max_bytes:
             self._push(shard, self._message(request_id, parts, unthrottled))

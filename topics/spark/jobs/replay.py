@@ -18,8 +18,7 @@ from topics.spark.jobs import delta, program
 from topics.spark.options import OptionError
 
 _KEPT = ("data", "tag", "node", "meta")
-_ROUTER_KEY = "_topics_router"
-"""The key of `meta` that only routers may write (api §6)."""
+_ROUTER_KEY = "_topics_router"  # the key of `meta` that only routers may write (api §6)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
