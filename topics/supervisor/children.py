@@ -76,10 +76,8 @@ class Child:
         self.name = name
         self.index = index
         self.pid: int | None = None
-        self.wanted = True
-        """True if it has to be started again when it ends."""
-        self.due_ms: int | None = None
-        """Monotonic ms at which to start it; None while it runs or is not wanted."""
+        self.wanted = True  # true if it has to be started again when it ends
+        self.due_ms: int | None = None  # monotonic ms at which to start it; None while it runs or is not wanted
         self._main = main
         self._cell = cell
         self._clock = clock

@@ -52,9 +52,7 @@ EXIT_OK: Final = 0
 EXIT_FORCED: Final = 4
 """The service stopped, but a process had to be killed."""
 FRONTEND_SHARE: Final = (3, 4)
-"""The share of the grace after which a frontend is killed. It gives up by itself after half of the grace
-(Settings.frontend_grace_ms). The rest is for the compactor's last cut, and for the shards to drain and sync.
-"""
+"""The share of the grace after which a frontend is killed. It gives up by itself after half of the grace."""
 COMPACTOR_SHARE: Final = (7, 8)
 """The same share for the compactor. Its last cut may take a quarter of the grace (Settings.compactor_grace_ms)."""
 SAME_STOP_MS: Final = 1000

@@ -59,8 +59,7 @@ class Budget:
         self.limit = limit
         self.most_bytes = limit.most_bytes
         self.held_bytes = 0
-        self.waiting: OrderedDict[Reservation, int] = OrderedDict()
-        """The queue: how many bytes each waits for."""
+        self.waiting: OrderedDict[Reservation, int] = OrderedDict()  # the queue: how many bytes each waits for
         self._empty_admits_any = limit.at_limit is AtLimit.WAIT
 
     def fits(self, size_bytes: int) -> bool:

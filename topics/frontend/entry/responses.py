@@ -93,23 +93,6 @@ async def _packed(body: bytes) -> bytes:
         packing.release(len_bytes)
 
 
-async def send_object(
-    send: Send,
-    request_headers: Headers,
-    status: int,
-    answer: dict[str, Any],
-    started_ns: int,
-    *,
-    with_copies: bool = True,
-) -> None:
-    """Send an answer off the hot paths, with its `performance` (api §0.7). `with_copies`: see `CatchingUp.one`."""
-    performance: dict[str, Any] = {"server_total_ms": elapsed_ms(started_ns)}
-    if not with_copies:
-        performance["copies_pending"] = True
-    answer["performance"] = performance
-    await send_json(send, request_headers, status, encode_json(answer))
-
-
 async def send_error(send: Send, request_headers: Headers, error: TopicsError) -> None:
     """Send `error` in the envelope of api §0.6, with the headers that belong to its code."""
     head: HeaderList = []

@@ -33,6 +33,7 @@ class ReadProgress:
 
 
 ClientT = TypeVar("ClientT")
+Measure = Callable[[ClientT], int]
 
 
 class StalledClients(Generic[ClientT]):
@@ -43,10 +44,7 @@ class StalledClients(Generic[ClientT]):
     """
 
     def __init__(
-        self,
-        budget: Budget,
-        buffered_bytes: Callable[[ClientT], int],
-        progress_bytes: Callable[[ClientT], int] | None = None,
+        self, budget: Budget, buffered_bytes: Measure[ClientT], progress_bytes: Measure[ClientT] | None = None
     ) -> None:
         self._budget = budget
         self._buffered_bytes = buffered_bytes

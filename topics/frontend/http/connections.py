@@ -125,13 +125,11 @@ class Connections:
     def __init__(self, places: Quota | None = None, clock: Clock | None = None) -> None:
         self.places = places
         self.draining = False
-        self.requests = 0
         self.open: set[OpenConnection] = set()
         self.turned_away = 0
         self.kept = KeptAnswers(clock or SystemClock())
         self.unadmitted = UnadmittedInput()
-        self.tasks: set[asyncio.Task[None]] = set()
-        """App calls of HTTP/1.1, and connections that Hypercorn serves."""
+        self.tasks: set[asyncio.Task[None]] = set()  # app calls of HTTP/1.1, and connections that Hypercorn serves
         self._changed = asyncio.Event()
 
     def add(self, connection: OpenConnection) -> bool:

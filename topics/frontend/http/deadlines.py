@@ -84,8 +84,7 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     body_min_bytes_per_s: int = 64 * 1024
     keep_alive_timeout_ms: int = 75_000
     write_stall_timeout_ms: int = 45_000
-    """The time in which a client must read some of what waits for it. Longer than the 30 s (31 s at most) that an event
-    stream waits for its client: the stream then sends a last frame (api §7), which needs time to arrive."""
+    """The time in which a client must read some of what waits for it: longer than an event stream's 30 s (api §7)."""
     read_min_bytes_per_s: int = 16 * 1024
     """A client may take the time that an answer needs at this rate, plus `write_stall_timeout_ms`."""
     vanished_after_ms: int = 45_000

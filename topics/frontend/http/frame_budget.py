@@ -39,8 +39,7 @@ class FrameBudget:
         self._on_refusal = on_refusal
         self._left: float = FRAMES_BURST
         self._refilled_s = time_s()
-        self.refused = False
-        """True if the connection is cut for what it sent."""
+        self.refused = False  # true if the connection is cut for what it sent
 
     def try_spend(self, frames: int = 1) -> bool:
         """Count frames; False if they are too many, and not counted."""
@@ -81,10 +80,8 @@ class CheckedFrames(FrameBuffer):
         self._max_block_bytes = max_block_bytes
         self._block_bytes = 0  # of the header block that has no end yet
         self._turn_left = 0
-        self.more = False
-        """True if whole frames are left for the next turn."""
-        self.pause_s = 0.0
-        """The time to wait before it: the client's pieces of bodies are small and many."""
+        self.more = False  # true if whole frames are left for the next turn
+        self.pause_s = 0.0  # the time to wait before it: the client's pieces of bodies are small and many
 
     @property
     def held_bytes(self) -> int:

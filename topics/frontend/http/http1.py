@@ -232,7 +232,6 @@ class Http1Protocol(asyncio.Protocol):
             self._deadlines.begin_body()
         self._exchange = exchange = Exchange(self, self._transport, head, complete)
         self._scope = exchange.scope(head, self._client, self._server)
-        self._factory.connections.requests += 1
 
     def _start_app(self, scope: Scope) -> None:
         # A task for each request. Running the app's first step right here would save a tenth of the CPU where the app

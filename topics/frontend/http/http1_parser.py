@@ -135,8 +135,7 @@ class RequestParser:
         self.body_received_bytes = 0  # of the current one
         self._body_wire_bytes = 0
         self._chunks = Chunks()
-        self.complete = True
-        """True if the current request has been read to its end."""
+        self.complete = True  # true if the current request has been read to its end
 
     @property
     def body_left_bytes(self) -> int:

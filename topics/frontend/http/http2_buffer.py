@@ -42,8 +42,7 @@ class BoundedBuffer(StreamBuffer):
 
     def __init__(self, event_class: type[IOEvent]) -> None:
         super().__init__(event_class)
-        self.cut = False
-        """True if it was closed before the client was told of the end."""
+        self.cut = False  # true if it was closed before the client was told of the end
         self._kept: KeptAnswers | None = None
         self._reset: Callable[[], None] | None = None
         self._parts: deque[memoryview] = deque()

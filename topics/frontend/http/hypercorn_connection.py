@@ -89,8 +89,7 @@ class ConnectionContext(WorkerContext):
         self.kept = connections.kept
         self._unadmitted = connections.unadmitted
         self._admitted = False
-        self.unread_bytes = 0
-        """Bytes that have arrived and that Hypercorn has not read."""
+        self.unread_bytes = 0  # bytes that have arrived and that Hypercorn has not read
         self.answers = Budget(limits.CONNECTION_ANSWERS)
         self.reader_timer = watch(transport)
         self.server: HypercornConnection | None = None

@@ -34,8 +34,7 @@ class StreamConnection:
     heartbeat_ms: int
     idle_since_ms: int
     behind: dict[int, bool] = field(default_factory=dict)
-    """Topics (index in the spec) that it has not read to the head, each with True if it stands in the channel's
-    backlog. It does not while it is stalled or waits for room."""
+    """Topics (index in the spec) not read to the head; False for those that wait for the client or for room."""
     closed: bool = False
 
 
@@ -60,8 +59,7 @@ class Channel:
     backlog: deque[StreamConnection] = field(default_factory=deque)
     """The members that are to read on, in turn. Some may have left meanwhile."""
     backlog_due: int = 0
-    """Number of connections at the front of `backlog` that stood there when this turn began. The scheduler ages the
-    topic until they have had their page: it may get a turn only for its age."""
+    """Connections at the front of `backlog` since this turn began. The topic is aged until they are served."""
 
     @property
     def has_work(self) -> bool:

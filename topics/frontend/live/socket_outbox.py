@@ -163,7 +163,7 @@ class SocketOutbox:
 
 
 class Subscription:
-    """One topic of a WebSocket, as the hub writes to it (a `push.Push`). `buffered_bytes` is its part of the outbox.
+    """One topic of a WebSocket, as the hub writes to it (an `event_streams.Push`). `buffered_bytes` is its part.
     `on_end` is called when the hub ends it, `cut` when others need the memory that the socket holds.
     """
 

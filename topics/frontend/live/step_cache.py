@@ -101,8 +101,7 @@ class StepCache:
         self._slice_no = 0
         self._now_ms = self._since_ms = 0
         self._made_bytes = 0
-        self.made = 0
-        """Number of steps made since the start."""
+        self.made = 0  # number of steps made since the start
 
     def begin(self) -> None:
         """Begin a slice: the event loop has run, so every topic is looked up again."""

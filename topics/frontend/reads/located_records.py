@@ -62,8 +62,7 @@ class LocatedRecords:
         self._slot = slot
         self._view = view
         self._table: tuple[SegmentInfo, ...] | None = None
-        self.cold_segments: set[int] = set()
-        """First seqs of the segments that runs were taken from the cold tier of."""
+        self.cold_segments: set[int] = set()  # first seqs of the segments that runs were taken from the cold tier of
 
     # -- times
 

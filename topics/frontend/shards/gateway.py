@@ -73,8 +73,7 @@ class Gateway:
         self._incarnation = incarnation
         self._cell = cell
         self._arenas = arenas
-        self.shard_wait_s = shard_wait_ms / 1000
-        """The longest time that an answer may take."""
+        self.shard_wait_s = shard_wait_ms / 1000  # the longest time that an answer may take
         self._wake = shared.frontend_wakes[index]
         self.links = [_Link(shared, index, shard) for shard in range(shared.shards)]
         self._last_id = incarnation << 40
