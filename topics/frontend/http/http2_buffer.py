@@ -12,8 +12,9 @@ import contextlib
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, Final, cast
 
+from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from h2.events import Event, PriorityUpdated, RequestReceived, StreamReset
 from h2.exceptions import ProtocolError
@@ -33,6 +34,7 @@ from topics.frontend.http.frame_budget import EARNED_BY_ANSWER, EARNED_PER_BYTES
 from topics.frontend.http.hypercorn_connection import context_of
 
 _DataEvent = Body | Data
+_UNWANTED_MAX_BYTES: Final = 1 << 20
 
 
 class BoundedBuffer(StreamBuffer):
@@ -149,8 +151,31 @@ class BoundedStream(HTTPStream):
             cast("dict[str, Any]", self.scope["extensions"])[ROOM] = self.room
 
 
+class _Streams(dict[int, Any]):
+    """The streams of one connection. One whose answer came before the end of its body takes the rest, and drops it.
+
+    For a stream that is gone Hypercorn raises KeyError, which ends all others. Its client is asked to stop behind
+    _UNWANTED_MAX_BYTES (RFC 9113 §8.1).
+    """
+
+    def __init__(self, connection: H2Connection) -> None:
+        self._connection = connection
+        self._unwanted_bytes = 0
+
+    def __missing__(self, stream_id: int) -> _Streams:
+        return self
+
+    async def handle(self, event: StreamEvent) -> None:
+        """Drop the rest of a body."""
+        if isinstance(event, Body):
+            self._unwanted_bytes += len(event.data)
+            if self._unwanted_bytes > _UNWANTED_MAX_BYTES:
+                with contextlib.suppress(ProtocolError):
+                    self._connection.reset_stream(event.stream_id, ErrorCodes.NO_ERROR)
+
+
 class BoundedProtocol(H2Protocol):
-    """Hypercorn's HTTP/2, with six differences.
+    """Hypercorn's HTTP/2, with seven differences.
 
     - A stream that the client resets frees what waits for it, and its sender: a client may reset any number.
     - The task that reads the connection, which answers pings and refuses handshakes, never waits for a window: that
@@ -158,12 +183,14 @@ class BoundedProtocol(H2Protocol):
     - An answer whose app ends before it is reset, so that the client does not wait for ever.
     - A connection without a request is idle from the beginning. It would stay for ever, and hold up a stop.
     - Frames are checked, counted, and handled a few in each turn (`frame_budget`).
+    - The rest of a body behind its answer is dropped (`_Streams`).
     - Priorities are ignored (RFC 9113 §5.3): streams of no request would fill their tree.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._reader: asyncio.Task[Any] | None = None
+        self.streams = _Streams(self.connection)
         context = context_of(self)
         context.http2 = self
         self._budget = context.frames
