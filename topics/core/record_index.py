@@ -91,7 +91,8 @@ class UnlocatedIndex:
         self.segments.drop_below(seq)
 
     def skip_to(self, seq: int) -> None:
-        self.next_seq = max(self.next_seq, seq)
+        if seq > self.next_seq:
+            self.next_seq = seq
 
     def _without_entries(self, *_: Any, **__: Any) -> Any:
         raise AssertionError("this index has no entries")

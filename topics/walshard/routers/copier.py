@@ -200,6 +200,9 @@ class Copier:
         """Return a gap for records that the source lost before they were copied, with a seq for each. It has one seq
         for all when an `ephemeral` source or the end of its log was lost: nobody knows how many there were.
         """
+        if reason == EvictReason.SOURCE_TRIM and any(one.router.counts_hops for one in feed.routers):
+            # A gap has no count of hops, so the router that closes a cycle ends each that came by a router.
+            return self._cursor(feed, last_source_seq)
         if min(room(feed.topic)) <= 0:
             self.wait(feed, Hindrance.NONE)  # more may follow until there is room
             return None
