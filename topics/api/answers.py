@@ -88,6 +88,14 @@ class Ready(Timed, frozen=True, kw_only=True):
     read_only_shards: list[int] | None = None
 
 
+class KeyRights(Timed, frozen=True, kw_only=True):
+    """The rights of a request's key. Without `keys` everybody may do everything; no `prefixes`: all names."""
+
+    keys: bool
+    scopes: list[str]
+    prefixes: list[str]
+
+
 # -- topics
 
 
@@ -134,6 +142,11 @@ class TopicEntry(msgspec.Struct, frozen=True):
     bytes: int
     durable: bool
     effective_priority: int
+    type: Annotated[str, one_of(Literal["log", "queue"])]
+    last_write_ts: Ms | None
+    queue: QueueCounts | None = None
+    rate: float | None = None
+    lag: float | None = None
 
 
 class TopicList(Timed, frozen=True, kw_only=True):
@@ -141,6 +154,7 @@ class TopicList(Timed, frozen=True, kw_only=True):
 
     topics: list[TopicEntry]
     next_cursor: str | None = None
+    matched: int | None = None
 
 
 class DeleteTopicAnswer(TopicAnswer, frozen=True, kw_only=True):
@@ -433,6 +447,21 @@ class CursorListAnswer(TopicAnswer, frozen=True, kw_only=True):
 
     cursors: list[CursorState]
     next_cursor: str | None = None
+
+
+class FollowedCursorState(CursorState, frozen=True, kw_only=True):
+    """A named cursor of some topic, and how many seqs it is behind."""
+
+    topic: str
+    head_seq: Seq
+    lag: int
+
+
+class CursorsAnswer(Timed, frozen=True, kw_only=True):
+    """Cursors of all topics, those that are furthest behind first; `matched` counts all of them."""
+
+    cursors: list[FollowedCursorState]
+    matched: int
 
 
 class DeleteCursorAnswer(TopicAnswer, frozen=True, kw_only=True):

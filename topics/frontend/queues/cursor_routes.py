@@ -30,7 +30,19 @@ from topics.frontend.reads.node_sets import node_set
 from topics.frontend.reads.reading import PAGE_MEMBERS, RecordPage, TopicReader, page_values
 from topics.frontend.reads.records import CorruptRecordError, PageOptions
 from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-from topics.frontend.routes.operations import LOST, PAGED, TOPIC_PATH, asgi_route, describe, made_or_there, ok, takes
+from topics.frontend.routes.operations import (
+    LOST,
+    PAGED,
+    STRING,
+    TOPIC_PATH,
+    Query,
+    asgi_route,
+    describe,
+    made_or_there,
+    ok,
+    takes,
+)
+from topics.frontend.routes.topic_ranking import TopicRanking
 from topics.frontend.shards.gateway import Gateway
 from topics.frontend.shards.pending_requests import is_outcome_unknown
 from topics.settings import Settings
@@ -145,9 +157,16 @@ class CursorRoutes:
     """The requests about named cursors, a method for each."""
 
     def __init__(
-        self, gateway: Gateway, reader: TopicReader, catching_up: CatchingUp, settings: Settings, cell: ProcessCell
+        self,
+        gateway: Gateway,
+        reader: TopicReader,
+        catching_up: CatchingUp,
+        settings: Settings,
+        cell: ProcessCell,
+        ranking: TopicRanking,
     ) -> None:
         self._catching_up = catching_up
+        self._ranking = ranking
         self._gateway = gateway
         self._owner = gateway.owner
         self._reader = reader
@@ -168,6 +187,16 @@ class CursorRoutes:
         if len(found) > size:
             answer["next_cursor"] = name_cursor(found[size - 1].cursor)
         return JsonReply(answer)
+
+    @json_route("GET", "/v0/cursors", Route.OTHER_CURSOR, KeyScope.READ, "cursors")
+    @describe("List the cursors of all topics by lag", ok("Those that are furthest behind", answers.CursorsAnswer))
+    @takes(Query("contains", STRING, "only cursors or topics whose name contains it"), PAGED[0])
+    async def list_everywhere(self, request: ApiRequest) -> JsonReply:
+        size, _ = await request.list_page(check_topic_name)
+        contains = request.query.get("contains", "")
+        found, matched = await self._ranking.cursors(request.caller.covers, contains, size)
+        shown = [{"topic": one.topic, **_shown(one.cursor), "head_seq": one.head_seq, "lag": one.lag} for one in found]
+        return JsonReply({"cursors": shown, "matched": matched})
 
     @json_route("GET", _PATH, Route.OTHER_CURSOR, KeyScope.READ, "cursors")
     @describe("Where a cursor is", ok("The cursor", answers.CursorAnswer), *_MISSING)
