@@ -1,0 +1,1 @@
+export const Queues = () => null; export const Queue = () => null;
