@@ -41,8 +41,8 @@ const load = async (name, memory, signal) => {
   const state = await get(topicPath(name), { touch: false }, signal);
   const at_ms = Date.now();
   if (memory.epoch !== state.epoch) {
-    Object.assign(memory, { epoch: state.epoch, polls: 0, last: null, history: new History(400), floor: null });
     const points = state.last_write_ts && at_ms - state.last_write_ts < PAST_MIN[0] * 60000 ? await past(name, state, signal) : [];
+    Object.assign(memory, { epoch: state.epoch, polls: 0, last: null, history: new History(400), floor: null });
     points.slice(1).forEach((point, index) => {
       const passed_s = (point.at_ms - points[index].at_ms) / 1000;
       memory.history.push((point.at_ms - passed_s * 500) / 1000, [Math.max(0, point.seq - points[index].seq) / passed_s]);
@@ -105,12 +105,12 @@ export const Topic = ({ name, query, themed }) => {
     <${Figures} label="State" of=${[
       ["Rate", rate(memory.rate), "records"], ["Head", count(state.head_seq), "last seq"], ["Live records", count(state.count), full > 0 ? `${Math.round(full * 100)} % of the cap` : null],
       ["Size", bytes(state.bytes), state.count ? `${bytes(state.bytes / state.count)} each` : null],
-      ["Written", ago(state.last_write_ts), state.last_write_ts ? moment(state.last_write_ts).slice(0, 19) : null], ["Read", ago(state.last_read_ts), null],
+      ["Written", ago(state.last_write_ts), state.last_write_ts ? moment(state.last_write_ts).slice(5, 19) : null], ["Read", ago(state.last_read_ts), null],
       ...(state.queue ? [["Ready", count(state.queue.ready), null], ["Leased", count(state.queue.in_flight), null], ["Dead", count(state.queue.dead_lettered), null]] : []),
     ]} />
     <div class="pair">
       <${Panel} id="growth" title="Growth">
-        <${Chart} label="Records per second" show=${short} themed=${themed} times=${memory.history.times} series=${[["written", "--one", memory.history.column(0)]]} />
+        <${Chart} label="Records/s" show=${short} themed=${themed} times=${memory.history.times} series=${[["written", "--one", memory.history.column(0)]]} />
         <${Floors} state=${state} floor=${memory.floor} />
       <//>
       <${Panel} id="configuration" title="Configuration" aside=${html`<span class="dim mono" title="which topic of this name it is">${state.epoch}</span>`}>
