@@ -125,8 +125,11 @@ class TopicRanking:
         if (wanted, most) not in found.ranked:
             found.ranked[wanted, most] = await self._rank(found, wanted, most)
         at, count = found.ranked[wanted, most]
-        rates, lags = found.columns["rate"], found.columns["lag"]
-        rows = [{"topic": found.names[one], "rate": _figure(rates[one]), "lag": _figure(lags[one])} for one in at]
+        figures = {name: found.columns[name] for name in ("rate", "lag")}
+        rows = [
+            {"topic": found.names[one], **{name: of[one] for name, of in figures.items() if of[one] != _NONE}}
+            for one in at
+        ]
         return rows, count
 
     async def cursors(self, covers: Callable[[str], bool], contains: str, most: int) -> tuple[list[Any], int]:
@@ -212,7 +215,3 @@ class TopicRanking:
             best = heapq.nsmallest(most, [*best, *rows])
             await slices.yield_if_over()
         return [at for _, at in best], count
-
-
-def _figure(value: float) -> float | None:
-    return None if value == _NONE else round(value, 3)

@@ -3,7 +3,7 @@
 import { html, useMemo, useState } from "../vendor/preact-htm.js";
 import { get, post, topicPath } from "../api.js";
 import { Chart, History } from "../charts.js";
-import { ago, count, duration, moment, short } from "../format.js";
+import { ago, count, duration, moment, rate, short } from "../format.js";
 import { can, href, refreshNow, usePoll, useStore } from "../store.js";
 import { Badge, Field, Figures, Loading, Panel, Problem, Table, Tabs, useAction } from "../ui.js";
 import { RecordRow, useOpen } from "./records.js";
@@ -27,7 +27,7 @@ const COLUMNS = [
   { name: "Leased", number: true, of: (one) => count(one.queue.in_flight) },
   { name: "Later", number: true, of: (one) => count(later(one)), hint: "scheduled, behind an order key, or done and kept" },
   { name: "Dead", number: true, of: (one) => (one.queue.dead_lettered ? html`<${Badge} tone="bad">${count(one.queue.dead_lettered)}<//>` : "0"), hint: "went to the dead letters so far" },
-  { name: "In", number: true, sort: "rate", of: (one) => (one.rate === null ? "–" : `${short(one.rate)}/s`) },
+  { name: "In", number: true, sort: "rate", of: (one) => rate(one.rate) },
   { name: "Written", number: true, sort: "last_write_ts", of: (one) => ago(one.last_write_ts) },
 ];
 

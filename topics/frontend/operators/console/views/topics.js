@@ -14,10 +14,10 @@ const TYPED_MS = 250;
 export const COLUMNS = [
   { name: "Topic", sort: "topic", class: "mono", of: (one) => html`<a href=${href("topic", one.topic)}>${one.topic}</a>` },
   { name: "Kind", of: (one) => html`${one.type === "queue" ? html`<${Badge}>queue<//>` : html`<span class="dim">log</span>`}${one.durable ? html` <${Badge}>fsync<//>` : ""}` },
-  { name: "Rate", number: true, sort: "rate", of: (one) => (one.rate === null ? "–" : rate(one.rate)), hint: "records written per second" },
+  { name: "Rate", number: true, sort: "rate", of: (one) => rate(one.rate), hint: "records written per second" },
   { name: "Records", number: true, sort: "count", of: (one) => count(one.count) },
   { name: "Size", number: true, sort: "bytes", of: (one) => bytes(one.bytes) },
-  { name: "Lag", number: true, sort: "lag", of: (one) => (one.lag === null ? html`<span class="dim">–</span>` : count(one.lag)), hint: "of its slowest named cursor; of a queue, its ready jobs" },
+  { name: "Lag", number: true, sort: "lag", of: (one) => (one.lag === undefined ? html`<span class="dim">–</span>` : count(one.lag)), hint: "of its slowest named cursor; of a queue, its ready jobs" },
   { name: "Written", number: true, sort: "last_write_ts", of: (one) => ago(one.last_write_ts), hint: "when it was written last" },
 ];
 
