@@ -44,7 +44,6 @@ ROUTES = [
     _row("POST", "/v0/topics/{topic}/peek", "read", json={}),
     _row("POST", "/v0/topics/{topic}/redrive", "admin", json={"from": DEAD}),
     _row("GET", "/v0/topics/{topic}/cursors", "read"),
-    _row("GET", "/v0/cursors", "read", named=False),
     _row("PUT", "/v0/topics/{topic}/cursors/{cursor}", "write", json={}),
     _row("GET", "/v0/topics/{topic}/cursors/{cursor}", "read"),
     _row("POST", "/v0/topics/{topic}/cursors/{cursor}/read", "read", json={}),
@@ -63,7 +62,6 @@ ROUTES = [
     _row("DELETE", "/v0/routers/{router}", "delete"),
     _row("POST", "/v0/watch", "read", json={"topics": {TOPIC: {}}}),
     _row("GET", "/v0/metrics", "read", named=False),
-    _row("GET", "/v0/key", named=False),
 ]
 """A key that lacks what it needs gets 403, nobody's key 401."""
 

@@ -25,7 +25,6 @@ from topics.frontend.queues.cursor_routes import CursorRoutes
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.diff import MAX_BATCH_BYTES
 from topics.frontend.reads.reading import RecordPage
-from topics.frontend.routes.topic_ranking import TopicRanking
 from topics.shm.queue_messages import CursorAdvance, CursorGet, CursorPassedOn, CursorPut, CursorReply
 from topics.shm.topic_messages import DeleteRecords
 
@@ -41,14 +40,7 @@ class Reader:
     def __init__(self, live: Live) -> None:
         self.live = live
         self.catching_up = CatchingUp(RouterSight(live.rig.shared), live.reader, live.gateway)
-        self.routes = CursorRoutes(
-            live.gateway,
-            live.reader,
-            self.catching_up,
-            live.rig.settings,
-            live.cell,
-            TopicRanking(live.arenas, live.gateway),
-        )
+        self.routes = CursorRoutes(live.gateway, live.reader, self.catching_up, live.rig.settings, live.cell)
         self.before_page: Callable[[], Awaitable[None]] | None = None
         self.stall = False
         self.pages = 0
@@ -253,14 +245,7 @@ def test_what_a_late_answer_takes_back_is_only_what_it_had(tmp_path: Path) -> No
     async def test(live: Live) -> None:
         reader = Reader(live)
         await reader.make(4)
-        other = CursorRoutes(
-            live.gateway,
-            live.reader,
-            reader.catching_up,
-            live.rig.settings,
-            live.cell,
-            TopicRanking(live.arenas, live.gateway),
-        )
+        other = CursorRoutes(live.gateway, live.reader, reader.catching_up, live.rig.settings, live.cell)
         other._reads = itertools.count(100)  # as at another frontend: it waits for no turn at this one
         reader.stall = True
         first, second = (asyncio.create_task(reader.read(2, routes)) for routes in (reader.routes, other))

@@ -132,6 +132,16 @@ class TopicState(TopicAnswer, frozen=True, kw_only=True):
     queue: QueueCounts | None = None
 
 
+class CursorState(msgspec.Struct, frozen=True, kw_only=True):
+    """A named cursor: `cursor_seq` was read last, `persisted_seq` is its position after a crash."""
+
+    cursor: str
+    consistency: Annotated[str, one_of(Consistency)]
+    persist_every: int
+    cursor_seq: Seq
+    persisted_seq: Seq
+
+
 class TopicEntry(msgspec.Struct, frozen=True):
     """A topic in a list."""
 
@@ -146,7 +156,8 @@ class TopicEntry(msgspec.Struct, frozen=True):
     last_write_ts: Ms | None
     queue: QueueCounts | None = None
     rate: float | None = None
-    lag: float | None = None
+    lag: int | None = None
+    cursors: list[CursorState] | None = None
 
 
 class TopicList(Timed, frozen=True, kw_only=True):
@@ -419,16 +430,6 @@ class PeekAnswer(TopicAnswer, frozen=True, kw_only=True):
 # -- named cursors
 
 
-class CursorState(msgspec.Struct, frozen=True, kw_only=True):
-    """A named cursor: `cursor_seq` was read last, `persisted_seq` is its position after a crash."""
-
-    cursor: str
-    consistency: Annotated[str, one_of(Consistency)]
-    persist_every: int
-    cursor_seq: Seq
-    persisted_seq: Seq
-
-
 class CursorAnswer(CursorState, frozen=True, kw_only=True):
     """One cursor of a topic."""
 
@@ -447,21 +448,6 @@ class CursorListAnswer(TopicAnswer, frozen=True, kw_only=True):
 
     cursors: list[CursorState]
     next_cursor: str | None = None
-
-
-class FollowedCursorState(CursorState, frozen=True, kw_only=True):
-    """A named cursor of some topic, and how many seqs it is behind."""
-
-    topic: str
-    head_seq: Seq
-    lag: int
-
-
-class CursorsAnswer(Timed, frozen=True, kw_only=True):
-    """Cursors of all topics, those that are furthest behind first; `matched` counts all of them."""
-
-    cursors: list[FollowedCursorState]
-    matched: int
 
 
 class DeleteCursorAnswer(TopicAnswer, frozen=True, kw_only=True):

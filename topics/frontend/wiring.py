@@ -148,7 +148,7 @@ def build_app(process: Process, keys: KeyRing, store: SegmentStore | None) -> Fr
         websocket,
         QueueRoutes(queue_services, catching_up, settings, cell),
         work,
-        CursorRoutes(gateway, reader, catching_up, settings, cell, ranking),
+        CursorRoutes(gateway, reader, catching_up, settings, cell),
         TxnRoutes(append, coordinator, reader, topics.settled, settings),
         ManifestRoutes(reader, catching_up, fs, PinFiles(fs, pins, index), pins, settings.data_dir, clock),
         metrics,

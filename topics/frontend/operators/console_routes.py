@@ -21,9 +21,7 @@ from topics.frontend.routes.operations import Answer, ApiOperation, describe, ok
 from topics.shm.durations import Route
 
 _MEDIA_TYPES: Final = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
-_ASK_AGAIN: Final = b"no-cache"
 _KEEP: Final = b"public, max-age=31536000, immutable"
-_PAGE: Final = "index.html"
 _SAFETY: Final[HeaderList] = [
     (
         b"content-security-policy",
@@ -39,16 +37,11 @@ class PageFile(NamedTuple):
 
     media_type: str
     content: bytes
-    checksum: str
+    checksum: bytes
 
-    @classmethod
-    def of(cls, name: str, content: bytes) -> PageFile:
-        media_type = _MEDIA_TYPES.get(name.rpartition(".")[2], "text/plain")
-        return cls(media_type, content, hashlib.sha256(content).hexdigest()[:16])
-
-    async def send(self, scope: Scope, send: Send, cache_control: bytes = _ASK_AGAIN) -> None:
+    async def send(self, scope: Scope, send: Send, cache_control: bytes = b"no-cache") -> None:
         """Send the file, or `304` to a browser that has it."""
-        headers, etag = dict(scope["headers"]), b'"%b"' % self.checksum.encode()
+        headers, etag = dict(scope["headers"]), b'"%b"' % self.checksum
         head = [*_SAFETY, (b"etag", etag), (b"cache-control", cache_control)]
         if headers.get(b"if-none-match") == etag:
             await send({"type": "http.response.start", "status": 304, "headers": head})
@@ -58,13 +51,18 @@ class PageFile(NamedTuple):
             await send_whole(send, headers, 200, content_type, self.content, head)
 
 
+def page_file(name: str, content: bytes) -> PageFile:
+    media_type = _MEDIA_TYPES.get(name.rpartition(".")[2], "text/plain")
+    return PageFile(media_type, content, hashlib.sha256(content).hexdigest()[:16].encode())
+
+
 def page_files(folder: str) -> dict[str, PageFile]:
     """Read the files of a folder beside this module, by their paths in it."""
     root, found = os.path.join(os.path.dirname(__file__), folder), {}
     for directory, _, names in os.walk(root):
         for path in [os.path.join(directory, name) for name in names]:
             with open(path, "rb") as file:
-                found[os.path.relpath(path, root)] = PageFile.of(path, file.read())
+                found[os.path.relpath(path, root)] = page_file(path, file.read())
     return found
 
 
@@ -74,28 +72,23 @@ class ConsoleRoutes:
     def __init__(self, access: Access) -> None:
         self._access = access
         self._parts = page_files("console")
-        build = hashlib.sha256("".join(part.checksum for _, part in sorted(self._parts.items())).encode())
-        self._build = build.hexdigest()[:16]
-        page = self._parts.pop(_PAGE).content.replace(b"{build}", self._build.encode())
-        self._page = PageFile.of(_PAGE, page)
-        paths = {"": self.page, "/": self.without_slash, "/{build}/{part:path}": self.part}
+        self._build = page_file("", b"".join(part.checksum for _, part in sorted(self._parts.items()))).checksum
+        page = self._parts.pop("index.html").content.replace(b"{build}", self._build)
+        self._page = page_file("index.html", page)
+        paths = {"/console": self.page, "/console/{build}/{part:path}": self.part}
         described = ("service", "The console", dict[int, Answer]())
         self.operations = [
-            ApiOperation("GET", f"/console{path}", endpoint, Route.OTHER, None, *described, public=True)
+            ApiOperation("GET", path, endpoint, Route.OTHER, None, *described, public=True)
             for path, endpoint in paths.items()
         ]
 
     async def page(self, scope: Scope, _receive: Receive, send: Send) -> None:
         await self._page.send(scope, send)
 
-    async def without_slash(self, _scope: Scope, _receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 308, "headers": [(b"location", b"../console")]})
-        await send({"type": "http.response.body", "body": b""})
-
     async def part(self, scope: Scope, _receive: Receive, send: Send) -> None:
         """Send a part of this build. One of another release is not there: the page has to be loaded again."""
         found = self._parts.get(scope["path_params"]["part"])
-        if found is None or scope["path_params"]["build"] != self._build:
+        if found is None or scope["path_params"]["build"] != self._build.decode():
             raise TopicsError("not_found", "this build of the console has no such file; load /console again")
         await found.send(scope, send, _KEEP)
 

@@ -147,13 +147,12 @@ class ServiceFigures:
         counts = [self._sum(_SHARD, f"fsync_us_{bucket:02d}") for bucket in range(LATENCY_BUCKETS)]
         buckets = Buckets([str(bound) for bound in _BOUNDS_US], counts, self._sum(_SHARD, "fsync_us_sum"))
         yield Family("topics_wal_fsync_latency_us", "Microseconds that a group waits for its sync", (), [((), buckets)])
-        each: list[Sample] = []
+        bounds, each = [repr(bound / 1_000_000) for bound in _BOUNDS_US], list[Sample]()
         for index, cell in enumerate(self._shards):
             own = [cell.get(f"fsync_us_{bucket:02d}") for bucket in range(LATENCY_BUCKETS)]
-            each.append(((str(index),), Buckets(buckets.bounds, own, cell.get("fsync_us_sum"))))
-        yield Family(
-            "topics_shard_wal_fsync_latency_us", "Microseconds that a group of one shard waits", ("shard",), each
-        )
+            each.append(((str(index),), Buckets(bounds, own, cell.get("fsync_us_sum") / 1_000_000)))
+        help = "Seconds that a group of one shard waits for its sync"
+        yield Family("topics_shard_wal_fsync_seconds", help, ("shard",), each)
 
     def _compactor(self) -> Iterator[Family]:
         cell = self._control.cell(Role.COMPACTOR, 0)

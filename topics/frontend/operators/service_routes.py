@@ -136,7 +136,7 @@ class MetricsRoute:
         started_ns = time.perf_counter_ns()
         headers = dict(scope["headers"])
         accept = headers.get(b"accept", b"")
-        most = self._topics_max if flag(QueryParams(scope["query_string"]), "topic_series", True) else 0
+        most = self._topics_max if flag(QueryParams(scope.get("query_string", b"")), "topic_series", True) else 0
         await reserve_room(scope, ANSWER_BYTES)
         as_json = wants_json(accept)
         series = await self._series(caller_of(scope).narrowed(""), as_json, most)

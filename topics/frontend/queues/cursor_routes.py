@@ -30,19 +30,7 @@ from topics.frontend.reads.node_sets import node_set
 from topics.frontend.reads.reading import PAGE_MEMBERS, RecordPage, TopicReader, page_values
 from topics.frontend.reads.records import CorruptRecordError, PageOptions
 from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-from topics.frontend.routes.operations import (
-    LOST,
-    PAGED,
-    STRING,
-    TOPIC_PATH,
-    Query,
-    asgi_route,
-    describe,
-    made_or_there,
-    ok,
-    takes,
-)
-from topics.frontend.routes.topic_ranking import TopicRanking
+from topics.frontend.routes.operations import LOST, PAGED, TOPIC_PATH, asgi_route, describe, made_or_there, ok, takes
 from topics.frontend.shards.gateway import Gateway
 from topics.frontend.shards.pending_requests import is_outcome_unknown
 from topics.settings import Settings
@@ -157,16 +145,9 @@ class CursorRoutes:
     """The requests about named cursors, a method for each."""
 
     def __init__(
-        self,
-        gateway: Gateway,
-        reader: TopicReader,
-        catching_up: CatchingUp,
-        settings: Settings,
-        cell: ProcessCell,
-        ranking: TopicRanking,
+        self, gateway: Gateway, reader: TopicReader, catching_up: CatchingUp, settings: Settings, cell: ProcessCell
     ) -> None:
         self._catching_up = catching_up
-        self._ranking = ranking
         self._gateway = gateway
         self._owner = gateway.owner
         self._reader = reader
@@ -183,26 +164,16 @@ class CursorRoutes:
         name = request.topic
         size, after = await request.list_page(check_topic_name)
         found = (await self._gateway.call(self._owner(name), CursorGet(name, None, after, size + 1))).cursors
-        answer: dict[str, Any] = {"topic": name, "cursors": [_shown(cursor) for cursor in found[:size]]}
+        answer: dict[str, Any] = {"topic": name, "cursors": [shown_cursor(cursor) for cursor in found[:size]]}
         if len(found) > size:
             answer["next_cursor"] = name_cursor(found[size - 1].cursor)
         return JsonReply(answer)
-
-    @json_route("GET", "/v0/cursors", Route.OTHER_CURSOR, KeyScope.READ, "cursors")
-    @describe("List the cursors of all topics by lag", ok("Those that are furthest behind", answers.CursorsAnswer))
-    @takes(Query("contains", STRING, "only cursors or topics whose name contains it"), PAGED[0])
-    async def list_everywhere(self, request: ApiRequest) -> JsonReply:
-        size, _ = await request.list_page(check_topic_name)
-        contains = request.query.get("contains", "")
-        found, matched = await self._ranking.cursors(request.caller.covers, contains, size)
-        shown = [{"topic": one.topic, **_shown(one.cursor), "head_seq": one.head_seq, "lag": one.lag} for one in found]
-        return JsonReply({"cursors": shown, "matched": matched})
 
     @json_route("GET", _PATH, Route.OTHER_CURSOR, KeyScope.READ, "cursors")
     @describe("Where a cursor is", ok("The cursor", answers.CursorAnswer), *_MISSING)
     async def get(self, request: ApiRequest) -> JsonReply:
         name, cursor = _names(request.scope)
-        return JsonReply({"topic": name, **_shown(await self._find(name, cursor))})
+        return JsonReply({"topic": name, **shown_cursor(await self._find(name, cursor))})
 
     @json_route("PUT", _PATH, Route.OTHER_CURSOR, KeyScope.WRITE, "cursors")
     @describe("Make a cursor, or change or move it", made_or_there(answers.PutCursorAnswer), *_LOST)
@@ -217,7 +188,7 @@ class CursorRoutes:
         await self._catching_up.wait_for(name)
         call = CursorPut(name, cursor, given.consistency, given.persist_every, given.from_seq, given.tail)
         reply = await self._gateway.call(self._owner(name), call)
-        answer = {"topic": name, **_shown(reply), "created": reply.created}
+        answer = {"topic": name, **shown_cursor(reply), "created": reply.created}
         return JsonReply(answer, 201 if reply.created else 200)
 
     @json_route("DELETE", _PATH, Route.OTHER_CURSOR, KeyScope.DELETE, "cursors")
@@ -401,6 +372,6 @@ def _names(scope: Scope) -> tuple[str, str]:
         ) from None
 
 
-def _shown(cursor: CursorReply) -> dict[str, Any]:
+def shown_cursor(cursor: CursorReply) -> dict[str, Any]:
     settings = {"consistency": cursor.consistency, "persist_every": cursor.persist_every}
     return {"cursor": cursor.cursor, **settings, "cursor_seq": cursor.seq, "persisted_seq": cursor.persisted_seq}

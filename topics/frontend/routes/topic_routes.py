@@ -18,6 +18,7 @@ from topics.frontend.entry import wire
 from topics.frontend.entry.query import flag, name_cursor
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.step_cache import KnownTopics
+from topics.frontend.queues.cursor_routes import shown_cursor
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicRef
 from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
@@ -35,7 +36,7 @@ from topics.frontend.routes.operations import (
     takes,
 )
 from topics.frontend.routes.router_routes import RouterRoutes
-from topics.frontend.routes.topic_ranking import SORTS, TopicRanking, Wanted
+from topics.frontend.routes.topic_ranking import ALLOWED, TopicRanking
 from topics.frontend.shards.arenas import Arenas, live_names
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
@@ -68,10 +69,8 @@ class TopicRoutes:
         Query("prefix", STRING, "only names that begin with it"),
         *PAGED,
         flag_query("touch", False, "whether this counts as reading the topics"),
-        Query("sort", {"type": "string", "enum": [*SORTS]}, "the first page in this order, with rate and lag"),
-        Query("order", {"type": "string", "enum": ["asc", "desc"]}, "with sort; names asc, figures desc by themselves"),
-        Query("type", {"type": "string", "enum": ["log", "queue"]}, "with sort: only topics of this type"),
-        Query("contains", STRING, "with sort: only names that contain it"),
+        *[Query(name, {"type": "string", "enum": [*values]}, "see §1") for name, values in ALLOWED.items()],
+        Query("contains", STRING, "with sort, only names that contain it"),
     )
     async def list_all(self, request: ApiRequest) -> JsonReply:
         query = request.query
@@ -80,7 +79,7 @@ class TopicRoutes:
         arenas = [self.arenas.require(shard) for shard in range(self.gateway.shards)]
         size, after = await request.list_page(check_topic_name)
         if "sort" in query:
-            return await self._list_ranked(Wanted.of(query, prefixes), size, touch)
+            return await self._list_ranked(request, prefixes, size)
         names = list(itertools.islice(live_names(arenas, prefixes, after), size + 1))
         page = names[:size]
         with_copies = await self.catching_up.wait_for_all(page)
@@ -90,13 +89,17 @@ class TopicRoutes:
             answer["next_cursor"] = name_cursor(page[-1])
         return JsonReply(answer, with_copies=with_copies)
 
-    async def _list_ranked(self, wanted: Wanted, size: int, touch: bool) -> JsonReply:
-        rows, matched = await self.ranking.best(wanted, size)
-        with_copies = await self.catching_up.wait_for_all([row["topic"] for row in rows])
-        found = {row["topic"]: ref for row in rows if (ref := self.known.reader.find(row["topic"])) is not None}
-        refs = {ref.name: ref for ref in await self._all_settled(list(found.values()))}
-        entries = [self._entry(refs[row["topic"]], touch) | row for row in rows if row["topic"] in refs]
-        return JsonReply({"topics": entries, "matched": matched}, with_copies=with_copies)
+    async def _list_ranked(self, request: ApiRequest, prefixes: tuple[str, ...], size: int) -> JsonReply:
+        ranked, matched = await self.ranking.best(request.query, prefixes, size)
+        refs = {one.topic: ref for one in ranked if (ref := self.known.reader.find(one.topic)) is not None}
+        settled = {ref.name: ref for ref in await self._all_settled(list(refs.values()))}
+        entries = []
+        for one in ranked:
+            if one.topic in settled:
+                figures = {"rate": one.rate, "lag": one.lag, "cursors": [*map(shown_cursor, one.cursors)] or None}
+                found = {name: figure for name, figure in figures.items() if figure is not None}
+                entries.append(self._entry(settled[one.topic], touch=False) | found)
+        return JsonReply({"topics": entries, "matched": matched})
 
     @json_route("GET", TOPIC_PATH, Route.GET_TOPIC, KeyScope.READ, "topics")
     @describe("The state of a topic", ok("The topic", answers.TopicState), "topic_not_found")

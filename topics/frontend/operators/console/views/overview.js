@@ -88,8 +88,8 @@ const SHARD_COLUMNS = ({ found, old }) => {
   const of = (name) => (shard) => found[`topics_${name}`][shard];
   const grown = (name) => (shard) => increase(found, old, name, shard);
   const sync = (shard, part) => {
-    const value = quantile(found.topics_shard_wal_fsync_latency_us[shard], old && old.topics_shard_wal_fsync_latency_us[shard], part);
-    return value === null ? null : value / 1000;
+    const value = quantile(found.topics_shard_wal_fsync_seconds[shard], old && old.topics_shard_wal_fsync_seconds[shard], part);
+    return value === null ? null : value * 1000;
   };
   return [
     { name: "Shard", of: (shard) => `shard ${shard}` },

@@ -34,7 +34,7 @@ const COLUMNS = [
 export const Queues = () => {
   const [sort, setSort] = useState({ by: "lag", order: "desc" });
   const [text, setText] = useTyped("");
-  const [result, error] = usePoll((signal) => get("topics", { sort: sort.by, order: sort.order, type: "queue", contains: text, page_size: 200 }, signal), LIST_MS, [sort.by, sort.order, text]);
+  const [result, error] = usePoll((signal) => get("topics", { sort: sort.by, order: sort.order, kind: "queue", contains: text, page_size: 200 }, signal), LIST_MS, [sort.by, sort.order, text]);
   const pick = (by) => setSort({ by, order: by === sort.by ? (sort.order === "asc" ? "desc" : "asc") : by === "topic" ? "asc" : "desc" });
   return html`
     <h1 class="unseen">Queues</h1>

@@ -34,7 +34,7 @@ export const Topics = ({ query }) => {
   const [size, setSize] = useState(PAGE);
   const [text, setText] = useTyped(query.get("find") || "");
   const [result, error] = usePoll(
-    (signal) => get("topics", { sort: sort.by, order: sort.order, type, contains: text, page_size: size }, signal), INTERVAL_MS, [sort.by, sort.order, type, text, size]);
+    (signal) => get("topics", { sort: sort.by, order: sort.order, kind: type, contains: text, page_size: size }, signal), INTERVAL_MS, [sort.by, sort.order, type, text, size]);
   keepInHash("topics", null, { sort: sort.by, order: sort.order, type, find: text });
   const pick = (by) => setSort({ by, order: by === sort.by ? (sort.order === "asc" ? "desc" : "asc") : by === "topic" ? "asc" : "desc" });
   return html`
