@@ -59,8 +59,10 @@ class Browser:
         )
         try:
             port_file = Path(self._profile, "DevToolsActivePort")
-            poll("the browser to listen", lambda: port_file.exists() and port_file.read_text().count("\n"), 30)
-            port = int(port_file.read_text().split("\n")[0])
+            # It is made empty, and filled later.
+            port = poll(
+                "the browser to listen", lambda: port_file.exists() and port_file.read_text().split("\n")[0], 30
+            )
             self._url = f"http://127.0.0.1:{port}/json/list"
             self._socket = connect(poll("the page to be open", lambda: self._page(url), 30), max_size=None).__enter__()
         except BaseException:

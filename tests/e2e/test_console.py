@@ -344,10 +344,10 @@ def test_a_lost_connection_comes_back_without_a_hole(shop: Service, tab: Browser
 def test_it_asks_for_a_key_and_a_key_that_reads_only_reads() -> None:
     assert COMMAND is not None
     with Service(env={"TOPICS_API_KEYS": "root,looker:read:shop."}) as locked:
-        root = httpx.Client(base_url=locked.url, headers={"Authorization": "Bearer root"})
         for name in ("shop.a", "bank.b"):
-            root.post(f"/v0/topics/{name}", json={"records": [{"data": 1}]}).raise_for_status()
-        with root, Browser(COMMAND, f"{locked.url}/console#/topics?sort=topic") as tab:
+            body, headers = {"records": [{"data": 1}]}, {"Authorization": "Bearer root"}
+            locked.client.post(f"/v0/topics/{name}", json=body, headers=headers).raise_for_status()
+        with Browser(COMMAND, f"{locked.url}/console#/topics?sort=topic") as tab:
             shows(tab, "asks for a key", "dialog")
             for key, says in (("wrong", "not valid"), ("looker", "")):
                 fill(tab, "dialog input", key)
