@@ -49,7 +49,15 @@ def shop() -> Iterator[Service]:
                 client.post(f"/v0/topics/{name}", json={"records": [record] * 3})
         client.post("/v0/topics/shop.orders/delete", json={"before_seq": 20})
         client.put("/v0/topics/shop.orders/cursors/warehouse", json={"from_seq": 40})
-        put(client, "shop.mails", type="queue", dead_letter="shop.mails.dead", max_deliveries=1, lease_ms=600_000)
+        put(
+            client,
+            "shop.mails",
+            type="queue",
+            dead_letter="shop.mails.dead",
+            max_deliveries=1,
+            lease_ms=600_000,
+            leases_durable=True,
+        )
         jobs = [{"data": {"to": f"user-{at}@example.org"}} for at in range(12)]
         later = {"data": {"to": "later"}, "delay_ms": 3_600_000}
         client.post("/v0/topics/shop.mails", json={"records": [*jobs, later]})

@@ -139,7 +139,7 @@ class Live:
     async def _run_shard(self) -> None:
         while True:
             if self.shard_up:
-                self.rig.shard.step()
+                self.rig.step()
                 self.rig.shard.sync_in_background()
             await asyncio.sleep(0)
 

@@ -122,7 +122,7 @@ class ShardLink:
                 found = messages.decode_error(message)
             else:
                 assert kind == MessageKind.CALL, kind
-                found = messages.decode_reply(message)
+                found = messages.decode(message)
         self._replies.consume(position)
         return found
 

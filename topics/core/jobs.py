@@ -44,9 +44,7 @@ _DUE: Final = (JobPhase.LEASED, JobPhase.DELAYED, JobPhase.HELD)
 
 
 class QueueJobs:
-    """All jobs of one queue: their phases, what ends when, and who holds them. Until it is started (`Leases.start`) it
-    only collects what the log says.
-    """
+    """All jobs of one queue: phases, due times and holders. Until `Leases.start` it only collects what the log says."""
 
     def __init__(self, records: JobRecords) -> None:
         self._records = records

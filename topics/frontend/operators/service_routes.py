@@ -28,12 +28,16 @@ from topics.frontend.entry.responses import elapsed_ms, reserve_room, send_json,
 from topics.frontend.operators import exposition
 from topics.frontend.operators.exposition import TEXT_TYPE, Family, Sample, single
 from topics.frontend.operators.figures import ServiceFigures
+<<<<<<< HEAD
 from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
+=======
+>>>>>>> main
 from topics.frontend.routes.operations import (
     JSON,
     TEXT,
     Answer,
     ApiOperation,
+<<<<<<< HEAD
     asgi_route,
     describe,
     flag_query,
@@ -42,6 +46,16 @@ from topics.frontend.routes.operations import (
     takes,
 )
 from topics.frontend.routes.topic_ranking import Slices
+=======
+    ApiRequest,
+    JsonReply,
+    asgi_route,
+    describe,
+    json_route,
+    ok,
+    operations_of,
+)
+>>>>>>> main
 from topics.frontend.shards.arenas import Arenas, live_names
 from topics.shm.arena import TopicView
 from topics.shm.control import ControlPage, ProcessState, Role, replay_progress

@@ -41,18 +41,6 @@ class UnknownError(Exception):
     """The answer cannot be known now: the shard has not recovered, or the topic has changed meanwhile. Ask again."""
 
 
-class SourceSight(NamedTuple):
-    """A topic that is copied, as it is now."""
-
-    topic_id: int
-    head_seq: int
-    base_seq: int
-    """Lowest seq that can be read."""
-    earliest_seq: int
-    evict_floor: int
-    evict_reason: int
-
-
 class SourceLocations(NamedTuple):
     """Columns of consecutive records, as in the arena. Offsets of records in a segment are those in its `.data`."""
 
@@ -82,22 +70,17 @@ class Originals:
         ]
         self._open: OrderedDict[tuple[int, int, int], int] = OrderedDict()
 
-    def look(self, name: str) -> SourceSight | None:
-        """Return a topic, None when there is none. Raise UnknownError while its shard has never recovered."""
+    def look(self, name: str) -> TopicView | None:
+        """Return a topic, its `base_seq` the lowest seq that can be read anywhere; None when there is none. Raise
+        UnknownError while its shard has never recovered.
+        """
         arena = self._arena_of(name)
         found = arena.look_up(name)
         if found is None:
             return None
         slot, view = found
         segments = _require(arena.segments(slot, view))
-        return SourceSight(
-            view.topic_id,
-            view.head_seq,
-            segments[0].first_seq if segments else view.base_seq,
-            view.earliest_seq,
-            view.evict_floor,
-            view.evict_reason,
-        )
+        return view._replace(base_seq=segments[0].first_seq) if segments else view
 
     def locations(self, name: str, topic_id: int, first_seq: int, last_seq: int) -> SourceLocations:
         """Return the locations of records, deleted ones included: of the first ones, as far as they are in one place.
@@ -178,11 +161,12 @@ class Originals:
         at, count = 0, len(offset_lens)
         while at < count:
             word = file_flags[at]
+            file_bits = LOW_WORD | LOCATION_IN_RAM_LOG << 32
             assert not word >> 32 & LOCATION_LOST
             start, end = offset_lens[at] & LOW_WORD, (offset_lens[at] & LOW_WORD) + (offset_lens[at] >> 32)
             stop = at + 1
             # Neighbours in a file are read with one call.
-            while stop < count and _same_file(file_flags[stop], word) and end - start < _RUN_BYTES:
+            while stop < count and not (file_flags[stop] ^ word) & file_bits and end - start < _RUN_BYTES:
                 offset, length = offset_lens[stop] & LOW_WORD, offset_lens[stop] >> 32
                 if not end <= offset <= end + 4096:
                     break
@@ -231,10 +215,6 @@ def _require(found: T | None) -> T:
     if found is None:
         raise UnknownError
     return found
-
-
-def _same_file(word: int, other: int) -> bool:
-    return (word ^ other) & (LOW_WORD | LOCATION_IN_RAM_LOG << 32) == 0
 
 
 class SegmentOriginals:

@@ -22,7 +22,7 @@ export const Figures = ({ of, label }) => html`
 
 // `columns`: [{ name, of(row), number, sort, hint }]. A column with `sort` has a button in its head.
 export const Table = ({ label, columns, rows, keyOf, sort, onSort, rowClass, after, empty }) => html`
-  <div class="scroll" tabindex="0" role="region" aria-label=${label}>
+  <div class="scroll" tabindex="0" role="group" aria-label=${label}>
     <table>
       <caption class="unseen">${label}</caption>
       <thead><tr>${columns.map((column) => html`

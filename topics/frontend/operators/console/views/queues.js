@@ -81,7 +81,7 @@ const Jobs = ({ name }) => {
       <div class="bar"><${Tabs} label="State" now=${state} of=${STATES} onPick=${(value) => { setState(value); setFrom(0); }} />
         <div class="group"><button disabled=${!from} onClick=${() => setFrom(0)}>First</button><button disabled=${!page || (!page.next_from_seq && page.jobs.length <= PEEKED)} onClick=${() => setFrom(jobs.length ? jobs.at(-1).$seq : page.next_from_seq)}>Next →</button></div></div>
       <${Problem} error=${error} />
-      ${page ? html`<div class="scroll" tabindex="0" role="region" aria-label="Jobs"><table class="records"><caption class="unseen">Jobs that are ${state}</caption>
+      ${page ? html`<div class="scroll" tabindex="0" role="group" aria-label="Jobs"><table class="records"><caption class="unseen">Jobs that are ${state}</caption>
         <thead><tr><th scope="col" class="number">Seq</th><th scope="col">Written</th><th scope="col">Delivered</th><th scope="col">Node</th><th scope="col">${state === "scheduled" ? "Due" : "Until"}</th><th scope="col">Order key</th><th scope="col">Data</th></tr></thead>
         <tbody>${jobs.map((job) => html`<${RecordRow} key=${job.$seq} record=${job} span="7" open=${open.has(job.$seq)} onToggle=${() => toggle(job.$seq)} extra=${extra(job)} />`)}</tbody></table>
         ${jobs.length === 0 && html`<p class="empty">No job is ${state === "dead" ? "on its way to the dead letters" : state} ${page.next_from_seq ? "among those that were looked at." : "now."}</p>`}</div>` : !error && html`<${Loading} />`}

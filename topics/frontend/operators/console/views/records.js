@@ -66,7 +66,7 @@ export const Records = ({ name, head, earliest }) => {
     </form>
     <${Problem} error=${error} />
     ${page && page.tombstone && html`<${Gap} of=${page.tombstone} />`}
-    ${page ? html`<div class="scroll" tabindex="0" role="region" aria-label="Records">
+    ${page ? html`<div class="scroll" tabindex="0" role="group" aria-label="Records">
       <table class="records"><caption class="unseen">Records of ${name}, newest first</caption><${RecordHead} />
         <tbody>${records.map((record) => html`<${RecordRow} key=${record.$seq} record=${record} open=${open.has(record.$seq)} onToggle=${() => toggle(record.$seq)} />`)}</tbody></table>
       ${records.length === 0 && html`<p class="empty">${head === 0 ? "Nothing was written yet." : "No records here."}</p>`}

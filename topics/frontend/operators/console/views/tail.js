@@ -97,7 +97,7 @@ export const Tail = ({ name }) => {
         <span class="dim">${rate(pace.current.now)} · ${count(received)} received${filters.tag || filters.node || filters.text ? `, ${count(fitting)} fit` : ""}</span></span>
     </div>
     ${notes.map((note) => html`<p class="gap">${note}</p>`)}
-    <div class="scroll tail" tabindex="0" role="region" aria-label="Live tail, newest first">
+    <div class="scroll tail" tabindex="0" role="group" aria-label="Live tail, newest first">
       <table class="records"><caption class="unseen">The newest records of ${name}</caption><${RecordHead} />
         <tbody>${rows.map((record) => html`<${RecordRow} key=${record.$seq} record=${record} open=${open.has(record.$seq)} onToggle=${() => { if (!paused) pause(); toggle(record.$seq); }} />`)}</tbody></table>
       ${rows.length === 0 && html`<p class="empty">${link === "live" ? "Waiting for the next record." : ""}</p>`}
