@@ -8,11 +8,7 @@ PROMTOOL := $(VENV)/.promtool
 SUITE  := $(BIN)/python -m tests.suite $(if $(UNSTEADY),--again $(UNSTEADY))
 
 .DEFAULT_GOAL := help
-<<<<<<< HEAD
-.PHONY: help setup run test test-all test-pythons dist check lint types bench crash soak lock clean spark oldspark fuzz browser screenshots peers mutants eager
-=======
-.PHONY: help setup run test test-all test-pythons dist check lint types bench compare crash soak lock clean spark oldspark fuzz browser peers mutants eager
->>>>>>> main
+.PHONY: help setup run test test-all test-pythons dist check lint types bench compare crash soak lock clean spark oldspark fuzz browser screenshots peers mutants eager
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'

@@ -16,8 +16,7 @@ from topics.core.keys import KeyScope
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry.access import Access
 from topics.frontend.entry.responses import HeaderList, send_whole
-from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-from topics.frontend.routes.operations import Answer, ApiOperation, describe, ok
+from topics.frontend.routes.operations import Answer, ApiOperation, ApiRequest, JsonReply, describe, json_route, ok
 from topics.shm.durations import Route
 
 _MEDIA_TYPES: Final = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}

@@ -23,39 +23,27 @@ from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import limits
 from topics.frontend.entry.access import caller_of
 from topics.frontend.entry.budget import Budget, Reservation
-from topics.frontend.entry.query import flag
 from topics.frontend.entry.responses import elapsed_ms, reserve_room, send_json, send_whole, weight
+from topics.frontend.entry.wire import flag
 from topics.frontend.operators import exposition
 from topics.frontend.operators.exposition import TEXT_TYPE, Family, Sample, single
 from topics.frontend.operators.figures import ServiceFigures
-<<<<<<< HEAD
-from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-=======
->>>>>>> main
 from topics.frontend.routes.operations import (
     JSON,
     TEXT,
     Answer,
     ApiOperation,
-<<<<<<< HEAD
+    ApiRequest,
+    JsonReply,
     asgi_route,
     describe,
     flag_query,
+    json_route,
     ok,
     operations_of,
     takes,
 )
 from topics.frontend.routes.topic_ranking import Slices
-=======
-    ApiRequest,
-    JsonReply,
-    asgi_route,
-    describe,
-    json_route,
-    ok,
-    operations_of,
-)
->>>>>>> main
 from topics.frontend.shards.arenas import Arenas, live_names
 from topics.shm.arena import TopicView
 from topics.shm.control import ControlPage, ProcessState, Role, replay_progress
