@@ -39,9 +39,12 @@ class Fold:
     then call `state`.
     """
 
-    def __init__(self, make_index: Callable[[int], RecordIndex]) -> None:
-        """`make_index` makes the index of a topic id, empty, its next entry being that of seq 1."""
+    def __init__(self, make_index: Callable[[int], RecordIndex], is_located: bool = True) -> None:
+        """`make_index` makes the index of a topic id, empty, its next entry being that of seq 1. `is_located`: it keeps
+        entries.
+        """
         self._make_index = make_index
+        self.is_located = is_located
         self.topics: dict[int, Topic] = {}
         self.sessions: dict[str, control_bodies.SessionFrameBody] = {}
         self.created_ids: set[int] = set()
@@ -142,6 +145,16 @@ class Fold:
             waiting[topic_id] = entries
         else:
             pending.extend(entries)
+
+    def extended(self, topic_id: int, first_seq: int, last_seq: int, ts: int, size_bytes: int) -> bool:
+        """Add a run of Append frames of one topic without their entries, `size_bytes` long. False, with nothing done,
+        if it does not follow the records that the topic has.
+        """
+        topic = self.topics.get(topic_id)
+        if topic is None or first_seq != topic.head_seq + 1 or topic_id in self._pending:
+            return False
+        topic.extended(last_seq, ts, size_bytes)
+        return True
 
     def topic_create(self, topic_id: int, data: bytes) -> None:
         if topic_id in self.created_ids:

@@ -91,7 +91,8 @@ class UnlocatedIndex:
         self.segments.drop_below(seq)
 
     def skip_to(self, seq: int) -> None:
-        self.next_seq = max(self.next_seq, seq)
+        if seq > self.next_seq:
+            self.next_seq = seq
 
     def _without_entries(self, *_: Any, **__: Any) -> Any:
         raise AssertionError("this index has no entries")
@@ -184,9 +185,7 @@ def last_undeleted(index: ScannedEntries, first_seq: int, last_seq: int) -> int:
 
 
 def first_live(index: RecordIndex, seq: int, head_seq: int, most: int, looks: int) -> tuple[list[int], int]:
-    """Return the first `most` live seqs from `seq` on, as far as `looks` entries tell, and up to where these are all.
-    Segments of which every record is deleted are passed for free.
-    """
+    """Return the first `most` live seqs from `seq` on, as far as `looks` entries tell, and up to where they are all."""
     found: list[int] = []
     step = most
     while len(found) < most and seq <= head_seq and looks > 0:

@@ -182,6 +182,15 @@ class Topic:
         self.live_bytes += sum(lengths)
         self.last_write_ts = max(self.last_write_ts, entries[-3])
 
+    def extended(self, last_seq: int, ts: int, size_bytes: int) -> None:
+        """Add live records up to `last_seq` in a fold whose index keeps no entries."""
+        self.records += last_seq - self.head_seq
+        self.live_bytes += size_bytes
+        self.index.skip_to(last_seq + 1)
+        self.head_seq = last_seq
+        if ts > self.last_write_ts:
+            self.last_write_ts = ts
+
     def configured(self, config: TopicConfig) -> None:
         """Take a new configuration; a tightened cap takes effect at once."""
         if config.durability != self.config.durability:

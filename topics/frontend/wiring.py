@@ -16,8 +16,7 @@ from topics.frontend.live.delivery import Hub
 from topics.frontend.live.event_streams import StreamSlots
 from topics.frontend.live.step_cache import KnownTopics
 from topics.frontend.live.watch import SessionClient, WatchRoutes
-from topics.frontend.live.websocket import Services
-from topics.frontend.live.websocket_route import WebSocketRoute
+from topics.frontend.live.websocket import Services, WebSocketRoute
 from topics.frontend.operators.console_routes import ConsoleRoutes
 from topics.frontend.operators.figures import ServiceFigures
 from topics.frontend.operators.service_routes import MetricsRoute, ProbeRoutes, probe_operations
@@ -53,9 +52,7 @@ _log = get_logger()
 
 
 class Process(msgspec.Struct, frozen=True):
-    """One frontend process: its number, settings and clocks, and the memory that it shares with other processes.
-    `running_clock` leaves out the time in which this process was suspended.
-    """
+    """One frontend process. `running_clock` leaves out the time in which it was suspended."""
 
     shared: SharedMemory
     index: int
@@ -76,9 +73,7 @@ class Process(msgspec.Struct, frozen=True):
 
 
 class Frontend(NamedTuple):
-    """The application, and the parts of it that its process starts, stops or looks at. `cold` is None without a cold
-    tier.
-    """
+    """The application, and the parts of it that its process starts, stops or looks at. `cold`: None without a tier."""
 
     app: App
     access: Access

@@ -193,7 +193,7 @@ class ArenaWriter:
 
     def store_segments(self, rows: Iterable[SegmentInfo]) -> tuple[int, int]:
         """Store a new table of segments; return (byte offset, length), (0, 0) for an empty one."""
-        table = array("Q", chain.from_iterable([row.words for row in rows]))
+        table = array("Q", chain.from_iterable(map(msgspec.structs.astuple, rows)))
         if not table:
             return 0, 0
         size_bytes = len(table) * 8

@@ -276,9 +276,7 @@ class CursorRoutes:
     async def _advance(
         self, name: str, cursor: str, options: PageOptions, lock: CursorLock, take_page_room: TakeRoom
     ) -> tuple[RecordPage, int, CursorPassedOn | None]:
-        """Read a page and move the cursor behind it. Return the page, the cursor's place then, and the message for a
-        shard that has to know whether the answer was delivered.
-        """
+        """Read a page and move the cursor. Return (page, cursor, message for a shard that waits for delivery)."""
         owner = self._owner(name)
         left_at, lock.left_at = lock.left_at, None
         looked = left_at is None
