@@ -113,10 +113,12 @@ fuzz: $(STAMP) ## a long fuzz of every route: no 500, no hang, nothing left behi
 browser: $(STAMP) $(BROWSER) ## the tests in a real Chromium, none of them skipped
 	TOPICS_REQUIRE_BROWSER=1 $(BIN)/pytest tests/e2e/test_browser.py
 
-peers: $(STAMP) ## the same queue work through Redis and dramatiq, and through our worker library (needs redis-server)
+PEERS := $(VENV)-peers/bin/python
+peers: $(STAMP) ## beside Redis, NATS JetStream and PostgreSQL: the same work in turns; who is not there is left out
 	$(PYTHON) -m venv $(VENV)-peers
-	$(VENV)-peers/bin/python -m pip install --quiet --disable-pip-version-check -r bench/peers/requirements.txt
-	$(VENV)-peers/bin/python -m bench.peers.redis_queue
+	$(PEERS) -m pip install --quiet --disable-pip-version-check -r bench/peers/requirements.txt -e '.[server]'
+	$(PEERS) -m bench.peers
+	$(PEERS) -m bench.peers.redis_queue
 	$(BIN)/python -m bench.worker_library
 
 lock: ## pin the dependencies again

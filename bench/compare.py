@@ -83,17 +83,13 @@ class Ratio(NamedTuple):
         return f"{what:<34}{self.ratio:5.2f}  ({self.low:.2f} to {self.high:.2f})  {shown}{verdict}"
 
 
-def less_is_better(name: str) -> bool:
-    return not name.endswith("_per_s")
-
-
 def compare(there: Sequence[Measured], here: Sequence[Measured]) -> list[Ratio]:
     """Return the ratio of each value: the geometric mean over the rounds, and its interval by resampling rounds."""
     found = []
     resample = random.Random(0)
     for name in there[0]:
         logs = [math.log(new[name] / old[name]) for old, new in zip(there, here, strict=True)]
-        if less_is_better(name):
+        if figures.less_is_better(name):
             logs = [-one for one in logs]
         means = sorted(statistics.fmean(resample.choices(logs, k=len(logs))) for _ in range(RESAMPLES))
         low, high = means[RESAMPLES // 40], means[-1 - RESAMPLES // 40]

@@ -512,8 +512,8 @@ def test_listeners_of_a_topic_share_one_watch(shard: Shard) -> None:
         assert found is not None
         calls: list[str] = []
         shard.calls()
-        first = gateway.watch(0, "t", found[1], lambda: calls.append("first"))
-        second = gateway.watch(0, "t", found[1], lambda: calls.append("second"))
+        first = gateway.watches.add(0, "t", found[1], lambda: calls.append("first"))
+        second = gateway.watches.add(0, "t", found[1], lambda: calls.append("second"))
         ((watch,)) = shard.calls()
         assert isinstance(watch, Watch)
         assert (watch.name, watch.seen_topic_id, watch.seen_head_seq) == ("t", 9, 4)
@@ -541,11 +541,11 @@ def test_a_listener_that_knows_an_older_state_is_called_at_once(shard: Shard) ->
         hosted.topic.durable_seq = 1
         hosted.publish()
         calls: list[int] = []
-        handle = gateway.watch(0, "t", found[1], lambda: calls.append(1))
+        handle = gateway.watches.add(0, "t", found[1], lambda: calls.append(1))
         assert calls == []  # never within the call
         await until(lambda: calls == [1])
         handle.cancel()
-        late = gateway.watch(0, "t", found[1], lambda: calls.append(2))
+        late = gateway.watches.add(0, "t", found[1], lambda: calls.append(2))
         late.cancel()
         await asyncio.sleep(0.01)
         assert calls == [1]
@@ -562,8 +562,8 @@ def test_one_listeners_fault_is_not_the_others(shard: Shard) -> None:
         def fault() -> None:
             raise ValueError
 
-        gateway.watch(0, "t", None, fault)
-        gateway.watch(0, "t", None, lambda: calls.append(1))
+        gateway.watches.add(0, "t", None, fault)
+        gateway.watches.add(0, "t", None, lambda: calls.append(1))
         ((watch,)) = shard.calls()
         assert isinstance(watch, Watch)
         await until(lambda: calls == [1])
@@ -580,7 +580,7 @@ def test_a_restarted_shard_is_asked_to_watch_again(shard: Shard) -> None:
         found = Arenas(shard.shared).require(0).look_up("t")
         assert found is not None
         calls: list[int] = []
-        gateway.watch(0, "t", found[1], lambda: calls.append(1))
+        gateway.watches.add(0, "t", found[1], lambda: calls.append(1))
         (first,) = [call for call in shard.calls() if isinstance(call, Watch)]
         shard.arena = ArenaWriter(shard.shared.identity, 0, 2)
         shard.host("other", 8)
@@ -598,7 +598,7 @@ def test_a_name_that_is_made_again_is_watched_again(shard: Shard) -> None:
     async def test(gateway: Gateway) -> None:
         old = shard.host("t", 9)
         calls: list[int] = []
-        gateway.watch(0, "t", None, lambda: calls.append(1))
+        gateway.watches.add(0, "t", None, lambda: calls.append(1))
         await until(lambda: calls == [1])
         (first,) = [call for call in shard.calls() if isinstance(call, Watch)]
         old.retire()
@@ -618,7 +618,7 @@ def test_a_name_that_is_made_again_later_is_watched_for_who_finds_it(shard: Shar
         arenas = Arenas(shard.shared)
         old = shard.host("t", 9)
         calls: list[int] = []
-        handle = gateway.watch(0, "t", None, lambda: calls.append(1))
+        handle = gateway.watches.add(0, "t", None, lambda: calls.append(1))
         await until(lambda: calls == [1])
         (first,) = [call for call in shard.calls() if isinstance(call, Watch)]
         for topic_id in (10, 11):
@@ -649,13 +649,13 @@ def test_a_topic_that_is_polled_while_too_much_waits_is_watched_once(
         for hour in range(1, 4):
             posts = gateway.links[0].requests.posts.budget
             monkeypatch.setattr(posts, "limit", posts.limit._replace(most_count=0))
-            gateway.watch(0, "t", None, lambda: None).cancel()
-            gateway._watches.sweep(asyncio.get_running_loop().time() + 3600 * hour)
+            gateway.watches.add(0, "t", None, lambda: None).cancel()
+            gateway.watches.sweep(asyncio.get_running_loop().time() + 3600 * hour)
         told = shard.calls()
         (watch,) = [call for call in told if isinstance(call, Watch)]
         assert not any(isinstance(call, Unwatch) for call in told)
         monkeypatch.undo()
-        gateway._watches.sweep(asyncio.get_running_loop().time() + 3600 * 5)
+        gateway.watches.sweep(asyncio.get_running_loop().time() + 3600 * 5)
         assert shard.calls() == [Unwatch(watch.token, "t")]
 
     on_loop(shard, test)
@@ -666,7 +666,7 @@ def test_a_watch_ends_some_time_after_its_last_listener(shard: Shard, monkeypatc
 
     async def test(gateway: Gateway) -> None:
         shard.host("t", 9)
-        gateway.watch(0, "t", None, lambda: None).cancel()
+        gateway.watches.add(0, "t", None, lambda: None).cancel()
         (watch,) = [call for call in shard.calls() if isinstance(call, Watch)]
         seen: list[messages.Call] = []
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from topics.core.errors import TopicsError
-from topics.frontend.entry.access import Access
-from topics.frontend.entry.pages import Pages, host_name
+from topics.frontend.entry.access import Access, Pages, host_name
 from topics.settings import load
 
 

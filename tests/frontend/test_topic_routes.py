@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.frontend.hosting import Hosting, Written
 from topics.core.errors import TopicsError
 from topics.core.names import check_topic_name
-from topics.frontend.entry.query import name_after, name_cursor
+from topics.frontend.entry.wire import name_after, name_cursor
 from topics.frontend.reads.files import LogFiles
 from topics.shm.memory import SharedObject
 from topics.shm.recency import Recency, RecencyWriter

@@ -16,7 +16,6 @@ _EXAMPLES: Final = """  topics delete orders --before 1000
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     about = (
         "Delete records of a topic, or all of it: at once and for good, without a tombstone. On a terminal it asks "
         "first, unless --yes. The answer is printed as JSON. With --before and --match records have to fit both."

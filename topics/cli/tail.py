@@ -22,7 +22,6 @@ _EXAMPLES: Final = """  topics tail -n 3 orders
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     about = (
         "Print the last records of topics as NDJSON and, with -f, those written from then on, each once and in order, "
         "across disconnects. With several topics each line begins with its topic. A gap is a line "

@@ -49,7 +49,6 @@ _text_or_number: Final = msgspec.json.Decoder(str | int | float).decode
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     about = (
         "Append records to a topic, which is created if it is not there. Each line of stdin is the `data` of one, any "
         'JSON value, kept byte for byte. The last line of output is {"first_seq", "last_seq", "count"}, also after an '
@@ -243,7 +242,6 @@ def key_of(record: NewRecord, field: str, line: int) -> str:
 
 
 def config_object(text: str) -> dict[str, Any]:
-    """Parse an argument: a JSON object."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as error:

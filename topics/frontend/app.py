@@ -6,6 +6,7 @@ which is made from the table of operations (`operations.py`).
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Sequence
 from typing import Final
@@ -17,7 +18,7 @@ from starlette.routing import Router
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
 from topics.core.names import check_router_name, check_topic_name
-from topics.frontend.asgi import ROUTE, Receive, Scope, Send
+from topics.frontend.asgi import ROUTE, AsgiApp, Receive, Scope, Send
 from topics.frontend.entry.bodies import ClientGoneError
 from topics.frontend.entry.responses import send_error
 from topics.frontend.live.websocket import Services
@@ -26,6 +27,7 @@ from topics.frontend.operators.openapi import OpenApiRoutes
 from topics.frontend.reads.diff import DiffRoute
 from topics.frontend.routes.operations import ApiOperation, Endpoint
 from topics.log import get_logger
+from topics.shm.control import ProcessCell
 from topics.shm.durations import Route
 
 _TOPICS: Final = "/v0/topics/"
@@ -145,13 +147,7 @@ class App:
 
     async def _refuse(self, error: TopicsError, scope: Scope, send: Send) -> None:
         self._cell.add("responses_4xx" if error.status < 500 else "responses_5xx")
-        allow = error.detail.get("allow") if error.detail else None
-        headers = [] if allow is None else [(b"allow", str(allow).encode())]
-        if error.code == "upgrade_required":
-            headers += [(b"upgrade", b"websocket")]
-        if error.code == "unauthorized":
-            headers.append((b"www-authenticate", b"Bearer"))
-        await send_error(send, dict(scope["headers"]), error, headers)
+        await send_error(send, dict(scope["headers"]), error)
 
 
 class Resource:
@@ -178,3 +174,32 @@ class Resource:
 
 def no_such_path(scope: Scope) -> TopicsError:
     return TopicsError("not_found", f"there is nothing at {scope['path'][:300]}")
+
+
+_GATED: Final = ("/v0/topics", "/v0/routers", "/v0/watch", "/v0/txn", "/v0/ws")
+"""Beginnings of the paths that need a shard. Those that say how the service is never wait."""
+_POLL_S: Final = 0.01
+
+
+class StartGate:
+    """Lets requests through to `app` as soon as every shard has read its log. After `wait_s` it opens in any case: then
+    `app` answers `not_ready`, with the progress of the recovery. Once open, it stays open.
+    """
+
+    def __init__(self, app: AsgiApp, shards: Sequence[ProcessCell], wait_s: float):
+        self._app = app
+        self._shards = shards
+        self._opens_s = asyncio.get_running_loop().time() + wait_s
+        self._is_open = False
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        if self._is_open or not scope["path"].startswith(_GATED):
+            return self._app(scope, receive, send)
+        return self._wait(scope, receive, send)
+
+    async def _wait(self, scope: Scope, receive: Receive, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        while loop.time() < self._opens_s and any(cell.get("generation") == 0 for cell in self._shards):
+            await asyncio.sleep(_POLL_S)
+        self._is_open = True
+        await self._app(scope, receive, send)

@@ -12,9 +12,9 @@ import uvloop
 
 from topics.core.clock import SystemClock
 from topics.core.keys import KeyRing
+from topics.frontend.app import StartGate
 from topics.frontend.entry.access import Cors, KeyReload
 from topics.frontend.entry.bodies import allow_bodies_of
-from topics.frontend.entry.start_gate import StartGate
 from topics.frontend.http.connections import Connections
 from topics.frontend.http.deadlines import HttpLimits, RunningClock
 from topics.frontend.http.serve import serve

@@ -11,8 +11,7 @@ import msgspec
 from topics.core.clock import Clock, ExpiryClock
 from topics.core.keys import KeyRing
 from topics.frontend.app import App
-from topics.frontend.entry.access import Access, KeyLimits
-from topics.frontend.entry.pages import Pages
+from topics.frontend.entry.access import Access, KeyLimits, Pages
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.event_streams import StreamSlots
 from topics.frontend.live.step_cache import KnownTopics
@@ -52,8 +51,7 @@ _log = get_logger()
 
 
 class Process(msgspec.Struct, frozen=True):
-    """One frontend process: its number, its settings and clocks, and the memory that it shares with other processes.
-
+    """One frontend process: its number, settings and clocks, and the memory that it shares with other processes.
     `running_clock` leaves out the time in which this process was suspended.
     """
 
@@ -76,9 +74,8 @@ class Process(msgspec.Struct, frozen=True):
 
 
 class Frontend(NamedTuple):
-    """The application, and the parts of it that its process starts, stops or looks at.
-
-    `cold` is None if no segment was ever moved to a cold directory.
+    """The application, and the parts of it that its process starts, stops or looks at. `cold` is None without a cold
+    tier.
     """
 
     app: App

@@ -108,10 +108,6 @@ def _converter(kind: types.DataType, name: str) -> Convert:
     raise OptionError(f"option schema: {name} is of type {kind.simpleString()}, which data cannot be parsed into")
 
 
-def _text(value: Any) -> str | None:
-    return value if value is None or isinstance(value, str) else _encode(value).decode()
-
-
 def _number(value: Any) -> float | None:
     if not isinstance(value, int | float | decimal.Decimal) or isinstance(value, bool):
         return None
@@ -148,7 +144,6 @@ def _decimal(precision: int, scale: int) -> Convert:
 
 
 def _timestamp(value: Any) -> datetime.datetime | None:
-    """Parse ISO 8601, in UTC without a zone."""
     if not isinstance(value, str):
         return None
     try:
@@ -166,7 +161,7 @@ def _date(value: Any) -> datetime.date | None:
 
 
 _SCALARS: Final[dict[type[types.DataType], Convert]] = {
-    types.StringType: _text,
+    types.StringType: lambda value: value if value is None or isinstance(value, str) else _encode(value).decode(),
     types.ByteType: _integer(8),
     types.ShortType: _integer(16),
     types.IntegerType: _integer(32),

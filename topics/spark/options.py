@@ -1,6 +1,5 @@
-"""Options of the data source, checked once, and its errors, each in one line: what is wrong, where, and the way out.
-
-Options have the names of Spark's Kafka source where it has the same.
+"""Options of the data source, named as those of Spark's Kafka source and checked once, and its errors, each in one
+line: what is wrong, where, and the way out.
 """
 
 from __future__ import annotations

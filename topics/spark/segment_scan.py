@@ -69,9 +69,8 @@ def check_directories(directories: Directories, segments: Iterable[ManifestSegme
 
 
 class SegmentScan:
-    """Index and data of one segment, open, and which of its records a reader wants.
-
-    FileNotFoundError when a file is not there; OSError when it cannot be read.
+    """Index and data of one segment, open, and which of its records a reader wants. FileNotFoundError when a file is
+    not there; OSError when it cannot be read.
     """
 
     def __init__(

@@ -68,9 +68,8 @@ class RestartDelay:
 
 
 class Child:
-    """A child of the supervisor over all its lives: forks it, signals it, and notes its state in the control page.
-
-    `cell` is the supervisor's part of the process's control cell (None for the one-off reshard child).
+    """A child of the supervisor over all its lives: forks it, signals it, and notes its state in `cell`, the
+    supervisor's part of the process's control cell (None for the one-off reshard child).
     """
 
     def __init__(self, name: str, index: int, main: Callable[[int], int], cell: Cell | None, clock: Clock) -> None:
@@ -130,7 +129,6 @@ class Child:
         self.send(number)
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal, if the process runs."""
         if self.pid is not None:
             os.kill(self.pid, number)  # it has not been waited for, so the pid is still its own
 
@@ -160,9 +158,8 @@ def show_exit(exit_code: int) -> str:
 
 
 def fork(name: str, index: int, main: Callable[[], int]) -> int:
-    """Run `main` in a child, which exits with its result. Return the child's pid; never returns in the child.
-
-    The caller has blocked its signals, so none can reach the child before it is set up.
+    """Run `main` in a child, which exits with its result. Return the child's pid; never returns in the child. The
+    caller has blocked its signals, so none can reach the child before it is set up.
     """
     parent_pid = os.getpid()
     pid = os.fork()

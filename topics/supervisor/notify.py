@@ -110,7 +110,6 @@ class Notify:
         return cls(address, watchdog_ms, clock)
 
     def tell(self, page: ControlPage) -> None:
-        """Send the lines that are due."""
         now_ms = self._clock.monotonic_ms()
         if self.due_ms is None or now_ms < self.due_ms:
             return
@@ -119,7 +118,6 @@ class Notify:
         self._send(lines)
 
     def stopping(self) -> None:
-        """Say that the service drains."""
         if self.due_ms is not None:
             self._send(self._announcements.stopping())
 

@@ -203,7 +203,6 @@ def _figures(cell: dict[str, int], fields: str) -> dict[str, int]:
 
 
 def _usage(pid: int) -> SupervisorStatus | None:
-    """Return the CPU time and memory of a process, None when it has ended."""
     try:
         process = psutil.Process(pid)
         with process.oneshot():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Callable
 from functools import partial
 from typing import Final, Self
 
@@ -88,9 +87,9 @@ class Supervisor:
         self._signals = signals
         self._notify = notify
         self._header = shared.control.header
-        self._frontends = [self._frontend(index) for index in range(settings.frontends)]
-        self._shards = [self._shard(index) for index in range(settings.wal_shards)]
-        self._compactor = self._child(Role.COMPACTOR, 0, partial(mains.compactor, settings, shared))
+        self._frontends = [self._child(Role.FRONTEND, index) for index in range(settings.frontends)]
+        self._shards = [self._child(Role.WALSHARD, index) for index in range(settings.wal_shards)]
+        self._compactor = self._child(Role.COMPACTOR, 0)
         self._reshard: Child | None = None
         self._exit_code = EXIT_OK
         self._stopping: list[tuple[list[Child], int]] | None = None
@@ -116,25 +115,22 @@ class Supervisor:
 
     # -- starting
 
-    def _frontend(self, index: int) -> Child:
-        def main(incarnation: int) -> int:
-            self._close_listeners(but=index)
-            listeners = self._listeners[index]
-            return self._mains.frontend(self._settings, self._keys, self._shared, index, incarnation, listeners)
+    def _child(self, role: Role, index: int) -> Child:
+        cell = self._shared.control.cell(role, index).supervisor
+        return Child(role.name.lower(), index, partial(self._run, role, index), cell, self._clock)
 
-        return self._child(Role.FRONTEND, index, main)
-
-    def _shard(self, index: int) -> Child:
-        return self._child(Role.WALSHARD, index, partial(self._mains.walshard, self._settings, self._shared, index))
-
-    def _child(self, role: Role | None, index: int, main: Callable[[int], int]) -> Child:
-        def run(incarnation: int) -> int:
-            if role is not Role.FRONTEND:
-                self._close_listeners()  # a process that outlives the supervisor must not hold the port
-            return main(incarnation)
-
-        cell = None if role is None else self._shared.control.cell(role, index).supervisor
-        return Child("reshard" if role is None else role.name.lower(), index, run, cell, self._clock)
+    def _run(self, role: Role | None, index: int, incarnation: int) -> int:
+        """Run the main of a child, in the child; None: the one that prepares the logs."""
+        # A process that outlives the supervisor must not hold the port.
+        self._close_listeners(but=index if role is Role.FRONTEND else None)
+        mains, settings, shared = self._mains, self._settings, self._shared
+        if role is None:
+            return mains.reshard(settings, shared)
+        if role is Role.FRONTEND:
+            return mains.frontend(settings, self._keys, shared, index, incarnation, self._listeners[index])
+        if role is Role.WALSHARD:
+            return mains.walshard(settings, shared, index, incarnation)
+        return mains.compactor(settings, shared, incarnation)
 
     def _start(self, reshard: bool) -> None:
         for child in self._frontends:
@@ -142,7 +138,7 @@ class Supervisor:
         if reshard:
             _logger.info("preparing the logs", shards=self._settings.wal_shards)
             self._header.set("state", ProcessState.RECOVERING)
-            self._reshard = self._child(None, 0, lambda _: self._mains.reshard(self._settings, self._shared))
+            self._reshard = Child("reshard", 0, partial(self._run, None, 0), None, self._clock)
             self._reshard.start()
         else:
             self._start_shards()

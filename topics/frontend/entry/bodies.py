@@ -47,10 +47,9 @@ class ClientGoneError(Exception):
 
 
 async def read_body(receive: Receive, headers: Headers, max_bytes: int) -> bytes:
-    """Return the unpacked body, which is JSON by its content type unless it is empty (api §0.2).
-
-    A body longer than COUNTED_FROM_BYTES counts until the current task ends. Raise `payload_too_large`, `throttled`,
-    `unsupported_media_type`, `invalid_request`; ClientGoneError.
+    """Return the unpacked body, which is JSON by its content type unless it is empty (api §0.2). A long one counts
+    until the current task ends. Raise `payload_too_large`, `throttled`, `unsupported_media_type`, `invalid_request`;
+    ClientGoneError.
     """
     message = await receive()
     if message["type"] == "http.disconnect":
@@ -137,7 +136,6 @@ class MessageReservation:
 
 
 def no_room(budget: Budget) -> TopicsError:
-    """Return the `429` for a body without room in `budget`."""
     return budget.refused(f"request bodies fill all of their {budget.most_bytes} bytes of memory; send it again later")
 
 
@@ -205,9 +203,8 @@ async def _unpack(body: bytes, encoding: bytes, max_bytes: int) -> bytes:
 
 
 def unzip(body: bytes, max_bytes: int, stated_bytes: int | None = None) -> bytes:
-    """Unpack one gzip member of at most `max_bytes`, and at most `stated_bytes` if given.
-
-    Never unpack more than one byte beyond that. Raise `payload_too_large` or `invalid_request`.
+    """Unpack one gzip member of at most `max_bytes`, and of `stated_bytes` if given; never more than one byte beyond
+    that. Raise `payload_too_large` or `invalid_request`.
     """
     unpacker = zlib.decompressobj(_GZIP_WBITS)
     most = max_bytes if stated_bytes is None else min(max_bytes, stated_bytes)

@@ -28,10 +28,8 @@ class AtLimit(Enum):
 
 
 class Limit(NamedTuple):
-    """One bound, a row of the table in docs/operations.md.
-
-    `name` is the `detail.limit` of a refusal. 0 means no bound of this kind. `wait_s` is the longest wait; None waits
-    as long as the request may take.
+    """One bound, a row of the table in docs/operations.md. `name` is the `detail.limit` of a refusal. 0 means no bound
+    of this kind. `wait_s` is the longest wait; None waits as long as the request may take.
     """
 
     name: str
@@ -51,9 +49,8 @@ class Limit(NamedTuple):
 
 
 class Budget:
-    """Counts bytes in memory under one limit, and owns the queue for room, in which nobody overtakes.
-
-    A caller that has the bytes already adds them to `held_bytes`, beyond the limit if need be. Used on one event loop.
+    """Counts bytes in memory under one limit, and owns the queue for room, in which nobody overtakes. A caller that has
+    the bytes already adds them to `held_bytes`, beyond the limit if need be.
     """
 
     __slots__ = ("_empty_admits_any", "held_bytes", "limit", "most_bytes", "waiting")
@@ -100,7 +97,6 @@ class Budget:
             next(reversed(self.waiting)).close()
 
     def refused(self, message: str) -> TopicsError:
-        """Return the `429` for a request that finds no room."""
         return self.limit.refused(message, self.most_bytes)
 
 

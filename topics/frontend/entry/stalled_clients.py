@@ -15,9 +15,8 @@ STALL_CUT_MS: Final = 2_000
 
 
 class ReadProgress:
-    """The last progress of one client that has more waiting for it than its connection may buffer.
-
-    Any byte that it reads is progress. `progress_bytes` is a counter that rises as it reads, from any start.
+    """The last progress of one client that has more waiting for it than its connection may buffer. Any byte that it
+    reads is progress. `progress_bytes` is a counter that rises as it reads, from any start.
     """
 
     __slots__ = ("held_bytes", "progress_bytes", "since_ms")

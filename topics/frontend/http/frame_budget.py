@@ -73,8 +73,7 @@ class FrameBudget:
 
 class CheckedFrames(FrameBuffer):
     """The incoming frames of one HTTP/2 connection. h2 takes them from here, FRAMES_PER_TURN after each `begin_turn`.
-
-    Each is checked when its head is there. h2 itself gathers 16 MiB of a frame before it looks at the length.
+    Each is checked when its head is there: h2 itself gathers 16 MiB of a frame before it looks at the length.
     """
 
     def __init__(self, budget: FrameBudget, time_s: Callable[[], float], max_block_bytes: int) -> None:

@@ -157,7 +157,6 @@ class Http1Protocol(asyncio.Protocol):
         self.settle()
 
     def resume_writing(self) -> None:
-        """asyncio: the client has caught up."""
         self.writable = True
         self._deadlines.end_reader()
         self._factory.connections.kept.remove(self)
@@ -321,7 +320,6 @@ class Http1Protocol(asyncio.Protocol):
 
     @property
     def buffered_bytes(self) -> int:
-        """Bytes that the transport keeps for the client."""
         return self._transport.get_write_buffer_size()
 
     @property
@@ -371,9 +369,8 @@ class Http1Protocol(asyncio.Protocol):
         self._end()
 
     def _end(self) -> None:
-        """Answer nothing more: half-close, and drop input until the client closes, too.
-
-        Closing with unread input would send a reset, which may destroy the answer before the client has read it.
+        """Answer nothing more: half-close, and drop input until the client closes, too. Closing with unread input would
+        send a reset, which may destroy the answer before the client has read it.
         """
         self._ending = True
         self._exchange = None
@@ -441,7 +438,6 @@ class Http1Protocol(asyncio.Protocol):
             self._factory.connections.unadmitted.resize(self._transport, size_bytes)
 
     def _arm(self) -> None:
-        """Set the timer to the deadline, if there is one."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer, self._timer_at_s = None, self._deadlines.at_s

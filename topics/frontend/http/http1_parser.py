@@ -134,7 +134,7 @@ class RequestParser:
         self._headers: list[tuple[bytes, bytes]] | None = None  # None: trailers follow, and are dropped
         self._pieces: list[bytes] = []  # of the body, from the data that is being fed
         self._body_left: int | None = None  # None: chunked
-        self._body_bytes = 0
+        self.body_received_bytes = 0  # of the current one
         self._body_wire_bytes = 0
         self._chunks = Chunks()
         self.complete = True
@@ -150,20 +150,14 @@ class RequestParser:
         """True if the current body has no Content-Length."""
         return self._body_left is None
 
-    @property
-    def body_received_bytes(self) -> int:
-        """Length of the current body's part that has arrived."""
-        return self._body_bytes
-
     def close(self) -> None:
         """Free llhttp's parser, which refers back to this object."""
         del self._llhttp
 
     def find_head(self, data: bytes | bytearray, position: int) -> tuple[int, int]:
         """Return the start and end of the next head in `data[position:]`, which is not empty; the end is -1 until the
-        head is whole.
-
-        The unused rest must be passed again, with more behind it. Raise TopicsError if it cannot become a head.
+        head is whole. The unused rest must be passed again, with more behind it. Raise TopicsError if it cannot become
+        a head.
         """
         while data[position] in b"\r\n":  # RFC 9112 §2.2: blank lines before a request line are skipped
             position += 1
@@ -182,9 +176,8 @@ class RequestParser:
         return position, -1
 
     def parse_head(self, head: bytes) -> Head | None:
-        """Parse and check a whole head, as found by `find_head`. Raise TopicsError.
-
-        None: it begins a protocol that Hypercorn serves, with the preface of HTTP/2 or an Upgrade.
+        """Parse and check a whole head. None: it begins a protocol that Hypercorn serves, with the preface of HTTP/2 or
+        an Upgrade. Raise TopicsError.
         """
         if head == _H2_PREFACE_HEAD:
             return None
@@ -257,16 +250,15 @@ class RequestParser:
             self._llhttp.feed_data(_UPGRADE_LINES.sub(b"", head))
         raw_path, query = _split_target(target)
         self._body_left = None if chunked else length
-        self._body_bytes = self._body_wire_bytes = 0
+        self.body_received_bytes = self._body_wire_bytes = 0
         if chunked:
             self._chunks = Chunks()
         keep_alive = not asks_close and (http11 or asks_keep_alive)
         return Head(method.decode(), raw_path, query, http11, headers, keep_alive, expects_continue)
 
     def read_body(self, data: bytes | bytearray, position: int, sink: Callable[[bytes], None]) -> int:
-        """Give `sink` the body in `data[position:]`, without framing. Raise TopicsError.
-
-        Return the start of the unused rest: the end of `data`, or of the request, which is then `complete`.
+        """Give `sink` the body in `data[position:]`, without framing. Return the start of the unused rest: the end of
+        `data`, or of the request, which is then `complete`. Raise TopicsError.
         """
         start = position
         try:
@@ -286,10 +278,10 @@ class RequestParser:
         if pieces:
             sink(pieces[0] if len(pieces) == 1 else b"".join(pieces))
         self._body_wire_bytes += position - start
-        if self._body_bytes > self._limits.max_body_bytes:
+        if self.body_received_bytes > self._limits.max_body_bytes:
             raise self._body_too_large(f"the body has more than {self._limits.max_body_bytes} bytes")
         # Chunk extensions and trailers are dropped, but must not go on for ever. A chunk of one byte takes six.
-        if self._body_wire_bytes > self._limits.max_header_bytes + 8 * self._body_bytes:
+        if self._body_wire_bytes > self._limits.max_header_bytes + 8 * self.body_received_bytes:
             raise invalid("the chunked body is nearly all framing")
         return position
 
@@ -302,13 +294,11 @@ class RequestParser:
         assert not self.complete, "llhttp was fed beyond the end of a request"
 
     def on_body(self, data: bytes) -> None:
-        """Keep a piece of the body, without its framing."""
-        self._body_bytes += len(data)
-        if self._body_bytes <= self._limits.max_body_bytes:
+        self.body_received_bytes += len(data)
+        if self.body_received_bytes <= self._limits.max_body_bytes:
             self._pieces.append(data)
 
     def on_message_complete(self) -> None:
-        """Note that the request is complete."""
         self.complete = True
 
     # Refusals.
@@ -344,10 +334,7 @@ class RequestParser:
 
 
 def _begins_another_protocol(method: bytes, http11: bool, headers: list[tuple[bytes, bytes]]) -> bool:
-    """Return True if Hypercorn obeys this Upgrade.
-
-    It would serve any other with its own HTTP/1.1, which does not bound what clients leave unread.
-    """
+    """Return True if Hypercorn obeys this Upgrade. Others it would serve with its own HTTP/1.1, without our bounds."""
     asked = [value.lower() for name, value in headers if name == b"upgrade"]
     if asked == [b"websocket"]:
         # There may be no Connection: llhttp obeys Proxy-Connection, too.

@@ -4,7 +4,7 @@ Hypercorn's own buffer judges a client by what it could send last. With a window
 a client that keeps up: a client without a window would pull a whole topic into memory. Here `send` waits until the
 client has read the message. Three more bounds: a stream whose client reads nothing is reset (`SlowReaderTimer`), the
 streams of one connection share room for long answers (`responses.reserve_room`), and so do the clients of the process
-(`kept_answers`).
+(`connections.KeptAnswers`).
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ from priority.priority import TooManyStreamsError
 
 from topics.frontend.asgi import DELIVER, ROOM, Send
 from topics.frontend.entry.budget import Reservation
+from topics.frontend.http.connections import KeptAnswers
 from topics.frontend.http.frame_budget import EARNED_BY_ANSWER, EARNED_PER_BYTES, FIELDS_FREE, CheckedFrames
 from topics.frontend.http.hypercorn_connection import context_of
-from topics.frontend.http.kept_answers import KeptAnswers
 
 _DataEvent = Body | Data
 
 
 class BoundedBuffer(StreamBuffer):
-    """The bytes that wait for the client of one stream: one message, and less than BUFFER_HIGH_WATER before it.
-
-    A message is kept without a copy: its sender has it in memory anyway while it waits.
+    """The bytes that wait for the client of one stream: one message, and less than BUFFER_HIGH_WATER before it. A
+    message is kept without a copy: its sender has it in memory anyway while it waits.
     """
 
     def __init__(self, event_class: type[IOEvent]) -> None:
@@ -267,9 +266,8 @@ class BoundedProtocol(H2Protocol):
             cast("dict[str, Any]", stream.scope["extensions"])[DELIVER] = partial(self._deliver, request.stream_id)
 
     async def _deliver(self, stream_id: int, send: Send, body: bytes) -> None:
-        """Send the whole body, and return when the kernel has all of it (`asgi.DELIVER`).
-
-        Hypercorn's `send` does not tell if the stream is closed before the body's end. The buffer does.
+        """Send the whole body, and return when the kernel has all of it (`asgi.DELIVER`). Hypercorn's `send` does not
+        tell if the stream is closed before the body's end. The buffer does.
         """
         buffer = self.stream_buffers.get(stream_id)
         assert isinstance(buffer, BoundedBuffer | None)

@@ -209,9 +209,8 @@ class LargeFrames(Generic[WaiterT]):
         return reservation is not None and reservation in self._budget.waiting
 
     def admit(self, waiter: WaiterT, len_bytes: int) -> bool:
-        """Return True if the waiter's next frame may be sent now. Else it waits, in front if its grant was too small.
-
-        Uses up an earlier grant.
+        """Return True if the waiter's next frame may be sent now; this uses up an earlier grant. Else it waits, in
+        front if its grant was too small.
         """
         granted_bytes = self.cancel(waiter)
         if len_bytes <= max(HIGH_WATER_BYTES, granted_bytes):
@@ -233,9 +232,8 @@ class LargeFrames(Generic[WaiterT]):
         return reservation.held_bytes
 
     def shortfall_bytes(self) -> int:
-        """Return how many unread bytes must go before the first waiter gets its grant; 0 or less if none.
-
-        Grants do not count as unread: their room comes back, or becomes unread bytes.
+        """Return how many unread bytes must go before the first waiter gets its grant; 0 or less if none. Grants do not
+        count as unread: their room comes back, or becomes unread bytes.
         """
         if not self._budget.waiting:
             return 0

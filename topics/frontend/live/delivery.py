@@ -18,7 +18,6 @@ from operator import attrgetter
 from typing import Final
 
 from topics.core.clock import Clock
-from topics.core.names import owner_shard
 from topics.core.scheduler import TICK_MS, Scheduler
 from topics.frontend.entry import limits
 from topics.frontend.entry.budget import Budget
@@ -73,9 +72,8 @@ class Hub:
         self.draining = False
 
     def open(self, push: Push, state: StreamState, heartbeat_ms: int) -> StreamConnection:
-        """Begin a stream, with its backlog. `heartbeat_ms` 0 means no heartbeats.
-
-        It ends with `close` or when the client goes away. Then `closed` is true, and `state` has its last positions.
+        """Begin a stream, with its backlog; `heartbeat_ms` 0: without heartbeats. It ends with `close` or when the
+        client goes away. Then `closed` is true, and `state` has its last positions.
         """
         connection = StreamConnection(push, state, heartbeat_ms, self._clock.monotonic_ms())
         push.on_writable = lambda: self._on_writable(connection)
@@ -129,8 +127,8 @@ class Hub:
         channel, ref = self._channels.get(name), self._topics.find(name)
         view = None if ref is None else ref.view
         if channel is None:
-            made, shard = Channel(name), owner_shard(name, self._gateway.shards)
-            made.watch = self._gateway.watch(shard, name, view, partial(self._on_change, made))
+            made, shard = Channel(name), self._gateway.owner(name)
+            made.watch = self._gateway.watches.add(shard, name, view, partial(self._on_change, made))
             channel = self._channels[name] = made  # last: the watch may be refused
         elif view is not None and channel.watch is not None:
             # It may be a new topic of this name, while the members still wait for the end of the former one.

@@ -1,7 +1,7 @@
 """Answers that are event streams: which clients may open one, its head, and its writes until the client is gone.
 
 A `Push` writes into an open answer without `await`. HTTP/1.1 offers it as the ASGI extension `topics.push`
-(`http1_push.PushStream`). `AsgiPush` does the same over plain ASGI, for HTTP/2.
+(`http1_exchange.PushStream`). `AsgiPush` does the same over plain ASGI, for HTTP/2.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ class StreamSlots:
         return StreamSlot(self, key)
 
     def release(self, key: ApiKey) -> None:
-        """Give back what `hold` counted."""
         self._places.release()
         self._limits.release(key, Counted.STREAMS)
 
@@ -183,7 +182,6 @@ class AsgiPush:
 
 
 async def begin_stream(scope: Scope, send: Send) -> Push:
-    """Send the head of an event stream, and return its writer."""
     await send({"type": "http.response.start", "status": 200, "headers": _HEAD})
     extension = scope.get("extensions", {}).get("topics.push")
     push: Push = AsgiPush(send) if extension is None else extension()

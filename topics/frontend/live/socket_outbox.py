@@ -26,7 +26,6 @@ STEP_MESSAGES_MAX: Final = 3
 
 class SocketOutbox:
     """Queue of messages for one WebSocket. It owns their order, their bytes, and the turns of those that wait for room.
-
     `buffer` holds what was sent and is still kept for the client; None if nobody can tell.
     """
 
@@ -59,7 +58,6 @@ class SocketOutbox:
 
     @property
     def is_unread(self) -> bool:
-        """True if there is anything that the client has not read."""
         return self._sending or bool(self._queue) or self._unread_bytes > 0
 
     @property
@@ -73,9 +71,8 @@ class SocketOutbox:
         self.add(message)
 
     async def wait_for_turn(self) -> None:
-        """Return when an answer has room and it is its turn. The caller must add it without another `await`.
-
-        For answers that should not be made earlier, because there may be many of them.
+        """Return when an answer has room and it is its turn; then add it without another `await`. For answers that
+        should not be made earlier, because there may be many of them.
         """
         if self._answers or not self._answer_may():
             turn = self._loop.create_future()
@@ -117,7 +114,6 @@ class SocketOutbox:
             self._give_turns()
 
     def close(self) -> None:
-        """Accept no more messages."""
         self._closed = True
         self._changed.set()
 
@@ -177,7 +173,6 @@ class SocketOutbox:
 
 class Subscription:
     """One topic of a WebSocket, as the hub writes to it (a `push.Push`). `buffered_bytes` is its part of the outbox.
-
     `on_end` is called when the hub ends it, `cut` when others need the memory that the socket holds.
     """
 

@@ -183,10 +183,6 @@ class StreamState:
         frame = self.spec.wording.topic_deleted(self.spec.names[index], head_seq) + after.frame_end
         return StreamStep(after, frame, 1, 0, StepOutcome.ENDED)
 
-    def wait_for_cold(self, miss: ColdMissError) -> StreamStep:
-        """Send nothing until `miss` is fetched from the cold tier."""
-        return StreamStep(self, b"", 0, 0, StepOutcome.COLD, miss)
-
     def fail(self, index: int, code: str, message: str) -> StreamStep:
         """Tell the client that the topic cannot be read now (`code` as in api §0.6); once, until it can be read."""
         if self.phases[index] == TopicPhase.FAILING:

@@ -23,14 +23,13 @@ from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_topic_name
 from topics.frontend.asgi import DROPPED, RESERVATION, WRITE_BUFFER, Receive, Scope, Send, WriteBuffer
 from topics.frontend.entry import limits, wire
-from topics.frontend.entry.access import Access
+from topics.frontend.entry.access import Access, Pages
 from topics.frontend.entry.bodies import INLINE_BYTES_MAX, LONG_BYTES, MessageReservation, long_bodies, no_room, reserve
-from topics.frontend.entry.pages import Pages
 from topics.frontend.entry.stalled_clients import ReadProgress
 from topics.frontend.live import websocket_commands
 from topics.frontend.live.channels import StreamConnection
 from topics.frontend.live.delivery import Hub
-from topics.frontend.live.following import check_starts, check_strong, start_seq, topic_state
+from topics.frontend.live.following import check_starts, follow
 from topics.frontend.live.socket_outbox import SocketOutbox, Subscription
 from topics.frontend.live.stream import StreamSpec, TopicPhase
 from topics.frontend.live.websocket_commands import ROUTES, Command, Publish, RequestId, Subscribe, Unsubscribe
@@ -97,7 +96,10 @@ class Socket:
         watching = asyncio.create_task(self._watch_progress())
         try:
             await asyncio.wait((reading, sending, watching, self._over), return_when=asyncio.FIRST_COMPLETED)
-            self._log_failures(reading, sending, watching)
+            for task in (reading, sending, watching):
+                error = task.exception() if task.done() and not task.cancelled() else None
+                if error is not None and not isinstance(error, ConnectionError):
+                    _log.error("a WebSocket failed", exc_info=error)
             gone = reading.done() and not reading.cancelled() and reading.exception() is None
             reading.cancel()
             self._unfollow(list(self._subscriptions))
@@ -236,19 +238,16 @@ class Socket:
         self._key().require(KeyScope.READ, starts)
         await self._services.catching_up.wait_for_all(starts)
         self._key().require(KeyScope.READ, starts)
-        ended = self._ended()
+        # The client is told by their streams of topics that were deleted.
+        ended = {name for name, one in self._subscriptions.items() if one.state.phases[0] == TopicPhase.ENDED}
         followed = len((self._subscriptions.keys() - ended) | starts.keys())
         if followed > topics_max:
             raise invalid(f"a WebSocket follows at most {topics_max} topics, not {followed}", field="topics")
         reader, hub = self._services.reader, self._services.hub
-        refs = {name: reader.get(name) for name in starts}
-        if command.strong:
-            check_strong(refs)
-        positions = {name: start_seq(reader, ref, starts[name]) for name, ref in refs.items()}
-        topics = {name: topic_state(reader, ref, positions[name]) for name, ref in refs.items()}
-        options = page_options(command, settings)._replace(
-            include_data=command.include_data
-        )  # may refuse, so before any end
+        found = follow(reader, starts, command.strong)
+        topics = {name: one.state for name, one in found.items()}
+        # May refuse, so before any end.
+        options = page_options(command, settings)._replace(include_data=command.include_data)
         await self._outbox.wait_for_turn()
         # The former subscription must not send anything after the answer to this one. It ends only when there is room,
         # because its messages count with it.
@@ -256,10 +255,10 @@ class Socket:
         self._outbox.add(_encode({"op": "subscribed", "request_id": command.request_id, "topics": topics}))
         if hub.draining or self._over.done():
             return
-        for name, ref in refs.items():
+        for name, (ref, from_seq, _state) in found.items():
             spec = hub.specs.share(StreamSpec((name,), (ref.view.topic_id,), options, command.strong, MESSAGES))
             push = Subscription(self._outbox, partial(self.end, GOING_AWAY, _ENDED_BY_HUB), self._abort)
-            self._subscriptions[name] = hub.open(push, spec.start({name: positions[name]}), 0)
+            self._subscriptions[name] = hub.open(push, spec.start({name: from_seq}), 0)
         # The keys may have changed while the answer waited for room.
         self.end_forbidden()
 
@@ -323,10 +322,6 @@ class Socket:
                 connection.push.on_end = None
                 self._services.hub.close(connection)
 
-    def _ended(self) -> set[str]:
-        """Return the followed topics that were deleted. The client is told by their streams."""
-        return {name for name, one in self._subscriptions.items() if one.state.phases[0] == TopicPhase.ENDED}
-
     # -- ends
 
     async def _watch_progress(self) -> None:
@@ -369,9 +364,3 @@ class Socket:
         """Cut the connection of a client that does not read, and cannot be told."""
         if self._write_buffer is not None:
             self._write_buffer.abort()
-
-    def _log_failures(self, *tasks: asyncio.Task[None]) -> None:
-        for task in tasks:
-            error = task.exception() if task.done() and not task.cancelled() else None
-            if error is not None and not isinstance(error, ConnectionError):
-                _log.error("a WebSocket failed", exc_info=error)

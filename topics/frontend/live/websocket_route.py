@@ -54,7 +54,6 @@ class WebSocketRoute:
     @asgi_route("GET", "/v0/ws", None, None, "watch")
     @describe("A WebSocket: subscribe, unsubscribe, publish, ping (api §7.7)", _SWITCHED, "upgrade_required")
     async def needs_upgrade(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse a request without a handshake."""
         raise TopicsError("upgrade_required", "this is a WebSocket: send Upgrade: websocket")
 
     def drain(self) -> None:
@@ -64,7 +63,6 @@ class WebSocketRoute:
             socket.end_shutting_down()
 
     def _admit(self, scope: Scope) -> ApiKey:
-        """Return the key of a client that may open a socket."""
         self._services.pages.check(scope)
         caller = self._services.access.authenticate(scope)
         if self._draining:
@@ -85,5 +83,4 @@ async def refuse(error: TopicsError, scope: Scope, send: Send) -> None:
     async def as_http(message: Message) -> None:
         await send({**message, "type": f"websocket.{message['type']}"})
 
-    headers = [(b"www-authenticate", b"Bearer")] if error.code == "unauthorized" else []
-    await send_error(as_http, dict(scope["headers"]), error, headers)
+    await send_error(as_http, dict(scope["headers"]), error)

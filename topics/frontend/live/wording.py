@@ -109,10 +109,8 @@ def _members(data: dict[str, Any]) -> bytes:
 
 
 def in_lines(data: bytes) -> bytes:
-    """Return JSON with its line breaks made into those of an event stream. They are white space between tokens: inside
-    strings line breaks are escaped.
-
-    A client joins the values of `data:` lines with LF, so LF survives; CR would end a line and becomes a blank.
+    """Return JSON with its line breaks, white space between tokens, made into those of an event stream. A client joins
+    the values of `data:` lines with LF, so LF survives; CR would end a line and becomes a blank.
     """
     if b"\r" in data:
         data = data.replace(b"\r", b" ")

@@ -27,8 +27,19 @@ from topics.frontend.entry.responses import elapsed_ms, reserve_room, send_json,
 from topics.frontend.operators import exposition
 from topics.frontend.operators.exposition import TEXT_TYPE, Family, Sample, single
 from topics.frontend.operators.figures import ServiceFigures
-from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-from topics.frontend.routes.operations import JSON, TEXT, Answer, ApiOperation, asgi_route, describe, ok, operations_of
+from topics.frontend.routes.operations import (
+    JSON,
+    TEXT,
+    Answer,
+    ApiOperation,
+    ApiRequest,
+    JsonReply,
+    asgi_route,
+    describe,
+    json_route,
+    ok,
+    operations_of,
+)
 from topics.frontend.shards.arenas import Arenas, live_names
 from topics.shm.arena import TopicView
 from topics.shm.control import ControlPage, ProcessState, Role, replay_progress

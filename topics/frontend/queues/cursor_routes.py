@@ -22,15 +22,26 @@ from topics.frontend.asgi import DELIVER, Deliver, Message, Receive, Scope, Send
 from topics.frontend.entry import limits, wire
 from topics.frontend.entry.bodies import ClientGoneError, read_body
 from topics.frontend.entry.budget import Budget, Reservation
-from topics.frontend.entry.query import name_cursor
 from topics.frontend.entry.responses import elapsed_ms, reserve_room, send_json
+from topics.frontend.entry.wire import name_cursor
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES
 from topics.frontend.reads.node_sets import node_set
 from topics.frontend.reads.reading import PAGE_MEMBERS, RecordPage, TopicReader, page_values
 from topics.frontend.reads.records import CorruptRecordError, PageOptions
-from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-from topics.frontend.routes.operations import LOST, PAGED, TOPIC_PATH, asgi_route, describe, made_or_there, ok, takes
+from topics.frontend.routes.operations import (
+    LOST,
+    PAGED,
+    TOPIC_PATH,
+    ApiRequest,
+    JsonReply,
+    asgi_route,
+    describe,
+    json_route,
+    made_or_there,
+    ok,
+    takes,
+)
 from topics.frontend.shards.gateway import Gateway
 from topics.frontend.shards.pending_requests import is_outcome_unknown
 from topics.settings import Settings
@@ -85,7 +96,6 @@ class CursorLocks:
     """
 
     def __init__(self, wait_s: float) -> None:
-        """`wait_s` is the longest time that a reader waits."""
         self.wait_s = wait_s
         self._locks: dict[tuple[str, str], CursorLock] = {}
 
@@ -252,7 +262,7 @@ class CursorRoutes:
         await take_page_room()
         cursor_seq, page = at.seq, await self._page(name, at, options)
         for _ in range(TRIES_MAX):
-            if page.count or page.tombstone is not None or at.up_to_seq is None or page.next_from_seq <= at.seq:
+            if page.is_news or at.up_to_seq is None or page.next_from_seq <= at.seq:
                 break
             at = await self._find(name, cursor, page.next_from_seq)
             page = await self._page(name, at, options)
@@ -296,7 +306,7 @@ class CursorRoutes:
                         raise self._gateway.no_answer(owner) from error
                 raise
             if moved.moved:
-                if page.count or page.tombstone is not None or at.up_to_seq is None:
+                if page.is_news or at.up_to_seq is None:
                     lock.left_at = moved
                     return page, page.next_from_seq, lost if moved.under_way else None
                 # The records to be read again are deleted, or not for this reader: there is more to read behind them.
@@ -308,7 +318,7 @@ class CursorRoutes:
     async def _page(self, name: str, at: CursorReply | CursorMoved, options: PageOptions) -> RecordPage:
         ref = self._reader.get(name)
         try:
-            page = await self._reader.fetch_page(ref, at.seq, options, self._reader.now_ms(), at.up_to_seq)
+            page = await self._reader.fetch_page(ref, at.seq, options, at.up_to_seq)
             return page if at.up_to_seq is None else _up_to(page, at.up_to_seq)
         except CorruptRecordError as error:
             raise TopicsError(

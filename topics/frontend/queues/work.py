@@ -24,8 +24,8 @@ from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry.access import Access
-from topics.frontend.entry.query import count
 from topics.frontend.entry.stalled_clients import STALL_MAX_MS, ReadProgress
+from topics.frontend.entry.wire import count
 from topics.frontend.live import event_streams
 from topics.frontend.live.event_streams import HEARTBEAT_MAX_MS, Push, StreamSlots
 from topics.frontend.live.wording import EVENT_STREAM, in_lines
@@ -192,7 +192,6 @@ class WorkStream:
             raise
 
     def begin(self, push: Push) -> None:
-        """Send jobs from now on."""
         self._push = push
         push.on_writable = self._end_stall
         push.on_close = self._stop
@@ -225,20 +224,15 @@ class WorkStream:
                 self._loop.call_later(REOPEN_S, self.reopen)
 
     def end(self, last_words: bytes) -> None:
-        """End the stream with this event."""
         if not self._closed:
             self._last_words = last_words
             if self._push is not None:
                 self._push.write(last_words)
-        self.close()
-
-    def close(self) -> None:
         self._stop()
         if self._push is not None:
             self._push.close()
 
     def release(self) -> None:
-        """Free the jobs of a connection that is over."""
         self._stop()
         name = self.params.name
         if self._announced:
@@ -376,6 +370,5 @@ class WorkStream:
 
 
 def _part(dealt: Dealt, start: int, end: int) -> Dealt:
-    """Return the jobs start..end of `dealt`."""
     first_lease_no = dealt.first_lease_no + start
     return Dealt(dealt.stream, dealt.seqs[start:end], first_lease_no, dealt.deadline_ms, dealt.deliveries[start:end], 0)

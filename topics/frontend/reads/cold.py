@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Thread
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, Generic, TypeVar
 
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
@@ -53,13 +53,6 @@ class ColdMissError(TopicsError):
         return self.name, self.start // BLOCK_BYTES, (self.end - 1) // BLOCK_BYTES
 
 
-class _Block(NamedTuple):
-    """A fetched block, and the monotonic ms at which it was read."""
-
-    data: bytes
-    read_ms: int
-
-
 @dataclass(eq=False)
 class _RangedRead:
     """One read of neighbouring blocks, `start..end` in bytes. `done` gets None, or the error."""
@@ -80,7 +73,8 @@ class ColdTier:
         self._store = store
         self._clock = clock
         self.timeout_ms = timeout_ms
-        self._blocks: OrderedDict[tuple[str, int], _Block] = OrderedDict()
+        self._blocks: OrderedDict[tuple[str, int], tuple[bytes, int]] = OrderedDict()
+        """Fetched blocks, each with the monotonic ms at which it was read."""
         self._blocks_max = cache_bytes // BLOCK_BYTES
         self._reads: dict[tuple[str, int], _RangedRead] = {}
         """Reads that are waiting or under way, by each of their blocks."""
@@ -95,7 +89,7 @@ class ColdTier:
             block = self._blocks.get((name, number))
             if block is None:
                 raise ColdMissError(name, start, end, data_bytes)
-            pieces.append(block.data)
+            pieces.append(block[0])
         for number in range(first, last + 1):
             self._blocks.move_to_end((name, number))
         return pieces[0] if len(pieces) == 1 else b"".join(pieces), first * BLOCK_BYTES
@@ -105,7 +99,7 @@ class ColdTier:
         FRESH_MS stay. True: some were dropped, as the object may have been restored since they were read.
         """
         old_ms = self._clock.monotonic_ms() - FRESH_MS
-        old = [key for key, block in self._blocks.items() if key[0] == name and block.read_ms <= old_ms]
+        old = [key for key, (_data, read_ms) in self._blocks.items() if key[0] == name and read_ms <= old_ms]
         for key in old:
             del self._blocks[key]
         return bool(old)
@@ -177,7 +171,7 @@ class ColdTier:
         if error is None:
             now_ms = self._clock.monotonic_ms()
             for at, number in enumerate(read.blocks):
-                self._blocks[read.name, number] = _Block(data[at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES], now_ms)
+                self._blocks[read.name, number] = data[at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES], now_ms
                 self._blocks.move_to_end((read.name, number))
             while len(self._blocks) > max(self._blocks_max, len(read.blocks)):
                 self._blocks.popitem(last=False)

@@ -66,9 +66,9 @@ class DiffRoute:
         if room is not None:
             await room.replace(_room_bytes(options))
         ref = reader.get(name)
-        page = await reader.fetch_page(ref, request.from_seq, options, reader.now_ms(), from_ts=request.from_ts)
+        page = await reader.fetch_page(ref, request.from_seq, options, from_ts=request.from_ts)
         self.recency.touch(ref.shard, ref.slot, ref.view.topic_id, self.clock.now_ms())
-        if request.wait_ms and not _deliverable(page):
+        if request.wait_ms and not page.is_news:
             scope[ROUTE] = Route.DIFF_WAIT
             page = await self._wait(ref, page, request, options, receive, room)
         self.cell.add("records_out", page.count)
@@ -97,7 +97,13 @@ class DiffRoute:
         return request, options
 
     async def _wait(
-        self, ref: TopicRef, page: RecordPage, request: DiffBody, options: PageOptions, receive: Receive, room: Room
+        self,
+        ref: TopicRef,
+        page: RecordPage,
+        request: DiffBody,
+        options: PageOptions,
+        receive: Receive,
+        room: Reservation | None,
     ) -> RecordPage:
         """Return the first page with anything to deliver, or the last one before the deadline. Its costs are those of
         all pages. `from_ts` may be in the future: records written before it are not delivered.
@@ -120,7 +126,7 @@ class DiffRoute:
 
         # Only the timer ends it: by the loop's clock it may fire early, and would then not fire again.
         timer = loop.call_later(min(request.wait_ms, WAIT_MS_MAX) / 1000, end)
-        watch = self.gateway.watch(ref.shard, ref.name, ref.view, news.set)
+        watch = self.gateway.watches.add(ref.shard, ref.name, ref.view, news.set)
         # Only a disconnect can follow the body.
         gone = loop.create_task(until_disconnect(receive))
         gone.add_done_callback(lambda _: news.set())
@@ -128,7 +134,7 @@ class DiffRoute:
         self.cell.set("long_polls", len(self._waiting))
         try:
             over |= self._draining  # `drain` ended only the long polls before this one
-            while not (over or _deliverable(page)):
+            while not (over or page.is_news):
                 if room is not None:
                     room.resize(0)
                 if page.caught_up:
@@ -151,8 +157,7 @@ class DiffRoute:
                 ref = reader.get(ref.name)
                 watch.found(ref.view)
                 scanned, cold_segments = scanned + page.scanned, cold_segments + page.cold_segments
-                from_seq, from_ts = page.next_from_seq, request.from_ts
-                page = await reader.fetch_page(ref, from_seq, options, reader.now_ms(), from_ts=from_ts)
+                page = await reader.fetch_page(ref, page.next_from_seq, options, from_ts=request.from_ts)
         finally:
             timer.cancel()
             watch.cancel()
@@ -178,10 +183,6 @@ def page_options(request: DiffBody | FollowBody, settings: Settings) -> PageOpti
 def _room_bytes(options: PageOptions) -> int:
     """Return the longest that a page may be: it has at least one record, however few bytes are asked for."""
     return max(options.max_batch_bytes, MAX_BATCH_BYTES[0])
-
-
-def _deliverable(page: RecordPage) -> bool:
-    return page.count > 0 or page.tombstone is not None
 
 
 def _answer(name: str, page: RecordPage, with_copies: bool, started_ns: int) -> bytes:

@@ -190,7 +190,6 @@ class LocatedRecords:
     # -- in the log
 
     def _columns(self, first_seq: int, last_seq: int) -> tuple[Columns, list[int]]:
-        """Return (index entries, the numbers of their files)."""
         entries = self._arena.entries(self._view, first_seq, last_seq)
         if entries is None:
             raise MovedError

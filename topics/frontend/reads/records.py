@@ -195,10 +195,8 @@ def _render_any(run: Run, options: PageOptions, count: int, size_bytes: int) -> 
 
 
 def _part(payload: bytes, options: PageOptions) -> bytes:
-    """Return a payload without its data (then with the comma before it), its meta or both.
-
-    The values of meta hold no object with a `meta` of its own, and quotes inside a string are escaped. So the last
-    occurrence is the start of meta, whatever `data` contains.
+    """Return a payload without its data (then with the comma before it), its meta or both. The values of meta hold no
+    `meta` of their own, and quotes inside a string are escaped: the last occurrence is the start of meta.
     """
     split = payload.rindex(_META)
     if options.include_data:

@@ -118,10 +118,9 @@ class Cutter:
     def _piece(self, at: int, end: int) -> list[RecordBody] | None:
         """Decode the text between as records; None if it is anything else."""
         try:
-            records: list[RecordBody] = wire.decode_any(_records, b"".join((b"[", self._view[at:end], b"]")))
+            return wire.decode(_records, b"".join((b"[", self._view[at:end], b"]"))) or None
         except TopicsError:
             return None
-        return records or None
 
     def _guess(self, at: int, joint: re.Match[bytes]) -> int:
         """Guess the end of a piece from `at` on: a comma, or the bracket behind the last record; -1: unknown."""

@@ -15,21 +15,23 @@ from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
 from topics.core.scheduler import age
 from topics.frontend.entry import wire
-from topics.frontend.entry.query import flag, name_cursor
+from topics.frontend.entry.wire import flag, name_cursor
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.step_cache import KnownTopics
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicRef
-from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
 from topics.frontend.routes.operations import (
     LOST,
     PAGED,
     STRING,
     TOPIC_LOST,
     TOPIC_PATH,
+    ApiRequest,
+    JsonReply,
     Query,
     describe,
     flag_query,
+    json_route,
     made_or_there,
     ok,
     takes,
@@ -180,8 +182,7 @@ class TopicRoutes:
         return self.known.priority(ref) + age(self.hub.waiting_ms(ref.name))
 
     async def _all_settled(self, refs: list[TopicRef]) -> list[TopicRef]:
-        now_ms = self.known.reader.now_ms()
-        if not any(self.known.reader.has_expired(ref, now_ms) for ref in refs):
+        if not any(map(self.known.reader.has_expired, refs)):
             return refs
         settled = await asyncio.gather(*[self.settled(ref) for ref in refs], return_exceptions=True)
         for outcome in settled:
@@ -192,7 +193,7 @@ class TopicRoutes:
 
     async def settled(self, ref: TopicRef) -> TopicRef:
         """Return the topic with exact floors, count and bytes: its shard evicts what has expired."""
-        if not self.known.reader.has_expired(ref, self.known.reader.now_ms()):
+        if not self.known.reader.has_expired(ref):
             return ref
         try:
             async with asyncio.timeout(EXPIRE_WAIT_S):

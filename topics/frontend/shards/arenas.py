@@ -25,10 +25,9 @@ def _range(arenas: Sequence[ArenaReader], prefix: str, after: str) -> Iterator[s
 
 
 class Arenas:
-    """The newest published generation of each shard's arena.
-
-    The arena of a dead shard stays, so that committed records can be read. A replaced generation stays mapped until the
-    next replacement, as a read that has just found a topic in it may still go on.
+    """The newest published generation of each shard's arena, also of a dead shard: committed records can be read. A
+    replaced generation stays mapped until the next replacement, as a read that has just found a topic in it may still
+    go on.
     """
 
     def __init__(self, shared: SharedMemory) -> None:

@@ -63,9 +63,8 @@ class _Watched:
 
 @dataclass(eq=False)
 class Watches:
-    """The watches of one frontend. Each watched name has one watch at its shard, however many listeners it has.
-
-    `post` sends a message to a shard, in order, also while its ring is full. `posts_full` tells whether too many wait.
+    """The watches of one frontend. Each watched name has one watch at its shard, however many listeners it has. `post`
+    sends a message to a shard, in order, also while its ring is full. `posts_full` tells whether too many wait.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -79,7 +78,10 @@ class Watches:
     _last_token: int = 0
 
     def add(self, shard: int, name: str, seen: TopicView | None, callback: Callable[[], None]) -> WatchHandle:
-        """Add a listener (`Gateway.watch`)."""
+        """Call `callback` (soon, never within this call) when the topic may differ from `seen`, or from its state at
+        the last callback: records, floors, `durable_seq`, configuration, deletion. Some callbacks have no such reason.
+        A topic that is created under the name of a deleted one has to be reported (`WatchHandle.found`).
+        """
         watched = self._by_name.get((shard, name))
         if watched is None:
             self._last_token += 1

@@ -99,7 +99,6 @@ class SendQueue:
 
     @property
     def waiting(self) -> int:
-        """The number of messages that wait for room."""
         return len(self.throttled.messages) + len(self._unthrottled.messages) + len(self.posts.messages)
 
     @property
@@ -224,7 +223,6 @@ def is_outcome_unknown(error: BaseException) -> bool:
 
 
 def fail(future: asyncio.Future[Any], error: TopicsError) -> None:
-    """Fail the future, unless it is done."""
     if not future.done():
         future.set_exception(error)
 

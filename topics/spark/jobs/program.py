@@ -46,14 +46,12 @@ def parser(name: str, about: str) -> argparse.ArgumentParser:
 
 
 def topics_arguments(made: argparse.ArgumentParser) -> None:
-    """Add the arguments for the topics to read."""
     which = made.add_mutually_exclusive_group(required=True)
     which.add_argument("--topics", help="topic names, comma-separated")
     which.add_argument("--pattern", help="a regular expression for topic names")
 
 
 def source_options(options: argparse.Namespace) -> dict[str, str]:
-    """Return the options of the format `topics` for a read."""
     which = {"subscribe": options.topics} if options.topics is not None else {"subscribePattern": options.pattern}
     return service_options(options) | which
 
