@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kept import items_kept
 from topics.core.errors import TopicsError
 from topics.core.idempotency import (
     FORGOTTEN_AFTER_MS,

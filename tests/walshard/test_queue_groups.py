@@ -618,5 +618,11 @@ class Groups(RuleBasedStateMachine):
         assert shown.jobs_dead_lettered == self.model.buried
 
 
-Groups.TestCase.settings = settings(max_examples=60, stateful_step_count=15, deadline=None)
+class ManyGroups(Groups):
+    """The same, many times."""
+
+
+Groups.TestCase.settings = settings(max_examples=15, stateful_step_count=15)
 TestGroups = Groups.TestCase
+ManyGroups.TestCase.settings = settings(max_examples=60, stateful_step_count=15)
+TestManyGroups = pytest.mark.long(ManyGroups.TestCase)

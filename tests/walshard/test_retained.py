@@ -225,7 +225,9 @@ def test_a_sweep_counts_so_many_records(tmp_path: Path, monkeypatch: pytest.Monk
     half = 1 << 15
     counted: list[int] = []
 
-    def note(_files: SegmentFiles, _topic_id: int, _info: SegmentInfo, first_seq: int, last_seq: int) -> tuple[int, int]:
+    def note(
+        _files: SegmentFiles, _topic_id: int, _info: SegmentInfo, first_seq: int, last_seq: int
+    ) -> tuple[int, int]:
         counted.append(last_seq - first_seq + 1)
         return 0, 0
 
