@@ -191,16 +191,16 @@ class LeaseMachine(RuleBasedStateMachine):
         jobs = self.model.jobs
         expected = [s for s in dict.fromkeys(seqs) if s in jobs and jobs[s].node == node and not jobs[s].held]
         lease_nos = [jobs[s].lease_no if s in jobs else 1 for s in seqs] if fence else None
-        marked = self.leases.leased_to(node, seqs, lease_nos)
-        assert marked.seqs == expected
+        marked, skipped = self.leases.leased_to(node, seqs, lease_nos)
+        assert marked == expected
         rest = list(seqs)
         for seq in expected:
             rest.remove(seq)
-        assert sorted(marked.skipped) == sorted(rest)
+        assert sorted(skipped) == sorted(rest)
         if lease_nos is not None:
             wrong = [lease_no + 1 for lease_no in lease_nos]
-            assert self.leases.leased_to(node, seqs, wrong).seqs == []
-        return marked.seqs
+            assert self.leases.leased_to(node, seqs, wrong)[0] == []
+        return marked
 
     @rule(
         node=st.sampled_from(["one", "two"]),

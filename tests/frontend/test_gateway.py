@@ -23,6 +23,7 @@ from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply
 from topics.shm.arena import ArenaWriter
 from topics.shm.arena_heap import LocationRing
+from topics.shm.asks import Message
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
 from topics.shm.messages import MessageKind
@@ -75,8 +76,8 @@ class Shard:
         """Return whether there is a request that was not taken."""
         return self.pair.requests.written > self._read
 
-    def calls(self) -> list[messages.Call]:
-        return [messages.decode_call(message) for kind, _id, message in self.take() if kind == MessageKind.CALL]
+    def calls(self) -> list[Message]:
+        return [messages.decode(message) for kind, _id, message in self.take() if kind == MessageKind.CALL]
 
     def answer(self, encoded: bytearray) -> None:
         assert self.pair.replies.push(encoded)
@@ -151,7 +152,7 @@ def test_it_says_hello_first(shard: Shard) -> None:
     async def test(gateway: Gateway) -> None:
         append(gateway)
         (first, _, hello), (second, _, _) = shard.take()
-        assert (first, messages.decode_call(hello), second) == (MessageKind.CALL, Hello(7), MessageKind.APPEND)
+        assert (first, messages.decode(hello), second) == (MessageKind.CALL, Hello(7), MessageKind.APPEND)
 
     on_loop(shard, test, incarnation=7)
 
@@ -673,7 +674,7 @@ def test_a_watch_ends_some_time_after_its_last_listener(shard: Shard, monkeypatc
         shard.host("t", 9)
         gateway.watches.add(0, "t", None, lambda: None).cancel()
         (watch,) = [call for call in shard.calls() if isinstance(call, Watch)]
-        seen: list[messages.Call] = []
+        seen: list[Message] = []
 
         def unwatched() -> bool:
             seen.extend(shard.calls())

@@ -228,7 +228,7 @@ def test_dead_jobs_that_are_dealt_to_a_stream_without_a_client_are_carried_away(
         worker.may_leave.clear()
         worker.wire.vanish()
         live.clock.ms += LEASE_MS
-        live.rig.shard.step()  # the job is dealt, and this loop has not seen it
+        live.rig.step()  # the job is dealt, and this loop has not seen it
         if stream == "that is over":
             asked.cancel()
             await asyncio.wait({asked})

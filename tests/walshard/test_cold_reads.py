@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from topics.walshard.routers import cold_reads
-from topics.walshard.routers.cold_reads import FAILURE_KEPT_MS, FRESH_MS, IN_FLIGHT_MAX, ColdReads, NotReadYetError
+from topics.walshard.routers.cold_reads import FAILURE_KEPT_MS, FRESH_MS, IN_FLIGHT_MAX, ColdReads, UnknownError
 
 DEADLINE_S = 20.0
 CONTENT = bytes(range(256)) * 16
@@ -53,7 +53,7 @@ class Asking:
     def get(self, name: str, start: int = 10) -> bytes | None:
         try:
             return bytes(self.reads.get(name, start, start + 10, len(CONTENT)))
-        except NotReadYetError:
+        except UnknownError:
             return None
 
     def awaited(self, name: str, start: int = 10) -> bytes:

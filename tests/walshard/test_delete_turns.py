@@ -14,7 +14,7 @@ from topics.core import tags
 from topics.core.errors import TopicsError
 from topics.core.topic import Topic
 from topics.shm.arena_heap import LocationRing
-from topics.shm.messages import Call
+from topics.shm.asks import Message
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic
 from topics.walshard.hosted import tag_search
 from topics.walshard.hosted.tag_search import FrameTags
@@ -41,7 +41,7 @@ def compaction(request: pytest.FixtureRequest, rig: Rig, monkeypatch: pytest.Mon
     elif request.param == "sealed meanwhile":
         take = rig.call
 
-        def cut_behind(call: Call, shard: int = 0) -> object:
+        def cut_behind(call: Message, shard: int = 0) -> object:
             reply = take(call, shard)
             if isinstance(call, DeleteRecords) and call.from_seq in (7, 19):
                 compaction.cut()

@@ -30,7 +30,7 @@ from topics.core.job import JobView, Now, State
 from topics.core.leases import CARRY_MS, PEEK_LOOK_MAX, Leases
 from topics.core.topic import Topic
 from topics.shm.append_messages import AppendReply
-from topics.shm.messages import Call
+from topics.shm.asks import Message
 from topics.shm.queue_messages import (
     Ack,
     Bury,
@@ -75,7 +75,7 @@ def claim(rig: Rig, most: int, node: str = "w") -> Dealt:
     return dealt
 
 
-def together(rig: Rig, *calls: Call) -> list[Any]:
+def together(rig: Rig, *calls: Message) -> list[Any]:
     """The answers to requests that come as one group."""
     ids = [rig.post_call(call) for call in calls]
     rig.run()
@@ -165,7 +165,7 @@ def now_of(rig: Rig) -> Now:
 def test_a_job_is_removed_or_acknowledged_and_counted_once(rig: Rig, config: dict[str, Any], ack_first: bool) -> None:
     queue(rig, 3, **config)
     claim(rig, 1)
-    calls: list[Call] = [Ack("q", "w", [1], None), Remove("q", [1])]
+    calls: list[Message] = [Ack("q", "w", [1], None), Remove("q", [1])]
     acked, removed = together(rig, *calls) if ack_first else reversed(together(rig, *reversed(calls)))
     keeps = config.get("on_ack") == "keep"
     assert (acked.count, acked.skipped) == ((1, []) if ack_first else (0, [1]))
@@ -203,7 +203,7 @@ def test_a_dead_letter_is_buried_once(rig: Rig, other: Remove | Bury, bury_first
     claim(rig, 1)
     rig.call(Nack("q", "w", [1], None, 0))
     assert claim(rig, 1).dead == [1]
-    calls: list[Call] = [Bury("q", [1]), other]
+    calls: list[Message] = [Bury("q", [1]), other]
     first, second = together(rig, *(calls if bury_first else reversed(calls)))
     assert (first.count, second.count) == (1, 0)
     assert rig.view("q").records == 1
@@ -216,7 +216,7 @@ def test_a_dead_letter_is_buried_once(rig: Rig, other: Remove | Bury, bury_first
 
 @pytest.mark.parametrize("config", [{}, {"on_ack": "keep"}, {"leases_durable": True}])
 @pytest.mark.parametrize("end", [WorkClose("q", 7), Hello(2)])
-def test_what_a_stream_acknowledged_as_it_ended_is_done(rig: Rig, config: dict[str, Any], end: Call) -> None:
+def test_what_a_stream_acknowledged_as_it_ended_is_done(rig: Rig, config: dict[str, Any], end: Message) -> None:
     queue(rig, 2, **config)
     rig.call(WorkOpen("q", 7, "s", 2, MINUTE_MS))
     assert [dealt.seqs for dealt in rig.dealt] == [[1, 2]]
@@ -228,7 +228,7 @@ def test_what_a_stream_acknowledged_as_it_ended_is_done(rig: Rig, config: dict[s
 
 
 @pytest.mark.parametrize("end", [WorkClose("q", 7), Hello(2)])
-def test_what_a_stream_put_off_as_it_ended_is_nobodys_until_then(rig: Rig, end: Call) -> None:
+def test_what_a_stream_put_off_as_it_ended_is_nobodys_until_then(rig: Rig, end: Message) -> None:
     queue(rig, 1, leases_durable=True)
     rig.call(WorkOpen("q", 7, "s", 1, MINUTE_MS))
     nacked, _, claimed = together(rig, Nack("q", "s", [1], None, 5_000), end, Claim("q", "b", 5, MINUTE_MS, 1))
@@ -338,7 +338,7 @@ class Append(NamedTuple):
     order_key: str = ""
 
 
-Posted = Call | Append
+Posted = Message | Append
 
 
 class Groups(RuleBasedStateMachine):

@@ -163,7 +163,7 @@ def test_who_reads_is_to_ask_again_while_the_source_cannot_be_looked_at(tmp_path
         generation = cell.get("generation")
         cell.set("generation", 0)  # as long as it has not recovered for the first time
         asked = rig.post_call(CatchUp(dest))
-        assert rig.shard.step()
+        assert rig.step()
         rig.take_replies()
         assert rig.replies[asked] == NOT_AT_HAND
         cell.set("generation", generation)
@@ -184,7 +184,7 @@ def test_who_reads_hears_of_a_router_that_could_not_begin(tmp_path: Path) -> Non
         cell.set("generation", 0)
         rig.post_call(PutRouter("r", RouterSpec(source, dest)))
         asked = rig.post_call(CatchUp(dest))
-        assert rig.shard.step()
+        assert rig.step()
         rig.take_replies()
         assert rig.replies[asked] == CANNOT_BE
         cell.set("generation", generation)

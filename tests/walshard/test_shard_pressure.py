@@ -51,7 +51,7 @@ class Pressed:
         self.pressure.gather()
 
         def step() -> bool:
-            worked = self.rig.shard.step()
+            worked = self.rig.step()
             self.now += took_ms * MS * worked
             return worked
 

@@ -16,7 +16,7 @@ from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.frontend.txn.coordinator import Stages
-from topics.shm.messages import Call
+from topics.shm.asks import Message
 from topics.shm.topic_messages import (
     PutTopic,
     StagePublish,
@@ -54,7 +54,7 @@ def stage(rig: Rig, *contents: tuple[str, list[bytes]]) -> StageList:
     ]
 
 
-def publish_calls(sink: str, batch: int, stages: StageList) -> list[Call]:
+def publish_calls(sink: str, batch: int, stages: StageList) -> list[Message]:
     return [StagePublish(topic, one, sink, batch) for one, topic in stages]
 
 

@@ -15,9 +15,7 @@ STALL_CUT_MS: Final = 2_000
 
 
 class ReadProgress:
-    """The last progress of one client that has more waiting for it than its connection may buffer. Any byte that it
-    reads is progress. `progress_bytes` is a counter that rises as it reads, from any start.
-    """
+    """The last progress of one client that is behind. `progress_bytes` is a counter that rises as it reads."""
 
     __slots__ = ("held_bytes", "progress_bytes", "since_ms")
 
@@ -35,6 +33,7 @@ class ReadProgress:
 
 
 ClientT = TypeVar("ClientT")
+Measure = Callable[[ClientT], int]
 
 
 class StalledClients(Generic[ClientT]):
@@ -45,10 +44,7 @@ class StalledClients(Generic[ClientT]):
     """
 
     def __init__(
-        self,
-        budget: Budget,
-        buffered_bytes: Callable[[ClientT], int],
-        progress_bytes: Callable[[ClientT], int] | None = None,
+        self, budget: Budget, buffered_bytes: Measure[ClientT], progress_bytes: Measure[ClientT] | None = None
     ) -> None:
         self._budget = budget
         self._buffered_bytes = buffered_bytes

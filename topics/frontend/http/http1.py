@@ -232,7 +232,6 @@ class Http1Protocol(asyncio.Protocol):
             self._deadlines.begin_body()
         self._exchange = exchange = Exchange(self, self._transport, head, complete)
         self._scope = exchange.scope(head, self._client, self._server)
-        self._factory.connections.requests += 1
 
     def _start_app(self, scope: Scope) -> None:
         # A task for each request. Running the app's first step right here would save a tenth of the CPU where the app
@@ -369,9 +368,7 @@ class Http1Protocol(asyncio.Protocol):
         self._end()
 
     def _end(self) -> None:
-        """Answer nothing more: half-close, and drop input until the client closes, too. Closing with unread input would
-        send a reset, which may destroy the answer before the client has read it.
-        """
+        """Half-close, and drop input until the client closes, too: a reset could destroy the last answer."""
         self._ending = True
         self._exchange = None
         self.pending = bytearray()

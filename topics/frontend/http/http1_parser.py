@@ -6,8 +6,7 @@ rest of its body, so it never sees the request behind the current one:
     data ─ find_head ─▶ head ─ parse_head ─▶ Head ─ read_body ─▶ pieces … complete ─▶ find_head …
                                                     (Content-Length: counted; chunked: `Chunks` follows)
 
-`parse_head` refuses what llhttp accepts and this service does not. A request that does not reach the app raises a
-TopicsError, the error of its answer. Nothing after it can be read.
+`parse_head` refuses what llhttp accepts and this service does not. After a TopicsError nothing more can be read.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ import msgspec
 from topics.core.errors import TopicsError, invalid
 from topics.frontend.http.deadlines import HttpLimits
 
-_VIEW_FROM_BYTES = 8 * 1024
-"""From this length a view is cheaper than a copy."""
+_VIEW_FROM_BYTES = 8 * 1024  # from this length a view is cheaper than a copy
 _H2_PREFACE_HEAD = b"PRI * HTTP/2.0\r\n\r\n"
 _NAMES_WITH_MEANING = frozenset({b"host", b"content-length", b"transfer-encoding", b"connection", b"expect"})
 _HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?")
@@ -137,8 +135,7 @@ class RequestParser:
         self.body_received_bytes = 0  # of the current one
         self._body_wire_bytes = 0
         self._chunks = Chunks()
-        self.complete = True
-        """True if the current request has been read to its end."""
+        self.complete = True  # true if the current request has been read to its end
 
     @property
     def body_left_bytes(self) -> int:
@@ -176,9 +173,7 @@ class RequestParser:
         return position, -1
 
     def parse_head(self, head: bytes) -> Head | None:
-        """Parse and check a whole head. None: it begins a protocol that Hypercorn serves, with the preface of HTTP/2 or
-        an Upgrade. Raise TopicsError.
-        """
+        """Parse and check a whole head; None if it begins HTTP/2 or an Upgrade for Hypercorn. Raise TopicsError."""
         if head == _H2_PREFACE_HEAD:
             return None
         line = head[: head.index(b"\r\n")]

@@ -32,10 +32,10 @@ from topics.log import get_logger
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply, JobAttributes
 from topics.shm.arena import TopicView
-from topics.shm.asks import Asks, ReplyT
+from topics.shm.asks import Asks, Message, ReplyT
 from topics.shm.control import ProcessCell, Role
 from topics.shm.instance import SharedMemory
-from topics.shm.messages import Call, MessageKind, Part
+from topics.shm.messages import MessageKind, Part
 from topics.shm.topic_messages import Hello
 from topics.storage.frame import LaidOut
 
@@ -73,8 +73,7 @@ class Gateway:
         self._incarnation = incarnation
         self._cell = cell
         self._arenas = arenas
-        self.shard_wait_s = shard_wait_ms / 1000
-        """The longest time that an answer may take."""
+        self.shard_wait_s = shard_wait_ms / 1000  # the longest time that an answer may take
         self._wake = shared.frontend_wakes[index]
         self.links = [_Link(shared, index, shard) for shard in range(shared.shards)]
         self._last_id = incarnation << 40
@@ -162,7 +161,7 @@ class Gateway:
         return self._submit(shard, request_id, parts, MessageKind.APPEND, unthrottled, None)
 
     def submit(
-        self, shard: int, request: Call | Asks[Any], on_late: OnLate | None = None, unthrottled: bool = False
+        self, shard: int, request: Message | Asks[Any], on_late: OnLate | None = None, unthrottled: bool = False
     ) -> asyncio.Future[Any]:
         """Send any other request, which fails as `submit_append` does. `on_late` gets a reply that comes after that."""
         self._arenas.require(shard)
@@ -183,7 +182,7 @@ class Gateway:
 
     # -- sending
 
-    def post(self, shard: int, request: Call, may_be_lost: bool = False) -> bool:
+    def post(self, shard: int, request: Message, may_be_lost: bool = False) -> bool:
         """Send a request without awaiting its answer. It is kept, in order, for as long as the ring is full. False: it
         is not sent, as it is too long for the ring and /dev/shm has no room, or `may_be_lost` while too many wait.
         """
@@ -211,7 +210,7 @@ class Gateway:
             fail(future, stopping())
             return future
         request = PendingRequest(future, shard, self._loop.time() + self.shard_wait_s, unthrottled, late)
-        self.pending.add(request_id, request)
+        self.pending[request_id] = request
         length = sum(map(len, parts))
         if length <= self.links[shard].requests.message_max_bytes:
             self._push(shard, self._message(request_id, parts, unthrottled))
@@ -347,7 +346,7 @@ class Gateway:
         if kind == MessageKind.APPEND:
             self._answer(request_id, message, append_messages.decode_append_reply)
         elif kind == MessageKind.CALL:
-            self._answer(request_id, message, messages.decode_reply)
+            self._answer(request_id, message, messages.decode)
         elif kind == MessageKind.ERROR:
             self._answer(request_id, message, messages.decode_error)
         elif kind == MessageKind.NOTIFY:

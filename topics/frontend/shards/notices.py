@@ -14,7 +14,7 @@ from typing import Final
 from topics.frontend.shards.arenas import Arenas
 from topics.log import get_logger
 from topics.shm.arena import TopicView
-from topics.shm.messages import Call
+from topics.shm.asks import Message
 from topics.shm.queue_messages import Dealt
 from topics.shm.topic_messages import Unwatch, Watch
 
@@ -69,7 +69,7 @@ class Watches:
 
     loop: asyncio.AbstractEventLoop
     arenas: Arenas
-    post: Callable[[int, Call], object]
+    post: Callable[[int, Message], object]
     posts_full: Callable[[int], bool]
     _by_name: dict[tuple[int, str], _Watched] = field(default_factory=dict)
     _by_token: dict[int, _Watched] = field(default_factory=dict)

@@ -111,9 +111,7 @@ def run(
 
 
 def run_to_end(writer: DataStreamWriter) -> StreamingQuery:
-    """Run a query over what is there, and return it after its end. If Spark gives up its Python process, which on a
-    busy machine may be slow to start, it is started again: it has read nothing by then.
-    """
+    """Run a query over what is there, again if Spark gives up its Python process, which has read nothing then."""
     starts = 0
     while True:
         query = writer.trigger(availableNow=True).start()

@@ -49,9 +49,7 @@ class ShardRings:
     # -- requests
 
     def drain_dead(self, frontend: int) -> bool:
-        """Return whether all requests of a dead frontend were taken. Answers that wait for room are dropped, so that
-        more requests can be taken: nobody makes room before there is a successor.
-        """
+        """Return whether all requests of a dead frontend were taken. Drop its answers: nobody makes room for them."""
         pair, waiting = self._rings[frontend], self._waiting[frontend]
         if waiting:
             for reply, _ in waiting:

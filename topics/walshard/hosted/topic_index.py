@@ -44,9 +44,7 @@ class TopicIndex:
 
     @property
     def base_seq(self) -> int:
-        for segment in self.segments:
-            return segment.first_seq
-        return self.ring.base_seq
+        return next((segment.first_seq for segment in self.segments), self.ring.base_seq)
 
     @property
     def next_seq(self) -> int:
@@ -166,7 +164,7 @@ class TopicIndex:
         last_seq = min(self.segments.last_seq, ring.next_seq - 1)
         if last_seq >= ring.base_seq:
             words = ring.entries(ring.base_seq, last_seq)[3::4]
-            deleted = {word for word in set(words) if _is_deleted(word)}
+            deleted = {word for word in set(words) if word >> FLAGS_SHIFT & LOCATION_DELETED}
             if deleted:
                 self.flag_moved([ring.base_seq + at for at, word in enumerate(words) if word in deleted])
         ring.drop_before(self.segments.last_seq + 1)
@@ -211,7 +209,3 @@ class TopicIndex:
             if end > start:
                 yield info, seqs[start:end]
             start = end
-
-
-def _is_deleted(file_flags: int) -> bool:
-    return bool(file_flags >> FLAGS_SHIFT & LOCATION_DELETED)
