@@ -28,8 +28,9 @@ from topics.shm.arena import TopicView
 from topics.shm.arena_heap import ArenaFullError
 from topics.shm.control import ProcessCell
 from topics.walshard.commit.draft import LogWrite, ceiling_writes, head_write
+from topics.walshard.routers.cold_reads import UnknownError
 from topics.walshard.routers.feeds import Feed, Hindrance
-from topics.walshard.routers.originals import Originals, SourceLocations, UnknownError
+from topics.walshard.routers.originals import Originals, SourceLocations
 from topics.walshard.routers.page import PAGE_BYTES, PAGE_RECORDS, CopyPage, copy_page, passes_whole, room
 
 log = get_logger()
@@ -50,9 +51,7 @@ class CopyWrite(NamedTuple):
 
 
 class Copier:
-    """Makes the writes of one shard's feeds. A write changes its feed once it is in the log. If the log refuses it, the
-    feed waits. `claim_bytes` is `Holdings.claim_bytes`.
-    """
+    """Makes the writes of one shard's feeds. A write changes its feed once it is logged; a refused one has it wait."""
 
     def __init__(
         self,
