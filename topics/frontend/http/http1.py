@@ -243,7 +243,7 @@ class Http1Protocol(asyncio.Protocol):
     def _read_body(self, data: bytes | bytearray, position: int) -> int:
         exchange = self._exchange
         assert exchange is not None
-        if self._parser.chunked and len(data) - position > CHUNKED_BYTES_PER_TURN:
+        if self._parser.body_left_bytes is None and len(data) - position > CHUNKED_BYTES_PER_TURN:
             part = data[position : position + CHUNKED_BYTES_PER_TURN]
             end = position + self._parser.read_body(part, 0, exchange.feed)
         else:
@@ -295,7 +295,7 @@ class Http1Protocol(asyncio.Protocol):
             return True
         # The answer is early: the rest of the request is worth reading only if it is short. A client that waits for
         # `100 Continue` may send its body or not, so nothing can follow.
-        return not exchange.expects_continue and self._parser.body_left_bytes <= self._limits.discard_max_bytes
+        return not exchange.expects_continue and (self._parser.body_left_bytes or 0) <= self._limits.discard_max_bytes
 
     def answer_done(self, exchange: Exchange) -> None:
         if exchange is not self._exchange:
