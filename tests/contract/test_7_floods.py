@@ -101,6 +101,7 @@ def test_a_frame_is_refused_at_its_announced_length(flooded: Service) -> None:
     assert code == ErrorCodes.FRAME_SIZE_ERROR
 
 
+@pytest.mark.long
 def test_long_frames_on_many_connections_take_no_memory(flooded: Service) -> None:
     before_bytes = anonymous_bytes(flooded)
     with contextlib.ExitStack() as stack:
@@ -111,6 +112,7 @@ def test_long_frames_on_many_connections_take_no_memory(flooded: Service) -> Non
     ok(flooded.client.get("/v0/topics"))
 
 
+@pytest.mark.long
 def test_memory_of_closed_connections_is_used_again(flooded: Service) -> None:
     held_bytes = []
     for _ in range(2):
@@ -122,6 +124,7 @@ def test_memory_of_closed_connections_is_used_again(flooded: Service) -> None:
     assert held_bytes[1] - held_bytes[0] < 24 << 20
 
 
+@pytest.mark.long
 def test_parts_of_heads_count_together_and_the_oldest_are_cut(flooded: Service) -> None:
     before_bytes = anonymous_bytes(flooded)
     part = b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 150_000

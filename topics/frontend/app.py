@@ -45,9 +45,14 @@ class App:
     """The ASGI application of a frontend. It answers every request, also one whose handler fails."""
 
     def __init__(
-        self, operations: Sequence[ApiOperation], services: Services, diff: DiffRoute, websocket: WebSocketRoute
+        self,
+        operations: Sequence[ApiOperation],
+        pages: Sequence[ApiOperation],
+        services: Services,
+        diff: DiffRoute,
+        websocket: WebSocketRoute,
     ) -> None:
-        """`operations` are all routes. Each request that was answered is reported to `services.observe`."""
+        """`operations` are the routes of the API, `pages` all others. `services.observe` is told of every answer."""
         self._append = services.appends
         self._diff = diff
         self._websocket = websocket
@@ -57,7 +62,7 @@ class App:
         self._observe = services.observe
         documented = OpenApiRoutes(operations)
         methods: dict[str, dict[str, Endpoint]] = {}
-        for one in (*operations, *documented.operations):
+        for one in (*operations, *documented.operations, *pages):
             of_path = methods.setdefault(one.path, {})
             of_path[one.method] = self._admitting(one)
             # The server drops the body (RFC 9110 §9.3.2). A stream has no HEAD: to begin one is to take jobs, or to

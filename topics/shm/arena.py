@@ -74,7 +74,8 @@ class _Header(IntEnum):
 
 
 IS_QUEUE: Final = 1
-"""A flag of a topic."""
+HAS_CURSORS: Final = 2
+"""Flags of a topic."""
 
 
 class SlotState(IntEnum):
@@ -127,6 +128,10 @@ class TopicView(NamedTuple):
     @property
     def is_queue(self) -> bool:
         return bool(self.flags & IS_QUEUE)
+
+    @property
+    def has_cursors(self) -> bool:
+        return bool(self.flags & HAS_CURSORS)
 
 
 class Locations(NamedTuple):

@@ -251,7 +251,7 @@ class Http1Protocol(asyncio.Protocol):
         assert exchange is not None
         is_tiny = self._parser.chunks_read > TINY_CHUNKS
         most_bytes = TINY_CHUNKS_BYTES_PER_TURN if is_tiny else CHUNKED_BYTES_PER_TURN
-        if self._parser.chunked and len(data) - position > most_bytes:
+        if self._parser.body_left_bytes is None and len(data) - position > most_bytes:
             part = data[position : position + most_bytes]
             end = position + self._parser.read_body(part, 0, exchange.feed)
         else:
@@ -303,7 +303,7 @@ class Http1Protocol(asyncio.Protocol):
             return True
         # The answer is early: the rest of the request is worth reading only if it is short. A client that waits for
         # `100 Continue` may send its body or not, so nothing can follow.
-        return not exchange.expects_continue and self._parser.body_left_bytes <= self._limits.discard_max_bytes
+        return not exchange.expects_continue and (self._parser.body_left_bytes or 0) <= self._limits.discard_max_bytes
 
     def answer_done(self, exchange: Exchange) -> None:
         if exchange is not self._exchange:
