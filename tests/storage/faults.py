@@ -147,6 +147,9 @@ class FaultyFileSystem:
             self._crash("pwritev")
         raise OSError(error, os.strerror(error), "pwritev")
 
+    def begin_sync(self, fd: int) -> None:
+        """Nothing that anybody may rely on."""
+
     def fdatasync(self, fd: int) -> None:
         if self._gate("fdatasync"):
             self._crash("fdatasync")

@@ -16,7 +16,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 from topics.compactor.follower import Follower, MarkedIndex
 from topics.compactor.segment_building import NO_ROOM, BufferOf, LogBuffers, SealAt, SegmentAppender
@@ -36,7 +36,7 @@ from topics.core.topic import Topic
 from topics.log import get_logger
 from topics.shm.topic_messages import Checkpoint, MarkAgain, TopicCheckpoint
 from topics.storage import layout
-from topics.storage.filesystem import FileSystem, deferring_syncs
+from topics.storage.filesystem import DeferredSyncs, FileSystem
 from topics.storage.kill_points import reached
 from topics.storage.segment_deletes import sync_segment
 
@@ -205,10 +205,10 @@ class Checkpoints:
     ) -> list[_Step]:
         """Put records of these topics into segments and sync them. Collect failures; end early on a full disk."""
         one_by_one = sum(self._segments_due(follower, topic) for topic in topics) <= self._one_by_one_max
-        fs = self._fs if one_by_one else deferring_syncs(self._fs)
-        appender = SegmentAppender(fs, self._data_dir, self._seal_at, self._suspects)
-        steps = []
+        made: list[tuple[_Step, DeferredSyncs]] = []
         for topic in topics:
+            fs = DeferredSyncs(self._fs)
+            appender = SegmentAppender(cast(FileSystem, fs), self._data_dir, self._seal_at, self._suspects)
             try:
                 step = self._topic(follower, topic, appender, buffer_of, now_ms)
             except OSError as error:
@@ -217,10 +217,21 @@ class Checkpoints:
                     break
             else:
                 if step is not None:
-                    steps.append(step)
+                    made.append((step, fs))
             self._alive()
-        if not one_by_one and steps:
-            self._fs.sync_all(layout.topics_dir(self._data_dir))
+        if not one_by_one:
+            if made:
+                self._fs.sync_all(layout.topics_dir(self._data_dir))
+            return [step for step, _ in made]
+        steps = []
+        synced_directories: set[str] = set()
+        for step, fs in made:
+            try:
+                fs.sync(synced_directories)
+                steps.append(step)
+            except OSError as error:
+                failures.add(error)
+            self._alive()
         return steps
 
     def _segments_due(self, follower: Follower, topic: Topic) -> int:
