@@ -147,7 +147,7 @@ class FaultyFileSystem:
             self._crash("pwritev")
         raise OSError(error, os.strerror(error), "pwritev")
 
-    def begin_sync(self, fd: int) -> None:
+    def write_back(self, fd: int, waits: bool) -> None:
         """Nothing that anybody may rely on."""
 
     def fdatasync(self, fd: int) -> None:

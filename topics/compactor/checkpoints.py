@@ -12,9 +12,11 @@ process, because the former life may have ended right after such a failure.
 
 from __future__ import annotations
 
+import os
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Final, NamedTuple, cast
 
@@ -36,7 +38,7 @@ from topics.core.topic import Topic
 from topics.log import get_logger
 from topics.shm.topic_messages import Checkpoint, MarkAgain, TopicCheckpoint
 from topics.storage import layout
-from topics.storage.filesystem import DeferredSyncs, FileSystem
+from topics.storage.filesystem import DeferredSyncs, FileSystem, opened
 from topics.storage.kill_points import reached
 from topics.storage.segment_deletes import sync_segment
 
@@ -46,7 +48,9 @@ SYNC_ONE_BY_ONE_MAX: Final = 64
 TOPICS_PER_MESSAGE: Final = 256
 """A shard takes some ms for a message with this many."""
 RECORDS_PER_STEP: Final = 1 << 16
-"""The bound for one topic at a time, and for one message: the shard checks the flags of all records."""
+"""The bound for one topic at a time."""
+RECORDS_PER_MESSAGE: Final = 1 << 19
+"""The bound for one message: the shard checks the flags of all records. Each message costs a sync of its log."""
 SEQS_PER_MESSAGE: Final = 2048
 """A shard takes some ms for a message with this many deletions."""
 FULL_AFTER: Final = 16
@@ -164,6 +168,7 @@ class Checkpoints:
                     records += step.records
                     data_bytes += sum(info.data_bytes for info in infos) - sum(info.data_bytes for info in former)
                 for message in _messages(steps):
+                    self._write_back_log(follower)
                     mark(follower, message)
                     new = [(each.topic_id, info) for each in message for info in each.segments if info.flags & SEALED]
                     follower.sealed += [(topic_id, info.first_seq) for topic_id, info in new]
@@ -171,6 +176,16 @@ class Checkpoints:
                     self._alive()
                 chunk = [step.topic for step in steps if step.has_more]
         return Written(records, data_bytes, sealed)
+
+    def _write_back_log(self, follower: Follower) -> None:
+        """Put the shard's log onto the disk in this process's time: the shard syncs it with the mark, and its writers
+        wait for that.
+        """
+        committed = follower.link.committed
+        if committed is not None:
+            path = layout.log_path(follower.log_directory, committed.file_no)
+            with suppress(OSError), opened(self._fs, path, os.O_RDWR) as fd:
+                self._fs.write_back(fd, waits=True)
 
     def has_old(self, follower: Follower) -> bool:
         """True if it is time to seal a segment, also one to which nothing was added."""
@@ -334,7 +349,7 @@ def _messages(steps: list[_Step]) -> Iterator[list[TopicCheckpoint]]:
     message: list[TopicCheckpoint] = []
     records = 0
     for step in steps:
-        if message and (len(message) >= TOPICS_PER_MESSAGE or records + step.records > RECORDS_PER_STEP):
+        if message and (len(message) >= TOPICS_PER_MESSAGE or records + step.records > RECORDS_PER_MESSAGE):
             yield message
             message, records = [], 0
         message.append(step.checkpoint)

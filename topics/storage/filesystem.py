@@ -25,7 +25,9 @@ from topics.storage.frame import Bytes
 
 BOOT_ID_PATH = "/proc/sys/kernel/random/boot_id"
 _SYNCFS_REPORTS_ERRORS: Final = (5, 8)
-_SYNC_FILE_RANGE_WRITE: Final = 2
+_WRITE: Final = 2
+_WRITE_AND_WAIT: Final = 7
+"""Flags of sync_file_range(2)."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -45,8 +47,10 @@ class FileSystem(Protocol):
     def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
         """Write at most IOV_MAX buffers with one call; return the bytes written, which may be fewer."""
 
-    def begin_sync(self, fd: int) -> None:
-        """Have the system begin to put the data onto the disk, so that a later `fdatasync` waits less."""
+    def write_back(self, fd: int, waits: bool) -> None:
+        """Have the system put the data onto the disk, so that a later `fdatasync`, which tells if that was done, waits
+        less; with `waits` it was tried when this returns.
+        """
 
     def fdatasync(self, fd: int) -> None:
         """Put the data onto the disk, and the metadata needed to read it back (size, extents)."""
@@ -102,9 +106,9 @@ class OsFileSystem:
     def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
         return os.pwritev(fd, buffers, offset) if self._vectored else os.pwrite(fd, b"".join(buffers), offset)
 
-    def begin_sync(self, fd: int) -> None:
-        # It may fail: the sync tells.
-        _libc.sync_file_range(fd, ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE)
+    def write_back(self, fd: int, waits: bool) -> None:
+        flags = _WRITE_AND_WAIT if waits else _WRITE
+        _libc.sync_file_range(fd, ctypes.c_int64(0), ctypes.c_int64(0), flags)
 
     def fdatasync(self, fd: int) -> None:
         os.fdatasync(fd)
@@ -265,7 +269,7 @@ class ReadOnlyFileSystem(OsFileSystem):
 
     def _nothing(self, *_: Any, **__: Any) -> None: ...
 
-    begin_sync = fdatasync = fsync_dir = sync_all = ftruncate = fallocate = rename = unlink = mkdir = rmdir = _nothing
+    write_back = fdatasync = fsync_dir = sync_all = ftruncate = fallocate = rename = unlink = mkdir = rmdir = _nothing
 
 
 _PROBE_NAME: Final = ".write-path.tmp"
@@ -334,7 +338,7 @@ class DeferredSyncs:
 
     def fdatasync(self, fd: int) -> None:
         self._files[self._paths[fd]] = None
-        self._fs.begin_sync(fd)
+        self._fs.write_back(fd, waits=False)
 
     def fsync_dir(self, path: str) -> None:
         self._directories[path] = None
