@@ -189,6 +189,10 @@ def test_a_pause_ends_when_the_compactor_asks(pressed: Pressed) -> None:
     pressed.press(0.0)
     pressed.slept.clear()
     pressed.rig.post_append("t", [b"1"])
-    pressed.meanwhile = lambda: shared.rings[shared.compactor_row][0].requests.push(b"a request") or None
+
+    def ask() -> None:
+        shared.rings[shared.compactor_row][0].requests.push(b"a request")
+
+    pressed.meanwhile = ask
     pressed.turn(1000)
     assert sum(pressed.slept) == pytest.approx(0.001)
