@@ -8,7 +8,7 @@ PROMTOOL := $(VENV)/.promtool
 SUITE  := $(BIN)/python -m tests.suite $(if $(UNSTEADY),--again $(UNSTEADY))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-pythons dist check lint types bench compare crash soak lock clean spark oldspark fuzz browser peers mutants eager
+.PHONY: help setup run test test-all test-pythons dist check lint types bench compare crash soak lock clean spark oldspark fuzz browser screenshots peers mutants eager
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -21,8 +21,9 @@ $(STAMP): requirements.lock pyproject.toml
 	@touch $(STAMP)
 
 # Some tests are of a page in a real browser.
-$(BROWSER): $(STAMP) tests/e2e/fetch_chromium.py
+$(BROWSER): $(STAMP) tests/e2e/fetch_chromium.py tests/e2e/fetch_axe.py
 	$(BIN)/python -m tests.e2e.fetch_chromium $(VENV)/chromium
+	$(BIN)/python -m tests.e2e.fetch_axe
 	@touch $(BROWSER)
 
 # One test has the metrics judged by Prometheus itself.
@@ -111,7 +112,10 @@ fuzz: $(STAMP) ## a long fuzz of every route: no 500, no hang, nothing left behi
 	TOPICS_FUZZ_REQUESTS=30000 TOPICS_FUZZ_EXAMPLES=1000 $(BIN)/pytest --timeout 3600 tests/e2e/test_fuzz.py tests/contract/test_openapi.py
 
 browser: $(STAMP) $(BROWSER) ## the tests in a real Chromium, none of them skipped
-	TOPICS_REQUIRE_BROWSER=1 $(BIN)/pytest tests/e2e/test_browser.py
+	TOPICS_REQUIRE_BROWSER=1 $(BIN)/pytest tests/e2e/test_browser.py tests/e2e/test_console.py
+
+screenshots: $(STAMP) $(BROWSER) ## the pictures of docs/console.md, made anew
+	TOPICS_SCREENSHOTS=docs/console TOPICS_REQUIRE_BROWSER=1 $(BIN)/pytest tests/e2e/test_console.py -k pictures
 
 PEERS := $(VENV)-peers/bin/python
 peers: $(STAMP) ## beside Redis, NATS JetStream and PostgreSQL: the same work in turns; who is not there is left out

@@ -275,6 +275,7 @@ def test_pages_hold_while_others_come_and_go(client: httpx.Client, topic: str) -
     assert [name for name in seen if name in set(stable)] == stable
 
 
+@pytest.mark.long
 def test_page_size_defaults_to_100_and_ends_at_1000(client: httpx.Client, topic: str) -> None:
     made = [f"{topic}.{n:04}" for n in range(1001)]
     with ThreadPoolExecutor(8) as pool:  # each is a sync of the log, which requests at once share

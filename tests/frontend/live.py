@@ -210,7 +210,7 @@ class Live:
     ) -> tuple[Wire, StreamConnection]:
         """Opens a stream on topics that exist."""
         ids = tuple(self.reader.get(name).view.topic_id for name in starts)
-        spec = self.hub.specs.share(StreamSpec(tuple(starts), ids, options, strong))
+        spec = self.hub.share(StreamSpec(tuple(starts), ids, options, strong))
         wire = Wire()
         return wire, self.hub.open(wire, spec.start(dict(starts)), heartbeat_ms)
 

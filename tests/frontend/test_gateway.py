@@ -72,6 +72,10 @@ class Shard:
             taken.append((kind, request_id, message))
         return taken
 
+    def is_asked(self) -> bool:
+        """Return whether there is a request that was not taken."""
+        return self.pair.requests.written > self._read
+
     def calls(self) -> list[Message]:
         return [messages.decode(message) for kind, _id, message in self.take() if kind == MessageKind.CALL]
 
@@ -401,7 +405,7 @@ def test_what_is_too_long_for_the_ring_goes_by_reference(shard: Shard, size_byte
         assert size_bytes > shard.pair.requests.message_max_bytes
         shard.take()
         future = append(gateway, size_bytes)
-        await until(lambda: not shard.pair.requests.empty and shard.pair.requests.written > shard._read)
+        await until(shard.is_asked)
         ((kind, request_id, message),) = shard.take()
         assert kind == MessageKind.APPEND | messages.BY_REFERENCE
         path = messages.decode_reference(message)
@@ -436,12 +440,13 @@ def test_a_long_request_that_timed_out_keeps_its_file_until_the_answer(shard: Sh
 
 @pytest.mark.parametrize("size_bytes", [20_000, 3_000_000], ids=["by the loop", "by a thread"])
 def test_no_room_for_a_long_request(shard: Shard, monkeypatch: pytest.MonkeyPatch, size_bytes: int) -> None:
+    monkeypatch.setattr(limits, "SPILLS", limits.SPILLS._replace(most_bytes=size_bytes + 1000))
+
     async def test(gateway: Gateway) -> None:
         shard.take()
-        monkeypatch.setattr(gateway._spills.budget, "most_bytes", size_bytes + 1000)
         first, second = append(gateway, size_bytes), append(gateway, size_bytes)
         assert refusal(second).code == "throttled"
-        await until(lambda: shard.pair.requests.written > shard._read)
+        await until(shard.is_asked)
         ((_, request_id, message),) = shard.take()
         path = messages.decode_reference(message)
         shard.answer(append_messages.encode_append_reply(request_id, REPLY))

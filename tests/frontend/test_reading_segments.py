@@ -679,8 +679,8 @@ def test_damage_in_the_cold_tier_is_named(hosting: Hosting) -> None:
 class Counted(LocalStore):
     """A cold directory that keeps what was asked of it."""
 
-    def __init__(self, store: LocalStore) -> None:
-        super().__init__(OsFileSystem(), store._root)
+    def __init__(self, hosting: Hosting) -> None:
+        super().__init__(OsFileSystem(), os.path.join(hosting.data_dir, "cold"))
         self.ranges: list[tuple[int, int]] = []
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
@@ -690,8 +690,7 @@ class Counted(LocalStore):
 
 def cold_blocks(hosting: Hosting, blocks: int) -> Counted:
     """From now on so much is kept of what is fetched."""
-    assert isinstance(hosting.store, LocalStore)
-    store = Counted(hosting.store)
+    store = Counted(hosting)
     hosting.reader.stores.cold = ColdTier(store, hosting.clock, COLD_TIMEOUT_MS, blocks * BLOCK_BYTES)
     return store
 

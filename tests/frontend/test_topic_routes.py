@@ -20,6 +20,7 @@ from topics.storage import layout
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,254}", fullmatch=True)
 
 
+@pytest.mark.long
 @given(NAMES)
 def test_a_cursor_leads_back_to_its_name(name: str) -> None:
     assert name_after(name_cursor(name), check_topic_name) == name

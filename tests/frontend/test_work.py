@@ -93,6 +93,7 @@ def test_a_stream_that_ends_while_it_is_opened_does_not_begin(tmp_path: Path, en
     on_loop(tmp_path, test)
 
 
+@pytest.mark.long
 def test_a_stream_that_a_full_ring_refuses_leaves_nothing_behind(tmp_path: Path) -> None:
     async def test(live: Live) -> None:
         await live.put("q", type="queue")

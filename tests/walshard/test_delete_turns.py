@@ -121,16 +121,14 @@ def test_many_tags_are_gathered_in_turns(rig: Rig, monkeypatch: pytest.MonkeyPat
         assert rig.delete(DeleteRecords(name, None, "eq", b"none")) == 0
     monkeypatch.setattr(tag_search, "TURN_MS", 0)
     monkeypatch.setattr(tag_search, "GATHERED_RECORDS", 1)
-    search = rig.parts.deletes._tags
     calls = [DeleteRecords(name, None, "glob", b"%b-" % name.encode()) for name in ("t", "u")]
     turns = {"t": 0, "u": 0}
     deleted = 0
-    gathered = 0
+    gathered_from: list[int] = []
     seqs_of = tags.TagIndex.seqs_of
 
     def counting(index: tags.TagIndex, asked: Sequence[bytes], start: int, most: int) -> tuple[list[int], int]:
-        nonlocal gathered
-        gathered += 1
+        gathered_from.append(start)
         return seqs_of(index, asked, start, most)
 
     monkeypatch.setattr(tags.TagIndex, "seqs_of", counting)
@@ -139,15 +137,13 @@ def test_many_tags_are_gathered_in_turns(rig: Rig, monkeypatch: pytest.MonkeyPat
         turns[call.name] += 1
         deleted += reply.deleted
         calls += [] if reply.rest is None else [reply.rest]
-    assert (turns, deleted, gathered) == ({"t": 13, "u": 13}, 20, 20)
-    assert not search._left
-    rig.call(DeleteRecords("t", None, "glob", b""))
-    rig.clock.ms += 9_000
-    rig.shard.sweep()
-    assert search._left
-    rig.clock.ms += 2_000
-    rig.shard.sweep()
-    assert not search._left
+    assert (turns, deleted, len(gathered_from)) == ({"t": 13, "u": 13}, 20, 20)
+    rest = DeleteRecords("t", None, "glob", b"")
+    for wait_ms, is_kept in ((0, False), (9_000, True), (11_000, False)):
+        rig.clock.ms += wait_ms
+        rig.shard.sweep()
+        rest = rig.call(rest).rest
+        assert (gathered_from[-1] > 0) == is_kept
 
 
 def test_more_deletes_than_keep_what_they_found_do_not_stop_each_other(

@@ -520,6 +520,12 @@ def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tags, "FORGET_FROM", 4)
 
 
-Engine.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None)
+class ManyEngines(Engine):
+    """The same, many times."""
+
+
+Engine.TestCase.settings = settings(max_examples=10, stateful_step_count=STEPS)
 TestEngine = Engine.TestCase
+ManyEngines.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step_count=STEPS)
+TestManyEngines = pytest.mark.long(ManyEngines.TestCase)
 pytestmark = [pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")]

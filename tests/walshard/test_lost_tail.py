@@ -96,11 +96,25 @@ def data_dirs() -> Iterator[str]:
         yield data_dir
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.lists(st.tuples(STEPS, st.floats(0, 1)), min_size=1, max_size=3))
+LIVES = st.lists(st.tuples(STEPS, st.floats(0, 1)), min_size=1, max_size=3)
+
+
+@settings(max_examples=8)
+@given(LIVES)
 @example([([Step("a", 5, "sync"), Step("a", 5, "")], 0.0), ([Step("a", 7, "")], 0.0)])
 @example([([Step("a", 1, "")], 0.0)])
 def test_every_reader_sees_each_record_or_a_gap(lives: list[tuple[list[Step], float]]) -> None:
+    _check_readers(lives)
+
+
+@pytest.mark.long
+@settings(max_examples=60)
+@given(LIVES)
+def test_every_reader_sees_each_record_or_a_gap_in_many_lives(lives: list[tuple[list[Step], float]]) -> None:
+    _check_readers(lives)
+
+
+def _check_readers(lives: list[tuple[list[Step], float]]) -> None:
     with data_dirs() as data_dir:
         rig = Rig(data_dir)
         seen: dict[tuple[str, int], dict[int, bytes]] = {}

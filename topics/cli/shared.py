@@ -81,7 +81,8 @@ def run(name: str, work: Work, options: argparse.Namespace) -> int:
     """Run the whole command. Return the exit code; an error is one line on stderr."""
     try:
         retry = Retry(total_s=getattr(options, "patience_s", PATIENCE_DEFAULT_S))
-        with Client(_url(options), token=_key(options), retry=retry) as client:
+        url = getattr(options, "url", None) or options.environment.get("TOPICS_URL") or URL_DEFAULT
+        with Client(url, token=_key(options), retry=retry) as client:
             return work(client, options)
     except UsageError as error:
         say(name, str(error))
@@ -99,11 +100,6 @@ def run(name: str, work: Work, options: argparse.Namespace) -> int:
 
 def say(name: str, text: str) -> None:
     print(f"topics {name}: {text}", file=sys.stderr, flush=True)
-
-
-def _url(options: argparse.Namespace) -> str:
-    url: str = getattr(options, "url", None) or options.environment.get("TOPICS_URL") or URL_DEFAULT
-    return url
 
 
 def _key(options: argparse.Namespace) -> str | None:

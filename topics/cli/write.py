@@ -25,16 +25,10 @@ _EXAMPLES: Final = """  echo '{"item": "tea"}' | topics write orders --tag tea
   topics write payments --key-of id < payments.ndjson   # if it broke, repeat it: nothing is written twice"""
 
 
-class Line(msgspec.Struct, forbid_unknown_fields=True):
+class Line(NewRecord, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A line of `--records`: a record as the service takes it, or as `topics read` and `topics tail` print it."""
 
     data: msgspec.Raw
-    tag: str | None = None
-    node: str | None = None
-    meta: dict[str, str] | None = None
-    deliver_at: int | None = None
-    delay_ms: int | None = None
-    order_key: str | None = None
     topic: str | None = None
     read_seq: int | None = msgspec.field(name="$seq", default=None)
     read_ts: int | None = msgspec.field(name="$ts", default=None)

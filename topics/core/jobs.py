@@ -99,14 +99,11 @@ class QueueJobs:
                 return
         self._enqueue(seq, job)
 
-    def deleted(self, seqs: Iterable[int]) -> None:
+    def deleted(self, seqs: Sequence[int]) -> None:
         """Forget jobs whose records were deleted."""
         for seq in seqs:
             self.done.discard(seq)
-            job = self._jobs.get(seq)
-            if job is not None:
-                self._drop(seq, job)
-        self._compact()
+        self._end(seqs)
 
     def floor_moved(self, seq: int) -> None:
         """Forget jobs below `seq`, where no record is live any more. While a log is read that may be an illusion,
@@ -129,7 +126,10 @@ class QueueJobs:
         """End acknowledged jobs whose records stay. The fold of an ACK calls this as well."""
         for first, last in runs:
             self.done.add(first, last)
-        for seq in seqs_of(runs):
+        self._end(seqs_of(runs))
+
+    def _end(self, seqs: Iterable[int]) -> None:
+        for seq in seqs:
             job = self._jobs.get(seq)
             if job is not None:
                 self._drop(seq, job)

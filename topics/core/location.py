@@ -27,6 +27,8 @@ LOCATION_DELETED: Final = 2
 LOCATION_LOST: Final = 32
 """Flag of a record that was lost though its neighbours live; `offset` is an EvictReason then."""
 LOCATION_GONE: Final = LOCATION_DELETED | LOCATION_LOST
+FILE_BITS: Final = LOCATION_IN_RAM_LOG << FLAGS_SHIFT | LOW_WORD
+"""Bits of word 3 that name a file: the log and the number."""
 
 
 def file_flags_of(file_no: int, record_flags: bytes | bytearray, location_flags: int) -> array[int]:

@@ -185,9 +185,7 @@ def last_undeleted(index: ScannedEntries, first_seq: int, last_seq: int) -> int:
 
 
 def first_live(index: RecordIndex, seq: int, head_seq: int, most: int, looks: int) -> tuple[list[int], int]:
-    """Return the first `most` live seqs from `seq` on, as far as `looks` entries tell, and up to where these are all.
-    Segments of which every record is deleted are passed for free.
-    """
+    """Return the first `most` live seqs from `seq` on, as far as `looks` entries tell, and up to where they are all."""
     found: list[int] = []
     step = most
     while len(found) < most and seq <= head_seq and looks > 0:

@@ -154,15 +154,14 @@ class RouterRegistry:
         self._from.setdefault(router.spec.source, {})[router.name] = router
         self.last_id = max(self.last_id, router.id)
 
-    def remove(self, name: str) -> Router | None:
-        """Remove a router; return it, None if there is none of that name."""
+    def remove(self, name: str) -> None:
+        """Remove the router of this name, if there is one."""
         router = self.by_name.pop(name, None)
         if router is not None:
             for index, topic in ((self._into, router.spec.dest), (self._from, router.spec.source)):
                 del index[topic][name]
                 if not index[topic]:
                     del index[topic]
-        return router
 
     def upstream(self, dest: str) -> Iterator[str]:
         """Yield `dest`, its source, the source's source and so on, each once."""

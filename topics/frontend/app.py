@@ -21,8 +21,7 @@ from topics.core.names import check_router_name, check_topic_name
 from topics.frontend.asgi import ROUTE, AsgiApp, Receive, Scope, Send
 from topics.frontend.entry.bodies import ClientGoneError
 from topics.frontend.entry.responses import send_error
-from topics.frontend.live.websocket import Services
-from topics.frontend.live.websocket_route import WebSocketRoute, refuse
+from topics.frontend.live.websocket import Services, WebSocketRoute, refuse
 from topics.frontend.operators.openapi import OpenApiRoutes
 from topics.frontend.reads.diff import DiffRoute
 from topics.frontend.routes.operations import ApiOperation, Endpoint
@@ -35,8 +34,7 @@ _DIFF: Final = "/diff"
 _WS: Final = "/v0/ws"
 _UNSCOPED_NAMES: Final = frozenset(("cursor", "pin"))
 """Path parameters without a check against the key's prefixes: cursors and pins belong to a topic, which is checked."""
-_NAMED: Final = frozenset((b"topics", b"routers", b"stage", b"txn"))
-"""Words in a path that a name follows."""
+_NAMED: Final = frozenset((b"topics", b"routers", b"stage", b"txn"))  # words in a path that a name follows
 _READ: Final = KeyScope.READ
 _WRITE: Final = KeyScope.WRITE
 
@@ -47,9 +45,14 @@ class App:
     """The ASGI application of a frontend. It answers every request, also one whose handler fails."""
 
     def __init__(
-        self, operations: Sequence[ApiOperation], services: Services, diff: DiffRoute, websocket: WebSocketRoute
+        self,
+        operations: Sequence[ApiOperation],
+        pages: Sequence[ApiOperation],
+        services: Services,
+        diff: DiffRoute,
+        websocket: WebSocketRoute,
     ) -> None:
-        """`operations` are all routes. Each request that was answered is reported to `services.observe`."""
+        """`operations` are the routes of the API, `pages` all others. `services.observe` is told of every answer."""
         self._append = services.appends
         self._diff = diff
         self._websocket = websocket
@@ -59,7 +62,7 @@ class App:
         self._observe = services.observe
         documented = OpenApiRoutes(operations)
         methods: dict[str, dict[str, Endpoint]] = {}
-        for one in (*operations, *documented.operations):
+        for one in (*operations, *documented.operations, *pages):
             of_path = methods.setdefault(one.path, {})
             of_path[one.method] = self._admitting(one)
             # The server drops the body (RFC 9110 §9.3.2). A stream has no HEAD: to begin one is to take jobs, or to
@@ -74,8 +77,10 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._open_websocket(scope, receive, send)
-            return
+            if scope["path"] != _WS:
+                return await refuse(no_such_path(scope), scope, send)
+            self._cell.add("requests")
+            return await self._websocket(scope, receive, send)
         self._cell.add("requests")
         started_ns = time.perf_counter_ns()
         route = Route.OTHER
@@ -89,18 +94,18 @@ class App:
                     route = Route.APPEND
                     self._access.admit(scope, _WRITE, (name,))
                     await self._append(name, scope, receive, send)
-                    return
+                    return None
                 if name.endswith(_DIFF) and 0 < name.index("/") == len(name) - len(_DIFF):
                     route = Route.DIFF
                     name = name[: -len(_DIFF)]
                     self._access.admit(scope, _READ, (name,))
                     await self._diff(name, scope, receive, send)
-                    return
+                    return None
             await self.router(scope, receive, send)
         except TopicsError as error:
             await self._refuse(error, scope, send)
         except (ClientGoneError, ConnectionError):
-            return
+            return None
         except Exception:  # noqa: BLE001 — any fault has an answer for the client and a line for the operator
             _log.exception("request failed", method=scope["method"], path=scope["path"])
             await self._refuse(TopicsError("internal", "the request failed inside the server"), scope, send)
@@ -121,13 +126,6 @@ class App:
             self._access.authenticate(scope)
             check_name = check_router_name if kind == b"routers" else check_topic_name
             check_name(unquote(segment.decode("latin-1")))
-
-    async def _open_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] == _WS:
-            self._cell.add("requests")
-            await self._websocket(scope, receive, send)
-        else:
-            await refuse(no_such_path(scope), scope, send)
 
     def _admitting(self, operation: ApiOperation) -> Endpoint:
         """Return the endpoint behind the check of the key, measured as the route that the operation says."""

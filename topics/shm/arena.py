@@ -74,7 +74,8 @@ class _Header(IntEnum):
 
 
 IS_QUEUE: Final = 1
-"""A flag of a topic."""
+HAS_CURSORS: Final = 2
+"""Flags of a topic."""
 
 
 class SlotState(IntEnum):
@@ -127,6 +128,10 @@ class TopicView(NamedTuple):
     @property
     def is_queue(self) -> bool:
         return bool(self.flags & IS_QUEUE)
+
+    @property
+    def has_cursors(self) -> bool:
+        return bool(self.flags & HAS_CURSORS)
 
 
 class Locations(NamedTuple):
@@ -188,7 +193,7 @@ class ArenaWriter:
 
     def store_segments(self, rows: Iterable[SegmentInfo]) -> tuple[int, int]:
         """Store a new table of segments; return (byte offset, length), (0, 0) for an empty one."""
-        table = array("Q", chain.from_iterable([row.words for row in rows]))
+        table = array("Q", chain.from_iterable(map(msgspec.structs.astuple, rows)))
         if not table:
             return 0, 0
         size_bytes = len(table) * 8

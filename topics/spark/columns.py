@@ -33,9 +33,7 @@ _encode = msgspec.json.Encoder(decimal_format="number").encode
 
 
 def meta_array(count: int, numbers: npt.NDArray[np.int64], metas: Sequence[Mapping[str, Any]]) -> pa.Array:
-    """Return a column of `count` rows: `metas` at the ascending `numbers`, null elsewhere. A value that is not a string
-    becomes JSON: an exactly_once router writes an object (api §6).
-    """
+    """Return a column of `count` rows: `metas` at the ascending `numbers`, null elsewhere; objects as JSON."""
     if not len(numbers):
         return pa.nulls(count, META)
     sizes = np.zeros(count, np.int64)

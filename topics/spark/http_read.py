@@ -73,9 +73,7 @@ def starts(client: Client, found: dict[str, TopicState], options: ReadOptions, d
 
 
 def resolve(option: str, found: dict[str, TopicState], positions: Positions) -> Offset:
-    """Return positions as seqs. `earliest` is where the live records begin: records lost before are not a gap.
-    OptionError for a topic that is not read, or a seq that is not assigned yet.
-    """
+    """Return positions as seqs. Raise OptionError for a topic that is not read, or a seq beyond the head."""
     offset = {}
     strangers = sorted(positions.by_topic.keys() - found.keys())
     if strangers:

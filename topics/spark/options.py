@@ -1,6 +1,4 @@
-"""Options of the data source, named as those of Spark's Kafka source and checked once, and its errors, each in one
-line: what is wrong, where, and the way out.
-"""
+"""Options of the data source, with the names of Spark's Kafka source, and its errors, each in one line."""
 
 from __future__ import annotations
 

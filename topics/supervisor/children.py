@@ -76,10 +76,8 @@ class Child:
         self.name = name
         self.index = index
         self.pid: int | None = None
-        self.wanted = True
-        """True if it has to be started again when it ends."""
-        self.due_ms: int | None = None
-        """Monotonic ms at which to start it; None while it runs or is not wanted."""
+        self.wanted = True  # true if it has to be started again when it ends
+        self.due_ms: int | None = None  # monotonic ms at which to start it; None while it runs or is not wanted
         self._main = main
         self._cell = cell
         self._clock = clock
@@ -158,9 +156,7 @@ def show_exit(exit_code: int) -> str:
 
 
 def fork(name: str, index: int, main: Callable[[], int]) -> int:
-    """Run `main` in a child, which exits with its result. Return the child's pid; never returns in the child. The
-    caller has blocked its signals, so none can reach the child before it is set up.
-    """
+    """Run `main` in a child, which exits with its result; return its pid. The caller has blocked its signals before."""
     parent_pid = os.getpid()
     pid = os.fork()
     if pid:

@@ -207,9 +207,7 @@ def _stop(settings: Settings, options: argparse.Namespace) -> int:
 
 @contextmanager
 def running_supervisor(data_dir: str) -> Iterator[tuple[int, int]]:
-    """Find the supervisor that holds the lock of `data_dir`: its pid, and an fd that stays with this process though the
-    pid may be used again. Raise ProcessLookupError when nothing runs.
-    """
+    """Find the supervisor of `data_dir`: its pid, and an fd that stays with it. ProcessLookupError when none runs."""
     pid = holder_pid(data_dir)
     if pid is None:
         raise ProcessLookupError
@@ -223,9 +221,7 @@ def running_supervisor(data_dir: str) -> Iterator[tuple[int, int]]:
 
 
 def stop(data_dir: str, timeout_ms: int) -> int | None:
-    """Send SIGTERM to the data directory's service and wait for its end. Return its pid, None when nothing ran. Raise
-    TimeoutError when it still runs after `timeout_ms`, PermissionError when it belongs to another user.
-    """
+    """Stop the service and return its pid, None when nothing ran. Raise TimeoutError, PermissionError."""
     with suppress(ProcessLookupError), running_supervisor(data_dir) as (pid, process_fd):
         signal.pidfd_send_signal(process_fd, signal.SIGTERM)
         poll = select.poll()

@@ -1,9 +1,7 @@
-"""The listening sockets: the supervisor binds them as long as the service lives, frontends accept connections on them.
-A service manager may bind them instead (systemd's socket units), and keep them while the service restarts.
+"""The listening sockets: the supervisor, or a service manager (systemd's socket units), binds them for the frontends.
 
 Each frontend has its own socket on the one port, so the kernel spreads connections evenly. (On one shared socket the
-process that wakes first takes a whole burst.) The supervisor keeps the socket of a dead frontend open for the next one:
-connections wait there for some ms, none is refused.
+process that wakes first takes a whole burst.) That of a dead frontend stays open: connections wait there for the next.
 """
 
 from __future__ import annotations
@@ -82,9 +80,7 @@ def listen_for(host: str, port: int, processes: int) -> list[list[socket.socket]
 
 
 def inherited(environ: MutableMapping[str, str]) -> list[socket.socket]:
-    """Return the sockets that the service manager has opened for this process, see sd_listen_fds(3). Remove its
-    variables: they are not for the children. Raise AddressError for a socket that is not TCP.
-    """
+    """Return the sockets that the service manager has opened, see sd_listen_fds(3), and remove its variables."""
     pid, count, _ = (environ.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"))
     if pid != str(os.getpid()) or not count.isdecimal():
         return []

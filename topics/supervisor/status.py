@@ -341,8 +341,7 @@ def _summary(status: Status) -> str:
     return "  ".join(facts) + f"\n{status.data_dir}\n"
 
 
-_Row = dict[str, str | int | None]
-"""Cells of a table by their heads; None is a figure that is unknown."""
+_Row = dict[str, str | int | None]  # cells of a table by their heads; None is a figure that is unknown
 
 
 def _process_row(process: ProcessStatus) -> _Row:

@@ -1,8 +1,7 @@
 """The supervisor's loop (reap, restart, drain), and the signals it waits for.
 
-The supervisor asks for signals as values; no handler interrupts it. They are blocked from before the first fork, so a
-signal waits for the next `wait`, and none can hit a child that is not set up yet. A child starts with none pending and
-unblocks them itself, SIGHUP only when it can reload.
+The supervisor asks for signals as values; no handler interrupts it. They are blocked from before the first fork, so
+none can hit a child that is not set up yet. A child unblocks them itself, SIGHUP only when it can reload.
 """
 
 from __future__ import annotations
@@ -53,9 +52,7 @@ EXIT_OK: Final = 0
 EXIT_FORCED: Final = 4
 """The service stopped, but a process had to be killed."""
 FRONTEND_SHARE: Final = (3, 4)
-"""The share of the grace after which a frontend is killed. It gives up by itself after half of the grace
-(Settings.frontend_grace_ms). The rest is for the compactor's last cut, and for the shards to drain and sync.
-"""
+"""The share of the grace after which a frontend is killed. It gives up by itself after half of the grace."""
 COMPACTOR_SHARE: Final = (7, 8)
 """The same share for the compactor. Its last cut may take a quarter of the grace (Settings.compactor_grace_ms)."""
 SAME_STOP_MS: Final = 1000
@@ -94,8 +91,7 @@ class Supervisor:
         self._exit_code = EXIT_OK
         self._stopping: list[tuple[list[Child], int]] | None = None
         """(children, deadline) of the groups that still have to stop, in this order; None while the service runs."""
-        self._signalled = False
-        """True if the first of these groups was told to stop."""
+        self._signalled = False  # true if the first of these groups was told to stop
         self._stop_began_ms = 0
 
     def run(self, *, reshard: bool) -> int:

@@ -234,6 +234,7 @@ def _put_together(
     talk = rings.notify, rings.forget_notices, rings.drain_dead
     frontends = Frontends(shared.control, catalog, *talk, sessions, queues, cursors)
 
+    # Who handles which request: in a group with others, or alone.
     in_group: dict[type, GroupHandler] = {
         AppendRequest: appends.prepare,
         queue_messages.Claim: queues.claim,

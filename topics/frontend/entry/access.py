@@ -27,12 +27,9 @@ from topics.shm.quotas import Counted, KeyCounts
 RETRY_S: Final = 1.0
 """Time between attempts to read the keys while this frontend serves old ones, one of which may have been revoked."""
 _LIMIT_NAMES: Final = {Counted.STREAMS: "sse_connections_per_key", Counted.REQUESTS: "inflight_per_key"}
-_CALLER: Final = "topics.caller"
-"""Name in the ASGI scope of an admitted request's key."""
+_CALLER: Final = "topics.caller"  # name in the ASGI scope of an admitted request's key
 _METHODS: Final = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS")
 _REQUEST_HEADERS: Final = ("Authorization", "Cache-Control", "Content-Encoding", "Idempotency-Key", "Last-Event-ID")
-_ANSWER_HEADERS: Final = ("Retry-After",)
-_MAX_AGE_S: Final = 600
 
 _log = get_logger()
 
@@ -151,9 +148,7 @@ def _bearer(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 
 class KeyReload:
-    """Reads the keys again at SIGHUP. The supervisor has checked them, but the file may have changed since. `header`
-    has the serial of the newest ring, `cell` tells the supervisor which ring this frontend accepts.
-    """
+    """Reads the keys again at SIGHUP. `header` has the newest serial; `cell` tells which one this frontend accepts."""
 
     def __init__(self, settings: Settings, access: Access, header: Cell, cell: ProcessCell) -> None:
         self._settings = settings
@@ -166,9 +161,7 @@ class KeyReload:
         cell.set("keys_serial", access.serial)
 
     def request(self) -> None:
-        """Read the keys soon, and once more if a read is under way. A failed read is repeated until this frontend
-        accepts these keys or newer ones.
-        """
+        """Read the keys soon, and again until this frontend accepts the newest ones. Can be repeated."""
         self._wanted.set()
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
@@ -207,9 +200,7 @@ class KeyReload:
 
 
 class Cors(CORSMiddleware):
-    """Lets web pages of `origins` call `app` (`TOPICS_CORS_ORIGINS`). Credentials are never allowed: a page sets its
-    key in a header itself, so `*` is safe.
-    """
+    """Lets web pages of `origins` call `app`. They send keys in a header, never credentials, so `*` is safe."""
 
     def __init__(self, app: AsgiApp, origins: Collection[str]) -> None:
         super().__init__(
@@ -217,8 +208,8 @@ class Cors(CORSMiddleware):
             allow_origins=origins,
             allow_methods=_METHODS,
             allow_headers=_REQUEST_HEADERS,
-            expose_headers=_ANSWER_HEADERS,
-            max_age=_MAX_AGE_S,
+            expose_headers=("Retry-After",),
+            max_age=600,
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:
@@ -255,8 +246,7 @@ class Pages:
         self._origins = frozenset(origin.lower().encode("latin-1") for origin in settings.cors_origins or ())
         self._names = frozenset(name.lower() for name in settings.allowed_hosts or ())
         self._any_address = not is_loopback(settings.host)
-        self._hosts: set[bytes] = set()
-        """Host headers that have passed the check."""
+        self._hosts: set[bytes] = set()  # host headers that have passed the check
 
     def check(self, scope: Scope) -> None:
         """Raise `403 forbidden` for a request that another site's page may have sent."""

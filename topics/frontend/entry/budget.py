@@ -59,8 +59,7 @@ class Budget:
         self.limit = limit
         self.most_bytes = limit.most_bytes
         self.held_bytes = 0
-        self.waiting: OrderedDict[Reservation, int] = OrderedDict()
-        """The queue: how many bytes each waits for."""
+        self.waiting: OrderedDict[Reservation, int] = OrderedDict()  # the queue: how many bytes each waits for
         self._empty_admits_any = limit.at_limit is AtLimit.WAIT
 
     def fits(self, size_bytes: int) -> bool:
@@ -119,18 +118,14 @@ class Reservation:
         return True
 
     def enqueue(self, size_bytes: int, tell: Callable[[bool], None], first: bool = False) -> None:
-        """Wait for `size_bytes` more, `first` or last in the queue. Calls `tell(True)` once they are granted,
-        `tell(False)` if the reservation is closed before.
-        """
+        """Wait for `size_bytes` more. Calls `tell(True)` once they are granted, `tell(False)` if closed before."""
         self._tell = tell
         self._budget.waiting[self] = size_bytes
         if first:
             self._budget.waiting.move_to_end(self, last=False)
 
     async def grow(self, size_bytes: int, wait_s: float | None = None) -> None:
-        """Take `size_bytes` more, waiting in the queue if need be. Raise TimeoutError after `wait_s`, and
-        ConnectionResetError if the reservation is closed.
-        """
+        """Take `size_bytes` more, waiting if need be. Raise TimeoutError; ConnectionResetError if it is closed."""
         if self.try_grow(size_bytes):
             return
         granted = False

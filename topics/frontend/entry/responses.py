@@ -22,8 +22,7 @@ LIST_BYTES_MAX: Final = 1 << 20
 """Room reserved for one page of a list; most are much shorter."""
 GZIP_MIN_BYTES: Final = 1024
 _GZIP_INLINE_BYTES_MAX: Final = 32 * 1024
-_GZIP_LEVEL: Final = 1
-"""Level 1 is the fastest, and packs a page of JSON nearly as well as the others."""
+_GZIP_LEVEL: Final = 1  # level 1 is the fastest, and packs a page of JSON nearly as well as the others
 _JSON: Final = (b"content-type", b"application/json")
 _HEADERS: Final = {"unauthorized": (b"www-authenticate", b"Bearer"), "upgrade_required": (b"upgrade", b"websocket")}
 
@@ -92,23 +91,6 @@ async def _packed(body: bytes) -> bytes:
         return await asyncio.to_thread(gzip.compress, body, _GZIP_LEVEL, mtime=0)
     finally:
         packing.release(len_bytes)
-
-
-async def send_object(
-    send: Send,
-    request_headers: Headers,
-    status: int,
-    answer: dict[str, Any],
-    started_ns: int,
-    *,
-    with_copies: bool = True,
-) -> None:
-    """Send an answer off the hot paths, with its `performance` (api §0.7). `with_copies`: see `CatchingUp.one`."""
-    performance: dict[str, Any] = {"server_total_ms": elapsed_ms(started_ns)}
-    if not with_copies:
-        performance["copies_pending"] = True
-    answer["performance"] = performance
-    await send_json(send, request_headers, status, encode_json(answer))
 
 
 async def send_error(send: Send, request_headers: Headers, error: TopicsError) -> None:

@@ -62,10 +62,7 @@ class KeptAnswers:
         self._len_bytes.pop(holder, None)
 
     def _bound(self) -> None:
-        """Cut clients while their answers are too long together: above `high_bytes` those that have read nothing for
-        STALL_CUT_MS, above the whole budget others as well. All of them may have come a moment ago, or read a byte now
-        and then.
-        """
+        """Cut clients above `high_bytes` that have read nothing for STALL_CUT_MS, above the whole budget others."""
         budget = self.budget
         most_bytes, high_bytes = budget.most_bytes, self.high_bytes
         # A check is of all answers, maybe thousands: below the whole budget there is one in CHECK_S.
@@ -90,9 +87,7 @@ class KeptAnswers:
 
 
 class UnadmittedInput:
-    """Heads and frames that are not whole, of clients without an admitted request. It cuts those that have held some
-    for longest. Clients send a head in one go: the oldest parts belong to clients that do not mean to send the rest.
-    """
+    """Heads and frames that are not whole, of clients without an admitted request. The oldest are cut first."""
 
     def __init__(self) -> None:
         self.budget = Budget(limits.UNADMITTED_INPUT)
@@ -122,21 +117,18 @@ class OpenConnection(TcpConnection, Protocol):
 
 
 class Connections:
-    """Every HTTP/1.1 connection of this process. It counts them, drains them, and knows when all are closed. For all
-    protocols `places` caps the connections of the service, `kept` bounds what clients have not read, `unadmitted` what
-    they send before a key is known.
+    """Every HTTP/1.1 connection of this process: counted, drained, and waited for. For all protocols `places` caps the
+    connections of the service, `kept` bounds unread answers, `unadmitted` what comes before a key is known.
     """
 
     def __init__(self, places: Quota | None = None, clock: Clock | None = None) -> None:
         self.places = places
         self.draining = False
-        self.requests = 0
         self.open: set[OpenConnection] = set()
         self.turned_away = 0
         self.kept = KeptAnswers(clock or SystemClock())
         self.unadmitted = UnadmittedInput()
-        self.tasks: set[asyncio.Task[None]] = set()
-        """App calls of HTTP/1.1, and connections that Hypercorn serves."""
+        self.tasks: set[asyncio.Task[None]] = set()  # app calls of HTTP/1.1, and connections that Hypercorn serves
         self._changed = asyncio.Event()
 
     def add(self, connection: OpenConnection) -> bool:

@@ -2,16 +2,14 @@
 
     wait(awaited) ─▶ at_s …  the connection's timer fires …  verdict(buffered_bytes) ─▶ Verdict
 
-All times count only while this process runs. After a stop (SIGSTOP, a paused machine) or a long block of its event
-loop the timers are overdue, and what clients sent meanwhile is still unread. Any other clock would cut clients that
-did all they had to.
+All times count only while this process runs. After a stop (SIGSTOP, a paused machine) the timers are overdue, and what
+clients sent meanwhile is still unread: any other clock would cut clients that did all they had to.
 
     loop       │ ·  ·  ·  ·  │ (stopped) ………………………… │ ·  ·  ·        checked every CHECK_S
     running    0  .5  1  1.5 2                         2  .5  3        the gap counts as `suspended_s`
 
-`Deadlines` is pure: the clock is passed in, and the timer is the connection's. Hypercorn limits idle connections only,
-and waits for ever for any other client. So `run_in_time` limits the time for a body, and `SlowReaderTimer` the time to
-read:
+`Deadlines` is pure: the clock is passed in, and the timer is the connection's. Hypercorn limits only idle connections,
+so `run_in_time` limits the time for a body there, and `SlowReaderTimer` the time to read:
 
     pause_writing, closing, or a message on a stream of HTTP/2 ─▶ start ─▶ check: stalled, or too slow ─▶ abort
                                                                     └─▶ caught_up (resume_writing), or close
@@ -86,8 +84,7 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     body_min_bytes_per_s: int = 64 * 1024
     keep_alive_timeout_ms: int = 75_000
     write_stall_timeout_ms: int = 45_000
-    """The time in which a client must read some of what waits for it. Longer than the 30 s (31 s at most) that an event
-    stream waits for its client: the stream then sends a last frame (api §7), which needs time to arrive."""
+    """The time in which a client must read some of what waits for it: longer than an event stream's 30 s (api §7)."""
     read_min_bytes_per_s: int = 16 * 1024
     """A client may take the time that an answer needs at this rate, plus `write_stall_timeout_ms`."""
     vanished_after_ms: int = 45_000
@@ -122,9 +119,7 @@ class BodyTime:
         self._checked_s = 0.0
 
     def left_s(self, now_s: float, received_bytes: int, waited: bool) -> float:
-        """Return the time left when `received_bytes` have arrived in all. `waited` says that the time since the last
-        call was spent waiting for the client.
-        """
+        """Return the time left. `waited`: the time since the last call was spent waiting for the client."""
         if waited:
             self._left_s -= now_s - self._checked_s
         more_bytes = received_bytes - self._received_bytes
@@ -250,8 +245,7 @@ async def run_in_time(
     app: AsgiApp, limits: HttpLimits, clock: RunningClock, scope: Scope, receive: Receive, send: Send
 ) -> None:
     """Run `app` with a `receive` that raises `408 request_timeout`. Drop what the app leaves of the body before the
-    answer ends: Hypercorn breaks a connection on which a request continues behind its answer, and blocks one whose
-    messages nobody receives.
+    answer ends: Hypercorn breaks a connection on which a request continues behind its answer.
     """
     body = _TimedBody(limits, clock, receive)
 

@@ -232,7 +232,6 @@ class Http1Protocol(asyncio.Protocol):
             self._deadlines.begin_body()
         self._exchange = exchange = Exchange(self, self._transport, head, complete)
         self._scope = exchange.scope(head, self._client, self._server)
-        self._factory.connections.requests += 1
 
     def _start_app(self, scope: Scope) -> None:
         # A task for each request. Running the app's first step right here would save a tenth of the CPU where the app
@@ -244,7 +243,7 @@ class Http1Protocol(asyncio.Protocol):
     def _read_body(self, data: bytes | bytearray, position: int) -> int:
         exchange = self._exchange
         assert exchange is not None
-        if self._parser.chunked and len(data) - position > CHUNKED_BYTES_PER_TURN:
+        if self._parser.body_left_bytes is None and len(data) - position > CHUNKED_BYTES_PER_TURN:
             part = data[position : position + CHUNKED_BYTES_PER_TURN]
             end = position + self._parser.read_body(part, 0, exchange.feed)
         else:
@@ -296,7 +295,7 @@ class Http1Protocol(asyncio.Protocol):
             return True
         # The answer is early: the rest of the request is worth reading only if it is short. A client that waits for
         # `100 Continue` may send its body or not, so nothing can follow.
-        return not exchange.expects_continue and self._parser.body_left_bytes <= self._limits.discard_max_bytes
+        return not exchange.expects_continue and (self._parser.body_left_bytes or 0) <= self._limits.discard_max_bytes
 
     def answer_done(self, exchange: Exchange) -> None:
         if exchange is not self._exchange:
@@ -369,9 +368,7 @@ class Http1Protocol(asyncio.Protocol):
         self._end()
 
     def _end(self) -> None:
-        """Answer nothing more: half-close, and drop input until the client closes, too. Closing with unread input would
-        send a reset, which may destroy the answer before the client has read it.
-        """
+        """Half-close, and drop input until the client closes, too: a reset could destroy the last answer."""
         self._ending = True
         self._exchange = None
         self.pending = bytearray()

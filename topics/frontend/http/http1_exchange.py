@@ -1,7 +1,6 @@
 """One HTTP/1.1 request and its answer, as ASGI sees them, and the answers that no app makes.
 
-An `Exchange` knows ASGI and the shape of an answer. The order of requests, time-outs, and what is read and written when
-are the connection's (`http1.Http1Protocol`), which it sees as an `ExchangeConnection`.
+Order, time-outs, and what is read and written when are the connection's (`http1.py`), here an `ExchangeConnection`.
 """
 
 from __future__ import annotations
@@ -30,11 +29,8 @@ def chunk(data: bytes) -> bytes:
 
 
 class PushStream:
-    """Raw writes into one answer (a `push.Push`), each one chunk and one `transport.write`. They never block or fail.
-
-    The writer must stop while `writable` is false, and continue at `on_writable`. `on_close` is called once when the
-    client goes away; nothing is called after the writer's own `close`. The app's coroutine must stay pending meanwhile
-    (`await receive()` ends with `http.disconnect`): the stream is closed when it returns.
+    """Raw writes into one answer (an `event_streams.Push`), each one chunk and one `transport.write`. The coroutine of
+    the app must stay pending meanwhile (`await receive()` ends with `http.disconnect`): its return closes the stream.
     """
 
     def __init__(self, transport: asyncio.Transport, chunked: bool, writable: bool, end: Callable[[], None]) -> None:
@@ -169,10 +165,8 @@ class AnswerStage(IntEnum):
 
 
 class Exchange:
-    """One request and its answer.
-
-    The connection calls `feed`, `end_of_request`, `half_closed` and `drop`; the app calls `receive`, `send`, `deliver`
-    and `push`. It does not refer to its scope, so that a finished request is freed by reference counting alone.
+    """One request and its answer. The connection calls `feed`, `end_of_request`, `half_closed` and `drop`; the app
+    calls `receive`, `send`, `deliver` and `push`. Without a reference to its scope reference counting alone frees it.
     """
 
     def __init__(
@@ -195,8 +189,7 @@ class Exchange:
         self._length_left: int | None = None
         self._bodyless = False
         self._chunked = False
-        self.push_stream: PushStream | None = None
-        """The writer of an event stream, after `push`."""
+        self.push_stream: PushStream | None = None  # the writer of an event stream, after `push`
         self._unyielded_bytes = 0
         self.keep_alive = head.keep_alive
         self.stage = AnswerStage.WAITING
@@ -351,9 +344,7 @@ class Exchange:
             raise ConnectionResetError("the client is gone")
 
     def push(self) -> PushStream:
-        """Send the head, and return a stream of raw writes for the body. Raise RuntimeError before
-        `http.response.start` or after the first body, ConnectionResetError when the client is gone.
-        """
+        """Send the head, and return a stream of raw writes for the body. Only before the first body."""
         if self.lost or self.half_closed_by_client:
             raise ConnectionResetError("the client is gone")
         if self.stage is not AnswerStage.STARTED or self._bodyless or self._length_left is not None:

@@ -24,7 +24,7 @@ from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.protocol.ws_stream import WSStream
 
-from topics.frontend.asgi import ADMITTED, AsgiApp, Message, Receive, Scope, Send, WriteBuffer
+from topics.frontend.asgi import ADMITTED, AsgiApp, Message, Receive, Scope, Send, WriteBuffer, until_disconnect
 from topics.frontend.entry import limits
 from topics.frontend.entry.budget import Budget
 from topics.frontend.http.connections import Connections
@@ -69,8 +69,7 @@ class _Flag(EventWrapper):
 
 class ConnectionContext(WorkerContext):
     """The state of one connection that Hypercorn does not keep, but gives to every part of it. `closed` and `end` wake
-    Hypercorn's waits for the end of an idle connection and between two pings: else it would keep the socket until they
-    are over.
+    its waits for the end of an idle connection and between two pings, so that the socket does not stay.
     """
 
     def __init__(
@@ -89,8 +88,7 @@ class ConnectionContext(WorkerContext):
         self.kept = connections.kept
         self._unadmitted = connections.unadmitted
         self._admitted = False
-        self.unread_bytes = 0
-        """Bytes that have arrived and that Hypercorn has not read."""
+        self.unread_bytes = 0  # bytes that have arrived and that Hypercorn has not read
         self.answers = Budget(limits.CONNECTION_ANSWERS)
         self.reader_timer = watch(transport)
         self.server: HypercornConnection | None = None
@@ -119,9 +117,7 @@ class ConnectionContext(WorkerContext):
             app.get_loop().call_later(GONE_S, app.cancel)
 
     def client_gone(self) -> None:
-        """Note that the client has closed its end. Hypercorn tells app calls, but not in all of its states, so those
-        that go on are cancelled: they and their socket would stay for ever.
-        """
+        """Note that the client has closed its end, and cancel app calls that go on: Hypercorn may not tell them."""
         self._client_gone = True
         self.end.set_now()
         for app in self._apps:
@@ -138,10 +134,8 @@ class ConnectionContext(WorkerContext):
             self.closed.set()
 
     def drop(self, receive: Receive) -> None:
-        """Drop further messages of a WebSocket whose app has ended: Hypercorn learns that the client is gone only as
-        long as somebody receives messages.
-        """
-        task = asyncio.get_running_loop().create_task(_drop(receive))
+        """Drop further messages of a WebSocket whose app has ended: Hypercorn reads only if somebody receives."""
+        task = asyncio.get_running_loop().create_task(until_disconnect(receive))
         self._dropping.add(task)
         task.add_done_callback(self._dropping.discard)
 
@@ -162,11 +156,6 @@ class ConnectionContext(WorkerContext):
 def context_of(part: TCPServer | H2Protocol | HTTPStream | WSStream) -> ConnectionContext:
     """Return the connection's context, which Hypercorn knows by its base class."""
     return cast(ConnectionContext, part.context)
-
-
-async def _drop(receive: Receive) -> None:
-    while (await receive())["type"] != "websocket.disconnect":
-        pass
 
 
 class WatchedProtocol(asyncio.StreamReaderProtocol):
@@ -274,9 +263,7 @@ class HypercornConnection(TCPServer):
 
 
 class HypercornConnections:
-    """All connections of this process that Hypercorn serves. Each comes from our HTTP/1.1 and has its place already.
-    Their tasks are among those of `connections`, which waits for them and cuts them.
-    """
+    """All connections of this process that Hypercorn serves. Each has its place from our HTTP/1.1 already."""
 
     def __init__(self, app: AsgiApp, limits: HttpLimits, connections: Connections, clock: RunningClock) -> None:
         self._connections = connections
@@ -364,8 +351,6 @@ def _config(limits: HttpLimits) -> Config:
 
 
 def _without_compression(data: bytes) -> bytes:
-    """Return an upgrade request without its offer to compress: a message of 8 MiB would block every other client while
-    it is packed, and 64 KiB may unpack to 64 MiB.
-    """
+    """Return an upgrade request without its offer to compress: packing 8 MiB would block every other client."""
     head, end, rest = data.partition(b"\r\n\r\n")
     return _WS_EXTENSIONS.sub(b"", head) + end + rest

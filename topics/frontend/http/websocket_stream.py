@@ -36,8 +36,7 @@ from topics.frontend.http.hypercorn_connection import context_of
 PIECE_BYTES_MAX: Final = 64 * 1024
 FRAGMENT_BYTES: Final = 1024
 """A shorter part of a message counts as a frame without content."""
-_KEY: Final = re.compile(rb"[A-Za-z0-9+/]{22}==")
-"""16 bytes in base64."""
+_KEY: Final = re.compile(rb"[A-Za-z0-9+/]{22}==")  # 16 bytes in base64
 _VERSION: Final = b"13"
 _SHOWN_BYTES: Final = 60
 _REFUSALS: Final = {

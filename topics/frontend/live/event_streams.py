@@ -154,7 +154,11 @@ class AsgiPush:
                 task.cancel()
             with contextlib.suppress(asyncio.CancelledError, ConnectionError):
                 await sender
-            self._client_gone()
+            if not self._closed:
+                self._closed = True
+                self._pending.clear()
+                if self.on_close is not None:
+                    self.on_close()
 
     async def _send_all(self) -> None:
         while self._pending or not self._closed:
@@ -172,13 +176,6 @@ class AsgiPush:
                 if self.writable and self.on_writable is not None:
                     self.on_writable()
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    def _client_gone(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._pending.clear()
-            if self.on_close is not None:
-                self.on_close()
 
 
 async def begin_stream(scope: Scope, send: Send) -> Push:

@@ -1,6 +1,4 @@
-"""Requests to follow topics, over an event stream (api §7) or a WebSocket (§7.7): their checks, and where each topic
-starts.
-"""
+"""Requests to follow topics, over an event stream (api §7) or a WebSocket (§7.7): checks, and where each starts."""
 
 from __future__ import annotations
 
@@ -32,10 +30,8 @@ def check_starts(starts: dict[str, StartBody], topics_max: int) -> None:
         check_topic_name(name)
         wire.check_counts(start)
         if (start.from_seq > 0) + start.tail + (start.from_ts is not None) > 1:
-            raise invalid(
-                f"topics.{name}: from_seq, tail and from_ts exclude each other: give one of them",
-                field=f"topics.{name}",
-            )
+            field = f"topics.{name}"
+            raise invalid(f"{field}: from_seq, tail and from_ts exclude each other: give one of them", field=field)
 
 
 def check_durable(ref: TopicRef) -> None:
@@ -51,9 +47,7 @@ def check_durable(ref: TopicRef) -> None:
 def follow(
     reader: TopicReader, starts: dict[str, StartBody], strong: bool, lenient: bool = False
 ) -> dict[str, FollowedTopic]:
-    """Find the topics. Raise `topic_not_found` unless `lenient` leaves such a topic out, and `400` for one that can
-    never deliver a durable record to a `strong` reader.
-    """
+    """Find the topics. Raise `topic_not_found` unless `lenient` leaves it out; `400` for one that is never durable."""
     find = reader.find if lenient else reader.get
     refs = {name: ref for name in starts if (ref := find(name)) is not None}
     if strong:

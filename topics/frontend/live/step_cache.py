@@ -93,9 +93,7 @@ class _CachedTopic:
 
 
 class StepCache:
-    """The steps of streams, made from one consistent view of each topic in a slice of work. Call `begin` before each.
-    Steps stay valid in the next slice if the topic is the same and not much time has passed (records expire).
-    """
+    """The steps of streams in each slice of work (`begin`). They stay valid in the next if the topic is the same."""
 
     def __init__(self, topics: KnownTopics) -> None:
         self._topics = topics
@@ -103,8 +101,7 @@ class StepCache:
         self._slice_no = 0
         self._now_ms = self._since_ms = 0
         self._made_bytes = 0
-        self.made = 0
-        """Number of steps made since the start."""
+        self.made = 0  # number of steps made since the start
 
     def begin(self) -> None:
         """Begin a slice: the event loop has run, so every topic is looked up again."""

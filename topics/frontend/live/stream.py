@@ -121,17 +121,6 @@ class StreamSpec:
         return state
 
 
-class StreamSpecs:
-    """The specs of all open streams. Equal ones are one object, so that their streams share steps."""
-
-    def __init__(self) -> None:
-        self._specs: WeakValueDictionary[tuple[object, ...], StreamSpec] = WeakValueDictionary()
-
-    def share(self, spec: StreamSpec) -> StreamSpec:
-        """Return the one spec that is equal to `spec`."""
-        return self._specs.setdefault((spec.names, spec.topic_ids, spec.options, spec.strong, spec.wording), spec)
-
-
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class StreamState:
     """The position and `TopicPhase` of each topic of a stream. Immutable; compared by identity."""

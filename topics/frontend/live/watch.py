@@ -1,7 +1,7 @@
 """Watch sessions: `POST /v0/watch` creates one, `GET /v0/watch/:wid` streams it on any frontend (api §7).
 
-The shard that owns a wid stores its session: the followed topics once, the positions when a stream ends in order. While
-a stream is open only this frontend knows them, and tells a restarted shard that it is open.
+The shard that owns a wid stores the followed topics, and the positions when a stream ends in order. While one is open
+only this frontend knows them, and tells a restarted shard that it is open.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import re
 import secrets
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -24,13 +25,13 @@ from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry.access import Access
 from topics.frontend.entry.bodies import Headers
 from topics.frontend.entry.wire import flag
-from topics.frontend.live import cursor, event_streams
+from topics.frontend.live import event_streams
 from topics.frontend.live.channels import StreamConnection
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.event_streams import HEARTBEAT_MAX_MS, StreamSlots
 from topics.frontend.live.following import check_starts, follow
 from topics.frontend.live.stream import StreamSpec, StreamState
-from topics.frontend.live.wording import EVENT_STREAM
+from topics.frontend.live.wording import EVENT_STREAM, decode_cursor
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.diff import page_options
 from topics.frontend.reads.node_sets import node_sets
@@ -116,8 +117,7 @@ class SessionClient:
         self._arenas = arenas
         self._clock = clock
         self._last_stream_no = 0
-        self._open: dict[int, str] = {}
-        """Wid by stream number."""
+        self._open: dict[int, str] = {}  # wid by stream number
         self._generations = self._current_generations()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -199,6 +199,24 @@ def _check(wid: str) -> None:
 
 
 _EVENTS: Final = ok("Events: record, tombstone, caught-up, topic-deleted, error", None, EVENTS)
+
+
+def resume(
+    names: Set[str], stored: Mapping[str, int], seen: Mapping[str, int] | None, exact: bool, heads: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the position from which each topic of a session continues, without those whose end the client has seen.
+
+    `names` are the session's topics, `stored` its own positions, `seen` the client's, if it sent any. The client may
+    rewind the session, and bring back a topic whose end it has not seen. It may move the session forward, up to the
+    head, only if `exact` is false: the process that served the last stream died, so its end is not known.
+    """
+    positions = dict(stored)
+    for name, seq in (seen or {}).items():
+        if name in names:
+            known = positions.get(name)
+            if known is None or seq < known or (not exact and seq <= heads.get(name, 0)):
+                positions[name] = seq
+    return positions
 
 
 @dataclass(eq=False)
@@ -307,7 +325,7 @@ class WatchRoutes:
         stored = opened.positions
         if stored is None:
             stored = {name: follow.from_seq for name, follow in follows.items()}
-        seen = None if last_event_id is None else cursor.decode(last_event_id)
+        seen = None if last_event_id is None else decode_cursor(last_event_id)
         heads = {}
         if seen and not opened.exact:
             for name in seen.keys() & follows.keys():
@@ -328,4 +346,4 @@ class WatchRoutes:
             ),
             session.strong,
         )
-        return self.hub.specs.share(spec).start(cursor.resume(follows.keys(), stored, seen, opened.exact, heads))
+        return self.hub.share(spec).start(resume(follows.keys(), stored, seen, opened.exact, heads))

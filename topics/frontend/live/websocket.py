@@ -21,14 +21,26 @@ from topics.core.clock import Clock
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_topic_name
-from topics.frontend.asgi import DROPPED, RESERVATION, WRITE_BUFFER, Receive, Scope, Send, WriteBuffer
+from topics.frontend.asgi import (
+    DROPPED,
+    RESERVATION,
+    WRITE_BUFFER,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    WriteBuffer,
+    until_disconnect,
+)
 from topics.frontend.entry import limits, wire
 from topics.frontend.entry.access import Access, Pages
 from topics.frontend.entry.bodies import INLINE_BYTES_MAX, LONG_BYTES, MessageReservation, long_bodies, no_room, reserve
+from topics.frontend.entry.responses import send_error
 from topics.frontend.entry.stalled_clients import ReadProgress
 from topics.frontend.live import websocket_commands
 from topics.frontend.live.channels import StreamConnection
 from topics.frontend.live.delivery import Hub
+from topics.frontend.live.event_streams import StreamSlots
 from topics.frontend.live.following import check_starts, follow
 from topics.frontend.live.socket_outbox import SocketOutbox, Subscription
 from topics.frontend.live.stream import StreamSpec, TopicPhase
@@ -39,6 +51,8 @@ from topics.frontend.reads.diff import page_options
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.routes import append
 from topics.frontend.routes.append import AppendRoute
+from topics.frontend.routes.operations import Answer, asgi_route, describe
+from topics.frontend.shards.gateway import stopping
 from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.append_messages import AppendReply
@@ -256,7 +270,7 @@ class Socket:
         if hub.draining or self._over.done():
             return
         for name, (ref, from_seq, _state) in found.items():
-            spec = hub.specs.share(StreamSpec((name,), (ref.view.topic_id,), options, command.strong, MESSAGES))
+            spec = hub.share(StreamSpec((name,), (ref.view.topic_id,), options, command.strong, MESSAGES))
             push = Subscription(self._outbox, partial(self.end, GOING_AWAY, _ENDED_BY_HUB), self._abort)
             self._subscriptions[name] = hub.open(push, spec.start({name: from_seq}), 0)
         # The keys may have changed while the answer waited for room.
@@ -354,8 +368,7 @@ class Socket:
         for _ in range(2):
             try:
                 async with asyncio.timeout(LINGER_S):
-                    while (await self._receive())["type"] != "websocket.disconnect":
-                        pass
+                    await until_disconnect(self._receive)
                     return
             except TimeoutError:
                 self._abort()
@@ -364,3 +377,71 @@ class Socket:
         """Cut the connection of a client that does not read, and cannot be told."""
         if self._write_buffer is not None:
             self._write_buffer.abort()
+
+
+_SWITCHED: Final = {101: Answer("Switching to WebSocket", {})}
+
+
+class WebSocketRoute:
+    """All sockets of this frontend. It admits them, and ends those whose key is no longer valid."""
+
+    def __init__(self, services: Services, slots: StreamSlots) -> None:
+        self._services = services
+        self._slots = slots
+        self._sockets: dict[Socket, None] = {}
+        self._draining = False
+        services.access.on_change(self._end_forbidden)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        message = await receive()
+        if message["type"] != "websocket.connect":
+            return
+        with ExitStack() as slot:
+            try:
+                self._services.pages.check(scope)
+                caller = self._services.access.authenticate(scope)
+                if self._draining:
+                    raise stopping()
+                slot.enter_context(self._slots.hold(caller))
+            except TopicsError as error:
+                self._services.cell.add("responses_4xx" if error.status < 500 else "responses_5xx")
+                await refuse(error, scope, send)
+                return
+            socket = Socket(self._services, caller.digest, scope, receive, send)
+            self._sockets[socket] = None
+            self._services.cell.set("ws_connections", len(self._sockets))
+            try:
+                await send({"type": "websocket.accept"})
+                # The keys may have changed since it was admitted.
+                socket.end_forbidden()
+                await socket.run()
+            finally:
+                del self._sockets[socket]
+                self._services.cell.set("ws_connections", len(self._sockets))
+
+    @asgi_route("GET", "/v0/ws", None, None, "watch")
+    @describe("A WebSocket: subscribe, unsubscribe, publish, ping (api §7.7)", _SWITCHED, "upgrade_required")
+    async def needs_upgrade(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise TopicsError("upgrade_required", "this is a WebSocket: send Upgrade: websocket")
+
+    def drain(self) -> None:
+        """End all sockets and refuse new ones: the process is stopping."""
+        self._draining = True
+        for socket in list(self._sockets):
+            socket.end_shutting_down()
+
+    def _end_forbidden(self) -> None:
+        for socket in list(self._sockets):
+            socket.end_forbidden()
+
+
+async def refuse(error: TopicsError, scope: Scope, send: Send) -> None:
+    """Refuse an upgrade over HTTP, with the usual JSON error."""
+    if "websocket.http.response" not in scope.get("extensions", {}):
+        await send({"type": "websocket.close"})
+        return
+
+    async def as_http(message: Message) -> None:
+        await send({**message, "type": f"websocket.{message['type']}"})
+
+    await send_error(as_http, dict(scope["headers"]), error)

@@ -174,7 +174,7 @@ class CursorRoutes:
         name = request.topic
         size, after = await request.list_page(check_topic_name)
         found = (await self._gateway.call(self._owner(name), CursorGet(name, None, after, size + 1))).cursors
-        answer: dict[str, Any] = {"topic": name, "cursors": [_shown(cursor) for cursor in found[:size]]}
+        answer: dict[str, Any] = {"topic": name, "cursors": [shown_cursor(cursor) for cursor in found[:size]]}
         if len(found) > size:
             answer["next_cursor"] = name_cursor(found[size - 1].cursor)
         return JsonReply(answer)
@@ -183,7 +183,7 @@ class CursorRoutes:
     @describe("Where a cursor is", ok("The cursor", answers.CursorAnswer), *_MISSING)
     async def get(self, request: ApiRequest) -> JsonReply:
         name, cursor = _names(request.scope)
-        return JsonReply({"topic": name, **_shown(await self._find(name, cursor))})
+        return JsonReply({"topic": name, **shown_cursor(await self._find(name, cursor))})
 
     @json_route("PUT", _PATH, Route.OTHER_CURSOR, KeyScope.WRITE, "cursors")
     @describe("Make a cursor, or change or move it", made_or_there(answers.PutCursorAnswer), *_LOST)
@@ -198,7 +198,7 @@ class CursorRoutes:
         await self._catching_up.wait_for(name)
         call = CursorPut(name, cursor, given.consistency, given.persist_every, given.from_seq, given.tail)
         reply = await self._gateway.call(self._owner(name), call)
-        answer = {"topic": name, **_shown(reply), "created": reply.created}
+        answer = {"topic": name, **shown_cursor(reply), "created": reply.created}
         return JsonReply(answer, 201 if reply.created else 200)
 
     @json_route("DELETE", _PATH, Route.OTHER_CURSOR, KeyScope.DELETE, "cursors")
@@ -276,9 +276,7 @@ class CursorRoutes:
     async def _advance(
         self, name: str, cursor: str, options: PageOptions, lock: CursorLock, take_page_room: TakeRoom
     ) -> tuple[RecordPage, int, CursorPassedOn | None]:
-        """Read a page and move the cursor behind it. Return the page, the cursor's place then, and the message for a
-        shard that has to know whether the answer was delivered.
-        """
+        """Read a page and move the cursor. Return (page, cursor, message for a shard that waits for delivery)."""
         owner = self._owner(name)
         left_at, lock.left_at = lock.left_at, None
         looked = left_at is None
@@ -382,6 +380,6 @@ def _names(scope: Scope) -> tuple[str, str]:
         ) from None
 
 
-def _shown(cursor: CursorReply) -> dict[str, Any]:
+def shown_cursor(cursor: CursorReply) -> dict[str, Any]:
     settings = {"consistency": cursor.consistency, "persist_every": cursor.persist_every}
     return {"cursor": cursor.cursor, **settings, "cursor_seq": cursor.seq, "persisted_seq": cursor.persisted_seq}

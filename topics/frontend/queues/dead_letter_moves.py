@@ -1,9 +1,8 @@
 """Moves jobs that were handed out too often to their dead-letter topic, and back (api §9).
 
-A frontend does this, as it can read records and write to a topic on any shard. The queue's shard holds such a job back
-until it is told that the record is in the other topic, and then deletes it. If either process is killed between the
-two, the job is still in the queue, and the next attempt is recognised by its idempotency key. So no job is lost, and
-none is duplicated for as long as the other topic remembers the key.
+The queue's shard holds such a job back until a frontend tells it that the record is in the other topic, and then
+deletes it. If either process is killed between the two, the job is still in the queue, and the next attempt is
+recognised by its idempotency key. So none is lost, or duplicated for as long as the other topic remembers the key.
 """
 
 from __future__ import annotations

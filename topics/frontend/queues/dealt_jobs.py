@@ -191,8 +191,7 @@ class JobRendering:
             )
         }
         self._bodies: list[bytes] = []
-        self.cursor = dealt.seqs[0] - 1
-        """Seq of the last job that was looked at."""
+        self.cursor = dealt.seqs[0] - 1  # seq of the last job that was looked at
         self.count = 0
 
     def go_on(self) -> RenderedJobs:

@@ -1,12 +1,9 @@
 """Reads from the cold tier, which may be slow, hang or fail, without holding up anything else.
 
 A page is made on the event loop from bytes in memory. If it needs others that only the cold tier has, `extent` raises
-ColdMissError. A caller that can wait then awaits `fetch` and makes the page again. Fetched bytes are kept for a while,
-in blocks: readers that page through a cold segment, one or many, fetch each block once.
-
-Each read has its own thread, and there are few. A read that hangs occupies its place until it returns, long after its
-readers were told that the tier does not answer. No other thread of the process is used, and the end of the process
-waits for none of these.
+ColdMissError. A caller that can wait then awaits `fetch` and makes the page again. Fetched blocks are kept for a while:
+readers that page through a cold segment fetch each once. Each read has its own thread, and there are few. One that
+hangs keeps its place until it returns, long after its readers were told so. The end of the process waits for none.
 """
 
 from __future__ import annotations
@@ -95,9 +92,7 @@ class ColdTier:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces), first * BLOCK_BYTES
 
     def forget(self, name: str) -> bool:
-        """Drop blocks of an object that is damaged, so that the next reader fetches it again. Blocks younger than
-        FRESH_MS stay. True: some were dropped, as the object may have been restored since they were read.
-        """
+        """Drop blocks of a damaged object that are older than FRESH_MS. True: there were some, so read it again."""
         old_ms = self._clock.monotonic_ms() - FRESH_MS
         old = [key for key, (_data, read_ms) in self._blocks.items() if key[0] == name and read_ms <= old_ms]
         for key in old:

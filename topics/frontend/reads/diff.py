@@ -51,8 +51,7 @@ class DiffRoute:
     cell: ProcessCell
     catching_up: CatchingUp
     clock: Clock
-    _waiting: set[Callable[[], None]] = field(default_factory=set)
-    """The functions that end the long polls."""
+    _waiting: set[Callable[[], None]] = field(default_factory=set)  # the functions that end the long polls
     _draining: bool = False
 
     async def __call__(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,9 +71,13 @@ class DiffRoute:
             scope[ROUTE] = Route.DIFF_WAIT
             page = await self._wait(ref, page, request, options, receive, room)
         self.cell.add("records_out", page.count)
-        answering = send_json(send, headers, 200, _answer(name, page, with_copies, started_ns))
+        took_ms = str(elapsed_ms(started_ns)).encode()
+        cold = b',"cold_segments_read":%d' % page.cold_segments if page.cold_segments else b""
+        copies = b"" if with_copies else b',"copies_pending":true'
+        answer = _ANSWER % (name.encode(), *page_values(page), took_ms, page.scanned, cold, copies)
+        answering = send_json(send, headers, 200, answer)
         # The page and the names of writers may be long: they are not kept while the client takes the answer.
-        del page, options
+        del page, options, answer
         await answering
 
     @asgi_route("POST", f"{TOPIC_PATH}/diff", Route.DIFF, KeyScope.READ, "records")
@@ -97,13 +100,7 @@ class DiffRoute:
         return request, options
 
     async def _wait(
-        self,
-        ref: TopicRef,
-        page: RecordPage,
-        request: DiffBody,
-        options: PageOptions,
-        receive: Receive,
-        room: Reservation | None,
+        self, ref: TopicRef, page: RecordPage, request: DiffBody, options: PageOptions, receive: Receive, room: Room
     ) -> RecordPage:
         """Return the first page with anything to deliver, or the last one before the deadline. Its costs are those of
         all pages. `from_ts` may be in the future: records written before it are not delivered.
@@ -183,14 +180,3 @@ def page_options(request: DiffBody | FollowBody, settings: Settings) -> PageOpti
 def _room_bytes(options: PageOptions) -> int:
     """Return the longest that a page may be: it has at least one record, however few bytes are asked for."""
     return max(options.max_batch_bytes, MAX_BATCH_BYTES[0])
-
-
-def _answer(name: str, page: RecordPage, with_copies: bool, started_ns: int) -> bytes:
-    return _ANSWER % (
-        name.encode(),
-        *page_values(page),
-        str(elapsed_ms(started_ns)).encode(),
-        page.scanned,
-        b',"cold_segments_read":%d' % page.cold_segments if page.cold_segments else b"",
-        b"" if with_copies else b',"copies_pending":true',
-    )

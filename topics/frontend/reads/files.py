@@ -16,9 +16,7 @@ MAPS_MAX: Final = 64
 
 
 class LogFiles:
-    """The mapped log files of all shards. It keeps the `maps_max` last used ones. Only bytes that a published location
-    names are read, and those never change.
-    """
+    """The mapped log files of all shards, the `maps_max` last used ones. Only bytes that locations name are read."""
 
     def __init__(self, data_dir: str, ram_dir: str, shards: int, maps_max: int = MAPS_MAX) -> None:
         self.data_dir = data_dir
@@ -94,9 +92,7 @@ class OpenSegment:
         """A byte a record: 1 if its frame was found to be whole since the opening; 2 if it is marked deleted, too."""
 
     def local_data(self) -> CommittedFile | None:
-        """Return the data file, opened at its first use: times and floors are in the index. None if only the cold tier
-        has it. Raise FileNotFoundError, CorruptSegment.
-        """
+        """Return the data file; None if only the cold tier has it. Raise FileNotFoundError, CorruptSegment."""
         if self.is_cold:
             self.close_outdated()
         try:

@@ -52,8 +52,7 @@ _DIGESTS_KEPT: Final = 16_384
 _DIGESTS_AT_ONCE: Final = 16
 _TRIES: Final = 8
 
-_Key = tuple[int, int, int]
-"""(topic id, first_seq, version) of a segment."""
+_Key = tuple[int, int, int]  # (topic id, first_seq, version) of a segment
 
 
 @dataclass(eq=False)

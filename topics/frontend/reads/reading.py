@@ -1,8 +1,7 @@
 """Reads a topic: the page that follows a cursor (api §3). Diffs, watch streams and claims all read through here.
 
-No shard is asked. A read takes the arena's view of the topic and the files that it points into, so committed records
-can be read while the shard is dead, and a page is one consistent state. A read awaits nothing, unless only the cold
-tier has a record (`TopicReader.fetch_page`).
+No shard is asked: a read takes the arena's view of the topic and the files that it points into, one consistent state,
+also while the shard is dead. It awaits nothing, unless only the cold tier has a record (`TopicReader.fetch_page`).
 """
 
 from __future__ import annotations
@@ -56,13 +55,16 @@ def floor_tombstone(view: TopicView, from_seq: int) -> Tombstone | None:
         # The cursor is from a deleted topic of this name, if there was one; otherwise it never came from here.
         if not view.recreated or not view.head_seq:
             return None
-        return Tombstone(1, view.head_seq, "recreated", view.head_seq, view.earliest_seq, view.head_seq)
+        return _gap(view, 1, view.head_seq, "recreated")
     gap_from = from_seq + 1
     if gap_from >= view.evict_floor:
         return None
     reason = EvictReason.MIXED if gap_from < view.evict_run_seq else EvictReason(view.evict_reason)
-    gap_to = view.earliest_seq - 1
-    return Tombstone(gap_from, gap_to, reason.name.lower(), gap_to - gap_from + 1, view.earliest_seq, view.head_seq)
+    return _gap(view, gap_from, view.earliest_seq - 1, reason.name.lower())
+
+
+def _gap(view: TopicView, gap_from: int, gap_to: int, reason: str) -> Tombstone:
+    return Tombstone(gap_from, gap_to, reason, gap_to - gap_from + 1, view.earliest_seq, view.head_seq)
 
 
 def _evicted(view: TopicView, seq: int, reason: EvictReason) -> TopicView:
@@ -334,9 +336,7 @@ def _lost_run(records: LocatedRecords, view: TopicView, first_seq: int, last_seq
                 last_seq = seq - 1
                 break
             seq += 1
-    return Tombstone(
-        first_seq, last_seq, reason.name.lower(), last_seq - first_seq + 1, view.earliest_seq, view.head_seq
-    )
+    return _gap(view, first_seq, last_seq, reason.name.lower())
 
 
 def _unreadable(ref: TopicRef, error: Exception | None) -> TopicsError:

@@ -1,8 +1,7 @@
 """Renders records: from frames in a log file or a segment to the JSON objects of an answer.
 
-A frame's payload is already the JSON that the client gets. So a record is joined from three texts: its numbers, its
-node and tag if it has them, its payload. The common page, without node, tag, meta or deletions, takes one slice for
-each record and one formatting for all of them (`bench diff`).
+A frame's payload is already the JSON that the client gets. The common page, without node, tag, meta or deletions, takes
+one slice for each record and one formatting for all of them (`bench diff`).
 """
 
 from __future__ import annotations

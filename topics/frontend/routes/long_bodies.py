@@ -6,11 +6,8 @@
 
 The body is cut between its records, about every PIECE_BYTES. The place of a cut is guessed from the text between the
 first two records, and proven by the result: a piece in brackets must be a JSON array of records, and the frame with one
-made-up record in place of all must be a write with that record. As JSON can be read in only one way, the pieces are
-then the whole. After a wrong guess, msgspec is asked where each value ends.
-
-A body that cannot be cut (no `records` near its beginning, two of them, one record as long as many), or that is
-invalid, is decoded as a whole, which makes the usual error.
+made-up record in place of all must be a write with that record. After a wrong guess, msgspec is asked where each value
+ends. A body that cannot be cut, or is invalid, is decoded as a whole, which makes the usual error.
 """
 
 from __future__ import annotations
@@ -33,8 +30,7 @@ WHOLE_BYTES_MAX: Final = 2 << 20
 PIECE_BYTES: Final = 256 << 10
 REST_S: Final = 50e-6
 """Pause between two pieces. Without it the event loop gets the interpreter only after milliseconds."""
-_FRAME_BYTES_MAX: Final = 64 << 10
-"""Most bytes before the first record, and behind the last one."""
+_FRAME_BYTES_MAX: Final = 64 << 10  # most bytes before the first record, and behind the last one
 _JOINT_BYTES_MAX: Final = 256
 _RECORDS: Final = re.compile(rb'"records"[ \t\r\n]*:[ \t\r\n]*\[')
 _JOINT: Final = re.compile(rb'\}[ \t\r\n]*,[ \t\r\n]*\{[ \t\r\n]*"[a-z_]+"[ \t\r\n]*:')

@@ -19,7 +19,7 @@ from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import wire
 from topics.frontend.entry.access import caller_of
 from topics.frontend.entry.bodies import Headers, read_body
-from topics.frontend.entry.responses import LIST_BYTES_MAX, reserve_room, send_object
+from topics.frontend.entry.responses import LIST_BYTES_MAX, elapsed_ms, encode_json, reserve_room, send_json
 from topics.frontend.entry.wire import BodyT, name_after, page_size
 from topics.shm.durations import Route
 
@@ -214,7 +214,9 @@ def json_route(
             started_ns = time.perf_counter_ns()
             request = ApiRequest(scope, receive)
             answer, status, with_copies = await handle(self, request)
-            await send_object(send, request.headers, status, answer, started_ns, with_copies=with_copies)
+            copies = {} if with_copies else {"copies_pending": True}
+            answer["performance"] = {"server_total_ms": elapsed_ms(started_ns), **copies}
+            await send_json(send, request.headers, status, encode_json(answer))
 
         return endpoint
 

@@ -73,8 +73,7 @@ class Gateway:
         self._incarnation = incarnation
         self._cell = cell
         self._arenas = arenas
-        self.shard_wait_s = shard_wait_ms / 1000
-        """The longest time that an answer may take."""
+        self.shard_wait_s = shard_wait_ms / 1000  # the longest time that an answer may take
         self._wake = shared.frontend_wakes[index]
         self.links = [_Link(shared, index, shard) for shard in range(shared.shards)]
         self._last_id = incarnation << 40
@@ -211,7 +210,7 @@ class Gateway:
             fail(future, stopping())
             return future
         request = PendingRequest(future, shard, self._loop.time() + self.shard_wait_s, unthrottled, late)
-        self.pending.add(request_id, request)
+        self.pending[request_id] = request
         length = sum(map(len, parts))
         if length <= self.links[shard].requests.message_max_bytes:
             self._push(shard, self._message(request_id, parts, unthrottled))

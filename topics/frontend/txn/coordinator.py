@@ -3,9 +3,8 @@
     decided (sink file, synced) → each stage appended once → ended (sink file, synced) → files and stage keys removed
 
 The sink's shard decides and remembers, each topic's shard publishes, and the coordinator asks them. Every request may
-be repeated at any point without harm. So several frontends may carry out one batch at a time, and after any crash any
-of them starts over: every frontend looks for unfinished batches when it starts, and retries those that it could not
-finish for as long as it lives.
+be repeated without harm, so several frontends may carry out one batch. Each looks for unfinished ones when it starts,
+and retries those that it could not finish for as long as it lives.
 """
 
 from __future__ import annotations

@@ -90,9 +90,7 @@ class WatchSessions:
         return reply
 
     def close(self, call: SessionClose, frontend: int) -> Steps[Done]:
-        """End a stream of a session: the next one goes on from its positions. A stream that another one replaced may
-        not take the positions back, which count as exact.
-        """
+        """End a stream, unless another one replaced it: the next one goes on from these positions, which are exact."""
         session, stream, now_ms = self.by_wid.get(call.wid), (frontend, call.stream), self._time.now.mono_ms
         if session is not None and session.stream == stream:
             body = SessionFrameBody(call.wid, session.body, call.positions, exact=True)

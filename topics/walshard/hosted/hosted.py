@@ -7,7 +7,7 @@ from contextlib import suppress
 from topics.core.config import TopicConfig
 from topics.core.segment_list import SegmentInfo, SegmentList
 from topics.core.topic import Topic
-from topics.shm.arena import IS_QUEUE, SEGMENT_ROW_BYTES, ArenaWriter, Descriptor, SlotState, TopicView
+from topics.shm.arena import HAS_CURSORS, IS_QUEUE, SEGMENT_ROW_BYTES, ArenaWriter, Descriptor, SlotState, TopicView
 from topics.shm.arena_heap import ArenaFullError, LocationRing
 from topics.walshard.hosted.holdings import Holdings
 from topics.walshard.hosted.topic_index import TopicIndex
@@ -114,7 +114,7 @@ class Hosted:
                 self._table[0] >> 3,
                 self._table[1] // SEGMENT_ROW_BYTES | (self._table_version & 0xFFFF_FFFF) << 32,
                 *jobs,
-                IS_QUEUE if topic.queue is not None else 0,
+                (IS_QUEUE if topic.queue is not None else 0) | (HAS_CURSORS if len(topic.cursors) else 0),
             ),
         )
         ring.published()

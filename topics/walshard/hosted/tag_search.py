@@ -16,7 +16,7 @@ from collections import OrderedDict
 from typing import Final
 
 from topics.core.clock import Clock
-from topics.core.location import FLAGS_SHIFT, LOCATION_GONE, LOCATION_IN_RAM_LOG, LOW_WORD
+from topics.core.location import FILE_BITS, FLAGS_SHIFT, LOCATION_GONE, LOW_WORD
 from topics.core.segment_list import SEALED, SegmentInfo
 from topics.core.tags import Match, TagIndex
 from topics.core.topic import Topic
@@ -51,7 +51,6 @@ _NEAR_BYTES: Final = 1 << 14
 _HEAD_BYTES: Final = HEADER_LEN + NODE_MAX_BYTES + TAG_MAX_BYTES
 """Bytes from the beginning of a frame within which its tag is."""
 _FILES_MAX: Final = 8
-_FILE_BITS: Final = LOCATION_IN_RAM_LOG << FLAGS_SHIFT | LOW_WORD
 _TAGGED_BIT: Final = LOCATION_HAS_TAG << FLAGS_SHIFT
 _WANTED_BITS: Final = _TAGGED_BIT | LOCATION_GONE << FLAGS_SHIFT
 
@@ -248,7 +247,7 @@ class FrameTags:
         """
         entries = ring.entries(first_seq, last_seq)
         wanted = [
-            (seq, word & _FILE_BITS, offset := offset_len & LOW_WORD, offset + min(offset_len >> 32, _HEAD_BYTES))
+            (seq, word & FILE_BITS, offset := offset_len & LOW_WORD, offset + min(offset_len >> 32, _HEAD_BYTES))
             for seq, offset_len, word in zip(entries[0::4], entries[2::4], entries[3::4], strict=True)
             if word & _WANTED_BITS == _TAGGED_BIT
         ]

@@ -46,9 +46,7 @@ class TopicIndex:
 
     @property
     def base_seq(self) -> int:
-        for segment in self.segments:
-            return segment.first_seq
-        return self.ring.base_seq
+        return next((segment.first_seq for segment in self.segments), self.ring.base_seq)
 
     @property
     def next_seq(self) -> int:

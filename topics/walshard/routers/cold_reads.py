@@ -24,8 +24,8 @@ FRESH_MS: Final = 1000
 """Bytes that came no longer ago are not read again for being damaged."""
 
 
-class NotReadYetError(Exception):
-    """The bytes are being read, or will be: ask again."""
+class UnknownError(Exception):
+    """Nobody can tell now: a shard recovers, a topic has just changed, or bytes are being read. Ask again."""
 
 
 class _ThreadRead:
@@ -53,7 +53,7 @@ class ColdReads:
         self._reads: dict[tuple[str, int], _ThreadRead] = {}
 
     def get(self, name: str, start: int, end: int, data_bytes: int) -> memoryview:
-        """Return bytes start..end of an object. Raise NotReadYetError as yet, OSError or ValueError if unreadable."""
+        """Return bytes start..end of an object. Raise UnknownError as yet, OSError or ValueError if unreadable."""
         self._take_finished()
         for (kept_name, offset), (content, _) in self._kept.items():
             if kept_name == name and offset <= start and end <= offset + len(content):
@@ -70,7 +70,7 @@ class ColdReads:
             read = self._reads[key] = _ThreadRead(name, start, length)
             # A daemon: the end of the process does not wait for a tier that hangs.
             Thread(target=self._run, args=(read,), name="cold-read", daemon=True).start()
-        raise NotReadYetError
+        raise UnknownError
 
     def forget(self, name: str, at: int) -> None:
         """Have a damaged part of an object read again: it may have been restored. Bytes that just came are kept."""

@@ -28,8 +28,9 @@ from topics.shm.arena import TopicView
 from topics.shm.arena_heap import ArenaFullError
 from topics.shm.control import ProcessCell
 from topics.walshard.commit.draft import LogWrite, ceiling_writes, head_write
+from topics.walshard.routers.cold_reads import UnknownError
 from topics.walshard.routers.feeds import Feed, Hindrance
-from topics.walshard.routers.originals import Originals, SourceLocations, UnknownError
+from topics.walshard.routers.originals import Originals, SourceLocations
 from topics.walshard.routers.page import PAGE_BYTES, PAGE_RECORDS, CopyPage, copy_page, passes_whole, room
 
 log = get_logger()
@@ -50,9 +51,7 @@ class CopyWrite(NamedTuple):
 
 
 class Copier:
-    """Makes the writes of one shard's feeds. A write changes its feed once it is in the log. If the log refuses it, the
-    feed waits. `claim_bytes` is `Holdings.claim_bytes`.
-    """
+    """Makes the writes of one shard's feeds. A write changes its feed once it is logged; a refused one has it wait."""
 
     def __init__(
         self,
@@ -201,6 +200,9 @@ class Copier:
         """Return a gap for records that the source lost before they were copied, with a seq for each. It has one seq
         for all when an `ephemeral` source or the end of its log was lost: nobody knows how many there were.
         """
+        if reason == EvictReason.SOURCE_TRIM and any(one.router.counts_hops for one in feed.routers):
+            # A gap has no count of hops, so the router that closes a cycle ends each that came by a router.
+            return self._cursor(feed, last_source_seq)
         if min(room(feed.topic)) <= 0:
             self.wait(feed, Hindrance.NONE)  # more may follow until there is room
             return None

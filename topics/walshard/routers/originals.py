@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple, TypeVar
 
-from topics.core.location import LOCATION_IN_RAM_LOG, LOCATION_LOST, LOW_WORD
+from topics.core.location import FILE_BITS, LOCATION_IN_RAM_LOG, LOCATION_LOST, LOW_WORD
 from topics.core.names import owner_shard
 from topics.core.segment_list import COLD, SegmentInfo, SegmentList
 from topics.settings import Settings
@@ -28,17 +28,13 @@ from topics.storage.copies import Original, read_original, read_segment_original
 from topics.storage.filesystem import FileSystem
 from topics.storage.segment import ENTRY_LEN, entries_of_idx
 from topics.storage.segment_store import LocalStore
-from topics.walshard.routers.cold_reads import ColdReads, NotReadYetError
+from topics.walshard.routers.cold_reads import ColdReads, UnknownError
 
 _RUN_BYTES: Final = 1 << 18
 _FILES_MAX: Final = 16
 _ATTACH_TRIES: Final = 10
 
 T = TypeVar("T")
-
-
-class UnknownError(Exception):
-    """The answer cannot be known now: the shard has not recovered, or the topic has changed meanwhile. Ask again."""
 
 
 class SourceLocations(NamedTuple):
@@ -71,9 +67,7 @@ class Originals:
         self._open: OrderedDict[tuple[int, int, int], int] = OrderedDict()
 
     def look(self, name: str) -> TopicView | None:
-        """Return a topic, its `base_seq` the lowest seq that can be read anywhere; None when there is none. Raise
-        UnknownError while its shard has never recovered.
-        """
+        """Return a topic or None; its `base_seq` is the lowest readable seq. Raise UnknownError without a shard."""
         arena = self._arena_of(name)
         found = arena.look_up(name)
         if found is None:
@@ -124,8 +118,6 @@ class Originals:
         if locations.segment is not None:
             try:
                 yield from self._segments.read(topic_id, locations.segment, first_seq, locations.offset_len)
-            except NotReadYetError:
-                raise UnknownError from None
             except FileNotFoundError:
                 self._raise_if_replaced(name, topic_id, locations.segment)
                 raise
@@ -161,12 +153,11 @@ class Originals:
         at, count = 0, len(offset_lens)
         while at < count:
             word = file_flags[at]
-            file_bits = LOW_WORD | LOCATION_IN_RAM_LOG << 32
             assert not word >> 32 & LOCATION_LOST
             start, end = offset_lens[at] & LOW_WORD, (offset_lens[at] & LOW_WORD) + (offset_lens[at] >> 32)
             stop = at + 1
             # Neighbours in a file are read with one call.
-            while stop < count and not (file_flags[stop] ^ word) & file_bits and end - start < _RUN_BYTES:
+            while stop < count and not (file_flags[stop] ^ word) & FILE_BITS and end - start < _RUN_BYTES:
                 offset, length = offset_lens[stop] & LOW_WORD, offset_lens[stop] >> 32
                 if not end <= offset <= end + 4096:
                     break
@@ -241,8 +232,8 @@ class SegmentOriginals:
         ]
 
     def read(self, topic_id: int, info: SegmentInfo, first_seq: int, offset_lens: list[int]) -> Iterator[Original]:
-        """Yield the records at these places, which follow each other. Raise NotReadYetError while a cold segment is
-        being read, FileNotFoundError, OSError, and ValueError when a record is not what its location says.
+        """Yield the records at these places, which follow each other. Raise UnknownError while a cold segment is being
+        read, FileNotFoundError, OSError, and ValueError when a record is not what its location says.
         """
         if not offset_lens:
             return

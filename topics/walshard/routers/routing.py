@@ -16,9 +16,10 @@ from topics.walshard.commit.draft import Draft, Steps
 from topics.walshard.handlers.deletes import Deletes
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
+from topics.walshard.routers.cold_reads import UnknownError
 from topics.walshard.routers.copier import Copier, CopyWrite
 from topics.walshard.routers.feeds import Feed, Feeds, Hindrance
-from topics.walshard.routers.originals import Originals, UnknownError
+from topics.walshard.routers.originals import Originals
 from topics.walshard.routers.page import PAGE_BYTES, PAGE_RECORDS
 from topics.walshard.routers.registrar import Registrar
 from topics.walshard.routers.sources import Changed, Ended, PeerMessage, RoutersEnded, Sources

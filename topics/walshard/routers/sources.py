@@ -148,10 +148,6 @@ class Sources:
         """Topics that routers copy, by id: their index keeps what is yet to be copied."""
         self._refresh()  # before anything is evicted
 
-    def owns(self, name: str) -> bool:
-        """Return whether a topic of this name is this shard's."""
-        return owner_shard(name, self.links.shards) == self.links.shard
-
     def take_rerouted(self) -> set[str]:
         """Return the names of this shard's topics whose routers have changed since the last call."""
         self._refresh()
@@ -162,7 +158,8 @@ class Sources:
         """Take over what has changed in the table."""
         if not self.table.stale:
             return
-        touched = {name for name in self.table.refresh() if self.owns(name)}
+        links = self.links
+        touched = {name for name in self.table.refresh() if owner_shard(name, links.shards) == links.shard}
         self._shards_of_dests.clear()
         for name in touched:
             hosted = self._catalog.find(name)
