@@ -109,7 +109,7 @@ def test_a_connection_is_used_again(script: Callable[..., Script], kind: tuple[R
     async def body() -> None:
         links = links_to(service, link)
         for _ in range(4):
-            assert (await links.ask(REQUEST)).body == b"{}"
+            assert (await links.ask(REQUEST)).take_body() == b"{}"
         links.close()
 
     run(body())

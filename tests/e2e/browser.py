@@ -64,7 +64,9 @@ class Browser:
                 "the browser to listen", lambda: port_file.exists() and port_file.read_text().split("\n")[0], 30
             )
             self._url = f"http://127.0.0.1:{port}/json/list"
-            self._socket = connect(poll("the page to be open", lambda: self._page(url), 30), max_size=None).__enter__()
+            self._socket = connect(
+                poll("the page to be open", lambda: self._page(url), 30), max_size=None, ping_interval=None
+            ).__enter__()
         except BaseException:
             self._end()
             raise

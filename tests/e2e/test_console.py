@@ -343,6 +343,7 @@ def test_a_lost_connection_comes_back_without_a_hole(shop: Service, tab: Browser
         "Network.emulateNetworkConditions", offline=False, latency=0, downloadThroughput=-1, uploadThroughput=-1
     )
     poll("the connection", lambda: "No connection" not in tab.run("document.body.textContent"), 60)
+    tab.command("Network.disable")
 
 
 # -- keys
@@ -420,12 +421,12 @@ def test_pictures(shop: Service, tab: Browser, tmp_path: Path) -> None:
     """Each view in its theme; both themes differ, and where asked for the pictures are kept."""
     folder = Path(os.environ.get("TOPICS_SCREENSHOTS", tmp_path))
     folder.mkdir(parents=True, exist_ok=True)
-    stop = threading.Event()
+    stop, wanted = threading.Event(), 3000 if "TOPICS_SCREENSHOTS" in os.environ else 50
 
     def trade() -> None:
         with httpx.Client(base_url=shop.url, timeout=60) as client:
             at = 0
-            while not stop.wait(0.05):
+            while not stop.wait(0.02):
                 at += 1
                 data = {
                     "id": at,
@@ -445,11 +446,15 @@ def test_pictures(shop: Service, tab: Browser, tmp_path: Path) -> None:
             tab.prefer(theme)
             tab.resize(width, height)
             go(tab, view)
+            if view == "topics":
+                shows(tab, "/s", "tbody")
             if view == "overview" or "orders" in view:
                 poll("some figures", lambda: tab.run("document.querySelectorAll('.plot canvas').length") > 0)
                 seen = shop.client.get("/v0/topics/shop.orders").json()["head_seq"]
                 poll(
-                    "some trade", lambda: shop.client.get("/v0/topics/shop.orders").json()["head_seq"] > seen + 400, 90
+                    "some trade",
+                    lambda: shop.client.get("/v0/topics/shop.orders").json()["head_seq"] > seen + wanted,
+                    90,
                 )
             shows(tab, "live", ".top")
             grounds[theme] = tab.run("getComputedStyle(document.body).backgroundColor")

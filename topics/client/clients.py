@@ -16,7 +16,7 @@ from topics.client.attempts import RETRY, Attempts, Retry
 from topics.client.calls import Call
 from topics.client.commands import AsyncCursor, Commands, Cursor
 from topics.client.errors import NotFoundError
-from topics.client.http import Event, ServiceAddress, TransportError, WholeAnswer
+from topics.client.http import AnswerReader, Event, ServiceAddress, TransportError
 from topics.client.links import AsyncLink, Link, LinkPool, finish, finish_each
 from topics.client.queue import AsyncQueue, Queue
 from topics.client.walks import SILENCE_MAX_S, Following, Item, Tombstones, TopicGone, Walk
@@ -39,7 +39,7 @@ class Connection(Commands):
         self._links = links
         self._retry = retry
 
-    async def _ask(self, request: bytes) -> WholeAnswer:
+    async def _ask(self, request: bytes) -> AnswerReader:
         return await self._links.ask(request)
 
     async def _pause(self, pause_s: float) -> None:
@@ -57,8 +57,8 @@ class Connection(Commands):
                 if log.isEnabledFor(logging.DEBUG):
                     log.debug('%s %s%s "HTTP/1.1 %d"', call.method, self._address.url, call.target, answer.status)
                 if 200 <= answer.status < 300:
-                    return call.read(answer.body)
-                pause_s = attempts.pause_after_refusal(answer.status, answer.headers, answer.body)
+                    return call.read(answer.take_body())
+                pause_s = attempts.pause_after_refusal(answer.status, answer.headers, answer.take_body())
             await self._pause(pause_s)
 
     async def _pages(self, walk: Walk[T]) -> AsyncGenerator[Iterable[T], None]:
@@ -129,7 +129,7 @@ class AsyncClient(Connection):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _ask(self, request: bytes) -> WholeAnswer:
+    async def _ask(self, request: bytes) -> AnswerReader:
         async with self._turns:
             return await self._links.ask(request)
 

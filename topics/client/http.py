@@ -85,14 +85,6 @@ def _fits(text: str, also: str = "") -> bool:
     return all("!" <= character <= "~" or character in also for character in text)
 
 
-class WholeAnswer(NamedTuple):
-    """A whole answer. The names of its headers are in lower case."""
-
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-
-
 class AnswerReader:
     """An answer out of its bytes, as llhttp finds it. `feed` raises TransportError for bytes that are no answer."""
 
@@ -101,6 +93,7 @@ class AnswerReader:
         self._body: list[bytes] = []
         self.status = 0
         self.headers: dict[str, str] = {}
+        """Their names are in lower case."""
         self.whole = False
         self.reusable = False
         """True when the connection may carry another request."""
@@ -121,10 +114,6 @@ class AnswerReader:
         """Return the part of the body that has come since the last call."""
         body, self._body = self._body, []
         return body[0] if len(body) == 1 else b"".join(body)
-
-    def answer(self) -> WholeAnswer:
-        """Return the answer, once it is `whole`."""
-        return WholeAnswer(self.status, self.headers, self.take_body())
 
     def on_message_begin(self) -> None:
         self.reusable = False

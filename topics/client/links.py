@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from contextlib import suppress
-from typing import Any, Final, Protocol, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from topics.client.attempts import error_of
 from topics.client.errors import ServiceBusyError
@@ -23,7 +23,6 @@ from topics.client.http import (
     NotSentError,
     ServiceAddress,
     TransportError,
-    WholeAnswer,
 )
 
 T = TypeVar("T")
@@ -56,36 +55,18 @@ def finish_each(items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         finish(items.aclose())
 
 
-class AnyLink(Protocol):
-    """A connection that carries one request at a time."""
-
-    used_s: float
-    """Time of its last answer."""
-
-    def fit(self) -> bool:
-        """Return whether the idle connection can be used. Bytes to read mean that the service has closed it."""
-
-    async def send(self, request: bytes, silence_max_s: float) -> None:
-        """Send a request. Its answer is taken for lost after this silence."""
-
-    async def receive(self) -> bytes:
-        """Return the next bytes, at the end none."""
-
-    def close(self) -> None: ...
-
-
 class LinkPool:
     """The connections of a client. One that has carried an answer is kept for the next request, unless the service has
     closed it or it was idle for long. After a failure or a cancelled request it is closed.
     """
 
-    def __init__(self, connect: Callable[[], Awaitable[AnyLink]]) -> None:
+    def __init__(self, connect: Callable[[], Awaitable[Link | AsyncLink]]) -> None:
         self._connect = connect
-        self._idle: list[AnyLink] = []
-        self._open: set[AnyLink] = set()
+        self._idle: list[Link | AsyncLink] = []
+        self._open: set[Link | AsyncLink] = set()
         self._closed = False
 
-    async def ask(self, request: bytes) -> WholeAnswer:
+    async def ask(self, request: bytes) -> AnswerReader:
         """Send a request and return its answer; TransportError when there is none."""
         link = await self._take()
         answer = AnswerReader()
@@ -101,7 +82,7 @@ class LinkPool:
             self._idle.append(link)
         else:
             self._drop(link)
-        return answer.answer()
+        return answer
 
     async def events(self, request: bytes, silence_max_s: float) -> AsyncGenerator[list[Event], None]:
         """Yield the events of a stream, as many as came together, until it ends or breaks (TransportError)."""
@@ -114,7 +95,9 @@ class LinkPool:
                 if 200 <= answer.status < 300:
                     yield events.feed(answer.take_body())
             if answer.status >= 300:
-                raise _refused_stream(answer.answer())
+                refusal = error_of(answer.status, answer.take_body())
+                # A busy service counts as one that was not reached.
+                raise TransportError(str(refusal)) if isinstance(refusal, ServiceBusyError) else refusal
         finally:
             self._drop(link)
 
@@ -124,7 +107,7 @@ class LinkPool:
         for link in list(self._open):
             self._drop(link)
 
-    async def _take(self) -> AnyLink:
+    async def _take(self) -> Link | AsyncLink:
         """Return the connection that was used last, or a new one."""
         if self._closed:
             raise RuntimeError("this client was closed, so it cannot send a request")
@@ -138,15 +121,9 @@ class LinkPool:
         self._open.add(link)
         return link
 
-    def _drop(self, link: AnyLink) -> None:
+    def _drop(self, link: Link | AsyncLink) -> None:
         self._open.discard(link)
         link.close()
-
-
-def _refused_stream(answer: WholeAnswer) -> Exception:
-    """Return the error of an event stream that was not opened. A busy service counts as one that was not reached."""
-    refusal = error_of(answer.status, answer.body)
-    return TransportError(str(refusal)) if isinstance(refusal, ServiceBusyError) else refusal
 
 
 def _is_readable(descriptor: int) -> bool:
@@ -160,6 +137,7 @@ class Link:
 
     def __init__(self, address: ServiceAddress) -> None:
         self.used_s = 0.0
+        """Time of its last answer."""
         self._silence_max_s = CONNECT_MAX_S
         try:
             self._socket = socket.create_connection((address.host, address.port), CONNECT_MAX_S)
@@ -174,9 +152,11 @@ class Link:
         return cls(address)
 
     def fit(self) -> bool:
+        """Return whether the idle connection can be used. Bytes to read mean that the service has closed it."""
         return not _is_readable(self._socket.fileno())
 
     async def send(self, request: bytes, silence_max_s: float) -> None:
+        """Send a request. Its answer is taken for lost after this silence."""
         if silence_max_s != self._silence_max_s:
             self._silence_max_s = silence_max_s
             self._socket.settimeout(silence_max_s)
@@ -188,6 +168,7 @@ class Link:
             pass  # The service may have answered before it closed the connection. If not, reading fails as well.
 
     async def receive(self) -> bytes:
+        """Return the next bytes, at the end none."""
         try:
             return self._socket.recv(PART_BYTES)
         except OSError as error:
@@ -200,7 +181,7 @@ class Link:
 
 
 class AsyncLink:
-    """A connection on an event loop, for one task at a time."""
+    """A connection on an event loop, for one task at a time; otherwise like `Link`."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.used_s = self._silence_max_s = 0.0

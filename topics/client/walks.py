@@ -66,16 +66,16 @@ def read(
     first = calls.diff(topic, from_seq, **options)
     options.pop("from_ts", None)
 
-    def take(page: DiffAnswer) -> tuple[Iterator[Item], Call[DiffAnswer] | None]:
+    def take(page: DiffAnswer) -> tuple[Iterable[Item], Call[DiffAnswer] | None]:
         ended = page.caught_up and not wait
-        return items(page), None if ended else calls.diff(topic, page.next_from_seq, **options)
+        items = page.records if page.tombstone is None else after_gap(page.tombstone, page.records)
+        return items, None if ended else calls.diff(topic, page.next_from_seq, **options)
 
-    def items(page: DiffAnswer) -> Iterator[Item]:
-        if page.tombstone is not None:
-            if tombstones == "raise":
-                raise GapError(topic, page.tombstone)
-            yield page.tombstone
-        yield from page.records
+    def after_gap(tombstone: TombstoneAnswer, records: list[Record]) -> Iterator[Item]:
+        if tombstones == "raise":
+            raise GapError(topic, tombstone)
+        yield tombstone
+        yield from records
 
     return Walk(first, take)
 

@@ -30,8 +30,6 @@ _LIMIT_NAMES: Final = {Counted.STREAMS: "sse_connections_per_key", Counted.REQUE
 _CALLER: Final = "topics.caller"  # name in the ASGI scope of an admitted request's key
 _METHODS: Final = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS")
 _REQUEST_HEADERS: Final = ("Authorization", "Cache-Control", "Content-Encoding", "Idempotency-Key", "Last-Event-ID")
-_ANSWER_HEADERS: Final = ("Retry-After",)
-_MAX_AGE_S: Final = 600
 
 _log = get_logger()
 
@@ -210,8 +208,8 @@ class Cors(CORSMiddleware):
             allow_origins=origins,
             allow_methods=_METHODS,
             allow_headers=_REQUEST_HEADERS,
-            expose_headers=_ANSWER_HEADERS,
-            max_age=_MAX_AGE_S,
+            expose_headers=("Retry-After",),
+            max_age=600,
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:

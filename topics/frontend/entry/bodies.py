@@ -45,9 +45,8 @@ class ClientGoneError(Exception):
 
 
 async def read_body(receive: Receive, headers: Headers, max_bytes: int) -> bytes:
-    """Return the unpacked body, which is JSON by its content type unless it is empty (api §0.2). A long one counts
-    until the current task ends. Raise `payload_too_large`, `throttled`, `unsupported_media_type`, `invalid_request`;
-    ClientGoneError.
+    """Return the unpacked body, JSON by its content type, or empty (api §0.2). A long one counts until the task ends.
+    Raise `payload_too_large`, `throttled`, `unsupported_media_type`, `invalid_request`; ClientGoneError.
     """
     message = await receive()
     if message["type"] == "http.disconnect":

@@ -37,10 +37,8 @@ Measure = Callable[[ClientT], int]
 
 
 class StalledClients(Generic[ClientT]):
-    """All stalled clients. The bytes that are kept for them count in `budget`.
-
-    `buffered_bytes(client)` is what is kept for a client, `progress_bytes(client)` a counter that rises as it reads.
-    Without the latter the buffer's fall is its progress: nothing may be added meanwhile.
+    """All stalled clients. The bytes that are kept for them count in `budget`. `progress_bytes(client)` rises as it
+    reads; without it the fall of `buffered_bytes(client)` is the progress: nothing may be added meanwhile.
     """
 
     def __init__(

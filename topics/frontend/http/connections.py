@@ -117,9 +117,8 @@ class OpenConnection(TcpConnection, Protocol):
 
 
 class Connections:
-    """Every HTTP/1.1 connection of this process. It counts them, drains them, and knows when all are closed. For all
-    protocols `places` caps the connections of the service, `kept` bounds what clients have not read, `unadmitted` what
-    they send before a key is known.
+    """Every HTTP/1.1 connection of this process: counted, drained, and waited for. For all protocols `places` caps the
+    connections of the service, `kept` bounds unread answers, `unadmitted` what comes before a key is known.
     """
 
     def __init__(self, places: Quota | None = None, clock: Clock | None = None) -> None:

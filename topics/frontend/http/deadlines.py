@@ -245,8 +245,7 @@ async def run_in_time(
     app: AsgiApp, limits: HttpLimits, clock: RunningClock, scope: Scope, receive: Receive, send: Send
 ) -> None:
     """Run `app` with a `receive` that raises `408 request_timeout`. Drop what the app leaves of the body before the
-    answer ends: Hypercorn breaks a connection on which a request continues behind its answer, and blocks one whose
-    messages nobody receives.
+    answer ends: Hypercorn breaks a connection on which a request continues behind its answer.
     """
     body = _TimedBody(limits, clock, receive)
 

@@ -165,10 +165,8 @@ class AnswerStage(IntEnum):
 
 
 class Exchange:
-    """One request and its answer.
-
-    The connection calls `feed`, `end_of_request`, `half_closed` and `drop`; the app calls `receive`, `send`, `deliver`
-    and `push`. It does not refer to its scope, so that a finished request is freed by reference counting alone.
+    """One request and its answer. The connection calls `feed`, `end_of_request`, `half_closed` and `drop`; the app
+    calls `receive`, `send`, `deliver` and `push`. Without a reference to its scope reference counting alone frees it.
     """
 
     def __init__(

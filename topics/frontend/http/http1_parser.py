@@ -131,21 +131,12 @@ class RequestParser:
         self._scanned = 0  # leading bytes that hold no end of a head
         self._headers: list[tuple[bytes, bytes]] | None = None  # None: trailers follow, and are dropped
         self._pieces: list[bytes] = []  # of the body, from the data that is being fed
-        self._body_left: int | None = None  # None: chunked
-        self.body_received_bytes = 0  # of the current one
+        self.body_left_bytes: int | None = None  # missing of the current body; None: it is chunked
+        self.body_received_bytes = 0  # of the current body
         self._body_wire_bytes = 0
         self._chunks = Chunks()
+        self.chunks_read = 0  # pieces of a body that the last `read_body` has found
         self.complete = True  # true if the current request has been read to its end
-
-    @property
-    def body_left_bytes(self) -> int:
-        """The missing rest of a body with a Content-Length; 0 for a chunked one."""
-        return self._body_left or 0
-
-    @property
-    def chunked(self) -> bool:
-        """True if the current body has no Content-Length."""
-        return self._body_left is None
 
     def close(self) -> None:
         """Free llhttp's parser, which refers back to this object."""
@@ -153,8 +144,7 @@ class RequestParser:
 
     def find_head(self, data: bytes | bytearray, position: int) -> tuple[int, int]:
         """Return the start and end of the next head in `data[position:]`, which is not empty; the end is -1 until the
-        head is whole. The unused rest must be passed again, with more behind it. Raise TopicsError if it cannot become
-        a head.
+        head is whole: pass the rest again, with more behind it. Raise TopicsError if it cannot become a head.
         """
         while data[position] in b"\r\n":  # RFC 9112 §2.2: blank lines before a request line are skipped
             position += 1
@@ -244,7 +234,7 @@ class RequestParser:
             self.complete = False
             self._llhttp.feed_data(_UPGRADE_LINES.sub(b"", head))
         raw_path, query = _split_target(target)
-        self._body_left = None if chunked else length
+        self.body_left_bytes = None if chunked else length
         self.body_received_bytes = self._body_wire_bytes = 0
         if chunked:
             self._chunks = Chunks()
@@ -257,19 +247,20 @@ class RequestParser:
         """
         start = position
         try:
-            if self._body_left is not None:
-                position = min(start + self._body_left, len(data))
-                self._body_left -= position - start
+            if self.body_left_bytes is not None:
+                position = min(start + self.body_left_bytes, len(data))
+                self.body_left_bytes -= position - start
             else:
                 position = self._chunks.follow(data, start)
             large = position - start > _VIEW_FROM_BYTES
             self._llhttp.feed_data(memoryview(data)[start:position] if large else data[start:position])
         except (httptools.HttpParserError, MalformedError) as error:
             raise invalid(f"the chunked body is malformed: {error}") from error
-        if self._body_left is None and self._chunks.ended is not self.complete:
+        if self.body_left_bytes is None and self._chunks.ended is not self.complete:
             # A proxy that believes the other of the two would see another request behind this one.
             raise invalid("the chunked body is malformed: its end is not clear")
         pieces, self._pieces = self._pieces, []
+        self.chunks_read = len(pieces)
         if pieces:
             sink(pieces[0] if len(pieces) == 1 else b"".join(pieces))
         self._body_wire_bytes += position - start

@@ -69,8 +69,7 @@ class _Flag(EventWrapper):
 
 class ConnectionContext(WorkerContext):
     """The state of one connection that Hypercorn does not keep, but gives to every part of it. `closed` and `end` wake
-    Hypercorn's waits for the end of an idle connection and between two pings: else it would keep the socket until they
-    are over.
+    its waits for the end of an idle connection and between two pings, so that the socket does not stay.
     """
 
     def __init__(

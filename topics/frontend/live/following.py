@@ -30,10 +30,8 @@ def check_starts(starts: dict[str, StartBody], topics_max: int) -> None:
         check_topic_name(name)
         wire.check_counts(start)
         if (start.from_seq > 0) + start.tail + (start.from_ts is not None) > 1:
-            raise invalid(
-                f"topics.{name}: from_seq, tail and from_ts exclude each other: give one of them",
-                field=f"topics.{name}",
-            )
+            field = f"topics.{name}"
+            raise invalid(f"{field}: from_seq, tail and from_ts exclude each other: give one of them", field=field)
 
 
 def check_durable(ref: TopicRef) -> None:

@@ -298,10 +298,8 @@ class QueueRoutes:
         if max(given.seqs) >= 1 << 64:
             raise invalid("seqs must be integers from 0 to 2^64-1", field="seqs")
         if given.lease_ids is not None and len(given.lease_ids) != len(given.seqs):
-            raise invalid(
-                f"lease_ids must have one for each of the {len(given.seqs)} seqs, not {len(given.lease_ids)}",
-                field="lease_ids",
-            )
+            message = f"lease_ids must have one for each of the {len(given.seqs)} seqs, not {len(given.lease_ids)}"
+            raise invalid(message, field="lease_ids")
         return given
 
 

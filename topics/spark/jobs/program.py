@@ -92,7 +92,9 @@ def run(
         return EXIT_FAILURE
     builder = SparkSession.builder.appName(f"topics-{name}")
     if SparkSession.getActiveSession() is None:
-        for setting, value in settings(options, _submitted()).items():
+        # Without a gateway port there is no spark-submit, and asking Spark for its settings would start Java too early.
+        submitted = dict(SparkConf().getAll()) if "PYSPARK_GATEWAY_PORT" in os.environ else None
+        for setting, value in settings(options, submitted).items():
             builder = builder.config(setting, value)
     spark = builder.getOrCreate()
     # Spark logs a Java stack for every failed task; the error is printed below.
@@ -135,8 +137,3 @@ def settings(options: argparse.Namespace, submitted: Mapping[str, str] | None) -
     if submitted is None:
         return {"spark.master": "local[*]"} | SMALL | _ALWAYS | chosen
     return {name: value for name, value in _ALWAYS.items() if name not in submitted} | chosen
-
-
-def _submitted() -> dict[str, str] | None:
-    """Return spark-submit's settings, None without it (no gateway port): to ask Spark would start Java too early."""
-    return dict(SparkConf().getAll()) if "PYSPARK_GATEWAY_PORT" in os.environ else None

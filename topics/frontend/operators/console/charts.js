@@ -32,7 +32,7 @@ export const Chart = ({ label, times, series, show, height = HEIGHT, themed }) =
       hooks: { setCursor: [(of) => {
         const at = of.cursor.idx;
         const cells = host.parentElement.querySelectorAll("[data-value]");
-        series.forEach(([, , values], index) => { cells[index].textContent = show((at == null ? values : of.data[index + 1]).at(at == null ? -1 : at)); });
+        series.forEach(([, , values], index) => { cells[index].firstChild.data = show((at == null ? values : of.data[index + 1]).at(at == null ? -1 : at)); });
       }] },
     };
     chart.current = new uPlot(options, data, host);

@@ -6,6 +6,8 @@ const known = (value) => value !== null && value !== undefined && Number.isFinit
 
 export const count = (value) => (known(value) ? grouped.format(value) : value === null || value === undefined ? NONE : String(value.text || value));
 
+export const plural = (value, word) => `${count(value)} ${word}${value === 1 ? "" : "s"}`;
+
 const scaled = (value, step, units) => {
   let at = 0;
   while (value >= step * 0.9995 && at < units.length - 1) { value /= step; at += 1; }

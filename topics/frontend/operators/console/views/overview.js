@@ -3,7 +3,7 @@
 import { html, useMemo } from "../vendor/preact-htm.js";
 import { get, metrics } from "../api.js";
 import { Chart, History } from "../charts.js";
-import { ago, bytes, count, duration, exitReason, ms, percent, quantile, rate, short } from "../format.js";
+import { ago, bytes, count, duration, exitReason, ms, percent, plural, quantile, rate, short } from "../format.js";
 import { usePoll } from "../store.js";
 import { Badge, Figures, Loading, Panel, Problem, Table } from "../ui.js";
 
@@ -136,12 +136,12 @@ export const Overview = ({ themed }) => {
         : html`<p class="fine"><b>All is well.</b> Every process runs, nothing waits. Up ${duration(found.topics_uptime_ms)} · version ${Object.keys(found.topics_build_info)[0]}.</p>`}
     </section>
     <${Figures} label="Totals" of=${[
-      ["Written", rate(figures.written), "records"], ["Delivered", rate(figures.delivered), "records"], ["Requests", rate(figures.requests), `${count(found.topics_sse_connections)} event streams`],
+      ["Written", rate(figures.written), "records"], ["Delivered", rate(figures.delivered), "records"], ["Requests", rate(figures.requests), plural(found.topics_sse_connections, "stream")],
       ["Write p99", ms(figures.write99 === null ? null : figures.write99 * 1000), `p50 ${ms(figures.write50 === null ? null : figures.write50 * 1000)}`],
       ["Sync p99", ms(figures.sync99 === null ? null : figures.sync99 / 1000), `p50 ${ms(figures.sync50 === null ? null : figures.sync50 / 1000)}`],
       ["Pressure", percent(found.topics_pressure), null, found.topics_pressure > PRESSURE_WARNED ? "warn" : ""],
-      ["Topics", count(found.topics_topics), `${count(found.topics_queue_topics)} queues`], ["Live records", short(found.topics_records_live), bytes(found.topics_bytes_live)],
-      ["Leased jobs", count(found.topics_queue_leases_in_flight), null], ["Router lag", count(found.topics_router_lag_records), `${count(found.topics_routers)} routers`],
+      ["Topics", count(found.topics_topics), plural(found.topics_queue_topics, "queue")], ["Live records", short(found.topics_records_live), bytes(found.topics_bytes_live)],
+      ["Leased jobs", count(found.topics_queue_leases_in_flight), null], ["Router lag", count(found.topics_router_lag_records), plural(found.topics_routers, "router")],
     ]} />
     <div class="charts">
       ${plot("Records/s", short, ["written", "--one", 0], ["delivered", "--two", 1])}

@@ -5,7 +5,7 @@ import { get, post, topicPath } from "../api.js";
 import { Chart, History } from "../charts.js";
 import { ago, bytes, count, duration, moment, rate, short } from "../format.js";
 import { can, href, refreshNow, usePoll, useStore } from "../store.js";
-import { Badge, Field, Figures, Loading, Panel, Problem, Tabs } from "../ui.js";
+import { Badge, Figures, Loading, Panel, Problem, Tabs } from "../ui.js";
 import { DeleteRecords, WriteRecord } from "./changes.js";
 import { Records } from "./records.js";
 import { Tail } from "./tail.js";
