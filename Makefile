@@ -8,7 +8,7 @@ PROMTOOL := $(VENV)/.promtool
 SUITE  := $(BIN)/python -m tests.suite $(if $(UNSTEADY),--again $(UNSTEADY))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-pythons dist check lint types bench crash soak lock clean spark oldspark fuzz browser peers mutants eager docs
+.PHONY: help setup run test test-all test-pythons dist check lint types bench compare crash soak lock clean spark oldspark fuzz browser screenshots peers mutants eager docs
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -21,8 +21,9 @@ $(STAMP): requirements.lock pyproject.toml
 	@touch $(STAMP)
 
 # Some tests are of a page in a real browser.
-$(BROWSER): $(STAMP) tests/e2e/fetch_chromium.py
+$(BROWSER): $(STAMP) tests/e2e/fetch_chromium.py tests/e2e/fetch_axe.py
 	$(BIN)/python -m tests.e2e.fetch_chromium $(VENV)/chromium
+	$(BIN)/python -m tests.e2e.fetch_axe
 	@touch $(BROWSER)
 
 # One test has the metrics judged by Prometheus itself.
@@ -84,6 +85,10 @@ types: $(STAMP)
 bench: $(STAMP) ## start a server, measure it, print the table (JSON: bench/out/latest.json)
 	$(BIN)/python -m bench
 
+REF ?= HEAD
+compare: $(STAMP) ## is this checkout slower than REF=<commit>? Both in turns, ten rounds; fails below 0.93 of any figure
+	$(BIN)/python -m bench.compare $(REF)
+
 crash: $(STAMP) ## the end-to-end crash tests, 20 rounds, and a failure and a death at every call of a checkpoint
 	TOPICS_CRASH_ROUNDS=20 TOPICS_CRASH_ALL=1 TOPICS_STORM_KILLS=60 \
 	  $(BIN)/pytest tests/e2e/test_crash.py tests/e2e/test_kill_points.py tests/e2e/test_routers.py tests/e2e/test_storm.py
@@ -117,12 +122,17 @@ fuzz: $(STAMP) ## a long fuzz of every route: no 500, no hang, nothing left behi
 	TOPICS_FUZZ_REQUESTS=30000 TOPICS_FUZZ_EXAMPLES=1000 $(BIN)/pytest --timeout 3600 tests/e2e/test_fuzz.py tests/contract/test_openapi.py
 
 browser: $(STAMP) $(BROWSER) ## the tests in a real Chromium, none of them skipped
-	TOPICS_REQUIRE_BROWSER=1 $(BIN)/pytest tests/e2e/test_browser.py
+	TOPICS_REQUIRE_BROWSER=1 $(BIN)/pytest tests/e2e/test_browser.py tests/e2e/test_console.py
 
-peers: $(STAMP) ## the same queue work through Redis and dramatiq, and through our worker library (needs redis-server)
+screenshots: $(STAMP) $(BROWSER) ## the pictures of docs/console.md, made anew
+	TOPICS_SCREENSHOTS=docs/console TOPICS_REQUIRE_BROWSER=1 $(BIN)/pytest tests/e2e/test_console.py -k pictures
+
+PEERS := $(VENV)-peers/bin/python
+peers: $(STAMP) ## beside Redis, NATS JetStream and PostgreSQL: the same work in turns; who is not there is left out
 	$(PYTHON) -m venv $(VENV)-peers
-	$(VENV)-peers/bin/python -m pip install --quiet --disable-pip-version-check -r bench/peers/requirements.txt
-	$(VENV)-peers/bin/python -m bench.peers.redis_queue
+	$(PEERS) -m pip install --quiet --disable-pip-version-check -r bench/peers/requirements.txt -e '.[server]'
+	$(PEERS) -m bench.peers
+	$(PEERS) -m bench.peers.redis_queue
 	$(BIN)/python -m bench.worker_library
 
 lock: ## pin the dependencies again

@@ -102,7 +102,7 @@ def write_log(directory: str, records: int, batch: int, is_mixed: bool) -> WalPo
 
 
 def follow(directory: str, end: WalPosition) -> Fold:
-    fold = Fold(lambda _topic_id: MarkedIndex())
+    fold = Fold(lambda _topic_id: MarkedIndex(), is_located=False)
     follower = Follower("bench", cast(ShardLink, None), LogTail(directory, WalPosition(1, 0)), fold)
     follower.catch_up(end, lambda: None)
     return fold

@@ -70,7 +70,7 @@ def _measure(bench: Bench, service: Service, dests: int) -> tuple[int, dict[str,
     requests = [[wire.write(SOURCE, BATCH)] for _ in range(WRITERS)]
     bench.run(service, requests, WARM_UP_BATCHES)
     warmed_up = WARM_UP_BATCHES * BATCH * WRITERS
-    _wait_arrived(service, warmed_up * dests)
+    wait_copied(service, warmed_up * dests)
 
     copies_max = COPIES_MAX // 10 if bench.quick else COPIES_MAX
     rounds = max(1, copies_max // (dests * BATCH * WRITERS)) if dests else 0
@@ -78,7 +78,7 @@ def _measure(bench: Bench, service: Service, dests: int) -> tuple[int, dict[str,
     before = _read_meters(service)
     outcome = bench.pool.submit(closed_loop, plan).result()
     records = outcome.answers * BATCH
-    _wait_arrived(service, (warmed_up + records) * dests)
+    wait_copied(service, (warmed_up + records) * dests)
     used = Meters(*(now - then for now, then in zip(_read_meters(service), before, strict=True)))
     _verify(service, names, warmed_up + records)
     values = {"records_per_s": outcome.per_s * BATCH, "ack_p50_us": outcome.p50_us, "ack_p99_us": outcome.p99_us}
@@ -96,13 +96,17 @@ def _read_metric(service: Service, name: str) -> float:
     return float(answer.json()[name])
 
 
-def _wait_arrived(service: Service, copies: int) -> None:
-    """Wait for the copies and ask no topic: a read of a dest has it copied at once, which is not measured here."""
+def wait_copied(service: Service, copies: int) -> float:
+    """Wait for the copies and return for how many seconds. No topic is asked: a read of a dest has it copied at once,
+    which is not measured here.
+    """
+    began_s = time.perf_counter()
 
     def arrived() -> bool:
         return _read_metric(service, "topics_router_copies_total") >= copies
 
     poll(f"{copies} copies", arrived, ARRIVED_DEADLINE_S, every_s=LOOK_EVERY_S)
+    return time.perf_counter() - began_s
 
 
 def _verify(service: Service, dests: list[str], records: int) -> None:

@@ -68,6 +68,11 @@ def show(name: str, value: float) -> str:
     return f"{name} {value:g}"
 
 
+def less_is_better(name: str) -> bool:
+    """Return whether a value of this name is better when it is smaller: all but rates are."""
+    return not name.endswith("_per_s")
+
+
 def table(report: Report) -> str:
     """Return the run as plain text."""
     lines = []

@@ -101,6 +101,12 @@ def memory_of(pids: list[int], shared_objects: list[Path]) -> Memory:
     return Memory(anonymous_kib * 1024, sum(map(_allocated_bytes, shared_objects)), rss_kib * 1024)
 
 
+def proportional_bytes(pid: int) -> int:
+    """Return what a process holds of memory that is no file's, its share of what it shares with others included."""
+    rollup = _rollup_kib(pid)
+    return (rollup["Pss_Anon"] + rollup["Pss_Shmem"]) * 1024
+
+
 def _rollup_kib(pid: int) -> dict[str, int]:
     fields: dict[str, int] = {}
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:

@@ -106,8 +106,11 @@ class Service:
         env: Mapping[str, str] | None = None,
         cpus: set[int] | None = None,
         data_dir: Path | None = None,
+        command: Path = COMMAND,
     ) -> None:
-        """`data_dir` is made below the temporary directory unless given; a given one is the caller's to remove."""
+        """`data_dir` is made below the temporary directory unless given; a given one is the caller's to remove.
+        `command` is the `topics-supervisor` to run, which may be of another version.
+        """
         self.root = Path(tempfile.mkdtemp(prefix="topics-test-"))
         self.data_dir = data_dir or self.root / "data"
         self.log_path = self.root / "log"
@@ -120,6 +123,7 @@ class Service:
             self.env.setdefault("TOPICS_WAL_FILE_BYTES", str(wal_file_bytes))
         self.env.setdefault("TOPICS_SHUTDOWN_GRACE_MS", str(STOP_GRACE_MS))
         self._cpus = cpus
+        self._command = command
         self._process: subprocess.Popen[bytes] | None = None
         self._client: httpx.Client | None = None
         self._placeholder: socket.socket | None = None
@@ -135,7 +139,7 @@ class Service:
             self._take_port()
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [str(COMMAND), "run"],
+                [str(self._command), "run"],
                 env=self.environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -293,7 +297,7 @@ class Service:
     def run(self, *arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """`topics-supervisor <arguments>` with this service's environment."""
         return subprocess.run(
-            [str(COMMAND), *arguments],
+            [str(self._command), *arguments],
             env=self.environment() | dict(env or {}),
             capture_output=True,
             text=True,

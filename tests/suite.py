@@ -12,6 +12,7 @@ a fixture, a run of pytest that breaks off or finds no test, and more than `AGAI
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
@@ -38,7 +39,12 @@ PARTS: Final = {
         "storage compactor",
         "test_*.py cli client core deploy shm supervisor",
     ),
-    "long": ("e2e", "contract", "spark", "walshard compactor storage frontend client cli core supervisor deploy"),
+    "long": (
+        "e2e",
+        "contract",
+        "spark",
+        "walshard compactor storage frontend test_*.py client cli core supervisor deploy",
+    ),
 }
 """Folders and files of `tests` that a run of pytest is given, the part that takes longest first."""
 CHOSEN_BY: Final = {"short": "not long", "long": "long"}
@@ -70,12 +76,24 @@ class Started(NamedTuple):
         written, output = own / "outcomes", own / "output"
         command = [sys.executable, "-m", "pytest", "-p", "tests.outcomes", f"--outcomes={written}", *arguments]
         with output.open("wb") as file:
-            process = subprocess.Popen(command, cwd=root, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+            process = subprocess.Popen(
+                command, cwd=root, env=environ(scratch), stdin=subprocess.DEVNULL, stdout=file, stderr=file
+            )
         return cls(part, process, written, output, time.monotonic())
 
     def ended(self) -> Run:
         code, output = self.process.wait(), self.output.read_text(errors="replace")
         return Run(self.part, code, outcomes.read(self.written), output, time.monotonic() - self.began_s)
+
+
+def environ(scratch: Path) -> dict[str, str]:
+    """Return the environment of a run. The tests start thousands of processes: where compiled files may not be written
+    beside the code, they are kept until the suite ends.
+    """
+    kept = dict(os.environ)
+    if kept.pop("PYTHONDONTWRITEBYTECODE", ""):
+        kept["PYTHONPYCACHEPREFIX"] = str(scratch / "compiled")
+    return kept
 
 
 def side_by_side(parts: Sequence[tuple[str, Sequence[str]]], root: Path, scratch: Path) -> Generator[Run]:

@@ -50,6 +50,7 @@ def test_a_lease_that_is_another_is_refused(shell: Shell, mails: str) -> None:
     assert values(shell.ok("queue", mails, "ack", name, "--node", "a")) == [{"acked": 1, "skipped": []}]
 
 
+@pytest.mark.long
 def test_extend_and_nack(shell: Shell, topics: Client, mails: str) -> None:
     (job,) = values(shell.ok("queue", mails, "claim", "--lease-ms", "86400000"))
     name = f"{job['$seq']}:{job['lease_id']}"
@@ -105,6 +106,7 @@ def test_peek_says_where_each_job_stands(shell: Shell, topics: Client, topic: st
     assert [one["$seq"] for one in behind] == [*range(15, 1_501)]
 
 
+@pytest.mark.long
 def test_redrive_takes_as_many_requests_as_it_needs(shell: Shell, topics: Client, topic: str) -> None:
     topics.put_topic(topic, type="queue", max_deliveries=1, dead_letter=f"{topic}.dead")
     topics.append(topic, range(1_100))

@@ -150,6 +150,7 @@ def test_tail_goes_on_until_its_topics_are_deleted(shell: Shell, topics: Client,
         assert said == sorted(f"topics tail: topic {name!r} was deleted" for name in (topic, f"{topic}.b"))
 
 
+@pytest.mark.long
 def test_tail_outlives_a_restart_of_the_service(topic: str) -> None:
     with Service(shards=1, frontends=1) as service, Client(service.url) as topics:
         topics.append(topic, [1])

@@ -181,7 +181,7 @@ def test_help_has_an_example_and_the_exit_codes(shell: Shell, command: str) -> N
 def test_verify_has_no_use_for_the_http_library(tmp_path: Path) -> None:
     program = (
         "import sys; from topics.cli.main import main; main(['verify', sys.argv[1]]); "
-        "assert 'topics.cli.verify_command' in sys.modules; print({'httpx', 'topics.client'} & set(sys.modules))"
+        "assert 'topics.cli.verify_command' in sys.modules; print({'httptools', 'topics.client'} & set(sys.modules))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)],

@@ -7,6 +7,8 @@ import pty
 import signal
 import subprocess
 
+import pytest
+
 from tests.cli.shell import Shell, values
 from tests.harness import Service, poll
 from topics.client import Client, NotFoundError, Record
@@ -161,6 +163,7 @@ def test_progress_is_for_a_terminal(shell: Shell, topic: str) -> None:
         os.close(theirs)
 
 
+@pytest.mark.long
 def test_nothing_is_lost_or_doubled_when_processes_are_killed(topic: str) -> None:
     with Service(shards=1, frontends=1) as service, Client(service.url) as topics:
         numbers = [b"%d" % number for number in range(6_000)]  # fits into a pipe: they wait there

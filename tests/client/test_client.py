@@ -224,6 +224,7 @@ def test_a_follower_is_told_of_gaps_and_of_the_end(topics: Client, topic: str) -
     assert [item for name, item in seen if name == other][-1] == TopicGone(1)
 
 
+@pytest.mark.long
 def test_a_topic_deleted_while_the_service_was_away_ends_and_the_others_go_on(topic: str) -> None:
     other = f"{topic}-other"
     with Service(shards=1, frontends=1) as service, Client(service.url) as topics:
@@ -277,6 +278,7 @@ def test_the_asynchronous_client_does_the_same(service: Service, topic: str) -> 
     in_async(service, body)
 
 
+@pytest.mark.long
 def test_an_asynchronous_follower_lives_through_a_restart(topic: str) -> None:
     async def body(client: AsyncClient, service: Service) -> None:
         await client.append(topic, [0])

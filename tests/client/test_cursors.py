@@ -122,7 +122,7 @@ def test_what_moves_a_cursor_is_not_sent_twice(topic: str) -> None:
 def test_a_read_that_a_hung_shard_leaves_open_is_its_readers_affair(
     topic: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "httpx")
+    caplog.set_level(logging.DEBUG, "topics.client")
     with Service(shards=1, frontends=1, env={"TOPICS_SHARD_WAIT_MS": "200"}) as service, Client(service.url) as topics:
         topics.append(topic, range(5))
         cursor = topics.cursor(topic, "c")

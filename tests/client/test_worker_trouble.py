@@ -62,7 +62,7 @@ def queue(small: Service, topic: str) -> str:
 @pytest.fixture
 def requests(caplog: pytest.LogCaptureFixture) -> Callable[[str, int], int]:
     """Return a function that counts requests to a path with this end that were answered with this status so far."""
-    caplog.set_level(logging.INFO, "httpx")
+    caplog.set_level(logging.DEBUG, "topics.client")
     return lambda end, status: sum(f'/{end} "HTTP/1.1 {status}' in line for line in caplog.messages)
 
 

@@ -261,7 +261,7 @@ def test_the_asynchronous_worker_does_the_same(service: Service, topics: Client,
 def test_many_jobs_at_a_time_share_the_requests_of_their_acks(
     topics: Client, queue: str, service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "httpx")
+    caplog.set_level(logging.DEBUG, "topics.client")
 
     async def run() -> None:
         async with AsyncClient(service.url) as client:

@@ -109,6 +109,7 @@ def test_a_failed_sync_of_marks_is_not_repeated_as_if_clean(machine: Machine, ki
     machine.check()
 
 
+@pytest.mark.long
 def test_a_failed_sync_of_the_file_system_is_not_either(machine: Machine) -> None:
     """The sync is of many segments, and of more than one message to the shard tells of."""
     count = max(EVENTS * (SYNC_ONE_BY_ONE_MAX + 2), 2 * SEQS_PER_MESSAGE + 2)

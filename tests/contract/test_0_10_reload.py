@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import signal
 from collections.abc import Iterator
 from functools import partial
@@ -99,7 +100,7 @@ def test_a_bad_file_changes_nothing(guarded: Guarded, content: str | None) -> No
 
 def test_a_signal_does_it_too(guarded: Guarded) -> None:
     guarded.allow("new")
-    guarded.service._running_process().send_signal(signal.SIGHUP)
+    os.kill(guarded.service.pid, signal.SIGHUP)
     poll("the new keys", lambda: guarded.statuses("new") == {200} and guarded.statuses("old") == {401})
 
 

@@ -124,6 +124,7 @@ def test_a_cap_that_passes_deleted_slots_tombstones_for_the_live_ones(client: ht
     assert (tombstone["reason"], tombstone["gap_from"], tombstone["gap_to"]) == ("cap", 1, 2)
 
 
+@pytest.mark.long
 def test_a_deleted_record_stays_deleted_over_a_restart() -> None:
     topic = "t"
     with Service() as own:

@@ -791,6 +791,7 @@ def test_a_topic_that_is_not_empty_keeps_its_routers(client: httpx.Client, topic
 # --- limits and rights
 
 
+@pytest.mark.long
 def test_a_router_refused_for_the_cap_creates_no_topic() -> None:
     with Service(env={"TOPICS_MAX_ROUTERS": "2"}) as service:
         client = service.client

@@ -158,6 +158,7 @@ def test_a_commit_needs_a_key_for_every_topic_it_publishes(topic: str) -> None:
         assert status("/v0/txn/yours/commit", "all") == 200
 
 
+@pytest.mark.long
 def test_stages_and_batches_outlive_restarts(topic: str) -> None:
     with Service() as service:
         staged = stage(service.client, topic, 1, 2)
@@ -169,6 +170,7 @@ def test_stages_and_batches_outlive_restarts(topic: str) -> None:
         assert data(service.client, topic) == [1, 2]
 
 
+@pytest.mark.long
 def test_another_number_of_shards_knows_the_same_batches(topic: str) -> None:
     with Service(shards=1) as service:
         sinks = [f"{topic}-{number}" for number in range(6)]

@@ -647,6 +647,7 @@ def test_a_client_gone_in_its_handshake_leaves_nothing_behind(data: bytes) -> No
         poll("their sockets to be closed", lambda: open_sockets(pids) <= before, deadline_s=15)
 
 
+@pytest.mark.long
 def test_a_message_beyond_the_body_limit_closes_the_socket() -> None:
     with Service(frontends=1, shards=1, env={"TOPICS_MAX_BODY_BYTES": "65536"}) as service:
         with Socket(service) as ws:

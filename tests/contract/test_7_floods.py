@@ -13,6 +13,7 @@ from functools import partial
 import httpx
 import pytest
 from h2.errors import ErrorCodes
+from h2.exceptions import ProtocolError
 from websockets.exceptions import ConnectionClosed
 
 from tests.contract.asking import ok
@@ -100,6 +101,7 @@ def test_a_frame_is_refused_at_its_announced_length(flooded: Service) -> None:
     assert code == ErrorCodes.FRAME_SIZE_ERROR
 
 
+@pytest.mark.long
 def test_long_frames_on_many_connections_take_no_memory(flooded: Service) -> None:
     before_bytes = anonymous_bytes(flooded)
     with contextlib.ExitStack() as stack:
@@ -110,6 +112,7 @@ def test_long_frames_on_many_connections_take_no_memory(flooded: Service) -> Non
     ok(flooded.client.get("/v0/topics"))
 
 
+@pytest.mark.long
 def test_memory_of_closed_connections_is_used_again(flooded: Service) -> None:
     held_bytes = []
     for _ in range(2):
@@ -121,6 +124,7 @@ def test_memory_of_closed_connections_is_used_again(flooded: Service) -> None:
     assert held_bytes[1] - held_bytes[0] < 24 << 20
 
 
+@pytest.mark.long
 def test_parts_of_heads_count_together_and_the_oldest_are_cut(flooded: Service) -> None:
     before_bytes = anonymous_bytes(flooded)
     part = b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 150_000
@@ -175,6 +179,38 @@ def test_a_client_that_acknowledges_each_answer_over_http2_is_served(flooded: Se
             stream_id = client.ask("/v0/topics")
             client.take(stream_id)  # a WINDOW_UPDATE each
             client.read_to_the_end_of(stream_id)
+
+
+def test_a_body_that_goes_on_behind_its_answer_over_http2_ends_no_other_request(flooded: Service) -> None:
+    with socket.create_connection(("127.0.0.1", flooded.port), timeout=15) as connected:
+        client = Streams(connected)
+        refused = client.ask("/v0/nothing", b"x", whole=False)
+        client.take(refused)
+        client.read_to_the_end_of(refused)
+        for _ in range(20):  # more than its window, and than that of the connection
+            client.go_on(refused, b"x" * FRAME_BYTES_MAX, whole=False)
+        client.go_on(refused, b"x", whole=True)
+        other = client.ask("/v0/topics/nothing/diff", b"{", whole=False)
+        client.take(other)
+        client.go_on(other, b'"limit": 1}', whole=True)
+        client.read_to_the_end_of(other)
+        assert b"topic_not_found" in client.bodies[other]
+        assert not client.reset
+
+
+def test_a_client_that_never_ends_a_refused_body_over_http2_is_told_to(flooded: Service) -> None:
+    with socket.create_connection(("127.0.0.1", flooded.port), timeout=15) as connected:
+        client = Streams(connected)
+        refused = client.ask("/v0/nothing", b"x", whole=False)
+        client.take(refused)
+        client.read_to_the_end_of(refused)
+        with contextlib.suppress(ProtocolError):  # the stream is closed
+            while refused not in client.reset:
+                client.go_on(refused, b"x" * FRAME_BYTES_MAX, whole=False)
+        assert client.reset == {refused}
+        other = client.ask("/v0/topics")
+        client.take(other)
+        client.read_to_the_end_of(other)
 
 
 def test_a_body_that_comes_byte_by_byte_over_http2_is_taken(flooded: Service) -> None:

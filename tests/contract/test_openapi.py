@@ -24,6 +24,8 @@ from topics.core.errors import STATUS_BY_CODE
 pytestmark = pytest.mark.long
 
 DOCUMENTATION = {("get", "/v0/openapi.json"), ("get", "/v0/docs"), ("get", "/v0/docs.js"), ("get", "/v0/docs.css")}
+KEY = ("get", "/v0/key")
+"""It says what a key may do, so every key may ask."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,7 @@ def test_it_is_openapi_3_1(document: dict[str, Any]) -> None:
 
 def test_every_route_of_the_auth_table_is_in_it_and_no_other(document: dict[str, Any]) -> None:
     rows = {(row.method.lower(), row.path) for row in (*ROUTES, STREAM, WORK, *PROBES)}
-    assert set(operations(document)) == rows | DOCUMENTATION | {("get", "/v0/ws")}
+    assert set(operations(document)) == rows | DOCUMENTATION | {KEY, ("get", "/v0/ws")}
 
 
 def test_what_is_allowed_is_what_is_documented(client: httpx.Client, topic: str, document: dict[str, Any]) -> None:

@@ -82,7 +82,7 @@ class CursorMachine(RuleBasedStateMachine):
                 cursor.mark_missing([(first, last)])
                 return
             self.persist()
-            assert cursor.logged_body() == cursor.body()
+            assert cursor.logged_body == cursor.body()
             self.read_strictly += range(first + 1, last + 1)
         self.readings.append(Reading(read, cursor.revision, frontend, cursor.strict, first + 1, last))
 
@@ -198,7 +198,7 @@ def test_who_takes_long_takes_back_nobody_else() -> None:
         pass_on(one, 42)
         assert one.body().missing == ((0, 200),)
         pass_on(one, 41)
-        assert one.logged_body() == CursorFrameBody("c", "at_least_once", 1, 800)
+        assert one.logged_body == CursorFrameBody("c", "at_least_once", 1, 800)
 
 
 def test_a_reader_that_looked_before_others_failed_may_go_on_behind_them() -> None:

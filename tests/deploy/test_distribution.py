@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,13 @@ def test_the_sdist_serves_in_a_bare_environment(built: tuple[Path, Path], tmp_pa
 
 def test_uvx_runs_the_service_from_the_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
     distribution.check_with_uvx(built[0], tmp_path)
+
+
+def test_the_wheel_has_every_file_of_the_pages(built: tuple[Path, Path]) -> None:
+    folder = Path("topics", "frontend", "operators")
+    with zipfile.ZipFile(built[0]) as wheel:
+        packed = set(wheel.namelist())
+    for page in ("console", "api_page"):
+        files = [path for path in (distribution.ROOT / folder / page).rglob("*") if path.is_file()]
+        assert files
+        assert {str(path.relative_to(distribution.ROOT)) for path in files} <= packed

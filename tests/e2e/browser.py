@@ -6,6 +6,7 @@ It is the one that TOPICS_CHROMIUM names, the one on the PATH, or the one that `
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -58,10 +59,14 @@ class Browser:
         )
         try:
             port_file = Path(self._profile, "DevToolsActivePort")
-            poll("the browser to listen", lambda: port_file.exists() and port_file.read_text().count("\n"), 30)
-            port = int(port_file.read_text().split("\n")[0])
+            # It is made empty, and filled later.
+            port = poll(
+                "the browser to listen", lambda: port_file.exists() and port_file.read_text().split("\n")[0], 30
+            )
             self._url = f"http://127.0.0.1:{port}/json/list"
-            self._socket = connect(poll("the page to be open", lambda: self._page(url), 30), max_size=None).__enter__()
+            self._socket = connect(
+                poll("the page to be open", lambda: self._page(url), 30), max_size=None, ping_interval=None
+            ).__enter__()
         except BaseException:
             self._end()
             raise
@@ -79,15 +84,39 @@ class Browser:
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression, awaited when it is a promise."""
+        result = self.command("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
+
+    def command(self, method: str, **parameters: Any) -> Any:
+        """The result of a command of the DevTools protocol."""
         self._last_id += 1
-        parameters = {"expression": script, "awaitPromise": True, "returnByValue": True}
-        self._socket.send(json.dumps({"id": self._last_id, "method": "Runtime.evaluate", "params": parameters}))
+        self._socket.send(json.dumps({"id": self._last_id, "method": method, "params": parameters}))
         while True:
             message = json.loads(self._socket.recv(ANSWER_TIMEOUT_S))
             if message.get("id") == self._last_id:
-                result = message["result"]
-                assert "exceptionDetails" not in result, result
-                return result["result"].get("value")
+                return message["result"]
+
+    def press(self, key: str) -> None:
+        """A key, pressed and released."""
+        text = {"text": key} if len(key) == 1 else {}
+        self.command("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
+        self.command("Input.dispatchKeyEvent", type="keyUp", key=key)
+
+    def resize(self, width: int, height: int) -> None:
+        self.command(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+        )
+
+    def prefer(self, theme: str) -> None:
+        """The system's theme: `dark` or `light`; without motion."""
+        features = {"prefers-color-scheme": theme, "prefers-reduced-motion": "reduce"}
+        given = [{"name": name, "value": value} for name, value in features.items()]
+        self.command("Emulation.setEmulatedMedia", features=given)
+
+    def picture(self) -> bytes:
+        """What is seen, as PNG."""
+        return base64.b64decode(self.command("Page.captureScreenshot", format="png")["data"])
 
     def _end(self) -> None:
         os.killpg(self._process.pid, signal.SIGKILL)

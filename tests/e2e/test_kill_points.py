@@ -172,13 +172,14 @@ def everything_left(client: httpx.Client, topic: str) -> list[str]:
 def verify(data_dir: Path, cold_dir: Path | None = None) -> None:
     places = [str(data_dir), *(["--cold-dir", str(cold_dir)] if cold_dir else [])]
     answer = subprocess.run(
-        [sys.executable, "-m", "topics.cli.main", "verify", *places],
+        [Path(sys.executable).with_name("topics"), "verify", *places],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
     assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert answer.stdout.splitlines()[-1].startswith("clean: ")
 
 
 def reach(service: Service, ledger: Ledger, killed: Any) -> None:

@@ -20,7 +20,7 @@ from topics.frontend.entry.responses import reserve_room
 from topics.frontend.http.connections import Connections
 from topics.frontend.http.deadlines import HttpLimits
 from topics.frontend.http.http1 import Http1Protocol
-from topics.frontend.http.http1_push import PushStream
+from topics.frontend.http.http1_exchange import PushStream
 from topics.frontend.http.serve import serve
 from topics.shm.quotas import Quota
 

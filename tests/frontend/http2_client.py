@@ -32,17 +32,24 @@ class Streams:
         while self._agreed < 2:
             self.read()
 
-    def ask(self, path: str, body: bytes = b"", **headers: str) -> int:
-        """GET, or POST of a JSON body; returns the stream."""
+    def ask(self, path: str, body: bytes = b"", *, whole: bool = True, **headers: str) -> int:
+        """GET, or POST of a JSON body, which `whole` says is all of it; returns the stream."""
         stream_id, self._next = self._next, self._next + 2
         head = [(":method", "POST" if body else "GET"), (":path", path), *HEADERS, *headers.items()]
         if body:
             head.append(("content-type", "application/json"))
         self._h2.send_headers(stream_id, head, end_stream=not body)
         if body:
-            self._h2.send_data(stream_id, body, end_stream=True)
+            self._h2.send_data(stream_id, body, end_stream=whole)
         self.flush()
         return stream_id
+
+    def go_on(self, stream_id: int, body: bytes, *, whole: bool) -> None:
+        """Send more of a body."""
+        while self._h2.local_flow_control_window(stream_id) < len(body):
+            self.read()
+        self._h2.send_data(stream_id, body, end_stream=whole)
+        self.flush()
 
     def got_bytes(self, stream_id: int) -> int:
         return len(self.bodies.get(stream_id, b""))

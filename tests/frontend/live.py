@@ -139,7 +139,7 @@ class Live:
     async def _run_shard(self) -> None:
         while True:
             if self.shard_up:
-                self.rig.shard.step()
+                self.rig.step()
                 self.rig.shard.sync_in_background()
             await asyncio.sleep(0)
 
@@ -210,7 +210,7 @@ class Live:
     ) -> tuple[Wire, StreamConnection]:
         """Opens a stream on topics that exist."""
         ids = tuple(self.reader.get(name).view.topic_id for name in starts)
-        spec = self.hub.specs.share(StreamSpec(tuple(starts), ids, options, strong))
+        spec = self.hub.share(StreamSpec(tuple(starts), ids, options, strong))
         wire = Wire()
         return wire, self.hub.open(wire, spec.start(dict(starts)), heartbeat_ms)
 

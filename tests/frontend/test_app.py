@@ -88,7 +88,7 @@ class Frontend:
         while True:
             for message, _position in self.hosting.shared.rings[0][0].requests.peek():
                 if messages.head(message)[0] == MessageKind.CALL:
-                    call = messages.decode_call(message)
+                    call = messages.decode(message)
                     if isinstance(call, Watch) and (call.name, call.seen_topic_id) == (name, topic_id):
                         return call
             await asyncio.sleep(0.001)

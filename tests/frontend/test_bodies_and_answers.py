@@ -15,8 +15,8 @@ from starlette.datastructures import QueryParams
 from topics.core.errors import STATUS_BY_CODE, TopicsError
 from topics.frontend.entry import responses
 from topics.frontend.entry.bodies import ClientGoneError, Headers, read_body, unzip
-from topics.frontend.entry.query import count, flag
 from topics.frontend.entry.responses import GZIP_MIN_BYTES, accepts_gzip, send_error, send_json
+from topics.frontend.entry.wire import count, flag
 
 JSON: Headers = {b"content-type": b"application/json"}
 

@@ -20,8 +20,9 @@ from topics.frontend.entry.budget import Budget, Reservation
 from topics.frontend.queues.dealt_jobs import ANSWER_BYTES_MAX, ASIDE_MS
 from topics.shm import messages
 from topics.shm.arena import ArenaWriter
+from topics.shm.asks import Message
 from topics.shm.control import Role
-from topics.shm.messages import Call, MessageKind
+from topics.shm.messages import MessageKind
 from topics.shm.queue_messages import Claim, Dealt, Peek, Peeked, Release, Unclaim, Waiting, WorkClose
 from topics.shm.topic_messages import CatchUp, CaughtUp, Expire
 
@@ -39,14 +40,14 @@ class Shard:
         self._rings = frontend.hosting.shared.rings[0][0]
         self._read = 0
 
-    def calls(self) -> list[tuple[int, Call]]:
+    def calls(self) -> list[tuple[int, Message]]:
         """New ones, with their request ids."""
         found = []
         for message, position in self._rings.requests.peek(self._read):
             self._read = position
             kind, request_id, _ = messages.head(message)
             if kind == MessageKind.CALL:
-                found.append((request_id, messages.decode_call(message)))
+                found.append((request_id, messages.decode(message)))
         return found
 
     def free(self) -> None:
@@ -115,7 +116,7 @@ def test_a_claim_is_answered_also_when_the_ring_has_no_room_for_what_did_not_fit
         shard.answer(claim_id, Dealt(1, [1, 2, 3], LEASE_NO, DEADLINE_MS, [1, 1, 1], 5))
         status, _, answer = await asked
         assert (status, [job["$seq"] for job in answer["claimed"]], answer["ready"]) == (200, [1, 2], 6)
-        given_back: list[Call] = []
+        given_back: list[Message] = []
 
         def unclaimed() -> bool:
             shard.free()
@@ -378,7 +379,7 @@ def test_what_a_claim_that_was_asked_twice_is_dealt_the_second_time_is_given_bac
         status, _, answer = await asked
         assert (status, [job["$seq"] for job in answer["claimed"]]) == (200, [1])
         shard.deal(Dealt(claim.stream, [2], LEASE_NO + 1, DEADLINE_MS, [1], 0))
-        calls: list[Call] = []
+        calls: list[Message] = []
 
         def given_back() -> bool:
             calls.extend(call for _, call in shard.calls())

@@ -22,9 +22,10 @@ from topics.frontend.txn.coordinator import Stages, TxnCoordinator
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply
 from topics.shm.arena import ArenaWriter
+from topics.shm.asks import Message
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
-from topics.shm.messages import Call, MessageKind
+from topics.shm.messages import MessageKind
 from topics.shm.topic_messages import (
     StagePublish,
     StagesOver,
@@ -64,13 +65,13 @@ class Shards:
         self._held.append(ArenaWriter(self._identity, shard, 1))
         self.shared.control.cell(Role.WALSHARD, shard).set("generation", 1)
 
-    def calls(self, shard: int) -> Iterator[tuple[int, Call]]:
+    def calls(self, shard: int) -> Iterator[tuple[int, Message]]:
         """New ones, with their request ids; what is not taken from this stays new."""
         for message, position in self.shared.rings[0][shard].requests.peek(self._read[shard]):
             self._read[shard] = position
             kind, request_id, _count = messages.head(message)
             if kind == MessageKind.CALL:
-                yield request_id, messages.decode_call(message)
+                yield request_id, messages.decode(message)
 
     async def told(self, shard: int, kind: type[CallT]) -> tuple[int, CallT]:
         """The next call of this kind, with its request id; others that come before it are passed over."""
@@ -86,7 +87,7 @@ class Shards:
         await until(look)
         return found[0]
 
-    def answer(self, shard: int, request_id: int, reply: messages.Reply) -> None:
+    def answer(self, shard: int, request_id: int, reply: Message) -> None:
         self._send(shard, messages.encode_reply(request_id, reply))
 
     def published(self, shard: int, request_id: int) -> None:

@@ -88,7 +88,10 @@ def test_a_stream_that_could_not_be_opened_leaves_nothing_to_those_behind_it(
         await live.write("t")
         with monkeypatch.context() as patch:
             good, _ = live.follow({"s": 0})
-            patch.setattr(KnownTopics if failing == "find" else live.gateway, failing, no_file)
+            if failing == "find":
+                patch.setattr(KnownTopics, "find", no_file)
+            else:
+                patch.setattr(live.gateway.watches, "add", no_file)
             with pytest.raises(OSError, match="too many open files"):
                 live.follow({"s": 0, "t": 0})
         assert live.cell.get("sse_connections") == 1

@@ -159,11 +159,11 @@ def asked(fault: Callable[[], None]) -> Callable[[Live], Awaitable[None]]:
         await old_topic(live)
         live.store.before_read = fault
         with pytest.raises(TopicsError) as refused:
-            await live.reader.fetch_page(live.reader.get("old"), 0, OPTIONS, live.clock.now_ms())
+            await live.reader.fetch_page(live.reader.get("old"), 0, OPTIONS)
         assert (refused.value.code, refused.value.status) == ("storage_unavailable", 503)
         live.store.before_read = lambda: None
         live.tier.timeout_ms = COLD_TIMEOUT_MS
-        page = await live.reader.fetch_page(live.reader.get("old"), 85, OPTIONS, live.clock.now_ms())
+        page = await live.reader.fetch_page(live.reader.get("old"), 85, OPTIONS)
         assert (page.count, page.cold_segments) == (5, 1)
 
     return test

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 
 import pytest
 from h2.errors import ErrorCodes
 from h2.exceptions import DenialOfServiceError, FrameTooLargeError
 
+from topics.frontend.http.connections import UnadmittedInput
 from topics.frontend.http.frame_budget import FRAMES_BURST, FRAMES_PER_S, FRAMES_PER_TURN, CheckedFrames, FrameBudget
-from topics.frontend.http.unadmitted_input import UnadmittedInput
 
 MAX_BLOCK_BYTES = 20_000
 DATA, HEADERS, RESET, SETTINGS, PING, CONTINUATION = 0, 1, 3, 4, 6, 9
@@ -128,7 +129,7 @@ def test_a_header_block_counts_until_its_end_and_is_bounded() -> None:
         wire.turns(frame(HEADERS, 0, 3, b"x" * 10_000) + frame(CONTINUATION, 4, 3, b"x" * 10_001))
 
 
-class Transport:
+class Transport(asyncio.Transport):
     def __init__(self) -> None:
         self.aborted = False
 

@@ -23,6 +23,7 @@ from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply
 from topics.shm.arena import ArenaWriter
 from topics.shm.arena_heap import LocationRing
+from topics.shm.asks import Message
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
 from topics.shm.messages import MessageKind
@@ -71,8 +72,12 @@ class Shard:
             taken.append((kind, request_id, message))
         return taken
 
-    def calls(self) -> list[messages.Call]:
-        return [messages.decode_call(message) for kind, _id, message in self.take() if kind == MessageKind.CALL]
+    def is_asked(self) -> bool:
+        """Return whether there is a request that was not taken."""
+        return self.pair.requests.written > self._read
+
+    def calls(self) -> list[Message]:
+        return [messages.decode(message) for kind, _id, message in self.take() if kind == MessageKind.CALL]
 
     def answer(self, encoded: bytearray) -> None:
         assert self.pair.replies.push(encoded)
@@ -147,7 +152,7 @@ def test_it_says_hello_first(shard: Shard) -> None:
     async def test(gateway: Gateway) -> None:
         append(gateway)
         (first, _, hello), (second, _, _) = shard.take()
-        assert (first, messages.decode_call(hello), second) == (MessageKind.CALL, Hello(7), MessageKind.APPEND)
+        assert (first, messages.decode(hello), second) == (MessageKind.CALL, Hello(7), MessageKind.APPEND)
 
     on_loop(shard, test, incarnation=7)
 
@@ -400,7 +405,7 @@ def test_what_is_too_long_for_the_ring_goes_by_reference(shard: Shard, size_byte
         assert size_bytes > shard.pair.requests.message_max_bytes
         shard.take()
         future = append(gateway, size_bytes)
-        await until(lambda: not shard.pair.requests.empty and shard.pair.requests.written > shard._read)
+        await until(shard.is_asked)
         ((kind, request_id, message),) = shard.take()
         assert kind == MessageKind.APPEND | messages.BY_REFERENCE
         path = messages.decode_reference(message)
@@ -435,12 +440,13 @@ def test_a_long_request_that_timed_out_keeps_its_file_until_the_answer(shard: Sh
 
 @pytest.mark.parametrize("size_bytes", [20_000, 3_000_000], ids=["by the loop", "by a thread"])
 def test_no_room_for_a_long_request(shard: Shard, monkeypatch: pytest.MonkeyPatch, size_bytes: int) -> None:
+    monkeypatch.setattr(limits, "SPILLS", limits.SPILLS._replace(most_bytes=size_bytes + 1000))
+
     async def test(gateway: Gateway) -> None:
         shard.take()
-        monkeypatch.setattr(gateway._spills.budget, "most_bytes", size_bytes + 1000)
         first, second = append(gateway, size_bytes), append(gateway, size_bytes)
         assert refusal(second).code == "throttled"
-        await until(lambda: shard.pair.requests.written > shard._read)
+        await until(shard.is_asked)
         ((_, request_id, message),) = shard.take()
         path = messages.decode_reference(message)
         shard.answer(append_messages.encode_append_reply(request_id, REPLY))
@@ -512,8 +518,8 @@ def test_listeners_of_a_topic_share_one_watch(shard: Shard) -> None:
         assert found is not None
         calls: list[str] = []
         shard.calls()
-        first = gateway.watch(0, "t", found[1], lambda: calls.append("first"))
-        second = gateway.watch(0, "t", found[1], lambda: calls.append("second"))
+        first = gateway.watches.add(0, "t", found[1], lambda: calls.append("first"))
+        second = gateway.watches.add(0, "t", found[1], lambda: calls.append("second"))
         ((watch,)) = shard.calls()
         assert isinstance(watch, Watch)
         assert (watch.name, watch.seen_topic_id, watch.seen_head_seq) == ("t", 9, 4)
@@ -541,11 +547,11 @@ def test_a_listener_that_knows_an_older_state_is_called_at_once(shard: Shard) ->
         hosted.topic.durable_seq = 1
         hosted.publish()
         calls: list[int] = []
-        handle = gateway.watch(0, "t", found[1], lambda: calls.append(1))
+        handle = gateway.watches.add(0, "t", found[1], lambda: calls.append(1))
         assert calls == []  # never within the call
         await until(lambda: calls == [1])
         handle.cancel()
-        late = gateway.watch(0, "t", found[1], lambda: calls.append(2))
+        late = gateway.watches.add(0, "t", found[1], lambda: calls.append(2))
         late.cancel()
         await asyncio.sleep(0.01)
         assert calls == [1]
@@ -562,8 +568,8 @@ def test_one_listeners_fault_is_not_the_others(shard: Shard) -> None:
         def fault() -> None:
             raise ValueError
 
-        gateway.watch(0, "t", None, fault)
-        gateway.watch(0, "t", None, lambda: calls.append(1))
+        gateway.watches.add(0, "t", None, fault)
+        gateway.watches.add(0, "t", None, lambda: calls.append(1))
         ((watch,)) = shard.calls()
         assert isinstance(watch, Watch)
         await until(lambda: calls == [1])
@@ -580,7 +586,7 @@ def test_a_restarted_shard_is_asked_to_watch_again(shard: Shard) -> None:
         found = Arenas(shard.shared).require(0).look_up("t")
         assert found is not None
         calls: list[int] = []
-        gateway.watch(0, "t", found[1], lambda: calls.append(1))
+        gateway.watches.add(0, "t", found[1], lambda: calls.append(1))
         (first,) = [call for call in shard.calls() if isinstance(call, Watch)]
         shard.arena = ArenaWriter(shard.shared.identity, 0, 2)
         shard.host("other", 8)
@@ -598,7 +604,7 @@ def test_a_name_that_is_made_again_is_watched_again(shard: Shard) -> None:
     async def test(gateway: Gateway) -> None:
         old = shard.host("t", 9)
         calls: list[int] = []
-        gateway.watch(0, "t", None, lambda: calls.append(1))
+        gateway.watches.add(0, "t", None, lambda: calls.append(1))
         await until(lambda: calls == [1])
         (first,) = [call for call in shard.calls() if isinstance(call, Watch)]
         old.retire()
@@ -618,7 +624,7 @@ def test_a_name_that_is_made_again_later_is_watched_for_who_finds_it(shard: Shar
         arenas = Arenas(shard.shared)
         old = shard.host("t", 9)
         calls: list[int] = []
-        handle = gateway.watch(0, "t", None, lambda: calls.append(1))
+        handle = gateway.watches.add(0, "t", None, lambda: calls.append(1))
         await until(lambda: calls == [1])
         (first,) = [call for call in shard.calls() if isinstance(call, Watch)]
         for topic_id in (10, 11):
@@ -649,13 +655,13 @@ def test_a_topic_that_is_polled_while_too_much_waits_is_watched_once(
         for hour in range(1, 4):
             posts = gateway.links[0].requests.posts.budget
             monkeypatch.setattr(posts, "limit", posts.limit._replace(most_count=0))
-            gateway.watch(0, "t", None, lambda: None).cancel()
-            gateway._watches.sweep(asyncio.get_running_loop().time() + 3600 * hour)
+            gateway.watches.add(0, "t", None, lambda: None).cancel()
+            gateway.watches.sweep(asyncio.get_running_loop().time() + 3600 * hour)
         told = shard.calls()
         (watch,) = [call for call in told if isinstance(call, Watch)]
         assert not any(isinstance(call, Unwatch) for call in told)
         monkeypatch.undo()
-        gateway._watches.sweep(asyncio.get_running_loop().time() + 3600 * 5)
+        gateway.watches.sweep(asyncio.get_running_loop().time() + 3600 * 5)
         assert shard.calls() == [Unwatch(watch.token, "t")]
 
     on_loop(shard, test)
@@ -666,9 +672,9 @@ def test_a_watch_ends_some_time_after_its_last_listener(shard: Shard, monkeypatc
 
     async def test(gateway: Gateway) -> None:
         shard.host("t", 9)
-        gateway.watch(0, "t", None, lambda: None).cancel()
+        gateway.watches.add(0, "t", None, lambda: None).cancel()
         (watch,) = [call for call in shard.calls() if isinstance(call, Watch)]
-        seen: list[messages.Call] = []
+        seen: list[Message] = []
 
         def unwatched() -> bool:
             seen.extend(shard.calls())

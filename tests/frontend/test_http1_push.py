@@ -9,7 +9,7 @@ import pytest
 
 from tests.frontend.http1_server import Client, Server, until
 from topics.frontend.http.deadlines import HttpLimits
-from topics.frontend.http.http1_push import PushStream
+from topics.frontend.http.http1_exchange import PushStream
 
 FRAME = b"x" * 65_536
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.frontend.http1_server import Client, Server, undisturbed, until
 from topics.frontend.entry import stalled_clients
-from topics.frontend.http import kept_answers
+from topics.frontend.http import connections
 from topics.frontend.http.deadlines import HttpLimits
 
 
@@ -75,7 +75,7 @@ def test_reader_that_takes_next_to_nothing(loop: str) -> None:
 
 def test_answers_that_nobody_takes_have_a_bound_together(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection whose client has not read for longest is cut, and no other."""
-    monkeypatch.setattr(kept_answers, "CHECK_S", 0.05)
+    monkeypatch.setattr(connections, "CHECK_S", 0.05)
     monkeypatch.setattr(stalled_clients, "STALL_CUT_MS", 200)
     with Server(loop=loop) as server, contextlib.ExitStack() as stack:
         server.connections.kept.high_bytes = 70_000_000
@@ -93,7 +93,7 @@ def test_answers_that_nobody_takes_have_a_bound_together(loop: str, monkeypatch:
 def test_answers_are_not_cut_while_they_are_taken(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest of the answers that are too much together is read on, if not quickly."""
     stall_ms = 1000
-    monkeypatch.setattr(kept_answers, "CHECK_S", 0.05)
+    monkeypatch.setattr(connections, "CHECK_S", 0.05)
     monkeypatch.setattr(stalled_clients, "STALL_CUT_MS", stall_ms)
 
     def read_on() -> None:
@@ -140,7 +140,7 @@ def test_answers_have_a_bound_whoever_takes_them(loop: str, monkeypatch: pytest.
 
 def test_what_a_stream_leaves_behind_is_bounded_like_any_answer(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub counts what it keeps for a stream as long as it is open, and nobody would from then on."""
-    monkeypatch.setattr(kept_answers, "CHECK_S", 0.05)
+    monkeypatch.setattr(connections, "CHECK_S", 0.05)
     monkeypatch.setattr(stalled_clients, "STALL_CUT_MS", 200)
 
     def leave_behind(client: Client, count: int) -> None:
@@ -169,23 +169,23 @@ def test_an_answer_counts_whole_until_its_client_has_all_of_it(loop: str, monkey
         server.connections.kept.high_bytes = 20_000_000
         kept = server.connections.kept
         client.get("/big?30000000").head()
-        until(lambda: kept.held_bytes, "its answer to be kept")
+        until(lambda: kept.budget.held_bytes, "its answer to be kept")
         (connection,) = server.http1
         left_bytes = 30_000_000
         while left_bytes > 10_000_000:
             left_bytes -= len(client.read(left_bytes - 10_000_000))
         assert server.settled(lambda: connection.buffered_bytes) < 10_000_000
         server.call(kept._check)
-        assert kept.held_bytes >= 30_000_000
+        assert kept.budget.held_bytes >= 30_000_000
         assert connection._transport.get_write_buffer_limits()[0] == 0, "it is not let go before the last byte"
         while left_bytes:
             left_bytes -= len(client.read(left_bytes))
-        until(lambda: not kept.held_bytes, "all of it to be taken")
+        until(lambda: not kept.budget.held_bytes, "all of it to be taken")
 
 
 def test_what_a_client_that_went_did_not_take_is_not_counted(loop: str) -> None:
     with Server(loop=loop) as server:
         with server.client(receive_buffer_bytes=4096) as client:
             client.get("/big?30000000").head()
-            until(lambda: server.connections.kept.held_bytes >= 30_000_000, "its answer to be kept")
-        until(lambda: not server.connections.kept.held_bytes, "it is let go")
+            until(lambda: server.connections.kept.budget.held_bytes >= 30_000_000, "its answer to be kept")
+        until(lambda: not server.connections.kept.budget.held_bytes, "it is let go")

@@ -243,11 +243,11 @@ def test_disconnect_is_seen_after_a_large_body_was_taken(server: Server) -> None
 
 def test_requests_behind_an_unread_answer_wait(server: Server) -> None:
     """The answers to what a client pipelines must not pile up; a half-close in between changes nothing."""
-    before = server.connections.requests
+    before = len(server.app.scopes)
     with server.client(receive_buffer_bytes=4096) as client:
         client.get("/big?20000000").post("/echo", b"second").post("/echo", b"third").half_close()
-        until(lambda: server.connections.requests > before, "request")
-        assert server.settled(lambda: server.connections.requests) == before + 1
+        until(lambda: len(server.app.scopes) > before, "request")
+        assert server.settled(lambda: len(server.app.scopes)) == before + 1
         assert len(client.answer().body) == 20_000_000
         assert [client.answer().body for _ in range(2)] == [b"second", b"third"]
         assert client.is_closed()
@@ -295,8 +295,8 @@ def test_body_that_nobody_reads_is_not_collected() -> None:
         sent = fill(client, piece)
         (connection,) = server.http1
         assert connection._exchange is not None
-        # One read more than the mark may have been under way.
-        assert connection._exchange.unread_bytes <= limits.read_high_water_bytes + READ_BYTES
+        # The mark counts what is parsed and what is not each for itself; one read more may have been under way.
+        assert connection._exchange.unread_bytes <= 2 * limits.read_high_water_bytes + READ_BYTES
         server.call(server.app.go.set)
         client.send(piece[sent % len(piece) :] + b"0\r\n\r\n")
         assert len(client.answer().body) == (sent // len(piece) + 1) * 0x8000

@@ -11,7 +11,7 @@ from tests.frontend.http1_server import Client, Server, until
 from tests.frontend.http2_client import Streams
 from topics.frontend.entry import stalled_clients
 from topics.frontend.entry.limits import CONNECTION_ANSWERS
-from topics.frontend.http import kept_answers
+from topics.frontend.http import connections
 from topics.frontend.http.deadlines import HttpLimits
 
 PAGE_BYTES = 1 << 20
@@ -40,7 +40,7 @@ def kept_when_all_have_asked(server: Server, pages: int) -> int:
     """Return the bytes that the service says it keeps for its clients."""
     until(lambda: server.app.asked == pages, "the requests")
     server.settled(lambda: server.app.made)
-    return server.connections.kept.held_bytes
+    return server.connections.kept.budget.held_bytes
 
 
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
@@ -55,12 +55,12 @@ def test_a_connection_keeps_as_many_as_there_is_room_for_and_the_others_when_the
         streams.take(pages[0])
         streams.read_to_the_end_of(pages[0])
         assert server.settled(lambda: server.app.made) == AT_ONCE + 1
-        assert server.connections.kept.held_bytes == KEPT_MAX_BYTES
+        assert server.connections.kept.budget.held_bytes == KEPT_MAX_BYTES
         streams.take(*pages[1:])
         streams.read_to_the_end_of(*pages)
         assert [streams.got_bytes(stream_id) for stream_id in pages] == [PAGE_BYTES] * PAGES
         until(lambda: not server.app.running, "the app calls to end")
-        until(lambda: not server.connections.kept.held_bytes, "nothing to be kept")
+        until(lambda: not server.connections.kept.budget.held_bytes, "nothing to be kept")
 
 
 def test_short_answers_and_streams_beside_them_do_not_wait(server: Server) -> None:
@@ -105,7 +105,7 @@ def test_streams_that_are_reset_are_in_nobody_s_way(server: Server) -> None:
             streams.give_up(stream_id)
         until(lambda: server.app.made == AT_ONCE + 2, "those that are left to be made")
         until(lambda: server.app.running == AT_ONCE, "the calls of the others to end")
-        assert server.settled(lambda: server.connections.kept.held_bytes) == KEPT_MAX_BYTES
+        assert server.settled(lambda: server.connections.kept.budget.held_bytes) == KEPT_MAX_BYTES
         left = [*pages[2:AT_ONCE], *pages[AT_ONCE + 2 :]]
         streams.take(*left)
         streams.read_to_the_end_of(*left)
@@ -116,7 +116,7 @@ def test_nothing_is_left_of_a_connection_that_is_closed(server: Server) -> None:
         ask_pages(streams_of(client), PAGES)
         kept_when_all_have_asked(server, PAGES)
     until(lambda: not server.app.running, "the calls to end")
-    until(lambda: not server.connections.kept.held_bytes, "nothing to be kept")
+    until(lambda: not server.connections.kept.budget.held_bytes, "nothing to be kept")
     assert server.app.made == AT_ONCE
     assert not server.app.cut, "they ended only when they were cancelled"
 
@@ -141,7 +141,7 @@ def test_who_takes_nothing_holds_up_the_others_of_its_connection_for_a_time_only
         streams.read_to_the_end_of(*pages[AT_ONCE:])
         assert streams.reset >= set(pages[:3])
         until(lambda: not server.app.running, "the calls to end")
-        until(lambda: not server.connections.kept.held_bytes, "nothing to be kept")
+        until(lambda: not server.connections.kept.budget.held_bytes, "nothing to be kept")
 
 
 def test_a_stop_does_not_wait_for_them_beyond_its_grace() -> None:
@@ -152,7 +152,7 @@ def test_a_stop_does_not_wait_for_them_beyond_its_grace() -> None:
         server.begin_shutdown()
         server.wait_stopped()
         assert server.app.running == 0
-        assert server.connections.kept.held_bytes == 0
+        assert server.connections.kept.budget.held_bytes == 0
 
 
 def test_a_stop_waits_for_those_who_take_theirs() -> None:
@@ -168,7 +168,7 @@ def test_a_stop_waits_for_those_who_take_theirs() -> None:
 
 def test_streams_of_all_connections_have_a_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that that of HTTP/1.1 has: who has taken nothing for longest is reset, and its connection goes on."""
-    monkeypatch.setattr(kept_answers, "CHECK_S", 0.05)
+    monkeypatch.setattr(connections, "CHECK_S", 0.05)
     monkeypatch.setattr(stalled_clients, "STALL_CUT_MS", 200)
     with Server() as server, contextlib.ExitStack() as stack:
         server.connections.kept.high_bytes = 7_000_000
@@ -177,10 +177,10 @@ def test_streams_of_all_connections_have_a_bound_together(monkeypatch: pytest.Mo
         for count, streams in enumerate(clients, start=1):
             asked.append(streams.ask("/big?3000000"))
             until(lambda: len(server.app.scopes) == count, "the request")
-            server.settled(lambda: server.connections.kept.held_bytes)
+            server.settled(lambda: server.connections.kept.budget.held_bytes)
         while asked[0] not in clients[0].reset:
             clients[0].read()
-        assert server.connections.kept.held_bytes == 6_000_000
+        assert server.connections.kept.budget.held_bytes == 6_000_000
         for streams, stream_id in zip(clients[1:], asked[1:], strict=True):
             streams.take(stream_id)
             streams.read_to_the_end_of(stream_id)
@@ -193,7 +193,7 @@ def test_what_a_connection_of_http1_keeps_counts() -> None:
     with Server() as server, contextlib.ExitStack() as stack:
         client = stack.enter_context(server.client(receive_buffer_bytes=4096))
         client.get("/big?30000000")
-        until(lambda: server.connections.kept.held_bytes > 20_000_000, "its answer to be kept")
+        until(lambda: server.connections.kept.budget.held_bytes > 20_000_000, "its answer to be kept")
         assert len(client.answer().body) == 30_000_000
         # The client may have the last of it before the server's loop has heard that it is out.
-        until(lambda: not server.connections.kept.held_bytes, "nothing to be kept")
+        until(lambda: not server.connections.kept.budget.held_bytes, "nothing to be kept")

@@ -15,9 +15,9 @@ from hypercorn.protocol.h2 import BUFFER_LOW_WATER
 
 from tests.frontend.http1_server import Client, Server, undisturbed, until
 from topics.core.clock import SystemClock
+from topics.frontend.http.connections import KeptAnswers
 from topics.frontend.http.deadlines import HttpLimits
 from topics.frontend.http.http2_buffer import BoundedBuffer
-from topics.frontend.http.kept_answers import KeptAnswers
 
 PIECE_BYTES = 64 * 1024
 """Bytes of a piece of `App.large`."""
@@ -163,14 +163,14 @@ def test_an_answer_counts_whole_until_nobody_waits_for_its_rest_which_is_then_al
         buffer.attach(kept, lambda: None)
         answer = b"x" * 4_000_000
         pushing = asyncio.create_task(buffer.push(answer))
-        while not kept.held_bytes:
+        while not kept.budget.held_bytes:
             await asyncio.sleep(0)
         got = []
         while buffer.buffered_bytes >= BUFFER_LOW_WATER:
-            assert (kept.held_bytes, pushing.done()) == (4_000_000, False)
+            assert (kept.budget.held_bytes, pushing.done()) == (4_000_000, False)
             got.append(await buffer.pop(12_345))
         await pushing
-        assert kept.held_bytes == 0
+        assert kept.budget.held_bytes == 0
         assert 0 < sum(memoryview(part.obj).nbytes for part in buffer._parts) < BUFFER_LOW_WATER, (
             "and not the whole answer"
         )

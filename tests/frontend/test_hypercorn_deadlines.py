@@ -12,8 +12,7 @@ import pytest
 
 from tests.frontend.http1_server import Server, until
 from tests.frontend.test_turned_away import one_place
-from topics.frontend.http.deadlines import HttpLimits, RunningClock
-from topics.frontend.http.hypercorn_deadlines import SlowReaderTimer
+from topics.frontend.http.deadlines import HttpLimits, RunningClock, SlowReaderTimer
 
 LIMITS = HttpLimits(write_stall_timeout_ms=200, linger_ms=20)
 SLOW = HttpLimits(write_stall_timeout_ms=200, linger_ms=20, read_min_bytes_per_s=1 << 30)

@@ -32,11 +32,11 @@ ALL = PageOptions(limit=1000, max_batch_bytes=1 << 20)
 
 
 def page(hosting: Hosting, name: str, from_seq: int = 0, options: PageOptions = ALL, **more: int) -> RecordPage:
-    ref, now_ms = hosting.reader.get(name), hosting.clock.now_ms()
+    ref = hosting.reader.get(name)
     try:
-        return hosting.reader.read_page(ref, from_seq, options, now_ms, **more)
+        return hosting.reader.read_page(ref, from_seq, options, **more)
     except ColdMissError:
-        return asyncio.run(hosting.reader.fetch_page(ref, from_seq, options, now_ms, **more))
+        return asyncio.run(hosting.reader.fetch_page(ref, from_seq, options, **more))
 
 
 def seqs(read: RecordPage) -> list[int]:
@@ -114,9 +114,9 @@ def test_bytes_bound_a_page_but_for_its_first_record(hosting: Hosting) -> None:
 def test_a_reader_that_may_not_see_beyond_a_seq(hosting: Hosting) -> None:
     hosting.make("t")
     hosting.write("t", numbered(10))
-    read = page(hosting, "t", 3, up_to_seq=5)
+    read = page(hosting, "t", 3, to_seq=5)
     assert (seqs(read), read.next_from_seq, read.head_seq) == ([4, 5], 5, 10)
-    assert seqs(page(hosting, "t", 5, up_to_seq=5)) == []
+    assert seqs(page(hosting, "t", 5, to_seq=5)) == []
 
 
 def test_filtering_a_long_log_is_done_in_steps(hosting: Hosting) -> None:
@@ -156,9 +156,9 @@ def test_what_expired_is_gone_before_the_shard_looks(hosting: Hosting) -> None:
     hosting.write("t", numbered(3))
     hosting.clock.ms += 150
     assert seqs(page(hosting, "t")) == [1, 2, 3]  # strictly older than ttl_ms (api §1)
-    assert not hosting.reader.has_expired(hosting.reader.get("t"), hosting.clock.now_ms())
+    assert not hosting.reader.has_expired(hosting.reader.get("t"))
     hosting.clock.ms += 1
-    assert hosting.reader.has_expired(hosting.reader.get("t"), hosting.clock.now_ms())
+    assert hosting.reader.has_expired(hosting.reader.get("t"))
     hosting.write("t", numbered(1))
     before = page(hosting, "t")
     hosting.expire("t")
@@ -194,12 +194,12 @@ def test_readers_expire_nothing_by_a_clock_that_was_put_forward(hosting: Hosting
     reader = hosting.reader
 
     def read() -> RecordPage:
-        return reader.read_page(reader.get("t"), 0, ALL, reader.now_ms())
+        return reader.read_page(reader.get("t"), 0, ALL)
 
     assert seqs(read()) == [1, 2, 3]
     hosting.clock.skew_ms += day_ms
     assert seqs(read()) == [1, 2, 3]
-    assert not reader.has_expired(reader.get("t"), reader.now_ms())
+    assert not reader.has_expired(reader.get("t"))
     hosting.clock.ms += SETTLE_MS - 1
     hosting.clock.skew_ms -= day_ms
     assert seqs(read()) == [1, 2, 3]
@@ -219,7 +219,7 @@ def test_a_clock_that_goes_back_hides_nothing_that_is_written_then(hosting: Host
     reader = hosting.reader
 
     def read() -> RecordPage:
-        return reader.read_page(reader.get("t"), 0, ALL, reader.now_ms())
+        return reader.read_page(reader.get("t"), 0, ALL)
 
     assert read().count == 0
     hosting.clock.skew_ms -= STEP_MAX_MS
@@ -227,7 +227,7 @@ def test_a_clock_that_goes_back_hides_nothing_that_is_written_then(hosting: Host
     hosting.clock.skew_ms -= 86_400_000
     hosting.make("u", TopicConfig(ttl_ms=1000))
     hosting.write("u", numbered(3))
-    assert reader.read_page(reader.get("u"), 0, ALL, reader.now_ms()).count == 3
+    assert reader.read_page(reader.get("u"), 0, ALL).count == 3
 
 
 def test_an_expired_topic_is_empty_at_its_head(hosting: Hosting) -> None:
@@ -355,7 +355,7 @@ def test_a_view_overtaken_by_the_ring_is_taken_anew(hosting: Hosting) -> None:
     ref = hosting.reader.get("t")
     for n in range(30):  # 16 entries wrap around: those of `ref` are overwritten
         hosting.write("t", numbered(1, n))
-    read = hosting.reader.read_page(ref, 0, ALL, hosting.clock.now_ms())
+    read = hosting.reader.read_page(ref, 0, ALL)
     assert seqs(read) == list(range(31, 41))
 
 

@@ -41,7 +41,7 @@ RECORDS = 60
 def read(hosting: Hosting, from_seq: int = 0, options: PageOptions = ALL, name: str = "t") -> RecordPage:
     """A page with whatever waiting it takes."""
     ref = hosting.reader.get(name)
-    return asyncio.run(hosting.reader.fetch_page(ref, from_seq, options, hosting.clock.now_ms()))
+    return asyncio.run(hosting.reader.fetch_page(ref, from_seq, options))
 
 
 def seqs(page: RecordPage) -> list[int]:
@@ -164,18 +164,14 @@ def test_expiry_is_exact_wherever_the_floor_falls(hosting: Hosting) -> None:
     for now_ms in range(start + 900, start + 1010, 7):
         hosting.clock.ms = now_ms
         ref = hosting.reader.get("t")
-        before = (read(hosting), hosting.reader.has_expired(ref, now_ms), hosting.reader.seq_before(ref, now_ms - 1000))
+        before = (read(hosting), hosting.reader.has_expired(ref), hosting.reader.seq_before(ref, now_ms - 1000))
         if now_ms == start + 900:
             hosting.checkpoint("t", 50, records_max=10)
         else:
             # The floors of the shard have not moved: only the reader's sight of them.
             assert hosting.segments("t")[0].first_seq == 1
         ref = hosting.reader.get("t")
-        assert (
-            read(hosting),
-            hosting.reader.has_expired(ref, now_ms),
-            hosting.reader.seq_before(ref, now_ms - 1000),
-        ) == before
+        assert (read(hosting), hosting.reader.has_expired(ref), hosting.reader.seq_before(ref, now_ms - 1000)) == before
         alive = [seq for seq in range(1, RECORDS + 1) if now_ms - (start - RECORDS + seq) <= 1000]
         assert seqs(before[0]) == alive
         assert before[1] == (len(alive) < RECORDS)
@@ -206,8 +202,10 @@ def test_a_floor_inside_a_segment_is_where_times_begin(hosting: Hosting) -> None
     assert hosting.topics["t"].topic.earliest_seq == 6
     ref = hosting.reader.get("t")
     assert [hosting.reader.seq_before(ref, start + seq) for seq in (1, 5, 6, 7, 20, 21, 28)] == [5, 5, 5, 6, 19, 20, 27]
-    assert not hosting.reader.has_expired(ref, start + 6 + 1000), "what is below the floor does not count"
-    assert hosting.reader.has_expired(ref, start + 6 + 1001)
+    hosting.clock.ms = start + 6 + 1000
+    assert not hosting.reader.has_expired(ref), "what is below the floor does not count"
+    hosting.clock.ms += 1
+    assert hosting.reader.has_expired(ref)
 
 
 # -- files that change and go under the reader
@@ -255,7 +253,7 @@ def test_a_view_that_was_overtaken_is_taken_anew(hosting: Hosting, step: str) ->
         fill(hosting, 21, plain=True)  # the cap takes 11, and passes over the deleted one
         first = 13
         hosting.remove_files("t", gone)
-    page = asyncio.run(hosting.reader.fetch_page(ref, 0, ALL, hosting.clock.now_ms()))
+    page = asyncio.run(hosting.reader.fetch_page(ref, 0, ALL))
     got, head_seq = seqs(page), hosting.topics["t"].topic.head_seq
     while page.next_from_seq < head_seq:
         page = read(hosting, page.next_from_seq)
@@ -606,7 +604,8 @@ def test_an_index_that_cannot_be_opened_keeps_nobody_from_asking_what_expired(ho
     path.unlink()
     path.symlink_to(path)
     ref = ref._replace(view=ref.view._replace(earliest_seq=2))
-    assert hosting.reader.has_expired(ref, hosting.clock.now_ms() + 2000) is False
+    hosting.clock.ms += 2000
+    assert hosting.reader.has_expired(ref) is False
 
 
 # -- cold
@@ -617,11 +616,11 @@ def test_a_page_that_cannot_wait_says_so(hosting: Hosting) -> None:
     fill(hosting, 30, plain=True)
     hosting.checkpoint("t", records_max=10)
     hosting.relocate("t", 11)
-    ref, now_ms = hosting.reader.get("t"), hosting.clock.now_ms()
-    before = hosting.reader.read_page(ref, 0, ALL, now_ms)
+    ref = hosting.reader.get("t")
+    before = hosting.reader.read_page(ref, 0, ALL)
     assert (seqs(before), before.cold_segments) == (list(range(1, 11)), 0), "what is at hand does not wait for the rest"
     with pytest.raises(ColdMissError) as missed:
-        hosting.reader.read_page(ref, 10, ALL, now_ms)
+        hosting.reader.read_page(ref, 10, ALL)
     assert missed.value.status == 503
     page = read(hosting, 10)
     assert (seqs(page), page.cold_segments) == (list(range(11, 31)), 1)
@@ -635,9 +634,9 @@ def test_times_and_floors_never_ask_the_cold_tier(hosting: Hosting) -> None:
         os.unlink(os.path.join(hosting.data_dir, "cold", hosting.relocate("t", seq)))
     hosting.clock.ms += 1000 - 30 + 15
     ref, now_ms = hosting.reader.get("t"), hosting.clock.now_ms()
-    assert hosting.reader.has_expired(ref, now_ms)
+    assert hosting.reader.has_expired(ref)
     assert hosting.reader.seq_before(ref, now_ms - 1000 + 2) == 16
-    page = hosting.reader.read_page(ref, 30, ALL, now_ms)
+    page = hosting.reader.read_page(ref, 30, ALL)
     assert page.earliest_seq == 15
 
 
@@ -680,8 +679,8 @@ def test_damage_in_the_cold_tier_is_named(hosting: Hosting) -> None:
 class Counted(LocalStore):
     """A cold directory that keeps what was asked of it."""
 
-    def __init__(self, store: LocalStore) -> None:
-        super().__init__(OsFileSystem(), store._root)
+    def __init__(self, hosting: Hosting) -> None:
+        super().__init__(OsFileSystem(), os.path.join(hosting.data_dir, "cold"))
         self.ranges: list[tuple[int, int]] = []
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
@@ -691,8 +690,7 @@ class Counted(LocalStore):
 
 def cold_blocks(hosting: Hosting, blocks: int) -> Counted:
     """From now on so much is kept of what is fetched."""
-    assert isinstance(hosting.store, LocalStore)
-    store = Counted(hosting.store)
+    store = Counted(hosting)
     hosting.reader.stores.cold = ColdTier(store, hosting.clock, COLD_TIMEOUT_MS, blocks * BLOCK_BYTES)
     return store
 

@@ -13,8 +13,7 @@ import pytest
 
 from tests.frontend.http1_server import Server, undisturbed
 from topics.core.errors import TopicsError
-from topics.frontend.http import hypercorn_deadlines
-from topics.frontend.http.deadlines import BodyTime, HttpLimits, RunningClock
+from topics.frontend.http.deadlines import BodyTime, HttpLimits, RunningClock, run_in_time
 
 HEAD = b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
 SLOW = HttpLimits(body_timeout_ms=200, body_idle_timeout_ms=5_000, body_min_bytes_per_s=100_000, linger_ms=10_000)
@@ -121,7 +120,7 @@ def test_http2_waits_no_longer(pieces: int) -> None:
     async def main() -> None:
         limits = HttpLimits(body_idle_timeout_ms=20, discard_timeout_ms=20)
         with pytest.raises(TopicsError) as raised:
-            await hypercorn_deadlines.run(app, limits, RunningClock(time.monotonic), {}, client.receive, sink)
+            await run_in_time(app, limits, RunningClock(time.monotonic), {}, client.receive, sink)
         assert raised.value.code == "request_timeout"
 
     asyncio.run(main())
@@ -146,7 +145,7 @@ def test_http2_takes_what_came_while_the_process_was_stopped() -> None:
 
     async def main() -> None:
         limits = HttpLimits(body_idle_timeout_ms=20)
-        await hypercorn_deadlines.run(app, limits, RunningClock(lambda: time_s), {}, Stopped().receive, sink)
+        await run_in_time(app, limits, RunningClock(lambda: time_s), {}, Stopped().receive, sink)
 
     asyncio.run(main())
 
@@ -157,7 +156,7 @@ def test_what_the_app_does_not_read_is_dropped() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         return
 
-    asyncio.run(hypercorn_deadlines.run(app, HttpLimits(), RunningClock(time.monotonic), {}, client.receive, sink))
+    asyncio.run(run_in_time(app, HttpLimits(), RunningClock(time.monotonic), {}, client.receive, sink))
     assert client.received == 50
 
 

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
+from topics.frontend.app import StartGate
 from topics.frontend.asgi import Receive, Scope, Send
-from topics.frontend.entry.start_gate import StartGate
 from topics.shm.control import ProcessCell
 
 

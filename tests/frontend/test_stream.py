@@ -264,7 +264,7 @@ def test_what_is_neither_delivered_nor_said_lost_was_not_wanted(
             nonlocal stream
             for _ in range(pages):
                 from_seq = stream.positions[0]
-                page = hosting.reader.read_page(hosting.reader.get("t"), from_seq, options, hosting.clock.now_ms())
+                page = hosting.reader.read_page(hosting.reader.get("t"), from_seq, options)
                 step = stream.advance(0, frame_page("t", from_seq, page, False))
                 follower.hear(step.data)
                 stream = step.state

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.frontend.hosting import Hosting, Written
 from topics.core.errors import TopicsError
 from topics.core.names import check_topic_name
-from topics.frontend.entry.query import name_after, name_cursor
+from topics.frontend.entry.wire import name_after, name_cursor
 from topics.frontend.reads.files import LogFiles
 from topics.shm.memory import SharedObject
 from topics.shm.recency import Recency, RecencyWriter
@@ -20,6 +20,7 @@ from topics.storage import layout
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,254}", fullmatch=True)
 
 
+@pytest.mark.long
 @given(NAMES)
 def test_a_cursor_leads_back_to_its_name(name: str) -> None:
     assert name_after(name_cursor(name), check_topic_name) == name

@@ -57,6 +57,10 @@ class Client:
     def say(self, **command: Any) -> None:
         self._sent.put_nowait({"type": "websocket.receive", "text": msgspec.json.encode(command).decode()})
 
+    def say_too_much(self) -> None:
+        """Send a message for which there is no room."""
+        self._sent.put_nowait({"type": "websocket.receive", "text": None, "bytes": None, DROPPED: True})
+
     def use(self, keys: str) -> None:
         """These count from now on."""
         self._frontend.access.replace(KeyRing(parse_list(keys)))
@@ -179,7 +183,7 @@ def test_a_publish_that_is_cut_before_its_first_step_counts_no_longer(
 def test_a_message_for_which_there_was_no_room_is_answered_and_the_socket_lives_on(hosting: Hosting) -> None:
     async def test(frontend: Frontend) -> None:
         client = Client(frontend)
-        client._sent.put_nowait({"type": "websocket.receive", "text": None, "bytes": None, DROPPED: True})
+        client.say_too_much()
         client.say(op="ping", request_id="next")
         await until(lambda: client.of("pong"))
         error, pong = client.received

@@ -93,6 +93,7 @@ def test_a_stream_that_ends_while_it_is_opened_does_not_begin(tmp_path: Path, en
     on_loop(tmp_path, test)
 
 
+@pytest.mark.long
 def test_a_stream_that_a_full_ring_refuses_leaves_nothing_behind(tmp_path: Path) -> None:
     async def test(live: Live) -> None:
         await live.put("q", type="queue")
@@ -227,7 +228,7 @@ def test_dead_jobs_that_are_dealt_to_a_stream_without_a_client_are_carried_away(
         worker.may_leave.clear()
         worker.wire.vanish()
         live.clock.ms += LEASE_MS
-        live.rig.shard.step()  # the job is dealt, and this loop has not seen it
+        live.rig.step()  # the job is dealt, and this loop has not seen it
         if stream == "that is over":
             asked.cancel()
             await asyncio.wait({asked})

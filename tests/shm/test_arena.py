@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from topics.core.config import TopicConfig
+from topics.shm import shm_names
 from topics.shm.arena import ArenaReader, ArenaWriter, Descriptor, SlotState, TopicView
 from topics.shm.arena_heap import LocationRing
 
@@ -128,8 +129,6 @@ def test_who_looks_for_a_topic_does_not_wait_for_the_steps(identity: str) -> Non
 def test_the_location_ring_holds_what_was_appended_and_not_dropped(steps: list[tuple[int, int]]) -> None:
     from secrets import token_hex
 
-    from topics.shm import shm_names
-
     identity = token_hex(8)
     try:
         writer = ArenaWriter(identity, 0, 1)
@@ -212,6 +211,10 @@ def test_a_view_is_never_half_of_two_states_also_when_the_writer_is_killed(ident
 
 
 def test_a_reader_of_another_version_is_refused(identity: str) -> None:
-    ArenaWriter(identity, 0, 1)._words[1] = 99
+    ArenaWriter(identity, 0, 1)
+    (arena,) = shm_names.objects(identity)
+    with open(f"/dev/shm/{arena}", "r+b") as file:
+        file.seek(8)
+        file.write((99).to_bytes(8, "little"))
     with pytest.raises(ValueError, match="not an index arena of this version"):
         ArenaReader(identity, 0, 1)

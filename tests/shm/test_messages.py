@@ -17,9 +17,9 @@ def test_calls_replies_errors_and_notices() -> None:
         Hello(4),
     ):
         message = memoryview(b"".join(messages.encode_call(1, call)))
-        assert messages.decode_call(message) == call
+        assert messages.decode(message) == call
     reply = SessionOpenReply(b"body", {"t": 1}, True)
-    assert messages.decode_reply(memoryview(messages.encode_reply(1, reply))) == reply
+    assert messages.decode(memoryview(messages.encode_reply(1, reply))) == reply
     error = messages.decode_error(memoryview(messages.encode_error(2, TopicsError("head_mismatch", "m", {"a": 1}))))
     assert (error.code, error.message, error.detail) == ("head_mismatch", "m", {"a": 1})
     assert messages.decode_notify(memoryview(messages.encode_notify([1, 2**63]))) == [1, 2**63]

@@ -10,7 +10,7 @@ import pytest
 from topics.core.errors import TopicsError
 from topics.core.routers import Router, RouterSpec
 from topics.shm import router_memory
-from topics.shm.memory import SharedObject
+from topics.shm.memory import SharedObject, unlink
 from topics.shm.router_memory import (
     BOARD_BYTES,
     TABLE_BYTES,
@@ -28,7 +28,7 @@ from topics.shm.router_memory import (
 def table_object(identity: str) -> Iterator[SharedObject]:
     shared = SharedObject.create(f"/topics-{identity}-routers", TABLE_BYTES, TABLE_RESERVE_BYTES)
     yield shared
-    shared.unlink()
+    unlink(shared.name)
 
 
 def make(router_id: int, name: str, version: int = 1) -> Router:
@@ -96,4 +96,4 @@ def test_a_board_shows_what_was_shown_last(identity: str) -> None:
         assert former.keys() == {*range(1, 201), 300} - {77}
         assert former[300] == RouterProgress(300, 1, 6, 9, 9)
     finally:
-        shared.unlink()
+        unlink(shared.name)

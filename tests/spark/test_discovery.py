@@ -26,13 +26,13 @@ def run(code: str, **env: str) -> str:
 
 def test_what_spark_imports_is_cheap() -> None:
     loaded = run("import sys, pyspark_topics; print(*sorted(sys.modules))").split()
-    assert not {"pyspark", "pyarrow", "httpx", "topics"} & set(loaded)
+    assert not {"pyspark", "pyarrow", "httptools", "topics"} & set(loaded)
 
 
 def test_the_class_that_spark_takes_imports_neither_arrow_nor_http() -> None:
     loaded = run("import sys, pyspark_topics; pyspark_topics.DefaultSource; print(*sorted(sys.modules))").split()
     assert "topics.spark.source" in loaded
-    assert not {"httpx", "topics.client", "topics.spark.columns"} & set(loaded)
+    assert not {"httptools", "topics.client", "topics.spark.columns"} & set(loaded)
 
 
 def test_without_the_libraries_there_is_no_source_and_no_error(tmp_path: Path) -> None:

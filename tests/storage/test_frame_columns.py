@@ -69,6 +69,8 @@ def same(buffer: bytes, start: int = 0, end: int | None = None, limit: int = NO_
     found = scan_columns(buffer, start, end, limit)
     assert list(found.frames) == expected.frames
     assert (found.end, found.defect) == (expected.end, expected.defect)
+    if not expected.defect:
+        assert list(scan_columns(buffer, start, end, limit, trusts_records=True).frames) == expected.frames
     return found.frames
 
 
@@ -171,7 +173,7 @@ def test_columns_are_a_sequence_of_frames(log: bytes, data: st.DataObject) -> No
     count = len(frames)
     first, behind = sorted((data.draw(st.integers(0, count)), data.draw(st.integers(0, count))))
     assert list(columns[first:behind]) == frames[first:behind]
-    assert list(columns[:first] + columns[first:]) == frames
+    assert list(FrameColumns.joined([columns[:first], columns[first:]])) == frames
     assert [columns[at] for at in range(-count, count)] == frames * 2
     assert list(FrameColumns.of(frames)) == frames
     for types in (FRAMING_TYPES, bytes((FrameType.APPEND,)), b""):
@@ -233,20 +235,22 @@ def test_a_fold_of_many_frames_is_that_of_each_by_itself(seed: int) -> None:
     log = b"".join(pieces)
     frames = scan(log, 0, len(log)).frames
 
-    def fold(batches: list[FrameColumns]) -> Fold:
-        made = Fold(lambda _topic_id: UnlocatedIndex())
+    def fold(batches: list[FrameColumns], is_located: bool = True) -> Fold:
+        made = Fold(lambda _topic_id: UnlocatedIndex(), is_located)
         for batch in batches:
             fold_frames(made, RecoveredFile(1, "log", memoryview(log), batch), in_ram=False)
         return made
 
     whole = fold([scan_columns(log, 0, len(log), NO_END).frames]).state()
     assert {topic.id: topic.head_seq for topic in whole.topics} == heads
-    for batches in (
-        [FrameColumns.of([frame]) for frame in frames],
-        [FrameColumns.of(frames[at : at + 7]) for at in range(0, len(frames), 7)],
-    ):
-        state = fold(batches).state()
-        assert [_fields(topic) for topic in state.topics] == [_fields(topic) for topic in whole.topics]
+    one_by_one = [FrameColumns.of([frame]) for frame in frames]
+    few = [FrameColumns.of(frames[at : at + 7]) for at in range(0, len(frames), 7)]
+    repeated = [*few[:20], *few[5:]]
+    all_at_once = [scan_columns(log, 0, len(log), NO_END, trusts_records=True).frames]
+    for batches in (one_by_one, few, repeated, all_at_once):
+        for is_located in (True, False):
+            state = fold(batches, is_located).state()
+            assert [_fields(topic) for topic in state.topics] == [_fields(topic) for topic in whole.topics]
 
 
 def _fields(topic: Any) -> list[Any]:

@@ -13,6 +13,7 @@ import pytest
 from topics.storage.layout import lock_path
 from topics.storage.lock import DataDirLock, DataDirLocked, DataDirNotWritable, holder_pid
 
+OWN_FDS = Path("/proc/self/fd")
 HOLD = """
 import sys
 from topics.storage.lock import DataDirLock
@@ -59,7 +60,7 @@ def test_a_killed_holder_leaves_no_lock(tmp_path: Path) -> None:
 
 def test_a_forked_child_keeps_the_lock_until_it_ends(tmp_path: Path) -> None:
     """No file ever has two writers: the children of a killed service hold its lock until the last has drained."""
-    lock = DataDirLock.acquire(str(tmp_path))
+    DataDirLock.acquire(str(tmp_path))
     go, done = os.pipe()
     child = os.fork()
     if child == 0:
@@ -67,7 +68,8 @@ def test_a_forked_child_keeps_the_lock_until_it_ends(tmp_path: Path) -> None:
         os.read(go, 1)
         os._exit(0)
     os.close(go)
-    os.close(lock._fd)  # the parent dies
+    (fd,) = (int(path.name) for path in OWN_FDS.iterdir() if path.resolve() == Path(lock_path(str(tmp_path))))
+    os.close(fd)  # the parent dies
     with pytest.raises(DataDirLocked):
         DataDirLock.acquire(str(tmp_path))
     os.close(done)

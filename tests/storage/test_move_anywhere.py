@@ -162,10 +162,21 @@ def move(data_dir: str, shards: int) -> None:
     reshard(fs, data_dir, shards, boot_id(), owner, lambda _share: None, file_bytes=FILE_BYTES, move=planned)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=10)
 @given(HISTORIES, st.integers(2, 4), st.integers(1, 3))
 @example(History([("a", 0), ("a", -1), ("b", 0)], 0.4, 1.0), 2, 1)
 def test_every_topic_arrives_whatever_the_snapshot_knows(history: History, shards: int, later: int) -> None:
+    check_move(history, shards, later)
+
+
+@pytest.mark.long
+@settings(max_examples=60)
+@given(HISTORIES, st.integers(2, 4), st.integers(1, 3))
+def test_every_topic_of_many_histories_arrives(history: History, shards: int, later: int) -> None:
+    check_move(history, shards, later)
+
+
+def check_move(history: History, shards: int, later: int) -> None:
     with killed_service(history) as data_dir:
         expected = topics_of(data_dir, 1)
         assert not damage(data_dir)

@@ -118,9 +118,9 @@ def test_progress_grows_to_one(tmp_path: Path) -> None:
     ("before", "after", "error"),
     [
         pytest.param(1, 2, Fault.CRASH, id="1-to-2-before"),
-        pytest.param(2, 3, Fault.CRASH, id="2-to-3-before"),
-        pytest.param(2, 3, Fault.LATE_CRASH, id="2-to-3-after"),
-        pytest.param(3, 1, Fault.TORN_CRASH, id="3-to-1-torn"),
+        pytest.param(2, 3, Fault.CRASH, id="2-to-3-before", marks=pytest.mark.long),
+        pytest.param(2, 3, Fault.LATE_CRASH, id="2-to-3-after", marks=pytest.mark.long),
+        pytest.param(3, 1, Fault.TORN_CRASH, id="3-to-1-torn", marks=pytest.mark.long),
     ],
 )
 def test_a_crash_at_each_step_is_repeated_by_the_next_start(

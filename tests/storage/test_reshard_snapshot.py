@@ -138,7 +138,7 @@ def test_there_and_back(tmp_path: Path, keep: float) -> None:
             assert read_first_start(FaultyFileSystem(), layout.group_dir(data_dir, shard, shards)) is not None
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 2)])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), pytest.param(3, 2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("error", [Fault.CRASH, Fault.LATE_CRASH], ids=["before", "after"])
 def test_a_crash_at_each_step(tmp_path: Path, before: int, after: int, error: int) -> None:
     origin = str(tmp_path / "origin")

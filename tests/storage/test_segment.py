@@ -159,7 +159,7 @@ def test_gone_records_keep_their_place_and_nothing_else(directory: str) -> None:
 def test_only_the_right_records_are_taken(directory: str) -> None:
     writer = SegmentWriter.create(OsFileSystem(), directory, 1)
     source = logged(plain)
-    with pytest.raises(ValueError, match="goes on with seq 1, not with"):
+    with pytest.raises(ValueError, match="goes on with 5 from seq 1, not with"):
         writer.append(source.buffer, TOPIC_ID, source.entries[4:])
     with pytest.raises(ValueError, match="not those of topic 0x8"):
         writer.append(source.buffer, TOPIC_ID + 1, source.entries)

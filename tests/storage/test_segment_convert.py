@@ -125,6 +125,15 @@ def test_frames_that_are_others_are_refused_wherever_they_are(rows: int) -> None
                 convert(log[:offset] + other + log[offset + total_len :], TOPIC_ID, entries, DATA_BYTES)
 
 
+@pytest.mark.parametrize("rows", [5, 100])
+def test_a_damaged_frame_is_not_given_a_new_checksum(rows: int) -> None:
+    log, entries = log_of([([(b"", b"", b"123", b"")] * rows, 0)])
+    damaged = bytearray(log)
+    damaged[offsets_of(entries)[rows // 2] + 45] ^= 1  # in the payload
+    with pytest.raises(ValueError, match=f"frame of record {5 + rows // 2} .* is damaged"):
+        convert(damaged, TOPIC_ID, entries, DATA_BYTES)
+
+
 def test_a_table_is_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise all of the above would hold without one."""
     monkeypatch.delattr(segment_convert, "_one_by_one")

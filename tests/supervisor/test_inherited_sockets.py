@@ -103,6 +103,7 @@ def manager(tmp_path: Path) -> Iterator[Manager]:
         listener.close()
 
 
+@pytest.mark.long
 def test_a_restart_refuses_no_connection(manager: Manager) -> None:
     url = f"http://127.0.0.1:{manager.sockets[0].getsockname()[1]}"
     service = manager.start()

@@ -293,6 +293,7 @@ def test_a_second_start_while_the_first_drains_is_refused(start: Start) -> None:
     assert first.insist() == 4
 
 
+@pytest.mark.long
 def test_idle_costs_nothing(start: Start) -> None:
     service = start()
     service.wait_state("running")

@@ -84,5 +84,5 @@ def in_a_process(work: Callable[[], None]) -> int:
 
 
 def serve(rig: Rig) -> None:
-    while rig.shard.step():
+    while rig.step():
         pass

@@ -15,9 +15,10 @@ from topics.settings import load as load_settings
 from topics.shm import append_messages, messages, shm_names
 from topics.shm.append_messages import AppendReply, JobAttributes
 from topics.shm.arena import ArenaReader, TopicView
+from topics.shm.asks import Message
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
-from topics.shm.messages import Call, MessageKind
+from topics.shm.messages import MessageKind
 from topics.shm.queue_messages import Dealt
 from topics.shm.ring import Ring
 from topics.shm.router_memory import RouterBoard
@@ -28,7 +29,7 @@ from topics.storage.layout import group_dir, log_path, ram_group_dir
 from topics.supervisor.main import keep_ends
 from topics.walshard.commit.shard_rings import ShardRings
 from topics.walshard.hosted.hosted import Hosted
-from topics.walshard.setup import Helpers, Parts, set_up
+from topics.walshard.setup import Parts, Place, set_up
 from topics.walshard.shard import Shard
 
 _SHOWN = (
@@ -74,6 +75,12 @@ class TestClock:
         return self.ms
 
 
+def step(shard: Shard) -> bool:
+    """Take one turn of everything, as the process does. False when there was nothing to do."""
+    served = shard.serve()
+    return shard.copy(after_requests=served) or served
+
+
 class Rig:
     """One shard, one frontend's ends of the rings. With more `shards`, `shard`, `cell` and `reader` are the first's."""
 
@@ -102,9 +109,8 @@ class Rig:
         self.cell = self.shared.control.cell(Role.WALSHARD, number)
         self.outbox = ShardRings(self.shared, number)
         inline = Inline()
-        parts = set_up(
-            self.settings, self.shared, number, self.outbox, self.cell, self.clock, self.fs, Helpers(inline, inline)
-        )
+        place = Place(self.settings, self.shared, number, self.outbox, self.cell, self.clock, self.fs, inline, inline)
+        parts = set_up(place)
         self.outbox.announce_generation()
         self.outbox.flush()
         return parts
@@ -170,7 +176,7 @@ class Rig:
         )
         return self.next_id
 
-    def post_call(self, call: Call, shard: int = 0) -> int:
+    def post_call(self, call: Message, shard: int = 0) -> int:
         self.next_id += 1
         assert self.shared.rings[0][shard].requests.push(*messages.encode_call(self.next_id, call))
         return self.next_id
@@ -198,7 +204,7 @@ class Rig:
                 case MessageKind.APPEND:
                     self.replies[request_id] = append_messages.decode_append_reply(message)
                 case MessageKind.CALL:
-                    self.replies[request_id] = messages.decode_reply(message)
+                    self.replies[request_id] = messages.decode(message)
                 case MessageKind.ERROR:
                     self.replies[request_id] = messages.decode_error(message)
                 case MessageKind.NOTIFY:
@@ -240,7 +246,7 @@ class Rig:
             "topics": len(every),
             "records_live": sum(hosted.topic.records for hosted in every),
             "bytes_live": sum(hosted.topic.live_bytes for hosted in every),
-            "sessions": len(parts.sessions),
+            "sessions": len(parts.sessions.by_wid),
             "wal_file": wal.file_no,
             "wal_offset": wal.offset,
             "committed": wal.file_no << 32 | wal.offset,
@@ -251,7 +257,7 @@ class Rig:
 
     def step(self) -> bool:
         """A turn of each shard; False: none had anything to do."""
-        busy = [shard.step() for shard in self.shards]
+        busy = [step(shard) for shard in self.shards]
         return any(busy)
 
     def append(self, name: str, *data: bytes, **options: Any) -> AppendReply:
@@ -259,7 +265,7 @@ class Rig:
         assert isinstance(reply, AppendReply)
         return reply
 
-    def call(self, call: Call, shard: int = 0) -> Any:
+    def call(self, call: Message, shard: int = 0) -> Any:
         """The last answer, when a change of class takes several turns."""
         reply = self.answer(self.post_call(call, shard))
         while isinstance(reply, PutTopicReply) and reply.rest is not None:

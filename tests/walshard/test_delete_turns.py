@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 
@@ -14,7 +13,7 @@ from topics.core import tags
 from topics.core.errors import TopicsError
 from topics.core.topic import Topic
 from topics.shm.arena_heap import LocationRing
-from topics.shm.messages import Call
+from topics.shm.asks import Message
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic
 from topics.walshard.hosted import tag_search
 from topics.walshard.hosted.tag_search import FrameTags
@@ -23,14 +22,15 @@ RECORDS = 40
 Piece = tuple[list[tuple[int, bytes]], int]
 
 
+pytestmark = pytest.mark.shard(segment_max_events="8")
+
+
 @pytest.fixture
-def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+def rig(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Rig:
     monkeypatch.setattr(tag_search, "FOUND_MAX", 3)
     monkeypatch.setattr(tag_search, "CATCH_UP_RECORDS", 8)
-    rig = Rig(str(tmp_path), segment_max_events="8")
     rig.append("t", *[b"%d" % seq for seq in range(1, RECORDS + 1)], tag=b"x")
-    yield rig
-    rig.close()
+    return rig
 
 
 @pytest.fixture(params=["tail", "sealed", "sealed meanwhile"])
@@ -41,7 +41,7 @@ def compaction(request: pytest.FixtureRequest, rig: Rig, monkeypatch: pytest.Mon
     elif request.param == "sealed meanwhile":
         take = rig.call
 
-        def cut_behind(call: Call, shard: int = 0) -> object:
+        def cut_behind(call: Message, shard: int = 0) -> object:
             reply = take(call, shard)
             if isinstance(call, DeleteRecords) and call.from_seq in (7, 19):
                 compaction.cut()
@@ -121,16 +121,14 @@ def test_many_tags_are_gathered_in_turns(rig: Rig, monkeypatch: pytest.MonkeyPat
         assert rig.delete(DeleteRecords(name, None, "eq", b"none")) == 0
     monkeypatch.setattr(tag_search, "TURN_MS", 0)
     monkeypatch.setattr(tag_search, "GATHERED_RECORDS", 1)
-    search = rig.parts.deletes._tags
     calls = [DeleteRecords(name, None, "glob", b"%b-" % name.encode()) for name in ("t", "u")]
     turns = {"t": 0, "u": 0}
     deleted = 0
-    gathered = 0
+    gathered_from: list[int] = []
     seqs_of = tags.TagIndex.seqs_of
 
     def counting(index: tags.TagIndex, asked: Sequence[bytes], start: int, most: int) -> tuple[list[int], int]:
-        nonlocal gathered
-        gathered += 1
+        gathered_from.append(start)
         return seqs_of(index, asked, start, most)
 
     monkeypatch.setattr(tags.TagIndex, "seqs_of", counting)
@@ -139,15 +137,13 @@ def test_many_tags_are_gathered_in_turns(rig: Rig, monkeypatch: pytest.MonkeyPat
         turns[call.name] += 1
         deleted += reply.deleted
         calls += [] if reply.rest is None else [reply.rest]
-    assert (turns, deleted, gathered) == ({"t": 13, "u": 13}, 20, 20)
-    assert not search._left
-    rig.call(DeleteRecords("t", None, "glob", b""))
-    rig.clock.ms += 9_000
-    rig.shard.sweep()
-    assert search._left
-    rig.clock.ms += 2_000
-    rig.shard.sweep()
-    assert not search._left
+    assert (turns, deleted, len(gathered_from)) == ({"t": 13, "u": 13}, 20, 20)
+    rest = DeleteRecords("t", None, "glob", b"")
+    for wait_ms, is_kept in ((0, False), (9_000, True), (11_000, False)):
+        rig.clock.ms += wait_ms
+        rig.shard.sweep()
+        rest = rig.call(rest).rest
+        assert (gathered_from[-1] > 0) == is_kept
 
 
 def test_more_deletes_than_keep_what_they_found_do_not_stop_each_other(

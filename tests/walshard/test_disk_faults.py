@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +14,12 @@ from tests.walshard.rig import Rig
 from tests.walshard.test_routing import FullDisk, route
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
-from topics.shm.messages import Call
+from topics.shm.asks import Message
 from topics.shm.queue_messages import Claim, Peek, WorkOpen
 from topics.shm.topic_messages import Checkpoint, PutTopic
 from topics.storage.layout import group_dir
 
 FSYNC = TopicConfig(durability="fsync")
-
-
-@pytest.fixture
-def fs() -> FaultyFileSystem:
-    return FaultyFileSystem()
-
-
-@pytest.fixture
-def rig(tmp_path: Path, fs: FaultyFileSystem) -> Iterator[Rig]:
-    rig = Rig(str(tmp_path), fs)
-    yield rig
-    rig.close()
 
 
 def outcome(rig: Rig, *data: bytes, **options: Any) -> str:
@@ -253,13 +241,13 @@ def test_a_refused_write_is_not_taken_for_committed_by_the_next_incarnation(
     refused = rig.post_append("t", [b"2" * 300], config=config)
     with monkeypatch.context() as killed_before:
         killed_before.setattr(rig.outbox, "answer", lambda *_: None)
-        rig.shard.step()
+        rig.step()
     if not fs.struck:
         return  # the RAM log is not synced
     fs.arm(None)
     other = rig.post_append("other", [b"3"] * 20, config=config)
     monkeypatch.setattr(rig.outbox, "answer", lambda *_: None)
-    rig.shard.step()
+    rig.step()
     rig.boot()
     rig.run()
     assert rig.replies[refused].first_seq == 2, "it was never committed, so it runs as new"
@@ -328,7 +316,7 @@ def test_what_cannot_expire_keeps_no_record_from_an_ephemeral_topic(tmp_path: Pa
 @pytest.mark.parametrize(
     "call", [Claim("q", "w", 1, None, 1), WorkOpen("q", 1, "w", 1, None), Peek("q", 0, None, 10)], ids=type
 )
-def test_what_cannot_expire_keeps_no_job_from_its_worker(rig: Rig, full: Callable[[], None], call: Call) -> None:
+def test_what_cannot_expire_keeps_no_job_from_its_worker(rig: Rig, full: Callable[[], None], call: Message) -> None:
     rig.append("q", b"1", config=TopicConfig(type="queue", ttl_ms=1_000))
     rig.clock.ms += 900
     rig.append("q", b"2")

@@ -168,12 +168,12 @@ class Frontend:
         store = LocalStore(OsFileSystem(), layout.topics_dir(cold_dir))
         self.reader = TopicReader(self._arenas, files, 1, rig.clock, ColdTier(store, rig.clock, COLD_TIMEOUT_MS))
 
-    def page(self, name: str, from_seq: int, limit: int, now_ms: int) -> RecordPage:
+    def page(self, name: str, from_seq: int, limit: int) -> RecordPage:
         """Return a page, with whatever waiting it takes."""
         reader, options = self.reader, PageOptions(limit, 1 << 20)
         while True:
             try:
-                return reader.read_page(reader.get(name), from_seq, options, now_ms)
+                return reader.read_page(reader.get(name), from_seq, options)
             except ColdMissError as miss:
                 asyncio.run(reader.fetch(miss))
 
@@ -470,12 +470,11 @@ class Engine(RuleBasedStateMachine):
 
     def _read_as_clients_do(self, name: str, model: Model) -> None:
         """Pages of a few records from the first on, and one from somewhere in between."""
-        now_ms = self.rig.clock.ms
         found: dict[int, bytes] = {}
         cursor, limit = 0, 1 + model.head_seq % 7
         gaps: set[int] = set()
         while True:
-            page = self.frontend.page(name, cursor, limit, now_ms)
+            page = self.frontend.page(name, cursor, limit)
             assert (page.head_seq, page.earliest_seq) == (model.head_seq, model.earliest_seq)
             gaps |= self._gap(page, cursor, model)
             records = {record.seq: bytes(record.data) for record in served(page.body)}
@@ -489,7 +488,7 @@ class Engine(RuleBasedStateMachine):
         assert found == {seq: data for seq, (data, *_) in model.live.items()}
         assert model.lost <= gaps, "what is lost behind records that live"
         between = model.head_seq * 2 // 3
-        self._gap(self.frontend.page(name, between, limit, now_ms), between, model)
+        self._gap(self.frontend.page(name, between, limit), between, model)
 
     def _gap(self, page: RecordPage, cursor: int, model: Model) -> set[int]:
         """The tombstone of a page is the one that is due (api §3.3); returns its seqs."""
@@ -521,6 +520,12 @@ def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tags, "FORGET_FROM", 4)
 
 
-Engine.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None)
+class ManyEngines(Engine):
+    """The same, many times."""
+
+
+Engine.TestCase.settings = settings(max_examples=10, stateful_step_count=STEPS)
 TestEngine = Engine.TestCase
+ManyEngines.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step_count=STEPS)
+TestManyEngines = pytest.mark.long(ManyEngines.TestCase)
 pytestmark = [pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")]

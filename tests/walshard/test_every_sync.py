@@ -17,7 +17,7 @@ from tests.walshard.rig import Rig
 from topics.compactor.checkpoints import SYNC_ONE_BY_ONE_MAX
 from topics.core.config import TopicConfig
 from topics.core.routers import FeedFrameBody, RouterSpec
-from topics.shm.messages import Call
+from topics.shm.asks import Message
 from topics.shm.queue_messages import CursorDelete, CursorPut
 from topics.shm.topic_messages import (
     Checkpoint,
@@ -73,7 +73,7 @@ def cursor(persist_every: int | None = None, seq: int | None = None) -> CursorPu
 
 
 ROUTER = PutRouter("r", RouterSpec("t", "u"))
-ANSWERED: dict[str, tuple[list[Call], Call | Callable[[Rig], object]]] = {
+ANSWERED: dict[str, tuple[list[Message], Message | Callable[[Rig], object]]] = {
     "a topic that is made": ([], put()),
     "a topic that is made for a router": ([], EnsureTopic("t")),
     "a configuration": ([put()], put(ttl_ms=9)),
@@ -196,7 +196,7 @@ def test_where_a_dest_stands_is_on_the_disk_whenever_its_routers_change(
 
     monkeypatch.setattr(feeds, "log_cursor", looking)
 
-    def changed(call: Call) -> None:
+    def changed(call: Message) -> None:
         before = len(on_disk)
         reply = rig.call(call)
         rig.call(EnsureTopic("u"))

@@ -8,7 +8,6 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -96,11 +95,25 @@ def data_dirs() -> Iterator[str]:
         yield data_dir
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.lists(st.tuples(STEPS, st.floats(0, 1)), min_size=1, max_size=3))
+LIVES = st.lists(st.tuples(STEPS, st.floats(0, 1)), min_size=1, max_size=3)
+
+
+@settings(max_examples=8)
+@given(LIVES)
 @example([([Step("a", 5, "sync"), Step("a", 5, "")], 0.0), ([Step("a", 7, "")], 0.0)])
 @example([([Step("a", 1, "")], 0.0)])
 def test_every_reader_sees_each_record_or_a_gap(lives: list[tuple[list[Step], float]]) -> None:
+    _check_readers(lives)
+
+
+@pytest.mark.long
+@settings(max_examples=60)
+@given(LIVES)
+def test_every_reader_sees_each_record_or_a_gap_in_many_lives(lives: list[tuple[list[Step], float]]) -> None:
+    _check_readers(lives)
+
+
+def _check_readers(lives: list[tuple[list[Step], float]]) -> None:
     with data_dirs() as data_dir:
         rig = Rig(data_dir)
         seen: dict[tuple[str, int], dict[int, bytes]] = {}
@@ -149,13 +162,6 @@ def _check(rig: Rig, seen: dict[tuple[str, int], dict[int, bytes]]) -> None:
                 assert live[seq] == data
             else:
                 assert lost_from(rig, name, seq), (name, seq)
-
-
-@pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(str(tmp_path))
-    yield rig
-    rig.close()
 
 
 def five_and_five(rig: Rig, key: bytes = b"") -> None:

@@ -8,12 +8,12 @@ handed out until the group is committed.
 from __future__ import annotations
 
 import errno
+import itertools
 import shutil
 import tempfile
-from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import pytest
 from hypothesis import settings
@@ -24,10 +24,11 @@ from tests.storage.faults import Fault, FaultyFileSystem
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
-from topics.core.job import JobPhase
-from topics.core.leases import CARRY_MS, Leases
+from topics.core.job import JobView, Now, State
+from topics.core.leases import CARRY_MS, PEEK_LOOK_MAX, Leases
+from topics.core.topic import Topic
 from topics.shm.append_messages import AppendReply
-from topics.shm.messages import Call
+from topics.shm.asks import Message
 from topics.shm.queue_messages import (
     Ack,
     Bury,
@@ -44,19 +45,8 @@ from topics.shm.queue_messages import (
 from topics.shm.topic_messages import Hello, PutTopic
 
 MINUTE_MS = 60_000
+LATER_MS = 10**9
 NODES = ("one", "two")
-
-
-@pytest.fixture
-def fs() -> FaultyFileSystem:
-    return FaultyFileSystem()
-
-
-@pytest.fixture
-def rig(tmp_path: Path, fs: FaultyFileSystem) -> Iterator[Rig]:
-    rig = Rig(str(tmp_path), fs)
-    yield rig
-    rig.close()
 
 
 def queue(rig: Rig, jobs: int, **config: Any) -> None:
@@ -71,7 +61,7 @@ def claim(rig: Rig, most: int, node: str = "w") -> Dealt:
     return dealt
 
 
-def together(rig: Rig, *calls: Call) -> list[Any]:
+def together(rig: Rig, *calls: Message) -> list[Any]:
     """The answers to requests that come as one group."""
     ids = [rig.post_call(call) for call in calls]
     rig.run()
@@ -88,7 +78,7 @@ def check_counts(rig: Rig) -> None:
 
 
 def check_machine(rig: Rig) -> Leases:
-    """Each live job is in one place, and wherever it is looked for there."""
+    """Each live job is in one state, and is handed out once when it is its turn."""
     topic = rig.hosted("q").topic
     leases = topic.queue
     assert leases is not None
@@ -96,23 +86,61 @@ def check_machine(rig: Rig) -> Leases:
     done = {seq for first, last in leases.done.runs() for seq in range(first, last + 1)}
     assert done <= live
     assert leases.done.count == len(done)
-    assert leases._jobs.keys() <= live - done
-    of: dict[JobPhase, set[int]] = {phase: set() for phase in JobPhase}
-    for seq, job in leases._jobs.items():
-        of[job.phase].add(seq)
-    assert leases._counts == [len(of[phase]) for phase in JobPhase]
-    fresh = live - done - leases._jobs.keys()
-    assert leases.ready == len(fresh) + len(of[JobPhase.READY]) + len(of[JobPhase.RETURNED])
-    assert all(seq >= leases._fresh_seq for seq in fresh)
-    assert of[JobPhase.READY] <= set(leases._ready)
-    assert of[JobPhase.RETURNED] <= set(leases._returned)
-    assert len(set(leases._returned)) == len(leases._returned), "it would be handed out twice"
-    due = {(leases._jobs[seq].due_ms, seq) for seq in of[JobPhase.LEASED] | of[JobPhase.DELAYED] | of[JobPhase.HELD]}
-    assert due <= set(leases._due)
-    held = {(seq, job.holder) for seq, job in leases._jobs.items() if job.holder is not None}
-    assert held == {(seq, holder) for holder, seqs in leases._holders.items() for seq in seqs}
-    assert all(leases._jobs[seq].holder is not None for seq in of[JobPhase.HELD]), "no group is under way"
+    in_state: dict[State, list[int]] = {state: [] for state in get_args(State)}
+    for job in jobs_of(leases):
+        in_state[job.state].append(job.seq)
+    assert sorted(itertools.chain(*in_state.values())) == sorted(live - done)
+    assert (leases.ready, leases.in_flight) == (len(in_state["waiting"]), len(in_state["leased"]))
+    holders = leases.holders_at(0)
+    assert not any(leases.is_ending(holder) for holder in holders), "no group is under way"
+    held = {(0, body.stream): body.seqs for body in leases.bodies(in_state["leased"]) if body.stream}
+    if in_state["dead"]:
+        held[0, 0] = in_state["dead"]
+    assert held == {holder: leases.leases_of(holder) for holder in holders}
+    check_turns(copy_of(leases, topic), in_state["waiting"], live - done, now_of(rig))
     return leases
+
+
+def jobs_of(leases: Leases) -> list[JobView]:
+    """Return all jobs that are not done."""
+    return leases.peek(0, None, PEEK_LOOK_MAX)[0]
+
+
+def copy_of(leases: Leases, topic: Topic) -> Leases:
+    """Return a copy to play with; it has the records of this one."""
+    return deepcopy(leases, {id(topic): topic})
+
+
+def check_turns(mine: Leases, waiting: list[int], left: set[int], now: Now) -> None:
+    """Take all jobs of a copy: those that wait now, and later the others, each once."""
+    taken = mine.take(len(left) + 1, 0, 0, now)[0]
+    assert taken == waiting
+    while left:
+        assert left.issuperset(taken), "handed out twice"
+        left = left.difference(taken)
+        mine.finish([(seq, seq) for seq in taken])
+        now = Now(now.wall_ms + LATER_MS, now.mono_ms + LATER_MS)
+        mine.advance(now)
+        taken = mine.take(len(left) + 1, 0, 0, now)[0]
+        assert taken or not left, f"never handed out: {left}"
+
+
+def carried_until(mine: Leases, now: Now) -> dict[int, int]:
+    """Let time pass for a copy: return when each dead job is one of the others again."""
+    until_ms: dict[int, int] = {}
+    while dead := {job.seq for job in jobs_of(mine) if job.state == "dead"}:
+        wait_ms = mine.due_in_ms(now)
+        assert wait_ms is not None
+        now = Now(now.wall_ms + wait_ms, now.mono_ms + wait_ms)
+        mine.advance(now)
+        for job in jobs_of(mine):
+            if job.seq in dead and job.state != "dead":
+                until_ms[job.seq] = now.mono_ms
+    return until_ms
+
+
+def now_of(rig: Rig) -> Now:
+    return Now(rig.clock.now_ms(), rig.clock.monotonic_ms())
 
 
 # -- one removal and another of the same record
@@ -123,7 +151,7 @@ def check_machine(rig: Rig) -> Leases:
 def test_a_job_is_removed_or_acknowledged_and_counted_once(rig: Rig, config: dict[str, Any], ack_first: bool) -> None:
     queue(rig, 3, **config)
     claim(rig, 1)
-    calls: list[Call] = [Ack("q", "w", [1], None), Remove("q", [1])]
+    calls: list[Message] = [Ack("q", "w", [1], None), Remove("q", [1])]
     acked, removed = together(rig, *calls) if ack_first else reversed(together(rig, *reversed(calls)))
     keeps = config.get("on_ack") == "keep"
     assert (acked.count, acked.skipped) == ((1, []) if ack_first else (0, [1]))
@@ -161,7 +189,7 @@ def test_a_dead_letter_is_buried_once(rig: Rig, other: Remove | Bury, bury_first
     claim(rig, 1)
     rig.call(Nack("q", "w", [1], None, 0))
     assert claim(rig, 1).dead == [1]
-    calls: list[Call] = [Bury("q", [1]), other]
+    calls: list[Message] = [Bury("q", [1]), other]
     first, second = together(rig, *(calls if bury_first else reversed(calls)))
     assert (first.count, second.count) == (1, 0)
     assert rig.view("q").records == 1
@@ -174,7 +202,7 @@ def test_a_dead_letter_is_buried_once(rig: Rig, other: Remove | Bury, bury_first
 
 @pytest.mark.parametrize("config", [{}, {"on_ack": "keep"}, {"leases_durable": True}])
 @pytest.mark.parametrize("end", [WorkClose("q", 7), Hello(2)])
-def test_what_a_stream_acknowledged_as_it_ended_is_done(rig: Rig, config: dict[str, Any], end: Call) -> None:
+def test_what_a_stream_acknowledged_as_it_ended_is_done(rig: Rig, config: dict[str, Any], end: Message) -> None:
     queue(rig, 2, **config)
     rig.call(WorkOpen("q", 7, "s", 2, MINUTE_MS))
     assert [dealt.seqs for dealt in rig.dealt] == [[1, 2]]
@@ -186,7 +214,7 @@ def test_what_a_stream_acknowledged_as_it_ended_is_done(rig: Rig, config: dict[s
 
 
 @pytest.mark.parametrize("end", [WorkClose("q", 7), Hello(2)])
-def test_what_a_stream_put_off_as_it_ended_is_nobodys_until_then(rig: Rig, end: Call) -> None:
+def test_what_a_stream_put_off_as_it_ended_is_nobodys_until_then(rig: Rig, end: Message) -> None:
     queue(rig, 1, leases_durable=True)
     rig.call(WorkOpen("q", 7, "s", 1, MINUTE_MS))
     nacked, _, claimed = together(rig, Nack("q", "s", [1], None, 5_000), end, Claim("q", "b", 5, MINUTE_MS, 1))
@@ -296,7 +324,7 @@ class Append(NamedTuple):
     order_key: str = ""
 
 
-Posted = Call | Append
+Posted = Message | Append
 
 
 class Groups(RuleBasedStateMachine):
@@ -356,25 +384,25 @@ class Groups(RuleBasedStateMachine):
         self.begin_from(check_machine(self.rig))
 
     def begin_from(self, leases: Leases) -> None:
-        topic = leases._records
-        done = {seq for first, last in leases.done.runs() for seq in range(first, last + 1)}
-        known = self.model.jobs
-        self.model.jobs = {}
-        for seq in topic.live_from(topic.earliest_seq, topic.records + 1):
-            job = self.model.jobs[seq] = ModelJob(done=seq in done)
-            if seq in known:
-                job.deliver_at_ms, job.order_key = known[seq].deliver_at_ms, known[seq].order_key
-            entry = leases._jobs.get(seq)
-            if entry is None:
-                continue
-            job.deliver_at_ms, job.order_key, job.deliveries = entry.deliver_at_ms, entry.order_key, entry.deliveries
-            if entry.phase in (JobPhase.LEASED, JobPhase.DELAYED, JobPhase.HELD):
-                job.until_ms = entry.due_ms
-            if entry.phase == JobPhase.HELD:
-                job.carried = True
-            elif entry.phase == JobPhase.LEASED:
-                job.node, job.lease_no = entry.node, entry.lease_no
-                job.stream = entry.holder[1] if entry.holder is not None else 0
+        topic = self.rig.hosted("q").topic
+        there = topic.live_from(topic.earliest_seq, topic.records + 1)
+        self.model.jobs = {seq: ModelJob(done=seq in leases.done) for seq in there}
+        dead_until_ms = carried_until(copy_of(leases, topic), now_of(self.rig))
+        for view in jobs_of(leases):
+            job = self.model.jobs[view.seq]
+            job.order_key, job.deliveries, job.node, job.until_ms = (
+                view.order_key,
+                view.deliveries,
+                view.node,
+                view.at_ms,
+            )
+            if view.state == "dead":
+                job.carried, job.until_ms = True, dead_until_ms[view.seq]
+            elif view.state == "leased":
+                (body,) = leases.bodies([view.seq])
+                (job.lease_no,), job.stream = body.lease_nos, body.stream
+        for seq, deliver_at_ms, _order_key in leases.attributes().attributes:
+            self.model.jobs[seq].deliver_at_ms = deliver_at_ms
         self.model.buried = leases.dead_lettered
 
     def post_all(self, group: list[tuple[Any, ...]]) -> list[tuple[Posted, int]]:
@@ -576,5 +604,11 @@ class Groups(RuleBasedStateMachine):
         assert shown.jobs_dead_lettered == self.model.buried
 
 
-Groups.TestCase.settings = settings(max_examples=60, stateful_step_count=15, deadline=None)
+class ManyGroups(Groups):
+    """The same, many times."""
+
+
+Groups.TestCase.settings = settings(max_examples=15, stateful_step_count=15)
 TestGroups = Groups.TestCase
+ManyGroups.TestCase.settings = settings(max_examples=60, stateful_step_count=15)
+TestManyGroups = pytest.mark.long(ManyGroups.TestCase)

@@ -312,12 +312,12 @@ def test_an_answer_too_long_for_the_ring_goes_by_reference(rig: Rig) -> None:
     replies = rig.shared.rings[0][0].replies
     rig.call(SessionPut("w", b"x" * replies.message_max_bytes))
     request_id = rig.post_call(SessionOpen("w", 1))
-    while rig.shard.step():
+    while rig.step():
         pass
     ((message, position),) = replies.peek()
     assert messages.head(message)[:2] == (messages.MessageKind.CALL | messages.BY_REFERENCE, request_id)
     with open(messages.decode_reference(message), "rb") as file:
-        reply = messages.decode_reply(memoryview(file.read()))
+        reply = messages.decode(memoryview(file.read()))
     assert reply == SessionOpenReply(b"x" * replies.message_max_bytes, None, True)
     replies.consume(position)
 

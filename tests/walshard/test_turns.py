@@ -17,9 +17,9 @@ def test_first_come_first_served_and_each_once() -> None:
     assert not turns
     for dest_id in (3, 1, 3, 2):
         turns.line_up(dest_id)
-    assert 3 in turns
+    assert turns
     assert taken(turns) == [3, 1, 2]
-    assert 3 not in turns
+    assert not turns
 
 
 def test_who_waits_has_no_turn_before_its_time() -> None:

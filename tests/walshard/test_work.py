@@ -13,7 +13,7 @@ from topics.core.config import TopicConfig
 from topics.core.job import Now
 from topics.core.leases import Leases
 from topics.core.topic import Topic
-from topics.walshard.handlers.workers import Hand, Worker, Workers
+from topics.walshard.handlers.workers import Worker, Workers
 
 NOW = Now(1_700_000_000_000, 5_000)
 
@@ -38,8 +38,8 @@ def dealt(workers: Workers, leases: Leases) -> dict[int, list[int]]:
     workers.have_room(leases.take_freed())
     if not workers.may_deal(leases.ready, 0, NOW):
         return {}
-    hands: list[Hand] = workers.deal(leases, 1_000, 0, NOW)
-    return {hand.worker.where[1]: hand.leased.seqs for hand in hands}
+    hands = workers.deal(leases, 1_000, 0, NOW)
+    return {worker.where[1]: leased.seqs for worker, leased, _dead in hands}
 
 
 def done(leases: Leases, *seqs: int) -> None:

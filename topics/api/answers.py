@@ -88,6 +88,14 @@ class Ready(Timed, frozen=True, kw_only=True):
     read_only_shards: list[int] | None = None
 
 
+class KeyRights(Timed, frozen=True, kw_only=True):
+    """The rights of a request's key. Without `keys` everybody may do everything; no `prefixes`: all names."""
+
+    keys: bool
+    scopes: list[str]
+    prefixes: list[str]
+
+
 # -- topics
 
 
@@ -124,6 +132,16 @@ class TopicState(TopicAnswer, frozen=True, kw_only=True):
     queue: QueueCounts | None = None
 
 
+class CursorState(msgspec.Struct, frozen=True, kw_only=True):
+    """A named cursor: `cursor_seq` was read last, `persisted_seq` is its position after a crash."""
+
+    cursor: str
+    consistency: Annotated[str, one_of(Consistency)]
+    persist_every: int
+    cursor_seq: Seq
+    persisted_seq: Seq
+
+
 class TopicEntry(msgspec.Struct, frozen=True):
     """A topic in a list."""
 
@@ -134,6 +152,12 @@ class TopicEntry(msgspec.Struct, frozen=True):
     bytes: int
     durable: bool
     effective_priority: int
+    type: Annotated[str, one_of(Literal["log", "queue"])]
+    last_write_ts: Ms | None
+    queue: QueueCounts | None = None
+    rate: float | None = None
+    lag: int | None = None
+    cursors: list[CursorState] | None = None
 
 
 class TopicList(Timed, frozen=True, kw_only=True):
@@ -141,6 +165,7 @@ class TopicList(Timed, frozen=True, kw_only=True):
 
     topics: list[TopicEntry]
     next_cursor: str | None = None
+    matched: int | None = None
 
 
 class DeleteTopicAnswer(TopicAnswer, frozen=True, kw_only=True):
@@ -403,16 +428,6 @@ class PeekAnswer(TopicAnswer, frozen=True, kw_only=True):
 
 
 # -- named cursors
-
-
-class CursorState(msgspec.Struct, frozen=True, kw_only=True):
-    """A named cursor: `cursor_seq` was read last, `persisted_seq` is its position after a crash."""
-
-    cursor: str
-    consistency: Annotated[str, one_of(Consistency)]
-    persist_every: int
-    cursor_seq: Seq
-    persisted_seq: Seq
 
 
 class CursorAnswer(CursorState, frozen=True, kw_only=True):

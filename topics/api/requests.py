@@ -37,10 +37,8 @@ _PRODUCER_ID: Final = msgspec.Meta(min_length=1, max_length=128)
 
 
 class NewRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One record as a client writes it; `data` is any JSON value, or JSON text as `msgspec.Raw`.
-
-    A job of a queue may have more: `deliver_at` (ms since the epoch) or `delay_ms` holds it back until then, and jobs
-    with the same `order_key` are handed out one at a time, in their order.
+    """One record as a client writes it; `data` is any JSON value, or JSON text as `msgspec.Raw`. `deliver_at` (ms since
+    the epoch) or `delay_ms` holds a job back; jobs with one `order_key` are handed out in order, one at a time.
     """
 
     data: Any

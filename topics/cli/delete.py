@@ -16,7 +16,6 @@ _EXAMPLES: Final = """  topics delete orders --before 1000
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     about = (
         "Delete records of a topic, or all of it: at once and for good, without a tombstone. On a terminal it asks "
         "first, unless --yes. The answer is printed as JSON. With --before and --match records have to fit both."
@@ -43,19 +42,16 @@ def _delete(client: Client, options: argparse.Namespace) -> int:
         raise UsageError("give --before SEQ and/or --match GLOB to delete records, or --topic to delete the topic")
     if options.if_empty and not options.whole:
         raise UsageError("--if-empty needs --topic: it keeps a topic that has records")
-    if not options.yes and sys.stdin is not None and sys.stdin.isatty() and not _agreed(client, options):
-        say("delete", "nothing was deleted")
-        return EXIT_REFUSED
+    if not options.yes and sys.stdin is not None and sys.stdin.isatty():
+        print(f"{_question(client, options)} [y/N] ", end="", file=sys.stderr, flush=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            say("delete", "nothing was deleted")
+            return EXIT_REFUSED
     if options.whole:
         print_answer(client.delete_topic(options.topic, if_empty=options.if_empty))
     else:
         print_answer(client.delete_records(options.topic, before_seq=options.before_seq, match=options.match))
     return 0
-
-
-def _agreed(client: Client, options: argparse.Namespace) -> bool:
-    print(f"{_question(client, options)} [y/N] ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def _question(client: Client, options: argparse.Namespace) -> str:

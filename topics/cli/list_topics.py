@@ -21,7 +21,6 @@ _EXAMPLES: Final = """  topics list
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     about = (
         "List the topics whose names begin with PREFIX, by name: type, durability class, live records and their bytes, "
         "head_seq, and the seq of the oldest live record."
@@ -60,7 +59,6 @@ def _states(client: Client, names: Iterable[str]) -> Iterator[TopicState]:
 
 
 def cells(state: TopicState) -> Sequence[str]:
-    """Return a row of the table."""
     oldest = str(state.earliest_seq) if state.count else "-"
     numbers = (str(state.count), str(state.bytes), str(state.head_seq), oldest)
     return (state.topic, state.type, state.config["durability"], *numbers)

@@ -62,7 +62,6 @@ _lease: Final = msgspec.json.Decoder(Lease).decode
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
         f"examples:\n{_EXAMPLES}\n\n`topics queue TOPIC VERB --help` lists arguments and exit codes of each."

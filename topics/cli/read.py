@@ -18,7 +18,6 @@ _EXAMPLES: Final = """  topics read orders --from 41 --limit 10
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     about = (
         "Print the records of a topic as NDJSON, up to its head. Records lost to a cap, a ttl or damage are a line "
         '{"tombstone": {"gap_from", "gap_to", "reason", …}}, and the exit code is 5.'

@@ -72,7 +72,6 @@ def add_where(parser: argparse.ArgumentParser) -> None:
 
 
 def add_data_only(parser: argparse.ArgumentParser) -> None:
-    """Add the option for output without `$seq` and the like."""
     parser.add_argument(
         "--data-only", action="store_true", help="print only the `data` of each record; tombstones go to stderr"
     )
@@ -82,7 +81,8 @@ def run(name: str, work: Work, options: argparse.Namespace) -> int:
     """Run the whole command. Return the exit code; an error is one line on stderr."""
     try:
         retry = Retry(total_s=getattr(options, "patience_s", PATIENCE_DEFAULT_S))
-        with Client(_url(options), token=_key(options), retry=retry) as client:
+        url = getattr(options, "url", None) or options.environment.get("TOPICS_URL") or URL_DEFAULT
+        with Client(url, token=_key(options), retry=retry) as client:
             return work(client, options)
     except UsageError as error:
         say(name, str(error))
@@ -100,11 +100,6 @@ def run(name: str, work: Work, options: argparse.Namespace) -> int:
 
 def say(name: str, text: str) -> None:
     print(f"topics {name}: {text}", file=sys.stderr, flush=True)
-
-
-def _url(options: argparse.Namespace) -> str:
-    url: str = getattr(options, "url", None) or options.environment.get("TOPICS_URL") or URL_DEFAULT
-    return url
 
 
 def _key(options: argparse.Namespace) -> str | None:
@@ -141,7 +136,6 @@ def whole(text: str, least: int = 0) -> int:
 
 
 def positive(text: str) -> int:
-    """Parse an argument: an integer from 1."""
     return whole(text, 1)
 
 
@@ -168,7 +162,6 @@ def record_lines(records: Sequence[Record], topic: str | None = None) -> bytes:
 
 
 def data_lines(records: Sequence[Record]) -> bytes:
-    """Return a line for the `data` of each record."""
     return b"".join(one_line(bytes(record.raw)) + b"\n" for record in records)
 
 
@@ -180,7 +173,6 @@ def print_answer(answer: Timed) -> None:
 
 
 def print_line(value: Any) -> None:
-    """Print one value as JSON."""
     put(one_line(_encoder.encode(value)) + b"\n")
 
 
@@ -320,20 +312,18 @@ class LineSource:
         return []
 
 
-def stdin_batches(
-    *, lines_max: int, bytes_max: int, delay_s: float, clock: Callable[[], float] = time.monotonic
-) -> Iterator[LineBatch]:
+def stdin_batches(*, lines_max: int, bytes_max: int, delay_s: float) -> Iterator[LineBatch]:
     """Yield the lines of stdin in batches. Nothing is read while a batch is handled, so the pipe's writer waits."""
     if sys.stdin is None:
         raise UsageError("stdin is closed: give the input as NDJSON on stdin")
     source = LineSource(sys.stdin.fileno())
     batcher = Batcher(lines_max=lines_max, bytes_max=bytes_max, delay_s=delay_s)
     while True:
-        batch = batcher.due(clock(), ended=source.ended)
+        batch = batcher.due(time.monotonic(), ended=source.ended)
         if batch is not None:
             yield batch
         elif source.ended:
             return
         else:
-            lines = source.take(batcher.wait_s(clock()))
-            batcher.add(lines, clock())
+            lines = source.take(batcher.wait_s(time.monotonic()))
+            batcher.add(lines, time.monotonic())

@@ -18,7 +18,6 @@ JOBS: Final = {
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.description = "Run a pipeline on Spark: " + "; ".join(f"{name}: {about}" for name, about in JOBS.items())
     parser.add_argument("job", choices=list(JOBS), metavar="JOB", help="JOB --help lists its options")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="…")

@@ -22,7 +22,6 @@ _EXAMPLES: Final = """  topics tail -n 3 orders
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     about = (
         "Print the last records of topics as NDJSON and, with -f, those written from then on, each once and in order, "
         "across disconnects. With several topics each line begins with its topic. A gap is a line "
@@ -82,9 +81,7 @@ def _print_last(client: Client, topic: str, count: int, printer: RecordPrinter) 
 
 
 def _exit_with_the_reader() -> None:
-    """Exit this process when the reader of its output is gone: `tail -f … | head -1` must not wait for one more record
-    to notice. Nothing is lost, since nobody can read more output.
-    """
+    """Exit when the reader of the output is gone: `tail -f … | head -1` must not wait for one more record to notice."""
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)  # poll reports errors and hang-ups in any case
 

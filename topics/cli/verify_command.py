@@ -21,7 +21,6 @@ _CODES: Final = """exit codes:
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.epilog, parser.formatter_class = _CODES, argparse.RawDescriptionHelpFormatter
     parser.add_argument("data_dir", metavar="DIR", help="the service's TOPICS_DATA_DIR")
     parser.add_argument(

@@ -25,16 +25,10 @@ _EXAMPLES: Final = """  echo '{"item": "tea"}' | topics write orders --tag tea
   topics write payments --key-of id < payments.ndjson   # if it broke, repeat it: nothing is written twice"""
 
 
-class Line(msgspec.Struct, forbid_unknown_fields=True):
+class Line(NewRecord, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A line of `--records`: a record as the service takes it, or as `topics read` and `topics tail` print it."""
 
     data: msgspec.Raw
-    tag: str | None = None
-    node: str | None = None
-    meta: dict[str, str] | None = None
-    deliver_at: int | None = None
-    delay_ms: int | None = None
-    order_key: str | None = None
     topic: str | None = None
     read_seq: int | None = msgspec.field(name="$seq", default=None)
     read_ts: int | None = msgspec.field(name="$ts", default=None)
@@ -49,7 +43,6 @@ _text_or_number: Final = msgspec.json.Decoder(str | int | float).decode
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     about = (
         "Append records to a topic, which is created if it is not there. Each line of stdin is the `data` of one, any "
         'JSON value, kept byte for byte. The last line of output is {"first_seq", "last_seq", "count"}, also after an '
@@ -243,7 +236,6 @@ def key_of(record: NewRecord, field: str, line: int) -> str:
 
 
 def config_object(text: str) -> dict[str, Any]:
-    """Parse an argument: a JSON object."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as error:

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
-import httpx
 import msgspec
 
 from topics.api.answers import Error
 from topics.client.errors import ApiError, ClientError, UnreachableError, api_error
+from topics.client.http import NotSentError
 
 NOT_CARRIED_OUT = frozenset({"throttled", "not_ready", "shutting_down", "storage_unavailable"})
 PASSES_BY_WAITING = frozenset(
@@ -90,7 +90,7 @@ class Attempts:
 
 def may_have_left(error: Exception) -> bool:
     """Return whether the request may have reached the service before this error."""
-    return not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
+    return not isinstance(error, NotSentError)
 
 
 def error_of(status: int, body: bytes) -> ApiError:
@@ -104,7 +104,7 @@ def error_of(status: int, body: bytes) -> ApiError:
 
 
 def describe(error: Exception) -> str:
-    """Return the text of an exception of the HTTP library, or its class where it has none."""
+    """Return the text of an exception, or its class where it has none."""
     return str(error) or type(error).__name__
 
 

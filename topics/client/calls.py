@@ -6,9 +6,9 @@ import math
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, Final, Generic, Protocol, TypeVar
-from urllib.parse import quote
+from functools import cache, lru_cache
+from typing import Any, Final, Generic, Protocol, TypeVar, cast
+from urllib.parse import quote, urlencode
 
 import msgspec
 
@@ -35,8 +35,12 @@ class Call(msgspec.Struct, Generic[T_co], frozen=True):
     path: str
     decode: Callable[[bytes], T_co]
     body: bytes | None = None
-    query: dict[str, str] = {}
+    query: str = ""
     repeatable: bool = True
+
+    @property
+    def target(self) -> str:
+        return f"{self.path}?{self.query}" if self.query else self.path
 
     def read(self, answer: bytes) -> T_co:
         """Return the answer as its type; ServiceFaultError when it did not come from a topics service."""
@@ -58,6 +62,7 @@ class LeasedJob(Protocol):
     def lease_id(self) -> str: ...
 
 
+@lru_cache(maxsize=1024)
 def path_of(*parts: str) -> str:
     """Return the path `/v0/…` of these parts, quoted."""
     return "/".join(["/v0", *(quote(part, safe="") for part in parts)])
@@ -73,11 +78,17 @@ def _call(
     answer: type[T],
     *path: str,
     body: object = None,
-    query: dict[str, str] | None = None,
+    query: dict[str, str] | str = "",
     repeatable: bool = True,
 ) -> Call[T]:
     content = None if body is None else encode_body(body)
-    return Call(method, path_of(*path), partial(msgspec.json.decode, type=answer), content, query or {}, repeatable)
+    query = query if isinstance(query, str) else urlencode(query)
+    return Call(method, path_of(*path), _decoder(cast("Any", answer)), content, query, repeatable)
+
+
+@cache
+def _decoder(answer: Any) -> Callable[[bytes], Any]:
+    return msgspec.json.Decoder(answer).decode
 
 
 def _records(records: Iterable[Any]) -> list[Any]:
@@ -181,7 +192,7 @@ def append(
         if_head_seq=if_head_seq,
         producer=producer,
     )
-    return _call("POST", answers.AppendAnswer, "topics", topic, body=body, query={"return_seqs": "false"})
+    return _call("POST", answers.AppendAnswer, "topics", topic, body=body, query="return_seqs=false")
 
 
 def diff(

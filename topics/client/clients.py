@@ -3,92 +3,125 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import aclosing, closing
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
+from urllib.parse import urlencode
 
-import httpx
-import httpx_sse
-
-from topics.client.attempts import RETRY, Attempts, Retry, error_of
+from topics.client.attempts import RETRY, Attempts, Retry
 from topics.client.calls import Call
 from topics.client.commands import AsyncCursor, Commands, Cursor
-from topics.client.errors import ClientError, NotFoundError, ServiceBusyError
+from topics.client.errors import NotFoundError
+from topics.client.http import AnswerReader, Event, ServiceAddress, TransportError
+from topics.client.links import AsyncLink, Link, LinkPool, finish, finish_each
 from topics.client.queue import AsyncQueue, Queue
 from topics.client.walks import SILENCE_MAX_S, Following, Item, Tombstones, TopicGone, Walk
 
-ANSWER_MAX_S = 45.0
-"""Time-out of an answer: the longest long poll, and a margin."""
-CONNECT_MAX_S = 5.0
 T = TypeVar("T")
+
+REQUESTS_MAX: Final = 100
+"""Requests that an AsyncClient sends at a time; more of them wait. Event streams are not counted."""
+
+log = logging.getLogger("topics.client")
 
 
 class Connection(Commands):
-    """The service that a client talks to, and how its requests are sent and repeated. ClientError for a bad `url`."""
+    """The service that a client talks to, and how its requests are sent and repeated: the rules of both clients, as
+    coroutines that never suspend in a `Client`. ClientError for a bad `url`.
+    """
 
-    def __init__(self, url: str, token: str | None, retry: Retry) -> None:
-        try:
-            parsed = httpx.URL(url)
-        except httpx.InvalidURL as error:
-            raise ClientError(f"url {url!r} is not valid: {error}") from None
-        if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise ClientError(f"url {url!r} does not name a service: give one like http://127.0.0.1:4000")
-        self._url = url.rstrip("/")
+    def __init__(self, address: ServiceAddress, links: LinkPool, retry: Retry) -> None:
+        self._address = address
+        self._links = links
         self._retry = retry
-        authorization = {} if token is None else {"Authorization": f"Bearer {token}"}
-        self._options: dict[str, Any] = {
-            "base_url": self._url,
-            "headers": {"Accept-Encoding": "identity"} | authorization,
-            "timeout": httpx.Timeout(ANSWER_MAX_S, connect=CONNECT_MAX_S),
-            # A proxy from the environment has no business between a program and its log.
-            "trust_env": False,
-            # Reading the authorities' certificates takes each client 14 ms, and plain HTTP does not use them.
-            "verify": parsed.scheme == "https",
-        }
 
-    def _following(self, positions: Mapping[str, int] | str, tombstones: Tombstones, options: Any) -> Following:
-        return Following(positions, tombstones, options, partial(self._attempts, "GET"))
+    async def _ask(self, request: bytes) -> AnswerReader:
+        return await self._links.ask(request)
+
+    async def _pause(self, pause_s: float) -> None:
+        raise NotImplementedError
+
+    async def _carry_out(self, call: Call[T]) -> T:
+        attempts = self._attempts(call.method, call.path, call.repeatable)
+        request = self._address.request(call.method, call.target, call.body)
+        while True:
+            try:
+                answer = await self._ask(request)
+            except TransportError as error:
+                pause_s = attempts.pause_after_failure(error)
+            else:
+                if log.isEnabledFor(logging.DEBUG):
+                    log.debug('%s %s%s "HTTP/1.1 %d"', call.method, self._address.url, call.target, answer.status)
+                if 200 <= answer.status < 300:
+                    return call.read(answer.take_body())
+                pause_s = attempts.pause_after_refusal(answer.status, answer.headers, answer.take_body())
+            await self._pause(pause_s)
+
+    async def _pages(self, walk: Walk[T]) -> AsyncGenerator[Iterable[T], None]:
+        call: Call[Any] | None = walk.first
+        while call is not None:
+            items, call = walk.take(await self._carry_out(call))
+            yield items
+
+    async def _frames(
+        self, positions: Mapping[str, int] | str, tombstones: Tombstones, options: dict[str, Any]
+    ) -> AsyncGenerator[Iterable[tuple[str, Item | TopicGone]], None]:
+        """Yield the items of each frame of a follower."""
+        following = Following(positions, tombstones, options, partial(self._attempts, "GET"))
+        while not following.ended():
+            if following.wid is None:
+                yield following.begin(await self._carry_out(following.session_call()))
+                continue
+            trouble: Exception | None = None
+            try:
+                async with aclosing(self._stream(following.path, {}, following.headers(), SILENCE_MAX_S)) as stream:
+                    async for events in stream:
+                        for event in events:
+                            yield following.take(event)
+                            if following.ended():
+                                return
+            except (NotFoundError, TransportError) as error:
+                trouble = error
+            await self._pause(following.pause_s(trouble))
+
+    def _stream(
+        self, path: str, query: Mapping[str, str], headers: Mapping[str, str], silence_max_s: float
+    ) -> AsyncGenerator[list[Event], None]:
+        """Yield the events of one stream until it breaks (TransportError) or ends; ApiError when it is refused."""
+        headers = {"Accept": "text/event-stream", **headers}
+        target = f"{path}?{urlencode(query)}" if query else path
+        return self._links.events(self._address.request("GET", target, None, headers), silence_max_s)
 
     def _attempts(self, method: str, path: str, repeatable: bool = True) -> Attempts:
-        return Attempts(self._retry, repeatable, f"{method} {self._url}{path}")
-
-
-def request_of(call: Call[Any]) -> dict[str, Any]:
-    """Return a call as the arguments of a request."""
-    headers = {} if call.body is None else {"Content-Type": "application/json"}
-    return {"method": call.method, "url": call.path, "content": call.body, "params": call.query, "headers": headers}
-
-
-def stream_options(query: Mapping[str, str], headers: Mapping[str, str], silence_max_s: float) -> dict[str, Any]:
-    """Return arguments of a request for an event stream that is taken for dead after this silence."""
-    timeout = httpx.Timeout(CONNECT_MAX_S, read=silence_max_s)
-    return {"params": dict(query), "headers": {"Accept": "text/event-stream", **headers}, "timeout": timeout}
-
-
-def refused_stream(status: int, body: bytes) -> Exception:
-    """Return the error of an event stream that was not opened. A busy service counts as one that was not reached."""
-    refusal = error_of(status, body)
-    return httpx.RemoteProtocolError(str(refusal)) if isinstance(refusal, ServiceBusyError) else refusal
+        return Attempts(self._retry, repeatable, f"{method} {self._address.url}{path}")
 
 
 class AsyncClient(Connection):
-    """A client of the service at `url`; `token` is its API key, if it requires one."""
+    """A client of the service at `url`; `token` is its API key, if it requires one. `tls` replaces the usual checks of
+    a service with https, for authorities of your own.
+    """
 
     def __init__(
         self,
         url: str = "http://127.0.0.1:4000",
         *,
         token: str | None = None,
+        tls: ssl.SSLContext | None = None,
         retry: Retry = RETRY,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        super().__init__(url, token, retry)
-        self._http = httpx.AsyncClient(**self._options)
+        address = ServiceAddress(url, token, tls)
+        super().__init__(address, LinkPool(partial(AsyncLink.connect, address)), retry)
+        self._turns = asyncio.Semaphore(REQUESTS_MAX)
         self._sleep = sleep
 
     async def close(self) -> None:
-        await self._http.aclose()
+        self._links.close()
+        await asyncio.sleep(0)  # the event loop closes them in its next round
 
     async def __aenter__(self) -> Self:
         return self
@@ -96,24 +129,19 @@ class AsyncClient(Connection):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
+    async def _ask(self, request: bytes) -> AnswerReader:
+        async with self._turns:
+            return await self._links.ask(request)
+
+    async def _pause(self, pause_s: float) -> None:
+        await self._sleep(pause_s)
+
     async def call(self, call: Call[T]) -> T:
         """Carry out any call of `topics.client.calls`, and repeat it where that is safe."""
-        attempts = self._attempts(call.method, call.path, call.repeatable)
-        while True:
-            try:
-                answer = await self._http.request(**request_of(call))
-            except httpx.TransportError as error:
-                pause_s = attempts.pause_after_failure(error)
-            else:
-                if answer.is_success:
-                    return call.read(answer.content)
-                pause_s = attempts.pause_after_refusal(answer.status_code, answer.headers, answer.content)
-            await self._sleep(pause_s)
+        return await self._carry_out(call)
 
     async def _walk(self, walk: Walk[T]) -> AsyncIterator[T]:
-        call: Call[Any] | None = walk.first
-        while call is not None:
-            items, call = walk.take(await self.call(call))
+        async for items in self._pages(walk):
             for item in items:
                 yield item
 
@@ -132,55 +160,40 @@ class AsyncClient(Connection):
 
         It ends when all topics are deleted (each with a TopicGone). Options are those of the watch session.
         """
-        following = self._following(positions, tombstones, options)
-        while not following.ended():
-            if following.wid is None:
-                for gone in following.begin(await self.call(following.session_call())):
-                    yield gone
-                continue
-            trouble: Exception | None = None
-            try:
-                async for event in self.events(
-                    following.path, headers=following.headers(), silence_max_s=SILENCE_MAX_S
-                ):
-                    for item in following.take(event.event, event.data, event.id):
-                        yield item
-                    if following.ended():
-                        return
-            except (NotFoundError, httpx.TransportError) as error:
-                trouble = error
-            await self._sleep(following.pause_s(trouble))
+        async with aclosing(self._frames(positions, tombstones, options)) as frames:
+            async for items in frames:
+                for item in items:
+                    yield item
 
-    async def events(
-        self, path: str, query: Mapping[str, str] = {}, *, headers: Mapping[str, str] = {}, silence_max_s: float
-    ) -> AsyncGenerator[httpx_sse.ServerSentEvent, None]:
-        """Yield the events of one stream until it breaks (httpx.TransportError) or ends; ApiError when refused."""
-        options = stream_options(query, headers, silence_max_s)
-        async with self._http.stream("GET", path, **options) as answer:
-            if not answer.is_success:
-                raise refused_stream(answer.status_code, await answer.aread())
-            async for event in httpx_sse.EventSource(answer).aiter_sse():
-                yield event
+    async def events(self, path: str, query: Mapping[str, str], *, silence_max_s: float) -> AsyncGenerator[Event, None]:
+        """Yield the events of one stream until it breaks (TransportError) or ends; ApiError when it is refused."""
+        async with aclosing(self._stream(path, query, {}, silence_max_s)) as stream:
+            async for events in stream:
+                for event in events:
+                    yield event
 
 
 class Client(Connection):
-    """A client of the service at `url`; `token` is its API key, if it requires one. Threads may share it."""
+    """A client of the service at `url`; `token` is its API key, if it requires one. `tls` replaces the usual checks of
+    a service with https, for authorities of your own. Threads may share the client.
+    """
 
     def __init__(
         self,
         url: str = "http://127.0.0.1:4000",
         *,
         token: str | None = None,
+        tls: ssl.SSLContext | None = None,
         retry: Retry = RETRY,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        super().__init__(url, token, retry)
-        self._http = httpx.Client(**self._options)
-        self._connect_async = partial(AsyncClient, url, token=token, retry=retry)
+        address = ServiceAddress(url, token, tls)
+        super().__init__(address, LinkPool(partial(Link.connect, address)), retry)
+        self._connect_async = partial(AsyncClient, url, token=token, tls=tls, retry=retry)
         self._sleep = sleep
 
     def close(self) -> None:
-        self._http.close()
+        self._links.close()
 
     def __enter__(self) -> Self:
         return self
@@ -188,24 +201,15 @@ class Client(Connection):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    async def _pause(self, pause_s: float) -> None:
+        self._sleep(pause_s)
+
     def call(self, call: Call[T]) -> T:
         """Carry out any call of `topics.client.calls`, and repeat it where that is safe."""
-        attempts = self._attempts(call.method, call.path, call.repeatable)
-        while True:
-            try:
-                answer = self._http.request(**request_of(call))
-            except httpx.TransportError as error:
-                pause_s = attempts.pause_after_failure(error)
-            else:
-                if answer.is_success:
-                    return call.read(answer.content)
-                pause_s = attempts.pause_after_refusal(answer.status_code, answer.headers, answer.content)
-            self._sleep(pause_s)
+        return finish(self._carry_out(call))
 
     def _walk(self, walk: Walk[T]) -> Iterator[T]:
-        call: Call[Any] | None = walk.first
-        while call is not None:
-            items, call = walk.take(self.call(call))
+        for items in finish_each(self._pages(walk)):
             yield from items
 
     def queue(self, topic: str, *, node: str | None = None) -> Queue:
@@ -223,24 +227,6 @@ class Client(Connection):
 
         It ends when all topics are deleted (each with a TopicGone). Options are those of the watch session.
         """
-        following = self._following(positions, tombstones, options)
-        while not following.ended():
-            if following.wid is None:
-                yield from following.begin(self.call(following.session_call()))
-                continue
-            trouble: Exception | None = None
-            try:
-                for event in self._events(following):
-                    yield from following.take(event.event, event.data, event.id)
-                    if following.ended():
-                        return
-            except (NotFoundError, httpx.TransportError) as error:
-                trouble = error
-            self._sleep(following.pause_s(trouble))
-
-    def _events(self, following: Following) -> Iterator[httpx_sse.ServerSentEvent]:
-        options = stream_options({}, following.headers(), SILENCE_MAX_S)
-        with self._http.stream("GET", following.path, **options) as answer:
-            if not answer.is_success:
-                raise refused_stream(answer.status_code, answer.read())
-            yield from httpx_sse.EventSource(answer).iter_sse()
+        with closing(finish_each(self._frames(positions, tombstones, options))) as frames:
+            for items in frames:
+                yield from items

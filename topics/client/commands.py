@@ -8,10 +8,9 @@ import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
-import httpx_sse
-
 from topics.client import calls, walks
 from topics.client.calls import Call
+from topics.client.http import Event
 from topics.client.walks import Walk
 
 P = ParamSpec("P")
@@ -34,9 +33,7 @@ class AsyncCaller(Protocol):
 class AsyncService(AsyncCaller, Protocol):
     """Carries out calls on an event loop and opens event streams."""
 
-    def events(
-        self, path: str, query: Mapping[str, str] = {}, *, headers: Mapping[str, str] = {}, silence_max_s: float
-    ) -> AsyncGenerator[httpx_sse.ServerSentEvent, None]: ...
+    def events(self, path: str, query: Mapping[str, str], *, silence_max_s: float) -> AsyncGenerator[Event, None]: ...
 
 
 class Command(Protocol[P, T_co]):

@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Final, NamedTuple, Self
 
-import httpx
 import msgspec
 
 from topics.api.answers import JobAnswer
@@ -24,6 +23,7 @@ from topics.client.attempts import NOT_CARRIED_OUT, Attempts, Retry, describe
 from topics.client.calls import Call, path_of
 from topics.client.commands import AsyncService
 from topics.client.errors import LeaseLostError, ServiceBusyError, ServiceFaultError, UnreachableError
+from topics.client.http import TransportError
 
 log = logging.getLogger("topics.worker")
 
@@ -306,11 +306,11 @@ class Shift:
         """Receive jobs from one stream after the other."""
         attempts: Attempts | None = None
         while True:
-            trouble: Exception = httpx.RemoteProtocolError("the stream ended")
+            trouble: Exception = TransportError("the stream ended")
             self._heard = False
             try:
                 await self._receive_stream()
-            except httpx.TransportError as error:
+            except TransportError as error:
                 trouble = error
             except (UnreachableError, ServiceBusyError) as error:
                 if not self._reached:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
-import httpx
 import msgspec
 
 from topics.api.answers import CursorState, DiffAnswer, Record, TombstoneAnswer, TopicEntry, WatchAnswer
@@ -13,6 +12,7 @@ from topics.client import calls
 from topics.client.attempts import Attempts
 from topics.client.calls import Call
 from topics.client.errors import GapError, NotFoundError
+from topics.client.http import Event, TransportError
 
 T = TypeVar("T")
 
@@ -66,16 +66,16 @@ def read(
     first = calls.diff(topic, from_seq, **options)
     options.pop("from_ts", None)
 
-    def take(page: DiffAnswer) -> tuple[Iterator[Item], Call[DiffAnswer] | None]:
+    def take(page: DiffAnswer) -> tuple[Iterable[Item], Call[DiffAnswer] | None]:
         ended = page.caught_up and not wait
-        return items(page), None if ended else calls.diff(topic, page.next_from_seq, **options)
+        items = page.records if page.tombstone is None else after_gap(page.tombstone, page.records)
+        return items, None if ended else calls.diff(topic, page.next_from_seq, **options)
 
-    def items(page: DiffAnswer) -> Iterator[Item]:
-        if page.tombstone is not None:
-            if tombstones == "raise":
-                raise GapError(topic, page.tombstone)
-            yield page.tombstone
-        yield from page.records
+    def after_gap(tombstone: TombstoneAnswer, records: list[Record]) -> Iterator[Item]:
+        if tombstones == "raise":
+            raise GapError(topic, tombstone)
+        yield tombstone
+        yield from records
 
     return Walk(first, take)
 
@@ -171,17 +171,18 @@ class Following:
             self.wid = None
             return 0.0
         self._attempts = self._attempts or self._make_attempts(self.path)
-        return self._attempts.pause_after_failure(trouble or httpx.RemoteProtocolError("the stream ended"))
+        return self._attempts.pause_after_failure(trouble or TransportError("the stream ended"))
 
-    def take(self, event: str, data: str, id: str) -> Iterator[tuple[str, Item | TopicGone]]:
+    def take(self, frame: Event) -> Iterator[tuple[str, Item | TopicGone]]:
         """Yield the items of one frame. Its id counts after the last: a stream that breaks before repeats nothing."""
         self._attempts = None
+        event, data, id = frame
         if event == "record":
-            frame = _record_frame(data)
-            for record in frame.records:
-                self.positions[frame.topic] = record.seq
-                yield frame.topic, record
-            self.positions[frame.topic] = frame.to_seq
+            page = _record_frame(data)
+            for record in page.records:
+                self.positions[page.topic] = record.seq
+                yield page.topic, record
+            self.positions[page.topic] = page.to_seq
         elif event == "tombstone":
             gap = _tombstone_frame(data)
             if self._tombstones == "raise":

@@ -122,7 +122,7 @@ class ShardLink:
                 found = messages.decode_error(message)
             else:
                 assert kind == MessageKind.CALL, kind
-                found = messages.decode_reply(message)
+                found = messages.decode(message)
         self._replies.consume(position)
         return found
 
@@ -179,7 +179,7 @@ class LogTail:
             offset = self.position.offset or _parse(path, mapped[:_HEAD_BYTES])[1]
             limit = len(view) if end is None else end
             while offset < limit or end is None:
-                frames, next_offset, defect = scan_columns(view, offset, limit, BATCH_FRAMES)
+                frames, next_offset, defect = scan_columns(view, offset, limit, BATCH_FRAMES, trusts_records=True)
                 ending_at = frames.find(FrameType.FILE_END)
                 ending = frames[ending_at] if ending_at < len(frames) else None
                 if ending is not None and (end is not None or ending[4:6] != (file_no, ending[0])):

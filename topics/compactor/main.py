@@ -162,7 +162,7 @@ def _check_cold(fs: FileSystem, cold_topics_dir: str) -> None:
 def _follow(fs: FileSystem, data_dir: str, shared: SharedMemory, link: ShardLink, part: ShardPart | None) -> Follower:
     """Return a follower of the shard's log from where the snapshot ends, or from its first file."""
     directory = layout.group_dir(data_dir, link.shard, shared.shards)
-    fold = Fold(lambda _topic_id: MarkedIndex())
+    fold = Fold(lambda _topic_id: MarkedIndex(), is_located=False)
     if part is None:
         position = WalPosition(layout.list_log_files(fs, directory)[0], 0)
     else:

@@ -13,12 +13,12 @@ import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import compress, groupby
+from itertools import groupby
 from typing import Final, NamedTuple
 
 import msgspec
 
-from topics.core.location import ENTRY_WORDS, LOCATION_GONE, LOW_WORD, any_flagged, flags_of, lengths_of, offsets_of
+from topics.core.location import ENTRY_WORDS, LOCATION_GONE, LOW_WORD, any_flagged
 from topics.core.segment_list import SEALED, SegmentInfo
 from topics.log import get_logger
 from topics.storage import layout
@@ -110,7 +110,9 @@ class SegmentAppender:
         active = last if last is not None and not last.flags & SEALED and last.last_seq + 1 == entries[0] else None
         while at < count or active is not None:
             try:
-                info, appended = self._append_to_one(topic_id, active, entries[at * ENTRY_WORDS :], buffer_of, now_ms)
+                # One more than a segment takes tells that it is full.
+                part = entries[at * ENTRY_WORDS : (at + self._seal_at.records + 1) * ENTRY_WORDS]
+                info, appended = self._append_to_one(topic_id, active, part, buffer_of, now_ms)
             except OSError:
                 if active is None:
                     self._remove_new(topic_id, entries[at * ENTRY_WORDS])
@@ -253,12 +255,8 @@ def _runs(entries: array[int]) -> Iterator[tuple[int | None, array[int]]]:
 
 
 def _end(entries: array[int]) -> int:
-    """Return the end of the last frame of these entries."""
-    offsets, lengths, flags = offsets_of(entries), lengths_of(entries), flags_of(entries)
-    if any_flagged(entries, LOCATION_GONE):
-        is_live = [not flag & LOCATION_GONE for flag in flags]
-        offsets, lengths = array("I", compress(offsets, is_live)), array("I", compress(lengths, is_live))
-    if not offsets:
-        return 0
-    last = max(offsets)  # frames do not overlap
-    return last + lengths[offsets.index(last)]
+    """Return the end of the last frame of these entries, which are in the order of the log; 0 without a frame."""
+    for at in range(len(entries) - ENTRY_WORDS, -1, -ENTRY_WORDS):
+        if not is_gone(entries[at + 3]):
+            return (entries[at + 2] & LOW_WORD) + (entries[at + 2] >> 32)
+    return 0

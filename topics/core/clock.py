@@ -19,6 +19,7 @@ trusted for SETTLE_MS either.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
 
@@ -76,12 +77,6 @@ def offset_at_start(last: TrustedTime | None, boot_id: str, clock: Clock) -> int
     return last.wall_ms - mono_ms
 
 
-class Warn(Protocol):
-    """A function that logs a warning, such as `structlog`'s."""
-
-    def __call__(self, event: str, **values: object) -> object: ...
-
-
 class ExpiryClock:
     """A `Clock` for expiry. Ask it regularly: everything between two calls counts as one step.
 
@@ -89,7 +84,7 @@ class ExpiryClock:
     A restarted process passes in the offset that it trusted before.
     """
 
-    def __init__(self, clock: Clock, warn: Warn, offset_ms: int | None = None) -> None:
+    def __init__(self, clock: Clock, warn: Callable[..., object], offset_ms: int | None = None) -> None:
         self.offset_ms = offset_ms
         self._clock = clock
         self._warn = warn

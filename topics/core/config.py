@@ -62,9 +62,7 @@ _UNSIGNED: Final = [name for name, default in _DEFAULTS.items() if type(default)
 
 
 def parse_config(given: Any, topic: str) -> tuple[TopicConfig, bool]:
-    """Return (the configuration in a decoded JSON object, whether it has a `type`); `400` names the field at fault.
-    `topic` is the topic's name: a queue may not be its own dead-letter topic.
-    """
+    """Return (the configuration in a JSON object, whether it has a `type`); `400` names the field at fault."""
     if not isinstance(given, dict):
         raise invalid("config must be a JSON object", field="config")
     try:

@@ -57,11 +57,11 @@ class NamedCursor:
 
     __slots__ = (
         "_front",
-        "_logged",
         "_missing",
         "_passed_on",
         "_under_way",
         "consistency",
+        "logged_body",
         "name",
         "persist_every",
         "revision",
@@ -78,7 +78,7 @@ class NamedCursor:
         self._missing = list(body.missing)
         self._under_way: dict[tuple[int, int], Stretch] = {}
         """Reads under way, by frontend and its number of the read."""
-        self._logged = body
+        self.logged_body = body
         """The cursor as the log has it."""
         self._passed_on = 0
         """Answers that were passed on since it was logged."""
@@ -108,16 +108,12 @@ class NamedCursor:
     @property
     def persisted_seq(self) -> int:
         """Position of the first read after a crash."""
-        return self._logged.next_seq
+        return self.logged_body.next_seq
 
     def body(self) -> CursorFrameBody:
         """Return the cursor as it would be logged now."""
         seq, missing = _joined(self._front, (*self._missing, *self._under_way.values()))
         return CursorFrameBody(self.name, self.consistency, self.persist_every, seq, tuple(missing))
-
-    def logged_body(self) -> CursorFrameBody:
-        """Return the cursor as the log has it."""
-        return self._logged
 
     def advance(self, revision: int, from_seq: int, to_seq: int, frontend: int, read: int) -> bool:
         """Move the cursor for a reader that found it at `from_seq`; False if it is not there any more. Unless the
@@ -168,7 +164,7 @@ class NamedCursor:
     @property
     def unlogged(self) -> bool:
         """True if the log has another state of the cursor."""
-        return self.body() != self._logged
+        return self.body() != self.logged_body
 
     @property
     def to_persist(self) -> bool:
@@ -181,7 +177,7 @@ class NamedCursor:
 
     def persisted(self, body: CursorFrameBody) -> None:
         """Note that the log has `body`."""
-        self._logged = body
+        self.logged_body = body
 
     def persist_failed(self) -> None:
         """Have the cursor logged with the next answer: it could not be logged with this one."""
@@ -266,4 +262,4 @@ class Cursors:
 
     def bodies(self) -> list[CursorFrameBody]:
         """Return all cursors as the log has them, by name."""
-        return [cursor.logged_body() for cursor in self.behind("", CURSORS_MAX)]
+        return [cursor.logged_body for cursor in self.behind("", CURSORS_MAX)]

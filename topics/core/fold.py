@@ -13,33 +13,16 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from topics.core import control_bodies
 from topics.core.ceilings import Ceilings
-from topics.core.control_bodies import (
-    RamStateFrameBody,
-    SessionFrameBody,
-    decode_ack,
-    decode_config,
-    decode_create,
-    decode_cursor,
-    decode_delete,
-    decode_evict,
-    decode_head,
-    decode_idempotency,
-    decode_job_rows,
-    decode_lease,
-    decode_mark,
-    decode_ram_state,
-    decode_session,
-)
 from topics.core.floors import EvictReason, Floors
 from topics.core.idempotency import WriteOutcome
 from topics.core.job import ConsumerState
 from topics.core.location import ENTRY_WORDS, dense_run, in_order, lost_entries
-from topics.core.ram_periods import RamPeriods
 from topics.core.record_index import RecordIndex
 from topics.core.routers import FoldedRouters, decode_feed
 from topics.core.seq_set import decode_runs, seqs_of
-from topics.core.shard_state import FoldedTopic, ShardState
+from topics.core.shard_state import FoldedTopic, RamPeriods, ShardState
 from topics.core.topic import Topic
 
 
@@ -56,11 +39,14 @@ class Fold:
     then call `state`.
     """
 
-    def __init__(self, make_index: Callable[[int], RecordIndex]) -> None:
-        """`make_index` makes the index of a topic id, empty, its next entry being that of seq 1."""
+    def __init__(self, make_index: Callable[[int], RecordIndex], is_located: bool = True) -> None:
+        """`make_index` makes the index of a topic id, empty, its next entry being that of seq 1. `is_located`: it keeps
+        entries.
+        """
         self._make_index = make_index
+        self.is_located = is_located
         self.topics: dict[int, Topic] = {}
-        self.sessions: dict[str, SessionFrameBody] = {}
+        self.sessions: dict[str, control_bodies.SessionFrameBody] = {}
         self.created_ids: set[int] = set()
         """Ids of all topics, deleted ones too: an id is never used again."""
         self.deleted_names: set[str] = set()
@@ -73,7 +59,7 @@ class Fold:
         # What the RAM log says of topics before the durable log creates them:
         self._early_keys: dict[int, list[tuple[bytes, WriteOutcome]]] = {}
         self._early_attributes: dict[int, list[bytes]] = {}
-        self._ram_states: dict[int, RamStateFrameBody] = {}
+        self._ram_states: dict[int, control_bodies.RamStateFrameBody] = {}
         self._ram = RamPeriods()
         self._ceilings: dict[int, int] = {}
         """Head watermarks of durable topics."""
@@ -87,9 +73,7 @@ class Fold:
     # -- snapshots
 
     def state(self) -> ShardState:
-        """Return everything that was folded so far, at the end of a write of the durable log, without a RAM log. Raise
-        FoldError if the log lacks records.
-        """
+        """Return the fold of the durable log alone, at the end of a write. Raise FoldError if it lacks records."""
         topics = []
         for topic in self.topics.values():
             self._apply_pending(topic, at_end=True)
@@ -162,10 +146,20 @@ class Fold:
         else:
             pending.extend(entries)
 
+    def extended(self, topic_id: int, first_seq: int, last_seq: int, ts: int, size_bytes: int) -> bool:
+        """Add a run of Append frames of one topic without their entries, `size_bytes` long. False, with nothing done,
+        if it does not follow the records that the topic has.
+        """
+        topic = self.topics.get(topic_id)
+        if topic is None or first_seq != topic.head_seq + 1 or topic_id in self._pending:
+            return False
+        topic.extended(last_seq, ts, size_bytes)
+        return True
+
     def topic_create(self, topic_id: int, data: bytes) -> None:
         if topic_id in self.created_ids:
             return
-        body = decode_create(data)
+        body = control_bodies.decode_create(data)
         topic = Topic(topic_id, body.name, body.config, self._make_index(topic_id), body.recreated)
         self.topics[topic_id] = topic
         self.created_ids.add(topic_id)
@@ -195,14 +189,14 @@ class Fold:
         if topic is not None:
             self._apply_pending(topic)
             # The evictions that follow from it are in the log themselves.
-            topic.config = decode_config(data).config
+            topic.config = control_bodies.decode_config(data).config
             if topic.config.durability == "ephemeral":
                 self._ceilings.pop(topic_id, None)
 
     def delete(self, topic_id: int, data: bytes) -> None:
         topic = self._topic(topic_id)
         if topic is not None:
-            body = decode_delete(data)
+            body = control_bodies.decode_delete(data)
             seqs = decode_runs(body.runs)
             self._end_jobs(topic, seqs)
             if self._is_new(topic, body.floors.revision, body.floors.earliest_seq):
@@ -212,14 +206,14 @@ class Fold:
     def evict_watermark(self, topic_id: int, data: bytes) -> None:
         topic = self._topic(topic_id)
         if topic is not None:
-            floors = decode_evict(data).floors
+            floors = control_bodies.decode_evict(data).floors
             if self._is_new(topic, floors.revision, floors.earliest_seq):
                 self._apply_floors(topic, floors)
 
     def checkpoint_mark(self, topic_id: int, up_to_seq: int, data: bytes) -> None:
         topic = self._topic(topic_id)
         if topic is not None:
-            body = decode_mark(data)
+            body = control_bodies.decode_mark(data)
             if self._is_new(topic, body.floors.revision, body.floors.earliest_seq):
                 if up_to_seq > topic.head_seq:
                     self._uncounted.add(topic_id)
@@ -232,7 +226,7 @@ class Fold:
         topic = self._topic(topic_id)
         if topic is None:
             return
-        exact = decode_head(data).exact
+        exact = control_bodies.decode_head(data).exact
         if topic.config.durability == "ephemeral":
             self._ram.head(topic_id, seq, exact)
             return
@@ -242,7 +236,7 @@ class Fold:
             _lose_tail(topic, seq)
 
     def idempotency(self, topic_id: int, seq: int, ts: int, data: bytes) -> None:
-        count, key = decode_idempotency(data)
+        count, key = control_bodies.decode_idempotency(data)
         outcome = WriteOutcome(seq, count, ts)
         topic = self.topics.get(topic_id)
         if topic is not None:
@@ -260,12 +254,12 @@ class Fold:
     def lease(self, topic_id: int, data: bytes) -> None:
         topic = self._topic(topic_id)
         if topic is not None and topic.queue is not None:
-            topic.queue.logged(decode_lease(data))
+            topic.queue.logged(control_bodies.decode_lease(data))
 
     def ack(self, topic_id: int, data: bytes) -> None:
         topic = self._topic(topic_id)
         if topic is not None:
-            body = decode_ack(data)
+            body = control_bodies.decode_ack(data)
             if topic.queue is not None:
                 topic.queue.dead_lettered = max(topic.queue.dead_lettered, body.dead_lettered)
                 if body.keep:
@@ -280,11 +274,11 @@ class Fold:
     def cursor(self, topic_id: int, data: bytes) -> None:
         topic = self._topic(topic_id)
         if topic is not None:
-            topic.cursors.logged(decode_cursor(data))
+            topic.cursors.logged(control_bodies.decode_cursor(data))
 
     def ram_state(self, topic_id: int, data: bytes) -> None:
         """Take the state that removed files of the RAM log had; the latest frame counts."""
-        state = decode_ram_state(data)
+        state = control_bodies.decode_ram_state(data)
         topic = self.topics.get(topic_id)
         if topic is not None:
             self._restore_ram_state(topic, state)
@@ -304,7 +298,7 @@ class Fold:
         self.routers.cursor(topic_id, feed, in_ram)
 
     def session(self, data: bytes) -> None:
-        session = decode_session(data)
+        session = control_bodies.decode_session(data)
         if session.body is None:
             self.sessions.pop(session.wid, None)
         else:
@@ -444,7 +438,7 @@ class Fold:
         if floors.records < 0 or floors.live_bytes < 0:
             self._uncounted.add(topic_id)
 
-    def _restore_ram_state(self, topic: Topic, state: RamStateFrameBody) -> None:
+    def _restore_ram_state(self, topic: Topic, state: control_bodies.RamStateFrameBody) -> None:
         self._uncounted.add(topic.id)
         if state.earliest_seq > topic.head_seq + 1:
             topic.lost_below(state.earliest_seq, EvictReason(state.evict_reason))
@@ -472,7 +466,7 @@ def _lose_tail(topic: Topic, last_seq: int) -> None:
 
 def _add_jobs(topic: Topic, data: bytes) -> None:
     if topic.queue is not None:
-        for row in decode_job_rows(data):
+        for row in control_bodies.decode_job_rows(data):
             topic.queue.add(*row)
 
 

@@ -47,9 +47,7 @@ RETRY_AFTER_MS: Final = (100, 1000)
 
 
 class Sample(NamedTuple):
-    """Measurements of one interval: the wait of what is served, the fullness (0 to 1) of the fullest queue, and the
-    share of time spent computing or waiting for the disk.
-    """
+    """One interval: the wait of what is served, the fullest queue's fullness (0 to 1), the share of time busy."""
 
     latency_ms: float
     fullness: float

@@ -33,8 +33,7 @@ class KeyMark(bytes, Enum):
     STAGE = b"\xff"
     """A transaction gives it to a stage that it publishes."""
     CARRIED = b"\xfe"
-    """A frontend gives it to a record that it brings to the dead letters, or back (`dead_letter_moves.py`).
-    """
+    """A frontend gives it to a record that it brings to the dead letters, or back (`dead_letter_moves.py`)."""
     PRODUCER = b"\xfd"
     """A producer numbers its writes with it."""
 

@@ -91,9 +91,7 @@ class LeaseFrameBody(msgspec.Struct, frozen=True):
 
 
 class QueueState(msgspec.Struct, frozen=True):
-    """The state of a queue in a snapshot: everything that its records do not say. `attributes` are (seq, deliver_at_ms,
-    order_key) of jobs that have any.
-    """
+    """A queue in a snapshot, beyond its records. `attributes`: (seq, deliver_at_ms, order_key) of jobs with any."""
 
     dead_lettered: int = 0
     done: list[Run] = []

@@ -44,9 +44,7 @@ _DUE: Final = (JobPhase.LEASED, JobPhase.DELAYED, JobPhase.HELD)
 
 
 class QueueJobs:
-    """All jobs of one queue: their phases, what ends when, and who holds them. Until it is started (`Leases.start`) it
-    only collects what the log says.
-    """
+    """All jobs of one queue: phases, due times and holders. Until `Leases.start` it only collects what the log says."""
 
     def __init__(self, records: JobRecords) -> None:
         self._records = records
@@ -101,14 +99,11 @@ class QueueJobs:
                 return
         self._enqueue(seq, job)
 
-    def deleted(self, seqs: Iterable[int]) -> None:
+    def deleted(self, seqs: Sequence[int]) -> None:
         """Forget jobs whose records were deleted."""
         for seq in seqs:
             self.done.discard(seq)
-            job = self._jobs.get(seq)
-            if job is not None:
-                self._drop(seq, job)
-        self._compact()
+        self._end(seqs)
 
     def floor_moved(self, seq: int) -> None:
         """Forget jobs below `seq`, where no record is live any more. While a log is read that may be an illusion,
@@ -131,7 +126,10 @@ class QueueJobs:
         """End acknowledged jobs whose records stay. The fold of an ACK calls this as well."""
         for first, last in runs:
             self.done.add(first, last)
-        for seq in seqs_of(runs):
+        self._end(seqs_of(runs))
+
+    def _end(self, seqs: Iterable[int]) -> None:
+        for seq in seqs:
             job = self._jobs.get(seq)
             if job is not None:
                 self._drop(seq, job)

@@ -29,17 +29,9 @@ class KeyScope(Flag):
     ALL = READ | WRITE | DELETE | ADMIN
 
 
-_SCOPES: Final = {
-    "read": KeyScope.READ,
-    "r": KeyScope.READ,
-    "write": KeyScope.WRITE,
-    "w": KeyScope.WRITE,
-    "delete": KeyScope.DELETE,
-    "d": KeyScope.DELETE,
-    "admin": KeyScope.ADMIN,
-    "a": KeyScope.ADMIN,
-    "rw": KeyScope.READ | KeyScope.WRITE,
-}
+_NAMES: Final = {str(scope.name).lower(): scope for scope in KeyScope}
+_SCOPES: Final = {word: scope for name, scope in _NAMES.items() for word in (name, name[0])}
+_SCOPES["rw"] = KeyScope.READ | KeyScope.WRITE
 _KEY: Final = re.compile(r"[!-+\--9;-~]+")
 """Visible ASCII without comma and colon: a header carries it unchanged, and a list can hold it."""
 _PREFIX: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:>-]{0,254}")

@@ -29,13 +29,6 @@ class LeasedSeqs(NamedTuple):
     deliveries: list[int]
 
 
-class NamedJobs(NamedTuple):
-    """The jobs that a consumer named: `seqs` are leased to it, `skipped` are not; both in its order."""
-
-    seqs: list[int]
-    skipped: list[int]
-
-
 class Leases(QueueJobs):
     """The jobs of one queue with their leases: everything about them that their records do not say."""
 
@@ -116,9 +109,7 @@ class Leases(QueueJobs):
         return seqs, dead
 
     def carry(self, seqs: Iterable[int], carrier: int, now: Now) -> list[int]:
-        """Hold those jobs of these live records that nobody has and that wait for nothing but a delay, as `take` holds
-        dead ones; return them. Call `advance` first.
-        """
+        """Hold those of these live records that are free or delayed, as `take` holds dead ones; return them."""
         carried = []
         for seq in seqs:
             job = self._jobs.get(seq)
@@ -170,8 +161,8 @@ class Leases(QueueJobs):
 
     def leased_to(
         self, node: str, seqs: Sequence[int], lease_nos: Sequence[int] | None, dying: Set[int] = frozenset()
-    ) -> NamedJobs:
-        """Pick those jobs that are leased to `node`, by exactly these leases if given, and are not `dying`."""
+    ) -> tuple[list[int], list[int]]:
+        """Return the jobs that are leased to `node`, by exactly these leases if given, none `dying`; and the others."""
         found: list[int] = []
         skipped: list[int] = []
         seen: set[int] = set()
@@ -189,7 +180,7 @@ class Leases(QueueJobs):
             else:
                 seen.add(seq)
                 found.append(seq)
-        return NamedJobs(found, skipped)
+        return found, skipped
 
     def hold(self, seqs: Iterable[int]) -> None:
         """Hold jobs while the end of their leases is logged; call `unhold` if that fails."""

@@ -27,6 +27,8 @@ LOCATION_DELETED: Final = 2
 LOCATION_LOST: Final = 32
 """Flag of a record that was lost though its neighbours live; `offset` is an EvictReason then."""
 LOCATION_GONE: Final = LOCATION_DELETED | LOCATION_LOST
+FILE_BITS: Final = LOCATION_IN_RAM_LOG << FLAGS_SHIFT | LOW_WORD
+"""Bits of word 3 that name a file: the log and the number."""
 
 
 def file_flags_of(file_no: int, record_flags: bytes | bytearray, location_flags: int) -> array[int]:
@@ -54,18 +56,26 @@ def offsets_of(entries: array[int]) -> array[int]:
 
 def any_flagged(entries: array[int], mask: int) -> bool:
     """True if any entry has any of these flags."""
-    return any(flags & mask for flags in set(flags_of(entries)))
+    flags = flags_of(entries)
+    # Most often all are alike, which is quicker to see than what they are.
+    return any(flag & mask for flag in (flags[:1] if flags.count(flags[:1]) == len(flags) else set(flags)))
+
+
+def dense_entries(first_seq: int, ts: int, offset_lens: array[int], file_flags: array[int]) -> array[int]:
+    """Return entries of consecutive seqs, all of one commit time."""
+    count = len(offset_lens)
+    entries = array("Q", bytes(count * ENTRY_WORDS * 8))
+    entries[0::4] = array("Q", range(first_seq, first_seq + count))
+    entries[1::4] = array("Q", [ts]) * count
+    entries[2::4] = offset_lens
+    entries[3::4] = file_flags
+    return entries
 
 
 def lost_entries(first_seq: int, last_seq: int, ts: int, reason: int) -> array[int]:
     """Return entries of lost records, for an EvictReason; `ts` is that of the record before them."""
-    count = last_seq + 1 - first_seq
-    entries = array("Q", bytes(count * ENTRY_WORDS * 8))
-    entries[0::4] = array("Q", range(first_seq, last_seq + 1))
-    entries[1::4] = array("Q", [ts]) * count
-    entries[2::4] = array("Q", [reason]) * count
-    entries[3::4] = array("Q", [LOCATION_LOST << FLAGS_SHIFT]) * count
-    return entries
+    reasons = array("Q", [reason]) * (last_seq + 1 - first_seq)
+    return dense_entries(first_seq, ts, reasons, array("Q", [LOCATION_LOST << FLAGS_SHIFT]) * len(reasons))
 
 
 def in_order(entries: array[int], head_seq: int) -> array[int]:

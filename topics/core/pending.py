@@ -28,9 +28,7 @@ _SPARE_SHARE: Final = 100
 
 
 class RecordFrames(NamedTuple):
-    """The records of one write, as their frames lie in a buffer of `size_bytes`: where each begins and how long it is,
-    and what its location repeats of it.
-    """
+    """The records of one write in a buffer of `size_bytes`: the place of each frame, and its location's flags."""
 
     offset_len: array[int]
     flags: bytes
@@ -168,9 +166,7 @@ class PendingTopic:
         return max(0, grown - self.claimed_bytes)
 
     def write(self, key: bytes, records: RecordFrames, jobs: Iterable[tuple[int, int, int, str]]) -> PendingWrite:
-        """Give the next seqs to a write that was admitted. `jobs`: (position in the write, deliver_at_ms, delay_ms,
-        order_key).
-        """
+        """Give the next seqs to an admitted write. `jobs`: (position in it, deliver_at_ms, delay_ms, order_key)."""
         config = self._topic.config
         count, former_head = len(records.offset_len), self.head_seq
         outcome = WriteOutcome(former_head + 1, count, self._ts)
@@ -206,9 +202,7 @@ class PendingTopic:
         return self._dying or frozenset()
 
     def remove(self, seqs: list[int], dead_letters: int) -> tuple[AckFrameBody, Callable[[], None]]:
-        """Plan the removal of live records (ascending seqs), of which so many went to the dead letters. Return the body
-        to log, and what to call once it is logged.
-        """
+        """Plan to remove live records (ascending); return the body to log, and what to call once it is logged."""
         topic = self._topic
         dying = self._dying = self._dying or set()
         dying.update(seqs)

@@ -62,10 +62,7 @@ class RecordIndex(Protocol):
 
 
 class UnlocatedIndex:
-    """A record index without entries, for a fold that ends in a snapshot: it knows segments and the next seq.
-
-    Nothing may ask for an entry: the counts and floors in the log need none.
-    """
+    """An index of segments and the next seq alone, for a fold that ends in a snapshot. Nobody may ask for entries."""
 
     __slots__ = ("next_seq", "segments")
 
@@ -94,7 +91,8 @@ class UnlocatedIndex:
         self.segments.drop_below(seq)
 
     def skip_to(self, seq: int) -> None:
-        self.next_seq = max(self.next_seq, seq)
+        if seq > self.next_seq:
+            self.next_seq = seq
 
     def _without_entries(self, *_: Any, **__: Any) -> Any:
         raise AssertionError("this index has no entries")
@@ -115,9 +113,7 @@ def front_from(
     dying: Set[int] = frozenset(),
     behind_deleted: Callable[[int], int] | None = None,
 ) -> Front:
-    """Return the first seq from `seq` on whose record is neither gone nor `dying`, and what was lost before it.
-    `behind_deleted` is that of a `RecordIndex`, if there is one.
-    """
+    """Return the first seq from `seq` on that is neither gone nor `dying`, and what was lost before it."""
     lost_below_seq, reason = 0, EvictReason.NONE
     count = 8
     while seq <= head_seq:
@@ -188,15 +184,8 @@ def last_undeleted(index: ScannedEntries, first_seq: int, last_seq: int) -> int:
     return last_seq
 
 
-def first_live(index: RecordIndex, seq: int, head_seq: int, most: int) -> list[int]:
-    """Return the first `most` live seqs from `seq` on, ascending; fewer if there are no more."""
-    return first_live_within(index, seq, head_seq, most, head_seq)[0]
-
-
-def first_live_within(index: RecordIndex, seq: int, head_seq: int, most: int, looks: int) -> tuple[list[int], int]:
-    """Return `first_live` as far as `looks` entries tell, and the seq up to which these are all. Segments of which
-    every record is deleted are passed for free.
-    """
+def first_live(index: RecordIndex, seq: int, head_seq: int, most: int, looks: int) -> tuple[list[int], int]:
+    """Return the first `most` live seqs from `seq` on, as far as `looks` entries tell, and up to where they are all."""
     found: list[int] = []
     step = most
     while len(found) < most and seq <= head_seq and looks > 0:

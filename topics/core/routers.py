@@ -59,9 +59,7 @@ class RouterSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Router(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A registered router. `id` is never used again; `version` counts its changes. `counts_hops` is set if it closes a
-    cycle: a record that passes it has made one more round.
-    """
+    """A registered router; no id comes twice, `version` counts changes. One that `counts_hops` closes a cycle."""
 
     id: int
     version: int
@@ -156,15 +154,14 @@ class RouterRegistry:
         self._from.setdefault(router.spec.source, {})[router.name] = router
         self.last_id = max(self.last_id, router.id)
 
-    def remove(self, name: str) -> Router | None:
-        """Remove a router; return it, None if there is none of that name."""
+    def remove(self, name: str) -> None:
+        """Remove the router of this name, if there is one."""
         router = self.by_name.pop(name, None)
         if router is not None:
             for index, topic in ((self._into, router.spec.dest), (self._from, router.spec.source)):
                 del index[topic][name]
                 if not index[topic]:
                     del index[topic]
-        return router
 
     def upstream(self, dest: str) -> Iterator[str]:
         """Yield `dest`, its source, the source's source and so on, each once."""
@@ -188,9 +185,7 @@ class RouterRegistry:
 
 
 def with_origin(payload: bytes, has_meta: bool, router: str, source: str, source_topic_id: int, seq: int) -> bytes:
-    """Return a copy's payload (`"data":…` or `"data":…,"meta":{…}`) with its origin in its meta, in place of the origin
-    that the original has if it is a copy as well.
-    """
+    """Return a copy's payload with its origin in its meta, in place of the origin of an original that is a copy."""
     key = f"router:{router}:{source_topic_id}:{_EPOCH}:{seq}"
     origin = (
         f'"{META_KEY}":{{"router":"{router}","source_topic":"{source}","source_seq":{seq},"idempotency_key":"{key}"}}'

@@ -106,9 +106,7 @@ _Queue = OrderedDict[_Entry[Item], None]
 
 
 class Scheduler(Generic[Item]):
-    """Items that are ready, in bands of priority. `base_of(item)` is the priority without age, asked when the item
-    becomes ready and as it ages. `now_ms` is monotonic everywhere.
-    """
+    """Ready items, in bands. `base_of(item)` is a priority without age, asked again as it ages; times are monotonic."""
 
     def __init__(self, base_of: Callable[[Item], int]) -> None:
         self._base_of = base_of

@@ -36,11 +36,6 @@ class SegmentInfo(msgspec.Struct, array_like=True, frozen=True, order=False):
         """Number of entries in its index, dead ones included."""
         return self.last_seq - self.first_seq + 1
 
-    @property
-    def words(self) -> tuple[int, ...]:
-        """All fields, in the order of the arena's table."""
-        return msgspec.structs.astuple(self)
-
 
 class SegmentList:
     """The segments of one topic, ascending by seq, without overlap. `version` grows with every change."""

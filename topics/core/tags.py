@@ -16,8 +16,7 @@ from topics.core.errors import invalid
 FORGET_FROM: Final = 4096
 """Number of entries from which forgetting is worth it."""
 TagsOf = Callable[[int, int], tuple[list[tuple[int, bytes]], int]]
-"""(first_seq, last_seq) → (seq, tag) of the tagged records among them, ascending, and the seq up to which that is all.
-"""
+"""(first_seq, last_seq) → (seq, tag) of tagged records among them, ascending, and the seq up to which these are all."""
 
 
 class Match(NamedTuple):

@@ -22,6 +22,7 @@ from itertools import compress
 
 import msgspec
 
+from topics.core import record_index
 from topics.core.ceilings import Ceilings
 from topics.core.config import TopicConfig
 from topics.core.cursors import Cursors
@@ -30,17 +31,7 @@ from topics.core.floors import Deletion, EvictReason, Floors, Front
 from topics.core.idempotency import IdempotencyWindow
 from topics.core.leases import Leases
 from topics.core.location import ENTRY_WORDS, LOCATION_LOST, any_flagged, flags_of, lengths_of, lost_entries
-from topics.core.record_index import (
-    RecordIndex,
-    first_kept,
-    first_live,
-    first_live_within,
-    first_not_older,
-    front_from,
-    last_undeleted,
-    left_from,
-    live_entries,
-)
+from topics.core.record_index import RecordIndex
 from topics.core.tags import TagIndex
 
 
@@ -191,6 +182,15 @@ class Topic:
         self.live_bytes += sum(lengths)
         self.last_write_ts = max(self.last_write_ts, entries[-3])
 
+    def extended(self, last_seq: int, ts: int, size_bytes: int) -> None:
+        """Add live records up to `last_seq` in a fold whose index keeps no entries."""
+        self.records += last_seq - self.head_seq
+        self.live_bytes += size_bytes
+        self.index.skip_to(last_seq + 1)
+        self.head_seq = last_seq
+        if ts > self.last_write_ts:
+            self.last_write_ts = ts
+
     def configured(self, config: TopicConfig) -> None:
         """Take a new configuration; a tightened cap takes effect at once."""
         if config.durability != self.config.durability:
@@ -204,15 +204,8 @@ class Topic:
 
     def floors(self) -> Floors:
         """Return the state of the topic for the next frame that has one."""
-        return Floors(
-            self.revision + 1,
-            self.earliest_seq,
-            self.evict_floor,
-            int(self.evict_reason),
-            self.evict_run_seq,
-            self.records,
-            self.live_bytes,
-        )
+        evicted = self.evict_floor, int(self.evict_reason), self.evict_run_seq
+        return Floors(self.revision + 1, self.earliest_seq, *evicted, self.records, self.live_bytes)
 
     def logged(self, floors: Floors) -> None:
         """Take the floors of a frame that is in the log."""
@@ -260,7 +253,7 @@ class Topic:
         """Plan to delete exactly these live seqs (ascending) while other deletions are being logged: `dying` are the
         seqs of all of them, and `earliest_seq` is that of the plan before this one.
         """
-        live = list(live_entries(self.index, seqs, self.earliest_seq, self.head_seq))
+        live = list(record_index.live_entries(self.index, seqs, self.earliest_seq, self.head_seq))
         earliest_seq = max(earliest_seq, self.earliest_seq)
         front = self._front_from(earliest_seq, dying) if earliest_seq in dying else Front(earliest_seq)
         size_bytes = sum(offset_len >> 32 for _, offset_len in live)
@@ -268,15 +261,15 @@ class Topic:
 
     def live_from(self, seq: int, most: int) -> list[int]:
         """Return the first `most` live seqs from `seq` on, ascending; fewer if there are no more."""
-        return first_live(self.index, max(seq, self.earliest_seq), self.head_seq, most)
+        return self.live_within(seq, most, self.head_seq)[0]
 
     def live_within(self, seq: int, most: int, looks: int) -> tuple[list[int], int]:
         """Return `live_from` as far as `looks` entries tell, and the seq up to which these are all."""
-        return first_live_within(self.index, max(seq, self.earliest_seq), self.head_seq, most, looks)
+        return record_index.first_live(self.index, max(seq, self.earliest_seq), self.head_seq, most, looks)
 
     def live_of(self, seqs: Sequence[int]) -> list[int]:
         """Return those of these seqs (ascending) that are live."""
-        return [seq for seq, _ in live_entries(self.index, seqs, self.earliest_seq, self.head_seq)]
+        return [seq for seq, _ in record_index.live_entries(self.index, seqs, self.earliest_seq, self.head_seq)]
 
     def floors_without(self, deletion: Deletion) -> Floors:
         """Return `floors` after a deletion. Deleting is no loss: evict_floor moves only over records lost before."""
@@ -321,7 +314,7 @@ class Topic:
         size_bytes = self.live_bytes + more_bytes - config.cap_bytes if config.cap_bytes else 0
         if records <= 0 and size_bytes <= 0:
             return self.earliest_seq, 0
-        return first_kept(self.index, self.earliest_seq, self.head_seq, records, size_bytes)
+        return record_index.first_kept(self.index, self.earliest_seq, self.head_seq, records, size_bytes)
 
     def expired_below(self, now_ms: int) -> int:
         """Return the first seq that has not outlived `ttl_ms`; earliest_seq if nothing has."""
@@ -333,7 +326,7 @@ class Topic:
             return low
         if now_ms - self._earliest_ts() <= ttl_ms:
             return low  # the usual case: the sweep of an idle topic reads no file
-        return first_not_older(self.index, now_ms - ttl_ms, low + 1, high)
+        return record_index.first_not_older(self.index, now_ms - ttl_ms, low + 1, high)
 
     def next_expiry_ms(self) -> int | None:
         """Return the wall time at which the first live record will have outlived `ttl_ms`; None if none will."""
@@ -365,14 +358,14 @@ class Topic:
         )
         if records != self.records:
             # Records that were deleted behind the last of them are not lost.
-            floors = floors.evicted(last_undeleted(self.index, self.earliest_seq, seq - 1) + 1, reason)
+            floors = floors.evicted(record_index.last_undeleted(self.index, self.earliest_seq, seq - 1) + 1, reason)
         return floors.evicted(front.lost_below_seq, front.lost_reason)
 
     def _left_from(self, seq: int) -> tuple[int, int]:
-        return left_from(self.index, self.earliest_seq, seq, self.head_seq, self.records, self.live_bytes)
+        return record_index.left_from(self.index, self.earliest_seq, seq, self.head_seq, self.records, self.live_bytes)
 
     def _front_from(self, seq: int, dying: Set[int] = frozenset()) -> Front:
-        return front_from(self.index, seq, self.head_seq, dying, self.index.behind_deleted)
+        return record_index.front_from(self.index, seq, self.head_seq, dying, self.index.behind_deleted)
 
     # -- recovery
 

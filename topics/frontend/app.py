@@ -6,6 +6,7 @@ which is made from the table of operations (`operations.py`).
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Sequence
 from typing import Final
@@ -17,15 +18,15 @@ from starlette.routing import Router
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
 from topics.core.names import check_router_name, check_topic_name
-from topics.frontend.asgi import ROUTE, Receive, Scope, Send
+from topics.frontend.asgi import ROUTE, AsgiApp, Receive, Scope, Send
 from topics.frontend.entry.bodies import ClientGoneError
 from topics.frontend.entry.responses import send_error
-from topics.frontend.live.websocket import Services
-from topics.frontend.live.websocket_route import WebSocketRoute, refuse
+from topics.frontend.live.websocket import Services, WebSocketRoute, refuse
 from topics.frontend.operators.openapi import OpenApiRoutes
 from topics.frontend.reads.diff import DiffRoute
 from topics.frontend.routes.operations import ApiOperation, Endpoint
 from topics.log import get_logger
+from topics.shm.control import ProcessCell
 from topics.shm.durations import Route
 
 _TOPICS: Final = "/v0/topics/"
@@ -33,8 +34,7 @@ _DIFF: Final = "/diff"
 _WS: Final = "/v0/ws"
 _UNSCOPED_NAMES: Final = frozenset(("cursor", "pin"))
 """Path parameters without a check against the key's prefixes: cursors and pins belong to a topic, which is checked."""
-_NAMED: Final = frozenset((b"topics", b"routers", b"stage", b"txn"))
-"""Words in a path that a name follows."""
+_NAMED: Final = frozenset((b"topics", b"routers", b"stage", b"txn"))  # words in a path that a name follows
 _READ: Final = KeyScope.READ
 _WRITE: Final = KeyScope.WRITE
 
@@ -45,9 +45,14 @@ class App:
     """The ASGI application of a frontend. It answers every request, also one whose handler fails."""
 
     def __init__(
-        self, operations: Sequence[ApiOperation], services: Services, diff: DiffRoute, websocket: WebSocketRoute
+        self,
+        operations: Sequence[ApiOperation],
+        pages: Sequence[ApiOperation],
+        services: Services,
+        diff: DiffRoute,
+        websocket: WebSocketRoute,
     ) -> None:
-        """`operations` are all routes. Each request that was answered is reported to `services.observe`."""
+        """`operations` are the routes of the API, `pages` all others. `services.observe` is told of every answer."""
         self._append = services.appends
         self._diff = diff
         self._websocket = websocket
@@ -57,7 +62,7 @@ class App:
         self._observe = services.observe
         documented = OpenApiRoutes(operations)
         methods: dict[str, dict[str, Endpoint]] = {}
-        for one in (*operations, *documented.operations):
+        for one in (*operations, *documented.operations, *pages):
             of_path = methods.setdefault(one.path, {})
             of_path[one.method] = self._admitting(one)
             # The server drops the body (RFC 9110 §9.3.2). A stream has no HEAD: to begin one is to take jobs, or to
@@ -72,8 +77,10 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._open_websocket(scope, receive, send)
-            return
+            if scope["path"] != _WS:
+                return await refuse(no_such_path(scope), scope, send)
+            self._cell.add("requests")
+            return await self._websocket(scope, receive, send)
         self._cell.add("requests")
         started_ns = time.perf_counter_ns()
         route = Route.OTHER
@@ -87,18 +94,18 @@ class App:
                     route = Route.APPEND
                     self._access.admit(scope, _WRITE, (name,))
                     await self._append(name, scope, receive, send)
-                    return
+                    return None
                 if name.endswith(_DIFF) and 0 < name.index("/") == len(name) - len(_DIFF):
                     route = Route.DIFF
                     name = name[: -len(_DIFF)]
                     self._access.admit(scope, _READ, (name,))
                     await self._diff(name, scope, receive, send)
-                    return
+                    return None
             await self.router(scope, receive, send)
         except TopicsError as error:
             await self._refuse(error, scope, send)
         except (ClientGoneError, ConnectionError):
-            return
+            return None
         except Exception:  # noqa: BLE001 — any fault has an answer for the client and a line for the operator
             _log.exception("request failed", method=scope["method"], path=scope["path"])
             await self._refuse(TopicsError("internal", "the request failed inside the server"), scope, send)
@@ -120,13 +127,6 @@ class App:
             check_name = check_router_name if kind == b"routers" else check_topic_name
             check_name(unquote(segment.decode("latin-1")))
 
-    async def _open_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] == _WS:
-            self._cell.add("requests")
-            await self._websocket(scope, receive, send)
-        else:
-            await refuse(no_such_path(scope), scope, send)
-
     def _admitting(self, operation: ApiOperation) -> Endpoint:
         """Return the endpoint behind the check of the key, measured as the route that the operation says."""
         endpoint, timed, needs = operation.endpoint, operation.timed, operation.needs
@@ -145,13 +145,7 @@ class App:
 
     async def _refuse(self, error: TopicsError, scope: Scope, send: Send) -> None:
         self._cell.add("responses_4xx" if error.status < 500 else "responses_5xx")
-        allow = error.detail.get("allow") if error.detail else None
-        headers = [] if allow is None else [(b"allow", str(allow).encode())]
-        if error.code == "upgrade_required":
-            headers += [(b"upgrade", b"websocket")]
-        if error.code == "unauthorized":
-            headers.append((b"www-authenticate", b"Bearer"))
-        await send_error(send, dict(scope["headers"]), error, headers)
+        await send_error(send, dict(scope["headers"]), error)
 
 
 class Resource:
@@ -178,3 +172,32 @@ class Resource:
 
 def no_such_path(scope: Scope) -> TopicsError:
     return TopicsError("not_found", f"there is nothing at {scope['path'][:300]}")
+
+
+_GATED: Final = ("/v0/topics", "/v0/routers", "/v0/watch", "/v0/txn", "/v0/ws")
+"""Beginnings of the paths that need a shard. Those that say how the service is never wait."""
+_POLL_S: Final = 0.01
+
+
+class StartGate:
+    """Lets requests through to `app` as soon as every shard has read its log. After `wait_s` it opens in any case: then
+    `app` answers `not_ready`, with the progress of the recovery. Once open, it stays open.
+    """
+
+    def __init__(self, app: AsgiApp, shards: Sequence[ProcessCell], wait_s: float):
+        self._app = app
+        self._shards = shards
+        self._opens_s = asyncio.get_running_loop().time() + wait_s
+        self._is_open = False
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        if self._is_open or not scope["path"].startswith(_GATED):
+            return self._app(scope, receive, send)
+        return self._wait(scope, receive, send)
+
+    async def _wait(self, scope: Scope, receive: Receive, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        while loop.time() < self._opens_s and any(cell.get("generation") == 0 for cell in self._shards):
+            await asyncio.sleep(_POLL_S)
+        self._is_open = True
+        await self._app(scope, receive, send)

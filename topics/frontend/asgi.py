@@ -28,25 +28,18 @@ class WriteBuffer(Protocol):
 
 WRITE_BUFFER: Final = "topics.write_buffer"
 """Extension of a WebSocket's scope: its `WriteBuffer`."""
-
 Deliver = Callable[[Send, bytes], Awaitable[None]]
 """A function that sends a whole body by the given `send`, and returns when this process keeps no part of it."""
-
 DELIVER: Final = "topics.deliver"
 """Extension of a scope: its `Deliver`, for an answer that counts only when it has left this process (api §10,
-`at_least_once`). ASGI's `send` returns earlier: bytes that are kept here for a slow client are lost when the connection
-or the process ends. `Deliver` returns when the kernel has the whole body. It raises ConnectionResetError when the
-client never gets the whole body. Bytes that the kernel still has when the client dies are lost unnoticed."""
-
+`at_least_once`). ASGI's `send` returns earlier: bytes that are kept here are lost when the connection or the process
+ends. `Deliver` returns when the kernel has the whole body, or raises ConnectionResetError."""
 ADMITTED: Final = "topics.admitted"
 """Key of a scope: a function to call when the request is admitted, whose connection has then shown a valid key."""
-
 RESERVATION: Final = "topics.reservation"
 """Key of a WebSocket message: its `bodies.MessageReservation`, which is held as long as the message is kept."""
-
 DROPPED: Final = "topics.dropped"
 """Key of a WebSocket message for which there was no room. It has no content."""
-
 ROOM: Final = "topics.room"
 """Extension of a scope whose connection has many answers at once: the `budget.Reservation` of this answer."""
 
@@ -62,6 +55,6 @@ async def disconnected_before(done: asyncio.Future[Any], receive: Receive) -> bo
 
 
 async def until_disconnect(receive: Receive) -> None:
-    """Wait for the end of the connection or of the answer."""
-    while (await receive())["type"] != "http.disconnect":
+    """Wait for the end of the connection, of the answer or of the WebSocket. Other messages are dropped."""
+    while (await receive())["type"] not in ("http.disconnect", "websocket.disconnect"):
         pass

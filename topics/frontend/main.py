@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-import socket
+from socket import socket
 from typing import Final
 
 import uvloop
 
 from topics.core.clock import SystemClock
 from topics.core.keys import KeyRing
+from topics.frontend.app import StartGate
 from topics.frontend.entry.access import Cors, KeyReload
-from topics.frontend.entry.bodies import allow_bodies_of
-from topics.frontend.entry.start_gate import StartGate
+from topics.frontend.entry.bodies import long_bodies
 from topics.frontend.http.connections import Connections
 from topics.frontend.http.deadlines import HttpLimits, RunningClock
 from topics.frontend.http.serve import serve
-from topics.frontend.live import cursor
+from topics.frontend.live.wording import cursor_max_bytes
 from topics.frontend.operators.frontend_pressure import FrontendPressure
 from topics.frontend.wiring import Process, build_app
 from topics.settings import Settings
@@ -33,12 +33,7 @@ HEADER_BYTES_MIN: Final = 64 * 1024
 
 
 def run(
-    settings: Settings,
-    keys: KeyRing,
-    shared: SharedMemory,
-    index: int,
-    incarnation: int,
-    listeners: list[socket.socket],
+    settings: Settings, keys: KeyRing, shared: SharedMemory, index: int, incarnation: int, listeners: list[socket]
 ) -> int:
     """Run the process. Return 0 after it was told to stop and has stopped."""
     cell = shared.control.cell(Role.FRONTEND, index)
@@ -51,11 +46,11 @@ def run(
     return 0
 
 
-async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, listeners: list[socket.socket]) -> None:
+async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, listeners: list[socket]) -> None:
     loop = asyncio.get_running_loop()
     shutdown = asyncio.Event()
     settings, control, cell = process.settings, process.shared.control, process.cell
-    allow_bodies_of(settings.max_body_bytes)
+    long_bodies.most_bytes = max(long_bodies.most_bytes, 4 * settings.max_body_bytes)
     cold = None if settings.cold_dir is None else LocalStore(OsFileSystem(), layout.topics_dir(settings.cold_dir))
     frontend = build_app(process, keys, cold)
     connections = Connections(
@@ -93,7 +88,7 @@ async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, l
             HttpLimits(
                 max_body_bytes=settings.max_body_bytes,
                 # A client that reconnects sends the positions of all its topics in one header.
-                max_header_bytes=HEADER_BYTES_MIN + cursor.size_max_bytes(settings.max_watch_topics),
+                max_header_bytes=HEADER_BYTES_MIN + cursor_max_bytes(settings.max_watch_topics),
             ),
             shutdown,
             grace_ms=settings.frontend_grace_ms,

@@ -11,14 +11,13 @@ import msgspec
 from topics.core.clock import Clock, ExpiryClock
 from topics.core.keys import KeyRing
 from topics.frontend.app import App
-from topics.frontend.entry.access import Access, KeyLimits
-from topics.frontend.entry.pages import Pages
+from topics.frontend.entry.access import Access, KeyLimits, Pages
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.event_streams import StreamSlots
 from topics.frontend.live.step_cache import KnownTopics
 from topics.frontend.live.watch import SessionClient, WatchRoutes
-from topics.frontend.live.websocket import Services
-from topics.frontend.live.websocket_route import WebSocketRoute
+from topics.frontend.live.websocket import Services, WebSocketRoute
+from topics.frontend.operators.console_routes import ConsoleRoutes
 from topics.frontend.operators.figures import ServiceFigures
 from topics.frontend.operators.service_routes import MetricsRoute, ProbeRoutes, probe_operations
 from topics.frontend.queues.cursor_routes import CursorRoutes
@@ -33,6 +32,7 @@ from topics.frontend.reads.reading import TopicReader
 from topics.frontend.routes.append import AppendRoute
 from topics.frontend.routes.operations import operations_of
 from topics.frontend.routes.router_routes import RouterRoutes
+from topics.frontend.routes.topic_ranking import TopicRanking
 from topics.frontend.routes.topic_routes import TopicRoutes
 from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import Gateway
@@ -52,10 +52,7 @@ _log = get_logger()
 
 
 class Process(msgspec.Struct, frozen=True):
-    """One frontend process: its number, its settings and clocks, and the memory that it shares with other processes.
-
-    `running_clock` leaves out the time in which this process was suspended.
-    """
+    """One frontend process. `running_clock` leaves out the time in which it was suspended."""
 
     shared: SharedMemory
     index: int
@@ -76,10 +73,7 @@ class Process(msgspec.Struct, frozen=True):
 
 
 class Frontend(NamedTuple):
-    """The application, and the parts of it that its process starts, stops or looks at.
-
-    `cold` is None if no segment was ever moved to a cold directory.
-    """
+    """The application, and the parts of it that its process starts, stops or looks at. `cold`: None without a tier."""
 
     app: App
     access: Access
@@ -126,7 +120,8 @@ def build_app(process: Process, keys: KeyRing, store: SegmentStore | None) -> Fr
     observe = partial(shared.durations.observe, index)
     services = Services(reader, append, hub, access, pages, settings, catching_up, cell, running_clock, observe)
     websocket = WebSocketRoute(services, slots)
-    topics = TopicRoutes(known, arenas, gateway, hub, catching_up, routers, settings)
+    ranking = TopicRanking(arenas, gateway)
+    topics = TopicRoutes(known, arenas, gateway, hub, catching_up, routers, settings, ranking)
     watch = WatchRoutes(reader, SessionClient(gateway, arenas, clock), hub, access, settings, slots, catching_up)
     queue_services = QueueServices(gateway, reader)
     work = WorkRoutes(queue_services, access, settings, slots, cell, running_clock)
@@ -135,6 +130,7 @@ def build_app(process: Process, keys: KeyRing, store: SegmentStore | None) -> Fr
     coordinator = TxnCoordinator(gateway, Stages(settings.data_dir, settings.stage_ttl_ms))
     fs, pins = OsFileSystem(), pins_dir(shared.ram_dir)
     probes = ProbeRoutes(shared.control, clock)
+    console = ConsoleRoutes(access)
     routes = [
         topics,
         append,
@@ -148,7 +144,8 @@ def build_app(process: Process, keys: KeyRing, store: SegmentStore | None) -> Fr
         TxnRoutes(append, coordinator, reader, topics.settled, settings),
         ManifestRoutes(reader, catching_up, fs, PinFiles(fs, pins, index), pins, settings.data_dir, clock),
         metrics,
+        console,
     ]
     operations = [*chain.from_iterable(map(operations_of, routes)), *probe_operations(probes, settings.probe_auth)]
-    app = App(operations, services, diff, websocket)
+    app = App(operations, console.operations, services, diff, websocket)
     return Frontend(app, access, arenas, gateway, expiry, cold, reader, hub, diff, websocket, work, coordinator)

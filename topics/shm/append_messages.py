@@ -175,13 +175,5 @@ def add_times(reply: bytearray, wal_us: int, fsync_us: int) -> None:
 def decode_append_reply(message: memoryview) -> AppendReply:
     _kind, flags, _reserved, count, _request_id = HEAD.unpack_from(message)
     first_seq, head_seq, wal_us, fsync_us = _APPEND_REPLY.unpack_from(message, HEAD_BYTES)
-    return AppendReply(
-        first_seq,
-        count,
-        head_seq,
-        bool(flags & CREATED),
-        bool(flags & DEDUPED),
-        CLASSES[flags >> _CLASS_SHIFT],
-        wal_us,
-        fsync_us,
-    )
+    created, deduped, durability = bool(flags & CREATED), bool(flags & DEDUPED), CLASSES[flags >> _CLASS_SHIFT]
+    return AppendReply(first_seq, count, head_seq, created, deduped, durability, wal_us, fsync_us)

@@ -30,7 +30,6 @@ means "take a new view", never "wrong data".
 
 from __future__ import annotations
 
-import contextlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -39,14 +38,13 @@ from itertools import chain
 from typing import Final, NamedTuple
 
 import msgspec
-import posix_ipc
 from sortedcontainers import SortedDict
 
 from topics.core.config import TopicConfig
 from topics.core.location import ENTRY_WORDS
 from topics.core.segment_list import SegmentInfo
 from topics.shm.arena_heap import ArenaFullError, ArenaHeap, copy_entries
-from topics.shm.memory import SharedObject
+from topics.shm.memory import SharedObject, unlink
 from topics.shm.shm_names import shm_name
 
 MAGIC: Final = 0x31414E4552414F54
@@ -76,7 +74,8 @@ class _Header(IntEnum):
 
 
 IS_QUEUE: Final = 1
-"""A flag of a topic."""
+HAS_CURSORS: Final = 2
+"""Flags of a topic."""
 
 
 class SlotState(IntEnum):
@@ -129,6 +128,10 @@ class TopicView(NamedTuple):
     @property
     def is_queue(self) -> bool:
         return bool(self.flags & IS_QUEUE)
+
+    @property
+    def has_cursors(self) -> bool:
+        return bool(self.flags & HAS_CURSORS)
 
 
 class Locations(NamedTuple):
@@ -190,7 +193,7 @@ class ArenaWriter:
 
     def store_segments(self, rows: Iterable[SegmentInfo]) -> tuple[int, int]:
         """Store a new table of segments; return (byte offset, length), (0, 0) for an empty one."""
-        table = array("Q", chain.from_iterable([row.words for row in rows]))
+        table = array("Q", chain.from_iterable(map(msgspec.structs.astuple, rows)))
         if not table:
             return 0, 0
         size_bytes = len(table) * 8
@@ -215,15 +218,10 @@ class ArenaWriter:
         self._words[_CHANGES_WORD + count % CHANGES] = slot
         self._words[_Header.CHANGE_COUNT] = count + 1
 
-    def unlink(self) -> None:
-        """Remove the name; readers keep their mappings."""
-        self._shared.unlink()
-
 
 def unlink_arena(identity: str, shard: int, generation: int) -> None:
     """Remove an arena's name, if there is one; readers keep their mappings."""
-    with contextlib.suppress(posix_ipc.ExistentialError):
-        posix_ipc.unlink_shared_memory(shm_name(identity, "arena", shard, generation))
+    unlink(shm_name(identity, "arena", shard, generation))
 
 
 class ArenaReader:
@@ -247,9 +245,7 @@ class ArenaReader:
 
     def find(self, name: str) -> int | None:
         """Return the slot of a live topic."""
-        if self._words[_Header.CHANGE_COUNT] != self._seen_changes:
-            self._learn()
-        slot: int | None = self._names.get(name)
+        slot: int | None = self.names.get(name)
         return slot
 
     def look_up(self, name: str) -> tuple[int, TopicView] | None:
@@ -353,9 +349,7 @@ class ArenaReader:
                 return _decode_descriptor(body), view
 
     def learn(self, slots_max: int) -> bool:
-        """Take note of at most `slots_max` created or deleted topics; True when none is left. `find` takes note of all
-        at once, which for ten thousand new topics would hold up the process.
-        """
+        """Learn of at most `slots_max` changed topics, lest ten thousand hold up the process. True if none is left."""
         if not self._unlearned:
             self._list_changes()
         for _ in range(min(slots_max, len(self._unlearned))):

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
-from topics.core.location import ENTRY_WORDS
+from topics.core.location import ENTRY_WORDS, dense_entries
 from topics.shm.instance import ARENA_RESERVE_BYTES
 from topics.shm.memory import SharedObject
 
@@ -157,12 +157,7 @@ class LocationRing:
             words[word + 3] = file_flags[0]
             words[word] = first
         else:
-            entries = array("Q", bytes(count * ENTRY_WORDS * 8))
-            entries[0::4] = array("Q", range(first, first + count))
-            entries[1::4] = array("Q", [ts]) * count
-            entries[2::4] = offset_len
-            entries[3::4] = file_flags
-            self._store(first, entries)
+            self._store(first, dense_entries(first, ts, offset_len, file_flags))
         self.next_seq = first + count
 
     def append_entries(self, entries: array[int]) -> None:

@@ -262,8 +262,6 @@ class ControlPage:
         return max(0, log_bytes(self.cell(Role.WALSHARD, shard)) - absorbed)
 
     def cut_bytes(self) -> int:
-        """Return the room that a cut of all logs needs: half as much again for segments as the logs have, and two
-        snapshots.
-        """
+        """Return the room that a cut of all logs needs: 3/2 of their bytes for segments, and two snapshots."""
         lag_bytes = sum(map(self.lag_bytes, range(self.header.get("shards"))))
         return lag_bytes * 3 // 2 + 2 * self.cell(Role.COMPACTOR, 0).get("snapshot_bytes")

@@ -12,6 +12,7 @@ import mmap
 import os
 import platform
 import threading
+from contextlib import suppress
 from typing import Final
 
 import posix_ipc
@@ -31,9 +32,7 @@ class SharedObject:
 
     @classmethod
     def create(cls, name: str, size_bytes: int, reserve_bytes: int | None = None) -> SharedObject:
-        """Create the object, filled with zeros. `reserve_bytes` of it (default: all) are backed by memory at once, so
-        that a full /dev/shm is an OSError here and not a SIGBUS later.
-        """
+        """Create the object, zeroed; back `reserve_bytes` (default: all) now: better an OSError than a SIGBUS later."""
         try:
             shm = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, size=size_bytes, mode=0o600)
         except ValueError as error:
@@ -83,12 +82,11 @@ class SharedObject:
     # A view keeps the mapping after the end of this object; the descriptor is not needed for that.
     __del__ = _close_fd
 
-    def unlink(self) -> None:
-        """Remove the name; mappings stay."""
-        try:
-            posix_ipc.unlink_shared_memory(self.name)
-        except posix_ipc.ExistentialError:
-            return
+
+def unlink(name: str) -> None:
+    """Remove the name of an object, if there is one; mappings stay."""
+    with suppress(posix_ipc.ExistentialError):
+        posix_ipc.unlink_shared_memory(name)
 
 
 _fence = threading.Lock()

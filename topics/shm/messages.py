@@ -5,7 +5,7 @@ A request begins with
     | kind u8 | flags u8 | name_len u16 | count u32 | request_id u64 |                        16 bytes, native order
 
 Append, the hot path, continues in a layout of its own (`append_messages.py`). Every other request has one msgpack body,
-a member of `Call` (`topic_messages.py`, `queue_messages.py`). With BY_REFERENCE set, the body is the path of a file in
+a `Message` of `topic_messages.py` or `queue_messages.py`. With BY_REFERENCE set, the body is the path of a file in
 shared memory that holds the whole message, which is too long for a ring.
 
 A reply begins with
@@ -21,25 +21,16 @@ from __future__ import annotations
 import struct
 from array import array
 from enum import IntEnum
+from functools import reduce
+from operator import or_
 from typing import Any, Final
 
 import msgspec
 
 from topics.core.errors import TopicsError
-from topics.shm.asks import Asks, Deleted, Done
-from topics.shm.queue_messages import CursorAnswer, CursorCall, Dealt, QueueCall, QueueReply
-from topics.shm.topic_messages import (
-    CheckpointReply,
-    CompactorCall,
-    RouterCall,
-    RouterReply,
-    SessionOpenReply,
-    SinkReply,
-    TopicCall,
-    TopicReply,
-    TxnCall,
-    WatchCall,
-)
+from topics.shm import queue_messages, topic_messages
+from topics.shm.asks import Asks, Message
+from topics.shm.queue_messages import Dealt
 
 HEAD: Final = struct.Struct("=BBHIQ")
 HEAD_BYTES: Final = HEAD.size
@@ -59,9 +50,6 @@ class MessageKind(IntEnum):
     DEALT = 6
 
 
-Call = TopicCall | RouterCall | WatchCall | TxnCall | CompactorCall | QueueCall | CursorCall
-
-
 class ErrorReply(msgspec.Struct, array_like=True, frozen=True):
     """A TopicsError in a ring."""
 
@@ -70,22 +58,10 @@ class ErrorReply(msgspec.Struct, array_like=True, frozen=True):
     detail: dict[str, Any] | None
 
 
-Reply = (
-    Done
-    | Deleted
-    | TopicReply
-    | SessionOpenReply
-    | RouterReply
-    | CheckpointReply
-    | SinkReply
-    | QueueReply
-    | CursorAnswer
-)
-
-
-_call_encoder = msgspec.msgpack.Encoder()
-_call_decoder: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Call)
-_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_defined = [*vars(topic_messages).values(), *vars(queue_messages).values()]
+_any_message = reduce(or_, [one for one in _defined if isinstance(one, type) and issubclass(one, Message)])
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(_any_message)
 _error_decoder = msgspec.msgpack.Decoder(ErrorReply)
 _dealt_decoder = msgspec.msgpack.Decoder(Dealt)
 
@@ -96,25 +72,22 @@ def head(message: memoryview) -> tuple[int, int, int]:
     return kind, request_id, count
 
 
-def encode_call(request_id: int, call: Call | Asks[Any]) -> list[Part]:
+def encode_call(request_id: int, call: Message | Asks[Any]) -> list[Part]:
     """Encode a request other than an append."""
-    return [HEAD.pack(MessageKind.CALL, 0, 0, 0, request_id), _call_encoder.encode(call)]
+    return [HEAD.pack(MessageKind.CALL, 0, 0, 0, request_id), _encoder.encode(call)]
 
 
-def decode_call(message: memoryview) -> Call:
-    return _call_decoder.decode(message[HEAD_BYTES:])
+def encode_reply(request_id: int, reply: Message) -> bytearray:
+    return bytearray(HEAD.pack(MessageKind.CALL, 0, 0, 0, request_id) + _encoder.encode(reply))
 
 
-def encode_reply(request_id: int, reply: Reply) -> bytearray:
-    return bytearray(HEAD.pack(MessageKind.CALL, 0, 0, 0, request_id) + _call_encoder.encode(reply))
-
-
-def decode_reply(message: memoryview) -> Reply:
-    return _reply_decoder.decode(message[HEAD_BYTES:])
+def decode(message: memoryview) -> Message:
+    """Decode a request other than an append, or the reply to one."""
+    return _decoder.decode(message[HEAD_BYTES:])
 
 
 def encode_error(request_id: int, error: TopicsError) -> bytearray:
-    body = _call_encoder.encode(ErrorReply(error.code, error.message, error.detail))
+    body = _encoder.encode(ErrorReply(error.code, error.message, error.detail))
     return bytearray(HEAD.pack(MessageKind.ERROR, 0, 0, 0, request_id) + body)
 
 
@@ -149,7 +122,7 @@ def encode_generation() -> bytearray:
 
 def encode_dealt(push_id: int, dealt: Dealt) -> bytearray:
     """Encode jobs for a stream."""
-    return bytearray(HEAD.pack(MessageKind.DEALT, 0, 0, 0, push_id) + _call_encoder.encode(dealt))
+    return bytearray(HEAD.pack(MessageKind.DEALT, 0, 0, 0, push_id) + _encoder.encode(dealt))
 
 
 def decode_dealt(message: memoryview) -> Dealt:

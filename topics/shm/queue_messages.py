@@ -74,9 +74,6 @@ class RemoveReply(Message, frozen=True):
     count: int
 
 
-QueueReply = Dealt | Waiting | AckReply | ExtendReply | Peeked | Reserved | RemoveReply
-
-
 class Claim(Message, Asks[Dealt | Waiting], frozen=True):
     """Lease at most `max` jobs to this node. A nil `lease_ms` means the queue's own."""
 
@@ -178,9 +175,6 @@ class Remove(Message, Asks[RemoveReply], frozen=True):
     seqs: list[int]
 
 
-QueueCall = Claim | Ack | Nack | Extend | Unclaim | WorkOpen | WorkClose | Bury | Release | Peek | Reserve | Remove
-
-
 class CursorReply(Message, frozen=True):
     """A cursor: the next read is (`seq`, `up_to_seq`] at most. `revision` changes unless a reader moves it."""
 
@@ -206,9 +200,6 @@ class CursorMoved(Message, frozen=True):
     up_to_seq: int | None
     revision: int
     under_way: bool = False
-
-
-CursorAnswer = CursorReply | CursorList | CursorMoved
 
 
 class CursorPut(Message, Asks[CursorReply], frozen=True):
@@ -258,6 +249,3 @@ class CursorPassedOn(Message, Asks[Done], frozen=True):
     revision: int
     read: int
     passed_on: bool
-
-
-CursorCall = CursorPut | CursorDelete | CursorGet | CursorAdvance | CursorPassedOn

@@ -148,22 +148,17 @@ class _Other:
     def count(self, digest: bytes, what: Counted) -> int:
         words = self._words
         if words[self._block] != self._version:
-            self._learn()
+            self._version = words[self._block]
+            first = self._block + _SLOT_WORDS
+            entries = words[first : self._block + _BLOCK_WORDS].tolist()
+            identities = zip(entries[::_SLOT_WORDS], entries[1::_SLOT_WORDS], strict=True)
+            self._slots = {known: first + at * _SLOT_WORDS for at, known in enumerate(identities) if known != (0, 0)}
         identity = _identity(digest)
         slot = self._slots.get(identity)
         if slot is None or (words[slot], words[slot + 1]) != identity:
             return 0
         count: int = words[slot + what]
         return count
-
-    def _learn(self) -> None:
-        self._version = self._words[self._block]
-        first = self._block + _SLOT_WORDS
-        entries = self._words[first : self._block + _BLOCK_WORDS].tolist()
-        identities = zip(entries[::_SLOT_WORDS], entries[1::_SLOT_WORDS], strict=True)
-        self._slots = {
-            identity: first + index * _SLOT_WORDS for index, identity in enumerate(identities) if identity != (0, 0)
-        }
 
 
 def _identity(digest: bytes) -> tuple[int, int]:

@@ -74,9 +74,7 @@ class Ring:
     # -- consumer
 
     def peek(self, position: int | None = None) -> Iterator[tuple[memoryview, int]]:
-        """Yield the messages that are not consumed, oldest first, each with the position behind it (for `consume`).
-        Begins behind `position` if given. A view is void once its message is consumed.
-        """
+        """Yield messages that are not consumed (or behind `position`) and their ends. A consumed one is void."""
         words = self._words
         at = words[_CONSUMED] if position is None else position
         end = words[_WRITTEN]

@@ -38,9 +38,6 @@ class DeleteRecordsReply(Message, frozen=True):
     rest: DeleteRecords | None = None
 
 
-TopicReply = PutTopicReply | DeleteRecordsReply
-
-
 class PutTopic(Message, Asks[PutTopicReply], frozen=True):
     """Create a topic or replace its configuration. `turns` is set in a `rest`: the turns the change has had."""
 
@@ -83,9 +80,6 @@ class Expire(Message, Asks[Done], frozen=True):
     name: str
 
 
-TopicCall = PutTopic | EnsureTopic | DeleteTopic | DeleteRecords | Expire
-
-
 class PutRouterReply(Message, frozen=True):
     created: bool
     router: Router
@@ -102,9 +96,6 @@ class CaughtUp(Message, frozen=True):
 
     done: bool
     pending: bool
-
-
-RouterReply = PutRouterReply | SyncRoutersReply | CaughtUp
 
 
 class PutRouter(Message, Asks[PutRouterReply], frozen=True):
@@ -136,9 +127,6 @@ class CatchUp(Message, Asks[CaughtUp], frozen=True):
     """To the shard of a dest: copy everything that its source has now."""
 
     dest: str
-
-
-RouterCall = PutRouter | DeleteRouter | RemoveRouters | SyncRouters | CatchUp
 
 
 class SessionOpenReply(Message, frozen=True):
@@ -204,12 +192,6 @@ class SessionAbandon(Message, Asks[None], frozen=True):
     stream: int
 
 
-SessionCall = SessionPut | SessionGet | SessionOpen | SessionClose | SessionAbandon
-
-
-WatchCall = Watch | Unwatch | Hello | SessionCall
-
-
 class TxnReply(Message, frozen=True):
     """A sink after the call: `batch` is its latest one, `pending` those of its stages that are not published yet."""
 
@@ -222,9 +204,6 @@ class TxnPendingReply(Message, frozen=True):
     """(sink, batch, stages) of each batch."""
 
     batches: list[tuple[str, int, list[tuple[str, str]]]]
-
-
-SinkReply = TxnReply | TxnPendingReply
 
 
 class TxnBegin(Message, Asks[TxnReply], frozen=True):
@@ -278,8 +257,6 @@ class TxnPending(Message, Asks[TxnPendingReply], frozen=True):
 SinkCall = TxnBegin | TxnEnd | TxnGet | TxnForget | TxnPending
 """To the shard that owns the sink."""
 
-TxnCall = SinkCall | StagePublish | StagesOver
-
 
 class CheckpointReply(Message, frozen=True):
     """Topic ids: `deleted` do not exist any more, `refused` could not be marked. All others of the request are."""
@@ -312,12 +289,7 @@ class Trim(Message, Asks[Done], frozen=True):
 
 
 class MarkAgain(Message, Asks[Done], frozen=True):
-    """From the compactor: mark these deletions in their segments again, for a sync of the marks may have failed.
-    `runs` are (first_seq, last_seq) of records that the log says are deleted.
-    """
+    """From the compactor: mark these runs of deleted records in their segments again, for a sync may have failed."""
 
     topic_id: int
     runs: list[tuple[int, int]]
-
-
-CompactorCall = Checkpoint | Trim | MarkAgain

@@ -91,10 +91,7 @@ class BatchReader(RangeReader, DataSourceReader):
             whole = [one for one in whole if wanted.topics is None or one.topic in wanted.topics]
             whole = [clipped for one in whole if (clipped := _clip(client, one, wanted)).to_seq > clipped.from_seq]
             made, _pins = self.plan(client, whole, wanted.tags)
-        return made or [RangePartition(_NOTHING, None)]
-
-
-_NOTHING = Range("", "", 0, 0)
+        return made or [RangePartition(Range("", "", 0, 0), None)]
 
 
 def _clip(client: Client, one: Range, wanted: Wanted) -> Range:

@@ -33,9 +33,7 @@ _encode = msgspec.json.Encoder(decimal_format="number").encode
 
 
 def meta_array(count: int, numbers: npt.NDArray[np.int64], metas: Sequence[Mapping[str, Any]]) -> pa.Array:
-    """Return a column of `count` rows: `metas` at the ascending `numbers`, null elsewhere. A value that is not a string
-    becomes JSON: an exactly_once router writes an object (api §6).
-    """
+    """Return a column of `count` rows: `metas` at the ascending `numbers`, null elsewhere; objects as JSON."""
     if not len(numbers):
         return pa.nulls(count, META)
     sizes = np.zeros(count, np.int64)
@@ -108,10 +106,6 @@ def _converter(kind: types.DataType, name: str) -> Convert:
     raise OptionError(f"option schema: {name} is of type {kind.simpleString()}, which data cannot be parsed into")
 
 
-def _text(value: Any) -> str | None:
-    return value if value is None or isinstance(value, str) else _encode(value).decode()
-
-
 def _number(value: Any) -> float | None:
     if not isinstance(value, int | float | decimal.Decimal) or isinstance(value, bool):
         return None
@@ -148,7 +142,6 @@ def _decimal(precision: int, scale: int) -> Convert:
 
 
 def _timestamp(value: Any) -> datetime.datetime | None:
-    """Parse ISO 8601, in UTC without a zone."""
     if not isinstance(value, str):
         return None
     try:
@@ -166,7 +159,7 @@ def _date(value: Any) -> datetime.date | None:
 
 
 _SCALARS: Final[dict[type[types.DataType], Convert]] = {
-    types.StringType: _text,
+    types.StringType: lambda value: value if value is None or isinstance(value, str) else _encode(value).decode(),
     types.ByteType: _integer(8),
     types.ShortType: _integer(16),
     types.IntegerType: _integer(32),

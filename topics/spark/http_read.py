@@ -67,16 +67,13 @@ def heads(found: dict[str, TopicState]) -> Offset:
 
 
 def starts(client: Client, found: dict[str, TopicState], options: ReadOptions, default: Position) -> Offset:
-    """Return the position where reading begins in each topic."""
     if options.starting_ts is not None:
         return {name: Mark(before_ts(client, name, options.starting_ts), found[name].epoch) for name in found}
     return resolve("startingOffsets", found, options.starting or Positions(default))
 
 
 def resolve(option: str, found: dict[str, TopicState], positions: Positions) -> Offset:
-    """Return positions as seqs. `earliest` is where the live records begin: records lost before are not a gap.
-    OptionError for a topic that is not read, or a seq that is not assigned yet.
-    """
+    """Return positions as seqs. Raise OptionError for a topic that is not read, or a seq beyond the head."""
     offset = {}
     strangers = sorted(positions.by_topic.keys() - found.keys())
     if strangers:
@@ -123,7 +120,6 @@ def delivered(topic: str, items: Iterable[pa.RecordBatch | Gap], plan: ReadPlan)
 
 
 def batches_and_gaps(client: Client, one: Range, plan: ReadPlan) -> Iterator[pa.RecordBatch | Gap]:
-    """Yield the batches and gaps of a range in order."""
     waiting: list[Record] = []
     for item in _pages_and_gaps(client, one, plan.options):
         if not isinstance(item, Gap):

@@ -130,7 +130,6 @@ def check_history(whole: Iterable[Range], tombstones: TombstoneMode) -> None:
 
 
 def data_loss(topic: str, gap: Gap) -> DataLossError:
-    """Return the error for a gap."""
     way_out = "set tombstones=rows to get gaps as rows, or failOnDataLoss=false to leave them out"
     if gap.reason in ("deleted", "recreated"):
         what = "was deleted" if gap.reason == "deleted" else "was deleted and made again"

@@ -1,7 +1,4 @@
-"""Options of the data source, checked once, and its errors, each in one line: what is wrong, where, and the way out.
-
-Options have the names of Spark's Kafka source where it has the same.
-"""
+"""Options of the data source, with the names of Spark's Kafka source, and its errors, each in one line."""
 
 from __future__ import annotations
 

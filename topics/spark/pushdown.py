@@ -43,7 +43,6 @@ def _narrowed(wanted: Wanted, one: Filter) -> Wanted:
 
 
 def _bounds(one: Filter, value: int) -> tuple[int, int]:
-    """Return (least, most) of the values that pass the filter."""
     match one:
         case EqualTo():
             return value, value

@@ -59,7 +59,6 @@ class ArrowEntries(NamedTuple):
     flags: Ints
 
     def part(self, start: int, stop: int) -> ArrowEntries:
-        """Return the entries from `start` up to `stop`."""
         return ArrowEntries(*(column[start:stop] for column in self))
 
     def as_lists(self) -> segment.Columns:

@@ -1,12 +1,9 @@
 """`mode=segments`: records in sealed segments are read from their files, all others over HTTP (docs/spark.md).
 
 The driver asks for the manifest, which pins the files. Ranges are cut as in `mode=http`, and each takes along the
-segments with its records. Tasks renew the pins while they run, for the tasks after them; when none runs any more, the
-pins end by themselves.
-
-A task reads the index together with the records: it leaves out what was deleted since the query was planned. When a
-file is not there (a pin that ran out, a cold directory that is not mounted), the task asks the service for that part,
-which knows whether its records are gone. Damage is a gap that the query is told of, never fewer rows.
+segments with its records. Tasks renew the pins while they run; when none runs any more, the pins end by themselves.
+A task leaves out what was deleted since the query was planned. When a file is not there (a pin that ran out, a cold
+directory that is not mounted), it asks the service for that part. Damage is a gap, never fewer rows.
 """
 
 from __future__ import annotations
@@ -69,10 +66,7 @@ def check_directories(directories: Directories, segments: Iterable[ManifestSegme
 
 
 class SegmentScan:
-    """Index and data of one segment, open, and which of its records a reader wants.
-
-    FileNotFoundError when a file is not there; OSError when it cannot be read.
-    """
+    """Index and data of one segment, and which of its records a reader wants. Raise FileNotFoundError, OSError."""
 
     def __init__(
         self, directories: Directories, segment: ManifestSegment, topic: str, plan: ReadPlan, dedupe_node: bool

@@ -1,8 +1,7 @@
 """`df.write.format("topics")` and `writeStream`: tasks stage, the driver commits (api §6, docs/spark.md).
 
-Rows come in as Arrow batches; each topic's records go out as JSON text. A task that is run again stages again; its
-former stages are in no commit message and expire. A batch that is run again stages and commits again, and the service
-answers that it has the batch. So the order of rows need not be the same in each attempt.
+A task that is run again stages again; its former stages are in no commit message and expire. A batch that is run again
+stages and commits again, and the service answers that it has the batch. The order of rows may differ each time.
 """
 
 from __future__ import annotations

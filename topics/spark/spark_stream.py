@@ -26,11 +26,9 @@ from topics.spark.sink import Stager, all_staged
 class StreamReader(RangeReader, DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Lives in a process of the driver as long as its query; each task gets a pickled copy."""
 
-    _target: Offset | None = None
-    """The heads at the start of a query with `Trigger.AvailableNow`."""
+    _target: Offset | None = None  # the heads at the start of a query with `Trigger.AvailableNow`
     _client: Client | None = None
-    _pins: tuple[Pinned, ...] = ()
-    """Pins of the last batch that was planned."""
+    _pins: tuple[Pinned, ...] = ()  # pins of the last batch that was planned
 
     def __getstate__(self) -> dict[str, Any]:
         # Connections are not pickled.

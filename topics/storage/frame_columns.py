@@ -8,12 +8,13 @@ frames again and says what.
 
 from __future__ import annotations
 
+import mmap
 import re
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import chain, compress
+from itertools import chain, compress, repeat
 from operator import ne, or_, sub
 from struct import Struct
 from typing import Final, NamedTuple, overload
@@ -34,6 +35,7 @@ from topics.storage.frame import (
     Bytes,
     Defect,
     FrameTuple,
+    FrameType,
     is_utf8,
     scan,
 )
@@ -102,14 +104,15 @@ class FrameColumns(Sequence[FrameTuple]):
             places = (offset_len & 0xFFFF_FFFF, offset_len >> 32, type_, flags)
             yield (*places, topic_id, seq, ts, lens & 0xFFFF, lens >> 16 & 0xFFFF, lens >> 32)
 
-    def __add__(self, behind: FrameColumns) -> FrameColumns:
-        if not self.types:
-            return behind
-        return FrameColumns(
-            self.offset_len + behind.offset_len,
-            self.types + behind.types,
-            self.flags + behind.flags,
-            self.heads + behind.heads,
+    @classmethod
+    def joined(cls, parts: Sequence[FrameColumns]) -> FrameColumns:
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            array("Q", b"".join([part.offset_len for part in parts])),
+            b"".join([part.types for part in parts]),
+            b"".join([part.flags for part in parts]),
+            array("Q", b"".join([part.heads for part in parts])),
         )
 
     def without(self, types: bytes) -> FrameColumns:
@@ -201,10 +204,9 @@ class FrameColumns(Sequence[FrameTuple]):
 
 
 _HEAD_LEN: Final = 8 * HEAD_WORDS  # topic_id, seq, ts and the three lengths
-_BODY_HEAD_AT: Final = IDS_AT - LENGTH_FIELD_LEN
 _BODY_TEXT_AT: Final = HEADER_LEN - LENGTH_FIELD_LEN
 _FRAME_LEN_MIN: Final = OVERHEAD_LEN - LENGTH_FIELD_LEN
-_START: Final = Struct("<IH")  # frame_len, type | flags << 8
+_START: Final = Struct(f"<IH{_HEAD_LEN}s")  # frame_len, type | flags << 8, head
 
 _TABLE_ROWS: Final = (512, 256, 128, 64, 32, 16)
 """Numbers of rows of a table: few, so that the structs for them are made once. For fewer rows a walk is as fast."""
@@ -225,40 +227,43 @@ class ColumnScan(NamedTuple):
     defect: Defect | None
 
 
-def scan_columns(buffer: Bytes, start: int, end: int, limit: int) -> ColumnScan:
-    """Scan as `frame.scan` does: find the same frames up to the same end."""
+def scan_columns(buffer: Bytes, start: int, end: int, limit: int, *, trusts_records: bool = False) -> ColumnScan:
+    """Scan as `frame.scan` does: find the same frames up to the same end.
+
+    With `trusts_records` neither checksum nor text of an Append is looked at: for bytes that were committed, and that
+    are checked when they are copied.
+    """
     view = memoryview(buffer)
-    found = FrameColumns.none()
+    parts: list[FrameColumns] = []
     offset = start
     while limit:
-        part = _table(view, offset, end, limit)
+        part = _table(view, offset, end, limit, trusts_records)
         if part is None:
-            part, walked = _walk(view, offset, end, min(limit, _WALK_FRAMES))
-            if part is None:
-                # Damage, the end, or a frame that is too long to be copied.
-                frames, next_offset, defect = scan(view, offset, end, max(1, walked))
-                found += FrameColumns.of(frames)
-                limit -= len(frames)
-                if not frames or defect is not None:
-                    return ColumnScan(found, next_offset, defect)
-                offset = next_offset
-                continue
-        found += part
+            part, walked = _walk(view, offset, end, min(limit, _WALK_FRAMES), trusts_records)
+        if part is None:
+            # Damage, the end, or a frame that is too long to be copied.
+            frames, next_offset, defect = scan(view, offset, end, max(1, walked))
+            part = FrameColumns.of(frames)
+            if not frames or defect is not None:
+                return ColumnScan(FrameColumns.joined([*parts, part]), next_offset, defect)
+        parts.append(part)
         limit -= len(part)
         last = part.offset_len[-1]
         offset = (last & 0xFFFF_FFFF) + (last >> 32)
-    return ColumnScan(found, offset, None)
+    return ColumnScan(FrameColumns.joined(parts), offset, None)
 
 
 class _Table(NamedTuple):
     """Structs for a number of frames of one length: `bodies` unpacks the hashed bytes and the checksum of each, `heads`
-    its head. `lengths` are the four columns of frame_len.
+    its head. `lengths` are the four columns of frame_len. Words of 64 bits in one large number each, the first one
+    lowest: `ones` are 1, `places` the offset from the first frame.
     """
 
     bodies: Struct
     heads: Struct
     lengths: list[bytes]
-    total_lens: array[int]
+    ones: int
+    places: int
 
 
 @lru_cache(64)
@@ -267,11 +272,12 @@ def _table_of(total_len: int, rows: int) -> _Table:
         Struct("<" + f"{LENGTH_FIELD_LEN}x{total_len - LENGTH_FIELD_LEN - CHECKSUM_LEN}sQ" * rows),
         Struct("<" + f"{IDS_AT}x{_HEAD_LEN}s{total_len - IDS_AT - _HEAD_LEN}x" * rows),
         [bytes((byte,)) * rows for byte in (total_len - LENGTH_FIELD_LEN).to_bytes(LENGTH_FIELD_LEN, "little")],
-        array("I", (total_len,)) * rows,
+        int.from_bytes(array("Q", (1,)) * rows, "little"),
+        int.from_bytes(array("Q", range(0, rows * total_len, total_len)), "little"),
     )
 
 
-def _table(view: memoryview, offset: int, end: int, limit: int) -> FrameColumns | None:
+def _table(view: memoryview, offset: int, end: int, limit: int, trusts_records: bool) -> FrameColumns | None:
     """Return valid frames that are as long as the one at `offset`; None if there are not enough of them."""
     rows_min = _TABLE_ROWS[-1]
     if limit < rows_min or offset + rows_min * OVERHEAD_LEN > end:
@@ -284,62 +290,71 @@ def _table(view: memoryview, offset: int, end: int, limit: int) -> FrameColumns 
     for rows in _TABLE_ROWS:
         last = offset + (rows - 1) * total_len
         if rows <= rows_max and view[last : last + LENGTH_FIELD_LEN] == length_field:
-            found = _rows(bytes(view[offset : last + total_len]), offset, total_len, rows)
+            found = _rows(bytes(view[offset : last + total_len]), offset, total_len, rows, trusts_records)
             if found is not None:
                 return found
     return None
 
 
-def _rows(table: bytes, offset: int, total_len: int, rows: int) -> FrameColumns | None:
+def _rows(table: bytes, offset: int, total_len: int, rows: int, trusts_records: bool) -> FrameColumns | None:
     """Return the frames of `table`; None if any is not valid."""
     structs = _table_of(total_len, rows)
     if any(table[at::total_len] != column for at, column in enumerate(structs.lengths)):
         return None
-    columns = structs.bodies.unpack(table)
-    heads = array("Q", b"".join(structs.heads.unpack(table)))
     types = table[TYPE_AT::total_len]
-    if not _are_valid(columns[0::2], columns[1::2], types, heads, is_table=True):
+    heads = array("Q", b"".join(structs.heads.unpack(table)))
+    lens = heads[3::HEAD_WORDS]
+    text_lens: Sequence[int] | None
+    if lens == lens[:1] * rows:
+        # Most often: each has the lengths of the first.
+        text_lens = _text_lens(lens[:1], [total_len])
+        text_lens = None if text_lens is None else text_lens * rows if text_lens[0] else []
+    else:
+        text_lens = _text_lens(lens, [total_len] * rows)
+    if text_lens is None or types.translate(None, _KNOWN):
         return None
-    offsets = array("I", range(offset, offset + rows * total_len, total_len))
-    places = _places(offsets, structs.total_lens)
-    return FrameColumns(places, types, table[FLAGS_AT::total_len], heads)
+    if not trusts_records or types.count(FrameType.APPEND) != rows:
+        columns = structs.bodies.unpack(table)
+        if not _are_whole(columns[0::2], columns[1::2], text_lens):
+            return None
+    # Numbers beyond 2^30 one by one take several times as long.
+    places = structs.ones * (offset | total_len << 32) + structs.places
+    offset_len = array("Q", places.to_bytes(8 * rows, "little"))
+    return FrameColumns(offset_len, types, table[FLAGS_AT::total_len], heads)
 
 
-class _BodyParts(dict[int, Callable[[memoryview, int], tuple[bytes, int]]]):
-    """Functions that unpack the hashed bytes of a frame and its checksum, by frame_len."""
+class _BodyParts(dict[int, Callable[[Bytes | mmap.mmap, int], tuple[bytes, int]]]):
+    """Functions that unpack the hashed bytes of a frame and its checksum, by the frame's whole length."""
 
-    def __missing__(self, frame_len: int) -> Callable[[memoryview, int], tuple[bytes, int]]:
+    def __missing__(self, total_len: int) -> Callable[[Bytes | mmap.mmap, int], tuple[bytes, int]]:
         if len(self) >= 4096:
             self.clear()
-        unpack = Struct(f"<{LENGTH_FIELD_LEN}x{frame_len - CHECKSUM_LEN}sQ").unpack_from
-        parts: Callable[[memoryview, int], tuple[bytes, int]] = unpack
-        self[frame_len] = parts
+        unpack = Struct(f"<{LENGTH_FIELD_LEN}x{total_len - LENGTH_FIELD_LEN - CHECKSUM_LEN}sQ").unpack_from
+        parts: Callable[[Bytes | mmap.mmap, int], tuple[bytes, int]] = unpack
+        self[total_len] = parts
         return parts
 
 
-_body_parts = _BodyParts()
+body_parts = _BodyParts()
 
 
-def _walk(view: memoryview, offset: int, end: int, limit: int) -> tuple[FrameColumns | None, int]:
+def _walk(view: memoryview, offset: int, end: int, limit: int, trusts_records: bool) -> tuple[FrameColumns | None, int]:
     """Return (valid frames from `offset` on, their number), or (None, the number of frames that were read)."""
-    bodies: list[bytes] = []
-    checksums: list[int] = []
     kinds: list[int] = []
+    heads: list[bytes] = []
     offsets: list[int] = []
-    add_body, add_checksum, add_kind, add_offset = bodies.append, checksums.append, kinds.append, offsets.append
-    unpack_start, parts_of = _START.unpack_from, _body_parts
+    add_kind, add_head, add_offset = kinds.append, heads.append, offsets.append
+    unpack_start = _START.unpack_from
     at, alike, former_len = offset, 0, -1
     last_start, last_end = end - OVERHEAD_LEN, min(end, offset + _COPIED_MAX_BYTES) - LENGTH_FIELD_LEN
     for _ in range(limit):
         if at > last_start:
             break
-        frame_len, kind = unpack_start(view, at)
+        frame_len, kind, head = unpack_start(view, at)
         if at + frame_len > last_end or frame_len < _FRAME_LEN_MIN:
             break
-        body, checksum = parts_of[frame_len](view, at)
-        add_body(body)
-        add_checksum(checksum)
         add_kind(kind)
+        add_head(head)
         add_offset(at)
         at += frame_len + LENGTH_FIELD_LEN
         if frame_len != former_len:
@@ -348,50 +363,53 @@ def _walk(view: memoryview, offset: int, end: int, limit: int) -> tuple[FrameCol
             alike += 1
             if alike == _ALIKE:
                 break
-    if not bodies:
+    count = len(offsets)
+    if not count:
         return None, 0
     type_flags = array("H", kinds).tobytes()
-    heads = array("Q", b"".join([body[_BODY_HEAD_AT:_BODY_TEXT_AT] for body in bodies]))
-    if not _are_valid(bodies, checksums, type_flags[0::2], heads, is_table=False):
-        return None, len(bodies)
-    lengths = map(sub, chain(offsets[1:], (at,)), offsets)
-    places = _places(array("I", offsets), array("I", lengths))
-    return FrameColumns(places, type_flags[0::2], type_flags[1::2], heads), len(bodies)
+    types = type_flags[0::2]
+    columns = array("Q", b"".join(heads))
+    total_lens = list(map(sub, chain(offsets[1:], (at,)), offsets))
+    text_lens = _text_lens(columns[3::HEAD_WORDS], total_lens)
+    if text_lens is None or types.translate(None, _KNOWN):
+        return None, count
+    checked = [at for at in range(count) if types[at] != FrameType.APPEND] if trusts_records else range(count)
+    if checked:
+        found = [body_parts[total_lens[at]](view, offsets[at]) for at in checked]
+        if len(checked) != count:
+            text_lens = [text_lens[at] for at in checked]
+        if not _are_whole([body for body, _ in found], [checksum for _, checksum in found], text_lens):
+            return None, count
+    halves = array("I", bytes(8 * count))
+    halves[0::2] = array("I", offsets)
+    halves[1::2] = array("I", total_lens)
+    return FrameColumns(array("Q", halves.tobytes()), types, type_flags[1::2], columns), count
 
 
-def _places(offsets: array[int], lengths: array[int]) -> array[int]:
-    """Return offset | total_len << 32 of each, made of halves: integers beyond 2^30 take several times as long."""
-    halves = array("I", bytes(8 * len(offsets)))
-    halves[0::2] = offsets
-    halves[1::2] = lengths
-    return array("Q", halves.tobytes())
+def _text_lens(lens: array[int], total_lens: Sequence[int]) -> list[int] | None:
+    """Return node_len | tag_len << 16 of each frame; None if node, tag and payload do not fill it. `lens` are the last
+    words of the heads.
+    """
+    halves = array("I", lens.tobytes())
+    text_lens, data_lens = halves[0::2].tolist(), halves[1::2].tolist()
+    filled = [(texts & 0xFFFF) + (texts >> 16) for texts in text_lens] if any(text_lens) else repeat(0)
+    sums = [texts + data_len + OVERHEAD_LEN for texts, data_len in zip(filled, data_lens, strict=False)]
+    return text_lens if sums == total_lens else None
 
 
-def _are_valid(
-    bodies: Sequence[bytes], checksums: Sequence[int], types: bytes, heads: array[int], is_table: bool
-) -> bool:
-    """True if `frame.scan` would accept all these frames. `bodies` are as long as their frame_len says."""
-    if types.translate(None, _KNOWN):
-        return False
+def _are_whole(bodies: Sequence[bytes], checksums: Sequence[int], text_lens: Sequence[int]) -> bool:
+    """True if checksums match, and nodes and tags are UTF-8; `text_lens` may be empty if no frame has any."""
     if tuple(map(xxh3_64_intdigest, bodies)) != tuple(checksums):
         return False
-    lens = heads[3::HEAD_WORDS]
-    if is_table and lens == lens[:1] * len(lens) and lens[0] == len(bodies[0]) - _BODY_TEXT_AT << 32:
-        return True  # no node, no tag
-    halves = array("I", lens.tobytes())
-    text_lens, data_lens = halves[0::2], halves[1::2]
     if not any(text_lens):
-        return data_lens.tolist() == [len(body) - _BODY_TEXT_AT for body in bodies]
-    texts = []
-    for body, text_len, data_len in zip(bodies, text_lens, data_lens, strict=True):
-        node_len, tag_len = text_len & 0xFFFF, text_len >> 16
-        data_at = _BODY_TEXT_AT + node_len + tag_len
-        if data_at + data_len != len(body):
-            return False
-        texts.append(body[_BODY_TEXT_AT:data_at])
+        return True
+    texts = [
+        body[_BODY_TEXT_AT : _BODY_TEXT_AT + (lens & 0xFFFF) + (lens >> 16)]
+        for body, lens in zip(bodies, text_lens, strict=True)
+    ]
     if b"".join(texts).isascii():
         return True
     return all(
-        is_utf8(text[: text_len & 0xFFFF]) and is_utf8(text[text_len & 0xFFFF :])
-        for text, text_len in zip(texts, text_lens, strict=True)
+        is_utf8(text[: lens & 0xFFFF]) and is_utf8(text[lens & 0xFFFF :])
+        for text, lens in zip(texts, text_lens, strict=True)
     )

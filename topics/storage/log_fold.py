@@ -54,13 +54,22 @@ _NOT_FOLDED: Final = frozenset((FrameType.FILE_START, FrameType.FILE_END, FrameT
 def fold_frames(fold: Fold, batch: RecoveredFile, in_ram: bool) -> None:
     """Feed one batch of the durable or the RAM log, in order. Raise FoldError."""
     frames = batch.frames
-    entries = frames.entries(batch.file_no, LOCATION_IN_RAM_LOG if in_ram else 0)
+    types, heads = frames.types, frames.heads
+    entries: array[int] | None = None
+    lengths = array("I", frames.offset_len.tobytes())[1::2]
     runs: dict[int, array[int]] = {}
-    types, topic_ids = frames.types, frames.heads[0::HEAD_WORDS]
     for first, behind in frames.stretches():
         if types[first] == FrameType.APPEND:
+            at, last_at = first * HEAD_WORDS, (behind - 1) * HEAD_WORDS
+            topic_id, first_seq, last_seq = heads[at], heads[at + 1], heads[last_at + 1]
+            if not fold.is_located and topic_id not in runs and last_seq - first_seq == behind - first - 1:
+                size_bytes = sum(lengths[first:behind]) if at != last_at else lengths[first]
+                if fold.extended(topic_id, first_seq, last_seq, heads[last_at + 2], size_bytes):
+                    continue
+            if entries is None:
+                entries = frames.entries(batch.file_no, LOCATION_IN_RAM_LOG if in_ram else 0)
             part = entries[first * ENTRY_WORDS : behind * ENTRY_WORDS]
-            run = runs.setdefault(topic_ids[first], part)
+            run = runs.setdefault(topic_id, part)
             if run is not part:
                 run.extend(part)
             continue
@@ -121,7 +130,7 @@ class OfflineFold:
     """The fold of a start, from a snapshot's part or from nothing. Raise FoldError, msgspec.DecodeError."""
 
     def __init__(self, part: ShardPart | None) -> None:
-        self._fold = Fold(lambda _topic_id: _Index())
+        self._fold = Fold(lambda _topic_id: _Index(), is_located=False)
         self._position = WalPosition(1, 0) if part is None else part.position
         if part is not None:
             self._fold.restore(part.decoded())

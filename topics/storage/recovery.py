@@ -262,7 +262,7 @@ class Recovery:
                         sealed_at, defect = offset, None
                     else:
                         defect = f"a misplaced frame of type {FrameType(stray[2]).name}"
-            frames = open_write + frames
+            frames = FrameColumns.joined([open_write, frames]) if open_write else frames
             complete = frames.complete()
             open_write = frames[complete:]
             self._files_read = files_before + offset / limit

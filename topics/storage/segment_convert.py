@@ -7,6 +7,7 @@ moved. A record of another length is cut out by itself.
 from __future__ import annotations
 
 import mmap
+import struct
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from topics.storage.frame import CHECKSUM_LEN as WAL_CHECKSUM_LEN
 from topics.storage.frame import FLAGS_AT as WAL_FLAGS_AT
 from topics.storage.frame import IDS_AT as WAL_IDS_AT
 from topics.storage.frame import LENGTH_FIELD_LEN, OVERHEAD_LEN, Bytes
+from topics.storage.frame_columns import body_parts
 from topics.storage.segment import ENTRY_FLAGS_AT, ENTRY_LEN, KEPT_FLAGS, LOG_FRAME_EXTRA_LEN, TAIL_LEN
 
 _WAL_IDENTITY_LEN: Final = 16  # topic_id, seq
@@ -52,18 +54,23 @@ _FLAG_BYTES: Final = [bytes((flags,)) for flags in range(256)]
 # The end of a frame and the length of the next: packing both together saves one pack and one join entry a record.
 _TAIL_AND_NEXT: Final = Struct("<QBI")
 _FRAME_LEN: Final = Struct("<I")
+# Places in the hashed bytes of a log frame.
+_FLAGS_IN_BODY: Final = WAL_FLAGS_AT - LENGTH_FIELD_LEN
+_SEQ_IN_BODY: Final = _WAL_SEQ_AT - LENGTH_FIELD_LEN
+_IDENTITY_IN_BODY: Final = slice(_SEQ_IN_BODY - 8, _SEQ_IN_BODY + 8)
 
 
 def convert(buffer: Bytes | mmap.mmap, topic_id: int, entries: array[int], data_bytes: int) -> tuple[bytes, bytes]:
-    """Return (segment frames, to be written at `data_bytes`; their index entries) of log frames. Raise ValueError if
-    the log has other frames than the entries say.
+    """Return (segment frames, to be written at `data_bytes`; their index entries) of log frames, of which each is
+    checked. Raise ValueError if the log has other frames than the entries say, or damaged ones.
     """
     count = len(entries) // ENTRY_WORDS
+    packed = entries.tobytes()
     flags = flags_of(entries)
     is_live = flags.translate(_IS_LIVE)
     if 0 in is_live:
-        rows = array("Q", b"".join(compress(_rows_of(entries), is_live)))
-        data, live_lengths = _frames(buffer, topic_id, rows)
+        rows = Struct(f"{ENTRY_WORDS * entries.itemsize}s" * count).unpack(packed)
+        data, live_lengths = _frames(buffer, topic_id, array("Q", b"".join(compress(rows, is_live))))
         lengths = array("I", bytes(4 * count))
         offsets = array("I", bytes(4 * count))
         reasons = offsets_of(entries)
@@ -75,45 +82,43 @@ def convert(buffer: Bytes | mmap.mmap, topic_id: int, entries: array[int], data_
             offsets[at], lengths[at] = offset, length
     else:
         data, lengths = _frames(buffer, topic_id, entries)
-        offsets = array("I", accumulate(lengths, initial=data_bytes))
-        offsets.pop()
-    halves = array("I", entries.tobytes())
+        if lengths and _are_alike(lengths, 0, count):
+            offsets = array("I", range(data_bytes, data_bytes + len(data), lengths[0]))
+        else:
+            offsets = array("I", accumulate(lengths, initial=data_bytes))
+            offsets.pop()
+    halves = array("I", packed)
     idx = array("I", bytes(count * ENTRY_LEN))
     idx[0::5] = offsets
     idx[1::5] = lengths
     idx[2::5] = halves[2::8]
     idx[3::5] = halves[3::8]
-    packed = bytearray(idx.tobytes())
-    packed[ENTRY_FLAGS_AT::ENTRY_LEN] = flags.translate(_IDX_FLAGS)
-    return data, bytes(packed)
-
-
-def _rows_of(entries: array[int]) -> tuple[bytes, ...]:
-    row_len = ENTRY_WORDS * entries.itemsize
-    rows: tuple[bytes, ...] = Struct(f"{row_len}s" * (len(entries) // ENTRY_WORDS)).unpack(entries.tobytes())
-    return rows
+    idx_bytes = bytearray(idx.tobytes())
+    idx_bytes[ENTRY_FLAGS_AT::ENTRY_LEN] = flags.translate(_IDX_FLAGS)
+    return data, bytes(idx_bytes)
 
 
 def _frames(buffer: Bytes | mmap.mmap, topic_id: int, entries: array[int]) -> tuple[bytes, array[int]]:
     """Return the frames of live records back to back, and the length of each."""
     if isinstance(buffer, memoryview) and isinstance(buffer.obj, bytes) and buffer.nbytes == len(buffer.obj):
         buffer = buffer.obj  # its slices cost half
-    seqs, places = entries[0::ENTRY_WORDS], entries[2::ENTRY_WORDS]
-    offsets, total_lens = offsets_of(entries), lengths_of(entries)
+    seqs, offsets, total_lens = entries[0::ENTRY_WORDS], offsets_of(entries), lengths_of(entries)
     parts: list[bytes] = []
-    lengths = array("I")
     loose = 0
-    count = len(places)
     for first, behind in _tables(total_lens):
-        if loose < first:
-            parts.append(_one_by_one(buffer, topic_id, seqs[loose:first], places[loose:first], lengths))
         table = _gathered(buffer, offsets[first:behind], total_lens[first])
-        parts.append(_converted(table, topic_id, seqs[first:behind], total_lens[first]))
-        lengths.extend(array("I", (total_lens[first] - LOG_FRAME_EXTRA_LEN,)) * (behind - first))
-        loose = behind
-    if loose < count:
-        parts.append(_one_by_one(buffer, topic_id, seqs[loose:], places[loose:], lengths))
-    return b"".join(parts), lengths
+        part = _converted(table, topic_id, seqs[first:behind], total_lens[first])
+        if part is not None:
+            if loose < first:
+                gap = slice(loose, first)
+                parts.append(_one_by_one(buffer, topic_id, seqs[gap], offsets[gap], total_lens[gap]))
+            parts.append(part)
+            loose = behind
+    if loose < len(seqs):
+        parts.append(_one_by_one(buffer, topic_id, seqs[loose:], offsets[loose:], total_lens[loose:]))
+    if total_lens and _are_alike(total_lens, 0, len(total_lens)):
+        return b"".join(parts), array("I", (total_lens[0] - LOG_FRAME_EXTRA_LEN,)) * len(total_lens)
+    return b"".join(parts), array("I", [total_len - LOG_FRAME_EXTRA_LEN for total_len in total_lens])
 
 
 def _tables(lengths: array[int]) -> Iterator[tuple[int, int]]:
@@ -153,18 +158,24 @@ def _next_table(lengths: array[int], start: int) -> int:
 
 
 def _gathered(buffer: Bytes | mmap.mmap, offsets: array[int], total_len: int) -> bytearray:
-    """Copy log frames of one length into one buffer; those of a batch lie back to back."""
+    """Copy log frames of one length into one buffer; those of a batch lie back to back.
+
+    In the order of the log the last offset of a stretch tells that all between lie back to back. In any other order
+    this may gather other frames.
+    """
     pieces: list[Bytes] = []
     rows = len(offsets)
     at, guess, short = 0, rows, 0
     while at < rows and short < _SHORT_MAX:
         offset = offsets[at]
-        # As many as the last time (batches of one size), else count them.
+        # As many as the last time (batches of one size), else search.
         behind = min(at + guess, rows)
-        if not _are_neighbours(offsets, at, behind, total_len) or (
-            behind < rows and offsets[behind] - offsets[behind - 1] == total_len
+        if offsets[behind - 1] != offset + (behind - 1 - at) * total_len or (
+            behind < rows and offsets[behind] == offset + (behind - at) * total_len
         ):
-            behind = _neighbours_from(offsets, at, total_len)
+            behind = bisect_left(
+                range(rows), True, lo=at + 1, key=lambda row: offsets[row] != offset + (row - at) * total_len
+            )
         guess = behind - at
         short += guess < _SHORT_ROWS
         pieces.append(buffer[offset : offset + guess * total_len])
@@ -173,28 +184,14 @@ def _gathered(buffer: Bytes | mmap.mmap, offsets: array[int], total_len: int) ->
     return bytearray().join(pieces)
 
 
-def _neighbours_from(offsets: array[int], first: int, total_len: int) -> int:
-    """Return the end of the frames that lie back to back from the first one on."""
-    offset = offsets[first]
-    behind = bisect_left(
-        range(len(offsets)), True, lo=first + 1, key=lambda at: offsets[at] != offset + (at - first) * total_len
-    )
-    # The search assumes the order of the log; if the frames are in another, only the first is certain.
-    return behind if _are_neighbours(offsets, first, behind, total_len) else first + 1
-
-
-def _are_neighbours(offsets: array[int], first: int, behind: int, total_len: int) -> bool:
-    offset = offsets[first]
-    end = offset + (behind - first) * total_len
-    return offsets[behind - 1] == end - total_len and offsets[first:behind] == array("I", range(offset, end, total_len))
-
-
 class _Columns(NamedTuple):
-    """Structs for a table of log frames: `identities` unpacks topic_id and seq of each; once the columns are moved,
-    `bodies` unpacks the hashed bytes of each, and `frames` the segment's frames.
+    """Structs for a table of log frames: `identities` unpacks topic_id and seq of each, `logged` the hashed bytes and
+    the checksum. Once the columns are moved, `bodies` unpacks the hashed bytes of each, and `frames` the segment's
+    frames.
     """
 
     identities: Struct
+    logged: Struct
     bodies: Struct
     frames: Struct
     frame_len: list[bytes]
@@ -205,27 +202,32 @@ def _columns_of(total_len: int, rows: int) -> _Columns:
     begin = _WAL_SEQ_AT - 1  # place of the flags
     frame_len = total_len - LOG_FRAME_EXTRA_LEN
     rest = total_len - WAL_IDS_AT - _WAL_IDENTITY_LEN
+    hashed_len = total_len - WAL_CHECKSUM_LEN - begin
     return _Columns(
         Struct(f"{WAL_IDS_AT}x{_WAL_IDENTITY_LEN}s{rest}x" * rows),
-        Struct(f"{begin}x{total_len - WAL_CHECKSUM_LEN - begin}s{WAL_CHECKSUM_LEN}x" * rows),
+        Struct("<" + f"{LENGTH_FIELD_LEN}x{total_len - LENGTH_FIELD_LEN - WAL_CHECKSUM_LEN}sQ" * rows),
+        Struct(f"{begin}x{hashed_len}s{WAL_CHECKSUM_LEN}x" * rows),
         Struct(f"{begin - LENGTH_FIELD_LEN}x" + f"{LOG_FRAME_EXTRA_LEN}x".join([f"{frame_len}s"] * rows)),
         [bytes((byte,)) * rows for byte in (frame_len - LENGTH_FIELD_LEN).to_bytes(LENGTH_FIELD_LEN, "little")],
     )
 
 
-def _converted(table: bytearray, topic_id: int, seqs: array[int], total_len: int) -> bytes:
+def _converted(table: bytearray, topic_id: int, seqs: array[int], total_len: int) -> bytes | None:
     """Convert log frames of one length in place: a segment frame begins in the topic id of its log frame, its flags are
-    where that ended, and its `del` is the first byte of the next log frame.
+    where that ended, and its `del` is the first byte of the next log frame. None if they are others, or damaged.
     """
     rows = len(seqs)
     if len(table) != rows * total_len or total_len < OVERHEAD_LEN:
-        raise _other_frames(topic_id)
+        return None
     columns = _columns_of(total_len, rows)
     if b"".join(columns.identities.unpack(table)) != _identities(topic_id, seqs):
-        raise _other_frames(topic_id)
+        return None
+    logged = columns.logged.unpack(table)
+    if tuple(map(xxh3_64_intdigest, logged[0::2])) != logged[1::2]:
+        return None
     begin = _WAL_SEQ_AT - 1
     table[begin::total_len] = table[WAL_FLAGS_AT::total_len]
-    checksums = array("Q", map(xxh3_64_intdigest, columns.bodies.unpack(table))).tobytes()
+    checksums = array("Q", list(map(xxh3_64_intdigest, columns.bodies.unpack(table)))).tobytes()
     for at in range(WAL_CHECKSUM_LEN):
         table[total_len - WAL_CHECKSUM_LEN + at :: total_len] = checksums[at::WAL_CHECKSUM_LEN]
     for at, column in enumerate(columns.frame_len, begin - LENGTH_FIELD_LEN):
@@ -236,24 +238,25 @@ def _converted(table: bytearray, topic_id: int, seqs: array[int], total_len: int
 
 
 def _one_by_one(
-    buffer: Bytes | mmap.mmap, topic_id: int, seqs: array[int], places: array[int], lengths: array[int]
+    buffer: Bytes | mmap.mmap, topic_id: int, seqs: array[int], offsets: array[int], total_lens: array[int]
 ) -> bytes:
-    bodies = [
-        _FLAG_BYTES[buffer[(start := place & 0xFFFF_FFFF) + WAL_FLAGS_AT]]
-        + buffer[start + _WAL_SEQ_AT : start + (place >> 32) - WAL_CHECKSUM_LEN]
-        for place in places
-    ]
-    identities = [buffer[(start := (place & 0xFFFF_FFFF) + WAL_IDS_AT) : start + _WAL_IDENTITY_LEN] for place in places]
-    if b"".join(identities) != _identities(topic_id, seqs):
-        raise _other_frames(topic_id)
-    frame_lens = [(place >> 32) - LOG_FRAME_EXTRA_LEN - LENGTH_FIELD_LEN for place in places]
+    try:
+        logged = [body_parts[length](buffer, offset) for offset, length in zip(offsets, total_lens, strict=True)]
+    except struct.error as error:
+        raise ValueError(f"the log has no frames of topic {topic_id:#x} where the entries say") from error
+    if b"".join([body[_IDENTITY_IN_BODY] for body, _ in logged]) != _identities(topic_id, seqs):
+        raise ValueError(f"the log's frames are not those of topic {topic_id:#x} that the entries name")
+    for (body, checksum), seq, offset in zip(logged, seqs, offsets, strict=True):
+        if checksum != xxh3_64_intdigest(body):
+            raise ValueError(f"the frame of record {seq} of topic {topic_id:#x}, at offset {offset}, is damaged")
+    bodies = [_FLAG_BYTES[body[_FLAGS_IN_BODY]] + body[_SEQ_IN_BODY:] for body, _ in logged]
+    frame_lens = [total_len - LOG_FRAME_EXTRA_LEN - LENGTH_FIELD_LEN for total_len in total_lens]
     parts: list[bytes] = [b""] * (2 * len(bodies) + 1)
     parts[0] = _FRAME_LEN.pack(frame_lens[0])
     parts[1::2] = bodies
     next_frame_lens = [*frame_lens[1:], 0]
     parts[2::2] = map(_TAIL_AND_NEXT.pack, map(xxh3_64_intdigest, bodies), repeat(0), next_frame_lens)
     parts[-1] = parts[-1][:TAIL_LEN]  # nothing is behind the last one
-    lengths.extend([frame_len + LENGTH_FIELD_LEN for frame_len in frame_lens])
     return b"".join(parts)
 
 
@@ -261,7 +264,3 @@ def _identities(topic_id: int, seqs: array[int]) -> bytes:
     expected = array("Q", (topic_id,)) * (2 * len(seqs))
     expected[1::2] = seqs
     return expected.tobytes()
-
-
-def _other_frames(topic_id: int) -> ValueError:
-    return ValueError(f"the log's frames are not those of topic {topic_id:#x} that the entries name")

@@ -12,20 +12,13 @@ from typing import Final, NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from topics.core.floors import EvictReason
-from topics.core.location import (
-    ENTRY_WORDS,
-    LOCATION_DELETED,
-    LOCATION_LOST,
-    any_flagged,
-    flags_of,
-    lengths_of,
-    offsets_of,
-)
+from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_LOST, flags_of, lengths_of, offsets_of
 from topics.storage import layout
 from topics.storage.frame import LOCATION_FLAGS, LOCATION_HAS_TAG
 from topics.storage.segment import (
     DELETED,
     ENTRY,
+    ENTRY_FLAGS_AT,
     ENTRY_LEN,
     HEADER,
     HEADER_LEN,
@@ -102,9 +95,11 @@ class SegmentReader:
         Raise CorruptSegment if a frame is not the record's; nothing else of it is checked.
         """
         first_seq = max(first_seq, self.first_seq)
-        entries = self.entries(first_seq, min(last_seq, self.last_seq))
-        if not any_flagged(entries, LOCATION_HAS_TAG):
+        last_seq = min(last_seq, self.last_seq)
+        idx = self._idx[(first_seq - self.first_seq) * ENTRY_LEN : (last_seq + 1 - self.first_seq) * ENTRY_LEN]
+        if not any(flags & LOCATION_HAS_TAG for flags in set(idx[ENTRY_FLAGS_AT::ENTRY_LEN])):
             return
+        entries = entries_of_idx(idx, first_seq)
         data, unpack = self.data, HEADER.unpack_from
         window, window_at = b"", 0
         has_tag = [flags & LOCATION_HAS_TAG for flags in flags_of(entries)]

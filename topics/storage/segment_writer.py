@@ -17,7 +17,7 @@ from topics.storage.frame import Bytes
 from topics.storage.segment import DATA_MAX_BYTES, ENTRY, ENTRY_LEN, LOG_FRAME_EXTRA_LEN, CorruptSegment, pread_fully
 from topics.storage.segment_convert import convert
 
-_CHUNK_RECORDS: Final = 4096  # few enough to be hashed and joined while they are in the cache
+_CHUNK_RECORDS: Final = 2048  # few enough to be hashed and joined while they are in the cache
 CHUNK_BYTES: Final = 64 * 1024 * 1024
 """The most bytes to write at once: Linux takes less than 2 GiB, and joined pieces take memory."""
 
@@ -107,16 +107,14 @@ class SegmentWriter:
         return max(fitting, 0)
 
     def append(self, buffer: Bytes | mmap.mmap, topic_id: int, entries: array[int]) -> None:
-        """Append records in the order of their seqs, from `next_seq` on. `entries` are index entries
+        """Append records of consecutive seqs, from `next_seq` on. `entries` are index entries
         (`core/location.py`) with offsets in `buffer`, a log file with valid frames. Deleted and lost records get an
         entry and no frame.
         """
         count = len(entries) // ENTRY_WORDS
-        seqs = entries[0::ENTRY_WORDS]
-        if seqs != array("Q", range(self.next_seq, self.next_seq + count)):
-            raise ValueError(
-                f"segment {self.first_seq} goes on with seq {self.next_seq}, not with {seqs[:8].tolist()}…"
-            )
+        ends = (entries[0], entries[-ENTRY_WORDS]) if count else ()
+        if count and ends != (self.next_seq, self.next_seq + count - 1):
+            raise ValueError(f"segment {self.first_seq} goes on with {count} from seq {self.next_seq}, not with {ends}")
         self._cut_leftovers()
         self._has_leftovers = True
         idx = bytearray()

@@ -90,9 +90,7 @@ class CheckFinding(NamedTuple):
 
 def check(settings: Settings, statvfs: StatVfs = os.statvfs) -> list[CheckFinding]:
     """Check the data directory, its lock and format, the cold directory if one is set, shared memory, address, limits.
-
-    The service starts with a bad cold directory all the same: only reads of records in it fail, and no segments go
-    there meanwhile.
+    The service starts with a bad cold directory all the same: only reads of records in it fail.
     """
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     most_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[1]

@@ -68,19 +68,16 @@ class RestartDelay:
 
 
 class Child:
-    """A child of the supervisor over all its lives: forks it, signals it, and notes its state in the control page.
-
-    `cell` is the supervisor's part of the process's control cell (None for the one-off reshard child).
+    """A child of the supervisor over all its lives: forks it, signals it, and notes its state in `cell`, the
+    supervisor's part of the process's control cell (None for the one-off reshard child).
     """
 
     def __init__(self, name: str, index: int, main: Callable[[int], int], cell: Cell | None, clock: Clock) -> None:
         self.name = name
         self.index = index
         self.pid: int | None = None
-        self.wanted = True
-        """True if it has to be started again when it ends."""
-        self.due_ms: int | None = None
-        """Monotonic ms at which to start it; None while it runs or is not wanted."""
+        self.wanted = True  # true if it has to be started again when it ends
+        self.due_ms: int | None = None  # monotonic ms at which to start it; None while it runs or is not wanted
         self._main = main
         self._cell = cell
         self._clock = clock
@@ -130,7 +127,6 @@ class Child:
         self.send(number)
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal, if the process runs."""
         if self.pid is not None:
             os.kill(self.pid, number)  # it has not been waited for, so the pid is still its own
 
@@ -160,10 +156,7 @@ def show_exit(exit_code: int) -> str:
 
 
 def fork(name: str, index: int, main: Callable[[], int]) -> int:
-    """Run `main` in a child, which exits with its result. Return the child's pid; never returns in the child.
-
-    The caller has blocked its signals, so none can reach the child before it is set up.
-    """
+    """Run `main` in a child, which exits with its result; return its pid. The caller has blocked its signals before."""
     parent_pid = os.getpid()
     pid = os.fork()
     if pid:

@@ -9,8 +9,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Final, NamedTuple, NoReturn
+from contextlib import contextmanager, suppress
+from typing import Any, Final, NoReturn
 
 import msgspec
 
@@ -79,7 +79,6 @@ _STOP_CODES = """exit codes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand; return its exit code."""
     options = _parser().parse_args(arguments)
     try:
         return int(options.command(load(os.environ, _flags(options)), options))
@@ -206,52 +205,31 @@ def _stop(settings: Settings, options: argparse.Namespace) -> int:
     return 0
 
 
-class RunningSupervisor(NamedTuple):
-    """The supervisor of a data directory. `process_fd` stays with this process; its pid may be used again later."""
-
-    pid: int
-    process_fd: int
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal. PermissionError when it is another user's, ProcessLookupError when it has ended."""
-        signal.pidfd_send_signal(self.process_fd, number)
-
-
 @contextmanager
-def running_supervisor(data_dir: str) -> Iterator[RunningSupervisor | None]:
-    """Find the supervisor that holds the lock of `data_dir`; None when nothing runs."""
+def running_supervisor(data_dir: str) -> Iterator[tuple[int, int]]:
+    """Find the supervisor of `data_dir`: its pid, and an fd that stays with it. ProcessLookupError when none runs."""
     pid = holder_pid(data_dir)
+    if pid is None:
+        raise ProcessLookupError
+    process_fd = os.pidfd_open(pid)
     try:
-        process_fd = None if pid is None else os.pidfd_open(pid)
-    except ProcessLookupError:
-        process_fd = None
-    if pid is None or process_fd is None:
-        yield None
-        return
-    try:
-        yield RunningSupervisor(pid, process_fd) if holder_pid(data_dir) == pid else None
+        if holder_pid(data_dir) != pid:
+            raise ProcessLookupError
+        yield pid, process_fd
     finally:
         os.close(process_fd)
 
 
 def stop(data_dir: str, timeout_ms: int) -> int | None:
-    """Send SIGTERM to the data directory's service and wait for its end.
-
-    Returns the pid that has ended, None when nothing ran. Raise TimeoutError when it still runs after `timeout_ms`
-    and PermissionError when it belongs to another user.
-    """
-    with running_supervisor(data_dir) as service:
-        if service is None:
-            return None
-        try:
-            service.signal(signal.SIGTERM)
-        except ProcessLookupError:
-            return None
+    """Stop the service and return its pid, None when nothing ran. Raise TimeoutError, PermissionError."""
+    with suppress(ProcessLookupError), running_supervisor(data_dir) as (pid, process_fd):
+        signal.pidfd_send_signal(process_fd, signal.SIGTERM)
         poll = select.poll()
-        poll.register(service.process_fd, select.POLLIN)
+        poll.register(process_fd, select.POLLIN)
         if not poll.poll(timeout_ms):
-            raise TimeoutError(f"process {service.pid} still runs after {timeout_ms} ms")
-        return service.pid
+            raise TimeoutError(f"process {pid} still runs after {timeout_ms} ms")
+        return pid
+    return None
 
 
 class ReloadRefused(Exception):  # noqa: N818 — named for what it is
@@ -261,30 +239,26 @@ class ReloadRefused(Exception):  # noqa: N818 — named for what it is
 def reload(data_dir: str, timeout_ms: int) -> int | None:
     """Send SIGHUP to the data directory's service and wait until every frontend uses the new keys.
 
-    Returns the service's pid, None when nothing ran. Raise ReloadRefused; TimeoutError when a frontend still uses the
+    Return the service's pid, None when nothing ran. Raise ReloadRefused; TimeoutError when a frontend still uses the
     former keys after `timeout_ms`; PermissionError when the service belongs to another user; OSError or ValueError when
     its control page cannot be read.
     """
-    with running_supervisor(data_dir) as service:
-        if service is None:
-            return None
+    with suppress(ProcessLookupError), running_supervisor(data_dir) as (pid, process_fd):
         page = ControlPage.attach(shm_names.shm_name(shm_names.identity(data_dir), "control"))
         header = page.header
         reloads, serial = header.get("reloads"), header.get("keys_serial")
-        try:
-            service.signal(signal.SIGHUP)
-        except ProcessLookupError:
-            return None
+        signal.pidfd_send_signal(process_fd, signal.SIGHUP)
         deadline_s = time.monotonic() + timeout_ms / 1000
         while True:
             if header.get("reloads") != reloads:
                 if header.get("keys_serial") == serial:
                     raise ReloadRefused
                 if all_use_newest_keys(page):
-                    return service.pid
+                    return pid
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"process {service.pid} has not reloaded its keys after {timeout_ms} ms")
+                raise TimeoutError(f"process {pid} has not reloaded its keys after {timeout_ms} ms")
             time.sleep(POLL_S)
+    return None
 
 
 def _parser() -> argparse.ArgumentParser:

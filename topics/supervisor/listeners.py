@@ -1,9 +1,7 @@
-"""The listening sockets: the supervisor binds them as long as the service lives, frontends accept connections on them.
-A service manager may bind them instead (systemd's socket units), and keep them while the service restarts.
+"""The listening sockets: the supervisor, or a service manager (systemd's socket units), binds them for the frontends.
 
 Each frontend has its own socket on the one port, so the kernel spreads connections evenly. (On one shared socket the
-process that wakes first takes a whole burst.) The supervisor keeps the socket of a dead frontend open for the next one:
-connections wait there for some ms, none is refused.
+process that wakes first takes a whole burst.) That of a dead frontend stays open: connections wait there for the next.
 """
 
 from __future__ import annotations
@@ -57,10 +55,8 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 
 def listen_for(host: str, port: int, processes: int) -> list[list[socket.socket]]:
-    """Listen as `listen`, with sockets of its own for each process.
-
-    Sockets with SO_REUSEPORT would share their port with a second service, too. So a socket without it checks first
-    that the port is free.
+    """Listen as `listen`, with sockets of its own for each process. Sockets with SO_REUSEPORT would share their port
+    with a second service, too. So a socket without it checks first that the port is free.
     """
     alone = listen(host, port)
     if processes == 1:
@@ -84,10 +80,7 @@ def listen_for(host: str, port: int, processes: int) -> list[list[socket.socket]
 
 
 def inherited(environ: MutableMapping[str, str]) -> list[socket.socket]:
-    """Return the sockets that the service manager has opened for this process, see sd_listen_fds(3).
-
-    Remove the manager's variables: they are not for the children. Raise AddressError for a socket that is not TCP.
-    """
+    """Return the sockets that the service manager has opened, see sd_listen_fds(3), and remove its variables."""
     pid, count, _ = (environ.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"))
     if pid != str(os.getpid()) or not count.isdecimal():
         return []
@@ -105,10 +98,8 @@ def inherited(environ: MutableMapping[str, str]) -> list[socket.socket]:
 
 
 def share(listeners: list[socket.socket], processes: int) -> list[list[socket.socket]]:
-    """Return the sockets for each process; the given ones are closed.
-
-    Processes get a socket of their own if there are enough for the address (`ReusePort=yes` in systemd). Otherwise they
-    share one. No socket stays without a process: the kernel gives connections to each.
+    """Return the sockets for each process; the given ones are closed. Processes get a socket of their own if there are
+    enough for the address (`ReusePort=yes` in systemd). Otherwise they share one: no socket stays without a process.
     """
     shared: list[list[socket.socket]] = [[] for _ in range(processes)]
     by_address = sorted(listeners, key=lambda listener: (listener.family, listener.getsockname()))
@@ -127,7 +118,6 @@ def _address_error(host: str, port: int, error: OSError) -> AddressError:
 
 
 def close_all(listeners: list[socket.socket]) -> None:
-    """Close these sockets."""
     for listener in listeners:
         listener.close()
 

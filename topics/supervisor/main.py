@@ -48,10 +48,7 @@ def serve(
     statvfs: StatVfs = os.statvfs,
     clock: Clock | None = None,
 ) -> int:
-    """Run the service until it is stopped, on the `inherited` sockets if there are any; return its exit code.
-
-    Raise SettingsError when the keys file cannot be used, StartError for every other obstacle; nothing is left behind.
-    """
+    """Run the service until it is stopped; return its exit code. Raise SettingsError, StartError."""
     keys = read_keys(settings)
     clock = clock or SystemClock()
     log.configure(settings.log_level, settings.log_format)
@@ -127,11 +124,7 @@ def _log_authentication(settings: Settings, keys: KeyRing) -> None:
 
 
 def _acquire(settings: Settings, signals: Signals, clock: Clock) -> DataDirLock | None:
-    """Return the lock, None when told to stop while waiting for it.
-
-    It waits only for the children of a killed supervisor: they hold its lock until the last of them has drained, so no
-    file ever has two writers.
-    """
+    """Return the lock, for which children of a killed supervisor are waited for; None when told to stop meanwhile."""
     begun_ms = clock.monotonic_ms()
     is_waiting = False
     while True:

@@ -7,9 +7,8 @@
     WATCHDOG=1            regularly, as long as no frontend or shard hangs
     STOPPING=1            once, when the service drains
 
-A dead process does not stop the watchdog messages: the supervisor restarts it. A process that hangs does: only a
-restart of the whole service helps its clients. The compactor does not count: no client waits for it, and it may take
-long for its start or one sync.
+A dead process does not stop the watchdog messages: the supervisor restarts it. One that hangs does, unless it is the
+compactor, for which no client waits: only a restart of the whole service helps.
 """
 
 from __future__ import annotations
@@ -110,7 +109,6 @@ class Notify:
         return cls(address, watchdog_ms, clock)
 
     def tell(self, page: ControlPage) -> None:
-        """Send the lines that are due."""
         now_ms = self._clock.monotonic_ms()
         if self.due_ms is None or now_ms < self.due_ms:
             return
@@ -119,7 +117,6 @@ class Notify:
         self._send(lines)
 
     def stopping(self) -> None:
-        """Say that the service drains."""
         if self.due_ms is not None:
             self._send(self._announcements.stopping())
 

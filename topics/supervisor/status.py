@@ -203,7 +203,6 @@ def _figures(cell: dict[str, int], fields: str) -> dict[str, int]:
 
 
 def _usage(pid: int) -> SupervisorStatus | None:
-    """Return the CPU time and memory of a process, None when it has ended."""
     try:
         process = psutil.Process(pid)
         with process.oneshot():
@@ -342,8 +341,7 @@ def _summary(status: Status) -> str:
     return "  ".join(facts) + f"\n{status.data_dir}\n"
 
 
-_Row = dict[str, str | int | None]
-"""Cells of a table by their heads; None is a figure that is unknown."""
+_Row = dict[str, str | int | None]  # cells of a table by their heads; None is a figure that is unknown
 
 
 def _process_row(process: ProcessStatus) -> _Row:

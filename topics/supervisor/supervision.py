@@ -1,8 +1,7 @@
 """The supervisor's loop (reap, restart, drain), and the signals it waits for.
 
-The supervisor asks for signals as values; no handler interrupts it. They are blocked from before the first fork, so a
-signal waits for the next `wait`, and none can hit a child that is not set up yet. A child starts with none pending and
-unblocks them itself, SIGHUP only when it can reload.
+The supervisor asks for signals as values; no handler interrupts it. They are blocked from before the first fork, so
+none can hit a child that is not set up yet. A child unblocks them itself, SIGHUP only when it can reload.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Callable
 from functools import partial
 from typing import Final, Self
 
@@ -54,9 +52,7 @@ EXIT_OK: Final = 0
 EXIT_FORCED: Final = 4
 """The service stopped, but a process had to be killed."""
 FRONTEND_SHARE: Final = (3, 4)
-"""The share of the grace after which a frontend is killed. It gives up by itself after half of the grace
-(Settings.frontend_grace_ms). The rest is for the compactor's last cut, and for the shards to drain and sync.
-"""
+"""The share of the grace after which a frontend is killed. It gives up by itself after half of the grace."""
 COMPACTOR_SHARE: Final = (7, 8)
 """The same share for the compactor. Its last cut may take a quarter of the grace (Settings.compactor_grace_ms)."""
 SAME_STOP_MS: Final = 1000
@@ -88,15 +84,14 @@ class Supervisor:
         self._signals = signals
         self._notify = notify
         self._header = shared.control.header
-        self._frontends = [self._frontend(index) for index in range(settings.frontends)]
-        self._shards = [self._shard(index) for index in range(settings.wal_shards)]
-        self._compactor = self._child(Role.COMPACTOR, 0, partial(mains.compactor, settings, shared))
+        self._frontends = [self._child(Role.FRONTEND, index) for index in range(settings.frontends)]
+        self._shards = [self._child(Role.WALSHARD, index) for index in range(settings.wal_shards)]
+        self._compactor = self._child(Role.COMPACTOR, 0)
         self._reshard: Child | None = None
         self._exit_code = EXIT_OK
         self._stopping: list[tuple[list[Child], int]] | None = None
         """(children, deadline) of the groups that still have to stop, in this order; None while the service runs."""
-        self._signalled = False
-        """True if the first of these groups was told to stop."""
+        self._signalled = False  # true if the first of these groups was told to stop
         self._stop_began_ms = 0
 
     def run(self, *, reshard: bool) -> int:
@@ -116,25 +111,22 @@ class Supervisor:
 
     # -- starting
 
-    def _frontend(self, index: int) -> Child:
-        def main(incarnation: int) -> int:
-            self._close_listeners(but=index)
-            listeners = self._listeners[index]
-            return self._mains.frontend(self._settings, self._keys, self._shared, index, incarnation, listeners)
+    def _child(self, role: Role, index: int) -> Child:
+        cell = self._shared.control.cell(role, index).supervisor
+        return Child(role.name.lower(), index, partial(self._run, role, index), cell, self._clock)
 
-        return self._child(Role.FRONTEND, index, main)
-
-    def _shard(self, index: int) -> Child:
-        return self._child(Role.WALSHARD, index, partial(self._mains.walshard, self._settings, self._shared, index))
-
-    def _child(self, role: Role | None, index: int, main: Callable[[int], int]) -> Child:
-        def run(incarnation: int) -> int:
-            if role is not Role.FRONTEND:
-                self._close_listeners()  # a process that outlives the supervisor must not hold the port
-            return main(incarnation)
-
-        cell = None if role is None else self._shared.control.cell(role, index).supervisor
-        return Child("reshard" if role is None else role.name.lower(), index, run, cell, self._clock)
+    def _run(self, role: Role | None, index: int, incarnation: int) -> int:
+        """Run the main of a child, in the child; None: the one that prepares the logs."""
+        # A process that outlives the supervisor must not hold the port.
+        self._close_listeners(but=index if role is Role.FRONTEND else None)
+        mains, settings, shared = self._mains, self._settings, self._shared
+        if role is None:
+            return mains.reshard(settings, shared)
+        if role is Role.FRONTEND:
+            return mains.frontend(settings, self._keys, shared, index, incarnation, self._listeners[index])
+        if role is Role.WALSHARD:
+            return mains.walshard(settings, shared, index, incarnation)
+        return mains.compactor(settings, shared, incarnation)
 
     def _start(self, reshard: bool) -> None:
         for child in self._frontends:
@@ -142,7 +134,7 @@ class Supervisor:
         if reshard:
             _logger.info("preparing the logs", shards=self._settings.wal_shards)
             self._header.set("state", ProcessState.RECOVERING)
-            self._reshard = self._child(None, 0, lambda _: self._mains.reshard(self._settings, self._shared))
+            self._reshard = Child("reshard", 0, partial(self._run, None, 0), None, self._clock)
             self._reshard.start()
         else:
             self._start_shards()

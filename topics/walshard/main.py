@@ -23,7 +23,7 @@ from topics.storage.logfile import RefusedLog
 from topics.storage.snapshot import UnknownSnapshotVersion
 from topics.storage.wal import WalSyncError, WalWriteError
 from topics.walshard.commit.shard_rings import ShardRings
-from topics.walshard.setup import Helpers, set_up
+from topics.walshard.setup import Place, set_up
 from topics.walshard.shard import Shard
 from topics.walshard.shard_pressure import ShardPressure
 
@@ -50,7 +50,7 @@ def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) 
     fs = WritePath(shared.control.header.get("write_path")).file_system()
     with ThreadPoolExecutor(1, "preallocate") as preallocating, ThreadPoolExecutor(1, "sync") as syncing:
         try:
-            shard = set_up(settings, shared, index, rings, cell, clock, fs, Helpers(preallocating, syncing)).shard
+            shard = set_up(Place(settings, shared, index, rings, cell, clock, fs, preallocating, syncing)).shard
         except (RefusedLog, FoldError, UnknownSnapshotVersion) as error:
             log.error("the log cannot be used as it is", reason=str(error))
             cell.set("state", ProcessState.STOPPED)  # so that the compactor does not wait for it

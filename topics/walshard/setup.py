@@ -19,6 +19,7 @@ from topics.core.fold import Fold
 from topics.core.routers import ROUTERS_SHARD, FoldedRouters
 from topics.log import get_logger
 from topics.settings import Settings
+from topics.shm import queue_messages, topic_messages
 from topics.shm.append_messages import AppendRequest
 from topics.shm.arena import ArenaWriter, unlink_arena
 from topics.shm.arena_heap import LocationRing
@@ -34,13 +35,13 @@ from topics.storage.recovery import Recovery, recover_group
 from topics.storage.snapshot import load_snapshot
 from topics.storage.wal import DiskRoom, WalWriter
 from topics.walshard.commit.commits import Commits
-from topics.walshard.commit.draft import GroupHandler
+from topics.walshard.commit.draft import AloneHandler, GroupHandler
 from topics.walshard.commit.log_trim import LogTrim, RamReserve, RamTrim
 from topics.walshard.commit.logs import BackgroundSync, Logs
 from topics.walshard.commit.shard_rings import ShardRings
 from topics.walshard.handlers.appends import Appends
-from topics.walshard.handlers.deletes import Deletes, Removals
-from topics.walshard.handlers.frontends import Frontends, Watchers
+from topics.walshard.handlers.deletes import Deletes
+from topics.walshard.handlers.frontends import Frontends
 from topics.walshard.handlers.named_cursors import NamedCursors
 from topics.walshard.handlers.queues import Queues
 from topics.walshard.handlers.segment_handover import SegmentHandover
@@ -68,31 +69,20 @@ log = get_logger()
 RAM_FILE_BYTES: Final = 8 * 1024 * 1024
 
 
-def set_up(
-    settings: Settings,
-    shared: SharedMemory,
-    index: int,
-    rings: ShardRings,
-    cell: ProcessCell,
-    clock: Clock,
-    fs: FileSystem,
-    helpers: Helpers,
-) -> Parts:
-    """Return the shard as its files say, its arena built and current.
-
-    Raise RefusedLog or FoldError when the log must not be used as it is.
-    """
+def set_up(place: Place) -> Parts:
+    """Return the shard as its files say, its arena current. Raise RefusedLog or FoldError for an unusable log."""
+    settings, index, cell, clock = place.settings, place.shard, place.cell, place.clock
+    identity, control = place.shared.identity, place.shared.control
     started_ms = clock.monotonic_ms()
     generation = cell.get("generation") + 1
-    unlink_arena(shared.identity, index, generation)  # of an incarnation that died while it recovered
-    arena = ArenaWriter(shared.identity, index, generation)
-    place = _Place(settings, shared, index, rings, cell, clock, fs, helpers)
-    files = SegmentFiles(fs, settings.data_dir, tags_max(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
+    unlink_arena(identity, index, generation)  # of an incarnation that died while it recovered
+    arena = ArenaWriter(identity, index, generation)
+    files = SegmentFiles(place.fs, settings.data_dir, tags_max(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
     recovered = _read_logs(place, lambda topic_id: TopicIndex(topic_id, LocationRing(arena.heap, 1), files))
     if generation == 1:
         cell.set("wal_bytes_found", recovered.log_bytes)
 
-    holdings = Holdings(shared.control, index, settings)
+    holdings = Holdings(control, index, settings)
     catalog = Catalog(index, settings.wal_shards, arena, holdings, files, clock)
     catalog.take_over(recovered.fold)
     parts = _put_together(place, recovered, catalog, holdings, files)
@@ -103,7 +93,7 @@ def set_up(
     cell.set("torn_bytes", recovered.durable.torn_bytes)
     cell.set("arena_bytes", arena.used_bytes)
     cell.set("generation", generation)
-    unlink_arena(shared.identity, index, generation - 1)
+    unlink_arena(identity, index, generation - 1)
     for line in (*recovered.ram.report, *recovered.durable.report):
         log.warning("recovery", repair=line)
     log.info(
@@ -131,15 +121,8 @@ class Parts(NamedTuple):
     sinks: Sinks
 
 
-class Helpers(NamedTuple):
-    """Threads of the shard: one lays out log files ahead, one syncs."""
-
-    preallocating: Executor
-    syncing: Executor
-
-
-class _Place(NamedTuple):
-    """The place of a shard: its settings, shared memory, number, rings, cell, clock, file system and threads."""
+class Place(NamedTuple):
+    """The place of a shard: all that its process hands over. One helper thread lays out log files ahead, one syncs."""
 
     settings: Settings
     shared: SharedMemory
@@ -148,7 +131,8 @@ class _Place(NamedTuple):
     cell: ProcessCell
     clock: Clock
     fs: FileSystem
-    helpers: Helpers
+    preallocating: Executor
+    syncing: Executor
 
     @property
     def identity(self) -> WalIdentity:
@@ -176,7 +160,7 @@ class _Recovered(NamedTuple):
     snapshot_line: str
 
 
-def _read_logs(place: _Place, make_index: Callable[[int], TopicIndex]) -> _Recovered:
+def _read_logs(place: Place, make_index: Callable[[int], TopicIndex]) -> _Recovered:
     fold = Fold(make_index)
     start, snapshot_line = _restore(fold, place.fs, place.settings.data_dir, place.directory)
     # The RAM log outlives a crash of this process, never a service: a torn end of it is one of a killed process.
@@ -205,9 +189,9 @@ def _log_lost_tails(fold: Fold, parts: Parts) -> None:
         log.error("that the last records of topics may be gone cannot be logged yet", reason=str(error))
 
 
-def _open_logs(place: _Place, recovered: _Recovered, catalog: Catalog, reserve: RamReserve) -> Logs:
+def _open_logs(place: Place, recovered: _Recovered, catalog: Catalog, reserve: RamReserve) -> Logs:
     fs, identity, end = place.fs, place.identity, recovered.durable.end
-    file_bytes, helper = place.settings.wal_file_bytes, place.helpers.preallocating
+    file_bytes, helper = place.settings.wal_file_bytes, place.preallocating
 
     def open_ram() -> WalWriter:
         end = recovered.ram.end
@@ -223,50 +207,97 @@ def _open_logs(place: _Place, recovered: _Recovered, catalog: Catalog, reserve: 
 
 
 def _put_together(
-    place: _Place, recovered: _Recovered, catalog: Catalog, holdings: Holdings, files: SegmentFiles
+    place: Place, recovered: _Recovered, catalog: Catalog, holdings: Holdings, files: SegmentFiles
 ) -> Parts:
-    settings, shared, shard, rings, cell, clock, fs, helpers = place
+    settings, shared, shard, rings, cell, clock, fs, _preallocating, syncing = place
     reserve = RamReserve(fs, place.ram_directory + ".reserve", RAM_FILE_BYTES)
     logs = _open_logs(place, recovered, catalog, reserve)
     expiry = ExpiryClock(clock, log.warning, shared.control.trusted_offset_ms(Role.WALSHARD, shard))
     time = StepClock(clock, expiry)
-    tags = TagSearch(files, FrameTags(fs, place.directory, place.ram_directory), clock)
-    syncs = BackgroundSync(logs, helpers.syncing, shared.shard_wakes[shard], clock.monotonic_ms())
+    frame_tags = FrameTags(fs, place.directory, place.ram_directory)
+    tags = TagSearch(files, frame_tags, clock)
+    syncs = BackgroundSync(logs, syncing, shared.shard_wakes[shard], clock.monotonic_ms())
     rings.take_over([entry for entry in rings.committed_before() if logs.holds(entry)])
     commits = Commits(logs, syncs, rings, catalog, recovered.fold.lost_heads, time)
 
     deletes = Deletes(catalog, tags, time)
-    removals = Removals(deletes, time)
-    appends = Appends(catalog, holdings, removals, time)
-    queues = Queues(catalog, removals, deletes, rings.push, cell, time)
+    appends = Appends(catalog, holdings, deletes, time)
+    queues = Queues(catalog, deletes, rings.push, cell, time)
     cursors = NamedCursors(catalog, time)
     sessions = WatchSessions(holdings, time)
     sessions.recovered(recovered.fold.sessions)
     sinks = Sinks(fs, settings.data_dir, shard, settings.wal_shards, catalog, appends)
-    routing = _make_routing(place, recovered.fold.routers, catalog, holdings, removals)
+    routing = _make_routing(place, recovered.fold.routers, catalog, holdings, deletes)
     topic_calls = TopicCalls(catalog, deletes, routing.log_feed, place.ram_directory, time)
-    log_trim = LogTrim(logs, catalog, tags)
+    log_trim = LogTrim(logs, catalog, frame_tags)
     segments = SegmentHandover(catalog, files, logs, log_trim, time)
-    watchers = Watchers(catalog, rings.notify, rings.forget_notices)
-    frontends = Frontends(shared.control, rings.drain_dead, watchers, sessions, queues, cursors)
+    talk = rings.notify, rings.forget_notices, rings.drain_dead
+    frontends = Frontends(shared.control, catalog, *talk, sessions, queues, cursors)
 
-    in_group: dict[type, GroupHandler] = {AppendRequest: appends.prepare}
-    for handler in (queues, cursors, sessions, sinks, segments, frontends):
-        in_group |= handler.routes
-    alone = topic_calls.alone_routes | deletes.alone_routes | routing.alone_routes
-    alone |= cursors.alone_routes | sessions.alone_routes | segments.alone_routes
+    # Who handles which request: in a group with others, or alone.
+    in_group: dict[type, GroupHandler] = {
+        AppendRequest: appends.prepare,
+        queue_messages.Claim: queues.claim,
+        queue_messages.Ack: queues.ack,
+        queue_messages.Nack: queues.nack,
+        queue_messages.Extend: queues.extend,
+        queue_messages.Unclaim: queues.unclaim,
+        queue_messages.WorkOpen: queues.open_work,
+        queue_messages.WorkClose: queues.close_work,
+        queue_messages.Bury: queues.bury,
+        queue_messages.Release: queues.release,
+        queue_messages.Peek: queues.peek,
+        queue_messages.Reserve: queues.reserve,
+        queue_messages.Remove: queues.remove,
+        queue_messages.CursorGet: cursors.look,
+        queue_messages.CursorAdvance: cursors.advance,
+        queue_messages.CursorPassedOn: cursors.passed_on,
+        topic_messages.SessionGet: sessions.look,
+        topic_messages.SessionOpen: sessions.open,
+        topic_messages.SessionAbandon: sessions.abandon,
+        topic_messages.Watch: frontends.watch,
+        topic_messages.Unwatch: frontends.unwatch,
+        topic_messages.Hello: frontends.hello,
+        topic_messages.StagePublish: sinks.publish,
+        topic_messages.StagesOver: sinks.stages_over,
+        topic_messages.TxnBegin: sinks.take,
+        topic_messages.TxnEnd: sinks.take,
+        topic_messages.TxnForget: sinks.take,
+        topic_messages.TxnGet: sinks.take,
+        topic_messages.TxnPending: sinks.take,
+        topic_messages.MarkAgain: segments.mark_again,
+        topic_messages.Trim: segments.trim,
+    }
+    alone: dict[type, AloneHandler] = {
+        topic_messages.PutTopic: topic_calls.put,
+        topic_messages.EnsureTopic: topic_calls.ensure,
+        topic_messages.DeleteTopic: topic_calls.delete,
+        topic_messages.DeleteRecords: deletes.delete,
+        topic_messages.Expire: deletes.expire_one,
+        queue_messages.CursorPut: cursors.put,
+        queue_messages.CursorDelete: cursors.delete,
+        topic_messages.SessionPut: sessions.put,
+        topic_messages.SessionClose: sessions.close,
+        topic_messages.Checkpoint: segments.take,
+        topic_messages.CatchUp: routing.catch_up,
+        topic_messages.SyncRouters: routing.sync,
+    }
+    if routing.registrar is not None:
+        alone[topic_messages.PutRouter] = routing.registrar.put
+        alone[topic_messages.DeleteRouter] = routing.registrar.delete
+        alone[topic_messages.RemoveRouters] = routing.registrar.remove
     handlers = Handlers(in_group, alone, queues, cursors, frontends)
     others = sessions.ram_frames, routing.feeds.ram_frames
-    ram_trim = RamTrim(fs, place.ram_directory, reserve, logs, catalog, tags, others)
+    ram_trim = RamTrim(fs, place.ram_directory, reserve, logs, catalog, frame_tags, others)
     upkeep = Upkeep(catalog, files, syncs, log_trim, ram_trim, deletes, sessions, clock)
     whole = Shard(rings, handlers, routing, commits, holdings, upkeep, cell, time)
     return Parts(whole, catalog, files, logs, commits, sessions, deletes, queues, sinks)
 
 
 def _make_routing(
-    place: _Place, state: FoldedRouters, catalog: Catalog, holdings: Holdings, removals: Removals
+    place: Place, state: FoldedRouters, catalog: Catalog, holdings: Holdings, deletes: Deletes
 ) -> Routing:
-    settings, shared, shard, _rings, cell, clock, fs, _helpers = place
+    settings, shared, shard, _rings, cell, clock, fs, *_threads = place
     originals = Originals(fs, settings, shared, clock.monotonic_ms)
     boards = [RouterBoard(board) for board in shared.router_boards]
     sources = Sources(catalog, RouterTable(shared.router_table), boards, Links(shared, shard))
@@ -277,13 +308,11 @@ def _make_routing(
         writer = RouterTableWriter(shared.router_table)
         registry = Registrar(writer, state, cell, settings.max_routers, clock.now_ms)
     copier = Copier(originals, holdings.claim_bytes, cell, clock)
-    return Routing(catalog, sources, originals, feeds, copier, removals, registry, clock)
+    return Routing(catalog, sources, originals, feeds, copier, deletes, registry, clock)
 
 
 def _restore(fold: Fold, fs: FileSystem, data_dir: str, directory: str) -> tuple[WalPosition | None, str]:
-    """Restore what the newest snapshot knows of the log in `directory`. Return the position from which the log is to be
-    read, None for its beginning, and a word on the snapshot for the service's log.
-    """
+    """Restore the newest snapshot of that log; return from where the log is read (None: all), and a word on it."""
     snapshot = load_snapshot(fs, data_dir)
     if snapshot is None:
         return None, "none"

@@ -17,8 +17,9 @@ from topics.log import get_logger
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply
 from topics.shm.arena_heap import ArenaFullError
+from topics.shm.asks import Message
 from topics.shm.control import ProcessCell
-from topics.shm.messages import MessageKind, Reply
+from topics.shm.messages import MessageKind
 from topics.walshard.commit.commits import Commits
 from topics.walshard.commit.draft import AloneHandler, CommitFirst, Draft, GroupHandler, RingRequest, Steps, T
 from topics.walshard.commit.shard_rings import ShardRings
@@ -52,7 +53,7 @@ class Handlers(NamedTuple):
 
 
 class Shard:
-    """One shard at work. `step` is called for ever; nothing else takes requests, and nothing else commits."""
+    """One shard at work. `serve` and `copy` are called for ever; nothing else takes requests or commits."""
 
     def __init__(
         self,
@@ -76,13 +77,6 @@ class Shard:
         self._group = Draft()
         self._unanswered: list[RingRequest] = []
         """Requests that are prepared and not answered."""
-        self._requests = 0
-        """Number of requests in the last step."""
-
-    def step(self) -> bool:
-        """Take one turn of everything, as `main.py` does. False when there was nothing to do."""
-        served = self.serve()
-        return self.copy(after_requests=served) or served
 
     def serve(self) -> bool:
         """Take one turn of the pipeline: all requests that wait, up to a bound. False when there were none."""
@@ -96,14 +90,11 @@ class Shard:
         if self._handlers.frontends.some_died:
             self._handlers.frontends.end_dead(self._group)
             self._finish_group()
-        if self.upkeep.ram_log_is_long:
-            self._run(self.upkeep.trim_ram_log())
+        self._run(self.upkeep.trim_ram_log())
         return requests > 0
 
     def copy(self, after_requests: bool) -> bool:
-        """Copy what routers have to copy, for a moment. False when that is nothing. While requests come it is a page at
-        a time: copying comes after the writes that clients wait for.
-        """
+        """Copy for a moment, a page at a time while requests come: they go first. False when there is nothing."""
         if not self.routing.has_work:
             return False
         copied = self._run(self.routing.pump(1 if after_requests else PAGES_PER_STEP))
@@ -132,9 +123,7 @@ class Shard:
                 # An answered request need not stay in the journal.
                 self._finish_group()
                 reply_bytes = 0
-        if requests != self._requests:
-            self._requests = requests
-            self._cell.set("queue_depth", requests)
+        self._cell.set("queue_depth", requests)
         if requests:
             self._cell.set("queue_depth_peak", max(requests, self._cell.get("queue_depth_peak")))
         return requests
@@ -148,7 +137,9 @@ class Shard:
         except TopicsError as error:
             request.reply = messages.encode_error(request.id, error)
         except ArenaFullError as error:
-            request.reply = messages.encode_error(request.id, _no_memory(error))
+            request.reply = messages.encode_error(
+                request.id, TopicsError("storage_unavailable", str(error), {"cause": "ENOSPC", "read_only": False})
+            )
         except Exception:
             # One request must not end its neighbours' shard, nor do so again after a restart.
             log.exception("request failed", kind=kind)
@@ -164,7 +155,7 @@ class Shard:
             call = append_messages.decode_append(message)
         else:
             assert kind == MessageKind.CALL
-            call = messages.decode_call(message)
+            call = messages.decode(message)
         in_group = self._handlers.in_group.get(type(call))
         if in_group is None:
             self._commit_group()
@@ -255,7 +246,7 @@ class Shard:
 
     @property
     def next_tick_ms(self) -> int | None:
-        """Monotonic ms at which `step` will have something to do though nobody asks; None: never."""
+        """Monotonic ms at which `serve` will have something to do though nobody asks; None: never."""
         return self._handlers.queues.next_tick_ms
 
     def sync_in_background(self) -> None:
@@ -283,11 +274,7 @@ class Shard:
         self._commits.close()
 
 
-def _no_memory(error: ArenaFullError) -> TopicsError:
-    return TopicsError("storage_unavailable", str(error), {"cause": "ENOSPC", "read_only": False})
-
-
-def _encoded(request_id: int, reply: Reply | AppendReply | None) -> bytearray | None:
+def _encoded(request_id: int, reply: Message | AppendReply | None) -> bytearray | None:
     if reply is None:
         return None
     if isinstance(reply, AppendReply):

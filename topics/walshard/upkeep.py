@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from topics.core.clock import Clock
-from topics.log import get_logger
 from topics.storage.topic_frames import head_frame
 from topics.walshard.commit.draft import Draft, LogWrite, Steps
 from topics.walshard.commit.log_trim import LogTrim, RamTrim
@@ -13,8 +12,6 @@ from topics.walshard.handlers.watch_sessions import WatchSessions
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.hosted.segment_files import SegmentFiles
-
-log = get_logger()
 
 
 class Upkeep:
@@ -65,26 +62,10 @@ class Upkeep:
         self._files.count_some()
         self._ram_trim.relieve()
 
-    @property
-    def ram_log_is_long(self) -> bool:
-        """Return whether `trim_ram_log` is worth its cost."""
-        return self._ram_trim.due
-
     def trim_ram_log(self) -> Steps[None]:
-        """Shorten the RAM log to what is needed of it."""
-        now_ms = self._clock.now_ms()
-        try:
-            write = self._ram_trim.repeat_live(now_ms)
-        except OSError as error:
-            log.error("the RAM log cannot be trimmed", error=str(error))
-            self._ram_trim.keep_files()
-            return
-        draft = Draft(ram=[write])
-        yield draft
-        if draft.committed:
-            self._ram_trim.drop_files()
-        else:
-            self._ram_trim.keep_files()
+        """Shorten the RAM log to what is needed of it, if that is worth its cost."""
+        if self._ram_trim.due:
+            yield from self._ram_trim.trim(self._clock.now_ms())
 
     def close(self) -> Steps[None]:
         """Log the heads of `ephemeral` topics exactly as they are, at a clean end."""

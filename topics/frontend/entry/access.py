@@ -1,4 +1,4 @@
-"""Authentication and authorization (api §0.10): the keys of this frontend, the limits of each key, and CORS.
+"""Admission of requests (api §0.10): the keys of this frontend, the limits of each key, CORS, and pages of other sites.
 
 `core/keys.py` says what a key is and allows. SIGHUP makes the frontend read its keys again (`KeyReload`).
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from typing import Final
@@ -19,19 +20,16 @@ from topics.core.keys import ANYONE, ApiKey, KeyRing, KeyScope
 from topics.frontend.asgi import ADMITTED, AsgiApp, Scope
 from topics.frontend.entry.responses import error_body
 from topics.log import get_logger
-from topics.settings import Settings, SettingsError, read_keys
+from topics.settings import Settings, SettingsError, is_loopback, read_keys
 from topics.shm.control import Cell, ProcessCell
 from topics.shm.quotas import Counted, KeyCounts
 
 RETRY_S: Final = 1.0
 """Time between attempts to read the keys while this frontend serves old ones, one of which may have been revoked."""
 _LIMIT_NAMES: Final = {Counted.STREAMS: "sse_connections_per_key", Counted.REQUESTS: "inflight_per_key"}
-_CALLER: Final = "topics.caller"
-"""Name in the ASGI scope of an admitted request's key."""
+_CALLER: Final = "topics.caller"  # name in the ASGI scope of an admitted request's key
 _METHODS: Final = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS")
 _REQUEST_HEADERS: Final = ("Authorization", "Cache-Control", "Content-Encoding", "Idempotency-Key", "Last-Event-ID")
-_ANSWER_HEADERS: Final = ("Retry-After",)
-_MAX_AGE_S: Final = 600
 
 _log = get_logger()
 
@@ -78,7 +76,6 @@ class Access:
 
     @property
     def serial(self) -> int:
-        """Serial of the accepted ring."""
         return self._ring.serial
 
     def replace(self, ring: KeyRing) -> None:
@@ -98,7 +95,8 @@ class Access:
             return ANYONE
         presented = _bearer(scope["headers"])
         if presented is None and token:
-            presented = _token(scope["query_string"])
+            tokens = QueryParams(scope["query_string"]).getlist("token")
+            presented = tokens[0].encode() if tokens else None
         if presented is None:
             raise TopicsError("unauthorized", "this needs a key: send Authorization: Bearer <key>")
         key = keys.find(presented)
@@ -107,9 +105,8 @@ class Access:
         return key
 
     def admit(self, scope: Scope, needed: KeyScope, names: Iterable[str] = ()) -> None:
-        """Check that the request's key has these scopes and covers these names, and count the request.
-
-        `caller_of` then returns the key. Raise `401 unauthorized`, `403 forbidden` or `429 throttled`.
+        """Check that the request's key has these scopes and covers these names, and count the request. `caller_of` then
+        returns the key. Raise `401 unauthorized`, `403 forbidden` or `429 throttled`.
         """
         key = self.authenticate(scope)
         key.require(needed, names)
@@ -150,17 +147,8 @@ def _bearer(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
     return key.strip(b" ") if scheme.lower() == b"bearer" else None
 
 
-def _token(query_string: bytes) -> bytes | None:
-    """Return the first `token` of a query, decoded as a form value."""
-    values = QueryParams(query_string).getlist("token")
-    return values[0].encode() if values else None
-
-
 class KeyReload:
-    """Reads the keys again at SIGHUP. The supervisor has checked them before, but the file may have changed since.
-
-    `header` has the serial of the newest ring. `cell` tells the supervisor which ring this frontend accepts.
-    """
+    """Reads the keys again at SIGHUP. `header` has the newest serial; `cell` tells which one this frontend accepts."""
 
     def __init__(self, settings: Settings, access: Access, header: Cell, cell: ProcessCell) -> None:
         self._settings = settings
@@ -173,9 +161,7 @@ class KeyReload:
         cell.set("keys_serial", access.serial)
 
     def request(self) -> None:
-        """Read the keys soon, and once more if a read is under way. A failed read is repeated until this frontend
-        accepts these keys or newer ones.
-        """
+        """Read the keys soon, and again until this frontend accepts the newest ones. Can be repeated."""
         self._wanted.set()
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
@@ -214,10 +200,7 @@ class KeyReload:
 
 
 class Cors(CORSMiddleware):
-    """Lets web pages of `origins` call `app` (`TOPICS_CORS_ORIGINS`). Browsers keep the answers from other pages.
-
-    Credentials are never allowed: a page sets its key in a header itself, so `*` is safe.
-    """
+    """Lets web pages of `origins` call `app`. They send keys in a header, never credentials, so `*` is safe."""
 
     def __init__(self, app: AsgiApp, origins: Collection[str]) -> None:
         super().__init__(
@@ -225,8 +208,8 @@ class Cors(CORSMiddleware):
             allow_origins=origins,
             allow_methods=_METHODS,
             allow_headers=_REQUEST_HEADERS,
-            expose_headers=_ANSWER_HEADERS,
-            max_age=_MAX_AGE_S,
+            expose_headers=("Retry-After",),
+            max_age=600,
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:
@@ -237,3 +220,93 @@ class Cors(CORSMiddleware):
             return Response(status_code=204, headers=headers)
         refusal = invalid(bytes(answer.body).decode())
         return Response(error_body(refusal), refusal.status, headers, media_type="application/json")
+
+
+_SAFE_METHODS: Final = frozenset(("GET", "HEAD", "OPTIONS"))
+PROBES: Final = frozenset(("/v0/health", "/healthz", "/v0/ready", "/readyz"))
+_OWN_PAGES: Final = (b"same-origin", b"none")
+"""Values of Sec-Fetch-Site for a page of this service, and for a typed address."""
+_HOSTS_KEPT_MAX: Final = 64
+
+
+class Pages:
+    """Checks the hosts and origins of requests. It owns the lists of those that may call this frontend.
+
+    A browser lets any page send requests to any address, also to this machine. Refused with 403 are:
+
+        anything but a safe GET; /work; WebSocket      from a page of another origin that is not in TOPICS_CORS_ORIGINS
+        anything but a probe, while no keys are set    under a host name that is not this machine's: a page may give
+                                                       its own name this machine's address (DNS rebinding)
+
+    The first row does not concern programs other than browsers: they do not send these headers.
+    """
+
+    def __init__(self, settings: Settings, access: Access) -> None:
+        self._access = access
+        self._origins = frozenset(origin.lower().encode("latin-1") for origin in settings.cors_origins or ())
+        self._names = frozenset(name.lower() for name in settings.allowed_hosts or ())
+        self._any_address = not is_loopback(settings.host)
+        self._hosts: set[bytes] = set()  # host headers that have passed the check
+
+    def check(self, scope: Scope) -> None:
+        """Raise `403 forbidden` for a request that another site's page may have sent."""
+        host: bytes | None = None
+        site: bytes | None = None
+        origins: list[bytes] = []
+        for name, value in scope["headers"]:
+            if name == b"host" or name == b":authority":
+                host = value
+            elif name == b"origin":
+                origins.append(value)
+            elif name == b"sec-fetch-site":
+                site = value
+        if host is not None and host not in self._hosts and not self._access.on and scope["path"] not in PROBES:
+            self._check_host(host)
+        if (origins or site is not None) and _acts(scope) and not self._is_own_page(host, origins, site):
+            shown = origins[0][:200].decode("latin-1") if origins else "another site"
+            raise TopicsError(
+                "forbidden", f"pages of {shown!r} may not do this: add their origin to TOPICS_CORS_ORIGINS"
+            )
+
+    def _check_host(self, host: bytes) -> None:
+        text = host.decode("latin-1").lower()
+        name = host_name(text)
+        if not self._is_own(name):
+            raise TopicsError(
+                "forbidden",
+                f"host {text[:200]!r} is not served without API keys: add it to TOPICS_ALLOWED_HOSTS, or set keys",
+                {"host": text[:200]},
+            )
+        if len(self._hosts) < _HOSTS_KEPT_MAX:
+            self._hosts.add(host)
+
+    def _is_own(self, name: str) -> bool:
+        if name == "localhost" or name.endswith(".localhost") or "*" in self._names or name in self._names:
+            return True
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        # An address in digits needs no name lookup, so it cannot be rebound.
+        return address.is_loopback or self._any_address
+
+    def _is_own_page(self, host: bytes | None, origins: list[bytes], site: bytes | None) -> bool:
+        if b"*" in self._origins:
+            return True
+        if not origins:
+            return site in _OWN_PAGES
+        origin = origins[0].lower()
+        is_own = host is not None and origin.partition(b"://")[2] == host.lower()
+        return len(origins) == 1 and (is_own or origin in self._origins)
+
+
+def _acts(scope: Scope) -> bool:
+    """Return True if a request may change anything."""
+    return scope["type"] == "websocket" or scope["method"] not in _SAFE_METHODS or scope["path"].endswith("/work")
+
+
+def host_name(host: str) -> str:
+    """Return the name or address in a Host header, without port and brackets."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.rpartition(":")[0] if host.count(":") == 1 else host

@@ -4,9 +4,8 @@
                      │ waits in a queue                    └─▶ release_body: little of it is kept
                      └─▶ 429 throttled
 
-A body waits for room before it is read on, so TCP holds up its client. When two bodies have a part each and wait for
-the rest, one of them times out and makes room for the other. Bodies of up to 1 MiB have a budget of their own, because
-four clients that send slowly can fill that of the long ones.
+A body waits for room before it is read on, so TCP holds up its client. Of two bodies that wait for each other's room
+one times out. Bodies of up to 1 MiB have their own budget: four slow clients can fill that of the long ones.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ Headers = dict[bytes, bytes]
 RequestT = TypeVar("RequestT")
 
 _GZIP_WBITS: Final = 31
-_UNZIP_INLINE_BYTES_MAX: Final = 1024
-"""A longer body may unpack to more than 1 MiB, so a thread unpacks it."""
+_UNZIP_INLINE_BYTES_MAX: Final = 1024  # a longer body may unpack to more than 1 MiB, so a thread unpacks it
 
 INLINE_BYTES_MAX: Final = 1 << 20
 """A thread decodes and handles a longer body, so that the event loop can run between two calls into C."""
@@ -47,10 +45,8 @@ class ClientGoneError(Exception):
 
 
 async def read_body(receive: Receive, headers: Headers, max_bytes: int) -> bytes:
-    """Return the unpacked body, which is JSON by its content type unless it is empty (api §0.2).
-
-    A body longer than COUNTED_FROM_BYTES counts until the current task ends. Raise `payload_too_large`, `throttled`,
-    `unsupported_media_type`, `invalid_request`; ClientGoneError.
+    """Return the unpacked body, JSON by its content type, or empty (api §0.2). A long one counts until the task ends.
+    Raise `payload_too_large`, `throttled`, `unsupported_media_type`, `invalid_request`; ClientGoneError.
     """
     message = await receive()
     if message["type"] == "http.disconnect":
@@ -78,11 +74,6 @@ async def read_request(
     request = decode(await read_body(receive, headers, max_bytes))
     release_body()
     return request
-
-
-def allow_bodies_of(max_body_bytes: int) -> None:
-    """Make room for four bodies of the greatest length. Call it at the start."""
-    long_bodies.most_bytes = max(long_bodies.most_bytes, 4 * max_body_bytes)
 
 
 async def reserve(budget: Budget, size_bytes: int) -> None:
@@ -137,7 +128,6 @@ class MessageReservation:
 
 
 def no_room(budget: Budget) -> TopicsError:
-    """Return the `429` for a body without room in `budget`."""
     return budget.refused(f"request bodies fill all of their {budget.most_bytes} bytes of memory; send it again later")
 
 
@@ -149,7 +139,8 @@ async def _read_rest(receive: Receive, first: bytes, headers: Headers, max_bytes
     chunks = [first]
     size = len(first)
     # A known length is reserved at once: a body that was let in does not wait again.
-    length = _length(headers, max_bytes)
+    content_length = headers.get(b"content-length", b"")
+    length = min(int(content_length), max_bytes) if content_length.isdigit() else 0
     room, more = COUNTED_FROM_BYTES, True
     while True:
         while size > room:  # one message may be several steps long
@@ -170,12 +161,6 @@ async def _read_rest(receive: Receive, first: bytes, headers: Headers, max_bytes
         if size > max_bytes:
             raise _too_large(max_bytes)
         chunks.append(chunk)
-
-
-def _length(headers: Headers, max_bytes: int) -> int:
-    """Return the body's Content-Length, which the server has checked; 0 without one."""
-    length = headers.get(b"content-length", b"")
-    return min(int(length), max_bytes) if length.isdigit() else 0
 
 
 def _check_content_type(content_type: bytes | None) -> None:
@@ -205,10 +190,7 @@ async def _unpack(body: bytes, encoding: bytes, max_bytes: int) -> bytes:
 
 
 def unzip(body: bytes, max_bytes: int, stated_bytes: int | None = None) -> bytes:
-    """Unpack one gzip member of at most `max_bytes`, and at most `stated_bytes` if given.
-
-    Never unpack more than one byte beyond that. Raise `payload_too_large` or `invalid_request`.
-    """
+    """Unpack one gzip member, never more than a byte beyond `max_bytes` and the `stated_bytes`."""
     unpacker = zlib.decompressobj(_GZIP_WBITS)
     most = max_bytes if stated_bytes is None else min(max_bytes, stated_bytes)
     try:

@@ -28,10 +28,8 @@ class AtLimit(Enum):
 
 
 class Limit(NamedTuple):
-    """One bound, a row of the table in docs/operations.md.
-
-    `name` is the `detail.limit` of a refusal. 0 means no bound of this kind. `wait_s` is the longest wait; None waits
-    as long as the request may take.
+    """One bound, a row of the table in docs/operations.md. `name` is the `detail.limit` of a refusal. 0 means no bound
+    of this kind. `wait_s` is the longest wait; None waits as long as the request may take.
     """
 
     name: str
@@ -51,9 +49,8 @@ class Limit(NamedTuple):
 
 
 class Budget:
-    """Counts bytes in memory under one limit, and owns the queue for room, in which nobody overtakes.
-
-    A caller that has the bytes already adds them to `held_bytes`, beyond the limit if need be. Used on one event loop.
+    """Counts bytes in memory under one limit, and owns the queue for room, in which nobody overtakes. A caller that has
+    the bytes already adds them to `held_bytes`, beyond the limit if need be.
     """
 
     __slots__ = ("_empty_admits_any", "held_bytes", "limit", "most_bytes", "waiting")
@@ -62,8 +59,7 @@ class Budget:
         self.limit = limit
         self.most_bytes = limit.most_bytes
         self.held_bytes = 0
-        self.waiting: OrderedDict[Reservation, int] = OrderedDict()
-        """The queue: how many bytes each waits for."""
+        self.waiting: OrderedDict[Reservation, int] = OrderedDict()  # the queue: how many bytes each waits for
         self._empty_admits_any = limit.at_limit is AtLimit.WAIT
 
     def fits(self, size_bytes: int) -> bool:
@@ -100,7 +96,6 @@ class Budget:
             next(reversed(self.waiting)).close()
 
     def refused(self, message: str) -> TopicsError:
-        """Return the `429` for a request that finds no room."""
         return self.limit.refused(message, self.most_bytes)
 
 
@@ -123,18 +118,14 @@ class Reservation:
         return True
 
     def enqueue(self, size_bytes: int, tell: Callable[[bool], None], first: bool = False) -> None:
-        """Wait for `size_bytes` more, `first` or last in the queue. Calls `tell(True)` once they are granted,
-        `tell(False)` if the reservation is closed before.
-        """
+        """Wait for `size_bytes` more. Calls `tell(True)` once they are granted, `tell(False)` if closed before."""
         self._tell = tell
         self._budget.waiting[self] = size_bytes
         if first:
             self._budget.waiting.move_to_end(self, last=False)
 
     async def grow(self, size_bytes: int, wait_s: float | None = None) -> None:
-        """Take `size_bytes` more, waiting in the queue if need be. Raise TimeoutError after `wait_s`, and
-        ConnectionResetError if the reservation is closed.
-        """
+        """Take `size_bytes` more, waiting if need be. Raise TimeoutError; ConnectionResetError if it is closed."""
         if self.try_grow(size_bytes):
             return
         granted = False

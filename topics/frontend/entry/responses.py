@@ -22,9 +22,9 @@ LIST_BYTES_MAX: Final = 1 << 20
 """Room reserved for one page of a list; most are much shorter."""
 GZIP_MIN_BYTES: Final = 1024
 _GZIP_INLINE_BYTES_MAX: Final = 32 * 1024
-_GZIP_LEVEL: Final = 1
-"""Level 1 is the fastest, and packs a page of JSON nearly as well as the others."""
+_GZIP_LEVEL: Final = 1  # level 1 is the fastest, and packs a page of JSON nearly as well as the others
 _JSON: Final = (b"content-type", b"application/json")
+_HEADERS: Final = {"unauthorized": (b"www-authenticate", b"Bearer"), "upgrade_required": (b"upgrade", b"websocket")}
 
 packing: Final = Budget(limits.PACKING)
 """Long answers that threads of this process are packing. Pages are made faster than they are packed."""
@@ -44,10 +44,8 @@ def room_of(scope: Scope) -> Reservation | None:
 
 
 async def reserve_room(scope: Scope, most_bytes: int) -> None:
-    """Wait until an answer of at most `most_bytes` may be made. Raise ConnectionResetError if the client is gone.
-
-    A page is in memory once it is made. So a handler of long answers reserves room first, and over HTTP/2 waits here
-    while the client does not read its earlier answers (`limits.CONNECTION_ANSWERS`).
+    """Wait until an answer of at most `most_bytes` may be made: over HTTP/2 until the client has read its earlier ones
+    (`limits.CONNECTION_ANSWERS`). Raise ConnectionResetError if the client is gone.
     """
     room = room_of(scope)
     if room is not None:
@@ -57,7 +55,6 @@ async def reserve_room(scope: Scope, most_bytes: int) -> None:
 def send_json(
     send: Send, request_headers: Headers, status: int, body: bytes, headers: HeaderList | None = None
 ) -> Awaitable[None]:
-    """Send a JSON answer, as `send_whole` does."""
     return send_whole(send, request_headers, status, _JSON, body, headers)
 
 
@@ -96,31 +93,16 @@ async def _packed(body: bytes) -> bytes:
         packing.release(len_bytes)
 
 
-async def send_object(
-    send: Send,
-    request_headers: Headers,
-    status: int,
-    answer: dict[str, Any],
-    started_ns: int,
-    *,
-    with_copies: bool = True,
-) -> None:
-    """Send an answer off the hot paths, with its `performance` (api §0.7). `with_copies`: see `CatchingUp.one`."""
-    performance: dict[str, Any] = {"server_total_ms": elapsed_ms(started_ns)}
-    if not with_copies:
-        performance["copies_pending"] = True
-    answer["performance"] = performance
-    await send_json(send, request_headers, status, encode_json(answer))
-
-
-async def send_error(
-    send: Send, request_headers: Headers, error: TopicsError, headers: HeaderList | None = None
-) -> None:
-    """Send `error` in the envelope of api §0.6."""
-    head = list(headers or ())
+async def send_error(send: Send, request_headers: Headers, error: TopicsError) -> None:
+    """Send `error` in the envelope of api §0.6, with the headers that belong to its code."""
+    head: HeaderList = []
     retry_after_s = RETRY_AFTER_S.get(error.code)
     if retry_after_s is not None:
         head.append((b"retry-after", b"%d" % retry_after_s))
+    elif error.detail is not None and "allow" in error.detail:
+        head.append((b"allow", error.detail["allow"].encode()))
+    elif error.code in _HEADERS:
+        head.append(_HEADERS[error.code])
     await send_json(send, request_headers, error.status, error_body(error), head)
 
 

@@ -15,10 +15,7 @@ STALL_CUT_MS: Final = 2_000
 
 
 class ReadProgress:
-    """The last progress of one client that has more waiting for it than its connection may buffer.
-
-    Any byte that it reads is progress. `progress_bytes` is a counter that rises as it reads, from any start.
-    """
+    """The last progress of one client that is behind. `progress_bytes` is a counter that rises as it reads."""
 
     __slots__ = ("held_bytes", "progress_bytes", "since_ms")
 
@@ -36,20 +33,16 @@ class ReadProgress:
 
 
 ClientT = TypeVar("ClientT")
+Measure = Callable[[ClientT], int]
 
 
 class StalledClients(Generic[ClientT]):
-    """All stalled clients. The bytes that are kept for them count in `budget`.
-
-    `buffered_bytes(client)` is what is kept for a client, `progress_bytes(client)` a counter that rises as it reads.
-    Without the latter the buffer's fall is its progress: nothing may be added meanwhile.
+    """All stalled clients. The bytes that are kept for them count in `budget`. `progress_bytes(client)` rises as it
+    reads; without it the fall of `buffered_bytes(client)` is the progress: nothing may be added meanwhile.
     """
 
     def __init__(
-        self,
-        budget: Budget,
-        buffered_bytes: Callable[[ClientT], int],
-        progress_bytes: Callable[[ClientT], int] | None = None,
+        self, budget: Budget, buffered_bytes: Measure[ClientT], progress_bytes: Measure[ClientT] | None = None
     ) -> None:
         self._budget = budget
         self._buffered_bytes = buffered_bytes

@@ -1,20 +1,26 @@
-"""Decoding of request bodies (`topics/api/requests.py`); a value that does not fit is a `400`.
+"""Decoding of request bodies (`topics/api/requests.py`) and of queries; a value that does not fit is a `400`.
 
 A record's `data` stays the bytes it was sent as (`msgspec.Raw`): validated, never decoded (api §0.2).
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import codecs
 import re
+from collections.abc import Callable
 from typing import Any, Final, TypeGuard, TypeVar
 
 import msgspec
+from starlette.datastructures import QueryParams
+from xxhash import xxh32_digest
 
 from topics.api.requests import U64_MAX, AppendBody, DeleteBody, DiffBody, Optional, RecordBody, StageBody
 from topics.core.errors import TopicsError, invalid
 from topics.core.tags import Match, parse_match
 
+ValueT = TypeVar("ValueT")
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 UTF8_STEP_BYTES: Final = 1 << 20
@@ -30,7 +36,7 @@ _POSITION: Final = re.compile(r"^(?:JSON is malformed: )?(.*?)(?: \(byte (\d+)\)
 append_decoder: Final = msgspec.json.Decoder(AppendBody)
 stage_decoder: Final = msgspec.json.Decoder(StageBody)
 _decoders: Final[dict[type, msgspec.json.Decoder[Any]]] = {}
-_object_decoder = msgspec.json.Decoder(dict[str, Any])
+_object_decoder: Final = msgspec.json.Decoder(dict[str, Any])
 _meta_decoder = msgspec.json.Decoder(dict[str, str])
 
 
@@ -39,18 +45,12 @@ def has_job_attributes(record: RecordBody) -> bool:
     return record.deliver_at is not None or record.delay_ms is not None or record.order_key is not None
 
 
-def decode(json_decoder: msgspec.json.Decoder[BodyT], body: bytes) -> BodyT:
-    """Return the decoded body. Raise `400` with the position where it is not JSON, or the field that is wrong."""
-    value: BodyT = decode_any(json_decoder, body)
-    return value
-
-
 def decode_as(body_type: type[BodyT], body: bytes) -> BodyT:
     """Decode a body of any type, and check its integers."""
     json_decoder = _decoders.get(body_type)
     if json_decoder is None:
         json_decoder = _decoders[body_type] = msgspec.json.Decoder(body_type)
-    request: BodyT = decode_any(json_decoder, body)
+    request: BodyT = decode(json_decoder, body)
     check_counts(request)
     return request
 
@@ -73,8 +73,7 @@ def decode_delete(body: bytes) -> tuple[int | None, Match | None]:
 
 def decode_object(body: bytes) -> dict[str, Any]:
     """Decode any JSON object. The caller checks its fields."""
-    value: dict[str, Any] = decode_any(_object_decoder, body)
-    return value
+    return decode(_object_decoder, body)
 
 
 def given(raw: Optional) -> TypeGuard[msgspec.Raw]:
@@ -108,8 +107,8 @@ def check_counts(request: msgspec.Struct) -> None:
             raise invalid(f"{field} must be an integer from 0 to 2^64-1", field=field)
 
 
-def decode_any(json_decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
-    """Decode as `decode` does, for a union of types."""
+def decode(json_decoder: msgspec.json.Decoder[ValueT], body: bytes) -> ValueT:
+    """Return the decoded body. Raise `400` with the position where it is not JSON, or the field that is wrong."""
     try:
         # msgspec checks the UTF-8 of what it decodes, not of `Raw` fields.
         if not body.isascii():
@@ -142,7 +141,6 @@ def not_json(body: bytes, reason: str) -> TopicsError:
 
 def _unpaired_surrogate(body: bytes, position: int) -> int | None:
     """Return the position of the unpaired surrogate escape behind an error at `position`; None if it has another cause.
-
     The parser expects the second half after the first, and reports what stands there instead.
     """
     # The search starts far enough back to see a whole pair as one.
@@ -166,3 +164,55 @@ def _check_utf8(body: bytes) -> None:
             utf8.decode(body[start : start + UTF8_STEP_BYTES], start + UTF8_STEP_BYTES >= len(body))
         except UnicodeDecodeError as error:
             raise not_json(body, f"invalid UTF-8 (byte {start - pending + error.start})") from None
+
+
+PAGE_SIZE_DEFAULT: Final = 100
+PAGE_SIZE_MAX: Final = 1000
+_CURSOR_MARK: Final = b"after:"
+_CHECKSUM_LEN: Final = 4
+_FLAGS = {"true": True, "1": True, "false": False, "0": False}
+
+
+def flag(query: QueryParams, name: str, default: bool) -> bool:
+    """Return `?name=true|false` (or 1, 0); the first one counts. Raise `400 invalid_request`."""
+    values = query.getlist(name)
+    if values and values[0] not in _FLAGS:
+        raise invalid(f"?{name} must be true or false, not {values[0][:100]!r}", field=name)
+    return _FLAGS[values[0]] if values else default
+
+
+def count(query: QueryParams, name: str, default: int) -> int:
+    """Return `?name=<u64>`; the first one counts. Raise `400 invalid_request`."""
+    values = query.getlist(name)
+    if not values:
+        return default
+    text = values[0]
+    if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) <= U64_MAX):
+        raise invalid(f"?{name} must be an integer from 0 to 2^64-1, not {text[:100]!r}", field=name)
+    return int(text)
+
+
+def page_size(query: QueryParams) -> int:
+    """Return the `?page_size` of a list (api §0.8)."""
+    return min(count(query, "page_size", PAGE_SIZE_DEFAULT) or PAGE_SIZE_DEFAULT, PAGE_SIZE_MAX)
+
+
+def name_cursor(name: str) -> str:
+    """Return the cursor of a list that continues after `name`: base64 of "after:", the name, and XXH32 of both."""
+    content = _CURSOR_MARK + name.encode()
+    return base64.urlsafe_b64encode(content + xxh32_digest(content)).decode().rstrip("=")
+
+
+def name_after(cursor: str | None, check_name: Callable[[str], str]) -> str:
+    """Return the name in a list cursor, "" without a cursor. Raise `400` for one that `name_cursor` did not make."""
+    if cursor is None:
+        return ""
+    try:
+        content = base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True)
+        name = check_name(content[len(_CURSOR_MARK) : -_CHECKSUM_LEN].decode())
+    except (ValueError, binascii.Error, TopicsError):
+        name = ""
+    # Another text may decode to the same name, so the whole cursor is compared.
+    if not name or name_cursor(name) != cursor:
+        raise invalid("?cursor did not come from a list: send next_cursor unchanged", field="cursor")
+    return name

@@ -1,16 +1,109 @@
-"""The connections of one process: counted, drained at a stop, and cut at its end."""
+"""The connections of one process: counted, drained at a stop, cut at its end; and what they hold, with its bounds."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 from topics.core.clock import Clock, SystemClock
-from topics.frontend.http.kept_answers import KeptAnswers
-from topics.frontend.http.unadmitted_input import UnadmittedInput
+from topics.frontend.entry import limits
+from topics.frontend.entry.budget import Budget
+from topics.frontend.entry.stalled_clients import StalledClients
 from topics.frontend.http.vanished import TcpConnection
 from topics.shm.quotas import Quota
+
+COUNTED_FROM_BYTES: Final = 128 * 1024
+"""Shorter answers are not counted: they are little more than the 64 KiB that may wait for any client."""
+CHECK_S: Final = 1.0
+
+
+class AnswerHolder(Protocol):
+    """A connection, or stream of HTTP/2, that keeps an answer for its client."""
+
+    @property
+    def buffered_bytes(self) -> int: ...
+
+    def abort(self) -> None: ...
+
+
+class KeptAnswers:
+    """The answers that the clients of one process have not read to the end. Used on its event loop.
+
+        add ─▶ too many bytes: cut the client that has read nothing for longest ─▶ check again every CHECK_S
+          └─▶ remove: it is read, or its client is gone
+
+    An answer counts with its whole length until then: transports and frames refer to the bytes that were written, and
+    all of them are in memory as long as one is still to be sent. Nobody can be asked to wait for room, as these answers
+    exist already; handlers of long answers on HTTP/2 (`responses.reserve_room`) and event streams are asked earlier.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.budget = Budget(limits.KEPT_ANSWERS)
+        self.high_bytes = self.budget.most_bytes // 2
+        self._len_bytes: dict[AnswerHolder, int] = {}
+        self._stalled = StalledClients[AnswerHolder](
+            self.budget, self._len_bytes.__getitem__, lambda holder: -holder.buffered_bytes
+        )
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, holder: AnswerHolder, written_bytes: int = 0) -> None:
+        """Count the answer of a client that is behind. `written_bytes` is the length of the last write, partly read."""
+        len_bytes = max(holder.buffered_bytes, written_bytes)
+        if len_bytes >= COUNTED_FROM_BYTES and holder not in self._len_bytes:
+            self._len_bytes[holder] = len_bytes
+            self._stalled.add(holder, self._clock.monotonic_ms())
+            self._bound()
+
+    def remove(self, holder: AnswerHolder) -> None:
+        """Forget an answer (read to its end, or its client is gone). Idempotent."""
+        self._stalled.remove(holder)
+        self._len_bytes.pop(holder, None)
+
+    def _bound(self) -> None:
+        """Cut clients above `high_bytes` that have read nothing for STALL_CUT_MS, above the whole budget others."""
+        budget = self.budget
+        most_bytes, high_bytes = budget.most_bytes, self.high_bytes
+        # A check is of all answers, maybe thousands: below the whole budget there is one in CHECK_S.
+        if budget.held_bytes > most_bytes or (budget.held_bytes > high_bytes and self._timer is None):
+            now_ms = self._clock.monotonic_ms()
+            self._stalled.timed_out(now_ms)  # notices who has made progress
+            self._cut(self._stalled.to_cut(budget.held_bytes - high_bytes, now_ms))
+            if budget.held_bytes > most_bytes:
+                # A little more than needed, so that the next answer does not cause the next check.
+                self._cut(self._stalled.to_cut(budget.held_bytes - most_bytes // 16 * 15, now_ms, stalled_ms=0))
+        if budget.held_bytes > high_bytes and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(CHECK_S, self._check)
+
+    def _check(self) -> None:
+        self._timer = None
+        self._bound()
+
+    def _cut(self, holders: list[AnswerHolder]) -> None:
+        for holder in holders:
+            self.remove(holder)
+            holder.abort()
+
+
+class UnadmittedInput:
+    """Heads and frames that are not whole, of clients without an admitted request. The oldest are cut first."""
+
+    def __init__(self) -> None:
+        self.budget = Budget(limits.UNADMITTED_INPUT)
+        self._held_bytes: dict[asyncio.Transport, int] = {}  # in the order in which they began to hold some
+
+    def resize(self, transport: asyncio.Transport, size_bytes: int) -> None:
+        """Count `size_bytes` for this connection from now on. Idempotent."""
+        self.budget.held_bytes += size_bytes - self._held_bytes.get(transport, 0)
+        if size_bytes:
+            self._held_bytes[transport] = size_bytes
+        else:
+            self._held_bytes.pop(transport, None)
+        while self.budget.held_bytes > self.budget.most_bytes:
+            oldest = next(iter(self._held_bytes))
+            self.budget.held_bytes -= self._held_bytes.pop(oldest)
+            oldest.abort()
 
 
 class OpenConnection(TcpConnection, Protocol):
@@ -24,22 +117,18 @@ class OpenConnection(TcpConnection, Protocol):
 
 
 class Connections:
-    """Every HTTP/1.1 connection of this process. It counts them, drains them, and knows when all are closed.
-
-    `places` caps the connections of the whole service, over all protocols. `kept` bounds what clients of all protocols
-    have not read, `unadmitted` what they send before a key is known.
+    """Every HTTP/1.1 connection of this process: counted, drained, and waited for. For all protocols `places` caps the
+    connections of the service, `kept` bounds unread answers, `unadmitted` what comes before a key is known.
     """
 
     def __init__(self, places: Quota | None = None, clock: Clock | None = None) -> None:
         self.places = places
         self.draining = False
-        self.requests = 0
         self.open: set[OpenConnection] = set()
         self.turned_away = 0
         self.kept = KeptAnswers(clock or SystemClock())
         self.unadmitted = UnadmittedInput()
-        self.tasks: set[asyncio.Task[None]] = set()
-        """App calls of HTTP/1.1, and connections that Hypercorn serves."""
+        self.tasks: set[asyncio.Task[None]] = set()  # app calls of HTTP/1.1, and connections that Hypercorn serves
         self._changed = asyncio.Event()
 
     def add(self, connection: OpenConnection) -> bool:

@@ -2,14 +2,17 @@
 
     wait(awaited) ─▶ at_s …  the connection's timer fires …  verdict(buffered_bytes) ─▶ Verdict
 
-All times count only while this process runs. After a stop (SIGSTOP, a paused machine) or a long block of its event
-loop the timers are overdue, and what clients sent meanwhile is still unread. Any other clock would cut clients that
-did all they had to.
+All times count only while this process runs. After a stop (SIGSTOP, a paused machine) the timers are overdue, and what
+clients sent meanwhile is still unread: any other clock would cut clients that did all they had to.
 
     loop       │ ·  ·  ·  ·  │ (stopped) ………………………… │ ·  ·  ·        checked every CHECK_S
     running    0  .5  1  1.5 2                         2  .5  3        the gap counts as `suspended_s`
 
-`Deadlines` is pure: the clock is passed in, and the timer is the connection's.
+`Deadlines` is pure: the clock is passed in, and the timer is the connection's. Hypercorn limits only idle connections,
+so `run_in_time` limits the time for a body there, and `SlowReaderTimer` the time to read:
+
+    pause_writing, closing, or a message on a stream of HTTP/2 ─▶ start ─▶ check: stalled, or too slow ─▶ abort
+                                                                    └─▶ caught_up (resume_writing), or close
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Final
 import msgspec
 
 from topics.core.errors import TopicsError
+from topics.frontend.asgi import AsgiApp, Message, Receive, Scope, Send, WriteBuffer
 
 CHECK_S: Final = 0.5
 GAP_S: Final = 1.5
@@ -59,7 +63,6 @@ class RunningClock:
         return self._checked_s - self.suspended_s
 
     async def run(self) -> None:
-        """Check every CHECK_S until cancelled."""
         while True:
             self.monotonic_ms()
             await asyncio.sleep(CHECK_S)
@@ -81,8 +84,7 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     body_min_bytes_per_s: int = 64 * 1024
     keep_alive_timeout_ms: int = 75_000
     write_stall_timeout_ms: int = 45_000
-    """The time in which a client must read some of what waits for it. Longer than the 30 s (31 s at most) that an event
-    stream waits for its client: the stream then sends a last frame (api §7), which needs time to arrive."""
+    """The time in which a client must read some of what waits for it: longer than an event stream's 30 s (api §7)."""
     read_min_bytes_per_s: int = 16 * 1024
     """A client may take the time that an answer needs at this rate, plus `write_stall_timeout_ms`."""
     vanished_after_ms: int = 45_000
@@ -117,9 +119,7 @@ class BodyTime:
         self._checked_s = 0.0
 
     def left_s(self, now_s: float, received_bytes: int, waited: bool) -> float:
-        """Return the time left when `received_bytes` have arrived in all. `waited` says that the time since the last
-        call was spent waiting for the client.
-        """
+        """Return the time left. `waited`: the time since the last call was spent waiting for the client."""
         if waited:
             self._left_s -= now_s - self._checked_s
         more_bytes = received_bytes - self._received_bytes
@@ -129,7 +129,6 @@ class BodyTime:
 
 
 def body_timed_out() -> TopicsError:
-    """Return the `408` for a body that did not arrive in time."""
     return TopicsError("request_timeout", "the body arrived too slowly or not at all")
 
 
@@ -185,7 +184,6 @@ class Deadlines:
         self._read_by_s = self._stalled_since_s + self._limits.write_time_s(buffered_bytes)
 
     def end_reader(self) -> None:
-        """End `begin_reader`: the client has read all of it."""
         self._read_by_s = math.inf
 
     def note_progress(self, buffered_bytes: int) -> None:
@@ -241,3 +239,114 @@ class Deadlines:
         if awaited is Awaited.REST_OF_HEAD or awaited is Awaited.FIRST_REQUEST:
             return limits.header_timeout_ms
         return min(limits.linger_ms, limits.write_stall_timeout_ms)  # the next check
+
+
+async def run_in_time(
+    app: AsgiApp, limits: HttpLimits, clock: RunningClock, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Run `app` with a `receive` that raises `408 request_timeout`. Drop what the app leaves of the body before the
+    answer ends: Hypercorn breaks a connection on which a request continues behind its answer.
+    """
+    body = _TimedBody(limits, clock, receive)
+
+    async def send_last(message: Message) -> None:
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            await body.drop_rest()
+        await send(message)
+
+    try:
+        await app(scope, body.receive, send_last)
+    finally:
+        await body.drop_rest()
+
+
+class _TimedBody:
+    """The body of one request. It counts the bytes that arrive, and the time that this takes."""
+
+    def __init__(self, limits: HttpLimits, clock: RunningClock, receive: Receive) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._receive = receive
+        self._time = BodyTime(limits)
+        self._bytes = 0
+        self._complete = False
+
+    async def receive(self) -> Message:
+        if self._complete:
+            return await self._receive()
+        now_s = self._clock.time_s() - self._clock.suspended_s  # without `now_s`, one more call for every request
+        whole_s = self._time.left_s(now_s, self._bytes, False)
+        until_s = now_s + min(self._limits.body_idle_timeout_ms / 1000, whole_s)
+        while True:
+            try:
+                async with asyncio.timeout(until_s - now_s):
+                    message = self._note(await self._receive())
+            except TimeoutError:
+                # Data that arrived while the process was suspended is still in Hypercorn's queue.
+                if (now_s := self._clock.now_s()) < until_s:
+                    continue
+                raise body_timed_out() from None
+            if not self._complete:
+                self._time.left_s(self._clock.now_s(), self._bytes, True)
+            return message
+
+    async def drop_rest(self) -> None:
+        try:
+            async with asyncio.timeout(self._limits.discard_timeout_ms / 1000):
+                while not self._complete and self._bytes <= self._limits.max_body_bytes:
+                    self._note(await self._receive())
+        except TimeoutError:
+            return
+
+    def _note(self, message: Message) -> Message:
+        self._bytes += len(message.get("body", b""))
+        self._complete = message["type"] != "http.request" or not message.get("more_body", False)
+        return message
+
+
+class SlowReaderTimer:
+    """Aborts one connection or stream whose client reads too little of `buffer`."""
+
+    def __init__(
+        self, limits: HttpLimits, clock: RunningClock, loop: asyncio.AbstractEventLoop, buffer: WriteBuffer
+    ) -> None:
+        self._deadlines = Deadlines(limits, clock)
+        self._clock = clock
+        self._loop = loop
+        self._buffer = buffer
+        self._closed = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, coming_bytes: int = 0) -> None:
+        """Let the client read what is buffered, and `coming_bytes` that are about to be. Idempotent."""
+        if self._timer is None and not self._closed:
+            self._deadlines.begin_reader(self._buffer.get_write_buffer_size() + coming_bytes)
+            self._arm()
+
+    def caught_up(self) -> None:
+        """Stop: there is room again. Has no effect on a closing buffer, which the client has to read to its end."""
+        if not self._buffer.is_closing():
+            self._stop()
+
+    def close(self) -> None:
+        """Stop for good: the connection or stream is over."""
+        self._closed = True
+        self._stop()
+
+    def _stop(self) -> None:
+        self._deadlines.end_reader()
+        self._deadlines.wait(Awaited.NOTHING)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self) -> None:
+        self._deadlines.wait(Awaited.READER)
+        self._timer = self._loop.call_at(self._deadlines.at_s + self._clock.suspended_s, self._check)
+
+    def _check(self) -> None:
+        self._timer = None
+        if self._deadlines.verdict(self._buffer.get_write_buffer_size()) is Verdict.CUT:
+            self._buffer.abort()
+        else:
+            self._arm()

@@ -1,9 +1,8 @@
 """Bounds on the frames of one client: those that carry nothing, and those that this process handles in one turn.
 
-A ping, a reset or an empty piece of a message takes 10 bytes and costs this process some 50 µs, so 1 MB/s of them would
-take all of its time. Clients have few: a connection may send FRAMES_BURST at once and FRAMES_PER_S from then on, which
-is 5 % of the process. Beyond that it is cut. What clients need more of they earn: each answer, and each KiB of answers.
-Between FRAMES_PER_TURN frames other connections have their turn.
+A ping, a reset or an empty piece of a message takes 10 bytes and some 50 µs, so 1 MB/s of them would take all of the
+process's time. A connection may send FRAMES_BURST at once and FRAMES_PER_S from then on, 5 % of that time, before it is
+cut. Answers earn more. Between FRAMES_PER_TURN frames other connections have their turn.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ _TURNS: Final = {HeadersFrame.type: 4}
 """The part of a turn that a frame takes. A head starts a request, which is more work than any other frame."""
 _COSTS: Final = {HeadersFrame.type: 0, RstStreamFrame.type: 8}
 """A head is a request. A reset also undoes one, for which no answer is earned."""
-_SETTINGS_BYTES: Final = 64
-"""Settings that count as one frame more."""
+_SETTINGS_BYTES: Final = 64  # settings that count as one frame more
 _END_STREAM, _END_HEADERS, _PADDED = 0x1, 0x4, 0x8
 _HEAD_BYTES: Final = 9
 
@@ -41,8 +39,7 @@ class FrameBudget:
         self._on_refusal = on_refusal
         self._left: float = FRAMES_BURST
         self._refilled_s = time_s()
-        self.refused = False
-        """True if the connection is cut for what it sent."""
+        self.refused = False  # true if the connection is cut for what it sent
 
     def try_spend(self, frames: int = 1) -> bool:
         """Count frames; False if they are too many, and not counted."""
@@ -73,8 +70,7 @@ class FrameBudget:
 
 class CheckedFrames(FrameBuffer):
     """The incoming frames of one HTTP/2 connection. h2 takes them from here, FRAMES_PER_TURN after each `begin_turn`.
-
-    Each is checked when its head is there. h2 itself gathers 16 MiB of a frame before it looks at the length.
+    Each is checked when its head is there: h2 itself gathers 16 MiB of a frame before it looks at the length.
     """
 
     def __init__(self, budget: FrameBudget, time_s: Callable[[], float], max_block_bytes: int) -> None:
@@ -84,10 +80,8 @@ class CheckedFrames(FrameBuffer):
         self._max_block_bytes = max_block_bytes
         self._block_bytes = 0  # of the header block that has no end yet
         self._turn_left = 0
-        self.more = False
-        """True if whole frames are left for the next turn."""
-        self.pause_s = 0.0
-        """The time to wait before it: the client's pieces of bodies are small and many."""
+        self.more = False  # true if whole frames are left for the next turn
+        self.pause_s = 0.0  # the time to wait before it: the client's pieces of bodies are small and many
 
     @property
     def held_bytes(self) -> int:

@@ -28,6 +28,10 @@ JOIN_MAX_BYTES: Final = 16 * 1024
 """Up to this length, joining head and body is cheaper than handing the transport two buffers."""
 CHUNKED_BYTES_PER_TURN: Final = 8 * 1024
 """The part of a chunked body that is parsed in one turn of the event loop. It may be 1,400 chunks of a byte."""
+TINY_CHUNKS: Final = 64
+"""Behind a part with more chunks than this the next one is short, and waits TINY_CHUNK_PAUSE_S for each of them."""
+TINY_CHUNKS_BYTES_PER_TURN: Final = 1024
+TINY_CHUNK_PAUSE_S: Final = 5e-6
 TURNED_AWAY_MAX: Final = 1024
 """Refused connections of one process that may take their time to read why."""
 
@@ -157,7 +161,6 @@ class Http1Protocol(asyncio.Protocol):
         self.settle()
 
     def resume_writing(self) -> None:
-        """asyncio: the client has caught up."""
         self.writable = True
         self._deadlines.end_reader()
         self._factory.connections.kept.remove(self)
@@ -203,7 +206,9 @@ class Http1Protocol(asyncio.Protocol):
                     break
                 if not self._parser.complete and position < len(data):
                     self._advances_soon = True
-                    self._loop.call_soon(self._advance_pending)
+                    chunks = self._parser.chunks_read
+                    pause_s = chunks * TINY_CHUNK_PAUSE_S if chunks > TINY_CHUNKS else 0
+                    self._loop.call_later(pause_s, self._advance_pending)
                     break
         except TopicsError as error:
             self._refuse(error)
@@ -233,7 +238,6 @@ class Http1Protocol(asyncio.Protocol):
             self._deadlines.begin_body()
         self._exchange = exchange = Exchange(self, self._transport, head, complete)
         self._scope = exchange.scope(head, self._client, self._server)
-        self._factory.connections.requests += 1
 
     def _start_app(self, scope: Scope) -> None:
         # A task for each request. Running the app's first step right here would save a tenth of the CPU where the app
@@ -245,8 +249,10 @@ class Http1Protocol(asyncio.Protocol):
     def _read_body(self, data: bytes | bytearray, position: int) -> int:
         exchange = self._exchange
         assert exchange is not None
-        if self._parser.chunked and len(data) - position > CHUNKED_BYTES_PER_TURN:
-            part = data[position : position + CHUNKED_BYTES_PER_TURN]
+        is_tiny = self._parser.chunks_read > TINY_CHUNKS
+        most_bytes = TINY_CHUNKS_BYTES_PER_TURN if is_tiny else CHUNKED_BYTES_PER_TURN
+        if self._parser.body_left_bytes is None and len(data) - position > most_bytes:
+            part = data[position : position + most_bytes]
             end = position + self._parser.read_body(part, 0, exchange.feed)
         else:
             end = self._parser.read_body(data, position, exchange.feed)
@@ -297,7 +303,7 @@ class Http1Protocol(asyncio.Protocol):
             return True
         # The answer is early: the rest of the request is worth reading only if it is short. A client that waits for
         # `100 Continue` may send its body or not, so nothing can follow.
-        return not exchange.expects_continue and self._parser.body_left_bytes <= self._limits.discard_max_bytes
+        return not exchange.expects_continue and (self._parser.body_left_bytes or 0) <= self._limits.discard_max_bytes
 
     def answer_done(self, exchange: Exchange) -> None:
         if exchange is not self._exchange:
@@ -321,7 +327,6 @@ class Http1Protocol(asyncio.Protocol):
 
     @property
     def buffered_bytes(self) -> int:
-        """Bytes that the transport keeps for the client."""
         return self._transport.get_write_buffer_size()
 
     @property
@@ -371,10 +376,7 @@ class Http1Protocol(asyncio.Protocol):
         self._end()
 
     def _end(self) -> None:
-        """Answer nothing more: half-close, and drop input until the client closes, too.
-
-        Closing with unread input would send a reset, which may destroy the answer before the client has read it.
-        """
+        """Half-close, and drop input until the client closes, too: a reset could destroy the last answer."""
         self._ending = True
         self._exchange = None
         self.pending = bytearray()
@@ -441,7 +443,6 @@ class Http1Protocol(asyncio.Protocol):
             self._factory.connections.unadmitted.resize(self._transport, size_bytes)
 
     def _arm(self) -> None:
-        """Set the timer to the deadline, if there is one."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer, self._timer_at_s = None, self._deadlines.at_s

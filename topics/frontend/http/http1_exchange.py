@@ -1,7 +1,6 @@
 """One HTTP/1.1 request and its answer, as ASGI sees them, and the answers that no app makes.
 
-An `Exchange` knows ASGI and the shape of an answer. The order of requests, time-outs, and what is read and written when
-are the connection's (`http1.Http1Protocol`), which it sees as an `ExchangeConnection`.
+Order, time-outs, and what is read and written when are the connection's (`http1.py`), here an `ExchangeConnection`.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from functools import partial
 from http import HTTPStatus
@@ -20,8 +19,81 @@ from topics.core.errors import RETRY_AFTER_S, TopicsError
 from topics.frontend.asgi import DELIVER, AsgiApp, Message, Scope, Send
 from topics.frontend.entry.responses import error_body
 from topics.frontend.http.http1_parser import Head
-from topics.frontend.http.http1_push import PushStream, chunk
 from topics.log import get_logger
+
+_last_chunk: tuple[bytes, bytes] = (b"", b"")
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+class PushStream:
+    """Raw writes into one answer (an `event_streams.Push`), each one chunk and one `transport.write`. The coroutine of
+    the app must stay pending meanwhile (`await receive()` ends with `http.disconnect`): its return closes the stream.
+    """
+
+    def __init__(self, transport: asyncio.Transport, chunked: bool, writable: bool, end: Callable[[], None]) -> None:
+        """`end` writes the end of the answer."""
+        self._transport = transport
+        self._write = transport.write
+        self._end = end
+        self._chunked = chunked
+        self.closed = False
+        self.writable = writable
+        """True while it is open and below the high-water mark. An attribute, as each frame reads it for each client."""
+        self.on_writable: Callable[[], None] | None = None
+        self.on_close: Callable[[], None] | None = None
+
+    @property
+    def buffered_bytes(self) -> int:
+        return self._transport.get_write_buffer_size()
+
+    @property
+    def progress_bytes(self) -> int:
+        """A counter that rises as the client reads, while nothing is written."""
+        return -self._transport.get_write_buffer_size()
+
+    def write(self, data: bytes) -> bool:
+        """Send `data` now, unless the stream is closed. False: the client is above the high-water mark."""
+        global _last_chunk
+        if data and not self.closed:
+            if self._chunked:
+                # The same frame goes to every watcher in turn, so it is framed once: the last one is remembered.
+                if _last_chunk[0] is not data:
+                    _last_chunk = (data, chunk(data))
+                data = _last_chunk[1]
+            self._write(data)
+        return self.writable or self.closed
+
+    def close(self) -> None:
+        """End the answer. The connection may serve the next request."""
+        if not self.closed:
+            self._mark_closed()
+            self._end()
+
+    def abort(self) -> None:
+        """Cut the connection. What waits for the client is lost."""
+        self._mark_closed()
+        self._transport.abort()
+
+    def client_caught_up(self) -> None:
+        """Resume: the client is below the low-water mark again."""
+        if not self.closed:
+            self.writable = True
+            if self.on_writable is not None:
+                self.on_writable()
+
+    def client_gone(self) -> None:
+        """Close: nothing more can be delivered. Idempotent."""
+        if not self.closed:
+            self._mark_closed()
+            if self.on_close is not None:
+                self.on_close()
+
+    def _mark_closed(self) -> None:
+        self.closed, self.writable = True, False
+
 
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK: Final = b"0\r\n\r\n"
@@ -93,10 +165,8 @@ class AnswerStage(IntEnum):
 
 
 class Exchange:
-    """One request and its answer.
-
-    The connection calls `feed`, `end_of_request`, `half_closed` and `drop`; the app calls `receive`, `send`, `deliver`
-    and `push`. It does not refer to its scope, so that a finished request is freed by reference counting alone.
+    """One request and its answer. The connection calls `feed`, `end_of_request`, `half_closed` and `drop`; the app
+    calls `receive`, `send`, `deliver` and `push`. Without a reference to its scope reference counting alone frees it.
     """
 
     def __init__(
@@ -119,14 +189,12 @@ class Exchange:
         self._length_left: int | None = None
         self._bodyless = False
         self._chunked = False
-        self.push_stream: PushStream | None = None
-        """The writer of an event stream, after `push`."""
+        self.push_stream: PushStream | None = None  # the writer of an event stream, after `push`
         self._unyielded_bytes = 0
         self.keep_alive = head.keep_alive
         self.stage = AnswerStage.WAITING
 
     def scope(self, head: Head, client: tuple[str, int] | None, server: tuple[str, int] | None) -> Scope:
-        """Return the ASGI scope of the request."""
         path = head.raw_path.decode()
         return {
             "type": "http",
@@ -176,7 +244,6 @@ class Exchange:
         return len(self._body)
 
     def feed(self, data: bytes) -> None:
-        """Add a piece of the body."""
         if self.stage is AnswerStage.DONE:
             return
         if not self._body:
@@ -189,7 +256,6 @@ class Exchange:
         self._wake()
 
     def end_of_request(self) -> None:
-        """Tell the app that the body is complete."""
         self.request_complete = True
         self._wake()
 
@@ -262,11 +328,9 @@ class Exchange:
             raise RuntimeError(f"ASGI message {kind!r} is unknown here; http.response.start and .body are")
 
     async def deliver(self, send: Send, body: bytes) -> None:
-        """Send the whole body, and return when the kernel has all of it (`asgi.DELIVER`).
-
-        The answer must have a content-length, so that the end of its body is no bytes. No other answer is written
-        before that end, so an empty buffer means that this one is out. Raise ConnectionResetError when the client is
-        gone.
+        """Send the whole body, and return when the kernel has all of it (`asgi.DELIVER`). The answer must have a
+        content-length, so that its end is no bytes. No other answer is written before that end: an empty buffer means
+        that this one is out. Raise ConnectionResetError when the client is gone.
         """
         await send({"type": "http.response.body", "body": body, "more_body": True})
         self._check_client()
@@ -280,10 +344,7 @@ class Exchange:
             raise ConnectionResetError("the client is gone")
 
     def push(self) -> PushStream:
-        """Send the head, and return a stream of raw writes for the body. Only after `http.response.start`.
-
-        Raise RuntimeError before the start or after the first body, ConnectionResetError when the client is gone.
-        """
+        """Send the head, and return a stream of raw writes for the body. Only before the first body."""
         if self.lost or self.half_closed_by_client:
             raise ConnectionResetError("the client is gone")
         if self.stage is not AnswerStage.STARTED or self._bodyless or self._length_left is not None:

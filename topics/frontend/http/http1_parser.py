@@ -6,8 +6,7 @@ rest of its body, so it never sees the request behind the current one:
     data ─ find_head ─▶ head ─ parse_head ─▶ Head ─ read_body ─▶ pieces … complete ─▶ find_head …
                                                     (Content-Length: counted; chunked: `Chunks` follows)
 
-`parse_head` refuses what llhttp accepts and this service does not. A request that does not reach the app raises a
-TopicsError, the error of its answer. Nothing after it can be read.
+`parse_head` refuses what llhttp accepts and this service does not. After a TopicsError nothing more can be read.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ import msgspec
 from topics.core.errors import TopicsError, invalid
 from topics.frontend.http.deadlines import HttpLimits
 
-_VIEW_FROM_BYTES = 8 * 1024
-"""From this length a view is cheaper than a copy."""
+_VIEW_FROM_BYTES = 8 * 1024  # from this length a view is cheaper than a copy
 _H2_PREFACE_HEAD = b"PRI * HTTP/2.0\r\n\r\n"
 _NAMES_WITH_MEANING = frozenset({b"host", b"content-length", b"transfer-encoding", b"connection", b"expect"})
 _HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?")
@@ -133,27 +131,12 @@ class RequestParser:
         self._scanned = 0  # leading bytes that hold no end of a head
         self._headers: list[tuple[bytes, bytes]] | None = None  # None: trailers follow, and are dropped
         self._pieces: list[bytes] = []  # of the body, from the data that is being fed
-        self._body_left: int | None = None  # None: chunked
-        self._body_bytes = 0
+        self.body_left_bytes: int | None = None  # missing of the current body; None: it is chunked
+        self.body_received_bytes = 0  # of the current body
         self._body_wire_bytes = 0
         self._chunks = Chunks()
-        self.complete = True
-        """True if the current request has been read to its end."""
-
-    @property
-    def body_left_bytes(self) -> int:
-        """The missing rest of a body with a Content-Length; 0 for a chunked one."""
-        return self._body_left or 0
-
-    @property
-    def chunked(self) -> bool:
-        """True if the current body has no Content-Length."""
-        return self._body_left is None
-
-    @property
-    def body_received_bytes(self) -> int:
-        """Length of the current body's part that has arrived."""
-        return self._body_bytes
+        self.chunks_read = 0  # pieces of a body that the last `read_body` has found
+        self.complete = True  # true if the current request has been read to its end
 
     def close(self) -> None:
         """Free llhttp's parser, which refers back to this object."""
@@ -161,9 +144,7 @@ class RequestParser:
 
     def find_head(self, data: bytes | bytearray, position: int) -> tuple[int, int]:
         """Return the start and end of the next head in `data[position:]`, which is not empty; the end is -1 until the
-        head is whole.
-
-        The unused rest must be passed again, with more behind it. Raise TopicsError if it cannot become a head.
+        head is whole: pass the rest again, with more behind it. Raise TopicsError if it cannot become a head.
         """
         while data[position] in b"\r\n":  # RFC 9112 §2.2: blank lines before a request line are skipped
             position += 1
@@ -182,10 +163,7 @@ class RequestParser:
         return position, -1
 
     def parse_head(self, head: bytes) -> Head | None:
-        """Parse and check a whole head, as found by `find_head`. Raise TopicsError.
-
-        None: it begins a protocol that Hypercorn serves, with the preface of HTTP/2 or an Upgrade.
-        """
+        """Parse and check a whole head; None if it begins HTTP/2 or an Upgrade for Hypercorn. Raise TopicsError."""
         if head == _H2_PREFACE_HEAD:
             return None
         line = head[: head.index(b"\r\n")]
@@ -256,40 +234,40 @@ class RequestParser:
             self.complete = False
             self._llhttp.feed_data(_UPGRADE_LINES.sub(b"", head))
         raw_path, query = _split_target(target)
-        self._body_left = None if chunked else length
-        self._body_bytes = self._body_wire_bytes = 0
+        self.body_left_bytes = None if chunked else length
+        self.body_received_bytes = self._body_wire_bytes = 0
         if chunked:
             self._chunks = Chunks()
         keep_alive = not asks_close and (http11 or asks_keep_alive)
         return Head(method.decode(), raw_path, query, http11, headers, keep_alive, expects_continue)
 
     def read_body(self, data: bytes | bytearray, position: int, sink: Callable[[bytes], None]) -> int:
-        """Give `sink` the body in `data[position:]`, without framing. Raise TopicsError.
-
-        Return the start of the unused rest: the end of `data`, or of the request, which is then `complete`.
+        """Give `sink` the body in `data[position:]`, without framing. Return the start of the unused rest: the end of
+        `data`, or of the request, which is then `complete`. Raise TopicsError.
         """
         start = position
         try:
-            if self._body_left is not None:
-                position = min(start + self._body_left, len(data))
-                self._body_left -= position - start
+            if self.body_left_bytes is not None:
+                position = min(start + self.body_left_bytes, len(data))
+                self.body_left_bytes -= position - start
             else:
                 position = self._chunks.follow(data, start)
             large = position - start > _VIEW_FROM_BYTES
             self._llhttp.feed_data(memoryview(data)[start:position] if large else data[start:position])
         except (httptools.HttpParserError, MalformedError) as error:
             raise invalid(f"the chunked body is malformed: {error}") from error
-        if self._body_left is None and self._chunks.ended is not self.complete:
+        if self.body_left_bytes is None and self._chunks.ended is not self.complete:
             # A proxy that believes the other of the two would see another request behind this one.
             raise invalid("the chunked body is malformed: its end is not clear")
         pieces, self._pieces = self._pieces, []
+        self.chunks_read = len(pieces)
         if pieces:
             sink(pieces[0] if len(pieces) == 1 else b"".join(pieces))
         self._body_wire_bytes += position - start
-        if self._body_bytes > self._limits.max_body_bytes:
+        if self.body_received_bytes > self._limits.max_body_bytes:
             raise self._body_too_large(f"the body has more than {self._limits.max_body_bytes} bytes")
         # Chunk extensions and trailers are dropped, but must not go on for ever. A chunk of one byte takes six.
-        if self._body_wire_bytes > self._limits.max_header_bytes + 8 * self._body_bytes:
+        if self._body_wire_bytes > self._limits.max_header_bytes + 8 * self.body_received_bytes:
             raise invalid("the chunked body is nearly all framing")
         return position
 
@@ -302,13 +280,11 @@ class RequestParser:
         assert not self.complete, "llhttp was fed beyond the end of a request"
 
     def on_body(self, data: bytes) -> None:
-        """Keep a piece of the body, without its framing."""
-        self._body_bytes += len(data)
-        if self._body_bytes <= self._limits.max_body_bytes:
+        self.body_received_bytes += len(data)
+        if self.body_received_bytes <= self._limits.max_body_bytes:
             self._pieces.append(data)
 
     def on_message_complete(self) -> None:
-        """Note that the request is complete."""
         self.complete = True
 
     # Refusals.
@@ -344,10 +320,7 @@ class RequestParser:
 
 
 def _begins_another_protocol(method: bytes, http11: bool, headers: list[tuple[bytes, bytes]]) -> bool:
-    """Return True if Hypercorn obeys this Upgrade.
-
-    It would serve any other with its own HTTP/1.1, which does not bound what clients leave unread.
-    """
+    """Return True if Hypercorn obeys this Upgrade. Others it would serve with its own HTTP/1.1, without our bounds."""
     asked = [value.lower() for name, value in headers if name == b"upgrade"]
     if asked == [b"websocket"]:
         # There may be no Connection: llhttp obeys Proxy-Connection, too.

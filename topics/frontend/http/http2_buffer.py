@@ -1,10 +1,8 @@
 """HTTP/2 on Hypercorn, with a bound on what waits for the client of a stream (api §7).
 
-Hypercorn's own buffer judges a client by what it could send last. With a window of 0 that is nothing, which looks like
-a client that keeps up: a client without a window would pull a whole topic into memory. Here `send` waits until the
-client has read the message. Three more bounds: a stream whose client reads nothing is reset (`SlowReaderTimer`), the
-streams of one connection share room for long answers (`responses.reserve_room`), and so do the clients of the process
-(`kept_answers`).
+To Hypercorn's own buffer a client with a window of 0 looks like one that keeps up, which would pull a whole topic into
+memory. Here `send` waits until the client has read the message. A stream whose client reads nothing is reset
+(`SlowReaderTimer`). Long answers are bounded for a connection (`responses.reserve_room`) and for all (`KeptAnswers`).
 """
 
 from __future__ import annotations
@@ -14,8 +12,9 @@ import contextlib
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, Final, cast
 
+from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from h2.events import Event, PriorityUpdated, RequestReceived, StreamReset
 from h2.exceptions import ProtocolError
@@ -30,30 +29,28 @@ from priority.priority import TooManyStreamsError
 
 from topics.frontend.asgi import DELIVER, ROOM, Send
 from topics.frontend.entry.budget import Reservation
+from topics.frontend.http.connections import KeptAnswers
 from topics.frontend.http.frame_budget import EARNED_BY_ANSWER, EARNED_PER_BYTES, FIELDS_FREE, CheckedFrames
 from topics.frontend.http.hypercorn_connection import context_of
-from topics.frontend.http.kept_answers import KeptAnswers
 
 _DataEvent = Body | Data
+_UNWANTED_MAX_BYTES: Final = 1 << 20
 
 
 class BoundedBuffer(StreamBuffer):
-    """The bytes that wait for the client of one stream: one message, and less than BUFFER_HIGH_WATER before it.
-
-    A message is kept without a copy: its sender has it in memory anyway while it waits.
+    """The bytes that wait for the client of one stream: one message, and less than BUFFER_HIGH_WATER before it. A
+    message is kept without a copy: its sender has it in memory anyway while it waits.
     """
 
     def __init__(self, event_class: type[IOEvent]) -> None:
         super().__init__(event_class)
-        self.cut = False
-        """True if it was closed before the client was told of the end."""
+        self.cut = False  # true if it was closed before the client was told of the end
         self._kept: KeptAnswers | None = None
         self._reset: Callable[[], None] | None = None
         self._parts: deque[memoryview] = deque()
         self._ended: IOEvent = event_class()
         self.buffered_bytes = 0
-        self._added_bytes = 0
-        """Bytes that `add` has added since the buffer was empty."""
+        self._added_bytes = 0  # bytes that `add` has added since the buffer was empty
 
     def attach(self, kept: KeptAnswers, reset: Callable[[], None]) -> None:
         """Count long messages in `kept`; `abort` calls `reset`. (Hypercorn makes buffers without either.)"""
@@ -154,8 +151,31 @@ class BoundedStream(HTTPStream):
             cast("dict[str, Any]", self.scope["extensions"])[ROOM] = self.room
 
 
+class _Streams(dict[int, Any]):
+    """The streams of one connection. One whose answer came before the end of its body takes the rest, and drops it.
+
+    For a stream that is gone Hypercorn raises KeyError, which ends all others. Its client is asked to stop behind
+    _UNWANTED_MAX_BYTES (RFC 9113 §8.1).
+    """
+
+    def __init__(self, connection: H2Connection) -> None:
+        self._connection = connection
+        self._unwanted_bytes = 0
+
+    def __missing__(self, stream_id: int) -> _Streams:
+        return self
+
+    async def handle(self, event: StreamEvent) -> None:
+        """Drop the rest of a body."""
+        if isinstance(event, Body):
+            self._unwanted_bytes += len(event.data)
+            if self._unwanted_bytes > _UNWANTED_MAX_BYTES:
+                with contextlib.suppress(ProtocolError):
+                    self._connection.reset_stream(event.stream_id, ErrorCodes.NO_ERROR)
+
+
 class BoundedProtocol(H2Protocol):
-    """Hypercorn's HTTP/2, with six differences.
+    """Hypercorn's HTTP/2, with seven differences.
 
     - A stream that the client resets frees what waits for it, and its sender: a client may reset any number.
     - The task that reads the connection, which answers pings and refuses handshakes, never waits for a window: that
@@ -163,12 +183,14 @@ class BoundedProtocol(H2Protocol):
     - An answer whose app ends before it is reset, so that the client does not wait for ever.
     - A connection without a request is idle from the beginning. It would stay for ever, and hold up a stop.
     - Frames are checked, counted, and handled a few in each turn (`frame_budget`).
+    - The rest of a body behind its answer is dropped (`_Streams`).
     - Priorities are ignored (RFC 9113 §5.3): streams of no request would fill their tree.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._reader: asyncio.Task[Any] | None = None
+        self.streams = _Streams(self.connection)
         context = context_of(self)
         context.http2 = self
         self._budget = context.frames
@@ -267,10 +289,7 @@ class BoundedProtocol(H2Protocol):
             cast("dict[str, Any]", stream.scope["extensions"])[DELIVER] = partial(self._deliver, request.stream_id)
 
     async def _deliver(self, stream_id: int, send: Send, body: bytes) -> None:
-        """Send the whole body, and return when the kernel has all of it (`asgi.DELIVER`).
-
-        Hypercorn's `send` does not tell if the stream is closed before the body's end. The buffer does.
-        """
+        """Send the whole body, and return when the kernel has all of it (`asgi.DELIVER`)."""
         buffer = self.stream_buffers.get(stream_id)
         assert isinstance(buffer, BoundedBuffer | None)
         await send({"type": "http.response.body", "body": body})

@@ -24,14 +24,12 @@ from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.protocol.ws_stream import WSStream
 
-from topics.frontend.asgi import ADMITTED, AsgiApp, Message, Receive, Scope, Send, WriteBuffer
+from topics.frontend.asgi import ADMITTED, AsgiApp, Message, Receive, Scope, Send, WriteBuffer, until_disconnect
 from topics.frontend.entry import limits
 from topics.frontend.entry.budget import Budget
-from topics.frontend.http import hypercorn_deadlines
 from topics.frontend.http.connections import Connections
-from topics.frontend.http.deadlines import HttpLimits, RunningClock
+from topics.frontend.http.deadlines import HttpLimits, RunningClock, SlowReaderTimer, run_in_time
 from topics.frontend.http.frame_budget import CheckedFrames, FrameBudget
-from topics.frontend.http.hypercorn_deadlines import SlowReaderTimer
 from topics.log import get_logger
 
 GONE_S: Final = 2.0
@@ -70,10 +68,8 @@ class _Flag(EventWrapper):
 
 
 class ConnectionContext(WorkerContext):
-    """The state of one connection that Hypercorn does not keep. Hypercorn gives it to every part of the connection.
-
-    `closed` and `end` wake Hypercorn's waits for the end of an idle connection and between two pings of a WebSocket.
-    Otherwise it would keep the socket until they are over.
+    """The state of one connection that Hypercorn does not keep, but gives to every part of it. `closed` and `end` wake
+    its waits for the end of an idle connection and between two pings, so that the socket does not stay.
     """
 
     def __init__(
@@ -92,8 +88,7 @@ class ConnectionContext(WorkerContext):
         self.kept = connections.kept
         self._unadmitted = connections.unadmitted
         self._admitted = False
-        self.unread_bytes = 0
-        """Bytes that have arrived and that Hypercorn has not read."""
+        self.unread_bytes = 0  # bytes that have arrived and that Hypercorn has not read
         self.answers = Budget(limits.CONNECTION_ANSWERS)
         self.reader_timer = watch(transport)
         self.server: HypercornConnection | None = None
@@ -116,18 +111,13 @@ class ConnectionContext(WorkerContext):
         self._unadmitted.resize(self.transport, 0 if self._admitted else self.unread_bytes + held_bytes)
 
     def add_app(self, app: asyncio.Task[Any]) -> None:
-        """Note an app call on this connection."""
         self._apps.add(app)
         app.add_done_callback(self._app_done)
         if self._client_gone:
             app.get_loop().call_later(GONE_S, app.cancel)
 
     def client_gone(self) -> None:
-        """Note that the client has closed its end.
-
-        Hypercorn tells app calls, but not in all of its states. Those that go on are cancelled; otherwise they and
-        their socket would stay for ever.
-        """
+        """Note that the client has closed its end, and cancel app calls that go on: Hypercorn may not tell them."""
         self._client_gone = True
         self.end.set_now()
         for app in self._apps:
@@ -144,12 +134,8 @@ class ConnectionContext(WorkerContext):
             self.closed.set()
 
     def drop(self, receive: Receive) -> None:
-        """Drop further messages of a WebSocket whose app has ended.
-
-        Hypercorn reads only as long as somebody receives messages, and without reading it does not learn that the
-        client is gone.
-        """
-        task = asyncio.get_running_loop().create_task(_drop(receive))
+        """Drop further messages of a WebSocket whose app has ended: Hypercorn reads only if somebody receives."""
+        task = asyncio.get_running_loop().create_task(until_disconnect(receive))
         self._dropping.add(task)
         task.add_done_callback(self._dropping.discard)
 
@@ -159,7 +145,6 @@ class ConnectionContext(WorkerContext):
             task.cancel()
 
     async def sleep(self, wait: float) -> None:  # type: ignore[override]
-        """Hypercorn: sleep between two pings."""
         if self.closed.is_set():
             await asyncio.sleep(CLOSED_NAP_S)
             return
@@ -171,11 +156,6 @@ class ConnectionContext(WorkerContext):
 def context_of(part: TCPServer | H2Protocol | HTTPStream | WSStream) -> ConnectionContext:
     """Return the connection's context, which Hypercorn knows by its base class."""
     return cast(ConnectionContext, part.context)
-
-
-async def _drop(receive: Receive) -> None:
-    while (await receive())["type"] != "websocket.disconnect":
-        pass
 
 
 class WatchedProtocol(asyncio.StreamReaderProtocol):
@@ -283,11 +263,7 @@ class HypercornConnection(TCPServer):
 
 
 class HypercornConnections:
-    """All connections of this process that Hypercorn serves.
-
-    Each comes from our HTTP/1.1 and has its place already. Their tasks are among those of `connections`, which waits
-    for them and cuts them.
-    """
+    """All connections of this process that Hypercorn serves. Each has its place from our HTTP/1.1 already."""
 
     def __init__(self, app: AsgiApp, limits: HttpLimits, connections: Connections, clock: RunningClock) -> None:
         self._connections = connections
@@ -336,7 +312,7 @@ class HypercornConnections:
         context.add_app(task)
         scope[ADMITTED] = context.admit
         if scope["type"] != "websocket":
-            await hypercorn_deadlines.run(self._app, self._limits, self._clock, scope, receive, send)
+            await run_in_time(self._app, self._limits, self._clock, scope, receive, send)
             return
         disconnected = False
 
@@ -375,9 +351,6 @@ def _config(limits: HttpLimits) -> Config:
 
 
 def _without_compression(data: bytes) -> bytes:
-    """Return an upgrade request without its offer to compress.
-
-    A message of 8 MiB would block every other client while it is packed, and 64 KiB may unpack to 64 MiB.
-    """
+    """Return an upgrade request without its offer to compress: packing 8 MiB would block every other client."""
     head, end, rest = data.partition(b"\r\n\r\n")
     return _WS_EXTENSIONS.sub(b"", head) + end + rest

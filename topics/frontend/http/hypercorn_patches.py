@@ -39,18 +39,12 @@ RELIED_ON: Final = (
     Reliance(StreamBuffer, "bc347b7c7806", "its `push` believes that a client without a window keeps up"),
     Reliance(HTTPStream, "e0f656feb55a", "ours gives the app room for long answers in its scope"),
     Reliance(H2Protocol, "7257f8bafcca", "the differences that `BoundedProtocol` lists"),
-    Reliance(
-        WSStream, "67434c428a1a", "its refusals have no JSON error; it sends messages whole, and does not count them"
-    ),
+    Reliance(WSStream, "67434c428a1a", "its refusals have no JSON error; it sends messages whole, uncounted"),
     # Subclassed.
     Reliance(WebsocketBuffer, "31c9b1345f30", "incoming messages must count as bodies do"),
     Reliance(TCPServer, "3bfa72b31950", "`_close` waits for a client for ever; `send_lock` orders writers"),
-    Reliance(
-        WorkerContext, "6eeeae02ae17", "one for each connection: `terminated` and `sleep` end when its client is gone"
-    ),
-    Reliance(
-        FrameBuffer, "660a8b118b91", "looks at the length of a frame when all of it is there; `_data` is what it has"
-    ),
+    Reliance(WorkerContext, "6eeeae02ae17", "one for each connection: its waits end when the client is gone"),
+    Reliance(FrameBuffer, "660a8b118b91", "looks at a length when all of a frame is there; `_data` is what it has"),
     Reliance(EventWrapper, "04c3221b13f0", "`terminated` must be set by a protocol's callback, without an await"),
     # Relied on as they are.
     Reliance(ProtocolWrapper, "caf949187e9b", "looks up `H2Protocol` when HTTP/2 begins"),

@@ -1,7 +1,5 @@
-"""The HTTP server of a frontend: its listeners, and its drain.
-
-Every connection starts as our HTTP/1.1 (`http1`), and is handed to Hypercorn if it turns out to be HTTP/2 or a
-WebSocket (`hypercorn_connection`).
+"""The HTTP server of a frontend: its listeners, and its drain. Every connection starts as our HTTP/1.1 (`http1`), and
+is handed to Hypercorn if it turns out to be HTTP/2 or a WebSocket (`hypercorn_connection`).
 """
 
 from __future__ import annotations
@@ -33,10 +31,8 @@ async def serve(
     on_ready: Callable[[], None] | None = None,
 ) -> None:
     """Serve `app` on bound sockets, which other processes may share, until `shutdown`; then drain, close and return.
-
-    After `grace_ms` of draining the rest is cut, and requests that are not answered yet get `503 shutting_down`. A
-    caller that reads `connections` passes its own. `clock` is the loop's; it runs until the end. `on_ready` is called
-    once, when the sockets are being listened on.
+    After `grace_ms` of draining the rest is cut, and requests that are not answered yet get `503 shutting_down`.
+    `clock` is the loop's; it runs until the end. `on_ready` is called once, when the sockets are being listened on.
     """
     loop = asyncio.get_running_loop()
     hypercorn_patches.install(limits.max_header_bytes)

@@ -49,10 +49,8 @@ def unacknowledged_ms(end: socket.socket) -> int | None:
 
 
 class VanishedClients:
-    """Checks `connections` regularly, and aborts those whose clients have vanished.
-
-    It keeps the monotonic ms since which nothing of a connection's data was acknowledged. The kernel's time of the last
-    acknowledgement is not enough: it may be older than the data.
+    """Checks `connections` regularly, and aborts those whose clients have vanished. It keeps the monotonic ms since
+    which nothing of a connection's data was acknowledged: the kernel's last acknowledgement may be older than the data.
     """
 
     def __init__(self, connections: Collection[TcpConnection], vanished_ms: int, clock: Clock) -> None:

@@ -36,8 +36,7 @@ from topics.frontend.http.hypercorn_connection import context_of
 PIECE_BYTES_MAX: Final = 64 * 1024
 FRAGMENT_BYTES: Final = 1024
 """A shorter part of a message counts as a frame without content."""
-_KEY: Final = re.compile(rb"[A-Za-z0-9+/]{22}==")
-"""16 bytes in base64."""
+_KEY: Final = re.compile(rb"[A-Za-z0-9+/]{22}==")  # 16 bytes in base64
 _VERSION: Final = b"13"
 _SHOWN_BYTES: Final = 60
 _REFUSALS: Final = {
@@ -59,7 +58,6 @@ class CountedMessages(WebsocketBuffer):
         self._dropped = False
 
     def extend(self, event: Message[Any]) -> None:
-        """Add the next piece."""
         if self.length + len(event.data) > self.max_length:
             self._drop()
             raise FrameTooLargeError
@@ -81,14 +79,12 @@ class CountedMessages(WebsocketBuffer):
         self._dropped = True
 
     def clear(self) -> None:
-        """Begin the next message."""
         super().clear()
         self._reservation = None
         self._kept_bytes = 0
         self._dropped = False
 
     def to_message(self) -> dict[str, Any]:
-        """Return the ASGI message."""
         message: dict[str, Any] = super().to_message()
         if self._dropped:
             message[DROPPED] = True
@@ -109,7 +105,6 @@ class BoundedWebSocket(WSStream):
         self._frame_bytes = 0  # of the data frame that is being received
 
     async def handle(self, event: Event) -> None:
-        """Hypercorn: the client sent something."""
         if not isinstance(event, Request) or self.closed:
             await super().handle(event)
             return
@@ -249,7 +244,6 @@ class BoundedWebSocket(WSStream):
         return self._left_bytes + (0 if below is None else below.get_write_buffer_size())
 
     def is_closing(self) -> bool:
-        """Return True if nothing is sent any more."""
         below = self._below
         return below is None or below.is_closing()
 

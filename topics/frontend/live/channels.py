@@ -34,8 +34,7 @@ class StreamConnection:
     heartbeat_ms: int
     idle_since_ms: int
     behind: dict[int, bool] = field(default_factory=dict)
-    """Topics (index in the spec) that it has not read to the head, each with True if it stands in the channel's
-    backlog. It does not while it is stalled or waits for room."""
+    """Topics (index in the spec) not read to the head; False for those that wait for the client or for room."""
     closed: bool = False
 
 
@@ -60,8 +59,7 @@ class Channel:
     backlog: deque[StreamConnection] = field(default_factory=deque)
     """The members that are to read on, in turn. Some may have left meanwhile."""
     backlog_due: int = 0
-    """Number of connections at the front of `backlog` that stood there when this turn began. The scheduler ages the
-    topic until they have had their page: it may get a turn only for its age."""
+    """Connections at the front of `backlog` since this turn began. The topic is aged until they are served."""
 
     @property
     def has_work(self) -> bool:
@@ -103,8 +101,7 @@ class HeartbeatQueue:
     """
 
     def __init__(self) -> None:
-        self._heap: list[list[Any]] = []
-        """Entries [due_ms, serial, connection; None if removed]."""
+        self._heap: list[list[Any]] = []  # entries [due_ms, serial, connection; None if removed]
         self._entries: dict[StreamConnection, list[Any]] = {}
         self._serials = count()
 
@@ -142,28 +139,24 @@ class HeartbeatQueue:
         return due
 
 
-class HeartbeatSender:
+class HeartbeatSender(HeartbeatQueue):
     """Sends the heartbeats of a frontend. Calls `on_stalled(connection, now_ms)` for clients that are not writable."""
 
     def __init__(self, clock: Clock, on_stalled: Callable[[StreamConnection, int], None]) -> None:
+        super().__init__()
         self._loop = asyncio.get_running_loop()
         self._clock = clock
         self._on_stalled = on_stalled
-        self._queue = HeartbeatQueue()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_ms = 0
 
-    def add(self, connection: StreamConnection) -> None:
+    def start(self, connection: StreamConnection) -> None:
         """Begin the heartbeats of a connection that was written to at `idle_since_ms`."""
-        self._queue.add(connection)
+        self.add(connection)
         self._arm()
 
-    def remove(self, connection: StreamConnection) -> None:
-        """End the heartbeats of a connection. Idempotent."""
-        self._queue.remove(connection)
-
     def _arm(self) -> None:
-        next_ms = self._queue.next_ms
+        next_ms = self.next_ms
         if next_ms is None or (self._timer is not None and self._timer_at_ms <= next_ms):
             return
         if self._timer is not None:
@@ -177,7 +170,7 @@ class HeartbeatSender:
         self._timer = None
         now_ms = self._clock.monotonic_ms()
         comment = EVENT_STREAM.heartbeat(self._clock.now_ms())
-        for connection in self._queue.pop_due(now_ms, PER_TURN_MAX):
+        for connection in self.pop_due(now_ms, PER_TURN_MAX):
             if connection.push.writable:
                 connection.push.write(comment)
             else:
@@ -209,9 +202,8 @@ class LargeFrames(Generic[WaiterT]):
         return reservation is not None and reservation in self._budget.waiting
 
     def admit(self, waiter: WaiterT, len_bytes: int) -> bool:
-        """Return True if the waiter's next frame may be sent now. Else it waits, in front if its grant was too small.
-
-        Uses up an earlier grant.
+        """Return True if the waiter's next frame may be sent now; this uses up an earlier grant. Else it waits, in
+        front if its grant was too small.
         """
         granted_bytes = self.cancel(waiter)
         if len_bytes <= max(HIGH_WATER_BYTES, granted_bytes):
@@ -233,9 +225,8 @@ class LargeFrames(Generic[WaiterT]):
         return reservation.held_bytes
 
     def shortfall_bytes(self) -> int:
-        """Return how many unread bytes must go before the first waiter gets its grant; 0 or less if none.
-
-        Grants do not count as unread: their room comes back, or becomes unread bytes.
+        """Return how many unread bytes must go before the first waiter gets its grant; 0 or less if none. Grants do not
+        count as unread: their room comes back, or becomes unread bytes.
         """
         if not self._budget.waiting:
             return 0

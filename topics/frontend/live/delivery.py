@@ -1,13 +1,12 @@
 """Delivery: new records of a topic go to every event stream that follows it, read once and framed once.
 
-A connection is, for each of its topics, in one of two places. *Current*: it has read up to the head and waits in the
-topic's channel; when the shard announces a change, one pass over the channel writes to all of them. *Behind*: it stands
-in the channel's backlog and reads on, a page at a time and in turn with the others there, until it is current. A
-connection whose client does not read is behind, and nothing is read for it: the log is its queue (api §7).
+A connection is, for each of its topics, in one of two places. *Current*: it has read up to the head; when the shard
+announces a change, one pass over the topic's channel writes to all of these. *Behind*: it stands in the channel's
+backlog and reads on, a page at a time and in turn with others, until it is current. A connection whose client does not
+read is behind, and nothing is read for it: the log is its queue (api §7).
 
-The scheduler (`core/scheduler.py`) chooses the next channel by the priority of its topic. Work is done in slices of
-SLICE_S, between which the event loop does everything else. Within one slice a topic is looked up once (`StepCache`). A
-change during a slice is announced afterwards, so nothing is missed.
+The scheduler (`core/scheduler.py`) chooses the next channel by priority. Work is done in slices of SLICE_S, in which a
+topic is looked up once (`StepCache`). A change during a slice is announced afterwards, so nothing is missed.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import asyncio
 from functools import partial
 from operator import attrgetter
 from typing import Final
+from weakref import WeakValueDictionary
 
 from topics.core.clock import Clock
-from topics.core.names import owner_shard
 from topics.core.scheduler import TICK_MS, Scheduler
 from topics.frontend.entry import limits
 from topics.frontend.entry.budget import Budget
@@ -26,7 +25,7 @@ from topics.frontend.entry.stalled_clients import STALL_MAX_MS, StalledClients
 from topics.frontend.live.channels import COST_BYTES, Channel, HeartbeatSender, LargeFrames, Slice, StreamConnection
 from topics.frontend.live.event_streams import Push
 from topics.frontend.live.step_cache import KnownTopics, StepCache
-from topics.frontend.live.stream import RETRY_AFTER_MS, StepOutcome, StreamSpecs, StreamState, StreamStep, TopicPhase
+from topics.frontend.live.stream import RETRY_AFTER_MS, StepOutcome, StreamSpec, StreamState, StreamStep, TopicPhase
 from topics.frontend.live.wording import EVENT_STREAM
 from topics.frontend.reads.cold import ColdWaits
 from topics.frontend.shards.gateway import Gateway
@@ -67,16 +66,17 @@ class Hub:
         self._tick_timer: asyncio.TimerHandle | None = None
         self._age_timer: asyncio.TimerHandle | None = None
         self._scheduled = False
-        self.specs = StreamSpecs()
+        self._specs: WeakValueDictionary[tuple[object, ...], StreamSpec] = WeakValueDictionary()
         self.coalesce_ms = 0.0
         """Least time between two passes over one topic. Records that arrive meanwhile go out together."""
         self.draining = False
 
-    def open(self, push: Push, state: StreamState, heartbeat_ms: int) -> StreamConnection:
-        """Begin a stream, with its backlog. `heartbeat_ms` 0 means no heartbeats.
+    def share(self, spec: StreamSpec) -> StreamSpec:
+        """Return the one spec of open streams that is equal to `spec`, so that they share steps."""
+        return self._specs.setdefault((spec.names, spec.topic_ids, spec.options, spec.strong, spec.wording), spec)
 
-        It ends with `close` or when the client goes away. Then `closed` is true, and `state` has its last positions.
-        """
+    def open(self, push: Push, state: StreamState, heartbeat_ms: int) -> StreamConnection:
+        """Begin a stream, which ends with `close` or when the client goes away. `heartbeat_ms` 0: no heartbeats."""
         connection = StreamConnection(push, state, heartbeat_ms, self._clock.monotonic_ms())
         push.on_writable = lambda: self._on_writable(connection)
         push.on_close = lambda: self._forget(connection)
@@ -93,7 +93,7 @@ class Hub:
             self._forget(connection)
             raise
         if heartbeat_ms:
-            self._heartbeats.add(connection)
+            self._heartbeats.start(connection)
         if self._tick_timer is None:
             self._tick_timer = self._loop.call_later(RETRY_AFTER_MS / 1000, self._tick)
         return connection
@@ -129,8 +129,8 @@ class Hub:
         channel, ref = self._channels.get(name), self._topics.find(name)
         view = None if ref is None else ref.view
         if channel is None:
-            made, shard = Channel(name), owner_shard(name, self._gateway.shards)
-            made.watch = self._gateway.watch(shard, name, view, partial(self._on_change, made))
+            made, shard = Channel(name), self._gateway.owner(name)
+            made.watch = self._gateway.watches.add(shard, name, view, partial(self._on_change, made))
             channel = self._channels[name] = made  # last: the watch may be refused
         elif view is not None and channel.watch is not None:
             # It may be a new topic of this name, while the members still wait for the end of the former one.

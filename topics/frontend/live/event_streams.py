@@ -1,7 +1,7 @@
 """Answers that are event streams: which clients may open one, its head, and its writes until the client is gone.
 
 A `Push` writes into an open answer without `await`. HTTP/1.1 offers it as the ASGI extension `topics.push`
-(`http1_push.PushStream`). `AsgiPush` does the same over plain ASGI, for HTTP/2.
+(`http1_exchange.PushStream`). `AsgiPush` does the same over plain ASGI, for HTTP/2.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ class StreamSlots:
         return StreamSlot(self, key)
 
     def release(self, key: ApiKey) -> None:
-        """Give back what `hold` counted."""
         self._places.release()
         self._limits.release(key, Counted.STREAMS)
 
@@ -155,7 +154,11 @@ class AsgiPush:
                 task.cancel()
             with contextlib.suppress(asyncio.CancelledError, ConnectionError):
                 await sender
-            self._client_gone()
+            if not self._closed:
+                self._closed = True
+                self._pending.clear()
+                if self.on_close is not None:
+                    self.on_close()
 
     async def _send_all(self) -> None:
         while self._pending or not self._closed:
@@ -174,16 +177,8 @@ class AsgiPush:
                     self.on_writable()
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _client_gone(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._pending.clear()
-            if self.on_close is not None:
-                self.on_close()
-
 
 async def begin_stream(scope: Scope, send: Send) -> Push:
-    """Send the head of an event stream, and return its writer."""
     await send({"type": "http.response.start", "status": 200, "headers": _HEAD})
     extension = scope.get("extensions", {}).get("topics.push")
     push: Push = AsgiPush(send) if extension is None else extension()

@@ -1,19 +1,25 @@
-"""Requests to follow topics, over an event stream (api §7) or a WebSocket (§7.7): their checks, and where each topic
-starts.
-"""
+"""Requests to follow topics, over an event stream (api §7) or a WebSocket (§7.7): checks, and where each starts."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 from topics.api.requests import StartBody
-from topics.core.errors import TopicsError, invalid
+from topics.core.errors import invalid
 from topics.core.names import check_topic_name
 from topics.frontend.entry import wire
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.reads.records import PageOptions
 
 _NO_RECORDS: Final = PageOptions(limit=1, max_batch_bytes=1)
+
+
+class FollowedTopic(NamedTuple):
+    """A topic that is read from `from_seq` on, and its `state` as the answer has it."""
+
+    ref: TopicRef
+    from_seq: int
+    state: dict[str, int]
 
 
 def check_starts(starts: dict[str, StartBody], topics_max: int) -> None:
@@ -24,42 +30,41 @@ def check_starts(starts: dict[str, StartBody], topics_max: int) -> None:
         check_topic_name(name)
         wire.check_counts(start)
         if (start.from_seq > 0) + start.tail + (start.from_ts is not None) > 1:
-            raise invalid(
-                f"topics.{name}: from_seq, tail and from_ts exclude each other: give one of them",
-                field=f"topics.{name}",
-            )
+            field = f"topics.{name}"
+            raise invalid(f"{field}: from_seq, tail and from_ts exclude each other: give one of them", field=field)
 
 
-def never_durable(ref: TopicRef) -> TopicsError | None:
-    """Return an error if the topic's records never become durable."""
-    if ref.config.durability != "ephemeral":
-        return None
-    return invalid(
-        f"topic {ref.name!r} is ephemeral: nothing of it ever reaches the disk, which is what"
-        ' consistency "strong" waits for; watch it with "eventual"',
-        field="consistency",
-    )
+def check_durable(ref: TopicRef) -> None:
+    """Raise `400` if the topic's records never become durable."""
+    if ref.config.durability == "ephemeral":
+        raise invalid(
+            f"topic {ref.name!r} is ephemeral: nothing of it ever reaches the disk, which is what"
+            ' consistency "strong" waits for; watch it with "eventual"',
+            field="consistency",
+        )
 
 
-def check_strong(refs: dict[str, TopicRef]) -> None:
-    """Raise `400` if one of the topics can never deliver a durable record."""
-    for error in map(never_durable, refs.values()):
-        if error is not None:
-            raise error
+def follow(
+    reader: TopicReader, starts: dict[str, StartBody], strong: bool, lenient: bool = False
+) -> dict[str, FollowedTopic]:
+    """Find the topics. Raise `topic_not_found` unless `lenient` leaves it out; `400` for one that is never durable."""
+    find = reader.find if lenient else reader.get
+    refs = {name: ref for name in starts if (ref := find(name)) is not None}
+    if strong:
+        for ref in refs.values():
+            check_durable(ref)
+    return {name: _followed(reader, ref, starts[name]) for name, ref in refs.items()}
 
 
-def start_seq(reader: TopicReader, ref: TopicRef, start: StartBody) -> int:
-    """Return the seq to start from: beyond the head only if the topic was recreated, so that its reader is told."""
+def _followed(reader: TopicReader, ref: TopicRef, start: StartBody) -> FollowedTopic:
     view = ref.view
     from_seq = start.from_seq if start.from_ts is None else reader.seq_before(ref, start.from_ts)
-    beyond = from_seq > view.head_seq and start.from_ts is None and not view.recreated
-    return view.head_seq if start.tail or beyond else from_seq
-
-
-def topic_state(reader: TopicReader, ref: TopicRef, from_seq: int) -> dict[str, int]:
-    """Return the state of a topic as the answer has it."""
+    # Beyond the head only if the topic was recreated, so that its reader is told.
+    if start.tail or (from_seq > view.head_seq and start.from_ts is None and not view.recreated):
+        from_seq = view.head_seq
     # The page at the head has no record, but both ends of the topic at this moment.
-    page = reader.read_page(ref, ref.view.head_seq, _NO_RECORDS, reader.now_ms())
+    page = reader.read_page(ref, view.head_seq, _NO_RECORDS)
     # A cursor from before the topic was recreated reads it from its first record.
     resolved_seq = from_seq if from_seq <= page.head_seq else page.earliest_seq - 1
-    return {"from_seq": resolved_seq, "head_seq": page.head_seq, "earliest_seq": page.earliest_seq}
+    state = {"from_seq": resolved_seq, "head_seq": page.head_seq, "earliest_seq": page.earliest_seq}
+    return FollowedTopic(ref, from_seq, state)

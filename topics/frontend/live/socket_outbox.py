@@ -2,10 +2,9 @@
 HIGH_WATER_BYTES together nobody has room, as in an event stream: then these are kept, and what one step says.
 
 Two kinds of writers share the room, and take turns while there is none. Answers to commands wait in `put`, so no more
-commands are read from a client that does not read its answers. Subscriptions are the hub's: they stay behind in their
-topic, and are called back (`on_writable`) when all messages of one step have room. Until then nothing is read or framed
-for them: the log is their queue. Each message counts with the subscription that wrote it, and the hub bounds all of
-them together (`LargeFrames`).
+commands are read from a client that does not read its answers. Subscriptions are called back (`on_writable`) when all
+messages of one step have room. Until then they are behind: the log is their queue. The hub bounds all of their messages
+together (`LargeFrames`).
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ STEP_MESSAGES_MAX: Final = 3
 
 class SocketOutbox:
     """Queue of messages for one WebSocket. It owns their order, their bytes, and the turns of those that wait for room.
-
     `buffer` holds what was sent and is still kept for the client; None if nobody can tell.
     """
 
@@ -35,19 +33,13 @@ class SocketOutbox:
         self._send = send
         self._buffer = buffer
         self._queue: deque[tuple[bytes, Subscription | None]] = deque()
-        self._kept_bytes = 0
-        """Bytes of the queue and of the message that is being sent."""
+        self._kept_bytes = 0  # bytes of the queue and of the message that is being sent
         self._changed = asyncio.Event()
-        self._answers: deque[asyncio.Future[None]] = deque()
-        """Answers that wait for their turn."""
-        self._promised = 0
-        """Number of answers that have room and are not added yet."""
-        self._subscriptions: dict[Subscription, None] = {}
-        """Subscriptions that wait for room, longest first."""
-        self._offered = False
-        """True while a subscription has its turn."""
-        self._after_answer = False
-        """True if the last turn was an answer's."""
+        self._answers: deque[asyncio.Future[None]] = deque()  # answers that wait for their turn
+        self._promised = 0  # number of answers that have room and are not added yet
+        self._subscriptions: dict[Subscription, None] = {}  # subscriptions that wait for room, longest first
+        self._offered = False  # true while a subscription has its turn
+        self._after_answer = False  # true if the last turn was an answer's
         self._sending = False
         self._sent_bytes = 0
         self._closed = False
@@ -59,7 +51,6 @@ class SocketOutbox:
 
     @property
     def is_unread(self) -> bool:
-        """True if there is anything that the client has not read."""
         return self._sending or bool(self._queue) or self._unread_bytes > 0
 
     @property
@@ -73,10 +64,7 @@ class SocketOutbox:
         self.add(message)
 
     async def wait_for_turn(self) -> None:
-        """Return when an answer has room and it is its turn. The caller must add it without another `await`.
-
-        For answers that should not be made earlier, because there may be many of them.
-        """
+        """Return when an answer has room and it is its turn. The caller adds it without another `await`."""
         if self._answers or not self._answer_may():
             turn = self._loop.create_future()
             self._answers.append(turn)
@@ -117,7 +105,6 @@ class SocketOutbox:
             self._give_turns()
 
     def close(self) -> None:
-        """Accept no more messages."""
         self._closed = True
         self._changed.set()
 
@@ -176,8 +163,7 @@ class SocketOutbox:
 
 
 class Subscription:
-    """One topic of a WebSocket, as the hub writes to it (a `push.Push`). `buffered_bytes` is its part of the outbox.
-
+    """One topic of a WebSocket, as the hub writes to it (an `event_streams.Push`). `buffered_bytes` is its part.
     `on_end` is called when the hub ends it, `cut` when others need the memory that the socket holds.
     """
 

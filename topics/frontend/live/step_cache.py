@@ -11,7 +11,7 @@ from typing import Final
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.core.scheduler import base_priority
-from topics.frontend.live.following import never_durable
+from topics.frontend.live.following import check_durable
 from topics.frontend.live.stream import FramedPage, StepOutcome, StreamSpec, StreamState, StreamStep, frame_page
 from topics.frontend.live.wording import Wording
 from topics.frontend.reads.cold import ColdMissError
@@ -60,7 +60,6 @@ class KnownTopics:
         return self.recency.last_read_ms(ref.shard, ref.slot, ref.view.topic_id)
 
     def note_read(self, ref: TopicRef) -> None:
-        """Record that the topic is read now."""
         self.recency_writer.touch(ref.shard, ref.slot, ref.view.topic_id, self.clock.now_ms())
 
     def forget(self, name: str) -> None:
@@ -94,11 +93,7 @@ class _CachedTopic:
 
 
 class StepCache:
-    """The steps of streams, made from one consistent view of each topic in a slice of work. Call `begin` before each.
-
-    A pass over many connections takes several slices. Steps stay valid in the next one if the topic is the same and
-    not much time has passed (records expire).
-    """
+    """The steps of streams in each slice of work (`begin`). They stay valid in the next if the topic is the same."""
 
     def __init__(self, topics: KnownTopics) -> None:
         self._topics = topics
@@ -106,8 +101,7 @@ class StepCache:
         self._slice_no = 0
         self._now_ms = self._since_ms = 0
         self._made_bytes = 0
-        self.made = 0
-        """Number of steps made since the start."""
+        self.made = 0  # number of steps made since the start
 
     def begin(self) -> None:
         """Begin a slice: the event loop has run, so every topic is looked up again."""
@@ -117,7 +111,6 @@ class StepCache:
             self.clear()
 
     def clear(self) -> None:
-        """Drop everything that was made."""
         self._cached.clear()
         self._made_bytes = 0
         self._since_ms = self._now_ms
@@ -165,7 +158,7 @@ class StepCache:
             if ref is not None and ref.view.topic_id == spec.topic_ids[index]:
                 return state.advance(index, self._page(topic, ref, from_seq, spec))
         except ColdMissError as miss:
-            return state.wait_for_cold(miss)
+            return StreamStep(state, b"", 0, 0, StepOutcome.COLD, miss)
         except TopicsError as error:
             if error.code != "topic_not_found":
                 return state.fail(index, error.code, error.message)
@@ -184,12 +177,11 @@ class StepCache:
         return made
 
     def _read(self, ref: TopicRef, from_seq: int, spec: StreamSpec) -> FramedPage | TopicsError:
-        never = never_durable(ref) if spec.strong else None
-        if never is not None:  # its configuration has changed since the stream began
-            return never
-        up_to_seq = ref.view.durable_seq if spec.strong else None
+        to_seq = ref.view.durable_seq if spec.strong else None
         try:
-            page = self._topics.reader.read_page(ref, from_seq, spec.options, self._now_ms, up_to_seq)
+            if spec.strong:
+                check_durable(ref)  # its configuration may have changed since the stream began
+            page = self._topics.reader.read_page(ref, from_seq, spec.options, to_seq)
         except TopicsError as error:
             return error
         if page.count:

@@ -121,17 +121,6 @@ class StreamSpec:
         return state
 
 
-class StreamSpecs:
-    """The specs of all open streams. Equal ones are one object, so that their streams share steps."""
-
-    def __init__(self) -> None:
-        self._specs: WeakValueDictionary[tuple[object, ...], StreamSpec] = WeakValueDictionary()
-
-    def share(self, spec: StreamSpec) -> StreamSpec:
-        """Return the one spec that is equal to `spec`."""
-        return self._specs.setdefault((spec.names, spec.topic_ids, spec.options, spec.strong, spec.wording), spec)
-
-
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class StreamState:
     """The position and `TopicPhase` of each topic of a stream. Immutable; compared by identity."""
@@ -182,10 +171,6 @@ class StreamState:
         after = self._moved(index, self.positions[index], TopicPhase.ENDED)
         frame = self.spec.wording.topic_deleted(self.spec.names[index], head_seq) + after.frame_end
         return StreamStep(after, frame, 1, 0, StepOutcome.ENDED)
-
-    def wait_for_cold(self, miss: ColdMissError) -> StreamStep:
-        """Send nothing until `miss` is fetched from the cold tier."""
-        return StreamStep(self, b"", 0, 0, StepOutcome.COLD, miss)
 
     def fail(self, index: int, code: str, message: str) -> StreamStep:
         """Tell the client that the topic cannot be read now (`code` as in api §0.6); once, until it can be read."""

@@ -1,7 +1,7 @@
 """Watch sessions: `POST /v0/watch` creates one, `GET /v0/watch/:wid` streams it on any frontend (api §7).
 
-The shard that owns a wid stores its session: the followed topics once, the positions when a stream ends in order. While
-a stream is open only this frontend knows them, and tells a restarted shard that it is open.
+The shard that owns a wid stores the followed topics, and the positions when a stream ends in order. While one is open
+only this frontend knows them, and tells a restarted shard that it is open.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import re
 import secrets
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -20,25 +21,36 @@ from topics.api.requests import WatchBody
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import ANYONE, ApiKey, KeyScope
-from topics.core.names import owner_shard
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry.access import Access
 from topics.frontend.entry.bodies import Headers
-from topics.frontend.entry.query import flag
-from topics.frontend.live import cursor, event_streams
+from topics.frontend.entry.wire import flag
+from topics.frontend.live import event_streams
 from topics.frontend.live.channels import StreamConnection
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.event_streams import HEARTBEAT_MAX_MS, StreamSlots
-from topics.frontend.live.following import check_starts, check_strong, start_seq, topic_state
+from topics.frontend.live.following import check_starts, follow
 from topics.frontend.live.stream import StreamSpec, StreamState
-from topics.frontend.live.wording import EVENT_STREAM
+from topics.frontend.live.wording import EVENT_STREAM, decode_cursor
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.diff import page_options
 from topics.frontend.reads.node_sets import node_sets
-from topics.frontend.reads.reading import TopicReader, TopicRef
+from topics.frontend.reads.reading import TopicReader
 from topics.frontend.reads.records import PageOptions
-from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-from topics.frontend.routes.operations import EVENTS, LOST, STRING, Query, asgi_route, describe, flag_query, ok, takes
+from topics.frontend.routes.operations import (
+    EVENTS,
+    LOST,
+    STRING,
+    ApiRequest,
+    JsonReply,
+    Query,
+    asgi_route,
+    describe,
+    flag_query,
+    json_route,
+    ok,
+    takes,
+)
 from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import Gateway, stopping
 from topics.frontend.shards.pending_requests import is_outcome_unknown
@@ -80,10 +92,8 @@ class Session(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """A session as a stream of it begins.
-
-    `positions` are those of the last stream that ended in order, without topics that had ended; None if none did. If
-    `exact` is false, a later stream may have read further.
+    """A session as a stream of it begins. `positions` are those of the last stream that ended in order, without topics
+    that had ended; None if none did. If `exact` is false, a later stream may have read further.
     """
 
     wid: str
@@ -103,11 +113,11 @@ class SessionClient:
     def __init__(self, gateway: Gateway, arenas: Arenas, clock: Clock) -> None:
         self._loop = asyncio.get_running_loop()
         self._gateway = gateway
+        self._owner = gateway.owner
         self._arenas = arenas
         self._clock = clock
         self._last_stream_no = 0
-        self._open: dict[int, str] = {}
-        """Wid by stream number."""
+        self._open: dict[int, str] = {}  # wid by stream number
         self._generations = self._current_generations()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -178,9 +188,6 @@ class SessionClient:
                 if generations.get(owner) != former.get(owner):
                     self._gateway.post(owner, SessionOpen(wid, stream_no))
 
-    def _owner(self, wid: str) -> int:
-        return owner_shard(wid, self._gateway.shards)
-
     def _current_generations(self) -> dict[int, int]:
         arenas = ((shard, self._arenas.of(shard)) for shard in range(self._gateway.shards))
         return {shard: arena.generation for shard, arena in arenas if arena is not None}
@@ -192,6 +199,24 @@ def _check(wid: str) -> None:
 
 
 _EVENTS: Final = ok("Events: record, tombstone, caught-up, topic-deleted, error", None, EVENTS)
+
+
+def resume(
+    names: Set[str], stored: Mapping[str, int], seen: Mapping[str, int] | None, exact: bool, heads: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the position from which each topic of a session continues, without those whose end the client has seen.
+
+    `names` are the session's topics, `stored` its own positions, `seen` the client's, if it sent any. The client may
+    rewind the session, and bring back a topic whose end it has not seen. It may move the session forward, up to the
+    head, only if `exact` is false: the process that served the last stream died, so its end is not known.
+    """
+    positions = dict(stored)
+    for name, seq in (seen or {}).items():
+        if name in names:
+            known = positions.get(name)
+            if known is None or seq < known or (not exact and seq <= heads.get(name, 0)):
+                positions[name] = seq
+    return positions
 
 
 @dataclass(eq=False)
@@ -219,18 +244,11 @@ class WatchRoutes:
         check_starts(body.topics, self.settings.max_watch_topics)
         request.caller.require(KeyScope.READ, body.topics)
         await self.catching_up.wait_for_all(body.topics)
-        found = {name: ref for name in body.topics if (ref := self._find(name, lenient)) is not None}
-        follows = {
-            name: Follow(ref.view.topic_id, start_seq(self.reader, ref, body.topics[name]))
-            for name, ref in found.items()
-        }
-        if body.strong:
-            check_strong(found)
-        states = {name: topic_state(self.reader, ref, follows[name].from_seq) for name, ref in found.items()}
+        found = follow(self.reader, body.topics, body.strong, lenient)
         options = page_options(body, self.settings)
         wid = await self.sessions.create(
             Session(
-                follows,
+                {name: Follow(one.ref.view.topic_id, one.from_seq) for name, one in found.items()},
                 None if options.nodes is None else sorted(options.nodes),
                 options.limit,
                 options.max_batch_bytes,
@@ -242,8 +260,8 @@ class WatchRoutes:
                 request.caller.digest,
             )
         )
-        stream_url = f"/v0/watch/{wid}"
-        return JsonReply({"wid": wid, "stream_url": stream_url, "session_ttl_ms": SESSION_TTL_MS, "topics": states})
+        url, states = f"/v0/watch/{wid}", {name: one.state for name, one in found.items()}
+        return JsonReply({"wid": wid, "stream_url": url, "session_ttl_ms": SESSION_TTL_MS, "topics": states})
 
     # An unknown wid is 404 for any key, so the key is checked here.
     @asgi_route("GET", "/v0/watch/{wid}", None, None, "watch")
@@ -301,16 +319,13 @@ class WatchRoutes:
             connection.push.write(EVENT_STREAM.final("forbidden", "the key of this stream is no longer valid for it"))
             self.hub.close(connection)
 
-    def _find(self, name: str, lenient: bool) -> TopicRef | None:
-        return self.reader.find(name) if lenient else self.reader.get(name)
-
     def _resume(self, opened: Opened, last_event_id: bytes | None) -> StreamState:
         """Return the state from which the session's stream continues. `last_event_id` says what the client has seen."""
         session, follows = opened.session, opened.session.topics
         stored = opened.positions
         if stored is None:
             stored = {name: follow.from_seq for name, follow in follows.items()}
-        seen = None if last_event_id is None else cursor.decode(last_event_id)
+        seen = None if last_event_id is None else decode_cursor(last_event_id)
         heads = {}
         if seen and not opened.exact:
             for name in seen.keys() & follows.keys():
@@ -331,4 +346,4 @@ class WatchRoutes:
             ),
             session.strong,
         )
-        return self.hub.specs.share(spec).start(cursor.resume(follows.keys(), stored, seen, opened.exact, heads))
+        return self.hub.share(spec).start(resume(follows.keys(), stored, seen, opened.exact, heads))

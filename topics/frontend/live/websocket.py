@@ -21,16 +21,27 @@ from topics.core.clock import Clock
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_topic_name
-from topics.frontend.asgi import DROPPED, RESERVATION, WRITE_BUFFER, Receive, Scope, Send, WriteBuffer
+from topics.frontend.asgi import (
+    DROPPED,
+    RESERVATION,
+    WRITE_BUFFER,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    WriteBuffer,
+    until_disconnect,
+)
 from topics.frontend.entry import limits, wire
-from topics.frontend.entry.access import Access
+from topics.frontend.entry.access import Access, Pages
 from topics.frontend.entry.bodies import INLINE_BYTES_MAX, LONG_BYTES, MessageReservation, long_bodies, no_room, reserve
-from topics.frontend.entry.pages import Pages
+from topics.frontend.entry.responses import send_error
 from topics.frontend.entry.stalled_clients import ReadProgress
 from topics.frontend.live import websocket_commands
 from topics.frontend.live.channels import StreamConnection
 from topics.frontend.live.delivery import Hub
-from topics.frontend.live.following import check_starts, check_strong, start_seq, topic_state
+from topics.frontend.live.event_streams import StreamSlots
+from topics.frontend.live.following import check_starts, follow
 from topics.frontend.live.socket_outbox import SocketOutbox, Subscription
 from topics.frontend.live.stream import StreamSpec, TopicPhase
 from topics.frontend.live.websocket_commands import ROUTES, Command, Publish, RequestId, Subscribe, Unsubscribe
@@ -40,6 +51,8 @@ from topics.frontend.reads.diff import page_options
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.routes import append
 from topics.frontend.routes.append import AppendRoute
+from topics.frontend.routes.operations import Answer, asgi_route, describe
+from topics.frontend.shards.gateway import stopping
 from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.append_messages import AppendReply
@@ -97,7 +110,10 @@ class Socket:
         watching = asyncio.create_task(self._watch_progress())
         try:
             await asyncio.wait((reading, sending, watching, self._over), return_when=asyncio.FIRST_COMPLETED)
-            self._log_failures(reading, sending, watching)
+            for task in (reading, sending, watching):
+                error = task.exception() if task.done() and not task.cancelled() else None
+                if error is not None and not isinstance(error, ConnectionError):
+                    _log.error("a WebSocket failed", exc_info=error)
             gone = reading.done() and not reading.cancelled() and reading.exception() is None
             reading.cancel()
             self._unfollow(list(self._subscriptions))
@@ -236,19 +252,16 @@ class Socket:
         self._key().require(KeyScope.READ, starts)
         await self._services.catching_up.wait_for_all(starts)
         self._key().require(KeyScope.READ, starts)
-        ended = self._ended()
+        # The client is told by their streams of topics that were deleted.
+        ended = {name for name, one in self._subscriptions.items() if one.state.phases[0] == TopicPhase.ENDED}
         followed = len((self._subscriptions.keys() - ended) | starts.keys())
         if followed > topics_max:
             raise invalid(f"a WebSocket follows at most {topics_max} topics, not {followed}", field="topics")
         reader, hub = self._services.reader, self._services.hub
-        refs = {name: reader.get(name) for name in starts}
-        if command.strong:
-            check_strong(refs)
-        positions = {name: start_seq(reader, ref, starts[name]) for name, ref in refs.items()}
-        topics = {name: topic_state(reader, ref, positions[name]) for name, ref in refs.items()}
-        options = page_options(command, settings)._replace(
-            include_data=command.include_data
-        )  # may refuse, so before any end
+        found = follow(reader, starts, command.strong)
+        topics = {name: one.state for name, one in found.items()}
+        # May refuse, so before any end.
+        options = page_options(command, settings)._replace(include_data=command.include_data)
         await self._outbox.wait_for_turn()
         # The former subscription must not send anything after the answer to this one. It ends only when there is room,
         # because its messages count with it.
@@ -256,10 +269,10 @@ class Socket:
         self._outbox.add(_encode({"op": "subscribed", "request_id": command.request_id, "topics": topics}))
         if hub.draining or self._over.done():
             return
-        for name, ref in refs.items():
-            spec = hub.specs.share(StreamSpec((name,), (ref.view.topic_id,), options, command.strong, MESSAGES))
+        for name, (ref, from_seq, _state) in found.items():
+            spec = hub.share(StreamSpec((name,), (ref.view.topic_id,), options, command.strong, MESSAGES))
             push = Subscription(self._outbox, partial(self.end, GOING_AWAY, _ENDED_BY_HUB), self._abort)
-            self._subscriptions[name] = hub.open(push, spec.start({name: positions[name]}), 0)
+            self._subscriptions[name] = hub.open(push, spec.start({name: from_seq}), 0)
         # The keys may have changed while the answer waited for room.
         self.end_forbidden()
 
@@ -323,10 +336,6 @@ class Socket:
                 connection.push.on_end = None
                 self._services.hub.close(connection)
 
-    def _ended(self) -> set[str]:
-        """Return the followed topics that were deleted. The client is told by their streams."""
-        return {name for name, one in self._subscriptions.items() if one.state.phases[0] == TopicPhase.ENDED}
-
     # -- ends
 
     async def _watch_progress(self) -> None:
@@ -359,8 +368,7 @@ class Socket:
         for _ in range(2):
             try:
                 async with asyncio.timeout(LINGER_S):
-                    while (await self._receive())["type"] != "websocket.disconnect":
-                        pass
+                    await until_disconnect(self._receive)
                     return
             except TimeoutError:
                 self._abort()
@@ -370,8 +378,70 @@ class Socket:
         if self._write_buffer is not None:
             self._write_buffer.abort()
 
-    def _log_failures(self, *tasks: asyncio.Task[None]) -> None:
-        for task in tasks:
-            error = task.exception() if task.done() and not task.cancelled() else None
-            if error is not None and not isinstance(error, ConnectionError):
-                _log.error("a WebSocket failed", exc_info=error)
+
+_SWITCHED: Final = {101: Answer("Switching to WebSocket", {})}
+
+
+class WebSocketRoute:
+    """All sockets of this frontend. It admits them, and ends those whose key is no longer valid."""
+
+    def __init__(self, services: Services, slots: StreamSlots) -> None:
+        self._services = services
+        self._slots = slots
+        self._sockets: dict[Socket, None] = {}
+        self._draining = False
+        services.access.on_change(self._end_forbidden)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        message = await receive()
+        if message["type"] != "websocket.connect":
+            return
+        with ExitStack() as slot:
+            try:
+                self._services.pages.check(scope)
+                caller = self._services.access.authenticate(scope)
+                if self._draining:
+                    raise stopping()
+                slot.enter_context(self._slots.hold(caller))
+            except TopicsError as error:
+                self._services.cell.add("responses_4xx" if error.status < 500 else "responses_5xx")
+                await refuse(error, scope, send)
+                return
+            socket = Socket(self._services, caller.digest, scope, receive, send)
+            self._sockets[socket] = None
+            self._services.cell.set("ws_connections", len(self._sockets))
+            try:
+                await send({"type": "websocket.accept"})
+                # The keys may have changed since it was admitted.
+                socket.end_forbidden()
+                await socket.run()
+            finally:
+                del self._sockets[socket]
+                self._services.cell.set("ws_connections", len(self._sockets))
+
+    @asgi_route("GET", "/v0/ws", None, None, "watch")
+    @describe("A WebSocket: subscribe, unsubscribe, publish, ping (api §7.7)", _SWITCHED, "upgrade_required")
+    async def needs_upgrade(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise TopicsError("upgrade_required", "this is a WebSocket: send Upgrade: websocket")
+
+    def drain(self) -> None:
+        """End all sockets and refuse new ones: the process is stopping."""
+        self._draining = True
+        for socket in list(self._sockets):
+            socket.end_shutting_down()
+
+    def _end_forbidden(self) -> None:
+        for socket in list(self._sockets):
+            socket.end_forbidden()
+
+
+async def refuse(error: TopicsError, scope: Scope, send: Send) -> None:
+    """Refuse an upgrade over HTTP, with the usual JSON error."""
+    if "websocket.http.response" not in scope.get("extensions", {}):
+        await send({"type": "websocket.close"})
+        return
+
+    async def as_http(message: Message) -> None:
+        await send({**message, "type": f"websocket.{message['type']}"})
+
+    await send_error(as_http, dict(scope["headers"]), error)

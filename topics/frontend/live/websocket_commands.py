@@ -84,8 +84,7 @@ _any_decoder: Final = msgspec.json.Decoder(_Any)
 
 def decode(message: bytes) -> Command:
     """Return the command. Raise `400 invalid_request`."""
-    command: Command = wire.decode_any(_decoder, message)
-    return command
+    return wire.decode(_decoder, message)
 
 
 def request_id_of(message: bytes) -> RequestId:

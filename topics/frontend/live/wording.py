@@ -3,27 +3,50 @@
     event: record LF data: {"topic":…,"records":[…],"from_seq":…,"to_seq":…,"head_seq":…} LF id: <cursor> LF LF
     {"op":"record","topic":…,"records":[…],"from_seq":…,"to_seq":…,"head_seq":…} RS
 
-The JSON of a record may have line breaks between tokens; in an event stream each continues as another `data:`.
-RS (0x1E) cannot occur in JSON text, so it separates messages that are written together. It is not sent.
+The cursor says where a stream stands in each of its topics: base64url, without padding, of the JSON map from topic to
+position. A client sends it back as `Last-Event-ID`. RS (0x1E) cannot occur in JSON text, so it separates messages that
+are written together. It is not sent.
 """
 
 from __future__ import annotations
 
+import binascii
 from collections.abc import Mapping
-from typing import Any, Final, Protocol
+from typing import Annotated, Any, Final, Protocol
 
 import msgspec
 
 from topics.api.answers import TombstoneAnswer as Tombstone
-from topics.frontend.live import cursor
+
+_encode_json = msgspec.json.Encoder().encode
+_decode_json = msgspec.json.Decoder(dict[str, Annotated[int, msgspec.Meta(ge=0)]]).decode
+_STANDARD = bytes.maketrans(b"-_", b"+/")
+_URL_SAFE = bytes.maketrans(b"+/", b"-_")
+
+
+def encode_cursor(positions: Mapping[str, int]) -> bytes:
+    return binascii.b2a_base64(_encode_json(positions), newline=False).translate(_URL_SAFE).rstrip(b"=")
+
+
+def cursor_max_bytes(topics: int) -> int:
+    """Return the greatest length of a cursor: `"<name>":<seq>,` of 255 and 20 characters, four for three in base64."""
+    return 4 * (topics * (255 + 20 + 4) + 2) // 3 + 4
+
+
+def decode_cursor(cursor: bytes) -> dict[str, int] | None:
+    """Return the positions of a cursor; None if it is malformed."""
+    try:
+        text = binascii.a2b_base64(cursor.translate(_STANDARD) + b"=" * (-len(cursor) % 4), strict_mode=True)
+        return _decode_json(text)
+    except (ValueError, RecursionError):  # binascii.Error and msgspec's errors are ValueErrors
+        return None
+
 
 MESSAGE_END: Final = b"\x1e"
 ADVISORY: Final = 429
 FINAL: Final = 410
 SHUTTING_DOWN: Final = b"server_shutting_down"
 SHUTTING_DOWN_TEXT: Final = b"the service is stopping; connect again"
-
-_encode_json = msgspec.json.Encoder().encode
 
 
 class Wording(Protocol):
@@ -73,7 +96,7 @@ class EventStreamWording(Wording):
         return b"event: %b\ndata: {%b}\n" % (name.replace(b"_", b"-"), in_lines(members))
 
     def end(self, positions: Mapping[str, int]) -> bytes:
-        return b"id: %b\n\n" % cursor.encode(positions)
+        return b"id: %b\n\n" % encode_cursor(positions)
 
     def error(self, status: int, code: str, message: str, more: dict[str, Any]) -> bytes:
         # Without an id: nothing was delivered.
@@ -109,10 +132,8 @@ def _members(data: dict[str, Any]) -> bytes:
 
 
 def in_lines(data: bytes) -> bytes:
-    """Return JSON with its line breaks made into those of an event stream. They are white space between tokens: inside
-    strings line breaks are escaped.
-
-    A client joins the values of `data:` lines with LF, so LF survives; CR would end a line and becomes a blank.
+    """Return JSON with its line breaks, white space between tokens, made into those of an event stream. A client joins
+    the values of `data:` lines with LF, so LF survives; CR would end a line and becomes a blank.
     """
     if b"\r" in data:
         data = data.replace(b"\r", b" ")

@@ -48,7 +48,6 @@ class Family(NamedTuple):
 
 
 def single(name: str, help: str, value: Value) -> Family:
-    """Return a metric without labels."""
     return Family(name, help, (), [((), value)])
 
 

@@ -147,6 +147,12 @@ class ServiceFigures:
         counts = [self._sum(_SHARD, f"fsync_us_{bucket:02d}") for bucket in range(LATENCY_BUCKETS)]
         buckets = Buckets([str(bound) for bound in _BOUNDS_US], counts, self._sum(_SHARD, "fsync_us_sum"))
         yield Family("topics_wal_fsync_latency_us", "Microseconds that a group waits for its sync", (), [((), buckets)])
+        bounds, each = [repr(bound / 1_000_000) for bound in _BOUNDS_US], list[Sample]()
+        for index, cell in enumerate(self._shards):
+            own = [cell.get(f"fsync_us_{bucket:02d}") for bucket in range(LATENCY_BUCKETS)]
+            each.append(((str(index),), Buckets(bounds, own, cell.get("fsync_us_sum") / 1_000_000)))
+        help = "Seconds that a group of one shard waits for its sync"
+        yield Family("topics_shard_wal_fsync_seconds", help, ("shard",), each)
 
     def _compactor(self) -> Iterator[Family]:
         cell = self._control.cell(Role.COMPACTOR, 0)
@@ -188,7 +194,11 @@ class ServiceFigures:
         busy: list[Sample] = [(labels, cell.get("busy_ppm") / 1e6) for labels, cell in pressed]
         up: list[Sample] = [(labels, int(cell.supervisor.get("pid") > 0)) for labels, cell in every]
         restarts: list[Sample] = [(labels, cell.supervisor.get("restarts")) for labels, cell in every]
+        exits: list[Sample] = [(labels, cell.supervisor.get("last_exit")) for labels, cell in every]
+        since: list[Sample] = [(labels, cell.supervisor.get("since_ms") / 1000) for labels, cell in every]
         for name, help, samples in (
+            ("last_exit_code", "Exit code of the life before, 128 + n for signal n", exits),
+            ("since_timestamp_seconds", "Time of the last start or end, seconds since 1970", since),
             ("pressure", "Pressure of one process, 0 to 1", pressure),
             ("busy_ratio", "Share of the time that one process computes or waits for the disk", busy),
             ("up", "1 while the process runs", up),

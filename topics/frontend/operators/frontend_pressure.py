@@ -46,8 +46,9 @@ class FrontendPressure:
     def _sample(self) -> None:
         now_s, cpu_s = self._loop.time(), time.process_time()
         lag_ms = max(0.0, now_s - self._due_s) * 1000
-        waited_ms = self._waited_ms()
         ready = self._hub.ready
+        waited_ms = ready.waited_ms / ready.waits if ready.waits else 0.0  # the mean since the last sample
+        ready.waits = ready.waited_ms = 0
         busy = min(1.0, (cpu_s - self._cpu_s) / max(0.001, now_s - self._sampled_s))
         depths = ready.depths()
         fullness = max(ready_fullness(depths), self._gateway.fullness)
@@ -70,10 +71,3 @@ class FrontendPressure:
             cell.set(f"ready_band_{band}", depth)
         self._sampled_s, self._cpu_s = now_s, cpu_s
         self.start()
-
-    def _waited_ms(self) -> float:
-        """Return the mean wait of the topics that were delivered since the last sample."""
-        ready = self._hub.ready
-        waits, waited_ms = ready.waits, ready.waited_ms
-        ready.waits = ready.waited_ms = 0
-        return waited_ms / waits if waits else 0.0

@@ -5,7 +5,6 @@ The schemas are made from `topics/api`: frontends decode requests into those typ
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from typing import Any, Final
@@ -15,10 +14,11 @@ import msgspec
 from topics import __version__
 from topics.api.answers import Error
 from topics.core.config import TopicConfig
-from topics.core.errors import RETRY_AFTER_S, STATUS_BY_CODE, TopicsError
+from topics.core.errors import RETRY_AFTER_S, STATUS_BY_CODE
 from topics.core.keys import KeyScope
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry.responses import encode_json, send_whole
+from topics.frontend.operators.console_routes import page_files
 from topics.frontend.routes.operations import JSON, Answer, ApiOperation, common_codes, ok
 from topics.shm.durations import Route
 
@@ -33,17 +33,7 @@ _PATH_PATTERNS: Final = {
     "pin": r"^pin_[A-Za-z0-9_\-]{22}$",
     "wid": r"^wid_[A-Za-z0-9_\-]{22}$",
 }
-_FOLDER: Final = os.path.join(os.path.dirname(__file__), "console")
-_FILES: Final = {
-    "docs": (b"text/html; charset=utf-8", "index.html"),
-    "docs.js": (b"text/javascript; charset=utf-8", "docs.js"),
-    "docs.css": (b"text/css; charset=utf-8", "docs.css"),
-}
-_PAGE_HEADERS: Final = [
-    (b"content-security-policy", b"default-src 'none'; connect-src 'self'; script-src 'self'; style-src 'self'"),
-    (b"x-content-type-options", b"nosniff"),
-    (b"cache-control", b"no-cache"),
-]
+_FILES: Final = {"docs": "index.html", "docs.js": "docs.js", "docs.css": "docs.css"}
 
 
 class EchoedConfig(TopicConfig, frozen=True):
@@ -151,16 +141,14 @@ class OpenApiRoutes:
     """The document of `operations` and of its own routes, made once; and the files of the page."""
 
     def __init__(self, operations: Sequence[ApiOperation]) -> None:
-        self._files: dict[str, tuple[bytes, bytes]] = {}
-        for path, (media_type, name) in _FILES.items():
-            with open(os.path.join(_FOLDER, name), "rb") as file:
-                self._files[path] = (media_type, file.read())
+        files = page_files("api_page")
+        self._files = {path: files[name] for path, name in _FILES.items()}
         about = ok("OpenAPI 3.1", dict[str, Any])
         itself = ("GET", "/v0/openapi.json", self.get, Route.OTHER, None, "service", "This document", about)
         self.operations = [ApiOperation(*itself, public=True)]
-        for path, (media_type, _) in self._files.items():
+        for path, file in self._files.items():
             summary = "A page that shows this document" if path == "docs" else f"Part of the page: {path}"
-            content = ok("A file", None, media_type.partition(b";")[0].decode())
+            content = ok("A file", None, file.media_type)
             one = ("GET", f"/v0/{path}", self.page, Route.OTHER, None, "service", summary, content)
             self.operations.append(ApiOperation(*one, public=True))
         self._document = encode_json(document([*operations, *self.operations]))
@@ -170,8 +158,4 @@ class OpenApiRoutes:
         await send_whole(send, dict(scope["headers"]), 200, content_type, self._document)
 
     async def page(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = self._files.get(scope["path"].removeprefix("/v0/"))
-        if found is None:
-            raise TopicsError("not_found", "there is no such file of the page")
-        media_type, content = found
-        await send_whole(send, dict(scope["headers"]), 200, (b"content-type", media_type), content, _PAGE_HEADERS)
+        await self._files[scope["path"].removeprefix("/v0/")].send(scope, send)

@@ -6,12 +6,12 @@ for the whole service, from shared memory.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 from typing import Any, Final
 
 import msgspec
+from starlette.datastructures import QueryParams
 
 from topics import __version__
 from topics.api import answers
@@ -24,11 +24,26 @@ from topics.frontend.entry import limits
 from topics.frontend.entry.access import caller_of
 from topics.frontend.entry.budget import Budget, Reservation
 from topics.frontend.entry.responses import elapsed_ms, reserve_room, send_json, send_whole, weight
+from topics.frontend.entry.wire import flag
 from topics.frontend.operators import exposition
 from topics.frontend.operators.exposition import TEXT_TYPE, Family, Sample, single
 from topics.frontend.operators.figures import ServiceFigures
-from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-from topics.frontend.routes.operations import JSON, TEXT, Answer, ApiOperation, asgi_route, describe, ok, operations_of
+from topics.frontend.routes.operations import (
+    JSON,
+    TEXT,
+    Answer,
+    ApiOperation,
+    ApiRequest,
+    JsonReply,
+    asgi_route,
+    describe,
+    flag_query,
+    json_route,
+    ok,
+    operations_of,
+    takes,
+)
+from topics.frontend.routes.topic_ranking import Slices
 from topics.frontend.shards.arenas import Arenas, live_names
 from topics.shm.arena import TopicView
 from topics.shm.control import ControlPage, ProcessState, Role, replay_progress
@@ -89,7 +104,6 @@ def probe_operations(probes: ProbeRoutes, probe_auth: bool) -> list[ApiOperation
 
 ANSWER_BYTES: Final = 8 << 20
 """Room taken for one scrape; 10,000 topics are about 3 MB."""
-SLICE_S: Final = 0.001
 PAGE_TOPICS: Final = 64
 _SCRAPED: Final = {200: Answer("Prometheus text, or JSON by Accept", {TEXT: None, JSON: dict[str, Any]})}
 _LOG_SERIES: Final = (
@@ -119,13 +133,15 @@ class MetricsRoute:
 
     @asgi_route("GET", "/v0/metrics", Route.METRICS, KeyScope.READ, "service")
     @describe("Metrics of the whole service", _SCRAPED)
+    @takes(flag_query("topic_series", True, "whether topics have series of their own"))
     async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         headers = dict(scope["headers"])
         accept = headers.get(b"accept", b"")
+        most = self._topics_max if flag(QueryParams(scope.get("query_string", b"")), "topic_series", True) else 0
         await reserve_room(scope, ANSWER_BYTES)
         as_json = wants_json(accept)
-        series = await self._series(caller_of(scope).narrowed(""), as_json)
+        series = await self._series(caller_of(scope).narrowed(""), as_json, most)
         if as_json:
             took_ms = str(elapsed_ms(started_ns)).encode()
             totals = msgspec.json.encode(self._figures.totals())[:-1]
@@ -134,7 +150,7 @@ class MetricsRoute:
         else:
             await send_whole(send, headers, 200, TEXT_TYPE, series, [(b"vary", b"accept")])
 
-    async def _series(self, prefixes: tuple[str, ...], as_json: bool) -> bytes:
+    async def _series(self, prefixes: tuple[str, ...], as_json: bool, topics_max: int) -> bytes:
         """Return all series, as text or as the members of a JSON object, once there is room for this scrape."""
         most = limits.SCRAPES.most_count
         if self._budget.held_bytes // ANSWER_BYTES + len(self._budget.waiting) >= most:
@@ -143,8 +159,8 @@ class MetricsRoute:
         room = Reservation(self._budget)  # each scrape has all its series in memory
         try:
             await room.grow(ANSWER_BYTES)
-            slices = _Slices()
-            families = [*self._figures.families(), *await self._topic_families(prefixes, slices)]
+            slices = Slices()
+            families = [*self._figures.families(), *await self._topic_families(prefixes, slices, topics_max)]
             rendered = []
             for piece in exposition.json(families) if as_json else exposition.text(families):
                 rendered.append(piece)
@@ -153,13 +169,13 @@ class MetricsRoute:
         finally:
             room.close()
 
-    async def _topic_families(self, prefixes: tuple[str, ...], slices: _Slices) -> list[Family]:
+    async def _topic_families(self, prefixes: tuple[str, ...], slices: Slices, topics_max: int) -> list[Family]:
         """Return the series of the topics that begin with one of `prefixes`: a key learns of no others."""
         columns: dict[str, list[Sample]] = {name: [] for name, _, _ in _QUEUE_SERIES}
         for shard in range(self._shards):
             while (arena := self._arenas.of(shard)) is not None and not arena.learn(PAGE_TOPICS):
                 await slices.yield_if_over()
-        after, room = "", self._topics_max
+        after, room = "", topics_max
         while room:
             page = self._page(prefixes, after, min(room, PAGE_TOPICS))
             if not page:
@@ -189,18 +205,6 @@ class MetricsRoute:
         if names and not found:  # all were deleted in the meantime
             return self._page(prefixes, names[-1], most)
         return found
-
-
-class _Slices:
-    """The slices of time in which a scrape is made. Other tasks run between two of them."""
-
-    def __init__(self) -> None:
-        self._until_s = time.monotonic() + SLICE_S
-
-    async def yield_if_over(self) -> None:
-        if time.monotonic() >= self._until_s:
-            await asyncio.sleep(0)
-            self._until_s = time.monotonic() + SLICE_S
 
 
 def wants_json(accept: bytes) -> bool:

@@ -22,15 +22,26 @@ from topics.frontend.asgi import DELIVER, Deliver, Message, Receive, Scope, Send
 from topics.frontend.entry import limits, wire
 from topics.frontend.entry.bodies import ClientGoneError, read_body
 from topics.frontend.entry.budget import Budget, Reservation
-from topics.frontend.entry.query import name_cursor
 from topics.frontend.entry.responses import elapsed_ms, reserve_room, send_json
+from topics.frontend.entry.wire import name_cursor
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES
 from topics.frontend.reads.node_sets import node_set
 from topics.frontend.reads.reading import PAGE_MEMBERS, RecordPage, TopicReader, page_values
 from topics.frontend.reads.records import CorruptRecordError, PageOptions
-from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-from topics.frontend.routes.operations import LOST, PAGED, TOPIC_PATH, asgi_route, describe, made_or_there, ok, takes
+from topics.frontend.routes.operations import (
+    LOST,
+    PAGED,
+    TOPIC_PATH,
+    ApiRequest,
+    JsonReply,
+    asgi_route,
+    describe,
+    json_route,
+    made_or_there,
+    ok,
+    takes,
+)
 from topics.frontend.shards.gateway import Gateway
 from topics.frontend.shards.pending_requests import is_outcome_unknown
 from topics.settings import Settings
@@ -85,7 +96,6 @@ class CursorLocks:
     """
 
     def __init__(self, wait_s: float) -> None:
-        """`wait_s` is the longest time that a reader waits."""
         self.wait_s = wait_s
         self._locks: dict[tuple[str, str], CursorLock] = {}
 
@@ -164,7 +174,7 @@ class CursorRoutes:
         name = request.topic
         size, after = await request.list_page(check_topic_name)
         found = (await self._gateway.call(self._owner(name), CursorGet(name, None, after, size + 1))).cursors
-        answer: dict[str, Any] = {"topic": name, "cursors": [_shown(cursor) for cursor in found[:size]]}
+        answer: dict[str, Any] = {"topic": name, "cursors": [shown_cursor(cursor) for cursor in found[:size]]}
         if len(found) > size:
             answer["next_cursor"] = name_cursor(found[size - 1].cursor)
         return JsonReply(answer)
@@ -173,7 +183,7 @@ class CursorRoutes:
     @describe("Where a cursor is", ok("The cursor", answers.CursorAnswer), *_MISSING)
     async def get(self, request: ApiRequest) -> JsonReply:
         name, cursor = _names(request.scope)
-        return JsonReply({"topic": name, **_shown(await self._find(name, cursor))})
+        return JsonReply({"topic": name, **shown_cursor(await self._find(name, cursor))})
 
     @json_route("PUT", _PATH, Route.OTHER_CURSOR, KeyScope.WRITE, "cursors")
     @describe("Make a cursor, or change or move it", made_or_there(answers.PutCursorAnswer), *_LOST)
@@ -188,7 +198,7 @@ class CursorRoutes:
         await self._catching_up.wait_for(name)
         call = CursorPut(name, cursor, given.consistency, given.persist_every, given.from_seq, given.tail)
         reply = await self._gateway.call(self._owner(name), call)
-        answer = {"topic": name, **_shown(reply), "created": reply.created}
+        answer = {"topic": name, **shown_cursor(reply), "created": reply.created}
         return JsonReply(answer, 201 if reply.created else 200)
 
     @json_route("DELETE", _PATH, Route.OTHER_CURSOR, KeyScope.DELETE, "cursors")
@@ -252,7 +262,7 @@ class CursorRoutes:
         await take_page_room()
         cursor_seq, page = at.seq, await self._page(name, at, options)
         for _ in range(TRIES_MAX):
-            if page.count or page.tombstone is not None or at.up_to_seq is None or page.next_from_seq <= at.seq:
+            if page.is_news or at.up_to_seq is None or page.next_from_seq <= at.seq:
                 break
             at = await self._find(name, cursor, page.next_from_seq)
             page = await self._page(name, at, options)
@@ -266,9 +276,7 @@ class CursorRoutes:
     async def _advance(
         self, name: str, cursor: str, options: PageOptions, lock: CursorLock, take_page_room: TakeRoom
     ) -> tuple[RecordPage, int, CursorPassedOn | None]:
-        """Read a page and move the cursor behind it. Return the page, the cursor's place then, and the message for a
-        shard that has to know whether the answer was delivered.
-        """
+        """Read a page and move the cursor. Return (page, cursor, message for a shard that waits for delivery)."""
         owner = self._owner(name)
         left_at, lock.left_at = lock.left_at, None
         looked = left_at is None
@@ -296,7 +304,7 @@ class CursorRoutes:
                         raise self._gateway.no_answer(owner) from error
                 raise
             if moved.moved:
-                if page.count or page.tombstone is not None or at.up_to_seq is None:
+                if page.is_news or at.up_to_seq is None:
                     lock.left_at = moved
                     return page, page.next_from_seq, lost if moved.under_way else None
                 # The records to be read again are deleted, or not for this reader: there is more to read behind them.
@@ -308,7 +316,7 @@ class CursorRoutes:
     async def _page(self, name: str, at: CursorReply | CursorMoved, options: PageOptions) -> RecordPage:
         ref = self._reader.get(name)
         try:
-            page = await self._reader.fetch_page(ref, at.seq, options, self._reader.now_ms(), at.up_to_seq)
+            page = await self._reader.fetch_page(ref, at.seq, options, at.up_to_seq)
             return page if at.up_to_seq is None else _up_to(page, at.up_to_seq)
         except CorruptRecordError as error:
             raise TopicsError(
@@ -372,6 +380,6 @@ def _names(scope: Scope) -> tuple[str, str]:
         ) from None
 
 
-def _shown(cursor: CursorReply) -> dict[str, Any]:
+def shown_cursor(cursor: CursorReply) -> dict[str, Any]:
     settings = {"consistency": cursor.consistency, "persist_every": cursor.persist_every}
     return {"cursor": cursor.cursor, **settings, "cursor_seq": cursor.seq, "persisted_seq": cursor.persisted_seq}

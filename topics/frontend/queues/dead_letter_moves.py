@@ -1,9 +1,8 @@
 """Moves jobs that were handed out too often to their dead-letter topic, and back (api §9).
 
-A frontend does this, as it can read records and write to a topic on any shard. The queue's shard holds such a job back
-until it is told that the record is in the other topic, and then deletes it. If either process is killed between the
-two, the job is still in the queue, and the next attempt is recognised by its idempotency key. So no job is lost, and
-none is duplicated for as long as the other topic remembers the key.
+The queue's shard holds such a job back until a frontend tells it that the record is in the other topic, and then
+deletes it. If either process is killed between the two, the job is still in the queue, and the next attempt is
+recognised by its idempotency key. So none is lost, or duplicated for as long as the other topic remembers the key.
 """
 
 from __future__ import annotations
@@ -52,13 +51,6 @@ class DeadLetter(NamedTuple):
     meta: Meta
     key: bytes
     order_key: str = ""
-
-
-class Redriven(NamedTuple):
-    """The dead letters `moved` back. Those behind `next_from_seq` were not examined; None: all were."""
-
-    moved: int
-    next_from_seq: int | None
 
 
 _decode_records = msgspec.json.Decoder(list[_Record]).decode
@@ -129,9 +121,9 @@ class DeadLetters:
             _log.warning("dead letters cannot be moved", topic=name, reason=error.message)
             return [], unreadable
 
-    async def redrive(self, name: str, dead_letter: str, from_seq: int, most: int) -> Redriven:
+    async def redrive(self, name: str, dead_letter: str, from_seq: int, most: int) -> tuple[int, int | None]:
         """Move the oldest `most` dead letters of a queue behind `from_seq` back to it. If `dead_letter` is a queue
-        itself, leased ones stay there.
+        itself, leased ones stay there. Return (how many were moved, the seq behind which none was examined).
 
         Raise `topic_not_found` if there is no `dead_letter`, and the errors of the append and of the removal. If an
         append is refused, the number of those moved before is in its detail, as `redriven`.
@@ -141,7 +133,7 @@ class DeadLetters:
         cursor = max(from_seq, ref.view.earliest_seq - 1)
         last_seq = cursor + EXAMINED_MAX
         while moved < most and cursor < min(last_seq, ref.view.head_seq):
-            page = await self._reader.fetch_page(ref, cursor, _PAGE, self._reader.now_ms())
+            page = await self._reader.fetch_page(ref, cursor, _PAGE)
             records = _decode_records(b"[%b]" % page.body)
             letters = [record for record in records if record.meta.get(FROM) == name]
             cursor = max(page.next_from_seq, cursor + 1)
@@ -159,7 +151,7 @@ class DeadLetters:
                     )
             await asyncio.sleep(0)
             ref = self._reader.refresh(ref)
-        return Redriven(moved, cursor if cursor < ref.view.head_seq else None)
+        return moved, cursor if cursor < ref.view.head_seq else None
 
     async def _move_back(self, name: str, ref: TopicRef, letters: list[_Record]) -> tuple[int, TopicsError | None]:
         """Return how many of these this call made jobs again, and the error of the first of the others."""
@@ -185,7 +177,7 @@ class DeadLetters:
 
     async def _read(self, name: str, seq: int) -> list[_Record]:
         """Return the record, or no record if it is deleted."""
-        page = await self._reader.fetch_page(self._reader.get(name), seq - 1, _PAGE, self._reader.now_ms(), seq)
+        page = await self._reader.fetch_page(self._reader.get(name), seq - 1, _PAGE, seq)
         return _decode_records(b"[%b]" % page.body)
 
     async def _append(

@@ -54,9 +54,8 @@ class JobChannel:
         self._gateway.post(shard, WorkClose(name, number))
 
     async def claim(self, name: str, node: str, most: int, lease_ms: int | None, receive: Receive) -> Dealt:
-        """Return the jobs of a claim, at once or at the end of its window. Fails as `Gateway.call` does.
-
-        Raise ClientGoneError if the client, by `receive`, leaves before that: its place in the window is free then.
+        """Return the jobs of a claim, at once or at the end of its window. Fails as `Gateway.call` does, and with
+        ClientGoneError if the client, by `receive`, leaves before that: its place in the window is free then.
         """
         shard = self._gateway.owner(name)
         claim = Claim(name, node, most, lease_ms, self.listeners.new_number())
@@ -154,9 +153,9 @@ def lease_no(lease_id: str) -> int:
     return -1 if found is None else int(found[1], 16)
 
 
-async def fetch_jobs(reader: TopicReader, name: str, dealt: Dealt, max_bytes: int = ANSWER_BYTES_MAX) -> RenderedJobs:
+async def fetch_jobs(reader: TopicReader, name: str, dealt: Dealt) -> RenderedJobs:
     """Render jobs up to the first unreadable one. Raise `storage_unavailable` if it is the first, `topic_not_found`."""
-    rendering = JobRendering(reader, name, dealt, max_bytes)
+    rendering = JobRendering(reader, name, dealt)
     missed_at, tries = -1, 0
     while True:
         try:
@@ -178,11 +177,11 @@ async def fetch_jobs(reader: TopicReader, name: str, dealt: Dealt, max_bytes: in
 class JobRendering:
     """The rendering of some jobs. It stops at a record that has to be fetched from the cold tier, and goes on there."""
 
-    def __init__(self, reader: TopicReader, name: str, dealt: Dealt, max_bytes: int = ANSWER_BYTES_MAX) -> None:
+    def __init__(self, reader: TopicReader, name: str, dealt: Dealt) -> None:
         self._reader = reader
         self._name = name
         self._seqs = dealt.seqs
-        self._left_bytes = max_bytes
+        self._left_bytes = ANSWER_BYTES_MAX
         self._runs = runs_of(dealt.seqs)
         self._extras = {
             seq: b',"lease_id":"%b","deadline":%d,"deliveries":%d'
@@ -192,14 +191,12 @@ class JobRendering:
             )
         }
         self._bodies: list[bytes] = []
-        self.cursor = dealt.seqs[0] - 1
-        """Seq of the last job that was looked at."""
+        self.cursor = dealt.seqs[0] - 1  # seq of the last job that was looked at
         self.count = 0
 
     def go_on(self) -> RenderedJobs:
         """Render the rest. Raise as `fetch_jobs` does; after ColdMissError, fetch what is missing and go on."""
         ref = self._reader.get(self._name)
-        now_ms = self._reader.now_ms()
         for first_seq, last_seq in self._runs:
             self.cursor = max(self.cursor, first_seq - 1)
             while self.cursor < last_seq:
@@ -209,7 +206,7 @@ class JobRendering:
                     last_seq - self.cursor, max(1, self._left_bytes), include_tags=True, extras=self._extras
                 )
                 try:
-                    page = self._reader.read_page(ref, self.cursor, options, now_ms, last_seq)
+                    page = self._reader.read_page(ref, self.cursor, options, last_seq)
                     if page.next_from_seq <= self.cursor:
                         raise _unreadable(self._name, self.cursor + 1)
                 except TopicsError as error:
@@ -242,10 +239,8 @@ _log = get_logger()
 
 
 class UnreadableJobs:
-    """Jobs whose records cannot be read now: a corrupt segment, a cold directory that does not answer (api §9).
-
-    Such a job is put aside for ASIDE_MS, so that the jobs behind it are served. That counts as no delivery. Each job is
-    logged once, not at every attempt; the oldest are forgotten first.
+    """Jobs whose records cannot be read now: a corrupt segment, a cold directory that does not answer (api §9). Such a
+    job is put aside for ASIDE_MS, which counts as no delivery, and logged once; the oldest are forgotten first.
     """
 
     def __init__(self) -> None:

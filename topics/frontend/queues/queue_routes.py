@@ -33,8 +33,17 @@ from topics.frontend.queues.dealt_jobs import (
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.reads.records import PageOptions
-from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-from topics.frontend.routes.operations import LOST, TOPIC_PATH, asgi_route, describe, ok, takes
+from topics.frontend.routes.operations import (
+    LOST,
+    TOPIC_PATH,
+    ApiRequest,
+    JsonReply,
+    asgi_route,
+    describe,
+    json_route,
+    ok,
+    takes,
+)
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
@@ -211,10 +220,10 @@ class QueueRoutes:
         if self._reader.get(name).config.type != "queue":
             raise not_a_queue(name)
         most = max(1, min(given.max, self._settings.max_claim))
-        redriven = await self._dead_letters.redrive(name, source, given.from_seq, most)
-        answer: dict[str, Any] = {"topic": name, "from": source, "redriven": redriven.moved}
-        if redriven.next_from_seq is not None:
-            answer["next_from_seq"] = redriven.next_from_seq
+        redriven, next_from_seq = await self._dead_letters.redrive(name, source, given.from_seq, most)
+        answer: dict[str, Any] = {"topic": name, "from": source, "redriven": redriven}
+        if next_from_seq is not None:
+            answer["next_from_seq"] = next_from_seq
         return JsonReply(answer)
 
     @asgi_route("POST", f"{TOPIC_PATH}/peek", Route.PEEK, KeyScope.READ, "queues")
@@ -265,7 +274,7 @@ class QueueRoutes:
                     return bodies, count, cursor
                 ref = self._reader.get(name)
                 options = PageOptions(last_seq - cursor, left_bytes, include_tags=True, extras=extras)
-                page = await self._reader.fetch_page(ref, cursor, options, self._reader.now_ms(), last_seq)
+                page = await self._reader.fetch_page(ref, cursor, options, last_seq)
                 cursor = max(page.next_from_seq, cursor + 1)
                 if page.count:
                     bodies.append(page.body)
@@ -289,10 +298,8 @@ class QueueRoutes:
         if max(given.seqs) >= 1 << 64:
             raise invalid("seqs must be integers from 0 to 2^64-1", field="seqs")
         if given.lease_ids is not None and len(given.lease_ids) != len(given.seqs):
-            raise invalid(
-                f"lease_ids must have one for each of the {len(given.seqs)} seqs, not {len(given.lease_ids)}",
-                field="lease_ids",
-            )
+            message = f"lease_ids must have one for each of the {len(given.seqs)} seqs, not {len(given.lease_ids)}"
+            raise invalid(message, field="lease_ids")
         return given
 
 

@@ -24,8 +24,8 @@ from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry.access import Access
-from topics.frontend.entry.query import count
 from topics.frontend.entry.stalled_clients import STALL_MAX_MS, ReadProgress
+from topics.frontend.entry.wire import count
 from topics.frontend.live import event_streams
 from topics.frontend.live.event_streams import HEARTBEAT_MAX_MS, Push, StreamSlots
 from topics.frontend.live.wording import EVENT_STREAM, in_lines
@@ -50,17 +50,6 @@ _ABOUT_HEARTBEATS: Final = "a comment when nothing else was sent for so long"
 _DELETED: Final = b"event: topic-deleted\ndata: %b\n\n"
 _WRITE_BYTES: Final = 64 * 1024
 """Size of one write. Before each, the client may turn out not to keep up."""
-
-
-class WorkParams(msgspec.Struct, frozen=True):
-    """The parameters of a stream. `lease_ms` is None for the queue's own."""
-
-    name: str
-    node: str
-    most: int
-    lease_ms: int | None
-    heartbeat_ms: int
-    key_digest: bytes
 
 
 @dataclass(eq=False)
@@ -94,9 +83,10 @@ class WorkRoutes:
         name = check_topic_name(scope["path_params"]["topic"])
         caller = self.access.authenticate(scope, token=True)
         caller.require(_NEEDED, (name,))
-        params = self._params(name, caller.digest, scope)
+        event_streams.check_accept(dict(scope["headers"]))
+        stream = WorkStream(self, name, caller.digest, QueryParams(scope["query_string"]))
         with self.slots.hold(caller):
-            await self._work(params, scope, receive, send)
+            await self._work(stream, scope, receive, send)
 
     def drain(self) -> None:
         """End all streams, as the process is to stop. Their jobs are free for workers elsewhere."""
@@ -104,21 +94,7 @@ class WorkRoutes:
         for stream in list(self._streams):
             stream.end(EVENT_STREAM.shutting_down)
 
-    def _params(self, name: str, key_digest: bytes, scope: Scope) -> WorkParams:
-        event_streams.check_accept(dict(scope["headers"]))
-        query = QueryParams(scope["query_string"])
-        heartbeat_ms = min(count(query, "heartbeat_ms", HEARTBEAT_MS), HEARTBEAT_MAX_MS)
-        return WorkParams(
-            name,
-            checked_node(query.get("node", ""), self.settings),
-            max(1, min(count(query, "max", 1), self.settings.max_claim)),
-            clamped_lease_ms(max(1, count(query, "lease_ms", 0))) if "lease_ms" in query else None,
-            max(self.settings.test_min_heartbeat_ms, heartbeat_ms),
-            key_digest,
-        )
-
-    async def _work(self, params: WorkParams, scope: Scope, receive: Receive, send: Send) -> None:
-        stream = WorkStream(self, params)
+    async def _work(self, stream: WorkStream, scope: Scope, receive: Receive, send: Send) -> None:
         self._streams.add(stream)
         try:
             if self._draining:
@@ -146,39 +122,42 @@ class WorkRoutes:
             self._end_if_forbidden(stream)
 
     def _end_if_forbidden(self, stream: WorkStream) -> None:
-        params = stream.params
-        if not self.access.still_allows(params.key_digest, _NEEDED, (params.name,)):
+        if not self.access.still_allows(stream.key_digest, _NEEDED, (stream.name,)):
             stream.end(EVENT_STREAM.final("forbidden", "the key of this stream is no longer valid for it"))
 
 
 class WorkStream:
     """One connection. It writes the jobs that the shard deals to it, at once; the shard counts them."""
 
-    def __init__(self, routes: WorkRoutes, params: WorkParams) -> None:
-        services = routes.services
+    def __init__(self, routes: WorkRoutes, name: str, key_digest: bytes, query: QueryParams) -> None:
+        """Raise `400 invalid_request` for a wrong parameter in `query`."""
+        services, settings = routes.services, routes.settings
         self._routes = routes
         self._gateway, self._reader = services.gateway, services.reader
         self._channel = services.channel
         self._dead_letters, self._unreadable = services.dead_letters, services.unreadable
         self._loop = asyncio.get_running_loop()
-        self.params = params
-        self._name = params.name.encode()
-        self.shard = services.gateway.owner(params.name)
+        self.name = name
+        self.key_digest = key_digest
+        self._node = checked_node(query.get("node", ""), settings)
+        self._most = max(1, min(count(query, "max", 1), settings.max_claim))
+        lease_ms = clamped_lease_ms(max(1, count(query, "lease_ms", 0)))
+        self._lease_ms = lease_ms if "lease_ms" in query else None
+        heartbeat_ms = min(count(query, "heartbeat_ms", HEARTBEAT_MS), HEARTBEAT_MAX_MS)
+        self._heartbeat_ms = max(settings.test_min_heartbeat_ms, heartbeat_ms)
+        self.shard = services.gateway.owner(name)
         self._number = services.channel.listeners.new_number()
         self._push: Push | None = None
         self._early: list[Dealt] = []
         """Jobs that came before the head of the answer was sent, or while a record is fetched."""
         self._fetching: asyncio.Task[None] | None = None
-        self._announced = False
-        """True if the shard knows of the stream, or may."""
+        self._announced = False  # true if the shard knows of the stream, or may
         self._reopened = False
         """True if the shard was asked again, which may reach it even if the first request did not."""
         self._closed = False
-        self._last_words = b""
-        """The last event of a stream that ended before it began."""
+        self._last_words = b""  # the last event of a stream that ended before it began
         self._heartbeat: asyncio.TimerHandle | None = None
-        self._stall: ReadProgress | None = None
-        """The stall of a client that does not keep up, and is dealt no jobs."""
+        self._stall: ReadProgress | None = None  # the stall of a client that does not keep up, and is dealt no jobs
         self._stall_timer: asyncio.TimerHandle | None = None
 
     async def open(self) -> None:
@@ -186,13 +165,12 @@ class WorkStream:
         self._channel.listeners.listen(self._number, self._take_dealt)
         self._announced = True
         try:
-            await self._gateway.call(self.shard, self._opening(self.params.most))
+            await self._gateway.call(self.shard, self._opening(self._most))
         except TopicsError as error:
             self._announced = self._reopened or is_outcome_unknown(error)
             raise
 
     def begin(self, push: Push) -> None:
-        """Send jobs from now on."""
         self._push = push
         push.on_writable = self._end_stall
         push.on_close = self._stop
@@ -209,7 +187,7 @@ class WorkStream:
         if self._closed:
             return
         try:
-            future = self._gateway.submit(self.shard, self._opening(0 if self._stall else self.params.most))
+            future = self._gateway.submit(self.shard, self._opening(0 if self._stall else self._most))
         except TopicsError:
             self._loop.call_later(REOPEN_S, self.reopen)
         else:
@@ -225,24 +203,19 @@ class WorkStream:
                 self._loop.call_later(REOPEN_S, self.reopen)
 
     def end(self, last_words: bytes) -> None:
-        """End the stream with this event."""
         if not self._closed:
             self._last_words = last_words
             if self._push is not None:
                 self._push.write(last_words)
-        self.close()
-
-    def close(self) -> None:
         self._stop()
         if self._push is not None:
             self._push.close()
 
     def release(self) -> None:
-        """Free the jobs of a connection that is over."""
         self._stop()
-        name = self.params.name
         if self._announced:
-            self._channel.leave(self.shard, name, self._number, partial(self._dead_letters.start_move, name))
+            on_dealt = partial(self._dead_letters.start_move, self.name)
+            self._channel.leave(self.shard, self.name, self._number, on_dealt)
         else:
             self._channel.listeners.forget(self._number, self._take_dealt)
 
@@ -253,7 +226,7 @@ class WorkStream:
                 pending.cancel()
 
     def _take_dealt(self, dealt: Dealt) -> None:
-        self._dead_letters.start_move(self.params.name, dealt)
+        self._dead_letters.start_move(self.name, dealt)
         self._send(dealt)
 
     def _send(self, dealt: Dealt) -> None:
@@ -272,7 +245,7 @@ class WorkStream:
             self.end(EVENT_STREAM.final(error.code, error.message))
 
     def _end_deleted(self) -> None:
-        self.end(_DELETED % msgspec.json.encode({"topic": self.params.name, "reason": "deleted"}))
+        self.end(_DELETED % msgspec.json.encode({"topic": self.name, "reason": "deleted"}))
 
     def _write(self, dealt: Dealt, push: Push) -> None:
         pieces: list[bytes] = []
@@ -286,7 +259,7 @@ class WorkStream:
                     break
             one = _part(dealt, at, at + 1)
             try:
-                rendered = JobRendering(self._reader, self.params.name, one).go_on()
+                rendered = JobRendering(self._reader, self.name, one).go_on()
             except ColdMissError:
                 self._fetching = self._loop.create_task(self._fetch(_part(dealt, at, len(dealt.seqs)), push))
                 break
@@ -306,7 +279,7 @@ class WorkStream:
         first = _part(dealt, 0, 1)
         rendered = failure = None
         try:
-            rendered = await fetch_jobs(self._reader, self.params.name, first)
+            rendered = await fetch_jobs(self._reader, self.name, first)
         except TopicsError as error:
             failure = error
         self._fetching = None  # an end of the stream from here on must not cancel this task
@@ -322,10 +295,9 @@ class WorkStream:
 
     def _put_aside(self, one: Dealt, error: TopicsError) -> bool:
         """Put a job aside that cannot be read, so that the next one is dealt. False: the job is not the cause."""
-        name, node = self.params.name, self.params.node
-        if not self._unreadable.is_unreadable(name, one.seqs[0], error):
+        if not self._unreadable.is_unreadable(self.name, one.seqs[0], error):
             return False
-        self._channel.give_back(name, node, one, delay_ms=ASIDE_MS)
+        self._channel.give_back(self.name, self._node, one, delay_ms=ASIDE_MS)
         return True
 
     def _send_early(self) -> None:
@@ -335,7 +307,8 @@ class WorkStream:
 
     def _event(self, rendered: RenderedJobs, seq: int) -> bytes:
         self._routes.cell.add("records_out")
-        return b'event: job\ndata: {"topic":"%b",%b\nid: %d\n\n' % (self._name, in_lines(rendered.body[1:]), seq)
+        name, job = self.name.encode(), in_lines(rendered.body[1:])
+        return b'event: job\ndata: {"topic":"%b",%b\nid: %d\n\n' % (name, job, seq)
 
     def _pause(self, dealt: Dealt, from_at: int, push: Push) -> None:
         """Give back the jobs that cannot be sent, as the client does not keep up."""
@@ -343,14 +316,14 @@ class WorkStream:
             self._stall = ReadProgress(push.progress_bytes, self._routes.clock.monotonic_ms())
             self._stall_timer = self._loop.call_later(STALL_CHECK_S, self._check_stall, push)
         self._gateway.post(self.shard, self._opening(0))
-        self._channel.give_back(self.params.name, self.params.node, dealt, from_at)
+        self._channel.give_back(self.name, self._node, dealt, from_at)
 
     def _end_stall(self) -> None:
         if self._stall is not None and not self._closed:
             self._stall = None
             if self._stall_timer is not None:
                 self._stall_timer.cancel()
-            self._gateway.post(self.shard, self._opening(self.params.most))
+            self._gateway.post(self.shard, self._opening(self._most))
 
     def _check_stall(self, push: Push) -> None:
         if self._stall is None or self._closed:
@@ -362,12 +335,12 @@ class WorkStream:
 
     def _opening(self, most: int) -> WorkOpen:
         """Return the message that opens the stream, or changes its number of jobs to `most`."""
-        return WorkOpen(self.params.name, self._number, self.params.node, most, self.params.lease_ms)
+        return WorkOpen(self.name, self._number, self._node, most, self._lease_ms)
 
     def _beat_later(self) -> None:
         if self._heartbeat is not None:
             self._heartbeat.cancel()
-        self._heartbeat = self._loop.call_later(self.params.heartbeat_ms / 1000, self._beat)
+        self._heartbeat = self._loop.call_later(self._heartbeat_ms / 1000, self._beat)
 
     def _beat(self) -> None:
         if self._push is not None and not self._closed:
@@ -376,6 +349,5 @@ class WorkStream:
 
 
 def _part(dealt: Dealt, start: int, end: int) -> Dealt:
-    """Return the jobs start..end of `dealt`."""
     first_lease_no = dealt.first_lease_no + start
     return Dealt(dealt.stream, dealt.seqs[start:end], first_lease_no, dealt.deadline_ms, dealt.deliveries[start:end], 0)

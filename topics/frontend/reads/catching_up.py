@@ -1,8 +1,7 @@
 """Lets reads of a router's dest catch up (api §6): they see every record that its source acknowledged before.
 
-Shared memory says whether a dest is behind. If it is not, a read costs two loads and a look into a dict. If it is, the
-read asks the dest's shard to copy the missing records, down the chain from its far end, and waits for a limited time:
-committed records can be read while that shard is dead.
+Shared memory says whether a dest is behind. If it is, the read asks the dest's shard to copy the missing records, down
+the chain from its far end, and waits for a limited time: records can be read while that shard is dead.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Reads from the cold tier, which may be slow, hang or fail, without holding up anything else.
 
 A page is made on the event loop from bytes in memory. If it needs others that only the cold tier has, `extent` raises
-ColdMissError. A caller that can wait then awaits `fetch` and makes the page again. Fetched bytes are kept for a while,
-in blocks: readers that page through a cold segment, one or many, fetch each block once.
-
-Each read has its own thread, and there are few. A read that hangs occupies its place until it returns, long after its
-readers were told that the tier does not answer. No other thread of the process is used, and the end of the process
-waits for none of these.
+ColdMissError. A caller that can wait then awaits `fetch` and makes the page again. Fetched blocks are kept for a while:
+readers that page through a cold segment fetch each once. Each read has its own thread, and there are few. One that
+hangs keeps its place until it returns, long after its readers were told so. The end of the process waits for none.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Thread
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, Generic, TypeVar
 
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
@@ -53,13 +50,6 @@ class ColdMissError(TopicsError):
         return self.name, self.start // BLOCK_BYTES, (self.end - 1) // BLOCK_BYTES
 
 
-class _Block(NamedTuple):
-    """A fetched block, and the monotonic ms at which it was read."""
-
-    data: bytes
-    read_ms: int
-
-
 @dataclass(eq=False)
 class _RangedRead:
     """One read of neighbouring blocks, `start..end` in bytes. `done` gets None, or the error."""
@@ -80,7 +70,8 @@ class ColdTier:
         self._store = store
         self._clock = clock
         self.timeout_ms = timeout_ms
-        self._blocks: OrderedDict[tuple[str, int], _Block] = OrderedDict()
+        self._blocks: OrderedDict[tuple[str, int], tuple[bytes, int]] = OrderedDict()
+        """Fetched blocks, each with the monotonic ms at which it was read."""
         self._blocks_max = cache_bytes // BLOCK_BYTES
         self._reads: dict[tuple[str, int], _RangedRead] = {}
         """Reads that are waiting or under way, by each of their blocks."""
@@ -95,17 +86,15 @@ class ColdTier:
             block = self._blocks.get((name, number))
             if block is None:
                 raise ColdMissError(name, start, end, data_bytes)
-            pieces.append(block.data)
+            pieces.append(block[0])
         for number in range(first, last + 1):
             self._blocks.move_to_end((name, number))
         return pieces[0] if len(pieces) == 1 else b"".join(pieces), first * BLOCK_BYTES
 
     def forget(self, name: str) -> bool:
-        """Drop blocks of an object that is damaged, so that the next reader fetches it again. Blocks younger than
-        FRESH_MS stay. True: some were dropped, as the object may have been restored since they were read.
-        """
+        """Drop blocks of a damaged object that are older than FRESH_MS. True: there were some, so read it again."""
         old_ms = self._clock.monotonic_ms() - FRESH_MS
-        old = [key for key, block in self._blocks.items() if key[0] == name and block.read_ms <= old_ms]
+        old = [key for key, (_data, read_ms) in self._blocks.items() if key[0] == name and read_ms <= old_ms]
         for key in old:
             del self._blocks[key]
         return bool(old)
@@ -177,7 +166,7 @@ class ColdTier:
         if error is None:
             now_ms = self._clock.monotonic_ms()
             for at, number in enumerate(read.blocks):
-                self._blocks[read.name, number] = _Block(data[at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES], now_ms)
+                self._blocks[read.name, number] = data[at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES], now_ms
                 self._blocks.move_to_end((read.name, number))
             while len(self._blocks) > max(self._blocks_max, len(read.blocks)):
                 self._blocks.popitem(last=False)

@@ -51,8 +51,7 @@ class DiffRoute:
     cell: ProcessCell
     catching_up: CatchingUp
     clock: Clock
-    _waiting: set[Callable[[], None]] = field(default_factory=set)
-    """The functions that end the long polls."""
+    _waiting: set[Callable[[], None]] = field(default_factory=set)  # the functions that end the long polls
     _draining: bool = False
 
     async def __call__(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,15 +65,19 @@ class DiffRoute:
         if room is not None:
             await room.replace(_room_bytes(options))
         ref = reader.get(name)
-        page = await reader.fetch_page(ref, request.from_seq, options, reader.now_ms(), from_ts=request.from_ts)
+        page = await reader.fetch_page(ref, request.from_seq, options, from_ts=request.from_ts)
         self.recency.touch(ref.shard, ref.slot, ref.view.topic_id, self.clock.now_ms())
-        if request.wait_ms and not _deliverable(page):
+        if request.wait_ms and not page.is_news:
             scope[ROUTE] = Route.DIFF_WAIT
             page = await self._wait(ref, page, request, options, receive, room)
         self.cell.add("records_out", page.count)
-        answering = send_json(send, headers, 200, _answer(name, page, with_copies, started_ns))
+        took_ms = str(elapsed_ms(started_ns)).encode()
+        cold = b',"cold_segments_read":%d' % page.cold_segments if page.cold_segments else b""
+        copies = b"" if with_copies else b',"copies_pending":true'
+        answer = _ANSWER % (name.encode(), *page_values(page), took_ms, page.scanned, cold, copies)
+        answering = send_json(send, headers, 200, answer)
         # The page and the names of writers may be long: they are not kept while the client takes the answer.
-        del page, options
+        del page, options, answer
         await answering
 
     @asgi_route("POST", f"{TOPIC_PATH}/diff", Route.DIFF, KeyScope.READ, "records")
@@ -120,7 +123,7 @@ class DiffRoute:
 
         # Only the timer ends it: by the loop's clock it may fire early, and would then not fire again.
         timer = loop.call_later(min(request.wait_ms, WAIT_MS_MAX) / 1000, end)
-        watch = self.gateway.watch(ref.shard, ref.name, ref.view, news.set)
+        watch = self.gateway.watches.add(ref.shard, ref.name, ref.view, news.set)
         # Only a disconnect can follow the body.
         gone = loop.create_task(until_disconnect(receive))
         gone.add_done_callback(lambda _: news.set())
@@ -128,7 +131,7 @@ class DiffRoute:
         self.cell.set("long_polls", len(self._waiting))
         try:
             over |= self._draining  # `drain` ended only the long polls before this one
-            while not (over or _deliverable(page)):
+            while not (over or page.is_news):
                 if room is not None:
                     room.resize(0)
                 if page.caught_up:
@@ -151,8 +154,7 @@ class DiffRoute:
                 ref = reader.get(ref.name)
                 watch.found(ref.view)
                 scanned, cold_segments = scanned + page.scanned, cold_segments + page.cold_segments
-                from_seq, from_ts = page.next_from_seq, request.from_ts
-                page = await reader.fetch_page(ref, from_seq, options, reader.now_ms(), from_ts=from_ts)
+                page = await reader.fetch_page(ref, page.next_from_seq, options, from_ts=request.from_ts)
         finally:
             timer.cancel()
             watch.cancel()
@@ -178,18 +180,3 @@ def page_options(request: DiffBody | FollowBody, settings: Settings) -> PageOpti
 def _room_bytes(options: PageOptions) -> int:
     """Return the longest that a page may be: it has at least one record, however few bytes are asked for."""
     return max(options.max_batch_bytes, MAX_BATCH_BYTES[0])
-
-
-def _deliverable(page: RecordPage) -> bool:
-    return page.count > 0 or page.tombstone is not None
-
-
-def _answer(name: str, page: RecordPage, with_copies: bool, started_ns: int) -> bytes:
-    return _ANSWER % (
-        name.encode(),
-        *page_values(page),
-        str(elapsed_ms(started_ns)).encode(),
-        page.scanned,
-        b',"cold_segments_read":%d' % page.cold_segments if page.cold_segments else b"",
-        b"" if with_copies else b',"copies_pending":true',
-    )

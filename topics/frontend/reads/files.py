@@ -16,10 +16,7 @@ MAPS_MAX: Final = 64
 
 
 class LogFiles:
-    """The mapped log files of all shards. It keeps the `maps_max` last used ones.
-
-    Only bytes that a published location names are read, and those never change.
-    """
+    """The mapped log files of all shards, the `maps_max` last used ones. Only bytes that locations name are read."""
 
     def __init__(self, data_dir: str, ram_dir: str, shards: int, maps_max: int = MAPS_MAX) -> None:
         self.data_dir = data_dir
@@ -95,9 +92,7 @@ class OpenSegment:
         """A byte a record: 1 if its frame was found to be whole since the opening; 2 if it is marked deleted, too."""
 
     def local_data(self) -> CommittedFile | None:
-        """Return the data file, opened at its first use: times and floors are in the index. None if only the cold tier
-        has it. Raise FileNotFoundError, CorruptSegment.
-        """
+        """Return the data file; None if only the cold tier has it. Raise FileNotFoundError, CorruptSegment."""
         if self.is_cold:
             self.close_outdated()
         try:
@@ -121,7 +116,6 @@ class OpenSegment:
         return self._idx.has_its_name
 
     def columns(self, first_seq: int, last_seq: int) -> Columns:
-        """Return the index entries of these seqs."""
         return segment.read_columns(self._idx, first_seq - self.first_seq, last_seq - first_seq + 1)
 
     def entries(self, first_seq: int, last_seq: int) -> array[int]:
@@ -163,7 +157,6 @@ class OpenSegment:
         return bytes(self._checked)
 
     def ts_at(self, seq: int) -> int:
-        """Return the commit time of a record, ms."""
         return segment.ts_of(self._idx, seq - self.first_seq)
 
     def first_seq_at(self, ts: int) -> int:
@@ -172,11 +165,10 @@ class OpenSegment:
 
 
 class SegmentCache:
-    """The open segments of all topics. It keeps the `segments_max` last used ones."""
+    """The open segments of all topics. It keeps the SEGMENTS_MAX last used ones."""
 
-    def __init__(self, data_dir: str, segments_max: int = SEGMENTS_MAX) -> None:
+    def __init__(self, data_dir: str) -> None:
         self._data_dir = data_dir
-        self._segments_max = segments_max
         self._open: OrderedDict[tuple[int, int, int], OpenSegment] = OrderedDict()
         self._unswept: list[tuple[int, int, int]] = []
 
@@ -188,7 +180,7 @@ class SegmentCache:
             directory = layout.topic_dir(self._data_dir, topic_id)
             opened = OpenSegment(directory, topic_id, info, opened.checked() if opened is not None else b"")
             self._open[key] = opened
-            if len(self._open) > self._segments_max:
+            if len(self._open) > SEGMENTS_MAX:
                 self._open.popitem(last=False)
         self._open.move_to_end(key)
         opened.is_cold = bool(info.flags & COLD)

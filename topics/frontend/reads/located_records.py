@@ -25,8 +25,7 @@ from topics.frontend.reads.records import LOG_FRAME, SEGMENT_FRAME, Run
 from topics.shm.arena import ArenaReader, TopicView
 from topics.storage.segment import Columns
 
-_IDENTITY: Final = Struct("<I2xQQ")
-"""frame_len, topic_id, seq of a frame in the log."""
+_IDENTITY: Final = Struct("<I2xQQ")  # frame_len, topic_id, seq of a frame in the log
 _LENGTH_FIELD_LEN: Final = 4
 _COPY_MAX_BYTES: Final = 256 * 1024
 """Most bytes copied out of a map before they are sliced: a slice of `bytes` costs half of a slice of a map."""
@@ -63,8 +62,7 @@ class LocatedRecords:
         self._slot = slot
         self._view = view
         self._table: tuple[SegmentInfo, ...] | None = None
-        self.cold_segments: set[int] = set()
-        """First seqs of the segments that runs were taken from the cold tier of."""
+        self.cold_segments: set[int] = set()  # first seqs of the segments that runs were taken from the cold tier of
 
     # -- times
 
@@ -163,7 +161,11 @@ class LocatedRecords:
         if end:
             data = opened.local_data()
             if data is None:
-                buffer, base = self._cold_tier(opened).extent(opened.name, base, end, info.data_bytes)
+                if self._stores.cold is None:
+                    why = "is in the cold tier, and this service has none: start it with its former TOPICS_COLD_DIR"
+                    message, detail = f"segment {opened.name} {why}", {"segment": opened.name}
+                    raise TopicsError("storage_unavailable", message, detail)
+                buffer, base = self._stores.cold.extent(opened.name, base, end, info.data_bytes)
                 self.cold_segments.add(info.first_seq)
             else:
                 buffer = data[base:end]
@@ -177,20 +179,9 @@ class LocatedRecords:
                 columns = columns._replace(flags=flags)
         return Run(first_seq, columns.ts, starts, columns.lengths, columns.flags, buffer, SEGMENT_FRAME)
 
-    def _cold_tier(self, opened: OpenSegment) -> ColdTier:
-        if self._stores.cold is None:
-            raise TopicsError(
-                "storage_unavailable",
-                f"segment {opened.name} is in the cold tier, and this service has none: start it with its former"
-                " TOPICS_COLD_DIR",
-                {"segment": opened.name},
-            )
-        return self._stores.cold
-
     # -- in the log
 
     def _columns(self, first_seq: int, last_seq: int) -> tuple[Columns, list[int]]:
-        """Return (index entries, the numbers of their files)."""
         entries = self._arena.entries(self._view, first_seq, last_seq)
         if entries is None:
             raise MovedError

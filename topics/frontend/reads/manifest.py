@@ -19,12 +19,21 @@ from topics.core.errors import TopicsError, invalid
 from topics.core.keys import KeyScope
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.frontend.entry import limits
-from topics.frontend.entry.query import count
 from topics.frontend.entry.responses import LIST_BYTES_MAX, reserve_room
+from topics.frontend.entry.wire import count
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader, TopicRef
-from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-from topics.frontend.routes.operations import COUNT, TOPIC_PATH, Query, describe, ok, takes
+from topics.frontend.routes.operations import (
+    COUNT,
+    TOPIC_PATH,
+    ApiRequest,
+    JsonReply,
+    Query,
+    describe,
+    json_route,
+    ok,
+    takes,
+)
 from topics.shm.durations import Route
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
@@ -43,8 +52,7 @@ _DIGESTS_KEPT: Final = 16_384
 _DIGESTS_AT_ONCE: Final = 16
 _TRIES: Final = 8
 
-_Key = tuple[int, int, int]
-"""(topic id, first_seq, version) of a segment."""
+_Key = tuple[int, int, int]  # (topic id, first_seq, version) of a segment
 
 
 @dataclass(eq=False)

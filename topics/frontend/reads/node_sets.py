@@ -1,12 +1,11 @@
-"""The sets of writers whose records readers leave out (api §4): equal sets are shared, and long ones have a common
-bound.
+"""The sets of writers whose records readers leave out (api §4). Equal sets are shared, long ones have a common bound.
 
     node_set ─▶ equal to a living set: that one
         └─▶ new, and room for it: counted ─▶ its readers keep it ─▶ freed after the last one: no longer counted
                  └─▶ no room: 429 throttled
 
-A long poll keeps its set for half a minute, a stream for as long as it is open, and a set may be as long as a body of a
-MiB. No reader knows when the last one ends, so a set is counted until it is freed.
+A stream keeps its set for as long as it is open, and a set may be as long as a body of a MiB. No reader knows when the
+last one ends, so a set is counted until it is freed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Reads a topic: the page that follows a cursor (api §3). Diffs, watch streams and claims all read through here.
 
-No shard is asked. A read takes the arena's view of the topic and the files that it points into, so committed records
-can be read while the shard is dead, and a page is one consistent state. A read awaits nothing, unless only the cold
-tier has a record (`TopicReader.fetch_page`).
+No shard is asked: a read takes the arena's view of the topic and the files that it points into, one consistent state,
+also while the shard is dead. It awaits nothing, unless only the cold tier has a record (`TopicReader.fetch_page`).
 """
 
 from __future__ import annotations
@@ -56,13 +55,16 @@ def floor_tombstone(view: TopicView, from_seq: int) -> Tombstone | None:
         # The cursor is from a deleted topic of this name, if there was one; otherwise it never came from here.
         if not view.recreated or not view.head_seq:
             return None
-        return Tombstone(1, view.head_seq, "recreated", view.head_seq, view.earliest_seq, view.head_seq)
+        return _gap(view, 1, view.head_seq, "recreated")
     gap_from = from_seq + 1
     if gap_from >= view.evict_floor:
         return None
     reason = EvictReason.MIXED if gap_from < view.evict_run_seq else EvictReason(view.evict_reason)
-    gap_to = view.earliest_seq - 1
-    return Tombstone(gap_from, gap_to, reason.name.lower(), gap_to - gap_from + 1, view.earliest_seq, view.head_seq)
+    return _gap(view, gap_from, view.earliest_seq - 1, reason.name.lower())
+
+
+def _gap(view: TopicView, gap_from: int, gap_to: int, reason: str) -> Tombstone:
+    return Tombstone(gap_from, gap_to, reason, gap_to - gap_from + 1, view.earliest_seq, view.head_seq)
 
 
 def _evicted(view: TopicView, seq: int, reason: EvictReason) -> TopicView:
@@ -116,6 +118,11 @@ class RecordPage(msgspec.Struct, frozen=True):
     def caught_up(self) -> bool:
         return self.next_from_seq == self.head_seq
 
+    @property
+    def is_news(self) -> bool:
+        """True if there is anything to deliver."""
+        return self.count > 0 or self.tombstone is not None
+
 
 class TopicReader:
     """Finds and reads the topics of all shards."""
@@ -136,9 +143,8 @@ class TopicReader:
         self.stores.segments.sweep()
 
     def now_ms(self) -> int:
-        """Return the ms since the epoch by which records expire. It does not go back when the clock is corrected, so
-        expired records stay expired. After a clock that was far ahead it does: then the records that the shard has not
-        evicted by it come back.
+        """Return the ms since the epoch by which records expire. It does not go back when the clock is corrected. After
+        a clock that was far ahead it does: then records come back that the shard has not evicted by it.
         """
         now_ms = self._clock.now_ms()
         if not now_ms < self._now_ms <= now_ms + STEP_MAX_MS:
@@ -149,16 +155,12 @@ class TopicReader:
         """Return the topic as it is now, if it exists. Raise `not_ready` until its shard has recovered."""
         shard = owner_shard(name, self._shards)
         arena = self._arenas.require(shard)
-        found = arena.look_up(name)
-        if found is None:
+        if (found := arena.look_up(name)) is None:
             return None
-        slot, view = found
-        return TopicRef(name, shard, arena, slot, view, arena.config(slot, view))
+        return TopicRef(name, shard, arena, *found, arena.config(*found))
 
     def get(self, name: str) -> TopicRef:
-        """Find the topic. `404 topic_not_found` if it does not exist."""
-        ref = self.find(name)
-        if ref is None:
+        if (ref := self.find(name)) is None:
             raise topic_not_found(name)
         return ref
 
@@ -185,13 +187,13 @@ class TopicReader:
 
         return self._retrying(ref, look)
 
-    def has_expired(self, ref: TopicRef, now_ms: int) -> bool:
+    def has_expired(self, ref: TopicRef) -> bool:
         """Tell whether records have expired that the shard still counts."""
         ttl_ms, view = ref.config.ttl_ms, ref.view
         if not ttl_ms or view.earliest_seq > view.head_seq:
             return False
         try:
-            return now_ms - self._records(ref).ts_at(view.earliest_seq) > ttl_ms
+            return self.now_ms() - self._records(ref).ts_at(view.earliest_seq) > ttl_ms
         except (MovedError, FileNotFoundError):
             # The shard has changed the topic since `view`, maybe because records expired.
             return True
@@ -200,35 +202,23 @@ class TopicReader:
             return False
 
     def read_page(
-        self,
-        ref: TopicRef,
-        from_seq: int,
-        options: PageOptions,
-        now_ms: int,
-        up_to_seq: int | None = None,
-        from_ts: int | None = None,
+        self, ref: TopicRef, from_seq: int, options: PageOptions, to_seq: int | None = None, from_ts: int | None = None
     ) -> RecordPage:
-        """Return the records after `from_seq`, up to `up_to_seq`, and none before the first with `$ts >= from_ts`.
+        """Return the records after `from_seq`, up to `to_seq`, and none before the first with `$ts >= from_ts`.
 
         Raise `topic_not_found` if the topic was deleted, `storage_unavailable` if a frame cannot be read, and
         ColdMissError if the first record has to be fetched from the cold tier (`fetch_page` does that).
         """
-        return self._retrying(ref, lambda ref: self._read(ref, from_seq, options, now_ms, up_to_seq, from_ts))
+        return self._retrying(ref, lambda ref: self._read(ref, from_seq, options, to_seq, from_ts))
 
     async def fetch_page(
-        self,
-        ref: TopicRef,
-        from_seq: int,
-        options: PageOptions,
-        now_ms: int,
-        up_to_seq: int | None = None,
-        from_ts: int | None = None,
+        self, ref: TopicRef, from_seq: int, options: PageOptions, to_seq: int | None = None, from_ts: int | None = None
     ) -> RecordPage:
         """Read as `read_page` does, and fetch records from the cold tier. Find the topic again after this."""
         reason: Exception | None = None
         for _ in range(_COLD_TRIES):
             try:
-                return self.read_page(ref, from_seq, options, now_ms, up_to_seq, from_ts)
+                return self.read_page(ref, from_seq, options, to_seq, from_ts)
             except ColdMissError as miss:
                 try:
                     await self.fetch(miss)
@@ -267,26 +257,20 @@ class TopicReader:
         return LocatedRecords(self.stores, ref.shard, ref.arena, ref.slot, ref.view)
 
     def _read(
-        self,
-        ref: TopicRef,
-        from_seq: int,
-        options: PageOptions,
-        now_ms: int,
-        up_to_seq: int | None,
-        from_ts: int | None,
+        self, ref: TopicRef, from_seq: int, options: PageOptions, to_seq: int | None, from_ts: int | None
     ) -> RecordPage:
         records = self._records(ref)
         if from_ts is not None:
             # In this view, as a record that is written between finding the start and reading may be too early.
             from_seq = max(from_seq, records.first_seq_at(from_ts) - 1)
-        view = logical_view(ref.view, ref.config.ttl_ms, records, now_ms)
+        view = logical_view(ref.view, ref.config.ttl_ms, records, self.now_ms())
         tombstone = floor_tombstone(view, from_seq)
         if from_seq > view.head_seq:
             from_seq = 0 if view.recreated else view.head_seq
         if not ref.config.dedupe_node:
             options = options._replace(nodes=None)
         start = cursor = max(from_seq, view.earliest_seq - 1)
-        last_seq = view.head_seq if up_to_seq is None else min(up_to_seq, view.head_seq)
+        last_seq = view.head_seq if to_seq is None else min(to_seq, view.head_seq)
         bodies: list[bytes] = []
         count = size_bytes = 0
         step_max = _STEP_MAX
@@ -352,9 +336,7 @@ def _lost_run(records: LocatedRecords, view: TopicView, first_seq: int, last_seq
                 last_seq = seq - 1
                 break
             seq += 1
-    return Tombstone(
-        first_seq, last_seq, reason.name.lower(), last_seq - first_seq + 1, view.earliest_seq, view.head_seq
-    )
+    return _gap(view, first_seq, last_seq, reason.name.lower())
 
 
 def _unreadable(ref: TopicRef, error: Exception | None) -> TopicsError:

@@ -1,8 +1,7 @@
 """Renders records: from frames in a log file or a segment to the JSON objects of an answer.
 
-A frame's payload is already the JSON that the client gets. So a record is joined from three texts: its numbers, its
-node and tag if it has them, its payload. The common page, without node, tag, meta or deletions, takes one slice for
-each record and one formatting for all of them (`bench diff`).
+A frame's payload is already the JSON that the client gets. The common page, without node, tag, meta or deletions, takes
+one slice for each record and one formatting for all of them (`bench diff`).
 """
 
 from __future__ import annotations
@@ -195,10 +194,8 @@ def _render_any(run: Run, options: PageOptions, count: int, size_bytes: int) -> 
 
 
 def _part(payload: bytes, options: PageOptions) -> bytes:
-    """Return a payload without its data (then with the comma before it), its meta or both.
-
-    The values of meta hold no object with a `meta` of its own, and quotes inside a string are escaped. So the last
-    occurrence is the start of meta, whatever `data` contains.
+    """Return a payload without its data (then with the comma before it), its meta or both. The values of meta hold no
+    `meta` of their own, and quotes inside a string are escaped: the last occurrence is the start of meta.
     """
     split = payload.rindex(_META)
     if options.include_data:

@@ -18,13 +18,13 @@ from topics.core.dead_letters import RESERVED
 from topics.core.errors import TopicsError, invalid
 from topics.core.idempotency import ProducerTurn, producer_key
 from topics.core.keys import ApiKey, KeyScope
-from topics.core.names import check_topic_name, owner_shard
+from topics.core.names import check_topic_name
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import wire
 from topics.frontend.entry.access import caller_of
 from topics.frontend.entry.bodies import INLINE_BYTES_MAX, read_body
-from topics.frontend.entry.query import flag
 from topics.frontend.entry.responses import elapsed_ms, encode_json, send_json
+from topics.frontend.entry.wire import flag
 from topics.frontend.routes import long_bodies
 from topics.frontend.routes.long_bodies import BodyT
 from topics.frontend.routes.operations import LOST, TOPIC_PATH, asgi_route, describe, flag_query, ok_or_created, takes
@@ -91,13 +91,13 @@ class AppendRoute:
                 config = parse_config(wire.decode_part(request.config, "config"), name)[0]
             except TopicsError:
                 # The config is ignored if the topic exists (api §2).
-                if not self._gateway.knows(name):
+                if self._gateway.view(name) is None:
                     raise
                 create = False
         if config is not None and config.dead_letter is not None:
             caller.require(KeyScope.WRITE, (config.dead_letter,))
         return self._gateway.submit_append(
-            owner_shard(name, self._gateway.shards),
+            self._gateway.owner(name),
             name.encode(),
             create,
             request.if_head_seq,
@@ -169,8 +169,10 @@ class AppendRoute:
         """
         jobs: JobAttributes = []
         candidates: Iterable[tuple[int, RecordBody]] = enumerate(records)
-        if len(records) > SEARCHED_RECORDS_MAX and self._gateway.is_log(name):
-            candidates = ((0, records[0]), (len(records) - 1, records[-1]))
+        if len(records) > SEARCHED_RECORDS_MAX:
+            view = self._gateway.view(name)
+            if view is not None and not view.is_queue:
+                candidates = ((0, records[0]), (len(records) - 1, records[-1]))
         for at, record in candidates:
             if not wire.has_job_attributes(record):
                 continue

@@ -6,11 +6,8 @@
 
 The body is cut between its records, about every PIECE_BYTES. The place of a cut is guessed from the text between the
 first two records, and proven by the result: a piece in brackets must be a JSON array of records, and the frame with one
-made-up record in place of all must be a write with that record. As JSON can be read in only one way, the pieces are
-then the whole. After a wrong guess, msgspec is asked where each value ends.
-
-A body that cannot be cut (no `records` near its beginning, two of them, one record as long as many), or that is
-invalid, is decoded as a whole, which makes the usual error.
+made-up record in place of all must be a write with that record. After a wrong guess, msgspec is asked where each value
+ends. A body that cannot be cut, or is invalid, is decoded as a whole, which makes the usual error.
 """
 
 from __future__ import annotations
@@ -33,8 +30,7 @@ WHOLE_BYTES_MAX: Final = 2 << 20
 PIECE_BYTES: Final = 256 << 10
 REST_S: Final = 50e-6
 """Pause between two pieces. Without it the event loop gets the interpreter only after milliseconds."""
-_FRAME_BYTES_MAX: Final = 64 << 10
-"""Most bytes before the first record, and behind the last one."""
+_FRAME_BYTES_MAX: Final = 64 << 10  # most bytes before the first record, and behind the last one
 _JOINT_BYTES_MAX: Final = 256
 _RECORDS: Final = re.compile(rb'"records"[ \t\r\n]*:[ \t\r\n]*\[')
 _JOINT: Final = re.compile(rb'\}[ \t\r\n]*,[ \t\r\n]*\{[ \t\r\n]*"[a-z_]+"[ \t\r\n]*:')
@@ -118,10 +114,9 @@ class Cutter:
     def _piece(self, at: int, end: int) -> list[RecordBody] | None:
         """Decode the text between as records; None if it is anything else."""
         try:
-            records: list[RecordBody] = wire.decode_any(_records, b"".join((b"[", self._view[at:end], b"]")))
+            return wire.decode(_records, b"".join((b"[", self._view[at:end], b"]"))) or None
         except TopicsError:
             return None
-        return records or None
 
     def _guess(self, at: int, joint: re.Match[bytes]) -> int:
         """Guess the end of a piece from `at` on: a comma, or the bracket behind the last record; -1: unknown."""

@@ -13,11 +13,22 @@ from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_router_name
 from topics.core.routers import Router, RouterSpec, parse_router
 from topics.frontend.entry import wire
-from topics.frontend.entry.query import name_cursor
+from topics.frontend.entry.wire import name_cursor
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.reading import TopicReader
-from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-from topics.frontend.routes.operations import LOST, PAGED, STRING, Query, describe, made_or_there, ok, takes
+from topics.frontend.routes.operations import (
+    LOST,
+    PAGED,
+    STRING,
+    ApiRequest,
+    JsonReply,
+    Query,
+    describe,
+    json_route,
+    made_or_there,
+    ok,
+    takes,
+)
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
 from topics.shm.durations import Route
@@ -82,7 +93,7 @@ class RouterRoutes:
                 and router.name.startswith(prefix)
                 and source in (None, router.spec.source)
                 and dest in (None, router.spec.dest)
-                and _covers(caller, router)
+                and all(map(caller.covers, (router.name, router.spec.source, router.spec.dest)))
             ),
             key=lambda router: router.name,
         )
@@ -195,7 +206,3 @@ class RouterRoutes:
 
 def _router_name(request: ApiRequest) -> str:
     return check_router_name(request.scope["path_params"]["router"])
-
-
-def _covers(caller: ApiKey, router: Router) -> bool:
-    return all(map(caller.covers, (router.name, router.spec.source, router.spec.dest)))

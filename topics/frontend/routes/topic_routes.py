@@ -15,29 +15,34 @@ from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
 from topics.core.scheduler import age
 from topics.frontend.entry import wire
-from topics.frontend.entry.query import flag, name_cursor
+from topics.frontend.entry.wire import flag, name_cursor
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.step_cache import KnownTopics
+from topics.frontend.queues.cursor_routes import shown_cursor
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicRef
-from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
 from topics.frontend.routes.operations import (
     LOST,
     PAGED,
     STRING,
     TOPIC_LOST,
     TOPIC_PATH,
+    ApiRequest,
+    JsonReply,
     Query,
     describe,
     flag_query,
+    json_route,
     made_or_there,
     ok,
     takes,
 )
 from topics.frontend.routes.router_routes import RouterRoutes
+from topics.frontend.routes.topic_ranking import ALLOWED, TopicRanking
 from topics.frontend.shards.arenas import Arenas, live_names
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
+from topics.shm.arena import TopicView
 from topics.shm.durations import Route
 from topics.shm.topic_messages import DeleteRecords, DeleteRecordsReply, DeleteTopic, Expire, PutTopic
 
@@ -58,6 +63,7 @@ class TopicRoutes:
     catching_up: CatchingUp
     routers: RouterRoutes
     settings: Settings
+    ranking: TopicRanking
 
     @json_route("GET", "/v0/topics", Route.LIST_TOPICS, KeyScope.READ, "topics")
     @describe("List topics by name", ok("A page of topics", answers.TopicList))
@@ -65,6 +71,8 @@ class TopicRoutes:
         Query("prefix", STRING, "only names that begin with it"),
         *PAGED,
         flag_query("touch", False, "whether this counts as reading the topics"),
+        *[Query(name, {"type": "string", "enum": [*values]}, "see §1") for name, values in ALLOWED.items()],
+        Query("contains", STRING, "with sort, only names that contain it"),
     )
     async def list_all(self, request: ApiRequest) -> JsonReply:
         query = request.query
@@ -72,6 +80,8 @@ class TopicRoutes:
         prefixes = request.caller.narrowed(query.get("prefix", ""))
         arenas = [self.arenas.require(shard) for shard in range(self.gateway.shards)]
         size, after = await request.list_page(check_topic_name)
+        if "sort" in query:
+            return await self._list_ranked(request, prefixes, size)
         names = list(itertools.islice(live_names(arenas, prefixes, after), size + 1))
         page = names[:size]
         with_copies = await self.catching_up.wait_for_all(page)
@@ -80,6 +90,18 @@ class TopicRoutes:
         if len(names) > size:
             answer["next_cursor"] = name_cursor(page[-1])
         return JsonReply(answer, with_copies=with_copies)
+
+    async def _list_ranked(self, request: ApiRequest, prefixes: tuple[str, ...], size: int) -> JsonReply:
+        ranked, matched = await self.ranking.best(request.query, prefixes, size)
+        refs = {one.topic: ref for one in ranked if (ref := self.known.reader.find(one.topic)) is not None}
+        settled = {ref.name: ref for ref in await self._all_settled(list(refs.values()))}
+        entries = []
+        for one in ranked:
+            if one.topic in settled:
+                figures = {"rate": one.rate, "lag": one.lag, "cursors": [*map(shown_cursor, one.cursors)] or None}
+                found = {name: figure for name, figure in figures.items() if figure is not None}
+                entries.append(self._entry(settled[one.topic], touch=False) | found)
+        return JsonReply({"topics": entries, "matched": matched})
 
     @json_route("GET", TOPIC_PATH, Route.GET_TOPIC, KeyScope.READ, "topics")
     @describe("The state of a topic", ok("The topic", answers.TopicState), "topic_not_found")
@@ -108,11 +130,7 @@ class TopicRoutes:
             "last_read_ts": self.known.last_read_ms(ref) or None,
         }
         if config.type == "queue":
-            answer["queue"] = {
-                "ready": view.jobs_ready,
-                "in_flight": view.jobs_in_flight,
-                "dead_lettered": view.jobs_dead_lettered,
-            }
+            answer["queue"] = _job_counts(view)
         return JsonReply(answer, with_copies=with_copies)
 
     @json_route("PUT", TOPIC_PATH, Route.PUT_TOPIC, KeyScope.ADMIN, "topics")
@@ -165,7 +183,7 @@ class TopicRoutes:
         view = ref.view
         if touch:
             self.known.note_read(ref)
-        return {
+        entry = {
             "topic": ref.name,
             "head_seq": view.head_seq,
             "earliest_seq": view.earliest_seq,
@@ -173,15 +191,17 @@ class TopicRoutes:
             "bytes": view.live_bytes,
             "durable": ref.config.durability == "fsync",
             "effective_priority": self._effective_priority(ref),
+            "type": ref.config.type,
+            "last_write_ts": view.last_write_ts or None,
         }
+        return entry | {"queue": _job_counts(view)} if view.is_queue else entry
 
     def _effective_priority(self, ref: TopicRef) -> int:
         """Return the priority by which this process schedules the topic now (`core/scheduler.py`)."""
         return self.known.priority(ref) + age(self.hub.waiting_ms(ref.name))
 
     async def _all_settled(self, refs: list[TopicRef]) -> list[TopicRef]:
-        now_ms = self.known.reader.now_ms()
-        if not any(self.known.reader.has_expired(ref, now_ms) for ref in refs):
+        if not any(map(self.known.reader.has_expired, refs)):
             return refs
         settled = await asyncio.gather(*[self.settled(ref) for ref in refs], return_exceptions=True)
         for outcome in settled:
@@ -192,7 +212,7 @@ class TopicRoutes:
 
     async def settled(self, ref: TopicRef) -> TopicRef:
         """Return the topic with exact floors, count and bytes: its shard evicts what has expired."""
-        if not self.known.reader.has_expired(ref, self.known.reader.now_ms()):
+        if not self.known.reader.has_expired(ref):
             return ref
         try:
             async with asyncio.timeout(EXPIRE_WAIT_S):
@@ -200,6 +220,11 @@ class TopicRoutes:
         except (TimeoutError, TopicsError):
             return self.known.reader.refresh(ref)
         return self.known.reader.get(ref.name)
+
+
+def _job_counts(view: TopicView) -> dict[str, int]:
+    names = ("ready", "in_flight", "dead_lettered")
+    return dict(zip(names, (view.jobs_ready, view.jobs_in_flight, view.jobs_dead_lettered), strict=True))
 
 
 async def delete_in_turns(gateway: Gateway, call: DeleteRecords) -> tuple[int, DeleteRecordsReply]:

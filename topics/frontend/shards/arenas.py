@@ -25,11 +25,7 @@ def _range(arenas: Sequence[ArenaReader], prefix: str, after: str) -> Iterator[s
 
 
 class Arenas:
-    """The newest published generation of each shard's arena.
-
-    The arena of a dead shard stays, so that committed records can be read. A replaced generation stays mapped until the
-    next replacement, as a read that has just found a topic in it may still go on.
-    """
+    """The newest arena of each shard, also of a dead one. A replaced one stays mapped until the next replacement."""
 
     def __init__(self, shared: SharedMemory) -> None:
         self._identity = shared.identity

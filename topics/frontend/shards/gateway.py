@@ -15,7 +15,7 @@ from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.names import owner_shard
 from topics.frontend.shards.arenas import Arenas
-from topics.frontend.shards.notices import JobListeners, Watches, WatchHandle
+from topics.frontend.shards.notices import JobListeners, Watches
 from topics.frontend.shards.pending_requests import (
     ROOM_WAIT_S,
     OnLate,
@@ -32,10 +32,10 @@ from topics.log import get_logger
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply, JobAttributes
 from topics.shm.arena import TopicView
-from topics.shm.asks import Asks, ReplyT
+from topics.shm.asks import Asks, Message, ReplyT
 from topics.shm.control import ProcessCell, Role
 from topics.shm.instance import SharedMemory
-from topics.shm.messages import Call, MessageKind, Part
+from topics.shm.messages import MessageKind, Part
 from topics.shm.topic_messages import Hello
 from topics.storage.frame import LaidOut
 
@@ -73,8 +73,7 @@ class Gateway:
         self._incarnation = incarnation
         self._cell = cell
         self._arenas = arenas
-        self.shard_wait_s = shard_wait_ms / 1000
-        """The longest time that an answer may take."""
+        self.shard_wait_s = shard_wait_ms / 1000  # the longest time that an answer may take
         self._wake = shared.frontend_wakes[index]
         self.links = [_Link(shared, index, shard) for shard in range(shared.shards)]
         self._last_id = incarnation << 40
@@ -84,7 +83,7 @@ class Gateway:
         self._retry_timer: asyncio.TimerHandle | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._spilling: set[asyncio.Task[None]] = set()
-        self._watches = Watches(self._loop, arenas, self.post, lambda shard: self.links[shard].requests.posts_full)
+        self.watches = Watches(self._loop, arenas, self.post, lambda shard: self.links[shard].requests.posts_full)
         self._restart_listeners: list[Callable[[int], None]] = []
         self._closed = False
         self.job_listeners = JobListeners(incarnation)
@@ -104,17 +103,9 @@ class Gateway:
         """Return the shard of a topic, which need not exist."""
         return owner_shard(name, len(self.links))
 
-    def knows(self, name: str) -> bool:
-        """Tell whether this topic is known to exist."""
-        return self._view(name) is not None
-
-    def is_log(self, name: str) -> bool:
-        """Tell whether this topic is known to exist and is no queue."""
-        view = self._view(name)
-        return view is not None and not view.is_queue
-
-    def _view(self, name: str) -> TopicView | None:
-        arena = self._arenas.of(owner_shard(name, self.shards))
+    def view(self, name: str) -> TopicView | None:
+        """Return the topic as its shard has published it; None if it is not known to exist."""
+        arena = self._arenas.of(self.owner(name))
         found = None if arena is None else arena.look_up(name)
         return None if found is None else found[1]
 
@@ -170,7 +161,7 @@ class Gateway:
         return self._submit(shard, request_id, parts, MessageKind.APPEND, unthrottled, None)
 
     def submit(
-        self, shard: int, request: Call | Asks[Any], on_late: OnLate | None = None, unthrottled: bool = False
+        self, shard: int, request: Message | Asks[Any], on_late: OnLate | None = None, unthrottled: bool = False
     ) -> asyncio.Future[Any]:
         """Send any other request, which fails as `submit_append` does. `on_late` gets a reply that comes after that."""
         self._arenas.require(shard)
@@ -183,23 +174,15 @@ class Gateway:
         return request.checked(await self.submit(shard, request, unthrottled=unthrottled))
 
     def no_answer(self, shard: int) -> TopicsError:
-        """Return the failure of a request that was sent and not answered."""
         return TopicsError(
             "shard_unavailable",
             f"shard {shard} did not answer within {self.shard_wait_s:g} s; whether a write took effect is not known, a"
             " repeat with the same idempotency key is safe",
         )
 
-    def watch(self, shard: int, name: str, seen: TopicView | None, callback: Callable[[], None]) -> WatchHandle:
-        """Call `callback` (soon, never within this call) when the topic may differ from `seen`, or from its state at
-        the last callback: records, floors, `durable_seq`, configuration, deletion. Some callbacks have no such reason.
-        A topic that is created under the name of a deleted one has to be reported (`WatchHandle.found`).
-        """
-        return self._watches.add(shard, name, seen, callback)
-
     # -- sending
 
-    def post(self, shard: int, request: Call, may_be_lost: bool = False) -> bool:
+    def post(self, shard: int, request: Message, may_be_lost: bool = False) -> bool:
         """Send a request without awaiting its answer. It is kept, in order, for as long as the ring is full. False: it
         is not sent, as it is too long for the ring and /dev/shm has no room, or `may_be_lost` while too many wait.
         """
@@ -227,7 +210,7 @@ class Gateway:
             fail(future, stopping())
             return future
         request = PendingRequest(future, shard, self._loop.time() + self.shard_wait_s, unthrottled, late)
-        self.pending.add(request_id, request)
+        self.pending[request_id] = request
         length = sum(map(len, parts))
         if length <= self.links[shard].requests.message_max_bytes:
             self._push(shard, self._message(request_id, parts, unthrottled))
@@ -363,11 +346,11 @@ class Gateway:
         if kind == MessageKind.APPEND:
             self._answer(request_id, message, append_messages.decode_append_reply)
         elif kind == MessageKind.CALL:
-            self._answer(request_id, message, messages.decode_reply)
+            self._answer(request_id, message, messages.decode)
         elif kind == MessageKind.ERROR:
             self._answer(request_id, message, messages.decode_error)
         elif kind == MessageKind.NOTIFY:
-            self._watches.notify(messages.decode_notify(message))
+            self.watches.notify(messages.decode_notify(message))
         elif kind == MessageKind.DEALT:
             self.job_listeners.hand_over(messages.decode_dealt(message))
         elif kind == MessageKind.GENERATION:
@@ -383,7 +366,7 @@ class Gateway:
         generation = link.cell.get("generation")
         if generation != link.generation:
             link.generation = generation
-            self._watches.renew(shard)
+            self.watches.renew(shard)
             for listener in self._restart_listeners:
                 listener(shard)
 
@@ -394,7 +377,7 @@ class Gateway:
             self._drain(shard)
             self._check_generation(shard)
         self.pending.expire(now_s, self.no_answer)
-        self._watches.sweep(now_s)
+        self.watches.sweep(now_s)
 
 
 def stopping() -> TopicsError:

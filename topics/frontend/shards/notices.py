@@ -14,7 +14,7 @@ from typing import Final
 from topics.frontend.shards.arenas import Arenas
 from topics.log import get_logger
 from topics.shm.arena import TopicView
-from topics.shm.messages import Call
+from topics.shm.asks import Message
 from topics.shm.queue_messages import Dealt
 from topics.shm.topic_messages import Unwatch, Watch
 
@@ -63,14 +63,13 @@ class _Watched:
 
 @dataclass(eq=False)
 class Watches:
-    """The watches of one frontend. Each watched name has one watch at its shard, however many listeners it has.
-
-    `post` sends a message to a shard, in order, also while its ring is full. `posts_full` tells whether too many wait.
+    """The watches of one frontend. Each watched name has one watch at its shard, however many listeners it has. `post`
+    sends a message to a shard, in order, also while its ring is full. `posts_full` tells whether too many wait.
     """
 
     loop: asyncio.AbstractEventLoop
     arenas: Arenas
-    post: Callable[[int, Call], object]
+    post: Callable[[int, Message], object]
     posts_full: Callable[[int], bool]
     _by_name: dict[tuple[int, str], _Watched] = field(default_factory=dict)
     _by_token: dict[int, _Watched] = field(default_factory=dict)
@@ -79,7 +78,10 @@ class Watches:
     _last_token: int = 0
 
     def add(self, shard: int, name: str, seen: TopicView | None, callback: Callable[[], None]) -> WatchHandle:
-        """Add a listener (`Gateway.watch`)."""
+        """Call `callback` (soon, never within this call) when the topic may differ from `seen`, or from its state at
+        the last callback: records, floors, `durable_seq`, configuration, deletion. Some callbacks have no such reason.
+        A topic that is created under the name of a deleted one has to be reported (`WatchHandle.found`).
+        """
         watched = self._by_name.get((shard, name))
         if watched is None:
             self._last_token += 1

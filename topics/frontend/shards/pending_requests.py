@@ -4,13 +4,9 @@ offer ──▶ [ throttled   ] ─┐                 ┌─▶ ring ──▶ 
       ──▶ [ unthrottled ] ─┼─ oldest first ──┤
       ──▶ [ posts       ] ─┘                 └─▶ given up: its time is over, and it has not reached the shard
 
-A `SendQueue` stands in front of each ring. Each of its three queues is ordered by age, so that requests whose time is
-over are at the front. Each has its own bound, so that many of one kind take no room from another. All are sent in the
-order of `request_id`: a post never overtakes the request that it follows, nor a request the post.
-
-A post is never refused, since nobody would notice the loss. Its bound applies to the requests that leave posts behind:
-while the queue of posts is full no request is accepted, and a refused request leaves no post.
-
+A `SendQueue` stands in front of each ring. Each of its three queues is ordered by age, and has its own bound, so that
+many of one kind take no room from another. All are sent in the order of `request_id`: nothing overtakes a post. A post
+is never refused, since nobody would notice. While their queue is full no request is accepted, which might leave more.
 A request that is too long for a ring waits in a file in shared memory (`Spills`), and the ring holds only its path.
 """
 
@@ -99,7 +95,6 @@ class SendQueue:
 
     @property
     def waiting(self) -> int:
-        """The number of messages that wait for room."""
         return len(self.throttled.messages) + len(self._unthrottled.messages) + len(self.posts.messages)
 
     @property
@@ -163,27 +158,17 @@ class PendingRequest(msgspec.Struct, eq=False):
     """The time for which it waited for room in the ring."""
 
 
-class PendingRequests:
+class PendingRequests(dict[int, PendingRequest]):
     """The requests without an answer, by id. All are given the same time, so the first ones expire first."""
 
     def __init__(self) -> None:
-        self._requests: dict[int, PendingRequest] = {}
+        super().__init__()
         self._late: dict[int, OnLate] = {}
         """Listeners of expired requests. A restarted shard answers every request in its ring, so none stays here."""
 
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def add(self, request_id: int, request: PendingRequest) -> None:
-        self._requests[request_id] = request
-
-    def get(self, request_id: int) -> PendingRequest | None:
-        """Return the request; None if its time is over."""
-        return self._requests.get(request_id)
-
     def answer(self, request_id: int, message: memoryview, decode: Callable[[memoryview], object]) -> None:
         """Hand over the answer. `decode` makes a reply or a TopicsError of the message."""
-        request = self._requests.pop(request_id, None)
+        request = self.pop(request_id, None)
         if request is None or request.future.done():
             # An unknown request is an earlier incarnation's, has expired, or was answered before the shard restarted.
             on_late = self._late.pop(request_id, None) if request is None else request.on_late
@@ -201,21 +186,21 @@ class PendingRequests:
     def withdraw(self, request_id: int) -> PendingRequest | None:
         """Remove a request that has reached no shard, and return it; None if its time is over."""
         self._late.pop(request_id, None)
-        return self._requests.pop(request_id, None)
+        return self.pop(request_id, None)
 
     def expire(self, now_s: float, failure: Callable[[int], TopicsError]) -> None:
         """Fail the requests whose time is over. `failure` makes the error for a shard."""
-        overdue = itertools.takewhile(lambda item: item[1].expires_s <= now_s, self._requests.items())
+        overdue = itertools.takewhile(lambda item: item[1].expires_s <= now_s, self.items())
         for request_id, request in list(overdue):
-            del self._requests[request_id]
+            del self[request_id]
             fail(request.future, failure(request.shard))
             if request.on_late is not None:
                 self._late[request_id] = request.on_late
 
     def fail_all(self, error: Callable[[], TopicsError]) -> None:
-        for request in self._requests.values():
+        for request in self.values():
             fail(request.future, error())
-        self._requests.clear()
+        self.clear()
 
 
 def is_outcome_unknown(error: BaseException) -> bool:
@@ -224,7 +209,6 @@ def is_outcome_unknown(error: BaseException) -> bool:
 
 
 def fail(future: asyncio.Future[Any], error: TopicsError) -> None:
-    """Fail the future, unless it is done."""
     if not future.done():
         future.set_exception(error)
 

@@ -3,9 +3,8 @@
     decided (sink file, synced) → each stage appended once → ended (sink file, synced) → files and stage keys removed
 
 The sink's shard decides and remembers, each topic's shard publishes, and the coordinator asks them. Every request may
-be repeated at any point without harm. So several frontends may carry out one batch at a time, and after any crash any
-of them starts over: every frontend looks for unfinished batches when it starts, and retries those that it could not
-finish for as long as it lives.
+be repeated without harm, so several frontends may carry out one batch. Each looks for unfinished ones when it starts,
+and retries those that it could not finish for as long as it lives.
 """
 
 from __future__ import annotations
@@ -81,10 +80,9 @@ class Stages:
         return dropped
 
     def drop_ended(self, stages: Collection[str]) -> None:
-        """Remove the stages of a batch whose end is in its sink's file. Raise TopicsError.
-
-        The process that wrote that file may have died, or failed, before it synced the directory. So this syncs it: a
-        power loss must not bring the decision back without its stages.
+        """Remove the stages of a batch whose end is in its sink's file. Sync that file's directory first: its writer
+        may have died before it did, and a power loss must not bring the decision back without its stages. Raise
+        TopicsError.
         """
         try:
             with contextlib.suppress(FileNotFoundError):
@@ -95,7 +93,6 @@ class Stages:
             raise TopicsError("storage_unavailable", reason, {"cause": error.strerror}) from None
 
     def expired(self) -> list[str]:
-        """Return the stages that no commit can name any more. Some may still belong to a decided batch."""
         return [stage for stage in self._all() if self._age_ms(stage) > self.ttl_ms + EXPIRY_MARGIN_MS]
 
     def _head(self, stage: str) -> txn_files.StageHead:

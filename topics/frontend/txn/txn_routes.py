@@ -15,8 +15,7 @@ from topics.core.names import check_topic_name
 from topics.frontend.entry import wire
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.routes.append import AppendRoute
-from topics.frontend.routes.json_route import ApiRequest, JsonReply, json_route
-from topics.frontend.routes.operations import LOST, Query, describe, ok, takes
+from topics.frontend.routes.operations import LOST, ApiRequest, JsonReply, Query, describe, json_route, ok, takes
 from topics.frontend.txn.coordinator import TxnCoordinator
 from topics.settings import Settings
 from topics.shm.durations import Route

@@ -23,7 +23,7 @@ def compact(spark: SparkSession, out: str, files_max: int) -> int:
     for topic in lake.directories(out, "topic="):
         for day in lake.directories(topic, "date="):
             batches = lake.directories(day, "batch=")
-            files = sum(lake.count_files(batch) for batch in batches)
+            files = sum(map(lake.count_files, batches))
             if len(batches) > 1 and files > files_max:
                 lake.compact_day(day, batches)
                 days += 1

@@ -46,14 +46,12 @@ def parser(name: str, about: str) -> argparse.ArgumentParser:
 
 
 def topics_arguments(made: argparse.ArgumentParser) -> None:
-    """Add the arguments for the topics to read."""
     which = made.add_mutually_exclusive_group(required=True)
     which.add_argument("--topics", help="topic names, comma-separated")
     which.add_argument("--pattern", help="a regular expression for topic names")
 
 
 def source_options(options: argparse.Namespace) -> dict[str, str]:
-    """Return the options of the format `topics` for a read."""
     which = {"subscribe": options.topics} if options.topics is not None else {"subscribePattern": options.pattern}
     return service_options(options) | which
 
@@ -94,7 +92,9 @@ def run(
         return EXIT_FAILURE
     builder = SparkSession.builder.appName(f"topics-{name}")
     if SparkSession.getActiveSession() is None:
-        for setting, value in settings(options, _submitted()).items():
+        # Without a gateway port there is no spark-submit, and asking Spark for its settings would start Java too early.
+        submitted = dict(SparkConf().getAll()) if "PYSPARK_GATEWAY_PORT" in os.environ else None
+        for setting, value in settings(options, submitted).items():
             builder = builder.config(setting, value)
     spark = builder.getOrCreate()
     # Spark logs a Java stack for every failed task; the error is printed below.
@@ -113,9 +113,7 @@ def run(
 
 
 def run_to_end(writer: DataStreamWriter) -> StreamingQuery:
-    """Run a query over what is there, and return it after its end. If Spark gives up its Python process, which on a
-    busy machine may be slow to start, it is started again: it has read nothing by then.
-    """
+    """Run a query over what is there, again if Spark gives up its Python process, which has read nothing then."""
     starts = 0
     while True:
         query = writer.trigger(availableNow=True).start()
@@ -139,8 +137,3 @@ def settings(options: argparse.Namespace, submitted: Mapping[str, str] | None) -
     if submitted is None:
         return {"spark.master": "local[*]"} | SMALL | _ALWAYS | chosen
     return {name: value for name, value in _ALWAYS.items() if name not in submitted} | chosen
-
-
-def _submitted() -> dict[str, str] | None:
-    """Return spark-submit's settings, None without it (no gateway port): to ask Spark would start Java too early."""
-    return dict(SparkConf().getAll()) if "PYSPARK_GATEWAY_PORT" in os.environ else None

@@ -1,8 +1,7 @@
 """`topics spark replay`: a lake (any Parquet with the column `data`), or a topic, back into a topic, each row once.
 
-With `--data-dir` a topic's sealed segments are read from their files. The source is read as a stream, so a run that
-dies goes on where it stopped and repeats nothing: its batches are the sink's. The rate is that of the whole job; the
-rows of a batch become visible together.
+The source is read as a stream, so a run that dies goes on where it stopped and repeats nothing: its batches are the
+sink's. The rate is that of the whole job; the rows of a batch become visible together.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from topics.spark.jobs import delta, program
 from topics.spark.options import OptionError
 
 _KEPT = ("data", "tag", "node", "meta")
-_ROUTER_KEY = "_topics_router"
-"""The key of `meta` that only routers may write (api §6)."""
+_ROUTER_KEY = "_topics_router"  # the key of `meta` that only routers may write (api §6)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

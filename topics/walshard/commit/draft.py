@@ -14,7 +14,7 @@ from topics.core.job import Now
 from topics.core.pending import PendingTopic, PendingWrite
 from topics.core.topic import Topic
 from topics.shm.append_messages import AppendReply
-from topics.shm.messages import Reply
+from topics.shm.asks import Message
 from topics.storage.frame import FLAG_MORE, Bytes, FrameType
 from topics.storage.topic_frames import AppendFrames, control_frame, floor_frame, head_frame
 from topics.walshard.hosted.hosted import Hosted
@@ -37,9 +37,8 @@ class LogWrite:
 
     `buffers` are whole frames, one each; `more_frames` counts those that share a buffer with others. Once they are in
     the log `place(file_no, offset)` runs, then `apply()`; neither may fail. `undo()` runs instead when they never get
-    there. With `sync` the write counts only once it is on the disk. One that `takes_room` is refused
-    on a full disk; others may use the reserve. `request` is the request that it carries out, if
-    any.
+    there. With `sync` the write counts only once it is on the disk. One that `takes_room` is refused on a full disk;
+    others may use the reserve. `request` is the request that it carries out, if any.
     """
 
     __slots__ = ("apply", "buffers", "frames", "length", "place", "request", "sync", "takes_room", "undo")
@@ -117,20 +116,6 @@ class Draft:
     say themselves.
     """
 
-    __slots__ = (
-        "_pending",
-        "carrier",
-        "committed",
-        "deleted",
-        "durable",
-        "floors_of",
-        "is_logged",
-        "made",
-        "ram",
-        "reply",
-        "touched",
-    )
-
     def __init__(
         self,
         durable: Iterable[LogWrite] = (),
@@ -140,7 +125,7 @@ class Draft:
         made: Iterable[Hosted] = (),
         deleted: Iterable[Hosted] = (),
         floors_of: Iterable[int] = (),
-        reply: Reply | None = None,
+        reply: Message | None = None,
     ) -> None:
         self.durable = list(durable)
         self.ram = list(ram)
@@ -207,7 +192,7 @@ Steps = Generator[Draft, None, T]
 """A handler that needs several commits yields each draft, and goes on once it is committed or was refused."""
 
 
-GroupHandler = Callable[[Any, int, Draft], Reply | AppendReply | None]
+GroupHandler = Callable[[Any, int, Draft], Message | AppendReply | None]
 """Prepares a request of a frontend in a group: (call, frontend, group) → reply. It raises TopicsError, the group being
 as before, or CommitFirst.
 """

@@ -40,11 +40,11 @@ from topics.storage import layout
 from topics.storage.filesystem import FileSystem, opened, read_all
 from topics.storage.frame import Bytes, FrameType
 from topics.storage.topic_frames import check_header, control_frame
-from topics.walshard.commit.draft import LogWrite
+from topics.walshard.commit.draft import Draft, LogWrite, Steps
 from topics.walshard.commit.logs import Logs
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
-from topics.walshard.hosted.tag_search import TagSearch
+from topics.walshard.hosted.tag_search import FrameTags
 
 log = get_logger()
 
@@ -60,9 +60,7 @@ _FEW_ENTRIES: Final = 1 << 10
 
 
 class _Moved(NamedTuple):
-    """Neighbours in a ring of which some rows are written again: their entries, complete but for the place of the
-    group.
-    """
+    """Entries of neighbours in a ring, of which `rows` are written again; the place of the group is to be added."""
 
     hosted: Hosted
     first_seq: int
@@ -110,7 +108,7 @@ class RamTrim:
         reserve: RamReserve,
         logs: Logs,
         catalog: Catalog,
-        tags: TagSearch,
+        tags: FrameTags,
         others: Sequence[Callable[[int], list[bytes]]],
     ) -> None:
         self._fs = fs
@@ -149,8 +147,22 @@ class RamTrim:
             self._files_to_relieve = len(layout.list_log_files(self._fs, self._directory))
             wal.end_file()
 
-    def repeat_live(self, now_ms: int) -> LogWrite:
-        """Return the write for the RAM log; `drop_files` after it. Raise OSError when records cannot be read back."""
+    def trim(self, now_ms: int) -> Steps[None]:
+        """Shorten the log to what is needed of it. Where that fails, the next sweep tries to relieve again."""
+        try:
+            draft = Draft(ram=[self._repeat_live(now_ms)])
+        except OSError as error:
+            log.error("the RAM log cannot be trimmed", error=str(error))
+        else:
+            yield draft
+            if draft.committed:
+                self._drop_files()
+                return
+        self._files_to_relieve = 0
+        self._reserve.fill()
+
+    def _repeat_live(self, now_ms: int) -> LogWrite:
+        """Return the write that repeats what is needed. Raise OSError when records cannot be read back."""
         self._next_after_bytes = self._written_bytes + 1  # if this fails, after the next write
         buffers: list[Bytes] = []
         moved = self._move_records(buffers)
@@ -185,12 +197,12 @@ class RamTrim:
 
         return LogWrite(buffers, place=place)
 
-    def drop_files(self) -> None:
-        """Remove files that no location names, after the commit. A failure is logged; the next trimming tries again."""
+    def _drop_files(self) -> None:
+        """Remove files that no location names. A failure is logged; the next trimming tries again."""
         wal = self._logs.ram
         assert wal is not None
         file_no = min([self._repeated_in_file, *self._files_in_use()])
-        self._tags.forget_log_files(file_no, in_ram=True)
+        self._tags.forget_below(file_no, in_ram=True)
         try:
             wal.drop_files_below(file_no)
         except OSError as error:
@@ -203,11 +215,6 @@ class RamTrim:
             self._dead_bytes_kept = self._dead_bytes
             self._reserve.fill()
 
-    def keep_files(self) -> None:
-        """Note that `repeat_live` or its write failed. The next sweep tries to relieve again."""
-        self._files_to_relieve = 0
-        self._reserve.fill()
-
     @property
     def _dead_bytes(self) -> int:
         """Bytes that were written for clients and are not live; negative where a former life wrote some of those."""
@@ -219,9 +226,7 @@ class RamTrim:
         return self._logs.ram.bytes_written - self._written_before if self._logs.ram is not None else 0
 
     def _topics(self) -> list[Hosted]:
-        """Return the topics that ever had records in the RAM log. Those that are durable now have no live ones there,
-        but locations of deleted ones, until a checkpoint passes them.
-        """
+        """Return topics that ever had records there; those durable by now only have locations of deleted ones."""
         topics = ((hosted, hosted.topic) for hosted in self._catalog)
         return [hosted for hosted, topic in topics if topic.config.durability == "ephemeral" or topic.had_ram_records]
 
@@ -285,7 +290,7 @@ class RamTrim:
 class LogTrim:
     """Removes files of one shard's durable log. `poll` between groups."""
 
-    def __init__(self, logs: Logs, catalog: Catalog, tags: TagSearch) -> None:
+    def __init__(self, logs: Logs, catalog: Catalog, tags: FrameTags) -> None:
         self._logs = logs
         self._catalog = catalog
         self._tags = tags
@@ -321,7 +326,7 @@ class LogTrim:
             self._drop()
 
     def _drop(self) -> None:
-        self._tags.forget_log_files(self._file_no, in_ram=False)
+        self._tags.forget_below(self._file_no, in_ram=False)
         try:
             self._logs.wal.drop_files_below(self._file_no)
         except OSError as error:

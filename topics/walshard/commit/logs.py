@@ -24,7 +24,7 @@ from topics.shm.control import ProcessCell, latency_bucket
 from topics.shm.journal import JournalEntry
 from topics.shm.ring import Wake
 from topics.storage.logfile import WalEnd
-from topics.storage.wal import CommitTimes, GroupPlan, Moved, Synced, WalSyncError, WalWriteError, WalWriter
+from topics.storage.wal import GroupPlan, Moved, Synced, WalSyncError, WalWriteError, WalWriter
 from topics.walshard.commit.draft import LogWrite
 from topics.walshard.hosted.hosted import Hosted
 
@@ -60,7 +60,8 @@ class Logs:
         clock: Clock,
     ) -> None:
         self.wal = wal
-        self._ram = ram
+        self.ram = ram
+        """The RAM log; None before something had to go there."""
         if ram is not None:
             ram.refused = partial(refused, True)
         self._open_ram = open_ram
@@ -77,11 +78,6 @@ class Logs:
         self.lost_tails = 0
         """Topics that have lost their last records, which the log does not say yet."""
 
-    @property
-    def ram(self) -> WalWriter | None:
-        """The RAM log; None before something had to go there."""
-        return self._ram
-
     def holds(self, entry: JournalEntry) -> bool:
         """Return whether a request of the former incarnation is in the log as recovered."""
         end = self._recovered_ram if entry.ram_log else self._recovered_wal
@@ -89,11 +85,11 @@ class Logs:
 
     def plan(self, durable: list[LogWrite], ram: list[LogWrite]) -> list[JournalEntry]:
         """Return where the group will lie. The journal must have it before `commit` is called with the same group."""
-        if ram and self._ram is None:
-            self._ram = self._open_ram()
-            self._ram.refused = partial(self._refused, True)
+        if ram and self.ram is None:
+            self.ram = self._open_ram()
+            self.ram.refused = partial(self._refused, True)
         durable_plan = self.wal.plan([write.length for write in durable]) if durable else None
-        ram_plan = self._ram.plan([write.length for write in ram]) if ram and self._ram else None
+        ram_plan = self.ram.plan([write.length for write in ram]) if ram and self.ram else None
         self._plans = (durable_plan, ram_plan)
         entries: list[JournalEntry] = []
         for writes, plan, in_ram in ((durable, durable_plan, False), (ram, ram_plan, True)):
@@ -120,9 +116,9 @@ class Logs:
                 self._refused(False)
                 return failed + [(write, failed[0][1]) for write in ram]
             self.count()
-        if ram_plan is None or self._ram is None:
+        if ram_plan is None or self.ram is None:
             return []
-        failed = self._write(self._ram, ram_plan, ram)
+        failed = self._write(self.ram, ram_plan, ram)
         if failed:
             self._refused(True)
         return failed
@@ -158,8 +154,8 @@ class Logs:
     def close(self) -> None:
         """End the logs: everything is on the disk, and a mark says so."""
         self.wal.close(complete=not self.lost_tails)
-        if self._ram is not None:
-            self._ram.close()
+        if self.ram is not None:
+            self.ram.close()
 
     def _write(self, wal: WalWriter, plan: GroupPlan, writes: list[LogWrite]) -> Failed:
         buffers = [buffer for write in writes for buffer in write.buffers]
@@ -181,7 +177,8 @@ class Logs:
             if request is not None and request.reply is not None:
                 add_times(request.reply, wal_us, fsync_us if write.sync else 0)
         if sync:
-            self._count_sync(times)
+            self._cell.add(f"fsync_us_{latency_bucket(fsync_us):02d}")
+            self._cell.add("fsync_us_sum", fsync_us)
         return []
 
     def refusal(self, error: WalWriteError | WalSyncError) -> TopicsError:
@@ -233,17 +230,9 @@ class Logs:
             }
         )
 
-    def _count_sync(self, times: CommitTimes) -> None:
-        fsync_us = int(times.fsync_us)
-        self._cell.add(f"fsync_us_{latency_bucket(fsync_us):02d}")
-        self._cell.add("fsync_us_sum", fsync_us)
-
 
 class BackgroundSync:
-    """Syncs what nobody waits for. It owns the topics whose records are not on the disk yet.
-
-    The sync itself runs in a helper thread; everything else here runs on the shard's own.
-    """
+    """Syncs, in a helper thread, what nobody waits for. It owns the topics whose records are not on the disk yet."""
 
     def __init__(self, logs: Logs, helper: Executor, wake: Wake, now_ms: int) -> None:
         self._logs = logs
@@ -323,9 +312,7 @@ class BackgroundSync:
 
 
 def _settle(hosted: Hosted, synced_seq: int) -> bool:
-    """Move durable_seq to `synced_seq`; True if it moved. An `ephemeral` topic waits for no sync: the change of its
-    class was synced with all records before it.
-    """
+    """Move durable_seq to `synced_seq`; True if it moved. `ephemeral` topics were synced when their class changed."""
     topic = hosted.topic
     if topic.config.durability == "ephemeral" or synced_seq <= topic.durable_seq:
         return False

@@ -49,9 +49,7 @@ class ShardRings:
     # -- requests
 
     def drain_dead(self, frontend: int) -> bool:
-        """Return whether all requests of a dead frontend were taken. Answers that wait for room are dropped, so that
-        more requests can be taken: nobody makes room before there is a successor.
-        """
+        """Return whether all requests of a dead frontend were taken. Drop its answers: nobody makes room for them."""
         pair, waiting = self._rings[frontend], self._waiting[frontend]
         if waiting:
             for reply, _ in waiting:
@@ -90,6 +88,11 @@ class ShardRings:
             waiting or pair.requests.written == read
             for pair, read, waiting in zip(self._rings, self._read, self._waiting, strict=True)
         )
+
+    @property
+    def compactor_asks(self) -> bool:
+        """Return whether the compactor has a new request."""
+        return self._rings[-1].requests.written != self._read[-1]
 
     @property
     def stuck(self) -> bool:

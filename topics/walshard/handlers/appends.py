@@ -10,12 +10,14 @@ from __future__ import annotations
 from functools import partial
 
 from topics.core.ceilings import Ceilings
+from topics.core.config import TopicConfig
+from topics.core.errors import topic_not_found
 from topics.core.idempotency import is_stage_key
 from topics.core.pending import RecordFrames, RoomNeeded
 from topics.shm.append_messages import AppendReply, AppendRequest
 from topics.storage.topic_frames import append_frames
 from topics.walshard.commit.draft import CommitFirst, Draft
-from topics.walshard.handlers.deletes import Removals
+from topics.walshard.handlers.deletes import Deletes
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.holdings import Holdings
 from topics.walshard.step_clock import StepClock
@@ -24,24 +26,24 @@ from topics.walshard.step_clock import StepClock
 class Appends:
     """Turns append requests into writes of a group. What a group adds to its topics is in the group."""
 
-    def __init__(self, catalog: Catalog, holdings: Holdings, removals: Removals, time: StepClock) -> None:
+    def __init__(self, catalog: Catalog, holdings: Holdings, deletes: Deletes, time: StepClock) -> None:
         self._catalog = catalog
         self._holdings = holdings
-        self._removals = removals
+        self._deletes = deletes
         self._time = time
 
     def prepare(self, request: AppendRequest, _frontend: int, group: Draft) -> AppendReply:
-        """Add the writes of a request to a group, or find that it repeats a write. Raise TopicsError or
-        ArenaFullError, the group being as before, or CommitFirst.
-        """
+        """Add a write to a group, or find that it repeats one. After TopicsError or ArenaFullError nothing is added."""
         name, key, count, now = request.name, request.key, request.count, self._time.now
         records = RecordFrames(request.offset_len, request.record_flags, len(request.frames))
-        hosted, created = group.made.get(name), False
+        hosted, created = group.made.get(name) or self._catalog.find(name), False
         if hosted is None:
-            hosted, created = self._catalog.find_or_make(name, request.create, request.config, now.wall_ms)
+            config = request.config or TopicConfig()
+            if not (request.create and config.auto_create):
+                raise topic_not_found(name)
+            hosted, created = self._catalog.make(name, config, now.wall_ms), True
+            hosted.topic.ceilings = Ceilings.of_new(config, count)
         durability = hosted.topic.config.durability
-        if created:
-            hosted.topic.ceilings = Ceilings.of_new(hosted.topic.config, count)
         pending = group.pending_of(hosted.topic, now)
         try:
             expiry_ms = self._time.expiry_ms_of(hosted.topic.id)
@@ -54,7 +56,7 @@ class Appends:
                 growth = partial(pending.growth, count, records.size_bytes)
                 pending.claimed_bytes += self._holdings.claim_bytes(records.size_bytes, growth)
         except RoomNeeded:
-            raise CommitFirst(self._removals.make_room(hosted, count, records.size_bytes)) from None
+            raise CommitFirst(self._deletes.make_room(hosted, count, records.size_bytes)) from None
         except Exception:
             if created:
                 self._catalog.abandon(hosted)

@@ -22,7 +22,7 @@ from topics.storage.frame import FrameType
 from topics.storage.postings import CorruptPostings
 from topics.storage.segment import CorruptSegment
 from topics.storage.topic_frames import control_frame, floor_frame
-from topics.walshard.commit.draft import AloneHandler, CommitFirst, Draft, LogWrite, Steps, control_write
+from topics.walshard.commit.draft import CommitFirst, Draft, LogWrite, Steps, control_write
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.hosted.tag_search import TagSearch
@@ -35,7 +35,9 @@ BY_TAG_MAX: Final = 64
 
 
 class Deletes:
-    """Deletes and expires records of one shard's topics. Everything prepared is committed before."""
+    """Deletes and expires records of one shard's topics. Everything prepared is committed before, but for removals that
+    join a group: what a group removes is kept in it.
+    """
 
     def __init__(self, catalog: Catalog, tags: TagSearch, time: StepClock) -> None:
         self._catalog = catalog
@@ -46,11 +48,6 @@ class Deletes:
         self._kept: set[int] = set()
         """Ids of topics whose expiry the log refused, which is logged once."""
 
-    @property
-    def alone_routes(self) -> dict[type, AloneHandler]:
-        """The requests that are handled here by themselves."""
-        return {DeleteRecords: self.delete, Expire: self.expire_one}
-
     def expire_one(self, call: Expire, _frontend: int) -> Steps[Done]:
         """Move the floors of a topic over its expired records."""
         hosted = self._catalog.find(call.name)
@@ -59,9 +56,7 @@ class Deletes:
         return Done()
 
     def expire(self, hosted: Hosted) -> Steps[bool]:
-        """Move the floors over records that have outlived their ttl. This is logged, so that they never move back.
-        False if the log refused it.
-        """
+        """Move the floors over records that have outlived their ttl, and log that. False if the log refused it."""
         topic, expiry_ms = hosted.topic, self._time.expiry_ms
         if topic.expired_below(expiry_ms) <= topic.earliest_seq:
             return True
@@ -144,9 +139,7 @@ class Deletes:
         return reply
 
     def _plan(self, hosted: Hosted, call: DeleteRecords, last_seq: int) -> tuple[Deletion, DeleteRecords | None]:
-        """Return what one turn deletes, and the rest of the request. Each turn is a delete of its own, complete when it
-        is answered; all of them end at one head.
-        """
+        """Return what this turn deletes, and the rest of the request. All turns end at the head of the first one."""
         topic = hosted.topic
         if call.op is None:
             return topic.plan_cut(last_seq + 1), None
@@ -155,26 +148,20 @@ class Deletes:
         if len(self._by_tag) > BY_TAG_MAX:
             self._drop_tags(next(iter(self._by_tag)))
         first_seq = max(call.from_seq, topic.earliest_seq)
-        found = self._tags.find(topic, hosted.index, Match(call.op, call.pattern), first_seq, last_seq)
+        seqs, next_seq = self._tags.find(topic, hosted.index, Match(call.op, call.pattern), first_seq, last_seq)
         rest = None
-        if found.next_seq <= last_seq:
-            rest = msgspec.structs.replace(call, from_seq=found.next_seq, last_seq=last_seq, topic_id=topic.id)
-        return topic.plan_delete(found.seqs), rest
+        if next_seq <= last_seq:
+            rest = msgspec.structs.replace(call, from_seq=next_seq, last_seq=last_seq, topic_id=topic.id)
+        return topic.plan_delete(seqs), rest
 
-
-class Removals:
-    """Drafts removals from topics of one shard. What a group removes is kept in the group."""
-
-    def __init__(self, deletes: Deletes, time: StepClock) -> None:
-        self._deletes = deletes
-        self._time = time
+    # -- removals that join a group
 
     def require_settled(self, hosted: Hosted, group: Draft) -> None:
         """Raise CommitFirst while the group so far, or the ttl, may evict records: plans are made of what stays."""
         topic = hosted.topic
         config = topic.config
         if config.ttl_ms and topic.expired_below(self._time.expiry_ms_of(topic.id)) > topic.earliest_seq:
-            raise CommitFirst(self._deletes.expire(hosted))
+            raise CommitFirst(self.expire(hosted))
         capped = (config.cap_records or config.cap_bytes) and config.discard == "old"
         if capped and topic.id in group.touched:
             raise CommitFirst
@@ -188,9 +175,7 @@ class Removals:
         dead_letters: int = 0,
         undo: Callable[[], None] | None = None,
     ) -> None:
-        """Delete these live records (ascending seqs; `require_settled` was called), of which so many went to the dead
-        letters.
-        """
+        """Delete live records (ascending) after `require_settled`; so many of them went to the dead letters."""
         if seqs:
             now = self._time.now
             body, logged = group.pending_of(hosted.topic, now).remove(seqs, dead_letters)
@@ -204,7 +189,7 @@ class Removals:
         """Remove what can go for so many more records and bytes: what has expired, if the log takes that, then
         acknowledged jobs. Nothing else may be prepared. Raise TopicsError when the log refuses to remove jobs.
         """
-        yield from self.expire(hosted, records, size_bytes)
+        yield from self.expire_for(hosted, records, size_bytes)
         if not (yield from self.drop_done_jobs(hosted, records, size_bytes)):
             raise TopicsError(
                 "storage_unavailable",
@@ -212,10 +197,10 @@ class Removals:
                 " the service's log",
             )
 
-    def expire(self, hosted: Hosted, records: int, size_bytes: int) -> Steps[None]:
+    def expire_for(self, hosted: Hosted, records: int, size_bytes: int) -> Steps[None]:
         """Expire what a cap would find in the way of so many more, if the log takes it."""
         if hosted.topic.must_expire_first(records, size_bytes, self._time.expiry_ms):
-            yield from self._deletes.expire(hosted)
+            yield from self.expire(hosted)
 
     def drop_done_jobs(self, hosted: Hosted, records: int, size_bytes: int) -> Steps[bool]:
         """Remove acknowledged jobs for so many more. Comes to False when the log refuses that."""

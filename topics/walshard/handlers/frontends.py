@@ -11,31 +11,45 @@ from collections.abc import Callable, Mapping
 
 from topics.shm.control import Cell, ControlPage, Role
 from topics.shm.topic_messages import Hello, Unwatch, Watch
-from topics.walshard.commit.draft import CommitFirst, Draft, GroupHandler
+from topics.walshard.commit.draft import CommitFirst, Draft
 from topics.walshard.handlers.named_cursors import NamedCursors
 from topics.walshard.handlers.queues import Queues
 from topics.walshard.handlers.watch_sessions import WatchSessions
 from topics.walshard.hosted.catalog import Catalog
 
 
-class Watchers:
-    """Knows which frontends watch which topics of one shard.
+class Frontends:
+    """Knows which frontends watch which topics of one shard; detects dead ones, and ends everything they had here.
 
-    A notice is no more than a frontend's token of a topic. `notify({frontend: token})` queues notices;
-    `forget(frontend)` drops the queued ones.
+    A notice is no more than a frontend's token of a topic. `notify({frontend: token})` queues notices,
+    `forget(frontend)` drops queued ones. `drain(frontend)` says whether all that a dead frontend has asked for was
+    taken; it takes no replies any more.
     """
 
     def __init__(
-        self, catalog: Catalog, notify: Callable[[Mapping[int, int]], None], forget: Callable[[int], None]
+        self,
+        control: ControlPage,
+        catalog: Catalog,
+        notify: Callable[[Mapping[int, int]], None],
+        forget: Callable[[int], None],
+        drain: Callable[[int], bool],
+        sessions: WatchSessions,
+        queues: Queues,
+        cursors: NamedCursors,
     ) -> None:
+        self._cells = [control.cell(Role.FRONTEND, index).supervisor for index in range(control.frontends)]
         self._catalog = catalog
         self._notify = notify
         self._forget = forget
+        self._drain = drain
+        self._sessions = sessions
+        self._queues = queues
+        self._cursors = cursors
+        self._ended = [_incarnation_ended(cell) for cell in self._cells]
+        """By frontend: the last incarnation that is known to be over."""
 
     def watch(self, call: Watch, frontend: int, group: Draft) -> None:
-        """Note that a frontend watches a topic, and notify it at once when the topic is not what it has seen. Nobody
-        waits for a reply.
-        """
+        """Note who watches a topic, and notify at once if it is not what was seen. Nobody waits for a reply."""
         if group:
             raise CommitFirst
         hosted = self._catalog.find(call.name)
@@ -49,42 +63,6 @@ class Watchers:
         hosted = self._catalog.find(call.name)
         if hosted is not None and hosted.watchers.get(frontend) == call.token:
             del hosted.watchers[frontend]
-
-    def frontend_died(self, frontend: int) -> None:
-        """Forget a frontend."""
-        for hosted in self._catalog:
-            hosted.watchers.pop(frontend, None)
-        self._forget(frontend)
-
-
-class Frontends:
-    """Detects dead frontends, and ends everything they had in one shard.
-
-    `drain(frontend)` says whether all that a dead frontend has asked for was taken; it takes no replies any more.
-    """
-
-    def __init__(
-        self,
-        control: ControlPage,
-        drain: Callable[[int], bool],
-        watchers: Watchers,
-        sessions: WatchSessions,
-        queues: Queues,
-        cursors: NamedCursors,
-    ) -> None:
-        self._cells = [control.cell(Role.FRONTEND, index).supervisor for index in range(control.frontends)]
-        self._drain = drain
-        self._watchers = watchers
-        self._sessions = sessions
-        self._queues = queues
-        self._cursors = cursors
-        self._ended = [_incarnation_ended(cell) for cell in self._cells]
-        """By frontend: the last incarnation that is known to be over."""
-
-    @property
-    def routes(self) -> dict[type, GroupHandler]:
-        """The requests that are handled here in a group."""
-        return {Watch: self._watchers.watch, Unwatch: self._watchers.unwatch, Hello: self.hello}
 
     def hello(self, call: Hello, frontend: int, group: Draft) -> None:
         """End all incarnations of a frontend before the one that says hello. Nobody waits for a reply."""
@@ -108,7 +86,9 @@ class Frontends:
                 self._end(frontend, group)
 
     def _end(self, frontend: int, group: Draft) -> None:
-        self._watchers.frontend_died(frontend)
+        for hosted in self._catalog:
+            hosted.watchers.pop(frontend, None)
+        self._forget(frontend)
         self._sessions.frontend_died(frontend)
         self._queues.frontend_died(frontend, group)
         self._cursors.frontend_died(frontend)

@@ -21,7 +21,7 @@ from topics.shm.queue_messages import (
     CursorReply,
 )
 from topics.storage.frame import FrameType
-from topics.walshard.commit.draft import AloneHandler, Draft, GroupHandler, LogWrite, Steps, control_write
+from topics.walshard.commit.draft import Draft, LogWrite, Steps, control_write
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.step_clock import StepClock
@@ -33,16 +33,6 @@ class NamedCursors:
     def __init__(self, catalog: Catalog, time: StepClock) -> None:
         self._catalog = catalog
         self._time = time
-
-    @property
-    def routes(self) -> dict[type, GroupHandler]:
-        """The requests that are handled here in a group."""
-        return {CursorGet: self.look, CursorAdvance: self.advance, CursorPassedOn: self.passed_on}
-
-    @property
-    def alone_routes(self) -> dict[type, AloneHandler]:
-        """The requests that are handled here by themselves."""
-        return {CursorPut: self.put, CursorDelete: self.delete}
 
     def frontend_died(self, frontend: int) -> None:
         """Note that a frontend died: the answers that it had not passed on are lost."""
@@ -81,7 +71,8 @@ class NamedCursors:
             seq = 0 if topic.recreated else topic.head_seq
         body = CursorFrameBody(call.cursor, consistency, persist_every, seq)
         reply = CursorReply(call.cursor, consistency, persist_every, seq, seq, 0, known is None)
-        yield Draft([self._write(hosted, body, partial(topic.cursors.logged, body), sync=True)], reply=reply)
+        write = self._write(hosted, body, partial(topic.cursors.logged, body), sync=True)
+        yield Draft([write], reply=reply, touched=(hosted,))
         return reply
 
     def _configure(self, hosted: Hosted, cursor: NamedCursor, call: CursorPut) -> Steps[CursorReply]:
@@ -103,7 +94,8 @@ class NamedCursors:
         if hosted is None or known is None:
             return Deleted(False)
         body, reply = CursorFrameBody(call.cursor, None), Deleted(True)
-        yield Draft([self._write(hosted, body, partial(hosted.topic.cursors.logged, body), sync=True)], reply=reply)
+        write = self._write(hosted, body, partial(hosted.topic.cursors.logged, body), sync=True)
+        yield Draft([write], reply=reply, touched=(hosted,))
         return reply
 
     def advance(self, call: CursorAdvance, frontend: int, group: Draft) -> CursorMoved:
@@ -150,12 +142,5 @@ class NamedCursors:
 
 def _shown(cursor: NamedCursor, passed_seq: int) -> CursorReply:
     seq, up_to_seq = cursor.behind(passed_seq)
-    return CursorReply(
-        cursor.name,
-        cursor.consistency,
-        cursor.persist_every,
-        seq,
-        cursor.persisted_seq,
-        cursor.revision,
-        up_to_seq=up_to_seq,
-    )
+    config = cursor.name, cursor.consistency, cursor.persist_every
+    return CursorReply(*config, seq, cursor.persisted_seq, cursor.revision, up_to_seq=up_to_seq)

@@ -17,7 +17,7 @@ from typing import Final
 from topics.core.control_bodies import AckFrameBody, encode_body
 from topics.core.errors import not_a_queue
 from topics.core.governor import INTERVAL_MS
-from topics.core.leases import Leases, NamedJobs
+from topics.core.leases import Leases
 from topics.core.scheduler import below_zero_ms
 from topics.core.seq_set import runs_of
 from topics.shm.asks import Done
@@ -44,8 +44,8 @@ from topics.shm.queue_messages import (
     WorkOpen,
 )
 from topics.storage.frame import FrameType
-from topics.walshard.commit.draft import CommitFirst, Draft, GroupHandler, Steps, control_write
-from topics.walshard.handlers.deletes import Deletes, Removals
+from topics.walshard.commit.draft import CommitFirst, Draft, Steps, control_write
+from topics.walshard.handlers.deletes import Deletes
 from topics.walshard.handlers.workers import Timers, Worker, Workers, dealt_of, deliveries_max
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
@@ -56,21 +56,12 @@ REFUSED_WAIT_MS: Final = 1_000
 
 
 class Queues:
-    """Handles the queues of one shard. It owns who waits for their jobs, and their timers. `push(frontend, dealt)`
-    sends jobs behind the answers before them.
-    """
+    """Handles one shard's queues. It owns who waits for jobs, and timers. `push` sends jobs behind earlier answers."""
 
     def __init__(
-        self,
-        catalog: Catalog,
-        removals: Removals,
-        deletes: Deletes,
-        push: Callable[[int, Dealt], None],
-        cell: ProcessCell,
-        time: StepClock,
+        self, catalog: Catalog, deletes: Deletes, push: Callable[[int, Dealt], None], cell: ProcessCell, time: StepClock
     ) -> None:
         self._catalog = catalog
-        self._removals = removals
         self._deletes = deletes
         self._push = push
         self._cell = cell
@@ -158,28 +149,10 @@ class Queues:
 
     # -- requests
 
-    @property
-    def routes(self) -> dict[type, GroupHandler]:
-        """The requests that are handled here in a group."""
-        return {
-            Claim: self.claim,
-            Ack: self.ack,
-            Nack: self.nack,
-            Extend: self.extend,
-            Unclaim: self.unclaim,
-            WorkOpen: self.open_work,
-            WorkClose: self.close_work,
-            Bury: self.bury,
-            Release: self.release,
-            Peek: self.peek,
-            Reserve: self.reserve,
-            Remove: self.remove,
-        }
-
     def unclaim(self, call: Unclaim, _frontend: int, group: Draft) -> Done:
         """Take back a claim whose jobs nobody got."""
         hosted, leases = self._queue(call.name, group)
-        seqs = self._owned(group, hosted, leases, call).seqs
+        seqs, _ = self._owned(group, hosted, leases, call)
         leases.unclaim(seqs, call.delay_ms, self._time.now)
         self._log_leases(group, hosted, seqs)
         return Done()
@@ -188,7 +161,7 @@ class Queues:
         """Remove jobs that are in the dead letters now."""
         hosted, leases = self._queue(call.name, group)
         seqs = leases.carried_by(frontend, set(call.seqs) - group.dying(hosted.topic))
-        self._removals.remove(group, hosted, seqs, dead_letters=len(seqs))
+        self._deletes.remove(group, hosted, seqs, dead_letters=len(seqs))
         return RemoveReply(len(seqs))
 
     def release(self, call: Release, frontend: int, group: Draft) -> Done:
@@ -210,13 +183,15 @@ class Queues:
         leases = hosted.topic.queue
         if leases is None:
             raise not_a_queue(name)
-        self._removals.require_settled(hosted, group)
+        self._deletes.require_settled(hosted, group)
         leases.advance(self._time.now)
         self.changed(hosted)
         return hosted, leases
 
-    def _owned(self, group: Draft, hosted: Hosted, leases: Leases, call: Ack | Nack | Extend | Unclaim) -> NamedJobs:
-        """Return the jobs it names that its consumer holds. Jobs whose removal is drafted belong to nobody."""
+    def _owned(
+        self, group: Draft, hosted: Hosted, leases: Leases, call: Ack | Nack | Extend | Unclaim
+    ) -> tuple[list[int], list[int]]:
+        """Return the named jobs that their consumer holds, and the others. A job that a draft removes is nobody's."""
         return leases.leased_to(call.node, call.seqs, call.lease_nos, group.dying(hosted.topic))
 
     def claim(self, call: Claim, frontend: int, group: Draft) -> Dealt | Waiting:
@@ -242,7 +217,7 @@ class Queues:
         reply = AckReply(len(seqs), skipped, leases.ready, leases.in_flight)
         seqs.sort()
         if topic.config.on_ack == "delete":
-            self._removals.remove(group, hosted, seqs, undo=partial(leases.unhold, seqs))
+            self._deletes.remove(group, hosted, seqs, undo=partial(leases.unhold, seqs))
         elif seqs:
             runs = runs_of(seqs)
             bodies = [(FrameType.ACK, encode_body(AckFrameBody(runs, keep=True)))]
@@ -319,13 +294,13 @@ class Queues:
         wanted = sorted(set(call.seqs) - group.dying(hosted.topic))
         # A record whose reservation has ended may be somebody's job by now. It is elsewhere all the same.
         seqs = hosted.topic.live_of(wanted)
-        self._removals.remove(group, hosted, seqs)
+        self._deletes.remove(group, hosted, seqs)
         return RemoveReply(len(seqs))
 
     def _records(self, name: str, group: Draft) -> Hosted:
         """Return a topic of any type, its floors as of this step."""
         hosted = self._catalog.require(name)
-        self._removals.require_settled(hosted, group)
+        self._deletes.require_settled(hosted, group)
         return hosted
 
     def _release(self, group: Draft, hosted: Hosted, leases: Leases, seqs: list[int], delay_ms: int) -> None:

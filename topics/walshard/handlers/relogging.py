@@ -40,9 +40,7 @@ TURNS_OF_ONE_SIZE: Final = 256
 
 
 class RelogTurn(NamedTuple):
-    """One turn: frames for the durable log. The last turn is to be followed by CONFIG_UPDATE in the same write, any
-    other is complete.
-    """
+    """One turn: frames for the durable log, complete but for the CONFIG_UPDATE that has to follow the last turn."""
 
     hosted: Hosted
     buffers: list[Bytes]
@@ -66,9 +64,7 @@ class RelogTurn(NamedTuple):
 
 
 def plan_turn(hosted: Hosted, directory: str, turns: int, now_ms: int) -> RelogTurn:
-    """Return the next turn of a topic that has had so many. Everything prepared is committed before. Raise OSError
-    when the RAM log in `directory` cannot be read.
-    """
+    """Return the turn after so many, with nothing pending. Raise OSError when the RAM log cannot be read."""
     topic = hosted.topic
     factor = 1 + turns // TURNS_OF_ONE_SIZE
     first_seq = max(topic.earliest_seq, hosted.ram_from_seq)

@@ -23,7 +23,7 @@ from topics.storage.frame import FrameType
 from topics.storage.kill_points import reached
 from topics.storage.segment import CorruptSegment
 from topics.storage.topic_frames import control_frame
-from topics.walshard.commit.draft import AloneHandler, Draft, GroupHandler, LogWrite, Steps
+from topics.walshard.commit.draft import Draft, LogWrite, Steps
 from topics.walshard.commit.log_trim import LogTrim
 from topics.walshard.commit.logs import Logs
 from topics.walshard.hosted.catalog import Catalog
@@ -45,16 +45,6 @@ class SegmentHandover:
         self._logs = logs
         self._log_trim = log_trim
         self._time = time
-
-    @property
-    def routes(self) -> dict[type, GroupHandler]:
-        """The requests that are handled here in a group."""
-        return {MarkAgain: self.mark_again, Trim: self.trim}
-
-    @property
-    def alone_routes(self) -> dict[type, AloneHandler]:
-        """The requests that are handled here by themselves."""
-        return {Checkpoint: self.take}
 
     def take(self, call: Checkpoint, _frontend: int) -> Steps[CheckpointReply]:
         """Log that these segments are there, then drop the locations of their records."""
@@ -117,9 +107,7 @@ class SegmentHandover:
         return Done()
 
     def mark_again(self, call: MarkAgain, _frontend: int, _group: Draft) -> Done:
-        """Mark deletions that the log has, whatever was marked before, unless the topic is deleted. Raise TopicsError
-        when some cannot be marked.
-        """
+        """Mark logged deletions again, unless the topic is deleted. Raise TopicsError when some cannot be marked."""
         hosted = self._catalog.find_id(call.topic_id)
         if hosted is not None:
             hosted.index.flag_moved(list(seqs_of(call.runs)))

@@ -27,20 +27,10 @@ from topics.shm.topic_messages import (
     TxnPendingReply,
     TxnReply,
 )
-from topics.storage import layout
+from topics.storage import layout, txn_files
 from topics.storage.filesystem import FileSystem, make_dirs, read_all, replace_file
-from topics.storage.txn_files import (
-    Sink,
-    TxnFileDamagedError,
-    decode_sink,
-    decode_stage,
-    encode_sink,
-    is_sink_name,
-    read_sink_head,
-    sink_name,
-    stage_name,
-)
-from topics.walshard.commit.draft import CommitFirst, Draft, GroupHandler
+from topics.storage.txn_files import Sink, TxnFileDamagedError
+from topics.walshard.commit.draft import CommitFirst, Draft
 from topics.walshard.handlers.appends import Appends
 from topics.walshard.hosted.catalog import Catalog
 
@@ -62,14 +52,6 @@ class Sinks:
         self._appends = appends
         self._known: dict[str, Sink] = {}
         """Sinks that exist. Others are not kept, since anyone may ask for any number of them."""
-
-    @property
-    def routes(self) -> dict[type, GroupHandler]:
-        """The requests that are handled here in a group. One that raises TopicsError has changed nothing. After
-        `storage_unavailable` that is unknown: the same call again is right in both cases.
-        """
-        routes: dict[type, GroupHandler] = {StagePublish: self.publish, StagesOver: self.stages_over}
-        return routes | dict.fromkeys((TxnBegin, TxnEnd, TxnForget, TxnGet, TxnPending), self.take)
 
     def take(self, call: SinkCall, _frontend: int, group: Draft) -> TxnReply | TxnPendingReply | Done:
         """Carry out a call about a sink: its file is replaced behind all that was published for it."""
@@ -103,36 +85,27 @@ class Sinks:
         forgotten by then that it was published.
         """
         self._require_pending(call.sink, call.batch)
-        path = os.path.join(self._stages, stage_name(call.stage))
+        path = os.path.join(self._stages, txn_files.stage_name(call.stage))
         key = stage_key(call.sink, call.batch, call.stage)
         try:
-            stage = decode_stage(read_all(self._fs, path))
+            stage = txn_files.decode_stage(read_all(self._fs, path))
         except FileNotFoundError:
             return AppendRequest(call.name, False, None, key, None, 0, array("Q"), b"", bytearray())
         except (OSError, TxnFileDamagedError) as error:
             raise _unusable(path, error) from None
         if stage.topic != call.name:
             raise _unusable(path, TxnFileDamagedError(f"it is of topic {stage.topic!r}, not {call.name!r}"))
-        return AppendRequest(
-            stage.topic,
-            True,
-            None,
-            key,
-            None,
-            len(stage.offset_len),
-            stage.offset_len,
-            stage.record_flags,
-            stage.frames,
-        )
+        records = len(stage.offset_len), stage.offset_len, stage.record_flags, stage.frames
+        return AppendRequest(stage.topic, True, None, key, None, *records)
 
     def _require_pending(self, sink: str, batch: int) -> None:
         """Raise `fenced` unless the batch is being published. The sink may be another shard's, which replaces the file
         only when all stages have been answered: as long as it says pending, the topic has the keys of published stages.
         """
         try:
-            decided, pending_count = read_sink_head(self._fs, self._directory, sink)
+            decided, pending_count = txn_files.read_sink_head(self._fs, self._directory, sink)
         except (OSError, TxnFileDamagedError) as error:
-            raise _unusable(os.path.join(self._directory, sink_name(sink)), error) from None
+            raise _unusable(os.path.join(self._directory, txn_files.sink_name(sink)), error) from None
         if decided != batch or not pending_count:
             raise TopicsError("fenced", f"batch {batch} of sink {sink!r} is not being published", {"batch": decided})
 
@@ -141,7 +114,7 @@ class Sinks:
         if known is not None and (known.pending or call.batch <= known.batch):
             return _as_known(known)
         for stage, _topic in call.stages:
-            if not self._fs.exists(os.path.join(self._stages, stage_name(stage))):
+            if not self._fs.exists(os.path.join(self._stages, txn_files.stage_name(stage))):
                 raise unknown_stage(stage)
         decided = Sink(call.sink, call.batch, call.stages)
         self._store(decided)
@@ -161,7 +134,7 @@ class Sinks:
             raise TopicsError(
                 "out_of_order", f"batch {known.batch} of sink {sink!r} is being published; ask again when it is"
             )
-        path = os.path.join(self._directory, sink_name(sink))
+        path = os.path.join(self._directory, txn_files.sink_name(sink))
         try:
             self._fs.unlink(path)
             self._fs.fsync_dir(self._directory)
@@ -175,39 +148,37 @@ class Sinks:
     def _find(self, sink: str) -> Sink | None:
         known = self._known.get(sink)
         if known is None:
-            known = self._load(os.path.join(self._directory, sink_name(sink)))
+            known = self._load(os.path.join(self._directory, txn_files.sink_name(sink)))
             if known is not None:
                 self._known[sink] = known
         return known
 
     def _load(self, path: str) -> Sink | None:
         try:
-            return decode_sink(read_all(self._fs, path))
+            return txn_files.decode_sink(read_all(self._fs, path))
         except FileNotFoundError:
             return None
         except (OSError, TxnFileDamagedError) as error:
             raise _unusable(path, error) from None
 
     def _store(self, sink: Sink) -> None:
-        path = os.path.join(self._directory, sink_name(sink.sink))
+        path = os.path.join(self._directory, txn_files.sink_name(sink.sink))
         self._known.pop(sink.sink, None)  # after a failure the file is read to know what it has
         try:
             make_dirs(self._fs, self._directory)
-            replace_file(self._fs, path, encode_sink(sink))
+            replace_file(self._fs, path, txn_files.encode_sink(sink))
         except OSError as error:
             raise _cannot(path, error) from error
         self._known[sink.sink] = sink
 
     def _pending(self) -> list[tuple[str, int, list[tuple[str, str]]]]:
-        """Return every batch of this shard's sinks that is decided and not over. A damaged file is logged and skipped:
-        the others must not wait for it.
-        """
+        """Return this shard's batches that are decided and not over. A damaged file is logged and holds up no other."""
         try:
             names = self._fs.listdir(self._directory)
         except FileNotFoundError:
             return []
         found = []
-        for name in sorted(filter(is_sink_name, names)):
+        for name in sorted(filter(txn_files.is_sink_name, names)):
             try:
                 sink = self._load(os.path.join(self._directory, name))
             except TopicsError as error:

@@ -15,7 +15,7 @@ from topics.shm.asks import Deleted
 from topics.shm.topic_messages import DeleteTopic, EnsureTopic, PutTopic, PutTopicReply
 from topics.storage.frame import Bytes, FrameType
 from topics.storage.topic_frames import control_frame, create_frame
-from topics.walshard.commit.draft import AloneHandler, Draft, LogWrite, Steps
+from topics.walshard.commit.draft import Draft, LogWrite, Steps
 from topics.walshard.handlers.deletes import Deletes
 from topics.walshard.handlers.relogging import RelogTurn, plan_turn
 from topics.walshard.hosted.catalog import Catalog
@@ -26,10 +26,7 @@ log = get_logger()
 
 
 class TopicCalls:
-    """Makes, configures and deletes the topics of one shard. Everything prepared is committed before.
-
-    `log_feed` logs how far the routers into a topic are, False when it cannot.
-    """
+    """Makes, configures and deletes one shard's topics. `log_feed` logs how far the routers into one are, if it can."""
 
     def __init__(
         self,
@@ -44,11 +41,6 @@ class TopicCalls:
         self._log_feed = log_feed
         self._ram_directory = ram_directory
         self._time = time
-
-    @property
-    def alone_routes(self) -> dict[type, AloneHandler]:
-        """The requests that are handled here by themselves."""
-        return {PutTopic: self.put, EnsureTopic: self.ensure, DeleteTopic: self.delete}
 
     def put(self, call: PutTopic, _frontend: int) -> Steps[PutTopicReply]:
         """Make a topic, or give it another configuration if it exists."""

@@ -24,7 +24,7 @@ from topics.shm.topic_messages import (
 )
 from topics.storage.frame import FrameType
 from topics.storage.topic_frames import control_frame
-from topics.walshard.commit.draft import AloneHandler, Draft, GroupHandler, LogWrite, Steps
+from topics.walshard.commit.draft import Draft, LogWrite, Steps
 from topics.walshard.hosted.holdings import Holdings
 from topics.walshard.step_clock import StepClock
 
@@ -61,26 +61,11 @@ class WatchSessions:
         self._time = time
         self.by_wid: dict[str, WatchSession] = {}
 
-    def __len__(self) -> int:
-        return len(self.by_wid)
-
     def recovered(self, sessions: dict[str, SessionFrameBody]) -> None:
-        """Take over the sessions of the RAM log after a crash. Streams may be open of which this shard knows nothing,
-        so no position is exact.
-        """
+        """Take over the sessions of the RAM log after a crash. None is exact: streams may be open unknown to it."""
         for wid, session in sessions.items():
             assert session.body is not None
             self._set(wid, WatchSession(session.body, session.positions, False, self._time.now.mono_ms))
-
-    @property
-    def routes(self) -> dict[type, GroupHandler]:
-        """The requests that are handled here in a group."""
-        return {SessionGet: self.look, SessionOpen: self.open, SessionAbandon: self.abandon}
-
-    @property
-    def alone_routes(self) -> dict[type, AloneHandler]:
-        """The requests that are handled here by themselves."""
-        return {SessionPut: self.put, SessionClose: self.close}
 
     def put(self, call: SessionPut, _frontend: int) -> Steps[Done]:
         """Make a session."""
@@ -105,9 +90,7 @@ class WatchSessions:
         return reply
 
     def close(self, call: SessionClose, frontend: int) -> Steps[Done]:
-        """End a stream of a session: the next one goes on from its positions. A stream that another one replaced may
-        not take the positions back, which count as exact.
-        """
+        """End a stream, unless another one replaced it: the next one goes on from these positions, which are exact."""
         session, stream, now_ms = self.by_wid.get(call.wid), (frontend, call.stream), self._time.now.mono_ms
         if session is not None and session.stream == stream:
             body = SessionFrameBody(call.wid, session.body, call.positions, exact=True)
@@ -121,9 +104,7 @@ class WatchSessions:
         return Done()
 
     def abandon(self, call: SessionAbandon, frontend: int, _group: Draft) -> None:
-        """End a stream that was opened and never began: the positions may have been exact before, and are not any more.
-        Nobody waits for a reply.
-        """
+        """End a stream that never began; positions are not exact any more. Nobody waits for a reply."""
         session = self.by_wid.get(call.wid)
         if session is not None:
             session.end_stream((frontend, call.stream), self._time.now.mono_ms)
@@ -142,9 +123,7 @@ class WatchSessions:
                 yield from self._log(SessionFrameBody(wid, None), partial(self._set, wid, None))
 
     def ram_frames(self, now_ms: int) -> list[bytes]:
-        """Return SESSION of every session, to be repeated before older files of the RAM log are removed. `now_ms` is
-        wall time.
-        """
+        """Return SESSION of every session, to outlive older files of the RAM log. `now_ms` is wall time."""
         return [
             _session_frame(SessionFrameBody(wid, session.body, session.positions, session.exact), now_ms)
             for wid, session in self.by_wid.items()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
 
 from topics.core.config import TopicConfig
 from topics.core.job import Holder, Now, deal
@@ -29,14 +28,6 @@ class Worker:
     def holder(self) -> Holder | None:
         """The stream with which its leases end; None for a claim."""
         return None if self.once else self.where
-
-
-class Hand(NamedTuple):
-    """The jobs that one worker was dealt."""
-
-    worker: Worker
-    leased: LeasedSeqs
-    dead: list[int]
 
 
 class Workers:
@@ -111,9 +102,11 @@ class Workers:
             self.window_ends_ms = now.mono_ms + jitter_ms
         return now.mono_ms >= self.window_ends_ms
 
-    def deal(self, leases: Leases, lease_ms: int, deliveries_max: int, now: Now, held: bool = False) -> list[Hand]:
-        """Lease ready jobs to all workers, or to claims only if streams are `held`. Claims end with it, whatever they
-        got.
+    def deal(
+        self, leases: Leases, lease_ms: int, deliveries_max: int, now: Now, held: bool = False
+    ) -> list[tuple[Worker, LeasedSeqs, list[int]]]:
+        """Lease ready jobs to all workers, or if streams are `held` to claims only. Claims end, whatever they got.
+        Return what each was dealt: leased jobs, and dead ones.
         """
         self.window_ends_ms = None
         if not held:
@@ -127,7 +120,7 @@ class Workers:
         for (worker, most), hand in zip(takers.items(), deal(seqs, wanted), strict=True):
             if hand or dead or worker.once:
                 leased = leases.lease(hand, worker.node, worker.lease_ms or lease_ms, now, worker.holder)
-                hands.append(Hand(worker, leased, dead))
+                hands.append((worker, leased, dead))
                 dead = []
             if worker.once:
                 self.remove(worker.where)
@@ -164,24 +157,14 @@ def deliveries_max(config: TopicConfig) -> int:
 
 def dealt_of(stream: int, leased: LeasedSeqs, dead: list[int], leases: Leases, config: TopicConfig) -> Dealt:
     """Return what the frontend is told."""
+    dead_ones = dead, leases.deliveries_of(dead), leases.order_keys_of(dead), config.dead_letter or ""
     return Dealt(
-        stream,
-        leased.seqs,
-        leased.first_lease_no,
-        leased.deadline_ms,
-        leased.deliveries,
-        leases.ready,
-        dead,
-        leases.deliveries_of(dead),
-        leases.order_keys_of(dead),
-        config.dead_letter or "",
+        stream, leased.seqs, leased.first_lease_no, leased.deadline_ms, leased.deliveries, leases.ready, *dead_ones
     )
 
 
 class Timers:
-    """The next monotonic ms at which each queue of one shard is due, by topic id. A time that an earlier one replaced
-    stays in the heap until it is past, and is ignored.
-    """
+    """The next monotonic ms at which each queue is due, by topic id. A replaced time stays in the heap, ignored."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, str]] = []

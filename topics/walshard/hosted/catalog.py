@@ -27,9 +27,7 @@ _RANDOM_BITS: Final = 62
 
 
 class Catalog:
-    """Owns the topics of one shard, and the arena in which readers see them. A topic is made unseen, and hosted once
-    its creation is logged.
-    """
+    """Owns one shard's topics, and the arena that shows them. A topic is hosted once its creation is logged."""
 
     def __init__(
         self, shard: int, shards: int, arena: ArenaWriter, holdings: Holdings, files: SegmentFiles, clock: Clock
@@ -64,32 +62,12 @@ class Catalog:
             raise topic_not_found(name)
         return hosted
 
-    def find_or_make(self, name: str, create: bool, config: TopicConfig | None, now_ms: int) -> tuple[Hosted, bool]:
-        """Return a topic for a write, and whether it was made for it. Raise `topic_not_found` unless
-        the writer and the configuration allow that.
-        """
-        hosted = self._by_name.get(name)
-        if hosted is not None:
-            return hosted, False
-        config = config or TopicConfig()
-        if create and config.auto_create:
-            return self.make(name, config, now_ms), True
-        raise topic_not_found(name)
-
     def make(self, name: str, config: TopicConfig, now_ms: int) -> Hosted:
-        """Make a topic that nobody sees yet, to be hosted or abandoned. Raise ArenaFullError when /dev/shm has no
-        room, `throttled` when the service may not have one more.
-        """
+        """Make a topic that nobody sees, to be hosted or abandoned. Raise ArenaFullError, or `throttled` (quota)."""
         self._holdings.claim_topic()
+        ring: LocationRing | None = None
         try:
-            return self._make(name, config, now_ms)
-        except Exception:
-            self._holdings.release_topic()
-            raise
-
-    def _make(self, name: str, config: TopicConfig, now_ms: int) -> Hosted:
-        ring = LocationRing(self.arena.heap, 1)
-        try:
+            ring = LocationRing(self.arena.heap, 1)
             recreated = name in self._deleted_names
             topic_id = self._ids.next(now_ms)
             index = TopicIndex(topic_id, ring, self._files)
@@ -99,7 +77,9 @@ class Catalog:
             self._start(topic)
             return Hosted(self.arena, topic, index, self._holdings)
         except Exception:
-            ring.release()
+            if ring is not None:
+                ring.release()
+            self._holdings.release_topic()
             raise
 
     def abandon(self, hosted: Hosted) -> None:
@@ -128,9 +108,7 @@ class Catalog:
         hosted.retire()
 
     def shrink_rings(self) -> None:
-        """Shrink large rings of `ephemeral` topics; others shrink with their checkpoints. To be called now and then,
-        between groups.
-        """
+        """Shrink large rings of `ephemeral` topics, now and then between groups. Checkpoints shrink all others."""
         for hosted in self:
             if hosted.index.ring.capacity >= LARGE_ENTRIES and hosted.topic.config.durability == "ephemeral":
                 hosted.shrink_ring()

@@ -7,7 +7,7 @@ from contextlib import suppress
 from topics.core.config import TopicConfig
 from topics.core.segment_list import SegmentInfo, SegmentList
 from topics.core.topic import Topic
-from topics.shm.arena import IS_QUEUE, SEGMENT_ROW_BYTES, ArenaWriter, Descriptor, SlotState, TopicView
+from topics.shm.arena import HAS_CURSORS, IS_QUEUE, SEGMENT_ROW_BYTES, ArenaWriter, Descriptor, SlotState, TopicView
 from topics.shm.arena_heap import ArenaFullError, LocationRing
 from topics.walshard.hosted.holdings import Holdings
 from topics.walshard.hosted.topic_index import TopicIndex
@@ -68,9 +68,7 @@ class Hosted:
 
     @property
     def has_evicted_for_ram(self) -> bool:
-        """Return whether caps have evicted durable records for records in RAM, and the log does not say so yet. A
-        reader of the log alone, without these, could not work it out.
-        """
+        """Return whether caps evicted durable records for ones in RAM unlogged: a reader of the log could not tell."""
         is_ephemeral = self.topic.config.durability == "ephemeral"
         return is_ephemeral and self.has_unlogged_floor and self.topic.logged_floor < self.ram_from_seq
 
@@ -85,7 +83,9 @@ class Hosted:
         topic, ring = self.topic, self.index.ring
         self._count(topic.records, topic.live_bytes)
         if self.index.segments.version != self._table_version:
-            self._renew_table()
+            # Else the published table has all live segments, and some that were dropped.
+            with suppress(ArenaFullError):
+                self._take_up(self._arena.store_segments(self.index.segments))
         jobs = self.job_counts()
         if jobs[1] != self._shown_jobs[1]:
             self._holdings.count_leases(jobs[1] - self._shown_jobs[1])
@@ -114,7 +114,7 @@ class Hosted:
                 self._table[0] >> 3,
                 self._table[1] // SEGMENT_ROW_BYTES | (self._table_version & 0xFFFF_FFFF) << 32,
                 *jobs,
-                IS_QUEUE if topic.queue is not None else 0,
+                (IS_QUEUE if topic.queue is not None else 0) | (HAS_CURSORS if len(topic.cursors) else 0),
             ),
         )
         ring.published()
@@ -148,13 +148,6 @@ class Hosted:
             ring.shrink()
         if ring.capacity != capacity:
             self.publish()
-
-    def _renew_table(self) -> None:
-        try:
-            table = self._arena.store_segments(self.index.segments)
-        except ArenaFullError:
-            return  # the published table has all live segments, and some that were dropped
-        self._take_up(table)
 
     def _take_up(self, table: tuple[int, int]) -> None:
         if self._table[1]:

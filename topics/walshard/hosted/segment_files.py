@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from itertools import compress, islice
 from typing import Final, NamedTuple
 
-from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_GONE
+from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_GONE, dense_entries
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.log import get_logger
 from topics.storage import layout
@@ -98,9 +98,7 @@ class SegmentFiles:
     # -- reading
 
     def entries(self, topic_id: int, info: SegmentInfo, first_seq: int, last_seq: int) -> array[int]:
-        """Return entries of first_seq..last_seq in that segment, as `RecordIndex.entries`: `len` is that of the log
-        frame.
-        """
+        """Return entries of that segment as `RecordIndex.entries` does: `len` is that of the log frame."""
         part = self._readable_part(topic_id, info, first_seq, last_seq)
         if part is None:
             return _estimated(info, first_seq, last_seq)
@@ -119,9 +117,7 @@ class SegmentFiles:
         return ts
 
     def live_size(self, topic_id: int, info: SegmentInfo, first_seq: int, last_seq: int) -> tuple[int, int]:
-        """Return (records, bytes in the log) that are neither deleted nor lost. The sizes of sealed segments are most
-        often known; others are counted, by column.
-        """
+        """Return (records, bytes in the log) neither deleted nor lost. Sizes of sealed segments are mostly known."""
         key = SegmentKey(topic_id, info.first_seq, info.version)
         is_whole = bool(info.flags & SEALED) and (first_seq, last_seq) == (info.first_seq, info.last_seq)
         known = self._sizes.get(key) if is_whole else None
@@ -335,9 +331,7 @@ def _later(info: SegmentInfo, seqs: Sequence[int], before: _Due | None) -> _Due:
 
 
 def _live_size(part: bytes, first_seq: int, unmarked: list[int], data_bytes: int | None) -> tuple[int, int]:
-    """Return (records, bytes) that live in a piece of an index from the entry of `first_seq` on, without `unmarked`
-    seqs. `data_bytes` are those of all frames together, where it is all of a segment.
-    """
+    """Return (records, bytes) that live in index entries from `first_seq` on; `data_bytes` are those of a whole one."""
     live = bytearray(part[ENTRY_FLAGS_AT::ENTRY_LEN].translate(_LIVE_TABLE))
     for seq in unmarked:
         live[seq - first_seq] = 0
@@ -355,8 +349,4 @@ def _mean_len(info: SegmentInfo) -> int:
 
 def _estimated(info: SegmentInfo, first_seq: int, last_seq: int) -> array[int]:
     count = last_seq - first_seq + 1
-    entries = array("Q", bytes(count * ENTRY_WORDS * 8))
-    entries[0::ENTRY_WORDS] = array("Q", range(first_seq, first_seq + count))
-    entries[1::ENTRY_WORDS] = array("Q", [info.last_ts]) * count
-    entries[2::ENTRY_WORDS] = array("Q", [_mean_len(info) << 32]) * count
-    return entries
+    return dense_entries(first_seq, info.last_ts, array("Q", [_mean_len(info) << 32]) * count, array("Q", [0]) * count)

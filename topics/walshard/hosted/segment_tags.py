@@ -26,9 +26,7 @@ more, every one would be opened and checked again each time.
 
 
 def tags_max(open_files: int) -> int:
-    """Return how many postings may stay open in a process that may open so many files (RLIMIT_NOFILE). Three quarters
-    are left for indexes, logs and files that are open for a moment.
-    """
+    """Return how many postings may stay open under this RLIMIT_NOFILE: the rest is for indexes, logs and the like."""
     return _FILES_MAX if open_files == RLIM_INFINITY else min(_FILES_MAX, open_files // 4)
 
 

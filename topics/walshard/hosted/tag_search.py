@@ -13,10 +13,10 @@ import errno
 import os
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from typing import Final, NamedTuple
+from typing import Final
 
 from topics.core.clock import Clock
-from topics.core.location import FLAGS_SHIFT, LOCATION_GONE, LOCATION_IN_RAM_LOG, LOW_WORD
+from topics.core.location import FILE_BITS, FLAGS_SHIFT, LOCATION_GONE, LOW_WORD
 from topics.core.segment_list import SEALED, SegmentInfo
 from topics.core.tags import Match, TagIndex
 from topics.core.topic import Topic
@@ -51,7 +51,6 @@ _NEAR_BYTES: Final = 1 << 14
 _HEAD_BYTES: Final = HEADER_LEN + NODE_MAX_BYTES + TAG_MAX_BYTES
 """Bytes from the beginning of a frame within which its tag is."""
 _FILES_MAX: Final = 8
-_FILE_BITS: Final = LOCATION_IN_RAM_LOG << FLAGS_SHIFT | LOW_WORD
 _TAGGED_BIT: Final = LOCATION_HAS_TAG << FLAGS_SHIFT
 _WANTED_BITS: Final = _TAGGED_BIT | LOCATION_GONE << FLAGS_SHIFT
 
@@ -60,17 +59,8 @@ _Place = tuple[int, int, int, int]
 """(seq, file bits of its location, offset of the frame, offset behind its tag)."""
 
 
-class Found(NamedTuple):
-    """All seqs below `next_seq` with a matching tag, ascending. Some may be deleted already."""
-
-    seqs: list[int]
-    next_seq: int
-
-
 class _Matches:
-    """The matches in one place, ascending once they are `complete`. Until then they are those of the tags before
-    `next_tag`.
-    """
+    """Matches in one place, ascending once `complete`; until then those of the tags before `next_tag`."""
 
     __slots__ = ("complete", "kept_ms", "next_tag", "seqs", "tags")
 
@@ -92,12 +82,12 @@ class TagSearch:
         self._left: dict[tuple[object, ...], _Matches] = {}
         """Matches that a turn found and did not return, by search and place, for the next turn."""
 
-    def forget_log_files(self, file_no: int, in_ram: bool) -> None:
-        """Forget files of a log that were removed, numbered below `file_no`."""
-        self._frames.forget_below(file_no, in_ram)
-
-    def find(self, topic: Topic, index: TopicIndex, match: Match, first_seq: int, last_seq: int) -> Found:
-        """Find matches in first_seq..last_seq (none below `earliest_seq`), as many as one turn has time for."""
+    def find(
+        self, topic: Topic, index: TopicIndex, match: Match, first_seq: int, last_seq: int
+    ) -> tuple[list[int], int]:
+        """Find matches in first_seq..last_seq (none below `earliest_seq`), as far as one turn has time. Return all seqs
+        below another seq, and that; some may be deleted already.
+        """
         ends_ms = self._clock.monotonic_ms() + TURN_MS
         found: list[int] = []
         next_seq = first_seq
@@ -108,10 +98,10 @@ class TagSearch:
             if matches is None:
                 matches = _Matches(self._in_segment(topic.id, info, match), True)
             if not self._take(found, key, matches, next_seq, last_seq):
-                return Found(found, found[-1] + 1)
+                return found, found[-1] + 1
             next_seq = info.last_seq + 1
             if self._clock.monotonic_ms() >= ends_ms:
-                return Found(found, next_seq)
+                return found, next_seq
         next_seq = max(next_seq, sealed_seq + 1)
         if next_seq <= last_seq:
             open_seq = _open_seq(topic, index)
@@ -121,10 +111,10 @@ class TagSearch:
                 matches = _Matches([], False)
             if not matches.complete and not self._gather(matches, topic, index, match, open_seq, last_seq, ends_ms):
                 self._keep(tail_key, matches)
-                return Found(found, next_seq)
+                return found, next_seq
             if not self._take(found, tail_key, matches, max(next_seq, open_seq), last_seq):
-                return Found(found, found[-1] + 1)
-        return Found(found, last_seq + 1)
+                return found, found[-1] + 1
+        return found, last_seq + 1
 
     def drop_unused(self) -> None:
         """Drop matches for which no turn came. To be called now and then."""
@@ -133,9 +123,7 @@ class TagSearch:
             del self._left[key]
 
     def index_some(self, topic: Topic, index: TopicIndex, last_seq: int) -> bool:
-        """Index some new records up to `last_seq` of a topic with a delete by tag, in an idle turn. False if there are
-        none.
-        """
+        """Index some new records up to `last_seq` of a topic with a delete by tag. False if there are none."""
         tags = topic.tags
         if tags is None:
             return False
@@ -259,7 +247,7 @@ class FrameTags:
         """
         entries = ring.entries(first_seq, last_seq)
         wanted = [
-            (seq, word & _FILE_BITS, offset := offset_len & LOW_WORD, offset + min(offset_len >> 32, _HEAD_BYTES))
+            (seq, word & FILE_BITS, offset := offset_len & LOW_WORD, offset + min(offset_len >> 32, _HEAD_BYTES))
             for seq, offset_len, word in zip(entries[0::4], entries[2::4], entries[3::4], strict=True)
             if word & _WANTED_BITS == _TAGGED_BIT
         ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from threading import Thread
-from typing import Final, NamedTuple
+from typing import Final
 
 from topics.storage.segment_store import SegmentStore
 
@@ -24,8 +24,8 @@ FRESH_MS: Final = 1000
 """Bytes that came no longer ago are not read again for being damaged."""
 
 
-class NotReadYetError(Exception):
-    """The bytes are being read, or will be: ask again."""
+class UnknownError(Exception):
+    """Nobody can tell now: a shard recovers, a topic has just changed, or bytes are being read. Ask again."""
 
 
 class _ThreadRead:
@@ -40,28 +40,20 @@ class _ThreadRead:
         self.outcome: bytes | Exception | None = None
 
 
-class _Kept(NamedTuple):
-    """Bytes that were read, and the monotonic ms at which they came."""
-
-    content: bytes
-    since_ms: int
-
-
 class ColdReads:
     """The cold reads of one shard, by object and offset. It owns their threads, and keeps the last few results."""
 
     def __init__(self, store: SegmentStore, monotonic_ms: Callable[[], int]) -> None:
         self._store = store
         self._monotonic_ms = monotonic_ms
-        self._kept: OrderedDict[tuple[str, int], _Kept] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, int], tuple[bytes, int]] = OrderedDict()
+        """Bytes that were read, and the monotonic ms at which they came; the latest used last."""
         self._failed: dict[tuple[str, int], tuple[Exception, int]] = {}
         """Reasons, and the monotonic ms at which they were seen; the oldest first."""
         self._reads: dict[tuple[str, int], _ThreadRead] = {}
 
     def get(self, name: str, start: int, end: int, data_bytes: int) -> memoryview:
-        """Return bytes start..end of an object of `data_bytes`. Raise NotReadYetError as long as they are not here,
-        OSError and ValueError when they cannot be read; the next call tries again.
-        """
+        """Return bytes start..end of an object. Raise UnknownError as yet, OSError or ValueError if unreadable."""
         self._take_finished()
         for (kept_name, offset), (content, _) in self._kept.items():
             if kept_name == name and offset <= start and end <= offset + len(content):
@@ -78,7 +70,7 @@ class ColdReads:
             read = self._reads[key] = _ThreadRead(name, start, length)
             # A daemon: the end of the process does not wait for a tier that hangs.
             Thread(target=self._run, args=(read,), name="cold-read", daemon=True).start()
-        raise NotReadYetError
+        raise UnknownError
 
     def forget(self, name: str, at: int) -> None:
         """Have a damaged part of an object read again: it may have been restored. Bytes that just came are kept."""
@@ -92,7 +84,7 @@ class ColdReads:
         for key, read in list(self._reads.items()):
             outcome = read.outcome
             if isinstance(outcome, bytes):
-                self._kept[key] = _Kept(outcome, now_ms)
+                self._kept[key] = outcome, now_ms
                 while len(self._kept) > KEPT_READS:
                     self._kept.popitem(last=False)
             elif outcome is not None:

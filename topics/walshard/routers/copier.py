@@ -24,11 +24,13 @@ from topics.core.location import (
     file_flags_of,
 )
 from topics.log import get_logger
+from topics.shm.arena import TopicView
 from topics.shm.arena_heap import ArenaFullError
 from topics.shm.control import ProcessCell
 from topics.walshard.commit.draft import LogWrite, ceiling_writes, head_write
+from topics.walshard.routers.cold_reads import UnknownError
 from topics.walshard.routers.feeds import Feed, Hindrance
-from topics.walshard.routers.originals import Originals, SourceLocations, SourceSight, UnknownError
+from topics.walshard.routers.originals import Originals, SourceLocations
 from topics.walshard.routers.page import PAGE_BYTES, PAGE_RECORDS, CopyPage, copy_page, passes_whole, room
 
 log = get_logger()
@@ -49,9 +51,7 @@ class CopyWrite(NamedTuple):
 
 
 class Copier:
-    """Makes the writes of one shard's feeds. A write changes its feed once it is in the log. If the log refuses it, the
-    feed waits. `claim_bytes` is `Holdings.claim_bytes`.
-    """
+    """Makes the writes of one shard's feeds. A write changes its feed once it is logged; a refused one has it wait."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Copier:
         self._cell = cell
         self._clock = clock
 
-    def next_write(self, feed: Feed, sight: SourceSight) -> CopyWrite | None:
+    def next_write(self, feed: Feed, sight: TopicView) -> CopyWrite | None:
         """Return what the log of the dest gets next. None when the feed is at the head of its source, or must wait:
         `feed.retry_ms` says until when, `feed.hindrance` why.
         """
@@ -89,9 +89,7 @@ class Copier:
         return self._copies(feed, sight, first_seq)
 
     def source_ended(self, feed: Feed) -> CopyWrite | None:
-        """Return a gap for what waited to be copied from a source that was deleted, or whose name another topic has.
-        None when nothing waited.
-        """
+        """Return a gap for what waited when the source was deleted or replaced; None when nothing did."""
         # Nobody knows how many records waited before the service started.
         waiting = max(feed.uncopied, int(feed.full))
         if not waiting:
@@ -108,7 +106,7 @@ class Copier:
 
     # -- copies
 
-    def _copies(self, feed: Feed, sight: SourceSight, first_seq: int) -> CopyWrite | None:
+    def _copies(self, feed: Feed, sight: TopicView, first_seq: int) -> CopyWrite | None:
         try:
             last_seq = min(sight.head_seq, feed.source_seq + PAGE_RECORDS)
             locations = self._originals.locations(feed.source, sight.topic_id, first_seq, last_seq)
@@ -146,7 +144,7 @@ class Copier:
             return None
         return self._write(feed, page)
 
-    def _page(self, feed: Feed, sight: SourceSight, first_seq: int, locations: SourceLocations) -> CopyPage:
+    def _page(self, feed: Feed, sight: TopicView, first_seq: int, locations: SourceLocations) -> CopyPage:
         if locations.segment is None and passes_whole(feed.routers, feed.source_seq, feed.topic):
             frames, rows = self._originals.frames(feed.source, locations)
             flags = bytes([word >> FLAGS_SHIFT & ~_OF_THE_INDEX for word in locations.file_flags])
@@ -154,7 +152,7 @@ class Copier:
         originals = self._originals.read(feed.source, sight.topic_id, first_seq, locations)
         return copy_page(originals, feed.routers, feed.source, sight.topic_id, feed.source_seq, feed.topic)
 
-    def _nothing_passed(self, feed: Feed, sight: SourceSight, page: CopyPage) -> CopyWrite | None:
+    def _nothing_passed(self, feed: Feed, sight: TopicView, page: CopyPage) -> CopyWrite | None:
         if page.source_seq == feed.source_seq:
             return self._left_out(feed, page.oversize) if page.oversize else self._wait_for_room(feed)
         # No router lets these records pass.
@@ -202,6 +200,9 @@ class Copier:
         """Return a gap for records that the source lost before they were copied, with a seq for each. It has one seq
         for all when an `ephemeral` source or the end of its log was lost: nobody knows how many there were.
         """
+        if reason == EvictReason.SOURCE_TRIM and any(one.router.counts_hops for one in feed.routers):
+            # A gap has no count of hops, so the router that closes a cycle ends each that came by a router.
+            return self._cursor(feed, last_source_seq)
         if min(room(feed.topic)) <= 0:
             self.wait(feed, Hindrance.NONE)  # more may follow until there is room
             return None
@@ -266,14 +267,12 @@ _OF_THE_INDEX: Final = LOCATION_IN_RAM_LOG | LOCATION_GONE
 
 
 def _unless_full(feed: Feed, hindrance: Hindrance) -> Hindrance:
-    """Return NONE for a dest that is full: it misses nothing while its source cannot be read. A full queue may have
-    jobs that can be dropped, so it is not known to be full.
-    """
+    """Return NONE for a full dest: it misses nothing. A full queue may drop jobs, so it is not known to be full."""
     is_full = feed.topic.queue is None and (feed.has_no_room() or min(room(feed.topic)) <= 0)
     return Hindrance.NONE if is_full else hindrance
 
 
-def _must_be_logged(feed: Feed, sight: SourceSight, source_seq: int) -> bool:
+def _must_be_logged(feed: Feed, sight: TopicView, source_seq: int) -> bool:
     """Return whether a cursor that moved without a copy must be logged. A restart goes on from the last one in the log:
     it must not read too much again, nor take for a loss what the source has evicted since.
     """

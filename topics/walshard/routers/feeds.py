@@ -14,12 +14,12 @@ from topics.core.floors import EvictReason
 from topics.core.routers import FeedFrameBody, FeedRouter, FoldedRouters, Router, encode_router
 from topics.core.topic import Topic
 from topics.log import get_logger
+from topics.shm.arena import TopicView
 from topics.shm.router_memory import RouterBoardWriter, RouterProgress
 from topics.storage.frame import FrameType
 from topics.storage.topic_frames import control_frame
 from topics.walshard.commit.draft import Draft, LogWrite, Steps
 from topics.walshard.hosted.hosted import Hosted
-from topics.walshard.routers.originals import SourceSight
 from topics.walshard.routers.page import can_never_hold, room
 
 log = get_logger()
@@ -127,10 +127,7 @@ class Feed:
 
 
 class Feeds:
-    """One shard's feeds by dest and by source. It owns the board that shows how far their routers are.
-
-    Steps to a bool return False when the log could not be written: nothing has changed then.
-    """
+    """One shard's feeds by dest and by source, and the board of their progress. Steps to False have changed nothing."""
 
     def __init__(self, board: RouterBoardWriter, now_ms: Callable[[], int]) -> None:
         self._board = board
@@ -155,15 +152,13 @@ class Feeds:
                 self.show_progress(feed)
 
     def _pass_over(self, feed: Feed) -> None:
-        """Skip records that no router let pass, as the board of the former life says. Every copy has a cursor in the
-        log, so nothing was copied behind the last one.
-        """
+        """Skip records that no router let pass, as the former board says: every copy has a cursor in the log."""
         for one in feed.routers:
             former = self._board.former.get(one.router.id)
             if former is not None and former.source_topic_id == feed.source_topic_id:
                 feed.source_seq = max(feed.source_seq, former.source_seq)
 
-    def start(self, hosted: Hosted, source: str, sight: SourceSight | None, routers: list[Router]) -> Steps[bool]:
+    def start(self, hosted: Hosted, source: str, sight: TopicView | None, routers: list[Router]) -> Steps[bool]:
         """Begin to copy into a dest, behind the head of its source. A restart begins at the same place."""
         head_seq = 0 if sight is None else sight.head_seq
         body = FeedFrameBody(
@@ -176,13 +171,13 @@ class Feeds:
         self.show_progress(feed)
         return True
 
-    def bind(self, feed: Feed, sight: SourceSight) -> Steps[bool]:
+    def bind(self, feed: Feed, sight: TopicView) -> Steps[bool]:
         """Copy a source that exists now from its first record on."""
         body = feed.body()
         body.source_topic_id = sight.topic_id
         return (yield from self._log_and_show(feed, body))
 
-    def reroute(self, feed: Feed, sight: SourceSight | None, routers: list[Router]) -> Steps[bool]:
+    def reroute(self, feed: Feed, sight: TopicView | None, routers: list[Router]) -> Steps[bool]:
         """Take other routers, or changed ones, from the same source. New ones begin at its head."""
         head_seq = 0 if sight is None else sight.head_seq
         known = {one.router.id: one for one in feed.routers}

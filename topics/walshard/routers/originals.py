@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple, TypeVar
 
-from topics.core.location import LOCATION_IN_RAM_LOG, LOCATION_LOST, LOW_WORD
+from topics.core.location import FILE_BITS, LOCATION_IN_RAM_LOG, LOCATION_LOST, LOW_WORD
 from topics.core.names import owner_shard
 from topics.core.segment_list import COLD, SegmentInfo, SegmentList
 from topics.settings import Settings
@@ -28,29 +28,13 @@ from topics.storage.copies import Original, read_original, read_segment_original
 from topics.storage.filesystem import FileSystem
 from topics.storage.segment import ENTRY_LEN, entries_of_idx
 from topics.storage.segment_store import LocalStore
-from topics.walshard.routers.cold_reads import ColdReads, NotReadYetError
+from topics.walshard.routers.cold_reads import ColdReads, UnknownError
 
 _RUN_BYTES: Final = 1 << 18
 _FILES_MAX: Final = 16
 _ATTACH_TRIES: Final = 10
 
 T = TypeVar("T")
-
-
-class UnknownError(Exception):
-    """The answer cannot be known now: the shard has not recovered, or the topic has changed meanwhile. Ask again."""
-
-
-class SourceSight(NamedTuple):
-    """A topic that is copied, as it is now."""
-
-    topic_id: int
-    head_seq: int
-    base_seq: int
-    """Lowest seq that can be read."""
-    earliest_seq: int
-    evict_floor: int
-    evict_reason: int
 
 
 class SourceLocations(NamedTuple):
@@ -82,22 +66,15 @@ class Originals:
         ]
         self._open: OrderedDict[tuple[int, int, int], int] = OrderedDict()
 
-    def look(self, name: str) -> SourceSight | None:
-        """Return a topic, None when there is none. Raise UnknownError while its shard has never recovered."""
+    def look(self, name: str) -> TopicView | None:
+        """Return a topic or None; its `base_seq` is the lowest readable seq. Raise UnknownError without a shard."""
         arena = self._arena_of(name)
         found = arena.look_up(name)
         if found is None:
             return None
         slot, view = found
         segments = _require(arena.segments(slot, view))
-        return SourceSight(
-            view.topic_id,
-            view.head_seq,
-            segments[0].first_seq if segments else view.base_seq,
-            view.earliest_seq,
-            view.evict_floor,
-            view.evict_reason,
-        )
+        return view._replace(base_seq=segments[0].first_seq) if segments else view
 
     def locations(self, name: str, topic_id: int, first_seq: int, last_seq: int) -> SourceLocations:
         """Return the locations of records, deleted ones included: of the first ones, as far as they are in one place.
@@ -141,8 +118,6 @@ class Originals:
         if locations.segment is not None:
             try:
                 yield from self._segments.read(topic_id, locations.segment, first_seq, locations.offset_len)
-            except NotReadYetError:
-                raise UnknownError from None
             except FileNotFoundError:
                 self._raise_if_replaced(name, topic_id, locations.segment)
                 raise
@@ -182,7 +157,7 @@ class Originals:
             start, end = offset_lens[at] & LOW_WORD, (offset_lens[at] & LOW_WORD) + (offset_lens[at] >> 32)
             stop = at + 1
             # Neighbours in a file are read with one call.
-            while stop < count and _same_file(file_flags[stop], word) and end - start < _RUN_BYTES:
+            while stop < count and not (file_flags[stop] ^ word) & FILE_BITS and end - start < _RUN_BYTES:
                 offset, length = offset_lens[stop] & LOW_WORD, offset_lens[stop] >> 32
                 if not end <= offset <= end + 4096:
                     break
@@ -233,10 +208,6 @@ def _require(found: T | None) -> T:
     return found
 
 
-def _same_file(word: int, other: int) -> bool:
-    return (word ^ other) & (LOW_WORD | LOCATION_IN_RAM_LOG << 32) == 0
-
-
 class SegmentOriginals:
     """Reads segments of topics of any shard. `cold` is None without a cold directory."""
 
@@ -261,8 +232,8 @@ class SegmentOriginals:
         ]
 
     def read(self, topic_id: int, info: SegmentInfo, first_seq: int, offset_lens: list[int]) -> Iterator[Original]:
-        """Yield the records at these places, which follow each other. Raise NotReadYetError while a cold segment is
-        being read, FileNotFoundError, OSError, and ValueError when a record is not what its location says.
+        """Yield the records at these places, which follow each other. Raise UnknownError while a cold segment is being
+        read, FileNotFoundError, OSError, and ValueError when a record is not what its location says.
         """
         if not offset_lens:
             return

@@ -28,17 +28,6 @@ class CopyPage:
     the number of copies that the next record would have, where the dest could never hold them, however empty.
     """
 
-    __slots__ = (
-        "_buffer",
-        "copies_by_router",
-        "full",
-        "no_room_for",
-        "offset_len",
-        "oversize",
-        "record_flags",
-        "source_seq",
-    )
-
     def __init__(self, source_seq: int) -> None:
         self.source_seq = source_seq
         self.offset_len = array("Q")

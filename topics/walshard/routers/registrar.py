@@ -10,15 +10,14 @@ from collections.abc import Callable
 from topics.core.errors import TopicsError
 from topics.core.routers import FoldedRouters, Router, RouterRegistry, encode_router
 from topics.log import get_logger
-from topics.shm.asks import Deleted, Done
+from topics.shm.asks import Deleted, Done, Message
 from topics.shm.control import ProcessCell
-from topics.shm.messages import Reply
 from topics.shm.quotas import quota_reached
 from topics.shm.router_memory import Change, RouterTableWriter
 from topics.shm.topic_messages import DeleteRouter, PutRouter, PutRouterReply, RemoveRouters
 from topics.storage.frame import FLAG_MORE, Bytes, FrameType
 from topics.storage.topic_frames import control_frame
-from topics.walshard.commit.draft import AloneHandler, Draft, LogWrite, Steps
+from topics.walshard.commit.draft import Draft, LogWrite, Steps
 
 log = get_logger()
 
@@ -44,11 +43,6 @@ class Registrar:
         self._registry.last_id = max(self._registry.last_id, state.last_id)
         table.store_all(self._registry.by_name.values())
         cell.set("routers", len(self._registry))
-
-    @property
-    def alone_routes(self) -> dict[type, AloneHandler]:
-        """The requests that are handled here by themselves."""
-        return {PutRouter: self.put, DeleteRouter: self.delete, RemoveRouters: self.remove}
 
     def put(self, call: PutRouter, _frontend: int) -> Steps[PutRouterReply]:
         """Register or change a router. Raise TopicsError when it may not be."""
@@ -92,7 +86,7 @@ class Registrar:
         wanted = set(router_ids)
         return [router for router in self._registry.by_name.values() if router.id in wanted]
 
-    def _remove(self, routers: list[Router], reply: Reply | None) -> Steps[None]:
+    def _remove(self, routers: list[Router], reply: Message | None) -> Steps[None]:
         if not routers:
             return
         self._table.reserve()

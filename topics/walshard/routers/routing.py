@@ -10,14 +10,16 @@ from typing import Final
 
 from topics.core.clock import Clock
 from topics.log import get_logger
+from topics.shm.arena import TopicView
 from topics.shm.topic_messages import CatchUp, CaughtUp, SyncRouters, SyncRoutersReply
-from topics.walshard.commit.draft import AloneHandler, Draft, Steps
-from topics.walshard.handlers.deletes import Removals
+from topics.walshard.commit.draft import Draft, Steps
+from topics.walshard.handlers.deletes import Deletes
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
+from topics.walshard.routers.cold_reads import UnknownError
 from topics.walshard.routers.copier import Copier, CopyWrite
 from topics.walshard.routers.feeds import Feed, Feeds, Hindrance
-from topics.walshard.routers.originals import Originals, SourceSight, UnknownError
+from topics.walshard.routers.originals import Originals
 from topics.walshard.routers.page import PAGE_BYTES, PAGE_RECORDS
 from topics.walshard.routers.registrar import Registrar
 from topics.walshard.routers.sources import Changed, Ended, PeerMessage, RoutersEnded, Sources
@@ -35,11 +37,7 @@ DEST_WAIT_MS: Final = 30_000
 
 
 class FeedTurns:
-    """Turns of the dests of routers, by topic id.
-
-    Dests that may have something to copy are served in the order in which they came. Those that have to wait come back
-    at a time of their own (monotonic ms), or when they are woken.
-    """
+    """Turns of dests, by topic id: first come, first served. Who waits is back at a time (monotonic ms) or woken."""
 
     def __init__(self) -> None:
         self._ready: dict[int, None] = {}
@@ -48,9 +46,6 @@ class FeedTurns:
     def __bool__(self) -> bool:
         """True if a dest has its turn."""
         return bool(self._ready)
-
-    def __contains__(self, dest_id: int) -> bool:
-        return dest_id in self._ready
 
     @property
     def some_wait(self) -> bool:
@@ -85,9 +80,7 @@ class FeedTurns:
 
 
 class Routing:
-    """Keeps the feeds of one shard as the table of routers says, and gives each its turn. Only shard 0 has a
-    `registrar`.
-    """
+    """Keeps one shard's feeds as the table of routers says, and gives each its turn. Shard 0 has a `registrar`."""
 
     def __init__(
         self,
@@ -96,7 +89,7 @@ class Routing:
         originals: Originals,
         feeds: Feeds,
         copier: Copier,
-        removals: Removals,
+        deletes: Deletes,
         registrar: Registrar | None,
         clock: Clock,
     ) -> None:
@@ -105,7 +98,7 @@ class Routing:
         self._originals = originals
         self.feeds = feeds
         self._copier = copier
-        self._removals = removals
+        self._deletes = deletes
         self.registrar = registrar
         self._clock = clock
         self._turns = FeedTurns()
@@ -117,12 +110,6 @@ class Routing:
         """Dests that do not exist, and since when (monotonic ms)."""
         self._ended_ids: list[int] = []
         """On shard 0: routers that ended with a topic, as the topic's shard says."""
-
-    @property
-    def alone_routes(self) -> dict[type, AloneHandler]:
-        """The requests that are handled here by themselves."""
-        routes: dict[type, AloneHandler] = {CatchUp: self.catch_up, SyncRouters: self.sync}
-        return routes if self.registrar is None else routes | self.registrar.alone_routes
 
     # -- told by the shard
 
@@ -323,11 +310,11 @@ class Routing:
             sight = yield from self._look(feed)
             if sight is None:
                 return None
-            yield from self._removals.expire(feed.hosted, PAGE_RECORDS, PAGE_BYTES)
+            yield from self._deletes.expire_for(feed.hosted, PAGE_RECORDS, PAGE_BYTES)
             write = self._copier.next_write(feed, sight)
             if feed.has_no_room():
                 _, records, size_bytes = feed.no_room_for
-                yield from self._removals.drop_done_jobs(feed.hosted, records, size_bytes)
+                yield from self._deletes.drop_done_jobs(feed.hosted, records, size_bytes)
                 if not feed.has_no_room():
                     feed.retry_ms = 0
                     write = self._copier.next_write(feed, sight)
@@ -342,7 +329,7 @@ class Routing:
         feed.hindrance = hindrance
         feed.retry_ms = self._clock.monotonic_ms() + wait_ms
 
-    def _look(self, feed: Feed) -> Steps[SourceSight | None]:
+    def _look(self, feed: Feed) -> Steps[TopicView | None]:
         """Return the source as it is, None when there is nothing to copy from it now."""
         feed.hindrance = Hindrance.NONE
         try:

@@ -63,7 +63,6 @@ class Links:
         self._wakes = shared.shard_wakes
         self._waiting: list[deque[PeerMessage]] = [deque() for _ in self._out]
         self._changed: list[dict[str, None]] = [{} for _ in self._out]
-        self._own: deque[PeerMessage] = deque()
 
     @property
     def shards(self) -> int:
@@ -72,18 +71,17 @@ class Links:
     @property
     def idle(self) -> bool:
         """Return whether no message is to be taken."""
-        return not (self._own or self._changed[self.shard]) and all(ring is None or ring.empty for ring in self._in)
+        own = self._waiting[self.shard] or self._changed[self.shard]
+        return not own and all(ring is None or ring.empty for ring in self._in)
 
     @property
     def stuck(self) -> bool:
         """Return whether messages wait for room in the ring of another shard."""
-        return any(self._waiting) or any(
-            names for peer, names in enumerate(self._changed) if peer != self.shard and names
-        )
+        return any(self._waiting[peer] or self._changed[peer] for peer in range(self.shards) if peer != self.shard)
 
     def send(self, shard: int, message: PeerMessage) -> None:
         """Send a message with the next `flush`."""
-        (self._own if shard == self.shard else self._waiting[shard]).append(message)
+        self._waiting[shard].append(message)
 
     def changed(self, shard: int, name: str) -> None:
         """Send a Changed with the next `flush`; many of one topic become one."""
@@ -116,9 +114,10 @@ class Links:
         if changed:
             some = True
             take(Changed(list(changed)))
-        for _ in range(len(self._own)):
+        own = self._waiting[self.shard]
+        for _ in range(len(own)):
             some = True
-            take(self._own.popleft())
+            take(own.popleft())
         for ring in self._in:
             if ring is None or ring.empty:
                 continue
@@ -149,10 +148,6 @@ class Sources:
         """Topics that routers copy, by id: their index keeps what is yet to be copied."""
         self._refresh()  # before anything is evicted
 
-    def owns(self, name: str) -> bool:
-        """Return whether a topic of this name is this shard's."""
-        return owner_shard(name, self.links.shards) == self.links.shard
-
     def take_rerouted(self) -> set[str]:
         """Return the names of this shard's topics whose routers have changed since the last call."""
         self._refresh()
@@ -163,7 +158,8 @@ class Sources:
         """Take over what has changed in the table."""
         if not self.table.stale:
             return
-        touched = {name for name in self.table.refresh() if self.owns(name)}
+        links = self.links
+        touched = {name for name in self.table.refresh() if owner_shard(name, links.shards) == links.shard}
         self._shards_of_dests.clear()
         for name in touched:
             hosted = self._catalog.find(name)
@@ -220,9 +216,7 @@ class Sources:
         return router_id in self._ended
 
     def sweep(self) -> None:
-        """Once a second, tell shard 0 again of ended routers that the table still has, and drop what was copied from
-        rings.
-        """
+        """Once a second, repeat to shard 0 which routers ended, and drop what was copied from rings."""
         if self._ended:
             self._ended &= {router.id for router in self.table.registry.by_name.values()}
             self._tell_ended(sorted(self._ended))

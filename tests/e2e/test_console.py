@@ -1,0 +1,467 @@
+"""The console in a real Chromium: clicks, keys, a lost connection, a fast tail, themes, widths, accessibility.
+
+Needs a Chromium and, for two tests, axe-core; `make test-all` fetches both. With TOPICS_SCREENSHOTS=docs/console the
+pictures of docs/console.md are written anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.contract.asking import put, write
+from tests.e2e.browser import Browser, find_browser
+from tests.e2e.fetch_axe import FETCHED
+from tests.e2e.npm_package import CannotFetchError
+from tests.e2e.vendor_console import VENDOR, vendored
+from tests.harness import Service, poll
+
+COMMAND = find_browser()
+needs_browser = pytest.mark.skipif(
+    COMMAND is None and os.environ.get("TOPICS_REQUIRE_BROWSER") != "1",
+    reason="no Chromium on this machine: install one, or name it in TOPICS_CHROMIUM",
+)
+needs_axe = pytest.mark.skipif(not FETCHED.exists(), reason="axe-core was not fetched: python -m tests.e2e.fetch_axe")
+pytestmark = pytest.mark.long
+
+VIEWS = ("overview", "topics", "topic/shop.orders", "queues", "queue/shop.mails", "cursors", "routers")
+LINES_MAX = 2500
+CONSOLE = VENDOR.parent
+
+
+@pytest.fixture(scope="module")
+def shop() -> Iterator[Service]:
+    """A service with some of everything."""
+    with Service() as running:
+        client = running.client
+        for name in ("shop.orders", "shop.clicks", "shop.payments"):
+            put(client, name, **({"cap_records": 60} if name == "shop.clicks" else {}))
+            for at in range(30):
+                data = {"id": at, "item": ["tea", "milk", "rice"][at % 3], "price": 4.5, "for": {"name": "Ann"}}
+                record = {"data": data, "tag": ["tea", "milk"][at % 2], "node": f"till-{at % 3}"}
+                client.post(f"/v0/topics/{name}", json={"records": [record] * 3})
+        client.post("/v0/topics/shop.orders/delete", json={"before_seq": 20})
+        client.put("/v0/topics/shop.orders/cursors/warehouse", json={"from_seq": 40})
+        put(
+            client,
+            "shop.mails",
+            type="queue",
+            dead_letter="shop.mails.dead",
+            max_deliveries=1,
+            lease_ms=600_000,
+            leases_durable=True,
+        )
+        jobs = [{"data": {"to": f"user-{at}@example.org"}} for at in range(12)]
+        later = {"data": {"to": "later"}, "delay_ms": 3_600_000}
+        client.post("/v0/topics/shop.mails", json={"records": [*jobs, later]})
+        dead = client.post("/v0/topics/shop.mails/claim", json={"node": "worker-0", "max": 2}).json()["claimed"]
+        client.post("/v0/topics/shop.mails/nack", json={"node": "worker-0", "seqs": [job["$seq"] for job in dead]})
+        client.post("/v0/topics/shop.mails/claim", json={"node": "worker-1", "max": 3})
+        for at in range(200):
+            source, dest = f"hall-{at // 20}.in", f"hall-{at // 20}.line-{at % 20}"
+            if at % 20 >= 14:
+                source = f"hall-{at // 20}.line-{at % 7}"
+            client.put(f"/v0/routers/route-{at:03}", json={"source": source, "dest": dest})
+        yield running
+
+
+@pytest.fixture(scope="module")
+def tab(shop: Service) -> Iterator[Browser]:
+    assert COMMAND is not None, "TOPICS_REQUIRE_BROWSER=1, but there is no Chromium"
+    with Browser(COMMAND, f"{shop.url}/console") as opened:
+        opened.resize(1280, 860)
+        opened.prefer("light")
+        yield opened
+
+
+def go(tab: Browser, view: str) -> None:
+    """Open a view, and wait until it has something to show."""
+    tab.run(f"location.hash = '#/{view}'; true")
+    poll(f"{view} to be shown", lambda: tab.run("document.querySelector('main table, main .floors') !== null"), 30)
+
+
+def shows(tab: Browser, text: str, where: str = "body") -> None:
+    poll(
+        f"{text!r} to be shown", lambda: text in (tab.run(f"document.querySelector({where!r})?.textContent") or ""), 30
+    )
+
+
+def click(tab: Browser, text: str) -> None:
+    """Click the button or link with this text, once it can be clicked."""
+    script = f"""(() => {{
+      const found = [...document.querySelectorAll("button, a")].find((one) => one.textContent.trim() === {text!r});
+      if (!found || found.disabled) return false;
+      found.click();
+      return true;
+    }})()"""
+    poll(f"a button {text!r}", lambda: tab.run(script), 30)
+
+
+def fill(tab: Browser, where: str, text: str) -> None:
+    tab.run(
+        f"""(() => {{
+          const field = document.querySelector({where!r});
+          field.value = {text!r};
+          field.dispatchEvent(new Event("input", {{ bubbles: true }}));
+        }})()"""
+    )
+
+
+def rows(tab: Browser) -> list[str]:
+    found: list[str] = tab.run("[...document.querySelectorAll('main tbody th')].map((one) => one.textContent.trim())")
+    return found
+
+
+# -- without a browser
+
+
+def test_the_libraries_are_those_of_npm() -> None:
+    try:
+        expected = vendored()
+    except CannotFetchError as error:
+        pytest.skip(f"{error}")
+    assert {path.name: path.read_bytes() for path in VENDOR.iterdir()} == expected
+
+
+def test_our_own_part_stays_small() -> None:
+    own = [path for path in CONSOLE.rglob("*.*") if VENDOR not in path.parents and path.suffix != ".svg"]
+    assert sum(len(path.read_text().splitlines()) for path in own) <= LINES_MAX
+
+
+def test_nothing_keeps_a_key_and_nothing_comes_from_elsewhere() -> None:
+    for path in [*CONSOLE.glob("*.js"), *CONSOLE.glob("views/*.js"), CONSOLE / "index.html"]:
+        text = path.read_text()
+        for word in ("localStorage", "sessionStorage", "document.cookie", "innerHTML", "http://", "https://", "?token"):
+            assert word not in text, f"{word} in {path.name}"
+
+
+def test_its_files_are_kept_for_ever_and_the_page_is_not(shop: Service) -> None:
+    page = shop.client.get("/console")
+    assert page.headers["cache-control"] == "no-cache"
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    assert "unsafe" not in page.headers["content-security-policy"]
+    again = shop.client.get("/console", headers={"If-None-Match": page.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    path = next(line.split('"')[3] for line in page.text.splitlines() if "app.js" in line)
+    part = shop.client.get(f"/{path}")
+    assert (part.status_code, part.headers["content-type"]) == (200, "text/javascript; charset=utf-8")
+    assert "immutable" in part.headers["cache-control"]
+    build = path.split("/")[1]
+    assert shop.client.get(f"/console/{build}/views/none.js").status_code == 404
+    assert shop.client.get(f"/{path.replace(build, '0' * 16)}").status_code == 404
+    assert shop.client.get(f"/console/{build}/..%2f..%2fopenapi.py").status_code in (400, 404)
+
+
+# -- views
+
+
+@needs_browser
+def test_the_overview_says_that_all_is_well_or_what_is_not(shop: Service, tab: Browser) -> None:
+    go(tab, "overview")
+    shows(tab, "Processes")
+    assert {"shard 0", "shard 1", "frontend 0", "frontend 1", "compactor"} <= set(rows(tab))
+    shop.wait_healed(shop.kill("walshard", 0))
+    shows(tab, "walshard 0 was restarted", ".warnings")
+    shows(tab, "SIGKILL", ".warnings")
+
+
+@needs_browser
+def test_topics_are_sorted_and_found_by_the_service(tab: Browser) -> None:
+    go(tab, "topics?sort=topic")
+    fill(tab, "input[type=search]", "shop.")
+    poll(
+        "the search",
+        lambda: rows(tab) == ["shop.clicks", "shop.mails", "shop.mails.dead", "shop.orders", "shop.payments"],
+    )
+    click(tab, "Size")
+    poll("the order by size", lambda: rows(tab)[0] == "shop.payments")
+    click(tab, "Queues")  # the view of that name in the navigation comes first
+    shows(tab, "Leased")
+
+
+@needs_browser
+def test_a_topic_shows_what_of_it_is_there(tab: Browser) -> None:
+    go(tab, "topic/shop.orders")
+    shows(tab, "deleted1 – 19", ".floors")
+    shows(tab, "live20 – 90", ".floors")
+    shows(tab, "warehouse")
+    go(tab, "topic/shop.clicks")
+    shows(tab, "evicted1 – 30", ".floors")
+    fill(tab, "input[name=seq]", "40")
+    click(tab, "Jump")
+    poll("the jump", lambda: rows(tab)[-1:] == ["40"])
+    tab.run("document.querySelector('tbody .fold').click()")
+    shows(tab, "Ann", ".fold-body")
+
+
+@needs_browser
+def test_a_record_is_written_and_deleted_with_a_preview(shop: Service, tab: Browser) -> None:
+    put(shop.client, "shop.notes")
+    go(tab, "topic/shop.notes")
+    click(tab, "Write…")
+    fill(tab, "dialog textarea", '{"big": 12345678901234567890}')
+    fill(tab, "dialog input[name=tag]", "draft")
+    click(tab, "Write")
+    shows(tab, "Written as 1", "dialog")
+    click(tab, "Close")
+    raw = shop.client.post("/v0/topics/shop.notes/diff", json={"include_tags": True}).text
+    assert '"data":{"big": 12345678901234567890}' in raw  # as it was typed
+    click(tab, "Newest")
+    shows(tab, "12345678901234567890", "table.records")  # and as it is
+    write(shop.client, "shop.notes", 1, 2, 3)
+    click(tab, "Delete…")
+    fill(tab, "dialog .columns .field:nth-child(2) input", "dra*")
+    assert tab.run("document.querySelector('dialog .danger').disabled") is True
+    click(tab, "Show what would go")
+    shows(tab, "1 records of 4 would go", "dialog")
+    click(tab, "Delete the records")
+    shows(tab, "1 records are gone", "dialog")
+    click(tab, "Close")
+    assert shop.client.get("/v0/topics/shop.notes").json()["count"] == 3
+
+
+@needs_browser
+def test_jobs_their_holders_and_the_way_back(shop: Service, tab: Browser) -> None:
+    go(tab, "queue/shop.mails")
+    shows(tab, "worker-1", "main")
+    click(tab, "Scheduled")
+    shows(tab, "later", "table.records")
+    poll("two dead letters", lambda: shop.client.get("/v0/topics/shop.mails.dead").json().get("count") == 2)
+    click(tab, "Redrive")
+    shows(tab, "2 jobs are back")
+
+
+@needs_browser
+def test_200_routers_are_a_graph_one_can_read(tab: Browser) -> None:
+    go(tab, "routers")
+    poll("the graph", lambda: tab.run("document.querySelectorAll('.graph .node').length") > 20)
+    assert tab.run("document.querySelectorAll('main tbody tr').length") == 200
+    height = "document.querySelector('.graph .node').getBoundingClientRect().height"
+    assert tab.run(height) >= 26 * 0.7 - 1, "nodes are as large as text that one reads"
+    stack = "document.querySelector('.graph .stack')"
+    nodes = tab.run("document.querySelectorAll('.graph .node').length")
+    tab.run(f"{stack}.dispatchEvent(new MouseEvent('click', {{ bubbles: true }}))")
+    poll("the stack to open", lambda: tab.run("document.querySelectorAll('.graph .node').length") > nodes)
+    name = "document.querySelector('.graph .node:not(.stack)').getAttribute('aria-label')"
+    enter = "new KeyboardEvent('keydown', { key: 'Enter', bubbles: true })"
+    tab.run(f"document.querySelector('.graph .node:not(.stack)').dispatchEvent({enter})")
+    shows(tab, f"From and to {tab.run(name)}")
+    poll("others to fade", lambda: tab.run("document.querySelectorAll('.graph .far').length") > 0)
+
+
+@needs_browser
+def test_keys_of_the_keyboard(tab: Browser) -> None:
+    go(tab, "overview")
+    tab.press("4")
+    shows(tab, "After a crash")
+    tab.press("/")
+    assert tab.run("document.activeElement.type") == "search"
+    tab.run("document.activeElement.blur()")
+    tab.press("?")
+    poll("the list of shortcuts", lambda: tab.run("document.querySelector('dialog[open]') !== null"))
+    click(tab, "✕")
+    poll("it to be closed", lambda: tab.run("document.querySelector('dialog') === null"))
+    themes = []
+    for _ in range(3):
+        tab.press("d")
+        themes.append(poll("a theme", lambda: tab.run("document.documentElement.dataset.theme || 'system'")))
+    assert themes == ["light", "dark", "system"]
+
+
+# -- the tail
+
+
+@needs_browser
+def test_ten_thousand_records_a_second_do_not_freeze_the_tail(shop: Service, tab: Browser) -> None:
+    """Frames go on, the table stays short, and everything that was written arrives, in whatever time that takes."""
+    put(shop.client, "shop.flood")
+    go(tab, "topic/shop.flood?tab=tail")
+    shows(tab, "following", ".tail-state")
+    tab.run("window.frames_seen = 0; (function count() { frames_seen += 1; requestAnimationFrame(count); })(); true")
+    batches, size = 40, 1000
+    body = {
+        "records": [
+            {"data": {"n": at, "text": "x" * 60}, "tag": "even" if at % 2 == 0 else "odd"} for at in range(size)
+        ]
+    }
+
+    def feed() -> None:
+        with httpx.Client(base_url=shop.url, timeout=60) as client:
+            for _ in range(batches):
+                client.post("/v0/topics/shop.flood?return_seqs=false", json=body).raise_for_status()
+
+    feeder = threading.Thread(target=feed)
+    feeder.start()
+    received = "Number(document.querySelector('.tail-state').dataset.received)"
+    poll("all records", lambda: tab.run(received) == batches * size, 120)
+    feeder.join()
+    assert tab.run("frames_seen") > 10
+    assert tab.run("document.querySelectorAll('.tail tbody tr').length") == 100
+    assert rows(tab)[0] == f"{batches * size:,}"
+
+    tab.press("p")  # pause
+    shown = rows(tab)
+    write(shop.client, "shop.flood", "after")
+    poll("the record behind the pause", lambda: tab.run(received) == batches * size + 1)
+    assert rows(tab) == shown
+    tab.press("p")
+    poll("it to go on", lambda: rows(tab)[0] == f"{batches * size + 1:,}")
+    fill(tab, ".tail-bar input[aria-label*=tag]", "odd")
+    poll(
+        "the filter",
+        lambda: (
+            set(tab.run("[...document.querySelectorAll('.tail td.cut:nth-child(3)')].map((one) => one.textContent)"))
+            == {"odd"}
+        ),
+    )
+
+
+@needs_browser
+def test_a_lost_connection_comes_back_without_a_hole(shop: Service, tab: Browser) -> None:
+    put(shop.client, "shop.lost")
+    go(tab, "topic/shop.lost?tab=tail")
+    shows(tab, "following", ".tail-state")
+    write(shop.client, "shop.lost", *range(5))
+    received = "Number(document.querySelector('.tail-state').dataset.received)"
+    poll("the first five", lambda: tab.run(received) == 5)
+    tab.command("Network.enable")
+    for index in range(2):
+        shop.wait_healed(shop.kill("frontend", index))
+    write(shop.client, "shop.lost", *range(5, 12))
+    poll("those after it", lambda: len(set(rows(tab))) == 12, 60)
+    assert rows(tab) == [str(seq) for seq in range(12, 0, -1)]
+    tab.command("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0)
+    shows(tab, "No connection")
+    tab.command(
+        "Network.emulateNetworkConditions", offline=False, latency=0, downloadThroughput=-1, uploadThroughput=-1
+    )
+    poll("the connection", lambda: "No connection" not in tab.run("document.body.textContent"), 60)
+    tab.command("Network.disable")
+
+
+# -- keys
+
+
+@needs_browser
+def test_it_asks_for_a_key_and_a_key_that_reads_only_reads() -> None:
+    assert COMMAND is not None
+    with Service(env={"TOPICS_API_KEYS": "root,looker:read:shop."}) as locked:
+        for name in ("shop.a", "bank.b"):
+            body, headers = {"records": [{"data": 1}]}, {"Authorization": "Bearer root"}
+            locked.client.post(f"/v0/topics/{name}", json=body, headers=headers).raise_for_status()
+        with Browser(COMMAND, f"{locked.url}/console#/topics?sort=topic") as tab:
+            shows(tab, "asks for a key", "dialog")
+            for key, says in (("wrong", "not valid"), ("looker", "")):
+                fill(tab, "dialog input", key)
+                click(tab, "Use key")
+                if says:
+                    shows(tab, says, "dialog")
+            poll("the topics of the key", lambda: rows(tab) == ["shop.a"])
+            shows(tab, "read only", ".rights")
+            assert "looker" not in tab.run("location.href + JSON.stringify({...localStorage}) + document.cookie")
+            go(tab, "topic/shop.a")
+            shows(tab, "Newest")
+            buttons = tab.run("[...document.querySelectorAll('button')].map((one) => one.textContent).join()")
+            assert "Write" not in buttons
+            assert "Delete" not in buttons
+            tab.press("k")
+            fill(tab, "dialog input", "root")
+            click(tab, "Use key")
+            shows(tab, "all rights", ".rights")
+            shows(tab, "Write…")
+
+
+# -- how it looks
+
+
+@needs_browser
+@needs_axe
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_nothing(tab: Browser, theme: str) -> None:
+    tab.prefer(theme)
+    tab.run(FETCHED.read_text() + ";true")
+    found: dict[str, Any] = {}
+    for view in VIEWS:
+        go(tab, view)
+        result = tab.run(AXE)
+        if json.loads(result):
+            found[view] = json.loads(result)
+    tab.prefer("light")
+    assert not found, json.dumps(found, indent=1)
+
+
+@needs_browser
+def test_nothing_is_wider_than_a_phone(tab: Browser) -> None:
+    tab.resize(380, 800)
+    for view in VIEWS:
+        go(tab, view)
+        poll(f"{view} to fit", lambda: tab.run("document.documentElement.scrollWidth <= innerWidth"))
+    tab.resize(1280, 860)
+
+
+AXE = """axe.run(document, { resultTypes: ["violations"] }).then((of) => JSON.stringify(of.violations.map((one) =>
+  [one.id, one.nodes.slice(0, 3).map((node) => `${node.html.slice(0, 160)} ${node.any[0]?.message || ""}`)])))"""
+
+PICTURES = (
+    ("overview", "overview", "light", 1280, 900), ("topic", "topic/shop.orders", "light", 1280, 900),
+    ("tail-dark", "topic/shop.orders?tab=tail", "dark", 1280, 900), ("queue", "queue/shop.mails", "light", 1280, 900),
+    ("routers-dark", "routers", "dark", 1280, 820), ("topics-phone", "topics", "dark", 380, 720),
+)  # fmt: skip
+
+
+@needs_browser
+def test_pictures(shop: Service, tab: Browser, tmp_path: Path) -> None:
+    """Each view in its theme; both themes differ, and where asked for the pictures are kept."""
+    folder = Path(os.environ.get("TOPICS_SCREENSHOTS", tmp_path))
+    folder.mkdir(parents=True, exist_ok=True)
+    stop, wanted = threading.Event(), 3000 if "TOPICS_SCREENSHOTS" in os.environ else 50
+
+    def trade() -> None:
+        with httpx.Client(base_url=shop.url, timeout=60) as client:
+            at = 0
+            while not stop.wait(0.02):
+                at += 1
+                data = {
+                    "id": at,
+                    "item": ["tea", "milk", "rice"][at % 3],
+                    "price": 4.5 + at % 7,
+                    "for": {"name": "Ann", "since": 2019},
+                }
+                record = {"data": data, "tag": ["tea", "milk"][at % 2], "node": f"till-{at % 3}"}
+                for name in ("shop.orders", "shop.clicks", "hall-1.in"):
+                    client.post(f"/v0/topics/{name}", json={"records": [record] * (1 + at % 4)})
+
+    trader = threading.Thread(target=trade)
+    trader.start()
+    try:
+        grounds = {}
+        for name, view, theme, width, height in PICTURES:
+            tab.prefer(theme)
+            tab.resize(width, height)
+            go(tab, view)
+            if view == "topics":
+                shows(tab, "/s", "tbody")
+            if view == "overview" or "orders" in view:
+                poll("some figures", lambda: tab.run("document.querySelectorAll('.plot canvas').length") > 0)
+                seen = shop.client.get("/v0/topics/shop.orders").json()["head_seq"]
+                poll(
+                    "some trade",
+                    lambda: shop.client.get("/v0/topics/shop.orders").json()["head_seq"] > seen + wanted,
+                    90,
+                )
+            shows(tab, "live", ".top")
+            grounds[theme] = tab.run("getComputedStyle(document.body).backgroundColor")
+            (folder / f"{name}.png").write_bytes(tab.picture())
+        assert grounds["light"] != grounds["dark"]
+    finally:
+        stop.set()
+        trader.join()
+        tab.resize(1280, 860)
+        tab.prefer("light")

@@ -1,0 +1,237 @@
+"""Connections to the service. The rules are written once, as coroutines: those of a client for threads never suspend,
+because its `Link` blocks instead, and `finish` carries them out without an event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from contextlib import suppress
+from typing import Any, Final, Self, TypeVar
+
+from topics.client.attempts import error_of
+from topics.client.errors import ServiceBusyError
+from topics.client.http import (
+    ANSWER_MAX_S,
+    CONNECT_MAX_S,
+    AnswerReader,
+    Event,
+    EventReader,
+    NotSentError,
+    ServiceAddress,
+    TransportError,
+)
+
+T = TypeVar("T")
+
+IDLE_LINKS_MAX: Final = 20
+IDLE_MAX_S: Final = 5.0
+"""The longest pause after which a connection is used again: one that was cut without a word costs a time-out."""
+PART_BYTES: Final = 1 << 18
+
+
+def finish(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine that never suspends."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise AssertionError("a coroutine of a client for threads waits for an event loop")
+
+
+def finish_each(items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+    """Yield the items of a generator that never suspends."""
+    try:
+        while True:
+            try:
+                yield finish(items.asend(None))
+            except StopAsyncIteration:
+                return
+    finally:
+        finish(items.aclose())
+
+
+class LinkPool:
+    """The connections of a client. One that has carried an answer is kept for the next request, unless the service has
+    closed it or it was idle for long. After a failure or a cancelled request it is closed.
+    """
+
+    def __init__(self, connect: Callable[[], Awaitable[Link | AsyncLink]]) -> None:
+        self._connect = connect
+        self._idle: list[Link | AsyncLink] = []
+        self._open: set[Link | AsyncLink] = set()
+        self._closed = False
+
+    async def ask(self, request: bytes) -> AnswerReader:
+        """Send a request and return its answer; TransportError when there is none."""
+        link = await self._take()
+        answer = AnswerReader()
+        try:
+            await link.send(request, ANSWER_MAX_S)
+            while not answer.whole:
+                answer.feed(await link.receive())
+        except BaseException:
+            self._drop(link)
+            raise
+        if answer.reusable and not self._closed and len(self._idle) < IDLE_LINKS_MAX:
+            link.used_s = time.monotonic()
+            self._idle.append(link)
+        else:
+            self._drop(link)
+        return answer
+
+    async def events(self, request: bytes, silence_max_s: float) -> AsyncGenerator[list[Event], None]:
+        """Yield the events of a stream, as many as came together, until it ends or breaks (TransportError)."""
+        link = await self._take()
+        answer, events = AnswerReader(), EventReader()
+        try:
+            await link.send(request, silence_max_s)
+            while not answer.whole:
+                answer.feed(await link.receive())
+                if 200 <= answer.status < 300:
+                    yield events.feed(answer.take_body())
+            if answer.status >= 300:
+                refusal = error_of(answer.status, answer.take_body())
+                # A busy service counts as one that was not reached.
+                raise TransportError(str(refusal)) if isinstance(refusal, ServiceBusyError) else refusal
+        finally:
+            self._drop(link)
+
+    def close(self) -> None:
+        """Close all connections; callers that wait for an answer get a TransportError."""
+        self._closed = True
+        for link in list(self._open):
+            self._drop(link)
+
+    async def _take(self) -> Link | AsyncLink:
+        """Return the connection that was used last, or a new one."""
+        if self._closed:
+            raise RuntimeError("this client was closed, so it cannot send a request")
+        with suppress(IndexError):  # other threads take connections as well
+            while True:
+                link = self._idle.pop()
+                if time.monotonic() - link.used_s < IDLE_MAX_S and link.fit():
+                    return link
+                self._drop(link)
+        link = await self._connect()
+        self._open.add(link)
+        return link
+
+    def _drop(self, link: Link | AsyncLink) -> None:
+        self._open.discard(link)
+        link.close()
+
+
+def _is_readable(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+class Link:
+    """A connection for one thread at a time, which blocks it."""
+
+    def __init__(self, address: ServiceAddress) -> None:
+        self.used_s = 0.0
+        """Time of its last answer."""
+        self._silence_max_s = CONNECT_MAX_S
+        try:
+            self._socket = socket.create_connection((address.host, address.port), CONNECT_MAX_S)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if address.tls is not None:
+                self._socket = address.tls.wrap_socket(self._socket, server_hostname=address.host)
+        except OSError as error:
+            raise NotSentError(error) from error
+
+    @classmethod
+    async def connect(cls, address: ServiceAddress) -> Self:
+        return cls(address)
+
+    def fit(self) -> bool:
+        """Return whether the idle connection can be used. Bytes to read mean that the service has closed it."""
+        return not _is_readable(self._socket.fileno())
+
+    async def send(self, request: bytes, silence_max_s: float) -> None:
+        """Send a request. Its answer is taken for lost after this silence."""
+        if silence_max_s != self._silence_max_s:
+            self._silence_max_s = silence_max_s
+            self._socket.settimeout(silence_max_s)
+        try:
+            self._socket.sendall(request)
+        except TimeoutError as error:
+            raise TransportError(error) from None
+        except OSError:
+            pass  # The service may have answered before it closed the connection. If not, reading fails as well.
+
+    async def receive(self) -> bytes:
+        """Return the next bytes, at the end none."""
+        try:
+            return self._socket.recv(PART_BYTES)
+        except OSError as error:
+            raise TransportError(error) from error
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for an answer
+        self._socket.close()
+
+
+class AsyncLink:
+    """A connection on an event loop, for one task at a time; otherwise like `Link`."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.used_s = self._silence_max_s = 0.0
+        self._reader = reader
+        self._writer = writer
+        self._loop = asyncio.get_running_loop()
+
+    @classmethod
+    async def connect(cls, address: ServiceAddress) -> Self:
+        name = address.host if address.tls else None
+        try:
+            async with asyncio.timeout(CONNECT_MAX_S):
+                return cls(
+                    *await asyncio.open_connection(
+                        address.host, address.port, ssl=address.tls, server_hostname=name, limit=PART_BYTES
+                    )
+                )
+        except OSError as error:
+            raise NotSentError(error) from error
+
+    def fit(self) -> bool:
+        if self._loop is not asyncio.get_running_loop():
+            return False
+        looking = self._reader.read(1)
+        try:
+            looking.send(None)
+        except (StopIteration, OSError):  # it need not wait: there are bytes, or the end
+            return False
+        looking.close()
+        return not _is_readable(self._writer.get_extra_info("socket").fileno())
+
+    async def send(self, request: bytes, silence_max_s: float) -> None:
+        self._silence_max_s = silence_max_s
+        self._writer.write(request)
+        if self._writer.transport.get_write_buffer_size():
+            try:
+                async with asyncio.timeout(silence_max_s):
+                    await self._writer.drain()
+            except TimeoutError as error:
+                raise TransportError(error) from None
+            except OSError:
+                pass  # as in a Link
+
+    async def receive(self) -> bytes:
+        try:
+            async with asyncio.timeout(self._silence_max_s):
+                return await self._reader.read(PART_BYTES)
+        except OSError as error:
+            raise TransportError(error) from error
+
+    def close(self) -> None:
+        if not self._loop.is_closed():
+            self._writer.transport.abort()
