@@ -147,6 +147,9 @@ class FaultyFileSystem:
             self._crash("pwritev")
         raise OSError(error, os.strerror(error), "pwritev")
 
+    def write_back(self, fd: int, waits: bool) -> None:
+        """Nothing that anybody may rely on."""
+
     def fdatasync(self, fd: int) -> None:
         if self._gate("fdatasync"):
             self._crash("fdatasync")

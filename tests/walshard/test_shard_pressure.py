@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -66,10 +65,8 @@ class Pressed:
 
 
 @pytest.fixture
-def pressed(tmp_path: Path) -> Iterator[Pressed]:
-    rig = Rig(str(tmp_path))
-    yield Pressed(rig)
-    rig.close()
+def pressed(rig: Rig) -> Pressed:
+    return Pressed(rig)
 
 
 def test_without_pressure_a_group_begins_at_once(pressed: Pressed) -> None:
@@ -180,3 +177,19 @@ def test_a_shard_whose_log_outgrows_its_snapshots_pauses_behind_each_group(press
     assert pressed.rig.cell.get("busy_ppm") < 1_000_000, "a pause is no work"
     assert paused_after(0, 1) == 0
     assert pressed.rig.cell.get("brake_ppm") == 0
+
+
+def test_a_pause_ends_when_the_compactor_asks(pressed: Pressed) -> None:
+    """Its marks and snapshots are what ends the pauses."""
+    shared = pressed.rig.shared
+    pressed.lag_bytes = LIMIT_BYTES * 9
+    pressed.press(0.0)
+    pressed.slept.clear()
+    pressed.rig.post_append("t", [b"1"])
+
+    def ask() -> None:
+        shared.rings[shared.compactor_row][0].requests.push(b"a request")
+
+    pressed.meanwhile = ask
+    pressed.turn(1000)
+    assert sum(pressed.slept) == pytest.approx(0.001)

@@ -12,11 +12,13 @@ process, because the former life may have ended right after such a failure.
 
 from __future__ import annotations
 
+import os
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 from topics.compactor.follower import Follower, MarkedIndex
 from topics.compactor.segment_building import NO_ROOM, BufferOf, LogBuffers, SealAt, SegmentAppender
@@ -36,7 +38,7 @@ from topics.core.topic import Topic
 from topics.log import get_logger
 from topics.shm.topic_messages import Checkpoint, MarkAgain, TopicCheckpoint
 from topics.storage import layout
-from topics.storage.filesystem import FileSystem, deferring_syncs
+from topics.storage.filesystem import DeferredSyncs, FileSystem, opened
 from topics.storage.kill_points import reached
 from topics.storage.segment_deletes import sync_segment
 
@@ -46,7 +48,9 @@ SYNC_ONE_BY_ONE_MAX: Final = 64
 TOPICS_PER_MESSAGE: Final = 256
 """A shard takes some ms for a message with this many."""
 RECORDS_PER_STEP: Final = 1 << 16
-"""The bound for one topic at a time, and for one message: the shard checks the flags of all records."""
+"""The bound for one topic at a time."""
+RECORDS_PER_MESSAGE: Final = 1 << 19
+"""The bound for one message: the shard checks the flags of all records. Each message costs a sync of its log."""
 SEQS_PER_MESSAGE: Final = 2048
 """A shard takes some ms for a message with this many deletions."""
 FULL_AFTER: Final = 16
@@ -164,6 +168,7 @@ class Checkpoints:
                     records += step.records
                     data_bytes += sum(info.data_bytes for info in infos) - sum(info.data_bytes for info in former)
                 for message in _messages(steps):
+                    self._write_back_log(follower)
                     mark(follower, message)
                     new = [(each.topic_id, info) for each in message for info in each.segments if info.flags & SEALED]
                     follower.sealed += [(topic_id, info.first_seq) for topic_id, info in new]
@@ -171,6 +176,16 @@ class Checkpoints:
                     self._alive()
                 chunk = [step.topic for step in steps if step.has_more]
         return Written(records, data_bytes, sealed)
+
+    def _write_back_log(self, follower: Follower) -> None:
+        """Put the shard's log onto the disk in this process's time: the shard syncs it with the mark, and its writers
+        wait for that.
+        """
+        committed = follower.link.committed
+        if committed is not None:
+            path = layout.log_path(follower.log_directory, committed.file_no)
+            with suppress(OSError), opened(self._fs, path, os.O_RDWR) as fd:
+                self._fs.write_back(fd, waits=True)
 
     def has_old(self, follower: Follower) -> bool:
         """True if it is time to seal a segment, also one to which nothing was added."""
@@ -205,10 +220,10 @@ class Checkpoints:
     ) -> list[_Step]:
         """Put records of these topics into segments and sync them. Collect failures; end early on a full disk."""
         one_by_one = sum(self._segments_due(follower, topic) for topic in topics) <= self._one_by_one_max
-        fs = self._fs if one_by_one else deferring_syncs(self._fs)
-        appender = SegmentAppender(fs, self._data_dir, self._seal_at, self._suspects)
-        steps = []
+        made: list[tuple[_Step, DeferredSyncs]] = []
         for topic in topics:
+            fs = DeferredSyncs(self._fs)
+            appender = SegmentAppender(cast(FileSystem, fs), self._data_dir, self._seal_at, self._suspects)
             try:
                 step = self._topic(follower, topic, appender, buffer_of, now_ms)
             except OSError as error:
@@ -217,10 +232,21 @@ class Checkpoints:
                     break
             else:
                 if step is not None:
-                    steps.append(step)
+                    made.append((step, fs))
             self._alive()
-        if not one_by_one and steps:
-            self._fs.sync_all(layout.topics_dir(self._data_dir))
+        if not one_by_one:
+            if made:
+                self._fs.sync_all(layout.topics_dir(self._data_dir))
+            return [step for step, _ in made]
+        steps = []
+        synced_directories: set[str] = set()
+        for step, fs in made:
+            try:
+                fs.sync(synced_directories)
+                steps.append(step)
+            except OSError as error:
+                failures.add(error)
+            self._alive()
         return steps
 
     def _segments_due(self, follower: Follower, topic: Topic) -> int:
@@ -323,7 +349,7 @@ def _messages(steps: list[_Step]) -> Iterator[list[TopicCheckpoint]]:
     message: list[TopicCheckpoint] = []
     records = 0
     for step in steps:
-        if message and (len(message) >= TOPICS_PER_MESSAGE or records + step.records > RECORDS_PER_STEP):
+        if message and (len(message) >= TOPICS_PER_MESSAGE or records + step.records > RECORDS_PER_MESSAGE):
             yield message
             message, records = [], 0
         message.append(step.checkpoint)

@@ -19,12 +19,15 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import IntEnum
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol
 
 from topics.storage.frame import Bytes
 
 BOOT_ID_PATH = "/proc/sys/kernel/random/boot_id"
 _SYNCFS_REPORTS_ERRORS: Final = (5, 8)
+_WRITE: Final = 2
+_WRITE_AND_WAIT: Final = 7
+"""Flags of sync_file_range(2)."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -43,6 +46,11 @@ class FileSystem(Protocol):
 
     def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
         """Write at most IOV_MAX buffers with one call; return the bytes written, which may be fewer."""
+
+    def write_back(self, fd: int, waits: bool) -> None:
+        """Have the system put the data onto the disk, so that a later `fdatasync`, which tells if that was done, waits
+        less; with `waits` it was tried when this returns.
+        """
 
     def fdatasync(self, fd: int) -> None:
         """Put the data onto the disk, and the metadata needed to read it back (size, extents)."""
@@ -97,6 +105,10 @@ class OsFileSystem:
 
     def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
         return os.pwritev(fd, buffers, offset) if self._vectored else os.pwrite(fd, b"".join(buffers), offset)
+
+    def write_back(self, fd: int, waits: bool) -> None:
+        flags = _WRITE_AND_WAIT if waits else _WRITE
+        _libc.sync_file_range(fd, ctypes.c_int64(0), ctypes.c_int64(0), flags)
 
     def fdatasync(self, fd: int) -> None:
         os.fdatasync(fd)
@@ -257,7 +269,7 @@ class ReadOnlyFileSystem(OsFileSystem):
 
     def _nothing(self, *_: Any, **__: Any) -> None: ...
 
-    fdatasync = fsync_dir = sync_all = ftruncate = fallocate = rename = unlink = mkdir = rmdir = _nothing
+    write_back = fdatasync = fsync_dir = sync_all = ftruncate = fallocate = rename = unlink = mkdir = rmdir = _nothing
 
 
 _PROBE_NAME: Final = ".write-path.tmp"
@@ -294,20 +306,48 @@ def choose_write_path(directory: str, candidate: FileSystem | None = None) -> Wr
     return WritePath.PWRITEV if vectored else WritePath.PWRITE
 
 
-def deferring_syncs(fs: FileSystem) -> FileSystem:
-    """Return `fs` without its syncs, so that many files cost one sync: `sync_all` of `fs` itself, by the caller."""
-    return cast(FileSystem, _DeferringSyncs(fs))
+class DeferredSyncs:
+    """A file system whose syncs wait: what is written to many files goes to the disk at once, not file after file.
 
+    `sync` makes them, unless the caller makes one `sync_all` of `fs` instead.
+    """
 
-class _DeferringSyncs:
     def __init__(self, fs: FileSystem) -> None:
         self._fs = fs
+        self._paths: dict[int, str] = {}
+        self._files: dict[str, None] = {}
+        self._directories: dict[str, None] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fs, name)
 
+    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
+        fd = self._fs.open(path, flags, mode)
+        self._paths[fd] = path
+        return fd
+
+    def rename(self, source: str, target: str) -> None:
+        self._fs.rename(source, target)
+        if source in self._files:
+            del self._files[source]
+            self._files[target] = None
+
+    def unlink(self, path: str) -> None:
+        self._files.pop(path, None)
+        self._fs.unlink(path)
+
     def fdatasync(self, fd: int) -> None:
-        """Do nothing: the caller's `sync_all` comes later."""
+        self._files[self._paths[fd]] = None
+        self._fs.write_back(fd, waits=False)
 
     def fsync_dir(self, path: str) -> None:
-        """Do nothing: the caller's `sync_all` comes later."""
+        self._directories[path] = None
+
+    def sync(self, synced_directories: set[str]) -> None:
+        """Make the syncs, but for `synced_directories`, to which those that were made are added. Raise OSError."""
+        for path in self._files:
+            with opened(self._fs, path, os.O_RDWR) as fd:
+                self._fs.fdatasync(fd)
+        for path in self._directories.keys() - synced_directories:
+            self._fs.fsync_dir(path)
+            synced_directories.add(path)

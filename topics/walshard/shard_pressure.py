@@ -78,10 +78,16 @@ class ShardPressure:
             took_ns = self._now_ns() - began_ns
             self._longest_ns = max(self._longest_ns, took_ns)
             if self._brake.share:
-                pause_ns = self._brake.pause_ns(took_ns)
-                self._sleep(pause_ns / 1e9)
-                self._slept_ns += pause_ns
+                self._pause(self._brake.pause_ns(took_ns))
         return worked
+
+    def _pause(self, pause_ns: int) -> None:
+        """Sleep, but not while the compactor waits for an answer: the sooner it has that, the sooner pauses end."""
+        began_ns = now_ns = self._now_ns()
+        while (left_ns := began_ns + pause_ns - now_ns) > 0 and not self._rings.compactor_asks:
+            self._sleep(min(left_ns, LOOK_NS) / 1e9)
+            now_ns = self._now_ns()
+        self._slept_ns += now_ns - began_ns
 
     def aside(self, copy: Callable[[], bool]) -> bool:
         """Do work for which nobody waits. Its time is no pressure."""

@@ -90,6 +90,11 @@ class ShardRings:
         )
 
     @property
+    def compactor_asks(self) -> bool:
+        """Return whether the compactor has a new request."""
+        return self._rings[-1].requests.written != self._read[-1]
+
+    @property
     def stuck(self) -> bool:
         """Return whether an answer or notice waits for room in a reply ring."""
         return any(self._waiting) or any(self._notices)

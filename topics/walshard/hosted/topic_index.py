@@ -18,6 +18,8 @@ from topics.core.location import (
     LOCATION_GONE,
     LOCATION_IN_RAM_LOG,
     LOCATION_LOST,
+    any_flagged,
+    flags_of,
 )
 from topics.core.segment_list import SEALED, SegmentInfo, SegmentList
 from topics.shm.arena_heap import LocationRing
@@ -163,10 +165,10 @@ class TopicIndex:
         # The compactor may have copied them before they were deleted.
         last_seq = min(self.segments.last_seq, ring.next_seq - 1)
         if last_seq >= ring.base_seq:
-            words = ring.entries(ring.base_seq, last_seq)[3::4]
-            deleted = {word for word in set(words) if word >> FLAGS_SHIFT & LOCATION_DELETED}
-            if deleted:
-                self.flag_moved([ring.base_seq + at for at, word in enumerate(words) if word in deleted])
+            entries = ring.entries(ring.base_seq, last_seq)
+            if any_flagged(entries, LOCATION_DELETED):
+                flags = flags_of(entries)
+                self.flag_moved([ring.base_seq + at for at, flag in enumerate(flags) if flag & LOCATION_DELETED])
         ring.drop_before(self.segments.last_seq + 1)
         if ring.next_seq <= self.segments.last_seq:
             ring.skip_to(self.segments.last_seq + 1)
