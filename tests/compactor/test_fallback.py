@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.walshard.compaction import Compaction
-from tests.walshard.rig import Rig
 from topics.shm.topic_messages import DeleteRecords
 from topics.storage import layout
 from topics.storage.verify import verify
@@ -18,11 +16,7 @@ BLOCK = b"x" * 200_000
 """A block of which six do not fit into one log file."""
 
 
-@pytest.fixture
-def compaction(tmp_path: Path) -> Iterator[Compaction]:
-    rig = Rig(str(tmp_path), segment_max_events="4", segment_rewrite_dead_ratio="0.3")
-    yield Compaction(rig)
-    rig.close()
+pytestmark = pytest.mark.shard(segment_max_events="4", segment_rewrite_dead_ratio="0.3")
 
 
 def write(compaction: Compaction) -> None:

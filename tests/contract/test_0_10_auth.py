@@ -570,3 +570,16 @@ def test_work_is_for_who_may_read_and_write(guarded: Service, root: httpx.Client
             assert work.response.status_code == (200 if allowed else 403)
     with Work(guarded.url, TOPIC) as work:
         assert work.response.status_code == 401
+
+
+def test_a_key_learns_what_it_may_do_and_ranks_what_it_covers() -> None:
+    with Service(env={"TOPICS_API_KEYS": "root,reader:read:in.|on."}) as service:
+        root, reader = ({"Authorization": f"Bearer {key}"} for key in ("root", "reader"))
+        for name in ("in.a", "out.b", "on.c"):
+            ok(service.client.put(f"/v0/topics/{name}", headers=root))
+        rights = ok(service.client.get("/v0/key", headers=reader))
+        assert (rights["keys"], rights["scopes"], rights["prefixes"]) == (True, ["read"], ["in.", "on."])
+        assert ok(service.client.get("/v0/key", headers=root))["scopes"] == ["read", "write", "delete", "admin"]
+        assert service.client.get("/v0/key").status_code == 401
+        ranked = ok(service.client.get("/v0/topics", params={"sort": "topic"}, headers=reader))
+        assert ([one["topic"] for one in ranked["topics"]], ranked["matched"]) == (["in.a", "on.c"], 2)

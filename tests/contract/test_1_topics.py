@@ -364,3 +364,35 @@ def test_a_cursor_beyond_the_head_of_a_recreated_topic_gets_a_tombstone(client: 
     assert [record["data"] for record in body["records"]] == ["a", "b"]
     assert body["next_from_seq"] == 2
     assert diff(client, topic, from_seq=2)["tombstone"] is None
+
+
+def test_the_service_sorts_and_searches(client: httpx.Client, topic: str) -> None:
+    """Figures come first that are largest, topics without one last in either order."""
+    sizes = {f"{topic}.a": 3, f"{topic}.b": 1, f"{topic}.c": 2}
+    for name, count in sizes.items():
+        write(client, name, *range(count))
+    put(client, f"{topic}.d", type="queue")
+    ok(client.put(f"/v0/topics/{topic}.b/cursors/reader"))
+
+    def listed(**asked: str) -> list[str]:
+        body = ok(client.get("/v0/topics", params={"prefix": f"{topic}.", **asked}))
+        assert body["matched"] >= len(body["topics"])
+        return [name.rpartition(".")[2] for name in names(body)]
+
+    poll("the look at all topics to be new", lambda: len(listed(sort="topic", kind="followed")) == 1)
+    assert listed(sort="count") == ["a", "c", "b", "d"]
+    assert listed(sort="count", order="asc") == ["d", "b", "c", "a"]
+    assert listed(sort="topic", order="desc") == ["d", "c", "b", "a"]
+    assert listed(sort="bytes", page_size="2") == ["a", "c"]
+    assert listed(sort="lag")[:2] == ["b", "d"]
+    assert listed(sort="lag", order="asc")[:2] == ["d", "b"]
+    assert listed(sort="last_write_ts")[-1] == "d"
+    assert listed(sort="topic", kind="queue") == ["d"]
+    assert listed(sort="topic", contains=".c") == ["c"]
+    body = ok(client.get("/v0/topics", params={"sort": "lag", "kind": "followed", "prefix": f"{topic}."}))
+    (entry,) = body["topics"]
+    assert (entry["lag"], entry["cursors"][0]["cursor"]) == (1, "reader")
+    poll("the rates", lambda: "rate" in ok(client.get("/v0/topics", params={"sort": "rate"}))["topics"][0])
+    for parameter in ("sort", "order", "kind"):
+        asked = {"sort": "topic", parameter: "none"}
+        assert client.get("/v0/topics", params=asked).json()["error"]["detail"]["field"] == parameter

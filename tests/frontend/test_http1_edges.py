@@ -10,7 +10,7 @@ import pytest
 
 from tests.frontend.http1_server import Server, until
 from topics.frontend.http.deadlines import HttpLimits
-from topics.frontend.http.http1 import CHUNKED_BYTES_PER_TURN
+from topics.frontend.http.http1 import CHUNKED_BYTES_PER_TURN, TINY_CHUNKS_BYTES_PER_TURN
 from topics.frontend.http.http1_parser import RequestParser
 
 POST = b"POST /%b HTTP/1.1\r\nHost: test\r\nContent-Length: 10\r\n\r\n"
@@ -75,6 +75,8 @@ def test_a_body_of_tiny_chunks_is_read_in_turns(loop: str, monkeypatch: pytest.M
         assert client.answer().body == b"second"
         assert client.is_closed()
     assert max(lengths) <= CHUNKED_BYTES_PER_TURN
+    # The first long part shows that the chunks are tiny. The parts behind it are short, each after a pause.
+    assert len([length for length in lengths if length > TINY_CHUNKS_BYTES_PER_TURN]) <= 2
 
 
 def test_the_end_of_file_is_passed_on_to_every_pipelined_request(loop: str) -> None:

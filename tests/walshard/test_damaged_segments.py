@@ -6,7 +6,7 @@ import errno
 import gc
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -31,12 +31,7 @@ from topics.shm.topic_messages import (
 from topics.storage import layout
 from topics.walshard.hosted.segment_files import SegmentFiles
 
-
-@pytest.fixture
-def compaction(tmp_path: Path) -> Iterator[Compaction]:
-    rig = Rig(str(tmp_path), segment_max_events="8")
-    yield Compaction(rig)
-    rig.close()
+pytestmark = pytest.mark.shard(segment_max_events="8")
 
 
 @pytest.mark.parametrize("damage", ["short", "unreadable"])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 
@@ -23,14 +22,15 @@ RECORDS = 40
 Piece = tuple[list[tuple[int, bytes]], int]
 
 
+pytestmark = pytest.mark.shard(segment_max_events="8")
+
+
 @pytest.fixture
-def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+def rig(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Rig:
     monkeypatch.setattr(tag_search, "FOUND_MAX", 3)
     monkeypatch.setattr(tag_search, "CATCH_UP_RECORDS", 8)
-    rig = Rig(str(tmp_path), segment_max_events="8")
     rig.append("t", *[b"%d" % seq for seq in range(1, RECORDS + 1)], tag=b"x")
-    yield rig
-    rig.close()
+    return rig
 
 
 @pytest.fixture(params=["tail", "sealed", "sealed meanwhile"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,6 @@ from topics.shm.topic_messages import Checkpoint, PutTopic
 from topics.storage.layout import group_dir
 
 FSYNC = TopicConfig(durability="fsync")
-
-
-@pytest.fixture
-def fs() -> FaultyFileSystem:
-    return FaultyFileSystem()
-
-
-@pytest.fixture
-def rig(tmp_path: Path, fs: FaultyFileSystem) -> Iterator[Rig]:
-    rig = Rig(str(tmp_path), fs)
-    yield rig
-    rig.close()
 
 
 def outcome(rig: Rig, *data: bytes, **options: Any) -> str:

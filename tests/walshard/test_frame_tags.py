@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -34,10 +32,8 @@ class Reads(FaultyFileSystem):
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(str(tmp_path), Reads())
-    yield rig
-    rig.close()
+def fs() -> Reads:
+    return Reads()
 
 
 def delete(rig: Rig, name: str, tag: bytes = b"x") -> int:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -22,16 +20,7 @@ from topics.walshard.handlers import relogging
 EPHEMERAL = TopicConfig(durability="ephemeral")
 
 
-@pytest.fixture
-def compaction(tmp_path: Path) -> Iterator[Compaction]:
-    rig = Rig(str(tmp_path), FaultyFileSystem(), segment_max_events="6")
-    yield Compaction(rig)
-    rig.close()
-
-
-@pytest.fixture
-def rig(compaction: Compaction) -> Rig:
-    return compaction.rig
+pytestmark = pytest.mark.shard(segment_max_events="6")
 
 
 def put(rig: Rig, name: str, config: TopicConfig) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from tests.walshard.compaction import Compaction
-from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.shm.topic_messages import DeleteRecords, PutTopic
 from topics.storage import layout
@@ -19,11 +18,7 @@ from topics.walshard.commit.draft import Draft, LogWrite
 TTL_MS = 10_000
 
 
-@pytest.fixture
-def compaction(tmp_path: Path) -> Iterator[Compaction]:
-    rig = Rig(str(tmp_path), segment_max_events="8", segment_rewrite_dead_ratio="0.9")
-    yield Compaction(rig)
-    rig.close()
+pytestmark = pytest.mark.shard(segment_max_events="8", segment_rewrite_dead_ratio="0.9")
 
 
 def live(compaction: Compaction) -> tuple[int, int, int]:

@@ -20,17 +20,17 @@ RECORDS = 24
 EVENTS = 8
 
 
+pytestmark = pytest.mark.shard(segment_max_events=str(EVENTS), segment_rewrite_dead_ratio="0")
+
+
 @pytest.fixture
-def compaction(tmp_path: Path) -> Iterator[Compaction]:
+def compaction(rig: Rig, compaction: Compaction) -> Compaction:
     """Three sealed segments; odd seqs are tagged so, and seq 10 was deleted."""
-    rig = Rig(str(tmp_path), segment_max_events=str(EVENTS), segment_rewrite_dead_ratio="0")
-    compaction = Compaction(rig)
     for number in range(1, RECORDS + 1):
         rig.append("t", b"%d" % number, tag=b"odd" if number % 2 else b"ten" if number == 10 else b"")
     rig.call(DeleteRecords("t", None, "eq", b"ten"))
     compaction.cut()
-    yield compaction
-    rig.close()
+    return compaction
 
 
 def file(compaction: Compaction, suffix: str) -> Path:

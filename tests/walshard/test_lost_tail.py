@@ -8,7 +8,6 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -163,13 +162,6 @@ def _check(rig: Rig, seen: dict[tuple[str, int], dict[int, bytes]]) -> None:
                 assert live[seq] == data
             else:
                 assert lost_from(rig, name, seq), (name, seq)
-
-
-@pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(str(tmp_path))
-    yield rig
-    rig.close()
 
 
 def five_and_five(rig: Rig, key: bytes = b"") -> None:

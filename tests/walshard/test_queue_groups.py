@@ -11,10 +11,8 @@ import errno
 import itertools
 import shutil
 import tempfile
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import pytest
@@ -49,18 +47,6 @@ from topics.shm.topic_messages import Hello, PutTopic
 MINUTE_MS = 60_000
 LATER_MS = 10**9
 NODES = ("one", "two")
-
-
-@pytest.fixture
-def fs() -> FaultyFileSystem:
-    return FaultyFileSystem()
-
-
-@pytest.fixture
-def rig(tmp_path: Path, fs: FaultyFileSystem) -> Iterator[Rig]:
-    rig = Rig(str(tmp_path), fs)
-    yield rig
-    rig.close()
 
 
 def queue(rig: Rig, jobs: int, **config: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +38,6 @@ from topics.shm.topic_messages import DeleteTopic, Hello, PutTopic
 from topics.storage.layout import list_log_files, ram_group_dir
 
 MINUTE_MS = 60_000
-
-
-@pytest.fixture
-def fs() -> FaultyFileSystem:
-    return FaultyFileSystem()
-
-
-@pytest.fixture
-def rig(tmp_path: Path, fs: FaultyFileSystem) -> Iterator[Rig]:
-    rig = Rig(str(tmp_path), fs)
-    yield rig
-    rig.close()
 
 
 def queue(rig: Rig, jobs: int, name: str = "q", **config: Any) -> None:

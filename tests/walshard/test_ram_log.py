@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,18 +30,6 @@ BLOCK = b'"' + b"x" * 998 + b'"'
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup, "RAM_FILE_BYTES", FILE_BYTES)
-
-
-@pytest.fixture
-def fs() -> FaultyFileSystem:
-    return FaultyFileSystem()
-
-
-@pytest.fixture
-def rig(tmp_path: Path, fs: FaultyFileSystem) -> Iterator[Rig]:
-    rig = Rig(str(tmp_path), fs)
-    yield rig
-    rig.close()
 
 
 def files(rig: Rig) -> list[int]:

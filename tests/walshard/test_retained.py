@@ -29,12 +29,7 @@ from topics.walshard.hosted import segment_files
 from topics.walshard.hosted.segment_files import SegmentFiles
 from topics.walshard.hosted.segment_tags import tags_max
 
-
-@pytest.fixture
-def compaction(tmp_path: Path) -> Iterator[Compaction]:
-    rig = Rig(str(tmp_path), segment_max_events="8")
-    yield Compaction(rig)
-    rig.close()
+pytestmark = pytest.mark.shard(segment_max_events="8")
 
 
 class Opened:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from tests.walshard.rig import Rig
@@ -19,13 +16,6 @@ WINDOW_MS = 50
 @pytest.fixture
 def fs() -> FullDisk:
     return FullDisk()
-
-
-@pytest.fixture
-def rig(tmp_path: Path, fs: FullDisk) -> Iterator[Rig]:
-    rig = Rig(str(tmp_path), fs)
-    yield rig
-    rig.close()
 
 
 def wait_for_copies(rig: Rig, window: bool) -> None:

@@ -313,62 +313,64 @@ class Model:
         records = enumerate(self.records[name], 1)
         return [(seq, data) for seq, (_, data) in records if seq not in self.gone[name]]
 
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(12))
-def test_whatever_happens_the_copies_are_those_of_the_model(tmp_path: Path, seed: int) -> None:
-    """a → b → d and a → c by tag; a evicts, all are deleted from, b and c are written to as well."""
-    rig = Rig(str(tmp_path))
-    try:
-        chance = random.Random(seed)
-        model = Model()
+    @staticmethod
+    def begin(rig: Rig, chance: random.Random) -> Model:
+        """Make the topics and routers: a → b → d and a → c by tag; a evicts."""
         put(rig, "a", cap_records=5)
         put(rig, "c", durability=chance.choice(["disk", "fsync", "memory"]))
         route(rig, "r", "a", "b")
         route(rig, "q", "a", "c", filter="x", preserve_tag=False)
         route(rig, "p", "b", "d")
-        ends = 0
-        for step in range(120):
-            match chance.randrange(12):
-                case 0 | 1 | 2 | 3:
-                    records = [
-                        (chance.choice([b"", b"x", b"y"]), b"%d" % (1000 * step + at))
-                        for at in range(chance.randrange(1, 9))
-                    ]
-                    append_tagged(rig, "a", *records)
-                    for tag, data in records:
-                        model.append("a", tag, data)
-                case 4 | 5:
-                    name = chance.choice("bc")
-                    append_tagged(rig, name, (b"x", b"%d" % step))
-                    model.append(name, b"x", b"%d" % step)
-                case 6:
-                    name = chance.choice("abcd")
-                    if model.records[name]:
-                        before_seq = chance.randrange(1, len(model.records[name]) + 2)
-                        rig.call(DeleteRecords(name, before_seq, None, b""))
-                        model.delete(name, before_seq)
-                case 7:
-                    put(rig, "b", ttl_ms=chance.choice([0, 10**12]))
-                case 8:
-                    rig.clock.ms += 1500
-                    rig.shard.sweep()
-                case 9:
-                    rig.shard.sync_in_background()
-                case 10:
-                    rig.boot()
-                    ends += 1
-                case 11:
-                    rig.restart_service()
-                    ends += 1
-            for dest in "bcd":
-                rig.call(CatchUp(dest))
-            for name in "abcd":
-                if model.records[name]:
-                    assert rig.read(name) == model.live(name), f"step {step}, topic {name}"
-        assert ends > 5
-    finally:
-        rig.close()
+        return Model()
+
+    def do(self, what: int, step: int, rig: Rig, chance: random.Random) -> None:
+        """Do one of ten things: write to a, b and c, delete from all, configure b, let time pass, sync."""
+        match what:
+            case 0 | 1 | 2 | 3:
+                records = [
+                    (chance.choice([b"", b"x", b"y"]), b"%d" % (1000 * step + at))
+                    for at in range(chance.randrange(1, 9))
+                ]
+                append_tagged(rig, "a", *records)
+                for tag, data in records:
+                    self.append("a", tag, data)
+            case 4 | 5:
+                name = chance.choice("bc")
+                append_tagged(rig, name, (b"x", b"%d" % step))
+                self.append(name, b"x", b"%d" % step)
+            case 6:
+                name = chance.choice("abcd")
+                if self.records[name]:
+                    before_seq = chance.randrange(1, len(self.records[name]) + 2)
+                    rig.call(DeleteRecords(name, before_seq, None, b""))
+                    self.delete(name, before_seq)
+            case 7:
+                put(rig, "b", ttl_ms=chance.choice([0, 10**12]))
+            case 8:
+                rig.clock.ms += 1500
+                rig.shard.sweep()
+            case 9:
+                rig.shard.sync_in_background()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_happens_the_copies_are_those_of_the_model(rig: Rig, seed: int) -> None:
+    chance = random.Random(seed)
+    model = Model.begin(rig, chance)
+    ends = 0
+    for step in range(120):
+        what = chance.randrange(12)
+        model.do(what, step, rig, chance)
+        if what >= 10:
+            (rig.boot if what == 10 else rig.restart_service)()
+            ends += 1
+        for dest in "bcd":
+            rig.call(CatchUp(dest))
+        for name in "abcd":
+            if model.records[name]:
+                assert rig.read(name) == model.live(name), f"step {step}, topic {name}"
+    assert ends > 5
 
 
 def test_a_source_that_is_deleted_leaves_a_gap_once(rig: Rig) -> None:
@@ -408,21 +410,18 @@ def test_a_gap_becomes_durable_and_so_does_what_follows(rig: Rig) -> None:
         assert (view.head_seq, view.durable_seq) == (head_seq, head_seq)
 
 
-def test_a_shard_whose_peer_takes_nothing_sleeps_meanwhile(tmp_path: Path) -> None:
-    rig = Rig(str(tmp_path), shards=2)
-    try:
-        rig.run()
-        links = rig.shards[0].routing.sources.links
-        assert links.idle
-        for _ in range(100_000):
-            links.send(1, Ended("n" * 255, 1, 1))
-            links.flush()
-            if links.stuck:
-                break
-        assert links.stuck
-        assert links.idle
-    finally:
-        rig.close()
+@pytest.mark.shard(shards=2)
+def test_a_shard_whose_peer_takes_nothing_sleeps_meanwhile(rig: Rig) -> None:
+    rig.run()
+    links = rig.shards[0].routing.sources.links
+    assert links.idle
+    for _ in range(100_000):
+        links.send(1, Ended("n" * 255, 1, 1))
+        links.flush()
+        if links.stuck:
+            break
+    assert links.stuck
+    assert links.idle
 
 
 def test_routers_that_go_with_their_topic_wait_for_room_in_shared_memory(
@@ -468,55 +467,51 @@ def test_what_was_deleted_while_it_waited_is_known_to_a_life_that_begins_with_ro
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whatever_happens_a_full_dest_gets_what_lives_when_there_is_room(tmp_path: Path, seed: int) -> None:
-    rig = Rig(str(tmp_path))
-    try:
-        chance = random.Random(seed)
-        put(rig, "a", durability=chance.choice(["disk", "fsync", "memory"]))
-        put(rig, "b", cap_records=4, discard="reject")
-        route(rig, "r", "a", "b")
-        waiting: list[tuple[int, bytes, bytes]] = []
-        copies: list[tuple[int, bytes]] = []
-        head_a = head_b = left_out = 0
-        for step in range(150):
-            before = len(waiting)
-            match chance.randrange(9):
-                case 0 | 1 | 2:
-                    new = [(chance.choice([b"x", b"y"]), b"%d.%d" % (step, at)) for at in range(chance.randrange(1, 4))]
-                    append_tagged(rig, "a", *new)
-                    for tag, data in new:
-                        head_a += 1
-                        waiting.append((head_a, tag, data))
-                case 3:
-                    tag = chance.choice([b"x", b"y"])
-                    rig.call(DeleteRecords("a", None, "eq", tag)) if head_a else None
-                    waiting = [one for one in waiting if one[1] != tag]
-                    left_out += before - len(waiting)
-                case 4 if head_a:
-                    before_seq = chance.randrange(1, head_a + 2)
-                    rig.call(DeleteRecords("a", before_seq, None, b""))
-                    waiting = [one for one in waiting if one[0] >= before_seq]
-                    left_out += before - len(waiting)
-                case 5 | 6 if copies:
-                    before_seq = chance.randrange(copies[0][0], head_b + 2)
-                    rig.call(DeleteRecords("b", before_seq, None, b""))
-                    copies = [one for one in copies if one[0] >= before_seq]
-                case 7:
-                    rig.boot()
-                case 8:
-                    rig.restart_service()
-            while waiting and len(copies) < 4:
-                head_b += 1
-                copies.append((head_b, waiting.pop(0)[2]))
-            rig.run()
-            if head_b:
-                rig.call(CatchUp("b"))
-                assert rig.read("b") == copies, f"step {step}"
-                view = rig.view("b")
-                assert (view.head_seq, view.evict_floor) == (head_b, 1), f"step {step}"
-        assert left_out > 5
-    finally:
-        rig.close()
+def test_whatever_happens_a_full_dest_gets_what_lives_when_there_is_room(rig: Rig, seed: int) -> None:
+    chance = random.Random(seed)
+    put(rig, "a", durability=chance.choice(["disk", "fsync", "memory"]))
+    put(rig, "b", cap_records=4, discard="reject")
+    route(rig, "r", "a", "b")
+    waiting: list[tuple[int, bytes, bytes]] = []
+    copies: list[tuple[int, bytes]] = []
+    head_a = head_b = left_out = 0
+    for step in range(150):
+        before = len(waiting)
+        match chance.randrange(9):
+            case 0 | 1 | 2:
+                new = [(chance.choice([b"x", b"y"]), b"%d.%d" % (step, at)) for at in range(chance.randrange(1, 4))]
+                append_tagged(rig, "a", *new)
+                for tag, data in new:
+                    head_a += 1
+                    waiting.append((head_a, tag, data))
+            case 3:
+                tag = chance.choice([b"x", b"y"])
+                rig.call(DeleteRecords("a", None, "eq", tag)) if head_a else None
+                waiting = [one for one in waiting if one[1] != tag]
+                left_out += before - len(waiting)
+            case 4 if head_a:
+                before_seq = chance.randrange(1, head_a + 2)
+                rig.call(DeleteRecords("a", before_seq, None, b""))
+                waiting = [one for one in waiting if one[0] >= before_seq]
+                left_out += before - len(waiting)
+            case 5 | 6 if copies:
+                before_seq = chance.randrange(copies[0][0], head_b + 2)
+                rig.call(DeleteRecords("b", before_seq, None, b""))
+                copies = [one for one in copies if one[0] >= before_seq]
+            case 7:
+                rig.boot()
+            case 8:
+                rig.restart_service()
+        while waiting and len(copies) < 4:
+            head_b += 1
+            copies.append((head_b, waiting.pop(0)[2]))
+        rig.run()
+        if head_b:
+            rig.call(CatchUp("b"))
+            assert rig.read("b") == copies, f"step {step}"
+            view = rig.view("b")
+            assert (view.head_seq, view.evict_floor) == (head_b, 1), f"step {step}"
+    assert left_out > 5
 
 
 def test_a_cycle_is_refused_by_the_registry(rig: Rig) -> None:

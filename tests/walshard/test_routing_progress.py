@@ -106,33 +106,25 @@ def test_who_reads_hears_of_copies_that_cannot_be_logged(tmp_path: Path) -> None
         rig.close()
 
 
-def test_who_reads_hears_of_copies_for_which_the_service_has_no_room(tmp_path: Path) -> None:
-    rig = Rig(str(tmp_path), max_total_bytes="299")
-    try:
-        put(rig, "a")
-        route(rig, "r", "a", "b")
-        rig.append("a", b"1" * 40)
-        assert catch_up(rig) == ALL
-        rig.append("a", b"2" * 40)
-        assert catch_up(rig) == CANNOT_BE
-    finally:
-        rig.close()
+@pytest.mark.shard(max_total_bytes="299")
+def test_who_reads_hears_of_copies_for_which_the_service_has_no_room(rig: Rig) -> None:
+    put(rig, "a")
+    route(rig, "r", "a", "b")
+    rig.append("a", b"1" * 40)
+    assert catch_up(rig) == ALL
+    rig.append("a", b"2" * 40)
+    assert catch_up(rig) == CANNOT_BE
 
 
-def test_who_reads_hears_of_originals_that_cannot_be_read(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    rig = Rig(str(tmp_path), fs)
-    try:
-        put(rig, "a")
-        route(rig, "r", "a", "b")
-        fs.arm(Fault(1, errno.EIO, always=True, calls=frozenset({"pread"})))
-        rig.append("a", b"1")
-        assert catch_up(rig) == CANNOT_BE
-        fs.arm(None)
-        assert catch_up(rig) == ALL
-        assert rig.read("b") == [(1, b"1")]
-    finally:
-        rig.close()
+def test_who_reads_hears_of_originals_that_cannot_be_read(rig: Rig, fs: FaultyFileSystem) -> None:
+    put(rig, "a")
+    route(rig, "r", "a", "b")
+    fs.arm(Fault(1, errno.EIO, always=True, calls=frozenset({"pread"})))
+    rig.append("a", b"1")
+    assert catch_up(rig) == CANNOT_BE
+    fs.arm(None)
+    assert catch_up(rig) == ALL
+    assert rig.read("b") == [(1, b"1")]
 
 
 def test_what_waits_for_room_in_the_dest_is_not_pending(rig: Rig) -> None:
@@ -150,47 +142,41 @@ def test_what_waits_for_room_in_the_dest_is_not_pending(rig: Rig) -> None:
     assert view.head_seq > 1
 
 
-def test_who_reads_is_to_ask_again_while_the_source_cannot_be_looked_at(tmp_path: Path) -> None:
-    rig = Rig(str(tmp_path), shards=2)
-    try:
-        source = next(f"a{n}" for n in range(100) if rig.owner(f"a{n}") == 1)
-        dest = next(f"b{n}" for n in range(100) if rig.owner(f"b{n}") == 0)
-        rig.call(PutTopic(source, TopicConfig(), False), 1)
-        route(rig, "r", source, dest)
-        rig.append(source, b"1")
-        assert catch_up(rig, dest) == ALL
-        cell = rig.shared.control.cell(Role.WALSHARD, 1)
-        generation = cell.get("generation")
-        cell.set("generation", 0)  # as long as it has not recovered for the first time
-        asked = rig.post_call(CatchUp(dest))
-        assert rig.step()
-        rig.take_replies()
-        assert rig.replies[asked] == NOT_AT_HAND
-        cell.set("generation", generation)
-        assert catch_up(rig, dest) == ALL
-    finally:
-        rig.close()
+@pytest.mark.shard(shards=2)
+def test_who_reads_is_to_ask_again_while_the_source_cannot_be_looked_at(rig: Rig) -> None:
+    source = next(f"a{n}" for n in range(100) if rig.owner(f"a{n}") == 1)
+    dest = next(f"b{n}" for n in range(100) if rig.owner(f"b{n}") == 0)
+    rig.call(PutTopic(source, TopicConfig(), False), 1)
+    route(rig, "r", source, dest)
+    rig.append(source, b"1")
+    assert catch_up(rig, dest) == ALL
+    cell = rig.shared.control.cell(Role.WALSHARD, 1)
+    generation = cell.get("generation")
+    cell.set("generation", 0)  # as long as it has not recovered for the first time
+    asked = rig.post_call(CatchUp(dest))
+    assert rig.step()
+    rig.take_replies()
+    assert rig.replies[asked] == NOT_AT_HAND
+    cell.set("generation", generation)
+    assert catch_up(rig, dest) == ALL
 
 
-def test_who_reads_hears_of_a_router_that_could_not_begin(tmp_path: Path) -> None:
-    rig = Rig(str(tmp_path), shards=2)
-    try:
-        source = next(f"a{n}" for n in range(100) if rig.owner(f"a{n}") == 1)
-        dest = next(f"b{n}" for n in range(100) if rig.owner(f"b{n}") == 0)
-        rig.call(EnsureTopic(dest))
-        assert catch_up(rig, dest) == ALL
-        cell = rig.shared.control.cell(Role.WALSHARD, 1)
-        generation = cell.get("generation")
-        cell.set("generation", 0)
-        rig.post_call(PutRouter("r", RouterSpec(source, dest)))
-        asked = rig.post_call(CatchUp(dest))
-        assert rig.step()
-        rig.take_replies()
-        assert rig.replies[asked] == CANNOT_BE
-        cell.set("generation", generation)
-        assert catch_up(rig, dest) == ALL
-    finally:
-        rig.close()
+@pytest.mark.shard(shards=2)
+def test_who_reads_hears_of_a_router_that_could_not_begin(rig: Rig) -> None:
+    source = next(f"a{n}" for n in range(100) if rig.owner(f"a{n}") == 1)
+    dest = next(f"b{n}" for n in range(100) if rig.owner(f"b{n}") == 0)
+    rig.call(EnsureTopic(dest))
+    assert catch_up(rig, dest) == ALL
+    cell = rig.shared.control.cell(Role.WALSHARD, 1)
+    generation = cell.get("generation")
+    cell.set("generation", 0)
+    rig.post_call(PutRouter("r", RouterSpec(source, dest)))
+    asked = rig.post_call(CatchUp(dest))
+    assert rig.step()
+    rig.take_replies()
+    assert rig.replies[asked] == CANNOT_BE
+    cell.set("generation", generation)
+    assert catch_up(rig, dest) == ALL
 
 
 @pytest.mark.parametrize("same_name", [False, True], ids=["another router", "the same router"])

@@ -357,41 +357,14 @@ def test_whatever_happens_the_copies_are_those_of_the_model(tmp_path: Path, seed
     compaction = Compaction(rig)
     try:
         chance = random.Random(seed)
-        model = Model()
-        put(rig, "a", cap_records=5)
-        put(rig, "c", durability=chance.choice(["disk", "fsync", "memory"]))
-        route(rig, "r", "a", "b")
-        route(rig, "q", "a", "c", filter="x", preserve_tag=False)
-        route(rig, "p", "b", "d")
+        model = Model.begin(rig, chance)
         cuts = 0
         for step in range(150):
-            match chance.randrange(16):
-                case 0 | 1 | 2 | 3:
-                    records = [
-                        (chance.choice([b"", b"x", b"y"]), b"%d" % (1000 * step + at))
-                        for at in range(chance.randrange(1, 9))
-                    ]
-                    append_tagged(rig, "a", *records)
-                    for tag, data in records:
-                        model.append("a", tag, data)
-                case 4 | 5:
-                    name = chance.choice("bc")
-                    append_tagged(rig, name, (b"x", b"%d" % step))
-                    model.append(name, b"x", b"%d" % step)
-                case 6:
-                    name = chance.choice("abcd")
-                    if model.records[name]:
-                        before_seq = chance.randrange(1, len(model.records[name]) + 2)
-                        rig.call(DeleteRecords(name, before_seq, None, b""))
-                        model.delete(name, before_seq)
-                case 7:
-                    put(rig, "b", ttl_ms=chance.choice([0, 10**12]))
+            what = chance.randrange(16)
+            model.do(what, step, rig, chance)
+            match what:
                 case 8:
-                    rig.clock.ms += 1500
-                    rig.shard.sweep()
                     rig.call(Expire("a"))
-                case 9:
-                    rig.shard.sync_in_background()
                 case 10:
                     rig.boot()
                 case 11:

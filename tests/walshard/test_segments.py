@@ -25,12 +25,7 @@ from topics.storage import kill_points, layout
 from topics.storage.kill_points import KillPoint
 from topics.storage.recovery import BATCH_FRAMES
 
-
-@pytest.fixture
-def compaction(tmp_path: Path) -> Iterator[Compaction]:
-    rig = Rig(str(tmp_path), segment_max_events="8")
-    yield Compaction(rig)
-    rig.close()
+pytestmark = pytest.mark.shard(segment_max_events="8")
 
 
 def fill(compaction: Compaction, count: int, name: str = "t", start: int = 1, tag: bytes = b"") -> None:

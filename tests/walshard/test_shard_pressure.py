@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -66,10 +65,8 @@ class Pressed:
 
 
 @pytest.fixture
-def pressed(tmp_path: Path) -> Iterator[Pressed]:
-    rig = Rig(str(tmp_path))
-    yield Pressed(rig)
-    rig.close()
+def pressed(rig: Rig) -> Pressed:
+    return Pressed(rig)
 
 
 def test_without_pressure_a_group_begins_at_once(pressed: Pressed) -> None:

@@ -28,6 +28,10 @@ JOIN_MAX_BYTES: Final = 16 * 1024
 """Up to this length, joining head and body is cheaper than handing the transport two buffers."""
 CHUNKED_BYTES_PER_TURN: Final = 8 * 1024
 """The part of a chunked body that is parsed in one turn of the event loop. It may be 1,400 chunks of a byte."""
+TINY_CHUNKS: Final = 64
+"""Behind a part with more chunks than this the next one is short, and waits TINY_CHUNK_PAUSE_S for each of them."""
+TINY_CHUNKS_BYTES_PER_TURN: Final = 1024
+TINY_CHUNK_PAUSE_S: Final = 5e-6
 TURNED_AWAY_MAX: Final = 1024
 """Refused connections of one process that may take their time to read why."""
 
@@ -202,7 +206,9 @@ class Http1Protocol(asyncio.Protocol):
                     break
                 if not self._parser.complete and position < len(data):
                     self._advances_soon = True
-                    self._loop.call_soon(self._advance_pending)
+                    chunks = self._parser.chunks_read
+                    pause_s = chunks * TINY_CHUNK_PAUSE_S if chunks > TINY_CHUNKS else 0
+                    self._loop.call_later(pause_s, self._advance_pending)
                     break
         except TopicsError as error:
             self._refuse(error)
@@ -243,8 +249,10 @@ class Http1Protocol(asyncio.Protocol):
     def _read_body(self, data: bytes | bytearray, position: int) -> int:
         exchange = self._exchange
         assert exchange is not None
-        if self._parser.body_left_bytes is None and len(data) - position > CHUNKED_BYTES_PER_TURN:
-            part = data[position : position + CHUNKED_BYTES_PER_TURN]
+        is_tiny = self._parser.chunks_read > TINY_CHUNKS
+        most_bytes = TINY_CHUNKS_BYTES_PER_TURN if is_tiny else CHUNKED_BYTES_PER_TURN
+        if self._parser.body_left_bytes is None and len(data) - position > most_bytes:
+            part = data[position : position + most_bytes]
             end = position + self._parser.read_body(part, 0, exchange.feed)
         else:
             end = self._parser.read_body(data, position, exchange.feed)

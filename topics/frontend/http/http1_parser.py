@@ -135,6 +135,7 @@ class RequestParser:
         self.body_received_bytes = 0  # of the current body
         self._body_wire_bytes = 0
         self._chunks = Chunks()
+        self.chunks_read = 0  # pieces of a body that the last `read_body` has found
         self.complete = True  # true if the current request has been read to its end
 
     def close(self) -> None:
@@ -259,6 +260,7 @@ class RequestParser:
             # A proxy that believes the other of the two would see another request behind this one.
             raise invalid("the chunked body is malformed: its end is not clear")
         pieces, self._pieces = self._pieces, []
+        self.chunks_read = len(pieces)
         if pieces:
             sink(pieces[0] if len(pieces) == 1 else b"".join(pieces))
         self._body_wire_bytes += position - start

@@ -71,7 +71,8 @@ class NamedCursors:
             seq = 0 if topic.recreated else topic.head_seq
         body = CursorFrameBody(call.cursor, consistency, persist_every, seq)
         reply = CursorReply(call.cursor, consistency, persist_every, seq, seq, 0, known is None)
-        yield Draft([self._write(hosted, body, partial(topic.cursors.logged, body), sync=True)], reply=reply)
+        write = self._write(hosted, body, partial(topic.cursors.logged, body), sync=True)
+        yield Draft([write], reply=reply, touched=(hosted,))
         return reply
 
     def _configure(self, hosted: Hosted, cursor: NamedCursor, call: CursorPut) -> Steps[CursorReply]:
@@ -93,7 +94,8 @@ class NamedCursors:
         if hosted is None or known is None:
             return Deleted(False)
         body, reply = CursorFrameBody(call.cursor, None), Deleted(True)
-        yield Draft([self._write(hosted, body, partial(hosted.topic.cursors.logged, body), sync=True)], reply=reply)
+        write = self._write(hosted, body, partial(hosted.topic.cursors.logged, body), sync=True)
+        yield Draft([write], reply=reply, touched=(hosted,))
         return reply
 
     def advance(self, call: CursorAdvance, frontend: int, group: Draft) -> CursorMoved:
