@@ -62,7 +62,7 @@ class Candidate(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """How this checkout compares in one value; above 1 is better. `low` and `high` bound it with 95 % confidence."""
+    """The ratio of this checkout to the commit in one value; above 1 is better. `low` and `high` bound it with 95 % confidence."""
 
     name: str
     ratio: float
@@ -179,7 +179,7 @@ SHORT_SET: Final[dict[str, Callable[[Bench, Service], Measured]]] = {
     "batches": measure_batches,
     "copies": measure_copies,
 }
-"""What writes much comes last: the compactor is then at work."""
+"""The cases that write much come last: the compactor is then at work."""
 
 
 def measure(bench: Bench, candidate: Candidate, cases: Sequence[str]) -> Measured:

@@ -30,7 +30,7 @@ LEASE_S: Final = 600
 
 
 class Link(Protocol):
-    """What is measured of a connection. An operation returns when the server has acknowledged it."""
+    """A connection to a server, with the operations that are measured. Each returns when the server has acknowledged it."""
 
     async def append(self, payloads: Sequence[bytes]) -> None: ...
 

@@ -52,7 +52,7 @@ CONTENDERS: Final = (
 
 
 class Address(NamedTuple):
-    """Where a server of which family is."""
+    """The family and the port of a server."""
 
     family: str
     port: int

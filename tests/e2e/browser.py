@@ -115,7 +115,7 @@ class Browser:
         self.command("Emulation.setEmulatedMedia", features=given)
 
     def picture(self) -> bytes:
-        """What is seen, as PNG."""
+        """Return the page as it is seen, as PNG."""
         return base64.b64decode(self.command("Page.captureScreenshot", format="png")["data"])
 
     def _end(self) -> None:

@@ -1,7 +1,7 @@
 """The console in a real Chromium: clicks, keys, a lost connection, a fast tail, themes, widths, accessibility.
 
 Needs a Chromium and, for two tests, axe-core; `make test-all` fetches both. With TOPICS_SCREENSHOTS=docs/console the
-pictures of docs/console.md are written anew.
+pictures of docs/console.md are written again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The libraries of the console, as npm has them: `python -m tests.e2e.vendor_console` writes them anew.
+"""The libraries of the console, as npm has them: `python -m tests.e2e.vendor_console` writes them again.
 
 A test compares the files of the repository with these packages, byte by byte.
 """

@@ -9,8 +9,8 @@ from tests.frontend.hosting import Hosting
 from tests.frontend.test_app import Frontend, on_loop
 from topics.frontend.app import Resource
 
-PAGES = ("/v0/openapi.json", "/v0/docs", "/v0/docs.js", "/v0/docs.css")
-"""Paths of the API's description, which needs no key."""
+PAGES = ("/v0/openapi.json", "/v0/docs", "/v0/docs.js", "/v0/docs.css", "/console", "/console/{build}/{part:path}")
+"""Paths of the API's description and of the console, which need no key."""
 
 
 def test_the_table_has_every_route(hosting: Hosting) -> None:
@@ -20,6 +20,7 @@ def test_the_table_has_every_route(hosting: Hosting) -> None:
             assert isinstance(route, Route), f"{route} is not in the table of scopes"
             assert isinstance(route.endpoint, Resource), f"{route} is not in the table of scopes"
             served |= {(method, route.path) for method in route.endpoint._methods if method != "HEAD"}
+        served.discard(("GET", "/v0/key"))  # any key will do (`contract/test_0_10_auth.py`)
         served.discard(("GET", "/v0/ws"))  # its commands ask for scopes each (`contract/test_7_7_websocket.py`)
         served -= {("GET", path) for path in PAGES}
         assert served == {(row.method, row.path) for row in (*ROUTES, STREAM, WORK, *PROBES)}

@@ -349,7 +349,7 @@ class ArenaReader:
                 return _decode_descriptor(body), view
 
     def learn(self, slots_max: int) -> bool:
-        """Learn of at most `slots_max` changed topics, lest ten thousand hold up the process. True if none is left."""
+        """Learn of at most `slots_max` changed topics: ten thousand would hold up the process. True if none is left."""
         if not self._unlearned:
             self._list_changes()
         for _ in range(min(slots_max, len(self._unlearned))):

@@ -1,6 +1,6 @@
 """`/console`: the files of the console, and `/v0/key`, which tells it what its key may do (api §8, §0.10).
 
-The page itself is asked for anew each time. It names its parts by the checksum of all of them, so browsers keep those
+Browsers ask for the page itself each time. It names its parts by the checksum of all of them, so browsers keep those
 for ever, and a page never runs with the parts of another release.
 """
 
