@@ -62,7 +62,7 @@ class Candidate(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """The ratio of this checkout to the commit in one value; above 1 is better. `low` and `high` bound it with 95 % confidence."""
+    """This checkout beside the commit in one value; above 1 is better. With 95 % confidence it is in `low`…`high`."""
 
     name: str
     ratio: float

@@ -30,7 +30,7 @@ LEASE_S: Final = 600
 
 
 class Link(Protocol):
-    """A connection to a server, with the operations that are measured. Each returns when the server has acknowledged it."""
+    """A connection to a server. Its operations return when the server has acknowledged them."""
 
     async def append(self, payloads: Sequence[bytes]) -> None: ...
 
