@@ -40,7 +40,7 @@ class Contender(NamedTuple):
 
 
 CONTENDERS: Final = (
-    Contender("topics disk", "topics", False, "survives the death of every process; synced every 100 ms at the latest"),
+    Contender("topics disk", "topics", False, "survives the death of every process; synced within about a second"),
     Contender("topics fsync", "topics", True, "synced before the ack"),
     Contender("redis everysec", "redis", False, "AOF, synced once a second; a kill loses what it has not written yet"),
     Contender("redis always", "redis", True, "AOF, synced before the ack"),

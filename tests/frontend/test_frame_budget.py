@@ -10,7 +10,14 @@ from h2.errors import ErrorCodes
 from h2.exceptions import DenialOfServiceError, FrameTooLargeError
 
 from topics.frontend.http.connections import UnadmittedInput
-from topics.frontend.http.frame_budget import FRAMES_BURST, FRAMES_PER_S, FRAMES_PER_TURN, CheckedFrames, FrameBudget
+from topics.frontend.http.frame_budget import (
+    FRAMES_AT_START,
+    FRAMES_BURST,
+    FRAMES_PER_S,
+    FRAMES_PER_TURN,
+    CheckedFrames,
+    FrameBudget,
+)
 
 MAX_BLOCK_BYTES = 20_000
 DATA, HEADERS, RESET, SETTINGS, PING, CONTINUATION = 0, 1, 3, 4, 6, 9
@@ -55,7 +62,7 @@ class Wire:
 def test_a_budget_is_refilled_with_time_and_by_what_is_sent() -> None:
     time_s = Seconds()
     budget = FrameBudget(time_s)
-    budget.spend(FRAMES_BURST)
+    budget.spend(FRAMES_AT_START)
     assert not budget.try_spend()
     time_s.now_s += 10 / FRAMES_PER_S
     budget.spend(10)
@@ -80,17 +87,17 @@ def test_a_budget_saves_up_no_more_than_a_burst() -> None:
 @pytest.mark.parametrize(
     ("one", "burst"),
     [
-        (frame(PING, 0, 0, b"12345678"), FRAMES_BURST),
-        (frame(SETTINGS, 0, 0), FRAMES_BURST),
-        (frame(SETTINGS, 0, 0, b"\0\3\0\0\0\1" * 2000), FRAMES_BURST // 188),
-        (frame(RESET, 0, 1, b"\0\0\0\1"), FRAMES_BURST // 8),
-        (frame(0x42), FRAMES_BURST),
+        (frame(PING, 0, 0, b"12345678"), FRAMES_AT_START),
+        (frame(SETTINGS, 0, 0), FRAMES_AT_START),
+        (frame(SETTINGS, 0, 0, b"\0\3\0\0\0\1" * 2000), FRAMES_AT_START // 188),
+        (frame(RESET, 0, 1, b"\0\0\0\1"), FRAMES_AT_START // 8),
+        (frame(0x42), FRAMES_AT_START),
     ],
     ids=["ping", "settings", "long settings", "reset", "unknown"],
 )
-def test_a_burst_passes_and_one_more_frame_is_refused(one: bytes, burst: int) -> None:
+def test_so_many_pass_at_the_start_and_one_more_is_refused(one: bytes, burst: int) -> None:
     wire = Wire()
-    assert wire.turns(one * burst) == -(-burst // FRAMES_PER_TURN)
+    assert wire.turns(one * burst) == -(-burst // 2)
     with pytest.raises(DenialOfServiceError):
         wire.turns(one * 8)
     assert len(wire.refusals) == 1

@@ -1,8 +1,9 @@
 """Bounds on the frames of one client: those that carry nothing, and those that this process handles in one turn.
 
 A ping, a reset or an empty piece of a message takes 10 bytes and some 50 µs, so 1 MB/s of them would take all of the
-process's time. A connection may send FRAMES_BURST at once and FRAMES_PER_S from then on, 5 % of that time, before it is
-cut. Answers earn more. Between FRAMES_PER_TURN frames other connections have their turn.
+process's time. A connection may send FRAMES_AT_START and FRAMES_PER_S from then on, 5 % of that time, before it is cut.
+It can save up FRAMES_BURST. Answers earn more. A turn is two frames or FRAMES_PER_TURN pieces of bodies; then other
+connections have theirs.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from hyperframe.frame import ContinuationFrame, DataFrame, HeadersFrame, RstStre
 
 FRAMES_PER_S: Final = 1000
 FRAMES_BURST: Final = 1000
+FRAMES_AT_START: Final = 200
+"""Frames of a connection that has had no answer yet: who was cut may come back at once."""
 FRAMES_PER_TURN: Final = 8
 EARNED_BY_ANSWER: Final = 4
 EARNED_PER_BYTES: Final = 1024
 FIELDS_FREE: Final = 128
 """Header fields of a request. Each further one counts as a frame: a block of 3 KB may refer to 3,000 fields."""
 SMALL_DATA_BYTES: Final = 256
-_TURNS: Final = {HeadersFrame.type: 4}
-"""The part of a turn that a frame takes. A head starts a request, which is more work than any other frame."""
+_FRAMES_IN_TURN: Final = 2
+_PIECES: Final = (DataFrame.type, ContinuationFrame.type)
+"""Frames of which FRAMES_PER_TURN make a turn. Any other takes the time of several."""
 _COSTS: Final = {HeadersFrame.type: 0, RstStreamFrame.type: 8}
 """A head is a request. A reset also undoes one, for which no answer is earned."""
 _SETTINGS_BYTES: Final = 64  # settings that count as one frame more
@@ -34,10 +38,15 @@ _HEAD_BYTES: Final = 9
 class FrameBudget:
     """The frames without content that one connection may still send. Refilled with time, and by what it is sent."""
 
-    def __init__(self, time_s: Callable[[], float], on_refusal: Callable[[str], None] = lambda why: None) -> None:
+    def __init__(
+        self,
+        time_s: Callable[[], float],
+        on_refusal: Callable[[str], None] = lambda why: None,
+        at_start: int = FRAMES_AT_START,
+    ) -> None:
         self._time_s = time_s
         self._on_refusal = on_refusal
-        self._left: float = FRAMES_BURST
+        self._left: float = at_start
         self._refilled_s = time_s()
         self.refused = False  # true if the connection is cut for what it sent
 
@@ -76,7 +85,7 @@ class CheckedFrames(FrameBuffer):
     def __init__(self, budget: FrameBudget, time_s: Callable[[], float], max_block_bytes: int) -> None:
         super().__init__(server=True)
         self._budget = budget
-        self._small_data = FrameBudget(time_s)
+        self._small_data = FrameBudget(time_s, at_start=FRAMES_BURST)
         self._max_block_bytes = max_block_bytes
         self._block_bytes = 0  # of the header block that has no end yet
         self._turn_left = 0
@@ -112,7 +121,7 @@ class CheckedFrames(FrameBuffer):
             raise
 
     def _count(self, kind: int, flags: int, length: int) -> None:
-        self._turn_left -= _TURNS.get(kind, 1)
+        self._turn_left -= 1 if kind in _PIECES else FRAMES_PER_TURN // _FRAMES_IN_TURN
         if kind == DataFrame.type:
             small = length < SMALL_DATA_BYTES or flags & _PADDED
             # Clients that send a body byte by byte are slowed, not cut.
