@@ -13,7 +13,7 @@ from typing import Final
 
 EXIT_USAGE: Final = 2
 SERVER_MODULES: Final = frozenset(
-    ("h2", "hypercorn", "httptools", "posix_ipc", "psutil", "sortedcontainers", "starlette", "structlog", "uvloop")
+    ("h2", "hypercorn", "posix_ipc", "psutil", "sortedcontainers", "starlette", "structlog", "uvloop")
 ) | {"xxhash"}
 """Modules that `topicsd[server]` brings."""
 

@@ -37,13 +37,13 @@ PARTS: Final = {
         "walshard",
         "e2e spark",
         "storage compactor",
-        "test_*.py cli client core deploy shm supervisor",
+        "test_*.py cli client core deploy docs shm supervisor",
     ),
     "long": (
         "e2e",
         "contract",
         "spark",
-        "walshard compactor storage frontend test_*.py client cli core supervisor deploy",
+        "walshard compactor storage frontend test_*.py client cli core supervisor deploy docs",
     ),
 }
 """Folders and files of `tests` that a run of pytest is given, the part that takes longest first."""

@@ -214,9 +214,9 @@ def test_a_cut_reads_one_file_for_each_sink_with_pins_and_none_without(
     opened: list[str] = []
     fs_open = rig.fs.open
 
-    def noted(path: str, flags: int) -> int:
+    def noted(path: str, flags: int, mode: int = 0o600) -> int:
         opened.append(path)
-        return fs_open(path, flags)
+        return fs_open(path, flags, mode)
 
     compaction = Compaction(rig)
     assert compaction.cut()
