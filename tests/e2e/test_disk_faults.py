@@ -12,11 +12,10 @@ import httpx
 import psutil
 import pytest
 
-from tests import harness
 from tests.contract.asking import ok, refused, state
 from tests.contract.stream import Stream, watch
 from tests.e2e.test_crash import everything
-from tests.harness import Service, poll, size_bytes
+from tests.harness import COMMAND, Service, poll, size_bytes
 
 RECORD = "x" * 2000
 LIMIT_BYTES = 300_001
@@ -157,21 +156,20 @@ def test_on_a_full_disk_a_deleted_topic_gives_its_room_back(small_disk: Path) ->
 
 
 @pytest.fixture
-def small_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A /dev/shm of 32 MiB for services that the test starts."""
+def small_memory(tmp_path: Path) -> Path:
+    """The command of a service with a /dev/shm of 32 MiB."""
     command = tmp_path / "in-small-memory"
     mount = 'mount -t tmpfs -o size=32m tmpfs /dev/shm && exec "$0" "$@"'
-    command.write_text(f"#!/bin/sh\nexec unshare -m sh -c '{mount}' {harness.COMMAND} \"$@\"\n")
+    command.write_text(f"#!/bin/sh\nexec unshare -m sh -c '{mount}' {COMMAND} \"$@\"\n")
     command.chmod(0o700)
     if subprocess.run([str(command), "--help"], capture_output=True, check=False).returncode:
         pytest.skip("needs the right to mount a file system of its own")
-    monkeypatch.setattr(harness, "COMMAND", command)
+    return command
 
 
-@pytest.mark.usefixtures("small_memory")
 @pytest.mark.parametrize("whole", [True, False], ids=["the topic", "its records"])
-def test_on_a_full_dev_shm_what_is_deleted_gives_its_room_back(whole: bool) -> None:
-    with Service(shards=1, frontends=1) as service:
+def test_on_a_full_dev_shm_what_is_deleted_gives_its_room_back(small_memory: Path, whole: bool) -> None:
+    with Service(shards=1, frontends=1, command=small_memory) as service:
         client = service.client
         kept: list[str] = []
         for name in ("old", "kept"):

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import example, given, settings
@@ -23,10 +24,12 @@ from topics.core.errors import TopicsError
 from topics.core.floors import EvictReason
 from topics.core.idempotency import ProducerTurn, producer_key
 from topics.core.location import LOCATION_LOST
+from topics.shm.control import ProcessState
 from topics.shm.topic_messages import PutTopic
 from topics.storage import layout
 from topics.storage.logfile import note_committed
 from topics.storage.verify import verify
+from topics.walshard.commit.commits import Commits
 
 NAMES = ("a", "b", "c")
 
@@ -185,7 +188,7 @@ def test_seqs_go_on_above_the_ceiling_with_a_reason(rig: Rig) -> None:
     rig.close()
 
 
-@pytest.mark.parametrize("ending", ["kill", "shard", "stop"])
+@pytest.mark.parametrize("ending", ["kill", "shard", "stop", "kill in recovery"])
 def test_nothing_is_lost_without_a_power_loss(rig: Rig, ending: str) -> None:
     five_and_five(rig)
     for _ in range(3):
@@ -194,10 +197,26 @@ def test_nothing_is_lost_without_a_power_loss(rig: Rig, ending: str) -> None:
         else:
             if ending == "stop":
                 rig.shard.close()
+            elif ending == "kill in recovery":
+                rig.cell.begin_life(2, 0, ProcessState.RECOVERING)
             rig.restart_service()
         topic = rig.hosted("t").topic
         assert (topic.head_seq, topic.evict_floor, topic.records) == (10, 1, 10)
     assert rig.append("t", b"next").first_seq == 11
+
+
+def test_a_lost_tail_that_cannot_be_logged_is_not_forgotten(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full after the power loss, and the shard is killed before the log takes a frame."""
+    five_and_five(rig)
+    ceiling = rig.hosted("t").topic.ceilings.seq
+    refusal = TopicsError("storage_unavailable", "the disk is full")
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(Commits, "log_lost_heads", Mock(side_effect=refusal))
+        rig = lose_power(rig, 0.0)
+    rig.cell.begin_life(2, 0, ProcessState.RECOVERING)
+    rig.boot()
+    assert rig.append("t", b"next").first_seq == ceiling + 1
+    rig.close()
 
 
 def test_a_lost_topic_without_live_records_says_so_by_its_floor(rig: Rig) -> None:

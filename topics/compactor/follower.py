@@ -22,7 +22,7 @@ from topics.core.topic import Topic
 from topics.shm import messages
 from topics.shm.arena import ArenaReader, TopicView
 from topics.shm.asks import Asks, ReplyT
-from topics.shm.control import Role, log_bytes
+from topics.shm.control import ProcessState, Role, log_bytes
 from topics.shm.instance import SharedMemory
 from topics.shm.messages import MessageKind
 from topics.shm.shm_names import SHM_ROOT
@@ -58,7 +58,9 @@ class ShardLink:
     def committed(self) -> WalPosition | None:
         """The position behind the last frame that is in the log for good; None while the shard recovers."""
         word = self._cell.get("committed")
-        return WalPosition(word >> _OFFSET_BITS, word & 0xFFFF_FFFF) if word else None
+        if not word or self._cell.get("state") == ProcessState.RECOVERING:
+            return None
+        return WalPosition(word >> _OFFSET_BITS, word & 0xFFFF_FFFF)
 
     @property
     def written_bytes(self) -> int:

@@ -77,7 +77,7 @@ _WORDS: Final = {
         clock_offset_ms*""",
     Role.WALSHARD: f"""{_COMMON}
         generation* topics* {_series("topics_{}*", CLASSES)} queue_topics* leases_in_flight* records_live* bytes_live*
-        wal_file wal_offset committed lost_tails wal_read_only wal_frames* wal_batches* wal_fsyncs* wal_bytes_written*
+        wal_file wal_offset committed* lost_tails* wal_read_only wal_frames* wal_batches* wal_fsyncs* wal_bytes_written*
         wal_bytes_found* wal_rotations* wal_unsynced_bytes queue_depth queue_depth_peak commit_window_us brake_ppm
         write_errors*
         sessions* routers* router_copies* router_lag_records torn_bytes arena_bytes
@@ -92,9 +92,10 @@ runs, readers use the former arena `generation` until there is another, and what
 sessions …) counts against the quotas of the service also while the shard is down.
 
 A shard's `committed`: file_no << 32 | offset behind the last frame that is in the log for good, 0 before it has
-recovered. It is one word, so that nobody sees the file of one position and the offset of another. Its
-`lost_tails`: topics that have lost their last records, which the log does not say yet. Its `wal_bytes_found`: bytes of
-its log behind the newest snapshot when the service was started.
+recovered for the first time. It is one word, so that nobody sees the file of one position and the offset of another.
+Its `lost_tails`: topics that have lost their last records, which the log does not say yet. Both are kept over lives:
+the supervisor reads them when the whole service was killed, perhaps while the shard recovered. Its `wal_bytes_found`:
+bytes of its log behind the newest snapshot when the service was started.
 
 The compactor's `absorbed_bytes_NN`: the `log_bytes()` of a shard when its last snapshot was begun. The bytes written
 since are the lag, which also grows while the compactor is dead. `absorbed_ms`: the begin of that snapshot.

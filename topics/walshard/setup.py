@@ -168,8 +168,9 @@ def _read_logs(place: Place, make_index: Callable[[int], TopicIndex]) -> _Recove
     durable = recover_group(place.fs, place.directory, place.identity, place.settings.accept_data_loss, start=start)
     ram_frames, _ = _fold_log(fold, ram, True, place.cell)
     frames, log_bytes = _fold_log(fold, durable, False, place.cell)
-    # In the life of one service the machine has not stopped.
-    fold.finish(ram_log_survived=ram.end is not None, has_end=durable.has_end or place.cell.get("generation") > 0)
+    # In the life of one service the machine has not stopped; what its first shard could not log is lost as before.
+    same_life = place.cell.get("generation") > 0 and not place.cell.get("lost_tails")
+    fold.finish(ram_log_survived=ram.end is not None, has_end=durable.has_end or same_life)
     for topic in fold.topics.values():
         # What the durable log has is on the disk.
         topic.durable_seq = 0 if topic.config.durability == "ephemeral" else topic.head_seq
