@@ -189,8 +189,8 @@ class Fold:
         if topic is not None:
             self._apply_pending(topic)
             # The evictions that follow from it are in the log themselves.
-            topic.config = control_bodies.decode_config(data).config
-            if topic.config.durability == "ephemeral":
+            former, topic.config = topic.config, control_bodies.decode_config(data).config
+            if topic.config.durability != former.durability:  # all its records are on the disk
                 self._ceilings.pop(topic_id, None)
 
     def delete(self, topic_id: int, data: bytes) -> None:
@@ -338,7 +338,7 @@ class Fold:
             durability = topic.config.durability
             tail_ceiling = self._ceilings.get(topic.id, 0)
             topic.ceilings = Ceilings(head_ceiling if durability == "ephemeral" else tail_ceiling)
-            if not has_end and durability in ("disk", "memory") and tail_ceiling > topic.head_seq:
+            if not has_end and durability != "ephemeral" and tail_ceiling > topic.head_seq:
                 _lose_tail(topic, tail_ceiling)
                 self.lost_heads.add(topic.id)
             if self._ram.has_deleted(topic.id):
