@@ -261,7 +261,7 @@ class Socket:
         found = follow(reader, starts, command.strong)
         topics = {name: one.state for name, one in found.items()}
         # May refuse, so before any end.
-        options = page_options(command, settings)._replace(include_data=command.include_data)
+        options = page_options(command, settings)
         await self._outbox.wait_for_turn()
         # The former subscription must not send anything after the answer to this one. It ends only when there is room,
         # because its messages count with it.

@@ -174,6 +174,7 @@ def page_options(request: DiffBody | FollowBody, settings: Settings) -> PageOpti
         node_set(request.node),
         request.include_tags,
         request.include_meta,
+        not isinstance(request, FollowBody) or request.include_data,
     )
 
 
