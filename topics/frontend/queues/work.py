@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-import msgspec
 from starlette.datastructures import QueryParams
 
 from topics.core.clock import Clock
@@ -24,6 +23,7 @@ from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry.access import Access
+from topics.frontend.entry.responses import encode_json
 from topics.frontend.entry.stalled_clients import STALL_MAX_MS, ReadProgress
 from topics.frontend.entry.wire import count
 from topics.frontend.live import event_streams
@@ -245,7 +245,7 @@ class WorkStream:
             self.end(EVENT_STREAM.final(error.code, error.message))
 
     def _end_deleted(self) -> None:
-        self.end(_DELETED % msgspec.json.encode({"topic": self.name, "reason": "deleted"}))
+        self.end(_DELETED % encode_json({"topic": self.name, "reason": "deleted"}))
 
     def _write(self, dealt: Dealt, push: Push) -> None:
         members = lease_members(dealt)
