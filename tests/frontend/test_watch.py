@@ -17,16 +17,16 @@ from topics.core.keys import KeyRing
 from topics.frontend.asgi import Receive, Send
 from topics.frontend.entry import limits
 from topics.frontend.entry.access import Access, KeyLimits
-from topics.frontend.live import watch as module
 from topics.frontend.live.event_streams import StreamSlots, check_accept
 from topics.frontend.live.watch import SESSION_TTL_MS, Follow, Session, SessionClient, WatchRoutes
 from topics.frontend.reads.catching_up import CatchingUp
+from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards import gateway
 from topics.shm.quotas import KeyCounts, Quota
 from topics.shm.shm_names import objects
-from topics.shm.topic_messages import Hello
+from topics.shm.topic_messages import Hello, SessionOpen
 
-SESSION = Session({"t": Follow(1, 5)}, [b"me"], 256, 1000, 15_000, False, True, True, False, b"")
+SESSION = Session({"t": Follow(1, 5)}, PageOptions(256, 1000, frozenset((b"me",))), 15_000, False, b"")
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ async def refusal(sessions: SessionClient, wid: str) -> TopicsError:
 
 
 def sessions_of(live: Live) -> SessionClient:
-    return SessionClient(live.gateway, live.arenas, live.clock)
+    return SessionClient(live.gateway, live.clock)
 
 
 def test_a_session_comes_back_as_it_was_made(tmp_path: Path) -> None:
@@ -111,14 +111,14 @@ def test_a_restarted_shard_goes_by_the_newest_stream_whoever_tells_first(tmp_pat
     """Two frontends hold a stream of one session each; the shard hears of them in any order."""
 
     async def test(live: Live) -> None:
-        left, right = sessions_of(live), sessions_of(live)
+        first, second = sessions_of(live), sessions_of(live)
+        left, right = (first, second) if told_first == "old" else (second, first)
         wid = await left.create(SESSION)
         old = await left.open(wid)
         live.clock.ms += 5
         new = await right.open(wid)
         live.restart_shard()
-        for sessions in (left, right) if told_first == "old" else (right, left):
-            sessions.tell_restarted()
+        live.gateway.check_restart(0)
         right.close(new, {"t": 9})
         left.close(old, {"t": 7})
         again = await left.open(wid)
@@ -136,7 +136,7 @@ def test_an_older_stream_told_of_after_the_end_of_the_newer_changes_nothing(tmp_
         new = await right.open(wid)
         live.restart_shard()
         right.close(new, {"t": 9})
-        left.tell_restarted()
+        live.gateway.post(0, SessionOpen(wid, old.stream_no))
         left.close(old, {"t": 7})
         assert (await right.open(wid)).positions == {"t": 9}
 
@@ -154,8 +154,8 @@ def test_unknown_sessions(tmp_path: Path) -> None:
 
 def test_a_session_too_large_is_refused(tmp_path: Path) -> None:
     async def test(live: Live) -> None:
-        nodes = [b"%100d" % n for n in range(5000)]
-        large = Session({}, nodes, 1, 1, 1000, False, True, True, False, b"")
+        nodes = frozenset(b"%100d" % n for n in range(5000))
+        large = Session({}, PageOptions(1, 1, nodes), 1000, False, b"")
         with pytest.raises(TopicsError) as raised:
             await sessions_of(live).create(large)
         assert raised.value.code == "invalid_request"
@@ -163,9 +163,8 @@ def test_a_session_too_large_is_refused(tmp_path: Path) -> None:
     on_loop(tmp_path, test)
 
 
-def test_a_restarted_shard_hears_of_the_open_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restarted_shard_hears_of_the_open_streams(tmp_path: Path) -> None:
     """Otherwise it would take their sessions for idle ones, and collect them."""
-    monkeypatch.setattr(module, "RENEW_S", 0.005)
 
     async def test(live: Live) -> None:
         sessions = sessions_of(live)
@@ -174,6 +173,7 @@ def test_a_restarted_shard_hears_of_the_open_streams(tmp_path: Path, monkeypatch
         live.restart_shard()
         known = live.rig.parts.sessions.by_wid
         assert known[wid].stream is None
+        live.gateway.check_restart(0)
         await until(lambda: known[wid].stream == (0, opened.stream_no))
         live.clock.ms += SESSION_TTL_MS + 1
         live.rig.shard.sweep()
@@ -312,7 +312,7 @@ def test_a_restarted_shard_with_a_full_ring_hears_of_the_open_streams(tmp_path: 
         opened = await sessions.open(wid)
         live.restart_shard()
         fill(live)
-        sessions.tell_restarted()
+        live.gateway.check_restart(0)
         live.shard_up = True
         known = live.rig.parts.sessions.by_wid
         await until(lambda: known[wid].stream == (0, opened.stream_no))

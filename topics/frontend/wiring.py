@@ -122,7 +122,7 @@ def build_app(process: Process, keys: KeyRing, store: SegmentStore | None) -> Fr
     websocket = WebSocketRoute(services, slots)
     ranking = TopicRanking(arenas, gateway)
     topics = TopicRoutes(known, arenas, gateway, hub, catching_up, routers, settings, ranking)
-    watch = WatchRoutes(reader, SessionClient(gateway, arenas, clock), hub, access, settings, slots, catching_up)
+    watch = WatchRoutes(reader, SessionClient(gateway, clock), hub, access, settings, slots, catching_up)
     queue_services = QueueServices(gateway, reader)
     work = WorkRoutes(queue_services, access, settings, slots, cell, running_clock)
     figures = ServiceFigures(shared.control, shared.durations, clock.now_ms)

@@ -16,9 +16,8 @@ import msgspec
 from starlette.datastructures import QueryParams
 from xxhash import xxh32_digest
 
-from topics.api.requests import U64_MAX, AppendBody, DeleteBody, DiffBody, Optional, RecordBody, StageBody
+from topics.api.requests import U64_MAX, AppendBody, Optional, RecordBody, StageBody
 from topics.core.errors import TopicsError, invalid
-from topics.core.tags import Match, parse_match
 
 ValueT = TypeVar("ValueT")
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
@@ -53,22 +52,6 @@ def decode_as(body_type: type[BodyT], body: bytes) -> BodyT:
     request: BodyT = decode(json_decoder, body)
     check_counts(request)
     return request
-
-
-def decode_diff(body: bytes) -> DiffBody:
-    """Decode a diff, which starts after a seq or at a time."""
-    request = decode_as(DiffBody, body)
-    if request.from_ts is not None and request.from_seq:
-        raise invalid("from_ts replaces from_seq: give one of the two", field="from_ts")
-    return request
-
-
-def decode_delete(body: bytes) -> tuple[int | None, Match | None]:
-    """Return (before_seq, match), at least one of which is given."""
-    request = decode_as(DeleteBody, body)
-    if request.before_seq is None and request.match is None:
-        raise invalid("a delete needs before_seq, match or both", field="match")
-    return request.before_seq, None if request.match is None else parse_match(request.match)
 
 
 def decode_object(body: bytes) -> dict[str, Any]:

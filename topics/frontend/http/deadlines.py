@@ -96,7 +96,7 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     discard_timeout_ms: int = 5_000
     """The time for which Hypercorn's connections read and drop such a rest before they are cut."""
     read_high_water_bytes: int = 64 * 1024
-    """Unread body, or pipelined requests, that may wait in memory before reading pauses."""
+    """Unread body and pipelined requests that may wait in memory before reading pauses."""
     write_high_water_bytes: int = 64 * 1024
     """Bytes of an answer that may wait in memory before the app's `send` waits."""
 

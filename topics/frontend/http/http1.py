@@ -406,9 +406,7 @@ class Http1Protocol(asyncio.Protocol):
     def settle(self) -> None:
         """Derive from the state whether to read on, what is awaited, and until when. Call it after every change."""
         exchange, writable = self._exchange, self.writable
-        unread_bytes = len(self.pending)
-        if exchange is not None and exchange.unread_bytes > unread_bytes:
-            unread_bytes = exchange.unread_bytes
+        unread_bytes = len(self.pending) if exchange is None else len(self.pending) + exchange.unread_bytes
         in_head = exchange is None and writable
         most_bytes = self._factory.unread_head_max_bytes if in_head else self._limits.read_high_water_bytes
         reading = unread_bytes <= most_bytes or self._ending

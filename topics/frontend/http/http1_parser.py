@@ -47,10 +47,6 @@ class Head(msgspec.Struct):
     expects_continue: bool
 
 
-class MalformedError(Exception):
-    """The size line of a chunk is malformed."""
-
-
 class Chunks:
     """Finds the end of one chunked body. llhttp does not tell it, and must not be fed the request behind it.
 
@@ -68,7 +64,7 @@ class Chunks:
 
     def follow(self, data: bytes | bytearray, position: int) -> int:
         """Return the end of this body's part of `data[position:]`: that of `data`, or of the body, which has then
-        `ended`. Raise MalformedError.
+        `ended`. Raise TopicsError.
         """
         size = len(data)
         while position < size:
@@ -98,7 +94,8 @@ class Chunks:
                 return len(data)
             found = _SIZE_LINE.fullmatch(self._line)
             if found is None:
-                raise MalformedError(f"{bytes(self._line[:40])!r} is not the size of a chunk")
+                size = bytes(self._line[:40])
+                raise invalid(f"the chunked body is malformed: {size!r} is not the size of a chunk")
             self._line = bytearray()
         length = int(found[1], 16)
         if length:
@@ -254,7 +251,7 @@ class RequestParser:
                 position = self._chunks.follow(data, start)
             large = position - start > _VIEW_FROM_BYTES
             self._llhttp.feed_data(memoryview(data)[start:position] if large else data[start:position])
-        except (httptools.HttpParserError, MalformedError) as error:
+        except httptools.HttpParserError as error:
             raise invalid(f"the chunked body is malformed: {error}") from error
         if self.body_left_bytes is None and self._chunks.ended is not self.complete:
             # A proxy that believes the other of the two would see another request behind this one.

@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Final, Generic, TypeVar
+from typing import Final, Generic, TypeVar
+from weakref import ref
 
 from topics.core.clock import Clock
 from topics.frontend.entry.budget import Budget, Reservation
@@ -25,7 +26,7 @@ COST_BYTES: Final = 4096
 """Serving a connection costs one unit, and one more for each of so many bytes written to it."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class StreamConnection:
     """One open event stream, or one topic of a WebSocket."""
 
@@ -101,20 +102,13 @@ class HeartbeatQueue:
     """
 
     def __init__(self) -> None:
-        self._heap: list[list[Any]] = []  # entries [due_ms, serial, connection; None if removed]
-        self._entries: dict[StreamConnection, list[Any]] = {}
+        self._heap: list[tuple[int, int, ref[StreamConnection]]] = []  # (due_ms, serial, connection)
         self._serials = count()
 
     def add(self, connection: StreamConnection) -> None:
+        """Count a connection until it is closed. Its entry does not keep it, and stays until it is due."""
         due_ms = connection.idle_since_ms + connection.heartbeat_ms
-        entry = self._entries[connection] = [due_ms, next(self._serials), connection]
-        heapq.heappush(self._heap, entry)
-
-    def remove(self, connection: StreamConnection) -> None:
-        """Forget a connection. Idempotent. Its empty entry stays in the heap until it is due."""
-        entry = self._entries.pop(connection, None)
-        if entry is not None:
-            entry[2] = None
+        heapq.heappush(self._heap, (due_ms, next(self._serials), ref(connection)))
 
     @property
     def next_ms(self) -> int | None:
@@ -129,8 +123,8 @@ class HeartbeatQueue:
         due = []
         while most and self._heap and self._heap[0][0] <= now_ms:
             most -= 1
-            connection = heapq.heappop(self._heap)[2]
-            if connection is None:
+            connection = heapq.heappop(self._heap)[2]()
+            if connection is None or connection.closed:
                 continue
             if connection.idle_since_ms + connection.heartbeat_ms <= now_ms:
                 connection.idle_since_ms = now_ms

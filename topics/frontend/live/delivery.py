@@ -163,7 +163,6 @@ class Hub:
             self._leave(connection, index)
         self._stalled.remove(connection)
         self._kept.admit_waiting()
-        self._heartbeats.remove(connection)
         del self._connections[connection]
         if connection.state.spec.wording is EVENT_STREAM:
             self._cell.add("sse_connections", -1)

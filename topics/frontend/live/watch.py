@@ -51,7 +51,6 @@ from topics.frontend.routes.operations import (
     ok,
     takes,
 )
-from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import Gateway, stopping
 from topics.frontend.shards.pending_requests import is_outcome_unknown
 from topics.settings import Settings
@@ -60,8 +59,6 @@ from topics.shm.topic_messages import SessionAbandon, SessionClose, SessionGet, 
 
 SESSION_TTL_MS: Final = 300_000
 SESSION_BYTES_MAX: Final = 256 * 1024
-RENEW_S: Final = 1.0
-"""Time in which a restarted shard hears of open streams. It drops sessions without one after SESSION_TTL_MS."""
 _WID: Final = re.compile(r"wid_[A-Za-z0-9_-]{22}")
 _WID_BYTES: Final = 16
 _STREAM_NO_SHIFT: Final = 20
@@ -79,13 +76,8 @@ class Session(msgspec.Struct, array_like=True, frozen=True):
     """The request of a watch, resolved and clamped."""
 
     topics: dict[str, Follow]
-    nodes: list[bytes] | None
-    limit: int
-    max_batch_bytes: int
+    options: PageOptions
     heartbeat_ms: int
-    include_tags: bool
-    include_meta: bool
-    include_data: bool
     strong: bool
     key_digest: bytes
     """Digest of the creating key, which alone may stream the session; empty if none was needed."""
@@ -108,18 +100,19 @@ _decode = msgspec.msgpack.Decoder(Session).decode
 
 
 class SessionClient:
-    """Creates, opens and closes watch sessions at their shards, and owns the list of this frontend's open streams."""
+    """Creates, opens and closes watch sessions at their shards, and owns the list of this frontend's open streams.
 
-    def __init__(self, gateway: Gateway, arenas: Arenas, clock: Clock) -> None:
-        self._loop = asyncio.get_running_loop()
+    A restarted shard hears of the open streams before anything else about their sessions: it drops sessions without one
+    after SESSION_TTL_MS.
+    """
+
+    def __init__(self, gateway: Gateway, clock: Clock) -> None:
         self._gateway = gateway
         self._owner = gateway.owner
-        self._arenas = arenas
         self._clock = clock
         self._last_stream_no = 0
         self._open: dict[int, str] = {}  # wid by stream number
-        self._generations = self._current_generations()
-        self._timer: asyncio.TimerHandle | None = None
+        gateway.on_restart(self._tell_restarted)
 
     async def create(self, session: Session) -> str:
         """Store a new session and return its wid. Raise as `Gateway.call` does."""
@@ -141,27 +134,26 @@ class SessionClient:
         # Among all streams of a session, over all frontends, the one opened last has the highest number.
         now = self._clock.monotonic_ms() << _STREAM_NO_SHIFT
         self._last_stream_no = stream_no = max(self._last_stream_no + 1, now)
-        self.tell_restarted()
+        owner = self._owner(wid)
+        self._gateway.check_restart(owner)
         try:
-            reply = await self._gateway.call(self._owner(wid), SessionOpen(wid, stream_no))
+            reply = await self._gateway.call(owner, SessionOpen(wid, stream_no))
         except (TopicsError, asyncio.CancelledError) as error:
             if is_outcome_unknown(error):
                 # The shard may have opened it, or will. A session with an open stream is never dropped.
-                self._gateway.post(self._owner(wid), SessionAbandon(wid, stream_no))
+                self._gateway.post(owner, SessionAbandon(wid, stream_no))
             raise
         self._open[stream_no] = wid
-        if self._timer is None:
-            self._timer = self._loop.call_later(RENEW_S, self._renew)
         return Opened(wid, stream_no, _decode(reply.body), reply.positions, reply.exact)
 
     def close(self, opened: Opened, positions: dict[str, int] | None) -> None:
         """Tell the shard, without waiting, that the stream has ended and sent everything up to `positions`."""
-        self.tell_restarted()
         wid, stream_no = opened.wid, opened.stream_no
+        owner = self._owner(wid)
+        self._gateway.check_restart(owner)
         del self._open[stream_no]
         # Posted even if the ring is full: a session whose stream never ends is never dropped. Not in a task: it must
         # be before the same client's next GET.
-        owner = self._owner(wid)
         if not self._gateway.post(owner, SessionClose(wid, stream_no, positions), may_be_lost=True):
             # The session continues at an earlier position, or at the client's Last-Event-ID.
             self._gateway.post(owner, SessionAbandon(wid, stream_no))
@@ -174,23 +166,10 @@ class SessionClient:
             del self._open[opened.stream_no]
             self._gateway.post(self._owner(opened.wid), SessionAbandon(opened.wid, opened.stream_no))
 
-    def _renew(self) -> None:
-        self.tell_restarted()
-        self._timer = self._loop.call_later(RENEW_S, self._renew) if self._open else None
-
-    def tell_restarted(self) -> None:
-        """Tell shards that were restarted which streams are open."""
-        generations = self._current_generations()
-        if generations != self._generations:
-            former, self._generations = self._generations, generations
-            for stream_no, wid in self._open.items():
-                owner = self._owner(wid)
-                if generations.get(owner) != former.get(owner):
-                    self._gateway.post(owner, SessionOpen(wid, stream_no))
-
-    def _current_generations(self) -> dict[int, int]:
-        arenas = ((shard, self._arenas.of(shard)) for shard in range(self._gateway.shards))
-        return {shard: arena.generation for shard, arena in arenas if arena is not None}
+    def _tell_restarted(self, shard: int) -> None:
+        for stream_no, wid in self._open.items():
+            if self._owner(wid) == shard:
+                self._gateway.post(shard, SessionOpen(wid, stream_no))
 
 
 def _check(wid: str) -> None:
@@ -245,21 +224,11 @@ class WatchRoutes:
         request.caller.require(KeyScope.READ, body.topics)
         await self.catching_up.wait_for_all(body.topics)
         found = follow(self.reader, body.topics, body.strong, lenient)
+        follows = {name: Follow(one.ref.view.topic_id, one.from_seq) for name, one in found.items()}
         options = page_options(body, self.settings)
-        wid = await self.sessions.create(
-            Session(
-                {name: Follow(one.ref.view.topic_id, one.from_seq) for name, one in found.items()},
-                None if options.nodes is None else sorted(options.nodes),
-                options.limit,
-                options.max_batch_bytes,
-                max(self.settings.test_min_heartbeat_ms, min(body.heartbeat_ms, HEARTBEAT_MAX_MS)),
-                options.include_tags,
-                options.include_meta,
-                body.include_data,
-                body.strong,
-                request.caller.digest,
-            )
-        )
+        heartbeat_ms = max(self.settings.test_min_heartbeat_ms, min(body.heartbeat_ms, HEARTBEAT_MAX_MS))
+        session = Session(follows, options, heartbeat_ms, body.strong, request.caller.digest)
+        wid = await self.sessions.create(session)
         url, states = f"/v0/watch/{wid}", {name: one.state for name, one in found.items()}
         return JsonReply({"wid": wid, "stream_url": url, "session_ttl_ms": SESSION_TTL_MS, "topics": states})
 
@@ -283,15 +252,16 @@ class WatchRoutes:
         connection: StreamConnection | None = None
         try:
             state = self._resume(opened, headers.get(b"last-event-id"))
-            # Without its nodes, which may be most of it: its spec has them, as a set that streams share.
-            opened = msgspec.structs.replace(opened, session=msgspec.structs.replace(opened.session, nodes=None))
+            # Its nodes, which may be most of it, are kept as the set that streams share.
+            session = msgspec.structs.replace(opened.session, options=state.spec.options)
+            opened = msgspec.structs.replace(opened, session=session)
             if self.hub.draining:
                 raise stopping()
             push = await event_streams.begin_stream(scope, send)
-            connection = self.hub.open(push, state, opened.session.heartbeat_ms)
-            self._streams[connection] = opened.session
+            connection = self.hub.open(push, state, session.heartbeat_ms)
+            self._streams[connection] = session
             # The keys may have changed since it was admitted.
-            self._end_if_forbidden(connection, opened.session)
+            self._end_if_forbidden(connection, session)
             await event_streams.run_stream(push, receive)
         finally:
             if connection is None:
@@ -332,18 +302,10 @@ class WatchRoutes:
                 ref = self.reader.find(name)
                 if ref is not None and ref.view.topic_id == follows[name].topic_id:
                     heads[name] = ref.view.head_seq
-        spec = StreamSpec(
-            tuple(follows),
-            tuple(follow.topic_id for follow in follows.values()),
-            PageOptions(
-                session.limit,
-                session.max_batch_bytes,
-                # Never refused: opening the session has ended its former stream.
-                None if session.nodes is None else node_sets.keep(frozenset(session.nodes), admitted=True),
-                session.include_tags,
-                session.include_meta,
-                session.include_data,
-            ),
-            session.strong,
-        )
+        options = session.options
+        if options.nodes is not None:
+            # Never refused: opening the session has ended its former stream.
+            options = options._replace(nodes=node_sets.keep(options.nodes, admitted=True))
+        topic_ids = tuple(follow.topic_id for follow in follows.values())
+        spec = StreamSpec(tuple(follows), topic_ids, options, session.strong)
         return self.hub.share(spec).start(resume(follows.keys(), stored, seen, opened.exact, heads))

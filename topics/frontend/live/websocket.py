@@ -15,8 +15,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Final, NamedTuple
 
-import msgspec
-
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import ApiKey, KeyScope
@@ -35,7 +33,7 @@ from topics.frontend.asgi import (
 from topics.frontend.entry import limits, wire
 from topics.frontend.entry.access import Access, Pages
 from topics.frontend.entry.bodies import INLINE_BYTES_MAX, LONG_BYTES, MessageReservation, long_bodies, no_room, reserve
-from topics.frontend.entry.responses import send_error
+from topics.frontend.entry.responses import encode_json, send_error
 from topics.frontend.entry.stalled_clients import ReadProgress
 from topics.frontend.live import websocket_commands
 from topics.frontend.live.channels import StreamConnection
@@ -70,7 +68,6 @@ POLICY: Final = 1008
 
 _ENDED_BY_HUB: Final = "the service is stopping, or nothing was read for too long"
 
-_encode = msgspec.json.Encoder().encode
 _log = get_logger()
 
 
@@ -235,7 +232,7 @@ class Socket:
         elif isinstance(command, Unsubscribe):
             await self._unsubscribe(command)
         else:
-            await self._outbox.put(_encode({"op": "pong", "request_id": command.request_id}))
+            await self._outbox.put(encode_json({"op": "pong", "request_id": command.request_id}))
 
     def _key(self) -> ApiKey:
         """Return the socket's key as it is now. Ask again after every wait."""
@@ -261,12 +258,12 @@ class Socket:
         found = follow(reader, starts, command.strong)
         topics = {name: one.state for name, one in found.items()}
         # May refuse, so before any end.
-        options = page_options(command, settings)._replace(include_data=command.include_data)
+        options = page_options(command, settings)
         await self._outbox.wait_for_turn()
         # The former subscription must not send anything after the answer to this one. It ends only when there is room,
         # because its messages count with it.
         self._unfollow([*ended, *starts])
-        self._outbox.add(_encode({"op": "subscribed", "request_id": command.request_id, "topics": topics}))
+        self._outbox.add(encode_json({"op": "subscribed", "request_id": command.request_id, "topics": topics}))
         if hub.draining or self._over.done():
             return
         for name, (ref, from_seq, _state) in found.items():
@@ -281,7 +278,7 @@ class Socket:
         await self._outbox.wait_for_turn()
         names = [name for name in asked if name in self._subscriptions]
         self._unfollow(names)
-        self._outbox.add(_encode({"op": "unsubscribed", "request_id": command.request_id, "topics": names}))
+        self._outbox.add(encode_json({"op": "unsubscribed", "request_id": command.request_id, "topics": names}))
 
     async def _publish(self, command: Publish, key: ApiKey, body_bytes: int, started_ns: int) -> None:
         needed = KeyScope.WRITE | KeyScope.ADMIN if wire.given(command.config) else KeyScope.WRITE
@@ -321,7 +318,7 @@ class Socket:
             self._services.cell.add("records_in", done.count)
             await self._outbox.wait_for_turn()
             members = append.members(topic, done, with_seqs, started_ns)
-            self._outbox.add(b'{"op":"ack","request_id":%b,%b}' % (_encode(request_id), members))
+            self._outbox.add(b'{"op":"ack","request_id":%b,%b}' % (encode_json(request_id), members))
         except TopicsError as error:
             await self._refuse(request_id, error)
         self._observe(Route.WS_PUBLISH, started_ns)

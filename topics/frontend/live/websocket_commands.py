@@ -12,6 +12,7 @@ import msgspec
 from topics.api.requests import AppendBody, Count, FollowBody, StartBody
 from topics.core.errors import TopicsError, invalid
 from topics.frontend.entry import wire
+from topics.frontend.entry.responses import encode_json
 from topics.shm.durations import Route
 
 _Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -104,4 +105,4 @@ def _names(topic: str | None, topics: list[str] | None) -> list[str]:
 def error_message(request_id: RequestId, error: TopicsError) -> bytes:
     """Return the answer to a failed command; `code` and `detail` as over HTTP (api §0.6)."""
     answer = {"op": "error", "request_id": request_id, "code": error.code, "message": error.message}
-    return msgspec.json.encode(answer if error.detail is None else answer | {"detail": error.detail})
+    return encode_json(answer if error.detail is None else answer | {"detail": error.detail})

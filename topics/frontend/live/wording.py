@@ -17,15 +17,15 @@ from typing import Annotated, Any, Final, Protocol
 import msgspec
 
 from topics.api.answers import TombstoneAnswer as Tombstone
+from topics.frontend.entry.responses import encode_json
 
-_encode_json = msgspec.json.Encoder().encode
 _decode_json = msgspec.json.Decoder(dict[str, Annotated[int, msgspec.Meta(ge=0)]]).decode
 _STANDARD = bytes.maketrans(b"-_", b"+/")
 _URL_SAFE = bytes.maketrans(b"+/", b"-_")
 
 
 def encode_cursor(positions: Mapping[str, int]) -> bytes:
-    return binascii.b2a_base64(_encode_json(positions), newline=False).translate(_URL_SAFE).rstrip(b"=")
+    return binascii.b2a_base64(encode_json(positions), newline=False).translate(_URL_SAFE).rstrip(b"=")
 
 
 def cursor_max_bytes(topics: int) -> int:
@@ -128,15 +128,11 @@ MESSAGES: Final = MessageWording()
 
 
 def _members(data: dict[str, Any]) -> bytes:
-    return _encode_json(data)[1:-1]
+    return encode_json(data)[1:-1]
 
 
 def in_lines(data: bytes) -> bytes:
     """Return JSON with its line breaks, white space between tokens, made into those of an event stream. A client joins
     the values of `data:` lines with LF, so LF survives; CR would end a line and becomes a blank.
     """
-    if b"\r" in data:
-        data = data.replace(b"\r", b" ")
-    if b"\n" in data:
-        data = data.replace(b"\n", b"\ndata: ")
-    return data
+    return data.replace(b"\r", b" ").replace(b"\n", b"\ndata: ")

@@ -10,7 +10,6 @@ import itertools
 import time
 from typing import Any, Final
 
-import msgspec
 from starlette.datastructures import QueryParams
 
 from topics import __version__
@@ -23,7 +22,7 @@ from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import limits
 from topics.frontend.entry.access import caller_of
 from topics.frontend.entry.budget import Budget, Reservation
-from topics.frontend.entry.responses import elapsed_ms, reserve_room, send_json, send_whole, weight
+from topics.frontend.entry.responses import elapsed_ms, encode_json, reserve_room, send_json, send_whole, weight
 from topics.frontend.entry.wire import flag
 from topics.frontend.operators import exposition
 from topics.frontend.operators.exposition import TEXT_TYPE, Family, Sample, single
@@ -144,7 +143,7 @@ class MetricsRoute:
         series = await self._series(caller_of(scope).narrowed(""), as_json, most)
         if as_json:
             took_ms = str(elapsed_ms(started_ns)).encode()
-            totals = msgspec.json.encode(self._figures.totals())[:-1]
+            totals = encode_json(self._figures.totals())[:-1]
             series = b'%b,%b,"performance":{"server_total_ms":%b}}' % (totals, series, took_ms)
             await send_json(send, headers, 200, series, [(b"vary", b"accept")])
         else:

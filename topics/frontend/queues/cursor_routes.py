@@ -32,6 +32,7 @@ from topics.frontend.reads.records import CorruptRecordError, PageOptions
 from topics.frontend.routes.operations import (
     LOST,
     PAGED,
+    TOPIC_LOST,
     TOPIC_PATH,
     ApiRequest,
     JsonReply,
@@ -58,7 +59,6 @@ from topics.shm.queue_messages import (
 )
 
 _PATH: Final = f"{TOPIC_PATH}/cursors/{{cursor}}"
-_LOST: Final = ("topic_not_found", *LOST)
 _MISSING: Final = ("topic_not_found", "cursor_not_found", *LOST)
 LIMIT_MAX: Final = 2000
 STUCK_RETRY_AFTER_MS: Final = 1000
@@ -168,7 +168,7 @@ class CursorRoutes:
         self.moving = Budget(limits.CURSOR_PAGES)
 
     @json_route("GET", f"{TOPIC_PATH}/cursors", Route.OTHER_CURSOR, KeyScope.READ, "cursors")
-    @describe("List the cursors of a topic by name", ok("A page of cursors", answers.CursorListAnswer), *_LOST)
+    @describe("List the cursors of a topic by name", ok("A page of cursors", answers.CursorListAnswer), *TOPIC_LOST)
     @takes(*PAGED)
     async def list_all(self, request: ApiRequest) -> JsonReply:
         name = request.topic
@@ -186,7 +186,7 @@ class CursorRoutes:
         return JsonReply({"topic": name, **shown_cursor(await self._find(name, cursor))})
 
     @json_route("PUT", _PATH, Route.OTHER_CURSOR, KeyScope.WRITE, "cursors")
-    @describe("Make a cursor, or change or move it", made_or_there(answers.PutCursorAnswer), *_LOST)
+    @describe("Make a cursor, or change or move it", made_or_there(answers.PutCursorAnswer), *TOPIC_LOST)
     @takes(body=CursorBody, body_required=False)
     async def put(self, request: ApiRequest) -> JsonReply:
         name, cursor = _names(request.scope)

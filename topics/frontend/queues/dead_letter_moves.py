@@ -16,6 +16,7 @@ from topics.core.config import TopicConfig
 from topics.core.dead_letters import FROM, ORDER_KEY, Meta, dead_letter_meta, redriven_meta
 from topics.core.errors import TopicsError
 from topics.core.idempotency import KeyMark
+from topics.frontend.entry.responses import encode_json
 from topics.frontend.queues.dealt_jobs import ASIDE_MS, UnreadableJobs
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.reads.records import PageOptions
@@ -54,7 +55,6 @@ class DeadLetter(NamedTuple):
 
 
 _decode_records = msgspec.json.Decoder(list[_Record]).decode
-_encode_json = msgspec.json.Encoder().encode
 
 
 class DeadLetters:
@@ -191,7 +191,7 @@ class DeadLetters:
         futures: list[asyncio.Future[AppendReply]] = []
         for copy in copies:
             record = copy.record
-            meta = _encode_json(copy.meta) if copy.meta else b""
+            meta = encode_json(copy.meta) if copy.meta else b""
             laid_out = lay_out([(record.node.encode(), record.tag.encode(), record.data, meta)])
             create = config is not None
             jobs: JobAttributes = [(0, 0, 0, copy.order_key)] if copy.order_key else []

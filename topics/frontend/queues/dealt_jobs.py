@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import OrderedDict
+from collections.abc import Mapping
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -12,7 +13,6 @@ from topics.core.errors import TopicsError
 from topics.core.seq_set import runs_of
 from topics.frontend.asgi import Receive, disconnected_before
 from topics.frontend.entry.bodies import ClientGoneError
-from topics.frontend.reads.cold import ColdMissError
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards.gateway import Gateway
@@ -131,20 +131,9 @@ class JobChannel:
 
 ANSWER_BYTES_MAX: Final = 8 << 20
 """Longest answer to one claim, which has at least one job."""
+RUNS_AT_ONCE: Final = 32
+"""Pages that are read before other requests have their turn."""
 _LEASE_ID: Final = re.compile(r"lease_([0-9a-f]{16})")
-_COLD_TRIES: Final = 4
-
-
-class RenderedJobs(NamedTuple):
-    """`jobs` JSON objects joined by commas, but for deleted ones. The last `unsent` did not fit: give them back."""
-
-    body: bytes
-    jobs: int
-    unsent: int
-
-
-def lease_id(lease_no: int) -> str:
-    return f"lease_{lease_no:016x}"
 
 
 def lease_no(lease_id: str) -> int:
@@ -153,76 +142,54 @@ def lease_no(lease_id: str) -> int:
     return -1 if found is None else int(found[1], 16)
 
 
-async def fetch_jobs(reader: TopicReader, name: str, dealt: Dealt) -> RenderedJobs:
-    """Render jobs up to the first unreadable one. Raise `storage_unavailable` if it is the first, `topic_not_found`."""
-    rendering = JobRendering(reader, name, dealt)
-    missed_at, tries = -1, 0
-    while True:
-        try:
-            return rendering.go_on()
-        except ColdMissError as miss:
-            tries = tries + 1 if missed_at == rendering.cursor else 1
-            missed_at = rendering.cursor
-            try:
-                await reader.fetch(miss)
-            except FileNotFoundError as error:  # it was moved, and a new view of the topic says where
-                if tries > _COLD_TRIES:
-                    raise _unreadable(name, missed_at + 1) from error
-            except TopicsError:
-                if not rendering.count:
-                    raise
-                return rendering.cut()
+def lease_members(dealt: Dealt) -> dict[int, bytes]:
+    """Return the members that each job has besides its record, by seq (`PageOptions.extras`)."""
+    jobs = enumerate(zip(dealt.seqs, dealt.deliveries, strict=True), dealt.first_lease_no)
+    members = b',"lease_id":"lease_%016x","deadline":%d,"deliveries":%d'
+    return {seq: members % (lease_no, dealt.deadline_ms, deliveries) for lease_no, (seq, deliveries) in jobs}
 
 
-class JobRendering:
-    """The rendering of some jobs. It stops at a record that has to be fetched from the cold tier, and goes on there."""
+def read_job(reader: TopicReader, name: str, seq: int, members: Mapping[int, bytes]) -> bytes:
+    """Return one job as a JSON object; empty if it is deleted. Raise as `TopicReader.read_page` does."""
+    page = reader.read_page(reader.get(name), seq - 1, PageOptions(1, 1, include_tags=True, extras=members), seq)
+    if page.next_from_seq < seq:
+        raise _unreadable(name, seq)
+    return page.body
 
-    def __init__(self, reader: TopicReader, name: str, dealt: Dealt) -> None:
-        self._reader = reader
-        self._name = name
-        self._seqs = dealt.seqs
-        self._left_bytes = ANSWER_BYTES_MAX
-        self._runs = runs_of(dealt.seqs)
-        self._extras = {
-            seq: b',"lease_id":"%b","deadline":%d,"deliveries":%d'
-            % (lease_id(number).encode(), dealt.deadline_ms, deliveries)
-            for number, (seq, deliveries) in enumerate(
-                zip(dealt.seqs, dealt.deliveries, strict=True), dealt.first_lease_no
-            )
-        }
+
+class ReadJobs:
+    """Jobs as JSON objects joined by commas (`body`), but for deleted ones. Those behind `up_to_seq` are not there."""
+
+    def __init__(self) -> None:
         self._bodies: list[bytes] = []
-        self.cursor = dealt.seqs[0] - 1  # seq of the last job that was looked at
         self.count = 0
+        self.up_to_seq = 0
 
-    def go_on(self) -> RenderedJobs:
-        """Render the rest. Raise as `fetch_jobs` does; after ColdMissError, fetch what is missing and go on."""
-        ref = self._reader.get(self._name)
-        for first_seq, last_seq in self._runs:
-            self.cursor = max(self.cursor, first_seq - 1)
-            while self.cursor < last_seq:
-                if self.count and self._left_bytes <= 0:
-                    return self.cut()
-                options = PageOptions(
-                    last_seq - self.cursor, max(1, self._left_bytes), include_tags=True, extras=self._extras
-                )
-                try:
-                    page = self._reader.read_page(ref, self.cursor, options, last_seq)
-                    if page.next_from_seq <= self.cursor:
-                        raise _unreadable(self._name, self.cursor + 1)
-                except TopicsError as error:
-                    if error.code == "storage_unavailable" and self.count and not isinstance(error, ColdMissError):
-                        return self.cut()
-                    raise
-                self.cursor = page.next_from_seq
+    @property
+    def body(self) -> bytes:
+        return b",".join(self._bodies)
+
+    async def read(self, reader: TopicReader, name: str, members: Mapping[int, bytes]) -> None:
+        """Read the jobs that `members` names, in order, as many as an answer may hold. Raise TopicsError at the first
+        one that cannot be read; those before it are there.
+        """
+        left_bytes = ANSWER_BYTES_MAX
+        for number, (first_seq, last_seq) in enumerate(runs_of(members), 1):
+            self.up_to_seq = first_seq - 1
+            while self.up_to_seq < last_seq:
+                if left_bytes <= 0:
+                    return
+                options = PageOptions(last_seq - self.up_to_seq, left_bytes, include_tags=True, extras=members)
+                page = await reader.fetch_page(reader.get(name), self.up_to_seq, options, last_seq)
+                if page.next_from_seq <= self.up_to_seq:
+                    raise _unreadable(name, self.up_to_seq + 1)
+                self.up_to_seq = page.next_from_seq
                 if page.count:
                     self._bodies.append(page.body)
                     self.count += page.count
-                    self._left_bytes -= len(page.body)
-        return RenderedJobs(b",".join(self._bodies), self.count, 0)
-
-    def cut(self) -> RenderedJobs:
-        """Return the jobs rendered so far. The others are to be given back."""
-        return RenderedJobs(b",".join(self._bodies), self.count, sum(seq > self.cursor for seq in self._seqs))
+                    left_bytes -= len(page.body)
+            if not number % RUNS_AT_ONCE:
+                await asyncio.sleep(0)
 
 
 def _unreadable(name: str, seq: int) -> TopicsError:

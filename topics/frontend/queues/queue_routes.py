@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_right
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -15,24 +16,22 @@ from topics.core.errors import TopicsError, invalid, not_a_queue
 from topics.core.job import JobView
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
-from topics.core.seq_set import runs_of
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import limits, wire
-from topics.frontend.entry.bodies import read_body, read_request
-from topics.frontend.entry.responses import elapsed_ms, reserve_room, room_of, send_json
+from topics.frontend.entry.bodies import read_request
+from topics.frontend.entry.responses import elapsed_ms, encode_json, reserve_room, room_of, send_json
 from topics.frontend.queues.dead_letter_moves import MOVE_WAIT_S, DeadLetters
 from topics.frontend.queues.dealt_jobs import (
     ANSWER_BYTES_MAX,
     ASIDE_MS,
     JobChannel,
-    RenderedJobs,
+    ReadJobs,
     UnreadableJobs,
-    fetch_jobs,
+    lease_members,
     lease_no,
 )
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader
-from topics.frontend.reads.records import PageOptions
 from topics.frontend.routes.operations import (
     LOST,
     TOPIC_PATH,
@@ -57,15 +56,11 @@ ROOM_WAIT_S: Final = 2.0
 DELAY_MS_MAX: Final = 365 * 86_400_000
 LOOKS_MAX: Final = 16
 """Requests to the shard for one peek: each examines few records, as other requests wait behind it."""
-RUNS_AT_ONCE: Final = 32
-"""Pages that are read before other requests have their turn."""
 JOB_CODES: Final = ("topic_not_found", "not_a_queue", *LOST)
 _REDRIVE_CODES: Final = (*JOB_CODES, "topic_full", "record_too_large")
 
 JobsBodyT = TypeVar("JobsBodyT", bound=JobsBody)
 _CLAIMED: Final = b'{"topic":"%b","claimed":[%b],"count":%d,"ready":%d,"performance":{"server_total_ms":%b}}'
-_PEEKED: Final = b'{"topic":"%b","jobs":[%b],"count":%d,%b"performance":{"server_total_ms":%b}}'
-_encode = msgspec.json.Encoder().encode
 
 
 class QueueServices:
@@ -109,15 +104,15 @@ class QueueRoutes:
         try:
             count, body, ready = 0, b"", dealt.ready
             if dealt.seqs:
-                rendered = await self._fetch(scope, name, node, dealt, lease_ms)
-                count, body = rendered.jobs, rendered.body
+                jobs = await self._read_jobs(scope, name, node, dealt, lease_ms)
+                count, body = jobs.count, jobs.body
                 room = room_of(scope)
                 if room is not None and room.closed:  # sending to it would do nothing, without an error
                     raise ConnectionResetError("the client closed the connection")
-                if rendered.unsent:
-                    self._channel.give_back(name, node, dealt, len(dealt.seqs) - rendered.unsent)
-                    ready += rendered.unsent
-                del rendered
+                sent = bisect_right(dealt.seqs, jobs.up_to_seq)
+                self._channel.give_back(name, node, dealt, sent)
+                ready += len(dealt.seqs) - sent
+                del jobs
                 self._cell.add("records_out", count)
             answer = _CLAIMED % (name.encode(), body, count, ready, str(elapsed_ms(started_ns)).encode())
             answering = send_json(send, headers, 200, answer)
@@ -156,7 +151,8 @@ class QueueRoutes:
             if dealt.seqs or loop.time() >= give_up_s:
                 return dealt
 
-    async def _fetch(self, scope: Scope, name: str, node: str, dealt: Dealt, lease_ms: int | None) -> RenderedJobs:
+    async def _read_jobs(self, scope: Scope, name: str, node: str, dealt: Dealt, lease_ms: int | None) -> ReadJobs:
+        """Read jobs up to the first unreadable one. If that is the first of all, all go back."""
         try:
             if lease_ms is None:
                 lease_ms = self._reader.get(name).config.lease_ms
@@ -170,13 +166,17 @@ class QueueRoutes:
                 "the answers that this connection has not taken leave no room for the jobs; take them, and claim again",
                 limits.CONNECTION_ANSWERS.most_bytes,
             ) from None
+        jobs = ReadJobs()
         try:
-            return await fetch_jobs(self._reader, name, dealt)
+            await jobs.read(self._reader, name, lease_members(dealt))
         except TopicsError as error:
+            if jobs.count and error.code == "storage_unavailable":
+                return jobs
             aside = int(self._unreadable.is_unreadable(name, dealt.seqs[0], error))
             self._channel.give_back(name, node, dealt, 0, aside, ASIDE_MS)
             self._channel.give_back(name, node, dealt, aside)
             raise
+        return jobs
 
     @json_route("POST", f"{TOPIC_PATH}/ack", Route.ACK, KeyScope.WRITE, "queues")
     @describe("Jobs are done", ok("Which of them", answers.AckAnswer), *JOB_CODES, "batch_too_large")
@@ -226,26 +226,23 @@ class QueueRoutes:
             answer["next_from_seq"] = next_from_seq
         return JsonReply(answer)
 
-    @asgi_route("POST", f"{TOPIC_PATH}/peek", Route.PEEK, KeyScope.READ, "queues")
+    @json_route("POST", f"{TOPIC_PATH}/peek", Route.PEEK, KeyScope.READ, "queues")
     @describe("Look at jobs without claiming them", ok("Jobs, and where each stands", answers.PeekAnswer), *JOB_CODES)
     @takes(body=PeekBody, body_required=False)
-    async def peek(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started_ns = time.perf_counter_ns()
-        name, headers = check_topic_name(scope["path_params"]["topic"]), dict(scope["headers"])
-        body = await read_body(receive, headers, self._settings.max_body_bytes)
-        request = wire.decode_as(PeekBody, body or b"{}")
+    async def peek(self, request: ApiRequest) -> JsonReply:
+        name = request.topic
+        given = await request.decoded(PeekBody, self._settings.max_body_bytes, b"{}")
         await self._catching_up.wait_for(name)
-        jobs, next_from_seq = await self._peek_jobs(name, request)
-        await reserve_room(scope, ANSWER_BYTES_MAX)
-        bodies, count, cut_seq = await self._read_jobs(name, jobs)
-        if cut_seq is not None:
-            next_from_seq = cut_seq
-        rest = b"" if next_from_seq is None else b'"next_from_seq":%d,' % next_from_seq
-        took_ms = str(elapsed_ms(started_ns)).encode()
-        answer = _PEEKED % (name.encode(), b",".join(bodies), count, rest, took_ms)
-        answering = send_json(send, headers, 200, answer)
-        del bodies, answer, jobs  # as in `DiffRoute`
-        await answering
+        found, next_from_seq = await self._peek_jobs(name, given)
+        await reserve_room(request.scope, ANSWER_BYTES_MAX)
+        jobs = ReadJobs()
+        await jobs.read(self._reader, name, {job.seq: _members(job) for job in found})
+        if found and jobs.up_to_seq < found[-1].seq:
+            next_from_seq = jobs.up_to_seq
+        answer: dict[str, Any] = {"topic": name, "jobs": msgspec.Raw(b"[%b]" % jobs.body), "count": jobs.count}
+        if next_from_seq is not None:
+            answer["next_from_seq"] = next_from_seq
+        return JsonReply(answer)
 
     async def _peek_jobs(self, name: str, request: PeekBody) -> tuple[list[JobView], int | None]:
         """Return the jobs, and the seq behind which there may be more."""
@@ -261,28 +258,6 @@ class QueueRoutes:
             if not more or len(jobs) >= most:
                 break
         return jobs, from_seq if more else None
-
-    async def _read_jobs(self, name: str, jobs: list[JobView]) -> tuple[list[bytes], int, int | None]:
-        """Return records of jobs that still exist, their number, and the seq behind which they are too long to send."""
-        extras = {job.seq: _members(job) for job in jobs}
-        bodies: list[bytes] = []
-        count, left_bytes = 0, ANSWER_BYTES_MAX
-        for number, (first_seq, last_seq) in enumerate(runs_of(extras), 1):
-            cursor = first_seq - 1
-            while cursor < last_seq:
-                if left_bytes <= 0:
-                    return bodies, count, cursor
-                ref = self._reader.get(name)
-                options = PageOptions(last_seq - cursor, left_bytes, include_tags=True, extras=extras)
-                page = await self._reader.fetch_page(ref, cursor, options, last_seq)
-                cursor = max(page.next_from_seq, cursor + 1)
-                if page.count:
-                    bodies.append(page.body)
-                    count += page.count
-                    left_bytes -= len(page.body)
-            if not number % RUNS_AT_ONCE:
-                await asyncio.sleep(0)
-        return bodies, count, None
 
     async def _jobs_body(self, request: ApiRequest, body_type: type[JobsBodyT]) -> JobsBodyT:
         """Read and check the body of an ack, nack or extend."""
@@ -327,9 +302,9 @@ def _members(job: JobView) -> bytes:
     """Return the members of a job besides its record, each with a comma before it."""
     members = b',"state":"%b","deliveries":%d' % (job.state.encode(), job.deliveries)
     if job.state == "leased":
-        members += b',"node":%b,"deadline":%d' % (_encode(job.node), job.at_ms)
+        members += b',"node":%b,"deadline":%d' % (encode_json(job.node), job.at_ms)
     if job.state == "scheduled":
         members += b',"deliver_at":%d' % job.at_ms
     if job.order_key:
-        members += b',"order_key":%b' % _encode(job.order_key)
+        members += b',"order_key":%b' % encode_json(job.order_key)
     return members

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-import msgspec
 from starlette.datastructures import QueryParams
 
 from topics.core.clock import Clock
@@ -24,12 +23,13 @@ from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry.access import Access
+from topics.frontend.entry.responses import encode_json
 from topics.frontend.entry.stalled_clients import STALL_MAX_MS, ReadProgress
 from topics.frontend.entry.wire import count
 from topics.frontend.live import event_streams
 from topics.frontend.live.event_streams import HEARTBEAT_MAX_MS, Push, StreamSlots
 from topics.frontend.live.wording import EVENT_STREAM, in_lines
-from topics.frontend.queues.dealt_jobs import ASIDE_MS, JobRendering, RenderedJobs, fetch_jobs
+from topics.frontend.queues.dealt_jobs import ASIDE_MS, ReadJobs, lease_members, read_job
 from topics.frontend.queues.queue_routes import JOB_CODES, QueueServices, checked_node, clamped_lease_ms
 from topics.frontend.reads.cold import ColdMissError
 from topics.frontend.routes.operations import COUNT, EVENTS, STRING, TOPIC_PATH, Query, asgi_route, describe, ok, takes
@@ -245,9 +245,10 @@ class WorkStream:
             self.end(EVENT_STREAM.final(error.code, error.message))
 
     def _end_deleted(self) -> None:
-        self.end(_DELETED % msgspec.json.encode({"topic": self.name, "reason": "deleted"}))
+        self.end(_DELETED % encode_json({"topic": self.name, "reason": "deleted"}))
 
     def _write(self, dealt: Dealt, push: Push) -> None:
+        members = lease_members(dealt)
         pieces: list[bytes] = []
         size_bytes = 0
         for at, seq in enumerate(dealt.seqs):
@@ -257,18 +258,17 @@ class WorkStream:
                 if not push.writable:
                     self._pause(dealt, at, push)
                     break
-            one = _part(dealt, at, at + 1)
             try:
-                rendered = JobRendering(self._reader, self.name, one).go_on()
+                job = read_job(self._reader, self.name, seq, members)
             except ColdMissError:
-                self._fetching = self._loop.create_task(self._fetch(_part(dealt, at, len(dealt.seqs)), push))
+                self._fetching = self._loop.create_task(self._fetch(_from(dealt, at), push))
                 break
             except TopicsError as error:
-                if not self._put_aside(one, error):
+                if not self._put_aside(dealt, at, error):
                     raise
                 continue
-            if rendered.jobs:
-                pieces.append(self._event(rendered, seq))
+            if job:
+                pieces.append(self._event(job, seq))
                 size_bytes += len(pieces[-1])
         if pieces:
             push.write(b"".join(pieces))
@@ -276,28 +276,28 @@ class WorkStream:
 
     async def _fetch(self, dealt: Dealt, push: Push) -> None:
         """Send these jobs, the first of which is only in the cold tier. Jobs dealt in the meantime wait behind them."""
-        first = _part(dealt, 0, 1)
-        rendered = failure = None
+        seq, jobs = dealt.seqs[0], ReadJobs()
+        failure: TopicsError | None = None
         try:
-            rendered = await fetch_jobs(self._reader, self.name, first)
+            await jobs.read(self._reader, self.name, {seq: lease_members(dealt)[seq]})
         except TopicsError as error:
             failure = error
         self._fetching = None  # an end of the stream from here on must not cancel this task
         if self._closed:
             return
-        if failure is not None and not self._put_aside(first, failure):
+        if failure is not None and not self._put_aside(dealt, 0, failure):
             self.end(EVENT_STREAM.final(failure.code, failure.message))
             return
-        if rendered is not None and rendered.jobs:
-            push.write(self._event(rendered, dealt.seqs[0]))
-        self._early.insert(0, _part(dealt, 1, len(dealt.seqs)))
+        if jobs.count:
+            push.write(self._event(jobs.body, seq))
+        self._early.insert(0, _from(dealt, 1))
         self._send_early()
 
-    def _put_aside(self, one: Dealt, error: TopicsError) -> bool:
+    def _put_aside(self, dealt: Dealt, at: int, error: TopicsError) -> bool:
         """Put a job aside that cannot be read, so that the next one is dealt. False: the job is not the cause."""
-        if not self._unreadable.is_unreadable(self.name, one.seqs[0], error):
+        if not self._unreadable.is_unreadable(self.name, dealt.seqs[at], error):
             return False
-        self._channel.give_back(self.name, self._node, one, delay_ms=ASIDE_MS)
+        self._channel.give_back(self.name, self._node, dealt, at, at + 1, ASIDE_MS)
         return True
 
     def _send_early(self) -> None:
@@ -305,10 +305,9 @@ class WorkStream:
         for dealt in early:
             self._send(dealt)
 
-    def _event(self, rendered: RenderedJobs, seq: int) -> bytes:
+    def _event(self, job: bytes, seq: int) -> bytes:
         self._routes.cell.add("records_out")
-        name, job = self.name.encode(), in_lines(rendered.body[1:])
-        return b'event: job\ndata: {"topic":"%b",%b\nid: %d\n\n' % (name, job, seq)
+        return b'event: job\ndata: {"topic":"%b",%b\nid: %d\n\n' % (self.name.encode(), in_lines(job[1:]), seq)
 
     def _pause(self, dealt: Dealt, from_at: int, push: Push) -> None:
         """Give back the jobs that cannot be sent, as the client does not keep up."""
@@ -348,6 +347,6 @@ class WorkStream:
             self._beat_later()
 
 
-def _part(dealt: Dealt, start: int, end: int) -> Dealt:
+def _from(dealt: Dealt, start: int) -> Dealt:
     first_lease_no = dealt.first_lease_no + start
-    return Dealt(dealt.stream, dealt.seqs[start:end], first_lease_no, dealt.deadline_ms, dealt.deliveries[start:end], 0)
+    return Dealt(dealt.stream, dealt.seqs[start:], first_lease_no, dealt.deadline_ms, dealt.deliveries[start:], 0)

@@ -13,6 +13,7 @@ import msgspec
 from topics.api import answers
 from topics.api.requests import DiffBody, FollowBody
 from topics.core.clock import Clock
+from topics.core.errors import invalid
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
 from topics.frontend.asgi import ROUTE, Receive, Scope, Send, until_disconnect
@@ -94,7 +95,9 @@ class DiffRoute:
             end()
 
     def _wish(self, body: bytes) -> tuple[DiffBody, PageOptions]:
-        request = wire.decode_diff(body)
+        request = wire.decode_as(DiffBody, body)
+        if request.from_ts is not None and request.from_seq:
+            raise invalid("from_ts replaces from_seq: give one of the two", field="from_ts")
         options = page_options(request, self.settings)
         request.node = None  # a list may name the same writer many times
         return request, options
@@ -174,6 +177,7 @@ def page_options(request: DiffBody | FollowBody, settings: Settings) -> PageOpti
         node_set(request.node),
         request.include_tags,
         request.include_meta,
+        not isinstance(request, FollowBody) or request.include_data,
     )
 
 

@@ -18,6 +18,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from topics.core.location import LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LOST
+from topics.frontend.entry.responses import encode_json
 from topics.storage import segment
 from topics.storage.frame import (
     CHECKSUM,
@@ -215,9 +216,9 @@ def _attributed_template(count: int, with_data: bool) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _node_member(node: bytes) -> bytes:
-    return b',"$node":' + msgspec.json.encode(node.decode())
+    return b',"$node":' + encode_json(node.decode())
 
 
 @lru_cache(maxsize=4096)
 def _tag_member(tag: bytes) -> bytes:
-    return b',"$tag":' + msgspec.json.encode(tag.decode())
+    return b',"$tag":' + encode_json(tag.decode())

@@ -10,10 +10,11 @@ from typing import Any, Final
 from topics.api import answers
 from topics.api.requests import DeleteBody, GivenConfig
 from topics.core.config import parse_config
-from topics.core.errors import TopicsError
+from topics.core.errors import TopicsError, invalid
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
 from topics.core.scheduler import age
+from topics.core.tags import parse_match
 from topics.frontend.entry import wire
 from topics.frontend.entry.wire import flag, name_cursor
 from topics.frontend.live.delivery import Hub
@@ -42,7 +43,6 @@ from topics.frontend.routes.topic_ranking import ALLOWED, TopicRanking
 from topics.frontend.shards.arenas import Arenas, live_names
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
-from topics.shm.arena import TopicView
 from topics.shm.durations import Route
 from topics.shm.topic_messages import DeleteRecords, DeleteRecordsReply, DeleteTopic, Expire, PutTopic
 
@@ -111,26 +111,14 @@ class TopicRoutes:
         touch = flag(request.query, "touch", True)
         with_copies = await self.catching_up.wait_for(name)
         ref = await self.settled(self.known.reader.get(name))
-        view, config = ref.view, ref.config
-        if touch:
-            self.known.note_read(ref)
-        answer = {
-            "topic": name,
-            "type": config.type,
-            "head_seq": view.head_seq,
-            "earliest_seq": view.earliest_seq,
+        view = ref.view
+        answer = self._shown(ref, touch) | {
             "next_seq": view.head_seq + 1,
-            "count": view.records,
-            "bytes": view.live_bytes,
             "durable_seq": view.durable_seq,
             "epoch": f"{view.topic_id:016x}",
-            "config": config.echo(),
-            "effective_priority": self._effective_priority(ref),
-            "last_write_ts": view.last_write_ts or None,
+            "config": ref.config.echo(),
             "last_read_ts": self.known.last_read_ms(ref) or None,
         }
-        if config.type == "queue":
-            answer["queue"] = _job_counts(view)
         return JsonReply(answer, with_copies=with_copies)
 
     @json_route("PUT", TOPIC_PATH, Route.PUT_TOPIC, KeyScope.ADMIN, "topics")
@@ -171,30 +159,41 @@ class TopicRoutes:
     @takes(body=DeleteBody)
     async def delete_records(self, request: ApiRequest) -> JsonReply:
         name = request.topic
-        before_seq, match = wire.decode_delete(await request.body(self.settings.max_body_bytes))
-        op, tag = (None, b"") if match is None else match
+        given = await request.decoded(DeleteBody, self.settings.max_body_bytes)
+        if given.before_seq is None and given.match is None:
+            raise invalid("a delete needs before_seq, match or both", field="match")
+        op, tag = (None, b"") if given.match is None else parse_match(given.match)
         with_copies = await self.catching_up.wait_for(name)
-        deleted, reply = await delete_in_turns(self.gateway, DeleteRecords(name, before_seq, op, tag))
+        deleted, reply = await delete_in_turns(self.gateway, DeleteRecords(name, given.before_seq, op, tag))
         seqs = {"earliest_seq": reply.earliest_seq, "head_seq": reply.head_seq}
         answer = {"topic": name, "deleted": deleted, **seqs, "count": reply.records, "bytes": reply.live_bytes}
         return JsonReply(answer, with_copies=with_copies)
 
     def _entry(self, ref: TopicRef, touch: bool) -> dict[str, Any]:
+        return self._shown(ref, touch) | {"durable": ref.config.durability == "fsync"}
+
+    def _shown(self, ref: TopicRef, touch: bool) -> dict[str, Any]:
+        """Return what the list and the state of a topic have in common. With `touch` it counts as read."""
         view = ref.view
         if touch:
             self.known.note_read(ref)
-        entry = {
+        shown: dict[str, Any] = {
             "topic": ref.name,
             "head_seq": view.head_seq,
             "earliest_seq": view.earliest_seq,
             "count": view.records,
             "bytes": view.live_bytes,
-            "durable": ref.config.durability == "fsync",
             "effective_priority": self._effective_priority(ref),
             "type": ref.config.type,
             "last_write_ts": view.last_write_ts or None,
         }
-        return entry | {"queue": _job_counts(view)} if view.is_queue else entry
+        if view.is_queue:
+            shown["queue"] = {
+                "ready": view.jobs_ready,
+                "in_flight": view.jobs_in_flight,
+                "dead_lettered": view.jobs_dead_lettered,
+            }
+        return shown
 
     def _effective_priority(self, ref: TopicRef) -> int:
         """Return the priority by which this process schedules the topic now (`core/scheduler.py`)."""
@@ -220,11 +219,6 @@ class TopicRoutes:
         except (TimeoutError, TopicsError):
             return self.known.reader.refresh(ref)
         return self.known.reader.get(ref.name)
-
-
-def _job_counts(view: TopicView) -> dict[str, int]:
-    names = ("ready", "in_flight", "dead_lettered")
-    return dict(zip(names, (view.jobs_ready, view.jobs_in_flight, view.jobs_dead_lettered), strict=True))
 
 
 async def delete_in_turns(gateway: Gateway, call: DeleteRecords) -> tuple[int, DeleteRecordsReply]:

@@ -354,14 +354,14 @@ class Gateway:
         elif kind == MessageKind.DEALT:
             self.job_listeners.hand_over(messages.decode_dealt(message))
         elif kind == MessageKind.GENERATION:
-            self._check_generation(shard)
+            self.check_restart(shard)
 
     def _answer(self, request_id: int, message: memoryview, decode: Callable[[memoryview], object]) -> None:
         self._spills.drop(request_id)
         self.pending.answer(request_id, message, decode)
 
-    def _check_generation(self, shard: int) -> None:
-        """Renew the watches at a shard that was restarted, and call the listeners for restarts."""
+    def check_restart(self, shard: int) -> None:
+        """Renew the watches at a shard if it was restarted, and call the listeners for restarts."""
         link = self.links[shard]
         generation = link.cell.get("generation")
         if generation != link.generation:
@@ -375,7 +375,7 @@ class Gateway:
         now_s = self._loop.time()
         for shard in range(len(self.links)):
             self._drain(shard)
-            self._check_generation(shard)
+            self.check_restart(shard)
         self.pending.expire(now_s, self.no_answer)
         self.watches.sweep(now_s)
 
