@@ -32,8 +32,8 @@ Kinds = dict[SegmentName, frozenset[str]]
 """Kinds of files (data, idx, tags) by their segments."""
 
 _KEPT: Final = (
-    "no log or snapshot explains these segments, and they are kept: a power loss took their records from the log, or files"
-    " of wal/ or meta/ are missing. If none is missing, move the files away (docs/operations.md, Logs, segments, snapshots)"
+    "no log or snapshot explains these segments, and they are kept: a power loss took their records from the log, or "
+    "files of wal/ or meta/ are missing. If none is, move these away (docs/operations.md, Logs, segments, snapshots)"
 )
 
 log = get_logger()
