@@ -151,7 +151,7 @@ def test_progress_is_for_a_terminal(shell: Shell, topic: str) -> None:
             def shown() -> bool:
                 stdin.write(b"1\n")
                 try:
-                    return b" records, " in os.read(ours, 1000)
+                    return b" records [" in os.read(ours, 1000)
                 except BlockingIOError:
                     return False
 

@@ -250,11 +250,14 @@ class DeleteRecordsAnswer(TopicAnswer, frozen=True, kw_only=True):
 
 
 class RouterEntry(GivenRouter, frozen=True, kw_only=True):
-    """A router in a list; `forwarded_total` counts the copies it has made."""
+    """A router in a list; `forwarded_total` counts the copies it has made. `lag`: seqs of its source that it has not
+    looked at yet, absent while there is no source.
+    """
 
     router: str
     forwarded_total: int
     filter: str | list[str] | None
+    lag: int | None = None
 
 
 class PutRouterAnswer(GivenRouter, frozen=True, kw_only=True):

@@ -8,13 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from topics.cli import shared
-from topics.cli.shared import print_answer, put
+from topics.cli.shared import print_answer, print_table, put
 from topics.client import Client, NotFoundError, TopicState
 
 AT_ONCE: Final = 4
 HEADINGS: Final = ("TOPIC", "TYPE", "CLASS", "RECORDS", "BYTES", "HEAD", "OLDEST")
-TEXT_COLUMNS: Final = 3
-"""The first columns are text, the others numbers."""
 _EXAMPLES: Final = """  topics list
   topics list shop. --json | jq -r 'select(.count == 0).topic'
   topics list --names | xargs -n 1 topics tail -n 1"""
@@ -41,7 +39,7 @@ def _list(client: Client, options: argparse.Namespace) -> int:
         for state in _states(client, names):
             print_answer(state)
     else:
-        put(table([cells(state) for state in _states(client, names)]).encode())
+        print_table([HEADINGS, *map(cells, _states(client, names))], options, text_columns=3)
     return 0
 
 
@@ -62,17 +60,3 @@ def cells(state: TopicState) -> Sequence[str]:
     oldest = str(state.earliest_seq) if state.count else "-"
     numbers = (str(state.count), str(state.bytes), str(state.head_seq), oldest)
     return (state.topic, state.type, state.config["durability"], *numbers)
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return the rows below their headings, in columns as wide as they need."""
-    widths = [max(map(len, column)) for column in zip(HEADINGS, *rows, strict=True)]
-
-    def line(row: Sequence[str]) -> str:
-        aligned = [
-            cell.ljust(width) if at < TEXT_COLUMNS else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        return "  ".join(aligned) + "\n"
-
-    return "".join(map(line, (HEADINGS, *rows)))

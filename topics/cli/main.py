@@ -6,7 +6,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from topics import __version__
@@ -17,8 +17,17 @@ COMMANDS: Final = {
     "read": ("read", "print the records of a topic, up to its head, as NDJSON"),
     "tail": ("tail", "print the last records of topics, and with -f what comes after them, as NDJSON"),
     "list": ("list_topics", "list topics, as a table or as NDJSON"),
+    "create": ("create", "create a topic, or change its configuration after showing what would change"),
+    "apply": ("apply", "make the topics, routers and cursors of a service those of a file"),
     "delete": ("delete", "delete records of a topic, by seq and by tag, or the whole topic"),
+    "router": ("router", "list, create, show and delete routers, which copy from topic to topic"),
+    "cursor": ("cursor", "list, set and delete the named cursors of a topic"),
+    "lag": ("lag", "show how far every reader is behind: cursors, routers, queues"),
+    "top": ("top", "show a service and its busiest topics, live"),
+    "bench": ("bench", "measure writes, deliveries and reads, on a topic of its own"),
     "queue": ("queue_commands", "claim, ack, nack, extend, count, redrive and peek at the jobs of a queue"),
+    "doctor": ("doctor", "say what is wrong with this installation or its service, and the way out"),
+    "completion": ("completion", "print completions for bash, zsh or fish"),
     "verify": ("verify_command", "check every byte of a data directory that no service uses; changes nothing"),
     "spark": ("spark", "run a pipeline on Spark: export, rollup, replay or audit"),
 }
@@ -41,15 +50,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
+    given = next((argument for argument in arguments if not argument.startswith("-")), None)
+    options = make_parser({given}).parse_args(arguments)
+    options.environment = os.environ
+    return int(options.command(options))
+
+
+def make_parser(whole: Collection[str | None]) -> argparse.ArgumentParser:
+    """Return the parser of all commands; only those of `whole` have their own arguments."""
     parser = argparse.ArgumentParser(prog="topics", description="Commands of topics, a persistent event engine.")
     parser.add_argument("--version", action="version", version=f"topics {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    given = next((argument for argument in arguments if not argument.startswith("-")), None)
     for name, (module, about) in COMMANDS.items():
         command = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
-        if name != given:
-            continue
-        importlib.import_module(f"topics.cli.{module}").fill(command)
-    options = parser.parse_args(arguments)
-    options.environment = os.environ
-    return int(options.command(options))
+        if name in whole:
+            importlib.import_module(f"topics.cli.{module}").fill(command)
+    return parser

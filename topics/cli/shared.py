@@ -13,14 +13,14 @@ import sys
 import textwrap
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from topics.api.answers import Timed
 from topics.cli import EXIT_USAGE
 from topics.client import ApiError, Client, ClientError, Record, Retry, Tombstone, UnreachableError
+from topics.terminal import Cell, paint_for, table
 
 URL_DEFAULT: Final = "http://127.0.0.1:4000"
 PATIENCE_DEFAULT_S: Final = 10.0
@@ -28,12 +28,14 @@ HELP_WIDTH: Final = 100
 EXIT_REFUSED: Final = 1
 EXIT_UNREACHABLE: Final = 3
 EXIT_GAP: Final = 5
+EXIT_FOUND: Final = 6
 _CODES: Final = """exit codes:
   0    done
   1    refused by the service (the message has its code), or by you when asked
   2    usage: an argument, the key file, or a line of the input
   3    no service was reached, or none answered
   5    the output has a gap: records were lost to a cap, a ttl or damage
+  6    found what it looks for: `apply --plan` a difference, `lag --over` such a reader, `doctor` something wrong
   130  interrupted (Ctrl-C); 141 the reader of the output closed it"""
 Work = Callable[[Client, argparse.Namespace], int]
 
@@ -96,6 +98,32 @@ def run(name: str, work: Work, options: argparse.Namespace) -> int:
     except ClientError as error:
         say(name, str(error))
         return EXIT_USAGE
+
+
+def changes(now: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Return a line for each field that differs, like `ttl_ms: 0 → 1000`. A field that `now` lacks is at null."""
+    return [
+        f"{field}: {show(now.get(field))} → {show(value)}" for field, value in wanted.items() if now.get(field) != value
+    ]
+
+
+def show(value: Any) -> str:
+    """Return a value as JSON."""
+    return _encoder.encode(value).decode()
+
+
+def agreed(name: str, question: str, options: argparse.Namespace) -> bool:
+    """Return whether to go on: yes after `--yes`, on a terminal as the person answers."""
+    if options.yes:
+        return True
+    if sys.stdin is None or not sys.stdin.isatty():
+        say(name, f"nothing was done: {question} Repeat it with --yes if that is right")
+        return False
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() in ("y", "yes"):
+        return True
+    say(name, "nothing was done")
+    return False
 
 
 def say(name: str, text: str) -> None:
@@ -165,7 +193,7 @@ def data_lines(records: Sequence[Record]) -> bytes:
     return b"".join(one_line(bytes(record.raw)) + b"\n" for record in records)
 
 
-def print_answer(answer: Timed) -> None:
+def print_answer(answer: msgspec.Struct) -> None:
     """Print an answer of the service as one line of JSON, without `performance`."""
     fields = msgspec.structs.asdict(answer)
     del fields["performance"]
@@ -174,6 +202,11 @@ def print_answer(answer: Timed) -> None:
 
 def print_line(value: Any) -> None:
     put(one_line(_encoder.encode(value)) + b"\n")
+
+
+def print_table(rows: Sequence[Sequence[Cell]], options: argparse.Namespace, *, text_columns: int = 1) -> None:
+    """Print rows below their headings, with colours on a terminal."""
+    put(table(rows, paint_for(sys.stdout, options.environment), text_columns=text_columns).encode())
 
 
 def put(lines: bytes) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Final
+from typing import Any, Final
 
 import msgspec
+from tqdm import tqdm
 
 from topics.cli import EXIT_USAGE
+from topics.cli.progress import progress
 from topics.storage.lock import DataDirLocked
 from topics.storage.segment_check import Report
 from topics.storage.verify import NotADataDir, verify
@@ -31,8 +33,10 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    bar = progress("%", 100, bar_format="{l_bar}{bar}| {elapsed}, {remaining} left")
     try:
-        report = verify(options.data_dir, _Percent().show, options.cold_dir)
+        with bar:
+            report = verify(options.data_dir, lambda share: _show(bar, share), options.cold_dir)
     except (DataDirLocked, NotADataDir) as refusal:
         print(f"topics verify: {refusal}", file=sys.stderr)
         return EXIT_USAGE
@@ -58,15 +62,5 @@ def _print(report: Report) -> None:
     )
 
 
-class _Percent:
-    """Progress as one line on a terminal; prints nothing elsewhere."""
-
-    def __init__(self) -> None:
-        self._shown = -1
-
-    def show(self, share: float) -> None:
-        percent = int(share * 100)
-        if percent == self._shown or not sys.stderr.isatty():
-            return
-        self._shown = percent
-        print(f"\r{percent:3d} %", end="\n" if percent == 100 else "", file=sys.stderr, flush=True)
+def _show(bar: tqdm[Any], share: float) -> None:
+    bar.update(100 * share - bar.n)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
-import time
 from typing import Any, Final
 
 import msgspec
 
 from topics.cli import shared
+from topics.cli.progress import progress, stdin_bytes
 from topics.cli.shared import BadLineError, LineBatch, UsageError, print_line, say, stdin_batches
 from topics.client import ApiError, Client, ClientError, NewRecord, ServiceBusyError
 
@@ -18,7 +17,6 @@ BATCH_MAX_BYTES: Final = 1 << 20
 BATCH_MAX_RECORDS: Final = 10_000
 KEY_MAX_CHARS: Final = 256
 PATIENCE_MAX_S: Final = 100
-_PROGRESS_EVERY_S: Final = 0.2
 _EXAMPLES: Final = """  echo '{"item": "tea"}' | topics write orders --tag tea
   tail -F app.log.json | topics write logs
   topics write orders --records <<< '{"data": {"item": "milk"}, "tag": "milk", "meta": {"by": "ann"}}'
@@ -112,7 +110,7 @@ def _write(client: Client, options: argparse.Namespace) -> int:
         say("write", writing.state_after(error))
         raise
     finally:
-        writing.progress.end()
+        writing.progress.close()
         # A closed pipe must not hide the error before it.
         with contextlib.suppress(BrokenPipeError):
             writing.summary()
@@ -133,7 +131,8 @@ class _Writing:
         self._lines_done = 0
         self._in_progress: str | None = None
         self._class_checked = False
-        self.progress = _Progress()
+        self._input_bytes = stdin_bytes()
+        self.progress = progress(" records") if self._input_bytes is None else progress("B", self._input_bytes)
 
     def write(self, batch: LineBatch) -> None:
         """Write a batch; BadLineError after the lines before the bad one were written."""
@@ -144,6 +143,7 @@ class _Writing:
             self._append(records, last)
             self._in_progress = None
         self._lines_done = last
+        self.progress.update(len(records) if self._input_bytes is None else sum(len(line) + 1 for line in batch.lines))
         if bad is not None:
             raise bad
 
@@ -166,7 +166,6 @@ class _Writing:
         if not self._class_checked and written.durability != wanted:
             say("write", f"topic {self._options.topic!r} exists and stays {written.durability}, not {wanted}")
         self._class_checked = True
-        self.progress.show(self._count)
 
     def state_after(self, error: BaseException) -> str:
         """Return which lines of the input are in the topic."""
@@ -240,23 +239,3 @@ def config_object(text: str) -> dict[str, Any]:
         return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as error:
         raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object like {{"type": "queue"}} ({error})') from None
-
-
-class _Progress:
-    """Progress as one line on a terminal, unless that is also the input; prints nothing elsewhere."""
-
-    def __init__(self) -> None:
-        self._on = sys.stderr.isatty() and sys.stdin is not None and not sys.stdin.isatty()
-        self._began_s = self._shown_s = time.monotonic()
-        self._drawn = False
-
-    def show(self, count: int) -> None:
-        now_s = time.monotonic()
-        if not self._on or now_s - self._shown_s < _PROGRESS_EVERY_S:
-            return
-        self._shown_s, self._drawn = now_s, True
-        print(f"\r{count} records, {count / (now_s - self._began_s):.0f}/s ", end="", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        if self._drawn:
-            print(file=sys.stderr)

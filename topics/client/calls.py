@@ -37,6 +37,7 @@ class Call(msgspec.Struct, Generic[T_co], frozen=True):
     body: bytes | None = None
     query: str = ""
     repeatable: bool = True
+    accept: str = ""
 
     @property
     def target(self) -> str:
@@ -158,6 +159,60 @@ def delete_topic(topic: str, *, if_empty: bool = False) -> Call[answers.DeleteTo
 def _page(cursor: str | None) -> dict[str, str]:
     query = {"page_size": str(PAGE_SIZE)}
     return query if cursor is None else query | {"cursor": cursor}
+
+
+def rank_topics(sort: str, *, prefix: str = "", kind: str = "any", page_size: int = 100) -> Call[answers.TopicList]:
+    """Return the first topics in the order of `sort` (`rate`, `lag`, …), with rates, lags and cursors (api §1)."""
+    query = {"sort": sort, "prefix": prefix, "kind": kind, "page_size": str(page_size)}
+    return _call("GET", answers.TopicList, "topics", query=query)
+
+
+# -- the service
+
+
+def ready() -> Call[answers.Ready]:
+    """Return the service's state; ServiceBusyError until it can serve all topics."""
+    return _call("GET", answers.Ready, "ready")
+
+
+def health() -> Call[answers.Health]:
+    """Return version and uptime of the process that answers."""
+    return _call("GET", answers.Health, "health")
+
+
+def key_rights() -> Call[answers.KeyRights]:
+    """Return the rights of this client's key."""
+    return _call("GET", answers.KeyRights, "key")
+
+
+def metrics() -> Call[dict[str, Any]]:
+    """Return the figures of the whole service, without those of single topics (docs/operations.md, Metrics)."""
+    decode = _decoder(dict[str, Any])
+    return Call("GET", path_of("metrics"), decode, query="topic_series=false", accept="application/json")
+
+
+# -- routers (api §6)
+
+
+def put_router(router: str, source: str, dest: str, **options: Any) -> Call[answers.PutRouterAnswer]:
+    """Make the router or replace it; options that are not given go to their defaults."""
+    body = requests.GivenRouter(source, dest, **options)
+    return _call("PUT", answers.PutRouterAnswer, "routers", router, body=body)
+
+
+def get_router(router: str) -> Call[answers.RouterState]:
+    """Return the router, how many copies it has made, and its lag."""
+    return _call("GET", answers.RouterState, "routers", router)
+
+
+def list_routers(prefix: str = "", *, cursor: str | None = None) -> Call[answers.RouterList]:
+    """Return a page of the routers whose names begin with `prefix`; `cursor` is the last page's `next_cursor`."""
+    return _call("GET", answers.RouterList, "routers", query={"prefix": prefix} | _page(cursor))
+
+
+def delete_router(router: str) -> Call[answers.DeleteRouterAnswer]:
+    """Delete the router, if it is there; its copies stay."""
+    return _call("DELETE", answers.DeleteRouterAnswer, "routers", router)
 
 
 # -- records

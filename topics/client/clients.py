@@ -47,7 +47,8 @@ class Connection(Commands):
 
     async def _carry_out(self, call: Call[T]) -> T:
         attempts = self._attempts(call.method, call.path, call.repeatable)
-        request = self._address.request(call.method, call.target, call.body)
+        headers = {"Accept": call.accept} if call.accept else {}
+        request = self._address.request(call.method, call.target, call.body, headers)
         while True:
             try:
                 answer = await self._ask(request)

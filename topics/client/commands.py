@@ -102,6 +102,10 @@ class Commands:
     read = walk_command(walks.read)
     delete_records = command(calls.delete_records)
     list_cursors = walk_command(walks.list_cursors)
+    put_router = command(calls.put_router)
+    get_router = command(calls.get_router)
+    list_routers = walk_command(walks.list_routers)
+    delete_router = command(calls.delete_router)
 
 
 class Member:

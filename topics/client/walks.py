@@ -7,7 +7,7 @@ from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeV
 
 import msgspec
 
-from topics.api.answers import CursorState, DiffAnswer, Record, TombstoneAnswer, TopicEntry, WatchAnswer
+from topics.api.answers import CursorState, DiffAnswer, Record, RouterEntry, TombstoneAnswer, TopicEntry, WatchAnswer
 from topics.client import calls
 from topics.client.attempts import Attempts
 from topics.client.calls import Call
@@ -46,6 +46,11 @@ def list_topics(prefix: str = "") -> Walk[TopicEntry]:
 def list_cursors(topic: str) -> Walk[CursorState]:
     """Yield the cursors of a topic, by name."""
     return _listing(lambda cursor: calls.list_cursors(topic, cursor), lambda page: page.cursors)
+
+
+def list_routers(prefix: str = "") -> Walk[RouterEntry]:
+    """Yield the routers whose names begin with `prefix`, by name."""
+    return _listing(lambda cursor: calls.list_routers(prefix, cursor=cursor), lambda page: page.routers)
 
 
 def _listing(ask: Callable[[str | None], Call[PageT]], items: Callable[[PageT], Iterable[T]]) -> Walk[T]:

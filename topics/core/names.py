@@ -13,8 +13,6 @@ from __future__ import annotations
 import re
 from typing import Final
 
-import xxhash
-
 from topics.core.errors import invalid
 
 _TOPIC = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,254}")
@@ -42,6 +40,8 @@ def _check(pattern: re.Pattern[str], name: str, field: str, characters: str) -> 
 
 def owner_shard(name: str, shards: int) -> int:
     """Return the shard that owns a topic. It depends on nothing but the name and the shard count."""
+    import xxhash  # commands check names and configurations with this module, and a client's packages lack it
+
     return xxhash.xxh3_64_intdigest(name.encode()) % shards
 
 

@@ -38,6 +38,7 @@ from topics.supervisor.main import StartError, serve
 from topics.supervisor.notify import Notify, all_use_newest_keys
 from topics.supervisor.status import Status, StatusReader, render
 from topics.supervisor.supervision import Signals
+from topics.terminal import CLEAR, paint_for
 
 EXIT_CANNOT_START: Final = 1
 EXIT_BAD_SETTINGS: Final = 2
@@ -134,7 +135,9 @@ def _child_mains() -> ChildMains:
 def _check(settings: Settings, options: argparse.Namespace) -> int:
     read_keys(settings)
     findings = check(settings)
-    for subject, problem in findings:
+    if options.json:
+        print(msgspec.json.encode([finding._asdict() for finding in findings]).decode())
+    for subject, problem in [] if options.json else findings:
         print(f"{'ok  ' if problem is None else 'FAIL'} {subject}" + (f": {problem}" if problem else ""))
     return EXIT_CANNOT_START if any(finding.problem for finding in findings) else 0
 
@@ -177,8 +180,8 @@ def _print_status(status: Status, options: argparse.Namespace) -> None:
         print(msgspec.json.encode(status).decode(), flush=True)
         return
     if options.watch and sys.stdout.isatty():
-        print("\x1b[H\x1b[2J", end="")
-    print(render(status), end="", flush=True)
+        print(CLEAR, end="")
+    print(render(status, paint_for(sys.stdout, os.environ)), end="", flush=True)
 
 
 def _reload(settings: Settings, options: argparse.Namespace) -> int:
@@ -283,7 +286,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--accept-data-loss", action="store_true", default=None, help=COMMAND_LINE_ONLY["accept_data_loss"].help
     )
-    add(_check, "say whether `run` would start", _CHECK_CODES, *VARIABLES)
+    checking = add(_check, "say whether `run` would start", _CHECK_CODES, *VARIABLES)
+    checking.add_argument("--json", action="store_true", help="one JSON list of what was checked")
     status = add(_status, "show a running service", _STATUS_CODES, "config", "data_dir")
     status.add_argument("--json", action="store_true", help="one JSON object a line")
     status.add_argument("--watch", action="store_true", help="every second, until interrupted")

@@ -6,7 +6,6 @@ about itself counts only while it runs.
 
 from __future__ import annotations
 
-import itertools
 import os
 from typing import Final
 
@@ -22,6 +21,7 @@ from topics.storage.filesystem import WritePath
 from topics.storage.lock import holder_pid
 from topics.supervisor.children import is_running, show_exit
 from topics.supervisor.listeners import show
+from topics.terminal import Cell, Paint, Styled, duration, plain, table
 
 _ENDED: Final = (ProcessState.DEAD, ProcessState.STOPPED)
 
@@ -311,23 +311,24 @@ def _allocated_bytes(path: str) -> int:
         return 0
 
 
-def render(status: Status) -> str:
+def render(status: Status, paint: Paint = plain) -> str:
     """Return the status as text. The first line sums it up; a table follows for each kind of process."""
     if status.pid is None:
-        return f"topics  {status.state}  {status.data_dir}\n"
+        return f"topics  {paint(status.state, _STYLES.get(status.state, 'warn'))}  {status.data_dir}\n"
     compactors = [] if status.compactor is None else [status.compactor]
     tables = (
-        _table([_process_row(process) for process in status.processes]),
-        _table([_shard_row(shard) for shard in status.shards]),
-        _table([_frontend_row(frontend) for frontend in status.frontends]),
-        _table([_compactor_row(compactor) for compactor in compactors]),
+        _table([_process_row(process) for process in status.processes], paint),
+        _table([_shard_row(shard) for shard in status.shards], paint),
+        _table([_frontend_row(frontend) for frontend in status.frontends], paint),
+        _table([_compactor_row(compactor) for compactor in compactors], paint),
     )
-    return "\n".join([_summary(status), *filter(None, tables)])
+    return "\n".join([_summary(status, paint), *filter(None, tables)])
 
 
-def _summary(status: Status) -> str:
-    facts = [f"topics {status.version}", status.state, status.listen or "not listening", f"pid {status.pid}"]
-    if (uptime := _duration(status.uptime_ms)) is not None:
+def _summary(status: Status, paint: Paint) -> str:
+    state = paint(status.state, _STYLES.get(status.state, "warn"))
+    facts = [f"topics {status.version}", state, status.listen or "not listening", f"pid {status.pid}"]
+    if (uptime := duration(status.uptime_ms)) is not None:
         facts.append(f"up {uptime}")
     facts.append(f"{status.topics} topics")
     if status.routers:
@@ -341,16 +342,18 @@ def _summary(status: Status) -> str:
     return "  ".join(facts) + f"\n{status.data_dir}\n"
 
 
-_Row = dict[str, str | int | None]  # cells of a table by their heads; None is a figure that is unknown
+_Row = dict[str, Cell]  # by their heads
+_STYLES: Final = {"running": "good", "ready": "good", "degraded": "bad", "dead": "bad", "stopped": "bad"}
+"""Styles of states; others are on their way to something."""
 
 
 def _process_row(process: ProcessStatus) -> _Row:
     return {
         "process": f"{process.role} {process.index}",
         "pid": process.pid,
-        "state": process.state,
-        "uptime": _duration(process.uptime_ms),
-        "restarts": process.restarts,
+        "state": Styled(process.state, _STYLES.get(process.state, "warn")),
+        "uptime": duration(process.uptime_ms),
+        "restarts": Styled(process.restarts, "warn" if process.restarts else ""),
         "last_exit": None if process.last_exit is None else show_exit(process.last_exit),
         "cpu_s": None if process.cpu_seconds is None else f"{process.cpu_seconds:.1f}",
         "rss_mib": None if process.rss_bytes is None else f"{process.rss_bytes / MIB:.0f}",
@@ -363,7 +366,7 @@ def _shard_row(shard: ShardStatus) -> _Row:
     if shard.progress is not None:
         notes.append(f"recovering {shard.progress:.0%}")
     return {
-        "shard": " ".join([str(shard.index), *notes]),
+        "shard": Styled(" ".join([str(shard.index), *notes]), "bad" if shard.wal_read_only else ""),
         "topics": shard.topics,
         "wal_file": shard.wal_file,
         "wal_offset": shard.wal_offset,
@@ -377,7 +380,7 @@ def _shard_row(shard: ShardStatus) -> _Row:
 
 
 def _compactor_row(compactor: CompactorStatus) -> _Row:
-    age = _duration(compactor.snapshot_age_ms)
+    age = duration(compactor.snapshot_age_ms)
     return {
         "compactor": "no snapshot yet" if age is None else f"{age} ago",
         "snapshots": compactor.snapshots,
@@ -404,30 +407,8 @@ def _frontend_row(frontend: FrontendStatus) -> _Row:
     }
 
 
-def _table(rows: list[_Row]) -> str:
-    """Return a table with its first column aligned left and the others right; nothing without rows."""
+def _table(rows: list[_Row], paint: Paint) -> str:
+    """Return rows with their heads as a table; nothing without rows."""
     if not rows:
         return ""
-    lines = [[head.replace("_", " ").upper() for head in rows[0]]]
-    lines += [["-" if cell is None else str(cell) for cell in row.values()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = ""
-    for first, *others in lines:
-        cells = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
-        text += "  ".join(cells) + "\n"
-    return text
-
-
-def _duration(ms: int | None) -> str | None:
-    """Return `850 ms`, `12 s`, `3 min 5 s`, `2 h 10 min`, `4 d 3 h`."""
-    if ms is None:
-        return None
-    if ms < 1000:
-        return f"{ms} ms"
-    units = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
-    seconds = ms // 1000
-    for (unit, size), (smaller, smaller_size) in itertools.pairwise(units):
-        if seconds >= size:
-            rest = seconds % size // smaller_size
-            return f"{seconds // size} {unit}" + (f" {rest} {smaller}" if rest else "")
-    return f"{seconds} s"
+    return table([[head.replace("_", " ").upper() for head in rows[0]], *(list(row.values()) for row in rows)], paint)

@@ -181,7 +181,12 @@ class RouterRoutes:
     def _shown(self, router: Router) -> dict[str, Any]:
         progress = self.sight.progress(self.gateway.owner(router.spec.dest), router.id)
         forwarded_total = 0 if progress is None else progress.forwarded_total
-        return {"router": router.name, **router.spec.echo(), "forwarded_total": forwarded_total}
+        shown = {"router": router.name, **router.spec.echo(), "forwarded_total": forwarded_total}
+        source = self.reader.find(router.spec.source)
+        if source is not None and progress is not None:
+            begun = progress.source_topic_id == source.view.topic_id
+            shown["lag"] = max(0, source.view.head_seq - progress.source_seq) if begun else source.view.head_seq
+        return shown
 
     async def _wait_until_begun(self, router: Router) -> None:
         """Wait until the shard of the dest forwards new records; `shard_unavailable` if that takes too long."""

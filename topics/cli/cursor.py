@@ -1,0 +1,71 @@
+"""`topics cursor TOPIC list|set|delete`: the read positions that a service keeps."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, Final, get_args
+
+from topics.api.requests import Consistency
+from topics.cli import shared
+from topics.cli.shared import Work, print_answer, print_line, print_table
+from topics.client import Client
+
+_EXAMPLES: Final = """  topics cursor orders list
+  topics cursor orders set billing                  # make it, at the first record
+  topics cursor orders set billing --tail           # skip what is there
+  topics cursor orders set billing --to 41          # the next record read is 42, or the first one behind it
+  topics cursor orders delete billing"""
+
+
+def fill(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = f"examples:\n{_EXAMPLES}"
+    parser.add_argument("topic", metavar="TOPIC")
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    listing = _verb(verbs, "list", _list, "List the cursors of a topic: position, lag, and position after a crash.")
+    listing.add_argument("--json", action="store_true", help="as NDJSON")
+    about = "Make a cursor, move it, or change what is given. Without --to and --tail it stays where it is."
+    setting = _verb(verbs, "set", _set, about)
+    setting.add_argument("cursor", metavar="CURSOR")
+    where = setting.add_mutually_exclusive_group()
+    where.add_argument("--to", dest="from_seq", metavar="SEQ", type=shared.whole, help="all up to this seq is read")
+    where.add_argument("--tail", action="store_true", help="all that is there is read")
+    setting.add_argument("--consistency", choices=get_args(Consistency), help="promise for a crash (at_least_once)")
+    setting.add_argument("--persist-every", metavar="N", type=shared.positive, help="persist every Nth read (1)")
+    delete = _verb(verbs, "delete", _delete, "Delete a cursor. The records stay.")
+    delete.add_argument("cursor", metavar="CURSOR")
+
+
+def _verb(verbs: Any, name: str, work: Work, about: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = verbs.add_parser(name, help=about)
+    examples = [line for line in _EXAMPLES.splitlines() if f" {name}" in line]
+    shared.fill(parser, f"cursor {name}", work, about=about, examples="\n".join(examples))
+    return parser
+
+
+def _list(client: Client, options: argparse.Namespace) -> int:
+    head_seq = client.get_topic(options.topic, touch=False).head_seq
+    cursors = client.list_cursors(options.topic)
+    if options.json:
+        for one in cursors:
+            print_line(one)
+        return 0
+    rows: list[list[Any]] = [["CURSOR", "CONSISTENCY", "POSITION", "LAG", "PERSISTED"]]
+    rows += [
+        [one.cursor, one.consistency, one.cursor_seq, max(0, head_seq - one.cursor_seq), one.persisted_seq]
+        for one in cursors
+    ]
+    print_table(rows, options, text_columns=2)
+    return 0
+
+
+def _set(client: Client, options: argparse.Namespace) -> int:
+    cursor = client.cursor(options.topic, options.cursor)
+    given = {"consistency": options.consistency, "persist_every": options.persist_every, "from_seq": options.from_seq}
+    print_answer(cursor.put(**given, tail=options.tail))
+    return 0
+
+
+def _delete(client: Client, options: argparse.Namespace) -> int:
+    print_answer(client.cursor(options.topic, options.cursor).delete())
+    return 0

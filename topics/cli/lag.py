@@ -1,0 +1,86 @@
+"""`topics lag`: every reader of every topic, and how far it is behind."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, NamedTuple
+
+from topics.cli import shared
+from topics.cli.list_topics import AT_ONCE
+from topics.cli.progress import progress
+from topics.cli.shared import EXIT_FOUND, print_line, print_table
+from topics.client import Client, CursorState, NotFoundError, TopicEntry
+from topics.terminal import Styled
+
+_EXAMPLES: Final = """  topics lag
+  topics lag orders. --json | jq 'select(.kind == "cursor")'
+  topics lag --over 10000 || page-somebody"""
+
+
+class Reader(NamedTuple):
+    """A reader of a topic: a named cursor, a router, or the workers of a queue.
+
+    `lag` counts seqs, of a queue its ready jobs. `leased` are jobs in somebody's hands.
+    """
+
+    kind: str
+    topic: str
+    reader: str
+    lag: int
+    head_seq: int
+    leased: int | None = None
+
+
+def fill(parser: argparse.ArgumentParser) -> None:
+    about = (
+        "List every reader of every topic whose name begins with PREFIX, the furthest behind first: named cursors, "
+        "routers, and queues with their ready and leased jobs. A reader that keeps its position to itself is unknown "
+        "to the service."
+    )
+    shared.fill(parser, "lag", _lag, about=about, examples=_EXAMPLES)
+    parser.add_argument("prefix", metavar="PREFIX", nargs="?", default="", help="beginning of the names (all topics)")
+    parser.add_argument(
+        "--over", metavar="N", type=shared.whole, help="only readers that are more than N behind; exit code 6 for any"
+    )
+    parser.add_argument("--json", action="store_true", help="as NDJSON")
+
+
+def _lag(client: Client, options: argparse.Namespace) -> int:
+    found = sorted(readers(client, options.prefix), key=lambda one: (-one.lag, one.topic, one.reader))
+    shown = found if options.over is None else [one for one in found if one.lag > options.over]
+    if options.json:
+        for one in shown:
+            print_line(one._asdict())
+    else:
+        rows = [
+            [one.topic, one.kind, one.reader, Styled(one.lag, "warn" if one.lag else "good"), one.leased, one.head_seq]
+            for one in shown
+        ]
+        print_table([["TOPIC", "KIND", "READER", "LAG", "LEASED", "HEAD"], *rows], options, text_columns=3)
+    return EXIT_FOUND if shown and options.over is not None else 0
+
+
+def readers(client: Client, prefix: str) -> Iterator[Reader]:
+    """Yield all readers of the topics whose names begin with `prefix`."""
+    topics = list(client.list_topics(prefix))
+    heads = {topic.topic: topic.head_seq for topic in topics}
+    for router in client.list_routers():
+        if router.source in heads and router.lag is not None:
+            yield Reader("router", router.source, router.router, router.lag, heads[router.source])
+
+    def cursors(topic: TopicEntry) -> list[CursorState]:
+        try:
+            return list(client.list_cursors(topic.topic))
+        except NotFoundError:
+            return []  # deleted meanwhile
+
+    with ThreadPoolExecutor(AT_ONCE) as pool, progress(" topics", len(topics)) as bar:
+        for topic, found in zip(topics, pool.map(cursors, topics), strict=True):
+            bar.update()
+            if topic.queue is not None:
+                yield Reader("queue", topic.topic, "workers", topic.queue.ready, topic.head_seq, topic.queue.in_flight)
+            for one in found:
+                lag = max(0, topic.head_seq - one.cursor_seq)
+                yield Reader("cursor", topic.topic, one.cursor, lag, topic.head_seq)

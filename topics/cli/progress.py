@@ -1,0 +1,28 @@
+"""Progress bars for work that lasts."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from typing import Any, Final
+
+from tqdm import tqdm
+
+AFTER_S: Final = 1.0
+
+
+def progress(unit: str, total: float | None = None, **style: Any) -> tqdm[Any]:
+    """Return a bar with rate and ETA for work on a terminal that lasts longer than a second. Elsewhere it is silent.
+    So is one without a `total` where somebody types the input.
+    """
+    quiet = not sys.stderr.isatty() or (total is None and sys.stdin is not None and sys.stdin.isatty())
+    return tqdm(total=total, unit=unit, unit_scale=True, delay=AFTER_S, disable=quiet, leave=False, **style)
+
+
+def stdin_bytes() -> int | None:
+    """Return how many bytes are left of stdin; None unless it is a file."""
+    if sys.stdin is None:
+        return None
+    at = os.fstat(sys.stdin.fileno())
+    return at.st_size - os.lseek(sys.stdin.fileno(), 0, os.SEEK_CUR) if stat.S_ISREG(at.st_mode) else None
