@@ -11,7 +11,7 @@ import msgspec
 from topics.cli import shared
 from topics.cli.shared import EXIT_REFUSED, UsageError, agreed, print_answer, say
 from topics.client import Client, NotAllowedError, NotFoundError
-from topics.core.config import incompatible_type, parse_config
+from topics.core.config import TopicConfig, incompatible_type, parse_config
 from topics.core.errors import TopicsError
 
 BOUNDS: Final = ("ttl_ms", "cap_records", "cap_bytes")
@@ -65,31 +65,26 @@ def parse_fields(fields: Sequence[str]) -> dict[str, Any]:
     return given
 
 
-def configuration(topic: str, given: Mapping[str, Any], now: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the whole configuration that a PUT of these fields would leave, in the form of an answer."""
+def configuration(topic: str, given: Mapping[str, Any], now: Mapping[str, Any] | None) -> TopicConfig:
+    """Return the whole configuration that a PUT of these fields would leave."""
+    unknown = sorted(given.keys() - set(TopicConfig.__struct_fields__) - {"durable"})
+    if unknown:
+        raise UsageError(f"topic {topic!r}: a configuration has no field {unknown[0]!r}; docs/api.md section 1 has all")
     try:
         config, has_type = parse_config(dict(given), topic)
-        unknown = given.keys() - config.echo().keys() - {"on_ack"}
-        if unknown:
-            raise UsageError(f"topic {topic!r}: a configuration has no field {sorted(unknown)[0]!r}")
         if now is not None and has_type and config.type != now["type"]:
             raise incompatible_type(topic, now["type"], config.type)
     except TopicsError as error:
         raise UsageError(f"topic {topic!r}: {error.message}") from None
-    return config.echo() | ({"type": now["type"]} if now is not None and not has_type else {})
+    return config if now is None or has_type else msgspec.structs.replace(config, type=now["type"])
 
 
-def changes_of(now: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+def changes_of(now: Mapping[str, Any], wanted: TopicConfig) -> list[str]:
     """Return a line for each field that would change, and say of those that take records at once that they do."""
-    wanted = {name: wanted.get(name, "delete") for name in {**wanted, **({"on_ack": ""} if "on_ack" in now else {})}}
     lines = []
-    for name, value in wanted.items():
-        if name == "durable":
-            continue  # the class says it
-        before = now.get(name, "delete" if name == "on_ack" else None)
-        takes = name in BOUNDS and 0 < value < (before or float("inf"))
-        lines += [
-            line + (" (takes records at once)" if takes else "")
-            for line in shared.changes({name: before}, {name: value})
-        ]
+    for field in msgspec.structs.fields(TopicConfig):
+        before, value = now.get(field.name, field.default), getattr(wanted, field.name)
+        takes = field.name in BOUNDS and 0 < value < (before or float("inf"))
+        changed = shared.changes({field.name: before}, {field.name: value})
+        lines += [line + (" (takes records at once)" if takes else "") for line in changed]
     return lines

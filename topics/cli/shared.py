@@ -82,9 +82,7 @@ def add_data_only(parser: argparse.ArgumentParser) -> None:
 def run(name: str, work: Work, options: argparse.Namespace) -> int:
     """Run the whole command. Return the exit code; an error is one line on stderr."""
     try:
-        retry = Retry(total_s=getattr(options, "patience_s", PATIENCE_DEFAULT_S))
-        url = getattr(options, "url", None) or options.environment.get("TOPICS_URL") or URL_DEFAULT
-        with Client(url, token=_key(options), retry=retry) as client:
+        with connect(options) as client:
             return work(client, options)
     except UsageError as error:
         say(name, str(error))
@@ -98,6 +96,20 @@ def run(name: str, work: Work, options: argparse.Namespace) -> int:
     except ClientError as error:
         say(name, str(error))
         return EXIT_USAGE
+
+
+def connect(options: argparse.Namespace, patience_s: float = PATIENCE_DEFAULT_S) -> Client:
+    """Return a client of the service that the options or the environment name; UsageError for a bad key file."""
+    retry = Retry(total_s=getattr(options, "patience_s", patience_s))
+    return Client(url_of(options), token=_key(options), retry=retry)
+
+
+def url_of(options: argparse.Namespace) -> str:
+    return getattr(options, "url", None) or options.environment.get("TOPICS_URL") or URL_DEFAULT
+
+
+def key_file_of(options: argparse.Namespace) -> str | None:
+    return getattr(options, "key_file", None) or options.environment.get("TOPICS_KEY_FILE") or None
 
 
 def changes(now: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
@@ -131,8 +143,8 @@ def say(name: str, text: str) -> None:
 
 
 def _key(options: argparse.Namespace) -> str | None:
-    path = getattr(options, "key_file", None) or options.environment.get("TOPICS_KEY_FILE")
-    if not path:
+    path = key_file_of(options)
+    if path is None:
         return None
     try:
         with open(path, encoding="ascii") as file:
