@@ -1,4 +1,4 @@
-"""`topics apply -f FILE`: topics, routers and cursors as a file declares them. `plan` is pure; `_apply` asks and does.
+"""`topics apply -f FILE`: topics, routers and cursors as a file declares them. `plan` is pure; `carry_out` asks and does.
 
 What the file does not declare is left alone, and deleted only with `--prune`. The file answers for what hangs on its
 topics: their cursors, the routers between them, and, if it has a `prefix`, all topics and routers whose names begin so.
@@ -9,20 +9,22 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from topics.api.requests import Consistency
 from topics.cli import shared
-from topics.cli.create import changes_of, configuration
-from topics.cli.shared import EXIT_FOUND, EXIT_REFUSED, UsageError, agreed, print_line, put, say
-from topics.client import Client, CursorState, NotFoundError, calls
+from topics.cli.shared import EXIT_FOUND, EXIT_REFUSED, UsageError, agreed, print_line, say
+from topics.client import Client, NotFoundError, calls
 from topics.client.calls import Call
+from topics.core.config import TopicConfig, incompatible_type, parse_config
 from topics.core.errors import TopicsError
 from topics.core.routers import RouterSpec, parse_router
 from topics.terminal import Paint, paint_for
 
+BOUNDS: Final = ("ttl_ms", "cap_records", "cap_bytes")
+"""Fields that take records when they get smaller; 0 is no bound."""
 _EXAMPLES: Final = """  topics apply -f topics.toml --plan      # exit code 6 when the service differs
   topics apply -f topics.toml
   topics apply -f topics.toml --prune --yes"""
@@ -34,7 +36,7 @@ class DeclaredCursor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     consistency: Consistency = "at_least_once"
     persist_every: int = 1
-    from_seq: int = 0
+    from_seq: int | None = None
     tail: bool = False
 
 
@@ -48,18 +50,18 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Deployed(NamedTuple):
-    """The part of a service that a file answers for, or names: configurations by topic, routers, cursors."""
+    """The fields of what a service has: of topics by name, routers by name, cursors by topic and name."""
 
-    topics: Mapping[str, Mapping[str, Any]]
-    routers: Mapping[str, RouterSpec]
-    cursors: Mapping[tuple[str, str], CursorState]
+    topics: dict[str, dict[str, Any]]
+    routers: dict[str, dict[str, Any]]
+    cursors: dict[tuple[str, str], dict[str, Any]]
 
 
 class Step(NamedTuple):
-    """One change of the service. `changes` say which fields, `call` does it."""
+    """One change of the service: `create`, `change` or `delete`. `changes` say which fields, `call` does it."""
 
-    action: Literal["create", "change", "delete"]
-    kind: Literal["topic", "router", "cursor"]
+    action: str
+    kind: str
     name: str
     changes: list[str]
     call: Call[Any]
@@ -67,15 +69,13 @@ class Step(NamedTuple):
 
 def fill(parser: argparse.ArgumentParser) -> None:
     about = (
-        "Make topics, routers and cursors those of a TOML file: print what has to change, ask, do it. What is as "
-        "declared is not touched, so a second run does nothing. What the file does not declare is named, and deleted "
-        "only with --prune: cursors of its topics, routers between them, and with `prefix` all topics and routers "
-        "whose names begin so. Where nobody can be asked, --yes is needed to change or delete; to create it is not."
+        "Make topics, routers and cursors those of a TOML file: print what has to change, ask, do it. A second run does "
+        "nothing. What the file answers for and does not declare is named, and deleted only with --prune: cursors of "
+        "its topics, routers between them, and with `prefix` all topics and routers whose names begin so. Where nobody "
+        "can be asked, --yes is needed to change or delete; to create it is not."
     )
     shared.fill(parser, "apply", _apply, about=about, examples=_EXAMPLES)
-    parser.add_argument(
-        "-f", "--file", metavar="FILE", required=True, help="what there should be, see docs/commands.md"
-    )
+    parser.add_argument("-f", "--file", metavar="FILE", required=True, help="what there should be: docs/commands.md")
     parser.add_argument("--plan", action="store_true", help="print the plan, do nothing; exit code 6 if there is one")
     parser.add_argument("--prune", action="store_true", help="delete what the file answers for and does not declare")
     parser.add_argument("--yes", action="store_true", help="do not ask")
@@ -83,41 +83,40 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def _apply(client: Client, options: argparse.Namespace) -> int:
-    manifest = read_manifest(options.file)
+    try:
+        with open(options.file, "rb") as file:
+            manifest = msgspec.toml.decode(file.read(), type=Manifest)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{options.file}: {error}") from None
+    return carry_out(client, "apply", manifest, options)
+
+
+def carry_out(client: Client, command: str, manifest: Manifest, options: argparse.Namespace) -> int:
+    """Print what has to change, ask, and do it. Only `apply` prints to stdout, and of what is not declared."""
     steps, undeclared = plan(manifest, deployed(client, manifest))
-    if options.prune:
-        routers = [
-            step for step in undeclared if step.kind == "router"
-        ]  # a dest has one source: the old one goes first
-        steps, undeclared = routers + steps + [step for step in undeclared if step.kind != "router"], []
-    if options.json:
+    if command == "apply" and options.prune:
+        # A dest has one source, so a router goes before another one comes.
+        steps = [step for step in undeclared if step.kind == "router"] + steps
+        steps, undeclared = steps + [step for step in undeclared if step.kind != "router"], []
+    if command != "apply":
+        if any(step.action == "change" for step in steps):
+            print(render(steps, [], paint_for(sys.stderr, options.environment)), end="", file=sys.stderr)
+    elif options.json:
         for step in steps + undeclared:
-            print_line({**step._asdict(), "call": step.call.method, "pruned": step not in undeclared})
+            print_line({**step._asdict(), "call": step.call.method, "declared": step not in undeclared})
     else:
-        put(render(steps, undeclared, paint_for(sys.stdout, options.environment)).encode())
-    if options.plan or not steps:
+        print(render(steps, undeclared, paint_for(sys.stdout, options.environment)), end="", flush=True)
+    if not steps or (command == "apply" and options.plan):
         return EXIT_FOUND if steps else 0
-    replacing = sum(step.action != "create" for step in steps)
-    if replacing and not agreed("apply", f"Do this, with {replacing} changes and deletions?", options):
+    if any(step.action != "create" for step in steps) and not agreed(command, "Do this?", options):
         return EXIT_REFUSED
     for done, step in enumerate(steps):
         try:
             client.call(step.call)
         except Exception:
-            say(
-                "apply",
-                f"{done} of {len(steps)} steps are done; this one failed: {step.action} {step.kind} {step.name}",
-            )
+            say(command, f"{done} of {len(steps)} steps are done; {step.action} {step.kind} {step.name!r} failed")
             raise
     return 0
-
-
-def read_manifest(path: str) -> Manifest:
-    try:
-        with open(path, "rb") as file:
-            return msgspec.toml.decode(file.read(), type=Manifest)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: {error}") from None
 
 
 def deployed(client: Client, manifest: Manifest) -> Deployed:
@@ -125,90 +124,96 @@ def deployed(client: Client, manifest: Manifest) -> Deployed:
     names = {*manifest.topics, *manifest.cursors}
     if manifest.prefix is not None:
         names |= {topic.topic for topic in client.list_topics(manifest.prefix)}
-    topics: dict[str, Mapping[str, Any]] = {}
-    cursors: dict[tuple[str, str], CursorState] = {}
+    now = Deployed({}, {one.router: msgspec.structs.asdict(one) for one in client.list_routers()}, {})
     for name in sorted(names):
         try:
-            topics[name] = client.get_topic(name, touch=False).config
-            cursors |= {(name, cursor.cursor): cursor for cursor in client.list_cursors(name)}
+            now.topics[name] = client.get_topic(name, touch=False).config
+            found = {(name, one.cursor): msgspec.structs.asdict(one) for one in client.list_cursors(name)}
         except NotFoundError:
             continue
-    fields = RouterSpec.__struct_fields__
-    routers = {one.router: RouterSpec(*(getattr(one, field) for field in fields)) for one in client.list_routers()}
-    return Deployed(topics, routers, cursors)
+        now.cursors.update(found)
+    return now
 
 
 def plan(manifest: Manifest, now: Deployed) -> tuple[list[Step], list[Step]]:
     """Return the steps to what the file declares, and the deletions of what it answers for and does not declare."""
-    steps = [*_topic_steps(manifest, now), *_router_steps(manifest, now), *_cursor_steps(manifest, now)]
-    return steps, list(_undeclared(manifest, now))
+    return list(_declared(manifest, now)), list(_undeclared(manifest, now))
 
 
-def _topic_steps(manifest: Manifest, now: Deployed) -> Iterator[Step]:
+def _declared(manifest: Manifest, now: Deployed) -> Iterator[Step]:
     for name, given in manifest.topics.items():
-        before = now.topics.get(name)
-        wanted = configuration(name, given, before)
-        changes = changes_of({} if before is None else before, wanted)
-        if before is None or changes:
-            yield Step("create" if before is None else "change", "topic", name, changes, calls.put_topic(name, **given))
-
-
-def _router_steps(manifest: Manifest, now: Deployed) -> Iterator[Step]:
+        config = now.topics.get(name)
+        changes = config_changes(name, given, config)
+        if config is None or changes:
+            yield Step("change" if config else "create", "topic", name, changes, calls.put_topic(name, **given))
     for name, given in manifest.routers.items():
-        if unknown := sorted(given.keys() - set(RouterSpec.__struct_fields__)):
-            raise UsageError(f"router {name!r}: a router has no field {unknown[0]!r}; docs/api.md section 6 has all")
-        try:
-            wanted = parse_router(name, given).echo()
-        except TopicsError as error:
-            raise UsageError(f"router {name!r}: {error.message}") from None
-        before = now.routers.get(name)
-        shown = {"source": wanted["source"], "dest": wanted["dest"], **given}
-        changes = shared.changes({}, shown) if before is None else shared.changes(before.echo(), wanted)
-        if before is None or changes:
-            yield Step(
-                "create" if before is None else "change", "router", name, changes, calls.put_router(name, **wanted)
-            )
+        wanted, router = _router(name, given).echo(), now.routers.get(name)
+        changes = shared.changes(router or RouterSpec("", "").echo(), wanted)
+        if router is None or changes:
+            yield Step("change" if router else "create", "router", name, changes, calls.put_router(name, **wanted))
+    for topic, cursors in manifest.cursors.items():
+        for name, given_cursor in cursors.items():
+            cursor, fields = now.cursors.get((topic, name)), msgspec.structs.asdict(given_cursor)
+            if cursor is not None:
+                del fields["from_seq"], fields["tail"]
+            changes = shared.changes(cursor or {}, {field: value for field, value in fields.items() if value})
+            if cursor is None or changes:
+                call = calls.put_cursor(topic, name, **fields)
+                yield Step("change" if cursor else "create", "cursor", f"{topic} {name}", changes, call)
 
 
-def _cursor_steps(manifest: Manifest, now: Deployed) -> Iterator[Step]:
-    for topic, declared in manifest.cursors.items():
-        for name, wanted in declared.items():
-            before = now.cursors.get((topic, name))
-            fields = {"consistency": wanted.consistency, "persist_every": wanted.persist_every}
-            if before is None:
-                start = {"tail": True} if wanted.tail else {"from_seq": wanted.from_seq}
-                call = calls.put_cursor(topic, name, **fields, **start)  # type: ignore[arg-type]
-                yield Step("create", "cursor", f"{topic} {name}", shared.changes({}, fields | start), call)
-            elif changes := shared.changes({field: getattr(before, field) for field in fields}, fields):
-                call = calls.put_cursor(topic, name, **fields)  # type: ignore[arg-type]
-                yield Step("change", "cursor", f"{topic} {name}", changes, call)
+def config_changes(topic: str, given: Mapping[str, Any], now: Mapping[str, Any] | None) -> list[str]:
+    """Return a line for each field that a PUT of these fields would change, with a word on those that take records."""
+    _refuse_unknown(f"topic {topic!r}", given, (*TopicConfig.__struct_fields__, "durable"))
+    try:
+        wanted, has_type = parse_config(dict(given), topic)
+        if now is not None and has_type and wanted.type != now["type"]:
+            raise incompatible_type(topic, now["type"], wanted.type)
+    except TopicsError as error:
+        raise UsageError(f"topic {topic!r}: {error.message}") from None
+    if now is not None and not has_type:
+        wanted = msgspec.structs.replace(wanted, type=now["type"])
+    before = msgspec.structs.asdict(TopicConfig()) | dict(now or {})
+    takes = {name for name in BOUNDS if 0 < getattr(wanted, name) < (before[name] or float("inf")) and now}
+    lines = shared.changes(before, msgspec.structs.asdict(wanted))
+    return [line + (" (takes records at once)" if line.partition(":")[0] in takes else "") for line in lines]
+
+
+def _router(name: str, given: dict[str, Any]) -> RouterSpec:
+    _refuse_unknown(f"router {name!r}", given, RouterSpec.__struct_fields__)
+    try:
+        return parse_router(name, given)
+    except TopicsError as error:
+        raise UsageError(f"router {name!r}: {error.message}") from None
+
+
+def _refuse_unknown(what: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    if unknown := sorted(given.keys() - set(known)):
+        raise UsageError(f"{what} can have no field {unknown[0]!r}: {', '.join(known)}")
 
 
 def _undeclared(manifest: Manifest, now: Deployed) -> Iterator[Step]:
     """Yield the deletions, of routers and cursors before topics. A topic that a declaration names is not undeclared."""
-    routers = {name: parse_router(name, given) for name, given in manifest.routers.items()}
     named = {*manifest.topics, *manifest.cursors, *(given.get("dead_letter") for given in manifest.topics.values())}
-    named |= {topic for router in routers.values() for topic in (router.source, router.dest)}
+    named |= {given[end] for given in manifest.routers.values() for end in ("source", "dest")}
     prefix = manifest.prefix
     for name, router in now.routers.items():
-        ours = {router.source, router.dest} <= named or (prefix is not None and name.startswith(prefix))
-        if ours and name not in routers:
+        ours = {router["source"], router["dest"]} <= named or (prefix is not None and name.startswith(prefix))
+        if ours and name not in manifest.routers:
             yield Step("delete", "router", name, [], calls.delete_router(name))
     for topic, name in now.cursors:
         if topic in named and name not in manifest.cursors.get(topic, {}):
             yield Step("delete", "cursor", f"{topic} {name}", [], calls.delete_cursor(topic, name))
-    for name in now.topics if prefix is not None else ():
-        if name not in named:
-            yield Step("delete", "topic", name, [], calls.delete_topic(name))
+    for name in now.topics.keys() - named if prefix is not None else ():
+        yield Step("delete", "topic", name, [], calls.delete_topic(name))
 
 
 def render(steps: list[Step], undeclared: list[Step], paint: Paint) -> str:
     """Return a plan as text."""
     lines = []
-    for step in steps:
-        sign, style = _SIGNS[step.action]
-        lines.append(paint(f"{sign} {step.kind} {step.name}", style))
-        lines += [f"    {change}" for change in step.changes]
+    for action, kind, name, changes, _ in steps:
+        sign, style = _SIGNS[action]
+        lines += [paint(f"{sign} {kind} {name}", style), *(f"    {change}" for change in changes)]
     lines += [
         paint(f"  {step.kind} {step.name} is not in the file; --prune deletes it", "faint") for step in undeclared
     ]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any, Final, get_args
 
 from topics.api.requests import Consistency
 from topics.cli import shared
-from topics.cli.shared import Work, print_answer, print_line, print_table
+from topics.cli.shared import print_answer, print_line, print_table
 from topics.client import Client
 
 _EXAMPLES: Final = """  topics cursor orders list
@@ -22,25 +23,19 @@ def fill(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"examples:\n{_EXAMPLES}"
     parser.add_argument("topic", metavar="TOPIC")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
-    listing = _verb(verbs, "list", _list, "List the cursors of a topic: position, lag, and position after a crash.")
+    verb = partial(shared.add_verb, verbs, "cursor", examples=_EXAMPLES)
+    listing = verb("list", _list, about="List the cursors of a topic: position, lag, and position after a crash.")
     listing.add_argument("--json", action="store_true", help="as NDJSON")
     about = "Make a cursor, move it, or change what is given. Without --to and --tail it stays where it is."
-    setting = _verb(verbs, "set", _set, about)
+    setting = verb("set", _set, about=about)
     setting.add_argument("cursor", metavar="CURSOR")
     where = setting.add_mutually_exclusive_group()
     where.add_argument("--to", dest="from_seq", metavar="SEQ", type=shared.whole, help="all up to this seq is read")
     where.add_argument("--tail", action="store_true", help="all that is there is read")
     setting.add_argument("--consistency", choices=get_args(Consistency), help="promise for a crash (at_least_once)")
     setting.add_argument("--persist-every", metavar="N", type=shared.positive, help="persist every Nth read (1)")
-    delete = _verb(verbs, "delete", _delete, "Delete a cursor. The records stay.")
+    delete = verb("delete", _delete, about="Delete a cursor. The records stay.")
     delete.add_argument("cursor", metavar="CURSOR")
-
-
-def _verb(verbs: Any, name: str, work: Work, about: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = verbs.add_parser(name, help=about)
-    examples = [line for line in _EXAMPLES.splitlines() if f" {name}" in line]
-    shared.fill(parser, f"cursor {name}", work, about=about, examples="\n".join(examples))
-    return parser
 
 
 def _list(client: Client, options: argparse.Namespace) -> int:

@@ -42,7 +42,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
     shared.fill(parser, "lag", _lag, about=about, examples=_EXAMPLES)
     parser.add_argument("prefix", metavar="PREFIX", nargs="?", default="", help="beginning of the names (all topics)")
     parser.add_argument(
-        "--over", metavar="N", type=shared.whole, help="only readers that are more than N behind; exit code 6 for any"
+        "--over", metavar="N", type=shared.whole, help="only those more than N behind; exit code 6 if any"
     )
     parser.add_argument("--json", action="store_true", help="as NDJSON")
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any, Final, get_args
+from typing import Final, get_args
 
 import msgspec
 
@@ -20,7 +20,6 @@ from topics.cli.shared import (
     BadLineError,
     LineBatch,
     UsageError,
-    Work,
     print_line,
     put,
     record_lines,
@@ -69,45 +68,39 @@ def fill(parser: argparse.ArgumentParser) -> None:
     shared.add_where(parser)
     parser.add_argument("topic", metavar="TOPIC")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
+    verb = partial(shared.add_verb, verbs, "queue", examples=_EXAMPLES)
 
     about = (
         "Lease jobs and print them as NDJSON; print nothing when none is ready. A job that is not acknowledged by its "
         "deadline (ms since the epoch) is delivered again."
     )
-    claim = _verb(verbs, "claim", _claim, about)
+    claim = verb("claim", _claim, about=about)
     claim.add_argument("--max", dest="max_jobs", metavar="N", type=shared.positive, default=1, help="most jobs (1)")
     claim.add_argument("--lease-ms", metavar="MS", type=shared.positive, help="length of a lease (the queue's)")
     waiting = f"while no job is ready ask again every {CLAIM_EVERY_S:g} s, for so long (0)"
     claim.add_argument("--wait-s", metavar="SECONDS", type=shared.not_negative, default=0.0, help=waiting)
     _add_node(claim)
 
-    ack = _verb(verbs, "ack", partial(_settle, "acked", lambda _: calls.ack), "Acknowledge jobs: they are done.")
+    ack = verb("ack", partial(_settle, "acked", lambda _: calls.ack), about="Acknowledge jobs: they are done.")
     nacking = partial(_settle, "nacked", lambda options: partial(calls.nack, delay_ms=options.delay_ms))
-    nack = _verb(verbs, "nack", nacking, "Give jobs back, to be delivered again.")
+    nack = verb("nack", nacking, about="Give jobs back, to be delivered again.")
     nack.add_argument("--delay-ms", metavar="MS", type=shared.whole, default=0, help="not before so long from now (0)")
     extending = partial(_settle, "extended", lambda options: partial(calls.extend, lease_ms=options.lease_ms))
-    extend = _verb(verbs, "extend", extending, "Extend leases.")
+    extend = verb("extend", extending, about="Extend leases.")
     extend.add_argument("--lease-ms", metavar="MS", type=shared.positive, required=True, help="new length, from now on")
     for settle in (ack, nack, extend):
         settle.add_argument("jobs", metavar="SEQ:LEASE_ID", nargs="*", type=job_argument, help=_JOBS_HELP)
         _add_node(settle)
 
-    _verb(verbs, "counts", _counts, "Count jobs: ready, leased, and moved to the dead letters so far, as JSON.")
-    redrive = _verb(verbs, "redrive", _redrive, "Make dead letters jobs again.")
+    verb("counts", _counts, about="Count jobs: ready, leased, and moved to the dead letters so far, as JSON.")
+    redrive = verb("redrive", _redrive, about="Make dead letters jobs again.")
     redrive.add_argument("--from", dest="dead_letter", metavar="TOPIC", help="dead letters (the queue's dead_letter)")
     redrive.add_argument("--max", dest="max_jobs", metavar="N", type=shared.positive, help="most jobs (all there are)")
     about = "Print jobs without claiming them, each with its state, deliveries, and who has leased it until when."
-    peek = _verb(verbs, "peek", _peek, about)
+    peek = verb("peek", _peek, about=about)
     peek.add_argument("-n", dest="count", metavar="N", type=shared.positive, default=10, help="most jobs (%(default)s)")
     peek.add_argument("--state", choices=get_args(State), help="only jobs in this state (all but done)")
     peek.add_argument("--from-seq", metavar="SEQ", type=shared.whole, default=0, help="only jobs behind this seq (0)")
-
-
-def _verb(verbs: Any, name: str, work: Work, about: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = verbs.add_parser(name, help=about)
-    examples = [line for line in _EXAMPLES.splitlines() if f" {name}" in line] or [f"  topics queue mails {name}"]
-    shared.fill(parser, f"queue {name}", work, about=about, examples="\n".join(examples))
-    return parser
 
 
 def _add_node(parser: argparse.ArgumentParser) -> None:

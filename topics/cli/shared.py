@@ -53,6 +53,14 @@ def fill(parser: argparse.ArgumentParser, name: str, work: Work, *, about: str, 
     parser.set_defaults(command=lambda options: run(name, work, options))
 
 
+def add_verb(verbs: Any, command: str, name: str, work: Work, *, about: str, examples: str) -> argparse.ArgumentParser:
+    """Return the parser of a verb of a command. Its examples are those that name it."""
+    parser: argparse.ArgumentParser = verbs.add_parser(name, help=about)
+    own = [line for line in examples.splitlines() if f" {name}" in line]
+    fill(parser, f"{command} {name}", work, about=about, examples="\n".join(own) or f"  topics {command} mails {name}")
+    return parser
+
+
 def add_where(parser: argparse.ArgumentParser) -> None:
     """Add the options for the service's address and the key."""
     # SUPPRESS, not None: `topics queue` has them before and after its verb, and a default after it would win.
@@ -82,7 +90,8 @@ def add_data_only(parser: argparse.ArgumentParser) -> None:
 def run(name: str, work: Work, options: argparse.Namespace) -> int:
     """Run the whole command. Return the exit code; an error is one line on stderr."""
     try:
-        with connect(options) as client:
+        retry = Retry(total_s=getattr(options, "patience_s", PATIENCE_DEFAULT_S))
+        with Client(url_of(options), token=_key(options), retry=retry) as client:
             return work(client, options)
     except UsageError as error:
         say(name, str(error))
@@ -96,12 +105,6 @@ def run(name: str, work: Work, options: argparse.Namespace) -> int:
     except ClientError as error:
         say(name, str(error))
         return EXIT_USAGE
-
-
-def connect(options: argparse.Namespace, patience_s: float = PATIENCE_DEFAULT_S) -> Client:
-    """Return a client of the service that the options or the environment name; UsageError for a bad key file."""
-    retry = Retry(total_s=getattr(options, "patience_s", patience_s))
-    return Client(url_of(options), token=_key(options), retry=retry)
 
 
 def url_of(options: argparse.Namespace) -> str:

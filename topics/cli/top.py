@@ -47,12 +47,8 @@ def fill(parser: argparse.ArgumentParser) -> None:
     shared.fill(parser, "top", _top, about=about, examples=_EXAMPLES)
     parser.add_argument("prefix", metavar="PREFIX", nargs="?", default="", help="beginning of the names (all topics)")
     parser.add_argument("--sort", choices=SORTS, default="rate", help="order of the topics (%(default)s)")
-    parser.add_argument(
-        "-n", dest="count", metavar="N", type=shared.positive, help="most topics (as the screen has room)"
-    )
-    parser.add_argument(
-        "--every-s", metavar="SECONDS", type=shared.not_negative, default=2.0, help="pause between looks (%(default)g)"
-    )
+    parser.add_argument("-n", dest="count", metavar="N", type=shared.positive, help="most topics (the screen's room)")
+    parser.add_argument("--every-s", metavar="S", type=shared.not_negative, default=2.0, help="pause between looks (2)")
     parser.add_argument("--rounds", metavar="N", type=shared.positive, help="end after so many tables")
     parser.add_argument("--json", action="store_true", help="one JSON object for each look")
 
@@ -114,13 +110,4 @@ def _row(topic: TopicEntry, now_ms: int) -> list[Cell]:
     lag = None if topic.lag is None else Styled(topic.lag, "warn" if topic.lag else "good")
     leased = None if topic.queue is None else topic.queue.in_flight
     rate = None if topic.rate is None else f"{topic.rate:,.1f}"
-    return [topic.topic, topic.type, rate, topic.count, size(topic.bytes), lag, leased, written]
-
-
-def size(count_bytes: int) -> str:
-    """Return `512 B`, `1.5 KiB`, `3.0 MiB`."""
-    value, units = float(count_bytes), iter(("B", "KiB", "MiB", "GiB"))
-    unit = next(units)
-    while value >= 1024 and (larger := next(units, None)) is not None:
-        value, unit = value / 1024, larger
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+    return [topic.topic, topic.type, rate, topic.count, f"{topic.bytes:,}", lag, leased, written]

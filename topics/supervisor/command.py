@@ -136,7 +136,7 @@ def _check(settings: Settings, options: argparse.Namespace) -> int:
     read_keys(settings)
     findings = check(settings)
     if options.json:
-        print(msgspec.json.encode([finding._asdict() for finding in findings]).decode())
+        print(msgspec.json.encode(findings).decode())
     for subject, problem in [] if options.json else findings:
         print(f"{'ok  ' if problem is None else 'FAIL'} {subject}" + (f": {problem}" if problem else ""))
     return EXIT_CANNOT_START if any(finding.problem for finding in findings) else 0
