@@ -55,7 +55,7 @@ def table(rows: Sequence[Sequence[Cell]], paint: Paint = plain, *, text_columns:
     def line(row: list[str], style: str) -> str:
         cells = []
         for at, (cell, width) in enumerate(zip(row, widths, strict=True)):
-            aligned = cell.ljust(width) if at < text_columns else cell.rjust(width)
+            aligned = cell.rjust(width) if at >= text_columns else cell.ljust(width if at < len(row) - 1 else 0)
             cells.append(paint(aligned, cell.style if isinstance(cell, Styled) else style))
         return "  ".join(cells) + "\n"
 

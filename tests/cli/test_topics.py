@@ -16,7 +16,8 @@ from tests.harness import Service, clean_environment
 from topics.cli.main import COMMANDS
 from topics.client import Client, NewRecord, NotFoundError, Record
 
-OF_CLIENT = ("write", "read", "tail", "list", "delete", "queue")
+OF_CLIENT = ("write", "read", "tail", "list", "delete", "create", "apply", "lag", "top", "bench", "doctor")
+WITH_VERBS = {"queue": ("t", "claim"), "router": ("list",), "cursor": ("t", "list")}
 
 
 def test_list(shell: Shell, topics: Client, topic: str) -> None:
@@ -167,14 +168,20 @@ def test_keys_come_from_files(tmp_path: Path) -> None:
         assert "two keys" not in broken.stderr
 
 
+@pytest.mark.parametrize("command", WITH_VERBS)
+def test_help_of_a_verb_has_its_example(shell: Shell, command: str) -> None:
+    assert f"topics {command} " in shell.ok(command, "--help").split("examples:")[1]
+    verb = WITH_VERBS[command]
+    help = shell.ok(command, *verb, "--help")
+    assert re.search(rf"^  topics {command} .*{verb[-1]}", help, re.MULTILINE)
+    assert re.search(r"^  6  ", help, re.MULTILINE)
+
+
 @pytest.mark.parametrize("command", OF_CLIENT)
 def test_help_has_an_example_and_the_exit_codes(shell: Shell, command: str) -> None:
     help = shell.ok(command, "--help")
     assert re.search(rf"^  .*topics {command}\b", help, re.MULTILINE)
-    if command == "queue":
-        help = shell.ok("queue", "t", "claim", "--help")
-        assert "topics queue mails claim" in help
-    for code in (0, 1, 2, 3, 5):
+    for code in (0, 1, 2, 3, 5, 6):
         assert re.search(rf"^  {code}  ", help, re.MULTILINE), code
 
 
@@ -196,5 +203,5 @@ def test_verify_has_no_use_for_the_http_library(tmp_path: Path) -> None:
 
 def test_every_command_is_there(shell: Shell) -> None:
     help = shell.ok("--help")
-    assert {*OF_CLIENT, "verify", "spark"} == set(COMMANDS)
+    assert {*OF_CLIENT, *WITH_VERBS, "verify", "spark", "completion"} == set(COMMANDS)
     assert all(re.search(rf"^    {name} ", help, re.MULTILINE) for name in COMMANDS)

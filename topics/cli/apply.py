@@ -1,4 +1,4 @@
-"""`topics apply -f FILE`: topics, routers and cursors as a file declares them. `plan` is pure; `carry_out` asks and does.
+"""`topics apply -f FILE`: topics, routers, cursors as a file declares them. `plan` is pure; `carry_out` asks and does.
 
 What the file does not declare is left alone, and deleted only with `--prune`. The file answers for what hangs on its
 topics: their cursors, the routers between them, and, if it has a `prefix`, all topics and routers whose names begin so.
@@ -69,9 +69,9 @@ class Step(NamedTuple):
 
 def fill(parser: argparse.ArgumentParser) -> None:
     about = (
-        "Make topics, routers and cursors those of a TOML file: print what has to change, ask, do it. A second run does "
-        "nothing. What the file answers for and does not declare is named, and deleted only with --prune: cursors of "
-        "its topics, routers between them, and with `prefix` all topics and routers whose names begin so. Where nobody "
+        "Make topics, routers and cursors those of a TOML file: print what has to change, ask, do it. A second run "
+        "does nothing. What the file answers for and does not declare is named, and deleted only with --prune: cursors "
+        "of its topics, routers between them, and with `prefix` all topics and routers whose names begin so. Where nobody "
         "can be asked, --yes is needed to change or delete; to create it is not."
     )
     shared.fill(parser, "apply", _apply, about=about, examples=_EXAMPLES)

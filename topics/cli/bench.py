@@ -28,10 +28,11 @@ _TICK_S: Final = 0.1
 _EXAMPLES: Final = """  topics bench
   topics bench --durability fsync --connections 16 --seconds 30
   topics bench --batch 100 --bytes 1000 --json"""
-_EXPLAINED: Final = """topics {version} at {url}, asked by one Python process: {seconds} s each after {warm_up_s} s of warm-up
+_EXPLAINED: Final = """topics {version} at {url}, asked by one Python process, {seconds} s each
 write    {connections} connections write to a {durability} topic, {batch} records of {bytes} bytes at a time, and wait
 deliver  one record at a time, from the start of its write until a follower has it
 read     {connections} connections read pages of up to 1000 records
+The first {warm_up_s} s of each are not measured.
 
 """
 Work = Callable[[], int]
@@ -56,7 +57,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
             f"--{name}", type=shared.positive, default=default, metavar="N", help=f"{about} ({default})"
         )
     parser.add_argument("--warm-up-s", type=shared.not_negative, default=1.0, metavar="S", help="before it (1)")
-    parser.add_argument("--durability", choices=("ephemeral", "memory", "disk", "fsync"), default="disk", help="(disk)")
+    parser.add_argument("--durability", choices=shared.CLASSES, default="disk", help="(disk)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 

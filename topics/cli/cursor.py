@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final, get_args
+from typing import Final, get_args
 
 from topics.api.requests import Consistency
 from topics.cli import shared
-from topics.cli.shared import print_answer, print_line, print_table
-from topics.client import Client
+from topics.cli.shared import print_answer, print_items
+from topics.client import Client, CursorState
+from topics.terminal import Cell
 
 _EXAMPLES: Final = """  topics cursor orders list
   topics cursor orders set billing                  # make it, at the first record
@@ -40,17 +42,11 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 def _list(client: Client, options: argparse.Namespace) -> int:
     head_seq = client.get_topic(options.topic, touch=False).head_seq
-    cursors = client.list_cursors(options.topic)
-    if options.json:
-        for one in cursors:
-            print_line(one)
-        return 0
-    rows: list[list[Any]] = [["CURSOR", "CONSISTENCY", "POSITION", "LAG", "PERSISTED"]]
-    rows += [
-        [one.cursor, one.consistency, one.cursor_seq, max(0, head_seq - one.cursor_seq), one.persisted_seq]
-        for one in cursors
-    ]
-    print_table(rows, options, text_columns=2)
+
+    def row(one: CursorState) -> Sequence[Cell]:
+        return (one.cursor, one.consistency, one.cursor_seq, max(0, head_seq - one.cursor_seq), one.persisted_seq)
+
+    print_items(client.list_cursors(options.topic), options, "CURSOR CONSISTENCY POSITION LAG PERSISTED", row, 2)
     return 0
 
 

@@ -17,16 +17,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import msgspec
 
 import topicsd
 from topics import __version__
 from topics.cli import shared
-from topics.cli.shared import EXIT_FOUND, key_file_of, print_line, put, url_of
+from topics.cli.shared import EXIT_FOUND, key_file_of, print_items, url_of
 from topics.client import Client, ClientError, NotAllowedError, ServiceBusyError, UnreachableError, calls
-from topics.terminal import Paint, paint_for
+from topics.terminal import Cell, Styled
 
 DISTRIBUTION: Final = "topicsd"
 EXTRAS: Final = {"server": sorted(topicsd.SERVER_MODULES), "spark": ["pyspark", "pyarrow"], "delta": ["deltalake"]}
@@ -44,7 +44,7 @@ _EXAMPLES: Final = """  topics doctor
   topics doctor --data-dir /var/lib/topics --json"""
 
 
-class Diagnosis(NamedTuple):
+class Diagnosis(msgspec.Struct, frozen=True):
     """The result of one check. `text` says what is wrong, or worth knowing, and the way out."""
 
     level: Literal["ok", "note", "bad"]
@@ -66,18 +66,12 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 def _doctor(client: Client, options: argparse.Namespace) -> int:
     found = [*examine(options), service(client, options)]
-    if options.json:
-        for one in found:
-            print_line(one._asdict())
-    else:
-        put(render(found, paint_for(sys.stdout, options.environment)).encode())
+    print_items(found, options, "LEVEL SUBJECT FINDING", _row, 3)
     return EXIT_FOUND if any(one.level == "bad" for one in found) else 0
 
 
-def render(found: Sequence[Diagnosis], paint: Paint) -> str:
-    """Return the checks as lines, and a last one that counts what is wrong."""
-    lines = [f"{paint(one.level.ljust(4), _STYLES[one.level])} {one.subject}: {one.text}" for one in found]
-    return "".join(f"{line}\n" for line in [*lines, f"{sum(one.level == 'bad' for one in found) or 'nothing'} wrong"])
+def _row(one: Diagnosis) -> Sequence[Cell]:
+    return (Styled(one.level, _STYLES[one.level]), one.subject, one.text)
 
 
 def examine(options: argparse.Namespace) -> Iterator[Diagnosis]:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from topics.cli import shared
 from topics.cli.list_topics import AT_ONCE
 from topics.cli.progress import progress
-from topics.cli.shared import EXIT_FOUND, print_line, print_table
+from topics.cli.shared import EXIT_FOUND, print_items
 from topics.client import Client, CursorState, NotFoundError, TopicEntry
-from topics.terminal import Styled
+from topics.terminal import Cell, Styled
 
 _EXAMPLES: Final = """  topics lag
   topics lag orders. --json | jq 'select(.kind == "cursor")'
   topics lag --over 10000 || page-somebody"""
 
 
-class Reader(NamedTuple):
+class Reader(msgspec.Struct, frozen=True):
     """A reader of a topic: a named cursor, a router, or the workers of a queue.
 
     `lag` counts seqs, of a queue its ready jobs. `leased` are jobs in somebody's hands.
@@ -50,16 +52,12 @@ def fill(parser: argparse.ArgumentParser) -> None:
 def _lag(client: Client, options: argparse.Namespace) -> int:
     found = sorted(readers(client, options.prefix), key=lambda one: (-one.lag, one.topic, one.reader))
     shown = found if options.over is None else [one for one in found if one.lag > options.over]
-    if options.json:
-        for one in shown:
-            print_line(one._asdict())
-    else:
-        rows = [
-            [one.topic, one.kind, one.reader, Styled(one.lag, "warn" if one.lag else "good"), one.leased, one.head_seq]
-            for one in shown
-        ]
-        print_table([["TOPIC", "KIND", "READER", "LAG", "LEASED", "HEAD"], *rows], options, text_columns=3)
+    print_items(shown, options, "TOPIC KIND READER LAG LEASED HEAD", _row, 3)
     return EXIT_FOUND if shown and options.over is not None else 0
+
+
+def _row(one: Reader) -> Sequence[Cell]:
+    return (one.topic, one.kind, one.reader, Styled(one.lag, "warn" if one.lag else "good"), one.leased, one.head_seq)
 
 
 def readers(client: Client, prefix: str) -> Iterator[Reader]:

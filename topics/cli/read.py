@@ -25,27 +25,13 @@ def fill(parser: argparse.ArgumentParser) -> None:
     shared.fill(parser, "read", _read, about=about, examples=_EXAMPLES)
     parser.add_argument("topic", metavar="TOPIC")
     start = parser.add_mutually_exclusive_group()
-    start.add_argument(
-        "--from",
-        dest="from_seq",
-        metavar="SEQ",
-        type=shared.whole,
-        default=0,
-        help="only records after this seq: the last one you have (0)",
-    )
-    start.add_argument(
-        "--from-ts",
-        metavar="MS|ISO",
-        type=timestamp_ms,
-        help="only records written at this time or later: ms since the epoch, or like 2026-03-01T12:00:00+01:00 (UTC "
-        "without an offset)",
-    )
+    after = "only records after this seq: the last one you have (0)"
+    start.add_argument("--from", dest="from_seq", metavar="SEQ", type=shared.whole, default=0, help=after)
+    since = "only records written then or later: ms since the epoch, or like 2026-03-01T12:00:00+01:00 (else UTC)"
+    start.add_argument("--from-ts", metavar="MS|ISO", type=timestamp_ms, help=since)
     parser.add_argument("--limit", metavar="N", type=shared.positive, help="at most so many records")
-    parser.add_argument(
-        "--until-head",
-        action="store_true",
-        help="end at the head as it was at the start, even if more is written meanwhile",
-    )
+    head = "end at the head as it was at the start, even if more is written meanwhile"
+    parser.add_argument("--until-head", action="store_true", help=head)
     shared.add_data_only(parser)
 
 

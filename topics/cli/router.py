@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
+from topics.api.answers import RouterEntry
 from topics.cli import shared
 from topics.cli.apply import Manifest, carry_out
 from topics.cli.create import add_fields, parse_fields
-from topics.cli.shared import print_answer, print_line, print_table
+from topics.cli.shared import print_answer, print_items
 from topics.client import Client
+from topics.terminal import Cell
 
 _EXAMPLES: Final = """  topics router create 'logs>errors' source=logs dest=errors 'filter=error:*'
   topics router list
@@ -39,17 +42,13 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def _list(client: Client, options: argparse.Namespace) -> int:
-    routers = client.list_routers(options.prefix)
-    if options.json:
-        for router in routers:
-            print_line(router)
-        return 0
-    rows: list[list[Any]] = [["ROUTER", "FROM", "TO", "FILTER", "COPIES", "LAG"]]
-    for one in routers:
-        tags = None if one.filter is None else shared.show(one.filter)
-        rows.append([one.router, one.source, one.dest, tags, one.forwarded_total, one.lag])
-    print_table(rows, options, text_columns=4)
+    print_items(client.list_routers(options.prefix), options, "ROUTER FROM TO FILTER COPIES LAG", _row, 4)
     return 0
+
+
+def _row(one: RouterEntry) -> Sequence[Cell]:
+    tags = None if one.filter is None else shared.show(one.filter)
+    return (one.router, one.source, one.dest, tags, one.forwarded_total, one.lag)
 
 
 def _show(client: Client, options: argparse.Namespace) -> int:

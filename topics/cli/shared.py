@@ -12,12 +12,14 @@ import select
 import sys
 import textwrap
 import time
+from argparse import SUPPRESS
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeVar, get_args
 
 import msgspec
 
+from topics.api.requests import Durability
 from topics.cli import EXIT_USAGE
 from topics.client import ApiError, Client, ClientError, Record, Retry, Tombstone, UnreachableError
 from topics.terminal import Cell, paint_for, table
@@ -37,6 +39,8 @@ _CODES: Final = """exit codes:
   5    the output has a gap: records were lost to a cap, a ttl or damage
   6    found what it looks for: `apply --plan` a difference, `lag --over` such a reader, `doctor` something wrong
   130  interrupted (Ctrl-C); 141 the reader of the output closed it"""
+T = TypeVar("T")
+CLASSES: Final[tuple[str, ...]] = get_args(Durability)
 Work = Callable[[Client, argparse.Namespace], int]
 
 
@@ -65,26 +69,16 @@ def add_where(parser: argparse.ArgumentParser) -> None:
     """Add the options for the service's address and the key."""
     # SUPPRESS, not None: `topics queue` has them before and after its verb, and a default after it would win.
     to = parser.add_argument_group("service")
-    to.add_argument("--url", default=argparse.SUPPRESS, help=f"the service (TOPICS_URL, else {URL_DEFAULT})")
-    to.add_argument(
-        "--key-file",
-        metavar="FILE",
-        default=argparse.SUPPRESS,
-        help="file with the API key (TOPICS_KEY_FILE, else none); as an argument anybody could read it",
-    )
-    to.add_argument(
-        "--patience-s",
-        metavar="SECONDS",
-        type=not_negative,
-        default=argparse.SUPPRESS,
-        help=f"how long to repeat a request while no service, or a busy one, answers ({PATIENCE_DEFAULT_S:g})",
-    )
+    to.add_argument("--url", default=SUPPRESS, help=f"the service (TOPICS_URL, else {URL_DEFAULT})")
+    about = "file with the API key (TOPICS_KEY_FILE, else none); as an argument anybody could read it"
+    to.add_argument("--key-file", metavar="FILE", default=SUPPRESS, help=about)
+    about = f"how long to repeat a request while no service, or a busy one, answers ({PATIENCE_DEFAULT_S:g})"
+    to.add_argument("--patience-s", metavar="SECONDS", type=not_negative, default=SUPPRESS, help=about)
 
 
 def add_data_only(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--data-only", action="store_true", help="print only the `data` of each record; tombstones go to stderr"
-    )
+    about = "print only the `data` of each record; tombstones go to stderr"
+    parser.add_argument("--data-only", action="store_true", help=about)
 
 
 def run(name: str, work: Work, options: argparse.Namespace) -> int:
@@ -222,6 +216,16 @@ def print_line(value: Any) -> None:
 def print_table(rows: Sequence[Sequence[Cell]], options: argparse.Namespace, *, text_columns: int = 1) -> None:
     """Print rows below their headings, with colours on a terminal."""
     put(table(rows, paint_for(sys.stdout, options.environment), text_columns=text_columns).encode())
+
+
+def print_items(
+    items: Iterable[T], options: argparse.Namespace, heads: str, row: Callable[[T], Sequence[Cell]], text_columns: int
+) -> None:
+    """Print a table with a row for each item, or the items as NDJSON after --json."""
+    if options.json:
+        put(b"".join(one_line(_encoder.encode(item)) + b"\n" for item in items))
+    else:
+        print_table([heads.split(), *map(row, items)], options, text_columns=text_columns)
 
 
 def put(lines: bytes) -> None:

@@ -48,47 +48,24 @@ def fill(parser: argparse.ArgumentParser) -> None:
     )
     shared.fill(parser, "write", _write, about=about, examples=_EXAMPLES)
     parser.add_argument("topic", metavar="TOPIC")
-    parser.add_argument(
-        "--records",
-        action="store_true",
-        help="lines are whole records: data, and tag, node, meta, deliver_at, delay_ms, order_key; the output of "
-        "`topics read` fits",
-    )
+    whole = "lines are whole records: data, tag, node, meta, deliver_at, delay_ms, order_key; output of `read` fits"
+    parser.add_argument("--records", action="store_true", help=whole)
     parser.add_argument("--tag", help="tag of records without one")
     parser.add_argument("--node", help="node of records without one")
-    parser.add_argument(
-        "--durability",
-        choices=("ephemeral", "memory", "disk", "fsync"),
-        help="class of the topic if this creates it; an existing one keeps its own, and a message says so",
-    )
-    parser.add_argument(
-        "--config",
-        metavar="JSON",
-        type=config_object,
-        default={},
-        help='whole configuration if this creates it, like \'{"type": "queue", "max_deliveries": 5}\'',
-    )
+    if_new = "class of the topic if this creates it; an existing one keeps its own, and a message says so"
+    parser.add_argument("--durability", choices=shared.CLASSES, help=if_new)
+    if_new = 'whole configuration if this creates it, like \'{"type": "queue", "max_deliveries": 5}\''
+    parser.add_argument("--config", metavar="JSON", type=config_object, default={}, help=if_new)
     parser.add_argument("--no-create", action="store_true", help="do not create the topic")
-    parser.add_argument(
-        "--key-of",
-        metavar="FIELD",
-        help="write each record alone, with this field of its data as idempotency key: a repeat of the same input "
-        "within the topic's idempotency_window_ms writes only what is missing; slower",
+    key_of = (
+        "write each record alone, with this field of its data as idempotency key: a repeat of the same input within "
+        "the topic's idempotency_window_ms writes only what is missing; slower"
     )
-    parser.add_argument(
-        "--batch-records",
-        metavar="N",
-        type=shared.positive,
-        default=1000,
-        help=f"most records of one write (%(default)s; the service takes {BATCH_MAX_RECORDS} by default)",
-    )
-    parser.add_argument(
-        "--delay-ms",
-        metavar="MS",
-        type=shared.not_negative,
-        default=50.0,
-        help="longest wait of a line for others, to be written together (%(default)g)",
-    )
+    parser.add_argument("--key-of", metavar="FIELD", help=key_of)
+    most = f"most records of one write (%(default)s; the service takes {BATCH_MAX_RECORDS} by default)"
+    parser.add_argument("--batch-records", metavar="N", type=shared.positive, default=1000, help=most)
+    together = "longest wait of a line for others, to be written together (%(default)g)"
+    parser.add_argument("--delay-ms", metavar="MS", type=shared.not_negative, default=50.0, help=together)
 
 
 def _write(client: Client, options: argparse.Namespace) -> int:
