@@ -48,10 +48,11 @@ class Shell:
         stdin: int | IO[bytes] = subprocess.DEVNULL,
         stdout: int = subprocess.PIPE,
         stderr: int = subprocess.PIPE,
+        before: tuple[str, ...] = (),
     ) -> subprocess.Popen[bytes]:
-        """Start a command, unbuffered. The caller ends it, best by `with`."""
+        """Start a command, unbuffered, behind the words of `before`. The caller ends it, best by `with`."""
         return subprocess.Popen(
-            [*COMMAND, *arguments], stdin=stdin, stdout=stdout, stderr=stderr, env=self._environment, bufsize=0
+            [*before, *COMMAND, *arguments], stdin=stdin, stdout=stdout, stderr=stderr, env=self._environment, bufsize=0
         )
 
 

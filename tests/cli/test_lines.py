@@ -9,13 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from topics.cli.list_topics import table
+from topics.cli.list_topics import HEADINGS
 from topics.cli.queue_commands import Lease, job_argument, parse_jobs
 from topics.cli.read import timestamp_ms
 from topics.cli.shared import BadLineError, LineBatch, data_lines, record_lines
 from topics.cli.write import is_certain, key_of, parse
 from topics.client import NewRecord, Record, UnreachableError
 from topics.client.errors import api_error
+from topics.terminal import table
 
 
 def record(seq: int, data: bytes, **rest: Any) -> Record:
@@ -155,7 +156,7 @@ def test_what_is_no_time(text: str) -> None:
 
 def test_the_table_has_columns_as_wide_as_they_need() -> None:
     rows = [("a", "log", "disk", "1", "100000", "1", "1"), ("orders.long", "queue", "ephemeral", "0", "0", "7", "-")]
-    assert table(rows).splitlines() == [
+    assert table([HEADINGS, *rows], text_columns=3).splitlines() == [
         "TOPIC        TYPE   CLASS      RECORDS   BYTES  HEAD  OLDEST",
         "a            log    disk             1  100000     1       1",
         "orders.long  queue  ephemeral        0       0     7       -",

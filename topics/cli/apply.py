@@ -71,8 +71,8 @@ def fill(parser: argparse.ArgumentParser) -> None:
     about = (
         "Make topics, routers and cursors those of a TOML file: print what has to change, ask, do it. A second run "
         "does nothing. What the file answers for and does not declare is named, and deleted only with --prune: cursors "
-        "of its topics, routers between them, and with `prefix` all topics and routers whose names begin so. Where nobody "
-        "can be asked, --yes is needed to change or delete; to create it is not."
+        "of its topics, routers between them, and with `prefix` all topics and routers whose names begin so. Where "
+        "nobody can be asked, --yes is needed to change or delete; to create it is not."
     )
     shared.fill(parser, "apply", _apply, about=about, examples=_EXAMPLES)
     parser.add_argument("-f", "--file", metavar="FILE", required=True, help="what there should be: docs/commands.md")

@@ -1,0 +1,216 @@
+"""`create`, `apply`, `router`, `cursor`, `lag`, `top`, `bench`, `completion` against a service."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cli.shell import Shell, values
+from tests.harness import Service
+from topics.client import Client, NotFoundError
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+def test_create_shows_what_it_would_change(shell: Shell, topics: Client, topic: str) -> None:
+    (made,) = values(shell.ok("create", topic, "durability=fsync", "cap_records=100"))
+    assert (made["topic"], made["config"]["cap_records"]) == (topic, 100)
+    refused = shell.run("create", topic, "cap_records=10")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "cap_records: 100 → 10 (takes records at once)" in refused.stderr
+    assert 'durability: "fsync" → "disk"' in refused.stderr
+    assert "--yes" in refused.stderr
+    assert topics.get_topic(topic).config["cap_records"] == 100
+    assert shell.run("create", topic, "cap_records=10", "--yes").returncode == 0
+    assert topics.get_topic(topic).config["durability"] == "disk"
+    assert values(shell.ok("create", topic, "cap_records=10"))[0]["topic"] == topic, "nothing changes: nothing is asked"
+    assert shell.run("create", topic, "type=queue").returncode == 2
+
+
+@pytest.mark.parametrize(("answer", "code", "cap"), [(b"n\n", 1, 0), (b"y\n", 0, 10)])
+def test_create_asks_on_a_terminal(
+    shell: Shell, topics: Client, topic: str, answer: bytes, code: int, cap: int
+) -> None:
+    topics.put_topic(topic)
+    ours, theirs = pty.openpty()
+    try:
+        with shell.begin("create", topic, "cap_records=10", stdin=theirs) as creating:
+            os.write(ours, answer)
+            assert creating.wait(30) == code
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert topics.get_topic(topic).config["cap_records"] == cap
+
+
+def test_routers(shell: Shell, topics: Client, topic: str) -> None:
+    name, ends = f"{topic}>copy", (f"source={topic}", f"dest={topic}.copy")
+    (made,) = values(shell.ok("router", "create", name, *ends, "filter=x*"))
+    assert (made["router"], made["filter"], made["lag"]) == (name, "x*", 0)
+    topics.append(topic, [1, 2])
+    heading, row = shell.ok("router", "list", topic).splitlines()
+    assert heading.split() == ["ROUTER", "FROM", "TO", "FILTER", "COPIES", "LAG"]
+    assert row.split() == [name, topic, f"{topic}.copy", '"x*"', "0", "0"]
+    refused = shell.run("router", "create", name, *ends)
+    assert refused.returncode == 1
+    assert 'filter: "x*" → null' in refused.stderr
+    assert shell.run("router", "create", name, *ends, "--yes").returncode == 0
+    assert values(shell.ok("router", "show", name))[0]["filter"] is None
+    assert [one["router"] for one in values(shell.ok("router", "list", topic, "--json"))] == [name]
+    assert values(shell.ok("router", "delete", name)) == [{"router": name, "deleted": True}]
+    assert shell.run("router", "show", name).returncode == 1
+    assert shell.run("router", "create", name, f"source={topic}").returncode == 2
+
+
+def test_cursors(shell: Shell, topics: Client, topic: str) -> None:
+    topics.append(topic, range(5))
+    assert values(shell.ok("cursor", topic, "set", "here"))[0]["cursor_seq"] == 0
+    assert values(shell.ok("cursor", topic, "set", "there", "--tail"))[0]["cursor_seq"] == 5
+    (moved,) = values(shell.ok("cursor", topic, "set", "there", "--to", "3", "--persist-every", "2"))
+    assert (moved["cursor_seq"], moved["persist_every"], moved["created"]) == (3, 2, False)
+    heading, *rows = (line.split() for line in shell.ok("cursor", topic, "list").splitlines())
+    assert heading == ["CURSOR", "CONSISTENCY", "POSITION", "LAG", "PERSISTED"]
+    assert [(row[0], row[2], row[3]) for row in rows] == [("here", "0", "5"), ("there", "3", "2")]
+    assert shell.ok("cursor", topic, "delete", "here")
+    assert [one["cursor"] for one in values(shell.ok("cursor", topic, "list", "--json"))] == ["there"]
+
+
+def test_lag_has_every_reader(shell: Shell, topics: Client, topic: str) -> None:
+    topics.append(f"{topic}.log", range(5))
+    topics.cursor(f"{topic}.log", "billing").put(from_seq=2)
+    topics.put_topic(f"{topic}.queue", type="queue")
+    topics.append(f"{topic}.queue", range(4))
+    topics.queue(f"{topic}.queue", node="n").claim(1)
+    topics.put_router(f"{topic}>copy", f"{topic}.log", f"{topic}.copy")
+    found = values(shell.ok("lag", topic, "--json"))
+    assert [(one["kind"], one["reader"], one["lag"], one["leased"]) for one in found] == [
+        ("cursor", "billing", 3, None),
+        ("queue", "workers", 3, 1),
+        ("router", f"{topic}>copy", 0, None),
+    ]
+    over = shell.run("lag", topic, "--over", "2")
+    assert over.returncode == 6
+    assert len(over.stdout.splitlines()) == 3
+    assert shell.ok("lag", topic, "--over", "3").splitlines() == ["TOPIC  KIND  READER  LAG  LEASED  HEAD"]
+
+
+def test_apply(shell: Shell, topics: Client, topic: str, tmp_path: Path) -> None:
+    declared = tmp_path / "topics.toml"
+    declared.write_text(f"""
+prefix = "{topic}"
+[topics."{topic}.log"]
+durability = "fsync"
+[routers."{topic}>copy"]
+source = "{topic}.log"
+dest = "{topic}.copy"
+[cursors."{topic}.log".billing]
+""")
+    file = ("apply", "-f", str(declared))
+    planned = shell.run(*file, "--plan")
+    assert planned.returncode == 6
+    assert planned.stdout.endswith("3 to create\n")
+    with pytest.raises(NotFoundError):
+        topics.get_topic(f"{topic}.log")
+    assert shell.ok(*file).endswith("3 to create\n"), "who only creates is not asked"
+    assert shell.ok(*file) == shell.ok(*file, "--plan") == "nothing to do: the service is as declared\n"
+    topics.put_topic(f"{topic}.log", durability="memory")
+    topics.append(f"{topic}.extra", [1])
+    refused = shell.run(*file)
+    assert refused.returncode == 1
+    assert 'durability: "memory" → "fsync"' in refused.stdout
+    assert f"topic {topic}.extra is not in the file; --prune deletes it" in refused.stdout
+    assert shell.run(*file, "--yes").returncode == 0
+    assert topics.get_topic(f"{topic}.extra").count == 1, "nothing is deleted without --prune"
+    steps = values(shell.run(*file, "--prune", "--plan", "--json").stdout)
+    assert [(one["action"], one["kind"], one["name"]) for one in steps] == [("delete", "topic", f"{topic}.extra")]
+    assert shell.run(*file, "--prune", "--yes").returncode == 0
+    assert [one.topic for one in topics.list_topics(topic)] == [f"{topic}.copy", f"{topic}.log"]
+    for wrong in ("[topics.x]\nttl = 1\n", "[topic.x]\n", "= 1"):
+        declared.write_text(wrong)
+        assert shell.run(*file).returncode == 2
+    assert shell.run("apply", "-f", str(tmp_path / "none")).returncode == 2
+
+
+def test_top(shell: Shell, topics: Client, topic: str) -> None:
+    topics.append(topic, range(3))
+    shown = shell.ok("top", topic, "--rounds", "2", "--every-s", "0", "--sort", "count").splitlines()
+    assert sum(line.startswith("TOPIC ") for line in shown) == 2
+    assert any(line.startswith(f"{topic} ") for line in shown)
+    assert "\x1b" not in "".join(shown)
+    looks = values(shell.ok("top", topic, "--rounds", "2", "--every-s", "0.01", "--json"))
+    assert looks[0]["rates"]["requests"] is None
+    assert looks[1]["rates"]["requests"] > 0
+
+
+@pytest.mark.long
+def test_bench_removes_its_topic(shell: Shell, topics: Client) -> None:
+    arguments = ("bench", "--seconds", "1", "--warm-up-s", "0.1", "--connections", "2", "--batch", "5")
+    said = shell.ok(*arguments).splitlines()
+    assert any(line.startswith("write ") and "5 records of 100 bytes" in line for line in said)
+    assert said[-4].split()[:4] == ["PHASE", "REQUESTS", "RECORDS", "RECORDS"]
+    (measured,) = values(shell.ok(*arguments, "--json"))
+    assert [one["phase"] for one in measured["phases"]] == ["write", "deliver", "read"]
+    for one in measured["phases"]:
+        assert one["requests"] > 0
+        assert 0 < one["p50_ms"] <= one["p99_ms"] <= one["max_ms"]
+    assert measured["phases"][0]["records"] == 5 * measured["phases"][0]["requests"]
+    assert not [one.topic for one in topics.list_topics("topics-bench-")]
+
+
+@pytest.mark.parametrize("kind", SHELLS)
+def test_completions_are_scripts_of_their_shell(shell: Shell, kind: str, tmp_path: Path) -> None:
+    script = tmp_path / "completions"
+    script.write_text(shell.ok("completion", kind))
+    text = script.read_text()
+    assert "redrive" in text
+    assert "topics list --names" in text
+    if shutil.which(kind):
+        subprocess.run([kind, "-n", str(script)], check=True, timeout=30)
+
+
+def test_bash_completes(shell: Shell, topics: Client, topic: str, service: Service, tmp_path: Path) -> None:
+    """Options of commands, and names of topics, which the service is asked for."""
+    topics.put_topic(topic)
+    script = tmp_path / "completions"
+    script.write_text(shell.ok("completion", "bash"))
+    function = re.search(r"complete .*-F (\S+) topics", script.read_text())
+    assert function is not None
+    program = tmp_path / "topics"
+    program.write_text(f"#!/bin/sh\n[ \"$1 $2\" = 'list --names' ] && echo {topic}\n")
+    program.chmod(0o755)
+
+    def completed(*words: str) -> list[str]:
+        given = " ".join(f"'{word}'" for word in words)
+        lines = f"""
+            source {script}
+            COMP_WORDS=({given}) COMP_CWORD={len(words) - 1}
+            {function[1]} topics '{words[-1]}' '{words[-2]}'
+            printf '%s\\n' "${{COMPREPLY[@]}}"
+        """
+        path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        done = subprocess.run(["bash", "-c", lines], capture_output=True, text=True, env=path, timeout=30, check=True)
+        return done.stdout.split()
+
+    assert completed("topics", "cr") == ["create"]
+    assert completed("topics", "lag", "--ov") == ["--over"]
+    assert completed("topics", "read", topic[:3]) == [topic]
+
+
+def test_colours_are_for_a_terminal(shell: Shell, topics: Client, topic: str) -> None:
+    topics.append(topic, [1])
+    for environment, painted in (({}, True), ({"NO_COLOR": "1"}, False)):
+        ours, theirs = pty.openpty()
+        command = ("env", *(f"{name}={value}" for name, value in environment.items()))
+        try:
+            with shell.begin("list", topic, stdout=theirs, before=command) as listing:
+                assert listing.wait(30) == 0
+            assert (b"\x1b[1mTOPIC" in os.read(ours, 10_000)) == painted
+        finally:
+            os.close(ours)
+            os.close(theirs)
