@@ -53,9 +53,8 @@ def carry_out(steps: list[Step], now: Deployed) -> Deployed:
     """Do what the service would do for these calls."""
     now = copy.deepcopy(now)
     for step in steps:
-        place: dict[Any, dict[str, Any]] = {"topic": now.topics, "router": now.routers, "cursor": now.cursors}[
-            step.kind
-        ]
+        places: dict[str, dict[Any, Any]] = {"topic": now.topics, "router": now.routers, "cursor": now.cursors}
+        place = places[step.kind]
         name: Any = tuple(step.name.split()) if step.kind == "cursor" else step.name
         if step.action == "delete":
             assert step.call.method == "DELETE"

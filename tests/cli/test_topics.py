@@ -204,4 +204,4 @@ def test_verify_has_no_use_for_the_http_library(tmp_path: Path) -> None:
 def test_every_command_is_there(shell: Shell) -> None:
     help = shell.ok("--help")
     assert {*OF_CLIENT, *WITH_VERBS, "verify", "spark", "completion"} == set(COMMANDS)
-    assert all(re.search(rf"^    {name} ", help, re.MULTILINE) for name in COMMANDS)
+    assert all(re.search(rf"^    {name}\b", help, re.MULTILINE) for name in COMMANDS)

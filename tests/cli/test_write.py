@@ -6,6 +6,7 @@ import os
 import pty
 import signal
 import subprocess
+import termios
 
 import pytest
 
@@ -142,6 +143,7 @@ def test_ctrl_c_says_what_is_written(shell: Shell, topics: Client, topic: str) -
 
 def test_progress_is_for_a_terminal(shell: Shell, topic: str) -> None:
     ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
     try:
         with shell.begin("write", topic, stdin=subprocess.PIPE, stderr=theirs) as writing:
             assert writing.stdin is not None

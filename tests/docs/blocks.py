@@ -17,6 +17,7 @@ _TITLE: Final = re.compile(r'title="([^"]+)"')
 RUN_HERE: Final = frozenset(
     {
         "docs/quickstart.md",
+        "docs/commands.md",
         "docs/queues.md",
         "docs/guides/publish-subscribe.md",
         "docs/guides/queue.md",
@@ -49,6 +50,7 @@ NOT_RUN: Final = {
         "$ curl -s localhost:4000/v0/topics -H 'Auth",
     ): "a key cut short; guides/security.md runs it",
     ("docs/storage-format.md", "$ topics verify ./topics-data"): "guides/deployment.md runs it",
+    ("docs/commands.md", "topics completion bash >"): "files of the reader; test_service_commands.py runs the commands",
     ("docs/spark.md", 'frame = spark.read.format("topics")'): "a shape with `…`; guides/spark.md runs a whole program",
     ("docs/spark.md", 'frame.select("data", "tag").write'): "a shape with `…`; guides/spark.md runs a whole program",
     ("docs/spark.md", "topics spark export --topics commits"): "tests/spark/test_jobs.py runs these jobs",

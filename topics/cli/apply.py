@@ -204,8 +204,9 @@ def _undeclared(manifest: Manifest, now: Deployed) -> Iterator[Step]:
     for topic, name in now.cursors:
         if topic in named and name not in manifest.cursors.get(topic, {}):
             yield Step("delete", "cursor", f"{topic} {name}", [], calls.delete_cursor(topic, name))
-    for name in now.topics.keys() - named if prefix is not None else ():
-        yield Step("delete", "topic", name, [], calls.delete_topic(name))
+    for name in sorted(now.topics.keys() - named):
+        if prefix is not None and name.startswith(prefix):
+            yield Step("delete", "topic", name, [], calls.delete_topic(name))
 
 
 def render(steps: list[Step], undeclared: list[Step], paint: Paint) -> str:
