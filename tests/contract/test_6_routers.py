@@ -92,7 +92,7 @@ def test_get_adds_forwarded_total(client: httpx.Client, topic: str) -> None:
     body = router(client, topic)
     del body["performance"]
     expected = {"router": topic, "source": topic, "dest": f"{topic}.d", **DEFAULTS, **fields}
-    assert body == {**expected, "forwarded_total": 0}
+    assert body == {**expected, "forwarded_total": 0, "lag": 0}
 
 
 def test_an_unknown_router_is_404(client: httpx.Client, topic: str) -> None:

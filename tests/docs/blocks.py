@@ -113,7 +113,7 @@ def runner(block: Block) -> str | None:
             return reason
     if block.page == PICTURES_OF and not block.language:
         return "a layout of bytes"
-    if block.page in RUN_HERE and block.language in ("console", "python", "text"):
+    if block.page in RUN_HERE and block.language in ("console", "python", "text", "toml"):
         return "tests/docs/test_pages.py"
     test, languages = RUN_ELSEWHERE.get(block.page, ("", set()))
     return test if block.language in languages else None
