@@ -115,8 +115,7 @@ def test_an_address_that_is_cut_again_and_again_gets_no_http2_for_a_while(floode
                 deque(iter(partial(connected.recv, 1 << 16), b""), maxlen=0)
         late = stack.enter_context(connect(flooded, "127.0.2.1"))
         late.sendall(PREFACE + frame(4))
-        with pytest.raises(ConnectionResetError):
-            late.recv(1)
+        assert late.recv(1) == b""
         plain = stack.enter_context(connect(flooded, "127.0.2.1"))
         plain.sendall(b"GET /v0/topics HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert plain.recv(12) == b"HTTP/1.1 200"
