@@ -1,4 +1,4 @@
-"""All that is done to the service: parts of it killed, all of it stopped or killed, power lost, the shard count changed."""
+"""All that is done to the service: parts of it killed, all of it stopped or killed, power lost, other shard counts."""
 
 from __future__ import annotations
 
