@@ -81,13 +81,8 @@ class ManifestRoutes:
         ttl_ms = min(count(query, "pin_ttl_ms", 0), PIN_TTL_MAX_MS)
         await self.catching_up.wait_for(name)
         await reserve_room(request.scope, LIST_BYTES_MAX)
-        ref, segments = self.reader.with_segments(self.reader.get(name))
-        listed, more = _wanted(ref, segments, from_seq, to_seq)
-        pin: dict[str, Any] | None = None
-        if ttl_ms:
-            pin_id = new_pin_id()
-            ref, segments, listed, more = self._pinned(pin_id, ref, listed, more, (from_seq, to_seq), ttl_ms)
-            pin = {"id": pin_id, "ttl_ms": ttl_ms}
+        pin_id = self._new_pin() if ttl_ms else ""
+        ref, segments, listed, more = self._listed(self.reader.get(name), from_seq, to_seq, pin_id, ttl_ms)
         view = ref.view
         sealed = [info for info in segments if info.flags & SEALED]
         return JsonReply(
@@ -101,7 +96,7 @@ class ManifestRoutes:
                 "http_from_seq": max(view.earliest_seq, sealed[-1].last_seq + 1 if sealed else 1),
                 "segments": await self._rows(view.topic_id, listed),
                 "next_from_seq": listed[-1].last_seq if more else None,
-                "pin": pin,
+                "pin": {"id": pin_id, "ttl_ms": ttl_ms} if pin_id else None,
             }
         )
 
@@ -139,26 +134,32 @@ class ManifestRoutes:
         self.pins.held(now_ms)
         return pin
 
-    def _pinned(
-        self, pin_id: str, ref: TopicRef, listed: list[SegmentInfo], more: bool, range_: tuple[int, int], ttl_ms: int
-    ) -> tuple[TopicRef, tuple[SegmentInfo, ...], list[SegmentInfo], bool]:
-        """Pin the listed segments, and list them again until all that are listed are pinned."""
+    def _new_pin(self) -> str:
+        """Return the id of a pin to be written. `throttled` if all are in use."""
         most = limits.PINS.most_count
         if self.pins.held(self.clock.monotonic_ms()) >= most:
             self.pins.remove_ended()
         if self.pins.held(self.clock.monotonic_ms()) >= most:
             message = f"one frontend keeps {most} pins, which are all in use; end some, or wait until some are over"
             raise limits.PINS.refused(message, most, retry_after_ms=None)
+        return new_pin_id()
+
+    def _listed(
+        self, ref: TopicRef, from_seq: int, to_seq: int, pin_id: str, ttl_ms: int
+    ) -> tuple[TopicRef, tuple[SegmentInfo, ...], list[SegmentInfo], bool]:
+        """Return the topic, its segments, and those to list (`_wanted`); with a pin all that are listed are pinned."""
+        pinned: set[tuple[int, int]] | None = None
         for _ in range(_TRIES):
-            until_ms = self.clock.monotonic_ms() + ttl_ms
+            ref, segments = self.reader.with_segments(ref)
+            listed, more = _wanted(ref, segments, from_seq, to_seq)
             names = [(info.first_seq, info.version) for info in listed]
-            self.pins.put(pin_id, Pin(ref.name, ref.view.topic_id, names, until_ms))
-            ref, segments = self.reader.with_segments(self.reader.refresh(ref))
-            again, more = _wanted(ref, segments, *range_)
             # A segment that fell below the floor in the meantime is no longer listed; its pin does no harm.
-            if {(info.first_seq, info.version) for info in again} <= set(names):
-                return ref, segments, again, more
-            listed = again
+            if not pin_id or (pinned is not None and pinned.issuperset(names)):
+                return ref, segments, listed, more
+            pinned = set(names)
+            until_ms = self.clock.monotonic_ms() + ttl_ms
+            self.pins.put(pin_id, Pin(ref.name, ref.view.topic_id, names, until_ms))
+            ref = self.reader.refresh(ref)
         raise TopicsError(
             "storage_unavailable",
             f"the segments of topic {ref.name!r} change faster than they can be pinned; ask again",

@@ -57,10 +57,12 @@ class AppendRoute:
         self._settings = settings
         self._cell = cell
 
-    async def __call__(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
+    @asgi_route("POST", TOPIC_PATH, Route.APPEND, KeyScope.WRITE, "records")
+    @describe("Append records, all or none", _APPENDED, *_CODES)
+    @takes(flag_query("return_seqs", True, "whether the answer lists the seqs"), body=AppendBody)
+    async def post(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
-        headers = dict(scope["headers"])
-        check_topic_name(name)
+        name, headers = check_topic_name(scope["path_params"]["topic"]), dict(scope["headers"])
         body = await read_body(receive, headers, self._settings.max_body_bytes)
         if len(body) <= INLINE_BYTES_MAX:
             request, records = self._read(body)
@@ -72,13 +74,6 @@ class AppendRoute:
         await send_json(
             send, headers, 201 if reply.created else 200, b"{%b}" % members(name, reply, with_seqs, started_ns)
         )
-
-    @asgi_route("POST", TOPIC_PATH, Route.APPEND, KeyScope.WRITE, "records")
-    @describe("Append records, all or none", _APPENDED, *_CODES)
-    @takes(flag_query("return_seqs", True, "whether the answer lists the seqs"), body=AppendBody)
-    async def post(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Append for a request that came through the router."""
-        await self(scope["path_params"]["topic"], scope, receive, send)
 
     def submit(
         self, name: str, request: AppendBody, records: LaidOut, key_header: bytes | None, caller: ApiKey
