@@ -158,7 +158,6 @@ class WorkStream:
         self._last_words = b""  # the last event of a stream that ended before it began
         self._heartbeat: asyncio.TimerHandle | None = None
         self._stall: ReadProgress | None = None  # the stall of a client that does not keep up, and is dealt no jobs
-        self._stall_timer: asyncio.TimerHandle | None = None
 
     async def open(self) -> None:
         """Open the stream at the shard. Fails with the shard's refusal."""
@@ -221,7 +220,7 @@ class WorkStream:
 
     def _stop(self) -> None:
         self._closed = True
-        for pending in (self._heartbeat, self._stall_timer, self._fetching):
+        for pending in (self._heartbeat, self._fetching):
             if pending is not None:
                 pending.cancel()
 
@@ -312,25 +311,23 @@ class WorkStream:
     def _pause(self, dealt: Dealt, from_at: int, push: Push) -> None:
         """Give back the jobs that cannot be sent, as the client does not keep up."""
         if self._stall is None:
-            self._stall = ReadProgress(push.progress_bytes, self._routes.clock.monotonic_ms())
-            self._stall_timer = self._loop.call_later(STALL_CHECK_S, self._check_stall, push)
+            self._stall = stall = ReadProgress(push.progress_bytes, self._routes.clock.monotonic_ms())
+            self._loop.call_later(STALL_CHECK_S, self._check_stall, stall, push)
         self._gateway.post(self.shard, self._opening(0))
         self._channel.give_back(self.name, self._node, dealt, from_at)
 
     def _end_stall(self) -> None:
         if self._stall is not None and not self._closed:
             self._stall = None
-            if self._stall_timer is not None:
-                self._stall_timer.cancel()
             self._gateway.post(self.shard, self._opening(self._most))
 
-    def _check_stall(self, push: Push) -> None:
-        if self._stall is None or self._closed:
+    def _check_stall(self, stall: ReadProgress, push: Push) -> None:
+        if self._stall is not stall or self._closed:
             return
-        if self._stall.timed_out(push.progress_bytes, self._routes.clock.monotonic_ms()):
+        if stall.timed_out(push.progress_bytes, self._routes.clock.monotonic_ms()):
             self.end(EVENT_STREAM.final("throttled", f"nothing was taken for {STALL_MAX_MS} ms"))
         else:
-            self._stall_timer = self._loop.call_later(STALL_CHECK_S, self._check_stall, push)
+            self._loop.call_later(STALL_CHECK_S, self._check_stall, stall, push)
 
     def _opening(self, most: int) -> WorkOpen:
         """Return the message that opens the stream, or changes its number of jobs to `most`."""
