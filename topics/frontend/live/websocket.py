@@ -383,7 +383,6 @@ class WebSocketRoute:
         self._slots = slots
         self._sockets: dict[Socket, None] = {}
         self._draining = False
-        services.access.on_change(self._end_forbidden)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         message = await receive()
@@ -402,6 +401,7 @@ class WebSocketRoute:
                 return
             socket = Socket(self._services, caller.digest, scope, receive, send)
             self._sockets[socket] = None
+            self._services.access.on_change(socket.end_forbidden)
             self._services.cell.set("ws_connections", len(self._sockets))
             try:
                 await send({"type": "websocket.accept"})
@@ -410,6 +410,7 @@ class WebSocketRoute:
                 await socket.run()
             finally:
                 del self._sockets[socket]
+                self._services.access.forget(socket.end_forbidden)
                 self._services.cell.set("ws_connections", len(self._sockets))
 
     @asgi_route("GET", "/v0/ws", None, None, "watch")
@@ -422,10 +423,6 @@ class WebSocketRoute:
         self._draining = True
         for socket in list(self._sockets):
             socket.end_shutting_down()
-
-    def _end_forbidden(self) -> None:
-        for socket in list(self._sockets):
-            socket.end_forbidden()
 
 
 async def refuse(error: TopicsError, scope: Scope, send: Send) -> None:

@@ -66,7 +66,6 @@ class WorkRoutes:
     _draining: bool = False
 
     def __post_init__(self) -> None:
-        self.access.on_change(self._end_forbidden)
         self.services.gateway.on_restart(self._reopen)
 
     # The key may be in the query, so it is checked here.
@@ -96,6 +95,7 @@ class WorkRoutes:
 
     async def _work(self, stream: WorkStream, scope: Scope, receive: Receive, send: Send) -> None:
         self._streams.add(stream)
+        self.access.on_change(stream.end_if_forbidden)
         try:
             if self._draining:
                 raise stopping()
@@ -104,26 +104,19 @@ class WorkRoutes:
             try:
                 push = await event_streams.begin_stream(scope, send)
                 stream.begin(push)
-                self._end_if_forbidden(stream)  # the keys may have changed since the request was admitted
+                stream.end_if_forbidden()  # the keys may have changed since the request was admitted
                 await event_streams.run_stream(push, receive)
             finally:
                 self.cell.add("work_streams", -1)
         finally:
             self._streams.discard(stream)
+            self.access.forget(stream.end_if_forbidden)
             stream.release()
 
     def _reopen(self, shard: int) -> None:
         for stream in self._streams:
             if stream.shard == shard:
                 stream.reopen()
-
-    def _end_forbidden(self) -> None:
-        for stream in list(self._streams):
-            self._end_if_forbidden(stream)
-
-    def _end_if_forbidden(self, stream: WorkStream) -> None:
-        if not self.access.still_allows(stream.key_digest, _NEEDED, (stream.name,)):
-            stream.end(EVENT_STREAM.final("forbidden", "the key of this stream is no longer valid for it"))
 
 
 class WorkStream:
@@ -138,7 +131,7 @@ class WorkStream:
         self._dead_letters, self._unreadable = services.dead_letters, services.unreadable
         self._loop = asyncio.get_running_loop()
         self.name = name
-        self.key_digest = key_digest
+        self._key_digest = key_digest
         self._node = checked_node(query.get("node", ""), settings)
         self._most = max(1, min(count(query, "max", 1), settings.max_claim))
         lease_ms = clamped_lease_ms(max(1, count(query, "lease_ms", 0)))
@@ -209,6 +202,10 @@ class WorkStream:
         self._stop()
         if self._push is not None:
             self._push.close()
+
+    def end_if_forbidden(self) -> None:
+        if not self._routes.access.still_allows(self._key_digest, _NEEDED, (self.name,)):
+            self.end(EVENT_STREAM.final("forbidden", "the key of this stream is no longer valid for it"))
 
     def release(self) -> None:
         self._stop()
