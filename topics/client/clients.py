@@ -70,7 +70,6 @@ class Connection(Commands):
     async def _frames(
         self, positions: Mapping[str, int] | str, tombstones: Tombstones, options: dict[str, Any]
     ) -> AsyncGenerator[Iterable[tuple[str, Item | TopicGone]], None]:
-        """Yield the items of each frame of a follower."""
         following = Following(positions, tombstones, options, partial(self._attempts, "GET"))
         while not following.ended():
             if following.wid is None:

@@ -352,7 +352,6 @@ class Shift:
         return self._confirmed
 
     async def _epoch(self) -> str:
-        """Return the topic's present instance."""
         return (await self._client.call(calls.get_topic(self._topic, touch=False))).epoch
 
     def _forget_stream(self) -> None:

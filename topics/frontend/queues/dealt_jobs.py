@@ -15,6 +15,7 @@ from topics.frontend.asgi import Receive, disconnected_before
 from topics.frontend.entry.bodies import ClientGoneError
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.reads.records import PageOptions
+from topics.frontend.routes.topic_ranking import Slices
 from topics.frontend.shards.gateway import Gateway
 from topics.frontend.shards.notices import JobListener
 from topics.log import get_logger
@@ -126,8 +127,6 @@ class JobChannel:
 
 ANSWER_BYTES_MAX: Final = 8 << 20
 """Longest answer to one claim, which has at least one job."""
-RUNS_AT_ONCE: Final = 32
-"""Pages that are read before other requests have their turn."""
 _LEASE_ID: Final = re.compile(r"lease_([0-9a-f]{16})")
 
 
@@ -169,7 +168,8 @@ class ReadJobs:
         one that cannot be read; those before it are there.
         """
         left_bytes = ANSWER_BYTES_MAX
-        for number, (first_seq, last_seq) in enumerate(runs_of(members), 1):
+        slices = Slices()
+        for first_seq, last_seq in runs_of(members):
             self.up_to_seq = first_seq - 1
             while self.up_to_seq < last_seq:
                 if left_bytes <= 0:
@@ -183,8 +183,7 @@ class ReadJobs:
                     self._bodies.append(page.body)
                     self.count += page.count
                     left_bytes -= len(page.body)
-            if not number % RUNS_AT_ONCE:
-                await asyncio.sleep(0)
+            await slices.yield_if_over()
 
 
 def _unreadable(name: str, seq: int) -> TopicsError:

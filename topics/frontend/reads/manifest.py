@@ -6,7 +6,6 @@ before, and the compactor reads the pins before it removes superfluous segments 
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ from topics.frontend.routes.operations import (
     ok,
     takes,
 )
+from topics.frontend.routes.topic_ranking import Slices
 from topics.shm.durations import Route
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
@@ -49,7 +49,6 @@ _SEGMENTS: Final = "The sealed segments of a topic, for readers of the files the
 _LISTED: Final = "The segments, and what else it takes to read them"
 _TTL: Final = f"how long the files stay whatever happens, ms, at most {PIN_TTL_MAX_MS}"
 _DIGESTS_KEPT: Final = 16_384
-_DIGESTS_AT_ONCE: Final = 16
 _TRIES: Final = 8
 
 _Key = tuple[int, int, int]  # (topic id, first_seq, version) of a segment
@@ -168,15 +167,13 @@ class ManifestRoutes:
 
     async def _rows(self, topic_id: int, listed: list[SegmentInfo]) -> list[dict[str, Any]]:
         rows = []
-        fresh = 0
+        slices = Slices()
         for info in listed:
             key = (topic_id, info.first_seq, info.version)
             digest = self._digests.get(key)
             if digest is None:
                 digest = self._digest(topic_id, info)
-                fresh += 1
-                if fresh % _DIGESTS_AT_ONCE == 0:
-                    await asyncio.sleep(0)  # other requests have their turn
+                await slices.yield_if_over()
             rows.append(_row(topic_id, info, digest))
         return rows
 

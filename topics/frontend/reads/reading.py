@@ -370,7 +370,6 @@ PAGE_MEMBERS: Final = (
 
 
 def page_values(page: RecordPage) -> tuple[bytes | int, ...]:
-    """Return the values of PAGE_MEMBERS for this page."""
     return (
         page.body,
         page.next_from_seq,
