@@ -110,8 +110,8 @@ class ServiceFigures:
         for name, role, fields, help in _SUMS:
             yield single(f"topics_{name}", help, sum([self._sum(role, field) for field in fields.split()]))
         for name, role, field, divisor, help in _EACH:
-            fields = [cell.get(field) for cell in self._cells[role]]
-            yield _each(name, role, help, fields if divisor == 1 else [value / divisor for value in fields])
+            values = [cell.get(field) for cell in self._cells[role]]
+            yield _each(name, role, help, values if divisor == 1 else [value / divisor for value in values])
         yield from self._service()
         yield from self._log()
         yield from self._compactor()
@@ -151,7 +151,7 @@ class ServiceFigures:
         counts = [self._sum(_SHARD, f"fsync_us_{bucket:02d}") for bucket in range(LATENCY_BUCKETS)]
         buckets = Buckets([str(bound) for bound in _BOUNDS_US], counts, self._sum(_SHARD, "fsync_us_sum"))
         yield Family("topics_wal_fsync_latency_us", "Microseconds that a group waits for its sync", (), [((), buckets)])
-        each = []
+        each: list[Value] = []
         for cell in self._shards:
             own = [cell.get(f"fsync_us_{bucket:02d}") for bucket in range(LATENCY_BUCKETS)]
             each.append(Buckets(_BOUNDS_S, own, cell.get("fsync_us_sum") / 1_000_000))

@@ -86,7 +86,7 @@ class AppendRoute:
                 config = parse_config(wire.decode_part(request.config, "config"), name)[0]
             except TopicsError:
                 # The config is ignored if the topic exists (api §2).
-                if self._gateway.view(name) is None:
+                if self._gateway.arenas.view(name) is None:
                     raise
                 create = False
         if config is not None and config.dead_letter is not None:
@@ -165,7 +165,7 @@ class AppendRoute:
         jobs: JobAttributes = []
         candidates: Iterable[tuple[int, RecordBody]] = enumerate(records)
         if len(records) > SEARCHED_RECORDS_MAX:
-            view = self._gateway.view(name)
+            view = self._gateway.arenas.view(name)
             if view is not None and not view.is_queue:
                 candidates = ((0, records[0]), (len(records) - 1, records[-1]))
         for at, record in candidates:
