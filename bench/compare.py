@@ -1,7 +1,7 @@
 """python -m bench.compare REF: is this checkout slower than that commit? `make compare REF=<commit>`.
 
-Both services are driven by the load of this checkout. Each round starts a fresh service of either and measures the
-short set on it; who begins changes with each round. A figure of the result is the ratio of the two, so that above 1 is
+Both services are driven by the load of this checkout. Each round starts fresh services of either, one for each case of
+the short set; who begins changes with each round. A figure of the result is the ratio of the two, so that above 1 is
 better here, with the interval in which it lies with 95 % confidence. The command fails if any ratio is below FLOOR.
 """
 
@@ -183,20 +183,22 @@ SHORT_SET: Final[dict[str, Callable[[Bench, Service], Measured]]] = {
 
 
 def measure(bench: Bench, candidate: Candidate, cases: Sequence[str]) -> Measured:
-    """Start a fresh service of this candidate; return what the cases measured on it."""
-    with Service(
-        shards=bench.shards,
-        frontends=bench.frontends,
-        wal_file_bytes=None,
-        cpus=bench.cores.server,
-        env=candidate.env,
-        command=candidate.command,
-    ) as service:
-        found: Measured = {}
-        for name in cases:
+    """Return what the cases measured on this candidate, each on a fresh service: no case meets the work that the
+    compactor still has from another.
+    """
+    found: Measured = {}
+    for name in cases:
+        with Service(
+            shards=bench.shards,
+            frontends=bench.frontends,
+            wal_file_bytes=None,
+            cpus=bench.cores.server,
+            env=candidate.env,
+            command=candidate.command,
+        ) as service:
             found |= SHORT_SET[name](bench, service)
-        service.kill_group()  # a stop would make a last cut of all that
-        return found
+            service.kill_group()  # a stop would make a last cut of all that
+    return found
 
 
 def check_out(ref: str, directory: Path) -> Candidate:

@@ -125,12 +125,16 @@ def test_files_of_others_keep_the_directory_of_a_deleted_topic(directory: Direct
     assert directory.names() == ["notes.txt"]
 
 
-def test_what_nothing_explains_is_said_and_left(directory: Directory) -> None:
+def test_what_nothing_explains_is_said_and_left(directory: Directory, capsys: pytest.CaptureFixture[str]) -> None:
     directory.needed = TopicFiles(SegmentList([info(1, 5), info(11, 15)]), 1)
     for _ in range(3):
         assert directory.sweep() == []
     assert directory.names() == files(1, 6, 11)
     assert directory.leftovers.unexplained == 1
+    said = capsys.readouterr().out
+    assert said.count("no log or snapshot explains these segments") == 1
+    assert str(directory.path) in said
+    assert "docs/operations.md" in said, "the way out"
     directory.needed = None
     directory.sweep()
     assert directory.leftovers.unexplained == 3

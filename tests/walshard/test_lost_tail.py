@@ -18,14 +18,16 @@ from hypothesis import strategies as st
 from tests.storage.test_move_anywhere import move
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
+from tests.walshard.test_routing import put, route
 from topics.core.ceilings import TAIL_STEP
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.floors import EvictReason
 from topics.core.idempotency import ProducerTurn, producer_key
 from topics.core.location import LOCATION_LOST
+from topics.core.routers import HOPS_MAX, RouterSpec
 from topics.shm.control import ProcessState
-from topics.shm.topic_messages import PutTopic
+from topics.shm.topic_messages import CatchUp, EnsureTopic, PutRouter, PutTopic, SyncRouters
 from topics.storage import layout
 from topics.storage.logfile import note_committed
 from topics.storage.verify import verify
@@ -61,21 +63,21 @@ def sync(rig: Rig) -> None:
     assert not rig.parts.logs.wal.unsynced_bytes
 
 
-def lose_power(rig: Rig, share: float) -> Rig:
-    """Cut the log somewhere behind what is synced, and start on another boot with nothing of the former memory."""
-    wal = rig.parts.logs.wal
-    path, synced, end = (
-        layout.log_path(layout.wal_dir(rig.settings.data_dir), wal.file_no),
-        wal.synced.offset,
-        wal.offset,
-    )
-    size_bytes = os.path.getsize(path)
+def lose_power(rig: Rig, *shares: float) -> Rig:
+    """Cut each shard's log somewhere behind what is synced, and start on another boot with nothing of the former
+    memory. `shares`: how much of what is not synced comes through, by shard.
+    """
+    directories = [layout.group_dir(rig.settings.data_dir, shard, len(shares)) for shard in range(len(shares))]
+    wals = [parts.logs.wal for parts in rig.every]
+    ends = [(wal.file_no, wal.synced.offset, wal.offset) for wal in wals]
     rig.close()
-    note_committed(rig.fs, layout.wal_dir(rig.settings.data_dir), None)
-    with open(path, "r+b") as file:
-        file.truncate(synced + int((end - synced) * share))
-        file.truncate(size_bytes)
-    after = Rig(rig.settings.data_dir)
+    for directory, (file_no, synced, end), share in zip(directories, ends, shares, strict=True):
+        note_committed(rig.fs, directory, None)
+        path = layout.log_path(directory, file_no)
+        size_bytes = os.path.getsize(path)
+        os.truncate(path, synced + int((end - synced) * share))
+        os.truncate(path, size_bytes)
+    after = Rig(rig.settings.data_dir, shards=len(shares))
     after.clock.ms = rig.clock.ms + 1  # ids of topics carry the time
     return after
 
@@ -236,6 +238,67 @@ def test_an_fsync_topic_loses_nothing(rig: Rig) -> None:
     rig = lose_power(rig, 0.0)
     assert rig.hosted("t").topic.head_seq == 1
     rig.close()
+
+
+def test_seqs_of_copies_in_an_fsync_topic_are_not_given_out_twice(rig: Rig) -> None:
+    """Its own writes are on the disk before anybody sees them; what routers copy into it is not."""
+    put(rig, "b", durability="fsync")
+    route(rig, "r", "a", "b")
+    rig.append("a", b"1")
+    sync(rig)
+    rig.append("a", b"2")
+    assert rig.read("b") == [(1, b"1"), (2, b"2")]
+    after = lose_power(rig, 0.0)
+    try:
+        first_seq = after.append("b", b"3").first_seq
+        assert first_seq > 2
+        assert lost_from(after, "b", 2)
+        assert after.read("b")[0] == (1, b"1")
+        assert after.hosted("b").topic.ceilings.seq > first_seq
+    finally:
+        after.close()
+
+
+def test_an_fsync_topic_that_was_of_another_class_loses_nothing(rig: Rig) -> None:
+    rig.append("t", b"1")
+    put(rig, "t", durability="fsync")
+    rig.append("t", b"2")
+    after = lose_power(rig, 0.0)
+    try:
+        assert after.append("t", b"3").first_seq == 3
+    finally:
+        after.close()
+
+
+@pytest.mark.parametrize("shares", [(0.0, 1.0), (1.0, 0.0), (0.3, 1.0), (1.0, 0.3), (0.6, 1.0), (0.6, 0.3)])
+@pytest.mark.shard(shards=2)
+def test_copies_that_are_made_again_go_around_a_cycle_once_more(rig: Rig, shares: tuple[float, float]) -> None:
+    """One shard has lost copies of a record, and the other one still has what was copied from them."""
+    x, y = (next(name for name in "abcdefgh" if rig.owner(name) == shard) for shard in (0, 1))
+    for name, source, dest in (("there", x, y), ("back", y, x)):
+        router = rig.call(PutRouter(name, RouterSpec(source, dest, allow_cycle=True))).router
+        rig.call(EnsureTopic(dest), rig.owner(dest))
+        for _ in range(3):
+            reply = rig.call(SyncRouters(dest, router.id, router.version), rig.owner(dest))
+        assert reply.begun
+    rig.clock.ms += 2_000
+    for shard in rig.shards:
+        shard.sync_in_background()
+        shard.sync_in_background()
+    rig.append(x, b"1")
+    assert [len(rig.read(name)) for name in (x, y)] == [HOPS_MAX, HOPS_MAX]
+    after = lose_power(rig, *shares)
+    try:
+        for name in (x, y):
+            after.call(CatchUp(name), after.owner(name))
+        copies = [len(after.read(name)) for name in (x, y)]
+        assert max(copies) <= 2 * HOPS_MAX
+        assert min(copies) >= 1
+        after.append(x, b"2")
+        for name in (x, y):
+            assert [data for _, data in after.read(name)].count(b"2") == HOPS_MAX
+    finally:
+        after.close()
 
 
 def test_keys_and_producers_go_on(rig: Rig) -> None:

@@ -3,7 +3,8 @@
 A file is removed only when
 - neither of the two kept snapshots can need it: it was superfluous at one snapshot and still is at the next;
 - the reason is known: its topic or its seqs do not exist any more, a newer version or another segment with its seqs
-  counts, or it lies behind everything that was ever committed (any other file is logged and left alone);
+  counts, or it lies behind everything that was ever committed. Any other file is logged and kept: nobody can tell
+  records whose topic a power loss took from records whose logs somebody has lost;
 - no pin holds it (`storage/pins.py`).
 A file that is pinned or cannot be removed needs no further snapshot: that is repeated regularly.
 
@@ -29,6 +30,11 @@ _DATA: Final = frozenset(("data",))
 _ALL: Final = frozenset(("data", "idx", "tags"))
 Kinds = dict[SegmentName, frozenset[str]]
 """Kinds of files (data, idx, tags) by their segments."""
+
+_KEPT: Final = (
+    "no log or snapshot explains these segments, and they are kept: a power loss took their records from the log, or "
+    "files of wal/ or meta/ are missing. If none is, move these away (docs/operations.md, Logs, segments, snapshots)"
+)
 
 log = get_logger()
 
@@ -267,8 +273,8 @@ class Leftovers:
                 unexplained.add(name)
             elif new := superfluous & kinds - due.get(name, frozenset()):
                 found[name] = new
-        for name in unexplained - self._unexplained.pop(topic_id, set()):
-            log.error("files of an unknown segment are left alone", directory=directory, segment=tuple(name))
+        if unsaid := unexplained - self._unexplained.pop(topic_id, set()):
+            log.error(_KEPT, directory=directory, first_seqs=sorted({name.first_seq for name in unsaid}))
         if unexplained:
             self._unexplained[topic_id] = unexplained
         for name_in in self._fs.listdir(directory):

@@ -2,8 +2,8 @@
 
 If the log may have lost its end, or a RAM log is lost, seqs go on above the ceiling, so that none is given out twice.
 A ceiling that is needed now is synced with its group. A durable topic logs the next one about half a step ahead, and
-the background sync brings it to the disk: an ordinary write waits for no sync. An `fsync` topic needs none, because its
-records are on the disk before anybody sees them.
+the background sync brings it to the disk: an ordinary write waits for no sync. A write to an `fsync` topic needs none,
+because it is on the disk before anybody sees it. What a router copies there is not, and needs one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Ceilings:
     @classmethod
     def of_new(cls, config: TopicConfig, count: int = 0) -> Ceilings:
         """Return those that come with the creation of a topic by a write of `count` records: it needs no other."""
-        return cls(0 if config.durability == "ephemeral" else 4 * count + TAIL_STEP)
+        return cls(0 if config.durability in ("ephemeral", "fsync") else 4 * count + TAIL_STEP)
 
     def copy(self, durable_seq: int) -> Ceilings:
         """Return a copy to plan with; everything up to `durable_seq` is on the disk."""
@@ -54,8 +54,6 @@ class Ceilings:
 
     def plan(self, config: TopicConfig, head_seq: int, count: int, durable_seq: int) -> Ceiling | None:
         """Return the ceiling that a write of `count` seqs behind `head_seq` needs before it, None if none is due."""
-        if config.durability == "fsync":
-            return None
         last_seq = head_seq + count
         if config.durability == "ephemeral":
             return Ceiling(head_seq + max(count, RAM_STEP), True) if last_seq > self.seq else None

@@ -189,8 +189,8 @@ class Fold:
         if topic is not None:
             self._apply_pending(topic)
             # The evictions that follow from it are in the log themselves.
-            topic.config = control_bodies.decode_config(data).config
-            if topic.config.durability == "ephemeral":
+            former, topic.config = topic.config, control_bodies.decode_config(data).config
+            if topic.config.durability != former.durability:  # all its records are on the disk
                 self._ceilings.pop(topic_id, None)
 
     def delete(self, topic_id: int, data: bytes) -> None:
@@ -332,13 +332,13 @@ class Fold:
             exact_head_seq = self._ram.exact_head(topic.id)
             lost_seq = exact_head_seq if ram_log_survived else head_ceiling
             if lost_seq > topic.head_seq:
-                self._mark_lost(topic, lost_seq)
+                self._mark_lost(topic, lost_seq, topic.last_write_ts)
                 if lost_seq > exact_head_seq:
                     self.lost_heads.add(topic.id)
             durability = topic.config.durability
             tail_ceiling = self._ceilings.get(topic.id, 0)
             topic.ceilings = Ceilings(head_ceiling if durability == "ephemeral" else tail_ceiling)
-            if not has_end and durability in ("disk", "memory") and tail_ceiling > topic.head_seq:
+            if not has_end and durability != "ephemeral" and tail_ceiling > topic.head_seq:
                 _lose_tail(topic, tail_ceiling)
                 self.lost_heads.add(topic.id)
             if self._ram.has_deleted(topic.id):
@@ -394,7 +394,7 @@ class Fold:
                         f"topic {topic.name!r} ({topic.id:#x}): record {entries[0]} follows {expected - 1}, "
                         f"the records between are missing from the log"
                     )
-                self._mark_lost(topic, entries[0] - 1)
+                self._mark_lost(topic, entries[0] - 1, min(topic.last_write_ts, entries[1]))
                 continue
             run = dense_run(entries)
             topic.restored(entries[: run * ENTRY_WORDS])
@@ -448,11 +448,11 @@ class Fold:
             topic.idempotency.remember(key, WriteOutcome(*outcome))
         _restore_consumers(topic, state.consumers)
 
-    def _mark_lost(self, topic: Topic, last_seq: int) -> None:
-        """Take the seqs up to `last_seq` for lost with the RAM log."""
+    def _mark_lost(self, topic: Topic, last_seq: int, ts: int) -> None:
+        """Take the seqs up to `last_seq` for lost with the RAM log, before a record of the time `ts` or later."""
         self._uncounted.add(topic.id)
         if topic.earliest_seq <= topic.head_seq:
-            topic.restored(lost_entries(topic.head_seq + 1, last_seq, topic.last_write_ts, EvictReason.RESTART))
+            topic.restored(lost_entries(topic.head_seq + 1, last_seq, ts, EvictReason.RESTART))
         else:
             topic.lost_below(last_seq + 1, EvictReason.RESTART)
 

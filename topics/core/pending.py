@@ -179,7 +179,9 @@ class PendingTopic:
         self.records += count
         self.live_bytes += records.size_bytes
         in_ram = config.durability == "ephemeral"
-        ceiling = self._ceilings.plan(config, former_head, count, self._topic.durable_seq)
+        ceiling = None
+        if config.durability != "fsync":
+            ceiling = self._ceilings.plan(config, former_head, count, self._topic.durable_seq)
         if ceiling is not None:
             self._ceilings.logged(ceiling, self.head_seq)
         rows: list[JobRow] = []

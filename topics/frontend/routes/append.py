@@ -93,7 +93,7 @@ class AppendRoute:
             caller.require(KeyScope.WRITE, (config.dead_letter,))
         return self._gateway.submit_append(
             self._gateway.owner(name),
-            name.encode(),
+            name,
             create,
             request.if_head_seq,
             key,

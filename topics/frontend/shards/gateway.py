@@ -133,7 +133,7 @@ class Gateway:
     def submit_append(
         self,
         shard: int,
-        name: bytes,
+        name: str,
         create: bool,
         if_head_seq: int | None,
         key: bytes,

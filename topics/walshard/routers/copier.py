@@ -70,6 +70,7 @@ class Copier:
         `feed.retry_ms` says until when, `feed.hindrance` why.
         """
         feed.source_head_seq = sight.head_seq
+        feed.repeats_to_seq = min(feed.repeats_to_seq, sight.head_seq)
         if feed.source_seq > sight.head_seq:
             log.warning("the source of a router has lost records that were copied", topic=feed.topic.name)
             return self._cursor(feed, sight.head_seq)
@@ -145,12 +146,13 @@ class Copier:
         return self._write(feed, page)
 
     def _page(self, feed: Feed, sight: TopicView, first_seq: int, locations: SourceLocations) -> CopyPage:
-        if locations.segment is None and passes_whole(feed.routers, feed.source_seq, feed.topic):
+        if locations.segment is None and passes_whole(feed.routers, feed.source_seq, feed.topic, feed.repeats_to_seq):
             frames, rows = self._originals.frames(feed.source, locations)
             flags = bytes([word >> FLAGS_SHIFT & ~_OF_THE_INDEX for word in locations.file_flags])
             return CopyPage.whole(feed.source_seq, sight.topic_id, frames, rows, flags, feed.routers[0].router.id)
         originals = self._originals.read(feed.source, sight.topic_id, first_seq, locations)
-        return copy_page(originals, feed.routers, feed.source, sight.topic_id, feed.source_seq, feed.topic)
+        source = feed.source, sight.topic_id, feed.source_seq
+        return copy_page(originals, feed.routers, *source, feed.topic, feed.repeats_to_seq)
 
     def _nothing_passed(self, feed: Feed, sight: TopicView, page: CopyPage) -> CopyWrite | None:
         if page.source_seq == feed.source_seq:

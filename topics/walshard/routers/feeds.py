@@ -10,6 +10,7 @@ from collections.abc import Callable
 from enum import Enum
 from functools import partial
 
+from topics.core.config import U64_MAX
 from topics.core.floors import EvictReason
 from topics.core.routers import FeedFrameBody, FeedRouter, FoldedRouters, Router, encode_router
 from topics.core.topic import Topic
@@ -58,6 +59,9 @@ class Feed:
         """The last record was more than the dest may ever hold. The service's log has the first of several."""
         self.source_head_seq = 0
         """Head of the source at the last look."""
+        lost_tail_seq = hosted.topic.lost_tail_seq
+        self.repeats_to_seq = U64_MAX if lost_tail_seq and lost_tail_seq == hosted.topic.head_seq else 0
+        """Last seq of the source of which the dest may have lost a copy; U64_MAX until the source is looked at."""
         self.unreadable = ""
         """Reason why the source could not be read, as it was logged; empty when it could."""
         self.hindrance = Hindrance.NONE

@@ -72,9 +72,9 @@ class CopyPage:
         return page
 
 
-def passes_whole(routers: list[FeedRouter], source_seq: int, topic: Topic) -> bool:
+def passes_whole(routers: list[FeedRouter], source_seq: int, topic: Topic, repeats_to_seq: int) -> bool:
     """Return whether all records behind `source_seq` pass these routers unchanged, into a dest that takes all."""
-    if len(routers) != 1 or topic.config.discard == "reject":
+    if len(routers) != 1 or topic.config.discard == "reject" or source_seq < repeats_to_seq:
         return False
     router = routers[0].router
     spec = router.spec
@@ -89,14 +89,18 @@ def copy_page(
     source_topic_id: int,
     source_seq: int,
     topic: Topic,
+    repeats_to_seq: int,
 ) -> CopyPage:
-    """Return the copies of the records behind `source_seq`, as far as `topic` has room for them."""
+    """Return the copies of the records behind `source_seq`, as far as `topic` has room for them. Those up to
+    `repeats_to_seq` may have been copied before, and the copies lost: they go around a cycle once, not eight times.
+    """
     page = CopyPage(source_seq)
     room_records, room_bytes = room(topic)
     matching = [(one, one.router.spec.match) for one in routers]
     for original in originals:
         seq = page.source_seq + 1
-        copies = list(_copies_of(original, matching, source, source_topic_id, seq))
+        hops = max(original.hops, HOPS_MAX - 2) if seq <= repeats_to_seq else original.hops
+        copies = list(_copies_of(original, hops, matching, source, source_topic_id, seq))
         size_bytes = sum([len(frame) for frame, _, _ in copies])
         if len(copies) > room_records or size_bytes > room_bytes:
             if can_never_hold(topic, len(copies), size_bytes):
@@ -115,6 +119,7 @@ def copy_page(
 
 def _copies_of(
     original: Original,
+    former_hops: int,
     matching: list[tuple[FeedRouter, Match | None]],
     source: str,
     source_topic_id: int,
@@ -124,7 +129,7 @@ def _copies_of(
     for one, match in matching:
         router = one.router
         spec = router.spec
-        hops = original.hops + router.counts_hops
+        hops = former_hops + router.counts_hops
         if source_seq <= one.from_seq or hops >= HOPS_MAX:
             continue
         if match is not None and not (original.tag and match.covers(original.tag)):
