@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final
 
 from starlette.datastructures import QueryParams
@@ -210,8 +209,7 @@ class WorkStream:
     def release(self) -> None:
         self._stop()
         if self._announced:
-            on_dealt = partial(self._dead_letters.start_move, self.name)
-            self._channel.leave(self.shard, self.name, self._number, on_dealt)
+            self._channel.leave(self.shard, self.name, self._number, self._move_dead)
         else:
             self._channel.listeners.forget(self._number, self._take_dealt)
 
@@ -222,8 +220,12 @@ class WorkStream:
                 pending.cancel()
 
     def _take_dealt(self, dealt: Dealt) -> None:
-        self._dead_letters.start_move(self.name, dealt)
+        self._move_dead(dealt)
         self._send(dealt)
+
+    def _move_dead(self, dealt: Dealt) -> None:
+        if dealt.dead:
+            self._dead_letters.start_move(self.name, dealt)
 
     def _send(self, dealt: Dealt) -> None:
         if self._closed:
