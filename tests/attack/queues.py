@@ -16,8 +16,8 @@ CLOCK_MS: Final = 5
 
 
 class JobClient(Actor):
-    """Knows each job that was made, and each that is done. Its seq is never dealt again; after a kill, its value may be:
-    a move to the dead letters that was cut short leaves the job in both places, and a redrive brings the other one back.
+    """Knows each job that was made, and each that is done. A seq is never dealt again, a value may be after a kill:
+    a move to the dead letters that was cut short leaves a job in both places, and a redrive brings the other one.
     """
 
     def __init__(self, world: World, durability: str, leases_durable: bool) -> None:
