@@ -196,7 +196,7 @@ class DeadLetters:
             create = config is not None
             jobs: JobAttributes = [(0, 0, 0, copy.order_key)] if copy.order_key else []
             futures.append(
-                self._gateway.submit_append(shard, name.encode(), create, None, copy.key, config, laid_out, jobs=jobs)
+                self._gateway.submit_append(shard, name, create, None, copy.key, config, laid_out, jobs=jobs)
             )
         outcomes = await asyncio.gather(*futures, return_exceptions=True)
         done = []
