@@ -16,7 +16,9 @@ CLOCK_MS: Final = 5
 
 
 class JobClient(Actor):
-    """Knows each job that was made, and each that is done."""
+    """Knows each job that was made, and each that is done. A seq is never dealt again, a value may be after a kill:
+    a move to the dead letters that was cut short leaves a job in both places, and a redrive brings the other one.
+    """
 
     def __init__(self, world: World, durability: str, leases_durable: bool) -> None:
         super().__init__(world, f"queue.{durability}.{int(leases_durable)}")
@@ -26,6 +28,7 @@ class JobClient(Actor):
         self._dead = f"{self.id}.dead"
         self._made: dict[str, Moment] = {}
         self._done: dict[str, Moment] = {}
+        self._done_seqs: dict[int, Moment] = {}
         self._perhaps_done: set[str] = set()
         self._held: dict[int, tuple[str, float]] = {}
         """(who has it, until when in ms) of jobs that are leased, by seq."""
@@ -58,14 +61,13 @@ class JobClient(Actor):
             self.known("POST", f"{self._path}/redrive", {"from": self._dead, "max": 50})
 
     def _work(self, node: str) -> None:
-        at = self.now
         jobs = self.known("POST", f"{self._path}/claim", {"node": node, "max": self.rng.choice([1, 4, 20])})["claimed"]
         seqs = [job["$seq"] for job in jobs]
         need(seqs == sorted(seqs), self.id, "the order of a claim", seqs)
         done: list[Json] = []
         back: list[Json] = []
         for job in jobs:
-            self._claimed(job, node, at)
+            self._claimed(job, node)
             chance = self.rng.random()
             if chance < 0.85:
                 (done if chance < 0.6 else back).append(job)
@@ -79,19 +81,29 @@ class JobClient(Actor):
         self._end("ack", node, done)
         self._end("nack", node, back)
 
-    def _claimed(self, job: Json, node: str, at: Moment) -> None:
+    def _claimed(self, job: Json, node: str) -> None:
         value, seq = job["data"]["v"], job["$seq"]
         need(value in self._made, self.id, "a job of nobody", value)
-        if value in self._done:
-            lost = self.may_lose(self._durability, self._done[value])
-            need(lost, self.id, f"a DONE job came back: {value} (seq {seq}), done at {self._done[value]}, now {at}")
-            del self._done[value]
+        self._not_done(value, seq, "was dealt")
         need(job["lease_id"] not in self._lease_ids, self.id, "a lease id twice", job["lease_id"])
         self._lease_ids.add(job["lease_id"])
         if seq in self._held and self._leases_durable and self._durability == "fsync":
             holder, until_ms = self._held[seq]
             need(time.time() * 1000 >= until_ms - CLOCK_MS, self.id, f"job {seq} of {holder} until {until_ms}, {node}")
         self._held[seq] = (node, job["deadline"])
+
+    def _not_done(self, value: str, seq: int, what: str) -> None:
+        """Check that a job which `what` happened to was not done before, but as its class allows."""
+        if seq in self._done_seqs:
+            at = self._done_seqs.pop(seq)
+            need(
+                self.may_lose(self._durability, at),
+                self.id,
+                f"a DONE job {what}: {value}, {seq}, done at {at}, {self.now}",
+            )
+        elif value in self._done:
+            need(self.now.kills, self.id, f"a DONE job {what} with another seq: {value}, {seq}")
+        self._done.pop(value, None)
 
     def _end(self, verb: str, node: str, jobs: list[Json]) -> None:
         if not jobs:
@@ -109,17 +121,18 @@ class JobClient(Actor):
                 self._perhaps_done.update(job["data"]["v"] for job in jobs)
             return
         if verb == "ack":
-            self._done.update((job["data"]["v"], at) for job in jobs if job["$seq"] not in skipped)
+            over = [job for job in jobs if job["$seq"] not in skipped]
+            self._done.update((job["data"]["v"], at) for job in over)
+            self._done_seqs.update((job["$seq"], at) for job in over)
 
     def check(self) -> None:
         page, dead = self.read(self.id), self.read(self._dead)
         there = Counter(page.values()) + Counter(dead.values())
         for value, count in there.items():
             need(value in self._made, self.id, "a job of nobody", value)
-            need(count == 1 or self.now.power_losses, self.id, f"{value} is there {count} times")
-            if value in self._done:
-                lost = self.may_lose(self._durability, self._done[value])
-                need(lost, self.id, f"DONE and there: {value}, done at {self._done[value]}")
+            need(count == 1 or self.now.kills, self.id, f"{value} is there {count} times")
+        for seq, record in page.records.items():
+            self._not_done(record["data"]["v"], seq, "is there")
         for value, at in self._made.items():
             if value not in there and value not in self._done and value not in self._perhaps_done:
                 lost = self.may_lose(self._durability, at)

@@ -183,7 +183,7 @@ class CursorReader(Actor):
         self._pages = {name: Page() for name in self.CURSORS}
         self._seqs = dict.fromkeys(self.CURSORS, 0)
         self._unknown: set[str] = set()
-        """Cursors whose last read has no answer."""
+        """Cursors that may have moved without an answer since their last records."""
 
     def set_up(self) -> None:
         for name, (consistency, every) in self.CURSORS.items():
@@ -214,7 +214,7 @@ class CursorReader(Actor):
             self._pages[name].gaps += page.gaps
             self._given[name].update(page.records.keys())
             self._seqs[name] = answer["cursor_seq"]
-        self._unknown.discard(name)
+            self._unknown.discard(name)
         return bool(answer["caught_up"])
 
     def check(self) -> None:
