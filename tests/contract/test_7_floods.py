@@ -190,6 +190,7 @@ def test_a_flood_of_a_websocket_is_closed_with_1008(flooded: Service, flood: byt
         assert closed.value.rcvd.code == 1008
 
 
+@pytest.mark.long
 def test_many_pings_and_many_short_requests_are_served(flooded: Service) -> None:
     with Socket(flooded) as opened:
         for n in range(3 * FRAMES_BURST):
@@ -201,6 +202,7 @@ def test_many_pings_and_many_short_requests_are_served(flooded: Service) -> None
             assert opened.next()["request_id"] == str(n)
 
 
+@pytest.mark.long
 def test_a_client_that_acknowledges_each_answer_over_http2_is_served(flooded: Service) -> None:
     with socket.create_connection(("127.0.0.1", flooded.port), timeout=15) as connected:
         client = Streams(connected)
