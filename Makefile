@@ -8,7 +8,7 @@ PROMTOOL := $(VENV)/.promtool
 SUITE  := $(BIN)/python -m tests.suite $(if $(UNSTEADY),--again $(UNSTEADY))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-pythons dist check lint types bench compare crash soak lock clean spark oldspark fuzz browser screenshots peers mutants eager docs
+.PHONY: help setup run test test-all test-pythons dist check lint types bench compare crash attack soak lock clean spark oldspark fuzz browser screenshots peers mutants eager docs
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -104,6 +104,11 @@ mutants: $(STAMP) ## each sync, directory sync and rename taken out in turn: whi
 
 soak: $(STAMP) ## ten minutes of mixed load; memory, shared memory and descriptors have to stay flat
 	TOPICS_SOAK_S=600 $(BIN)/pytest -s tests/e2e/test_soak.py
+
+SEED ?= 1
+ROUNDS ?= 30
+attack: $(STAMP) ## clients with models of all features while processes die and power is lost; SEED=, ROUNDS=
+	$(BIN)/python -m tests.attack --seed $(SEED) --rounds $(ROUNDS)
 
 spark: $(STAMP) ## exactly once into topics: 200 batches, 40 kills; and readers that are killed
 	TOPICS_SPARK_BATCHES=200 $(BIN)/pytest -s --timeout 3600 tests/spark/test_exactly_once.py

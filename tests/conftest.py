@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import signal
@@ -11,12 +12,16 @@ from typing import Any
 import httpx
 import hypothesis
 import pytest
+from httpx._transports import default as transports
 
 from tests.harness import Service, open_services
 
 # Its deadline of 200 ms for an example is one for the machine, which may stand still for longer.
 hypothesis.settings.register_profile("topics", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("topics")
+
+# Every client reads the certificates of the system, which takes 45 ms: here once a run.
+pytest.MonkeyPatch().setattr(transports, "create_ssl_context", functools.cache(httpx.create_ssl_context))
 
 _numbers = itertools.count(1)
 

@@ -40,7 +40,7 @@ PARTS: Final = {
         "test_*.py cli client core deploy docs shm supervisor",
     ),
     "long": (
-        "e2e",
+        "e2e attack",
         "contract",
         "spark",
         "walshard compactor storage frontend test_*.py client cli core supervisor deploy docs",

@@ -92,30 +92,31 @@ def test_what_fails_twice_is_a_failure(tests: Tests, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.splitlines()[-1] == "failed: test_one.py::test_wrong"
 
 
+FINAL = {
+    "fixture": (
+        "import pytest\n@pytest.fixture\ndef broken():\n 1 / 0\ndef test_it(broken): pass",
+        "error: test_one.py::test_it",
+    ),
+    "tear-down": (
+        "import pytest\n@pytest.fixture\ndef broken():\n yield\n 1 / 0\ndef test_it(broken): assert 0",
+        "error: test_one.py::test_it",
+    ),
+    "import": ("import nothing_of_that_name", "one: pytest ended with 2"),
+    "no test": ("", "one: pytest ended with 5"),
+    "exit": ("import os\ndef test_it(): os._exit(0)", "one: pytest ended with 0"),
+    "crash": ("import os\ndef test_it(): os.abort()", "one: pytest ended with -6"),
+    "broken off": ("import pytest\ndef test_it(): pytest.exit('enough', 0)", "one: only 0 of 1 tests have ended"),
+    "skip": ("import pytest\ndef test_it(): pytest.skip('no browser')", "skipped: test_one.py::test_it"),
+    "skipped module": ("import pytest\npytest.skip('no browser', allow_module_level=True)", "skipped: test_one.py"),
+}
+QUICK = ("fixture", "broken off", "skip")
+
+
 @pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        (
-            "import pytest\n@pytest.fixture\ndef broken():\n 1 / 0\ndef test_it(broken): pass",
-            "error: test_one.py::test_it",
-        ),
-        (
-            "import pytest\n@pytest.fixture\ndef broken():\n yield\n 1 / 0\ndef test_it(broken): assert 0",
-            "error: test_one.py::test_it",
-        ),
-        ("import nothing_of_that_name", "one: pytest ended with 2"),
-        ("", "one: pytest ended with 5"),
-        ("import os\ndef test_it(): os._exit(0)", "one: pytest ended with 0"),
-        ("import os\ndef test_it(): os.abort()", "one: pytest ended with -6"),
-        ("import pytest\ndef test_it(): pytest.exit('enough', 0)", "one: only 0 of 1 tests have ended"),
-        ("import pytest\ndef test_it(): pytest.skip('no browser')", "skipped: test_one.py::test_it"),
-        ("import pytest\npytest.skip('no browser', allow_module_level=True)", "skipped: test_one.py"),
-    ],
-    ids=["fixture", "tear-down", "import", "no test", "exit", "crash", "broken off", "skip", "skipped module"],
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in FINAL]
 )
-def test_what_is_no_lost_race_is_final(
-    tests: Tests, capsys: pytest.CaptureFixture[str], source: str, said: str
-) -> None:
+def test_what_is_no_lost_race_is_final(tests: Tests, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    source, said = FINAL[name]
     assert tests.run(one=source, other=FAILS_ONCE) == 1
     assert said in capsys.readouterr().out.splitlines()
     assert tests.unsteady == [], "nothing is run again where that cannot help"
@@ -168,7 +169,7 @@ def test_runs_end_with_the_suite(tests: Tests) -> None:
 
 
 def test_every_file_is_in_both_suites() -> None:
-    """A part that has no long tests is not named there: pytest would find none."""
+    """A part that has no long tests, or none but those, is not named where pytest would find none."""
     files = set((suite.ROOT / "tests").rglob("test_*.py"))
     for chosen, parts in suite.PARTS.items():
         given = [suite.ROOT / path for part in parts for name in part.split() for path in suite.paths(name)]
@@ -176,4 +177,8 @@ def test_every_file_is_in_both_suites() -> None:
         missed = {path for path in files if not any(path.is_relative_to(one) for one in given)}
         if chosen == "long":
             missed = {path for path in missed if f"pytest.mark.{chosen}" in path.read_text()}
+        else:
+            missed = {
+                path for path in missed if path.read_text().count("def test_") > path.read_text().count("mark.long")
+            }
         assert not missed, f"no part of {chosen} has these"

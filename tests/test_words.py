@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 PATHS = ("bench", "examples", "tests", "topics")
 
 
+@pytest.mark.long  # `make lint`, a part of `make test`, does the same
 @pytest.mark.parametrize("path", PATHS)
 def test_each_docstring_names_its_subject(path: str) -> None:
     found = [f"{file}:{one.line}: {one.text}" for file in words.files([str(ROOT / path)]) for one in found_in(file)]

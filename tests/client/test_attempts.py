@@ -8,7 +8,7 @@ from itertools import repeat
 
 import pytest
 
-from topics.client.attempts import Attempts, Retry, may_have_left
+from topics.client.attempts import Attempts, Retry
 from topics.client.errors import ApiError, NotFoundError, ServiceBusyError, ServiceFaultError, UnreachableError
 from topics.client.http import NotSentError, TransportError
 
@@ -53,11 +53,6 @@ def test_what_may_have_been_carried_out_is_not_repeated_without_a_key() -> None:
     assert attempts(repeatable=False).pause_after_failure(NotSentError("refused")) > 0
     assert attempts(repeatable=True).pause_after_refusal(503, {}, refusal("shard_unavailable")) > 0
     assert attempts(repeatable=False).pause_after_refusal(503, {}, refusal("storage_unavailable")) > 0
-
-
-def test_a_request_that_found_no_connection_has_not_left() -> None:
-    assert not may_have_left(NotSentError("refused"))
-    assert may_have_left(TransportError("reset"))
 
 
 def test_a_resource_cap_does_not_pass_by_waiting() -> None:

@@ -153,8 +153,14 @@ class CursorMachine(RuleBasedStateMachine):
         assert got >= set(range(1, body.seq + 1)) - unread(body), "nothing is left out"
 
 
-CursorMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+class LongCursorMachine(CursorMachine):
+    """The same, many times."""
+
+
+CursorMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestCursorMachine = CursorMachine.TestCase
+LongCursorMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=30)
+TestLongCursorMachine = pytest.mark.long(LongCursorMachine.TestCase)
 
 
 def at_least_once(every: int) -> tuple[Cursors, NamedCursor]:

@@ -406,8 +406,14 @@ class LeaseMachine(RuleBasedStateMachine):
             assert due_ms <= min(ends)
 
 
-LeaseMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+class LongLeaseMachine(LeaseMachine):
+    """The same, many times."""
+
+
+LeaseMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
 TestLeaseMachine = LeaseMachine.TestCase
+LongLeaseMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+TestLongLeaseMachine = pytest.mark.long(LongLeaseMachine.TestCase)
 
 
 class CountedRecords:

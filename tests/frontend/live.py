@@ -162,7 +162,7 @@ class Live:
 
     def submit(self, name: str, count: int = 1, node: bytes = b"", data: bytes = b'"x"') -> asyncio.Future[AppendReply]:
         records = lay_out([(node, b"", data, b"")] * count)
-        return self.gateway.submit_append(0, name.encode(), True, None, b"", None, records)
+        return self.gateway.submit_append(0, name, True, None, b"", None, records)
 
     async def write(self, name: str, count: int = 1, node: bytes = b"", data: bytes = b'"x"') -> int:
         """The topic's head after it."""

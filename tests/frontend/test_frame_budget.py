@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import struct
 
 import pytest
@@ -11,11 +12,15 @@ from h2.exceptions import DenialOfServiceError, FrameTooLargeError
 
 from topics.frontend.http.connections import UnadmittedInput
 from topics.frontend.http.frame_budget import (
-    FRAMES_AT_START,
+    CUT_S,
+    CUTS_FREE_S,
     FRAMES_BURST,
     FRAMES_PER_S,
     FRAMES_PER_TURN,
+    NEXT_AFTER_S,
+    WAIT_MOST_S,
     CheckedFrames,
+    CutAddresses,
     FrameBudget,
 )
 
@@ -62,7 +67,7 @@ class Wire:
 def test_a_budget_is_refilled_with_time_and_by_what_is_sent() -> None:
     time_s = Seconds()
     budget = FrameBudget(time_s)
-    budget.spend(FRAMES_AT_START)
+    budget.spend(FRAMES_BURST)
     assert not budget.try_spend()
     time_s.now_s += 10 / FRAMES_PER_S
     budget.spend(10)
@@ -87,11 +92,11 @@ def test_a_budget_saves_up_no_more_than_a_burst() -> None:
 @pytest.mark.parametrize(
     ("one", "burst"),
     [
-        (frame(PING, 0, 0, b"12345678"), FRAMES_AT_START),
-        (frame(SETTINGS, 0, 0), FRAMES_AT_START),
-        (frame(SETTINGS, 0, 0, b"\0\3\0\0\0\1" * 2000), FRAMES_AT_START // 188),
-        (frame(RESET, 0, 1, b"\0\0\0\1"), FRAMES_AT_START // 8),
-        (frame(0x42), FRAMES_AT_START),
+        (frame(PING, 0, 0, b"12345678"), FRAMES_BURST),
+        (frame(SETTINGS, 0, 0), FRAMES_BURST),
+        (frame(SETTINGS, 0, 0, b"\0\3\0\0\0\1" * 2000), FRAMES_BURST // 188),
+        (frame(RESET, 0, 1, b"\0\0\0\1"), FRAMES_BURST // 8),
+        (frame(0x42), FRAMES_BURST),
     ],
     ids=["ping", "settings", "long settings", "reset", "unknown"],
 )
@@ -101,6 +106,34 @@ def test_so_many_pass_at_the_start_and_one_more_is_refused(one: bytes, burst: in
     with pytest.raises(DenialOfServiceError):
         wire.turns(one * 8)
     assert len(wire.refusals) == 1
+
+
+def test_an_address_that_is_cut_again_and_again_waits_for_new_connections_one_after_the_other() -> None:
+    time_s = Seconds()
+    cuts = CutAddresses(time_s)
+    flooder, other = ("192.0.2.1", 40_000), ("192.0.2.2", 40_000)
+    for _ in range(round(CUTS_FREE_S / CUT_S)):
+        cuts.cut(flooder)
+    assert cuts.claim_turn_s(flooder) <= 0
+    cuts.cut(flooder)
+    assert cuts.claim_turn_s(flooder) == pytest.approx(CUT_S)
+    assert cuts.claim_turn_s(flooder) == pytest.approx(CUT_S + NEXT_AFTER_S)
+    assert cuts.claim_turn_s(other) <= 0
+    for _ in range(round(WAIT_MOST_S / CUT_S)):
+        cuts.cut(flooder)
+    assert cuts.claim_turn_s(flooder) == math.inf
+    time_s.now_s += WAIT_MOST_S
+    assert 0 < cuts.claim_turn_s(flooder) < WAIT_MOST_S
+    time_s.now_s += WAIT_MOST_S + CUTS_FREE_S
+    assert cuts.claim_turn_s(flooder) <= 0
+
+
+def test_a_network_of_ipv6_owes_as_one_address() -> None:
+    cuts = CutAddresses(Seconds())
+    for n in range(1 + round(CUTS_FREE_S / CUT_S)):
+        cuts.cut((f"2001:db8::{n}", 40_000, 0, 0))
+    assert cuts.claim_turn_s(("2001:db8::ffff", 40_000, 0, 0)) > 0
+    assert cuts.claim_turn_s(("2001:db8:0:1::1", 40_000, 0, 0)) <= 0
 
 
 def test_requests_are_free_and_take_half_a_turn() -> None:

@@ -125,7 +125,7 @@ def one_record(size_bytes: int = 10) -> LaidOut:
 
 
 def append(gateway: Gateway, size_bytes: int = 10, unthrottled: bool = False) -> asyncio.Future[AppendReply]:
-    return gateway.submit_append(0, b"t", True, None, b"", None, one_record(size_bytes), unthrottled)
+    return gateway.submit_append(0, "t", True, None, b"", None, one_record(size_bytes), unthrottled)
 
 
 def fill(shard: Shard, gateway: Gateway) -> list[asyncio.Future[AppendReply]]:

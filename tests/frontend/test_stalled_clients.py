@@ -19,7 +19,7 @@ def test_a_stall_ends_only_without_progress() -> None:
 def test_what_is_kept_for_all_that_stand_still() -> None:
     buffered = {"a": 100, "b": 200, "socket": 0}
     kept = Budget(limits.KEPT_FRAMES)
-    stalls: StalledClients[str] = StalledClients(kept, buffered.__getitem__)
+    stalls: StalledClients[str] = StalledClients(kept, buffered.__getitem__, lambda client: -buffered[client])
     for now_ms, one in enumerate(buffered):
         stalls.add(one, now_ms)
     stalls.add("a", 10)
@@ -51,7 +51,7 @@ def test_what_is_kept_may_stay_while_the_client_takes_what_others_say() -> None:
 def test_who_is_cut_when_memory_is_wanted() -> None:
     buffered = {"first": 100, "second": 200, "third": 400, "moving": 800, "fresh": 1600, "socket": 0}
     kept = Budget(limits.KEPT_FRAMES)
-    stalls: StalledClients[str] = StalledClients(kept, buffered.__getitem__)
+    stalls: StalledClients[str] = StalledClients(kept, buffered.__getitem__, lambda client: -buffered[client])
     for one in ("moving", "socket", "first", "second", "third"):
         stalls.add(one, 0)
     now_ms = STALL_CUT_MS

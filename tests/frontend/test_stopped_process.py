@@ -111,7 +111,8 @@ def test_who_pushes_gives_nobody_up_for_a_stop() -> None:
     count.
     """
     looking = Looking()
-    stalls: StalledClients[str] = StalledClients(Budget(limits.KEPT_FRAMES), {"behind": 1000}.__getitem__)
+    kept = Budget(limits.KEPT_FRAMES)
+    stalls: StalledClients[str] = StalledClients(kept, {"behind": 1000}.__getitem__, lambda _: -1000)
     stalls.add("behind", looking.clock.monotonic_ms())
     looking.time_s += 10 * STALL_MAX_MS
     assert stalls.timed_out(looking.clock.monotonic_ms()) == []

@@ -27,7 +27,7 @@ def test_append_round_trip(
 ) -> None:
     laid_out = lay_out([(b"n", b"", piece, b"") for piece in data])
     parts = append_messages.encode_append(
-        7, name.encode(), create, if_head_seq, key, config, laid_out.offset_len, laid_out.flags, laid_out.buffer
+        7, name, create, if_head_seq, key, config, laid_out.offset_len, laid_out.flags, laid_out.buffer
     )
     message = memoryview(b"".join(parts))
     assert messages.head(message) == (messages.MessageKind.APPEND, 7, len(data))

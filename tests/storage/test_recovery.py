@@ -468,12 +468,17 @@ def test_accepted_data_loss_keeps_what_is_before_and_a_copy_of_everything(direct
         assert name not in now
         assert now[name + ".damaged-1"] == contents[name]
 
+    goes_on_behind(directory, read.content)
+
+
+def goes_on_behind(directory: str, content: bytes) -> None:
+    """Assert that the log is whole up to here and can be written behind it."""
     again = read_log(directory)
-    assert (again.content, again.recovery.report) == (read.content, [])
+    assert (again.content, again.recovery.report) == (content, [])
     writer = open_writer(FaultyFileSystem(), directory, again.recovery.end)
     (after,) = commit(writer, appends(5, [b'"after"']))
     writer.close()
-    assert read_log(directory).content == read.content + after.content
+    assert read_log(directory).content == content + after.content
 
 
 @pytest.mark.parametrize("missing", [1, 2, 3])
@@ -482,12 +487,7 @@ def test_accepted_loss_of_a_missing_file(directory: str, missing: int) -> None:
     os.unlink(layout.log_path(directory, missing))
     read = read_log(directory, accept_data_loss=True)
     assert read.content == b"".join(place.content for place in places if place.file_no < missing)
-    again = read_log(directory)
-    assert (again.content, again.recovery.report) == (read.content, [])
-    writer = open_writer(FaultyFileSystem(), directory, again.recovery.end)
-    (after,) = commit(writer, appends(5, [b'"after"']))
-    writer.close()
-    assert read_log(directory).content == read.content + after.content
+    goes_on_behind(directory, read.content)
 
 
 # -- crashes while recovering

@@ -136,29 +136,20 @@ def test_a_crash_at_each_step_is_repeated_by_the_next_start(
     assert set(expected) == set(NAMES)
     assert by_topic(origin, before) == expected
     for nth in range(1, len(clean.log) + 1):
-        data_dir = str(tmp_path / f"{nth}")
-        shutil.copytree(origin, data_dir)
-        fs = FaultyFileSystem()
-        fs.arm(Fault(nth, error))
-        with pytest.raises(Crash):
-            run(data_dir, after, fs)
-        fs.bury()
-        if needs_reshard(FaultyFileSystem(), data_dir, after):
-            run(data_dir, after)
-        assert by_topic(data_dir, after) == expected, (nth, clean.log[nth - 1])
-        assert os.listdir(data_dir) == [layout.WAL_NAME]
-        # The other way out of a crash: back to the former count.
-        shutil.rmtree(data_dir)
-        shutil.copytree(origin, data_dir)
-        fs = FaultyFileSystem()
-        fs.arm(Fault(nth, error))
-        with pytest.raises(Crash):
-            run(data_dir, after, fs)
-        fs.bury()
-        if needs_reshard(FaultyFileSystem(), data_dir, before):
-            run(data_dir, before)
-        assert by_topic(data_dir, before) == expected
-        shutil.rmtree(data_dir)
+        for count in (after, before):  # the next start may also go back to the former count
+            data_dir = str(tmp_path / f"{nth}")
+            shutil.copytree(origin, data_dir)
+            fs = FaultyFileSystem()
+            fs.arm(Fault(nth, error))
+            with pytest.raises(Crash):
+                run(data_dir, after, fs)
+            fs.bury()
+            if needs_reshard(FaultyFileSystem(), data_dir, count):
+                run(data_dir, count)
+            assert by_topic(data_dir, count) == expected, (nth, clean.log[nth - 1], count)
+            if count == after:
+                assert os.listdir(data_dir) == [layout.WAL_NAME]
+            shutil.rmtree(data_dir)
     assert len(clean.log) >= 35
 
 

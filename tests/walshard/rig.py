@@ -163,7 +163,7 @@ class Rig:
         assert self.shared.rings[0][self.owner(name)].requests.push(
             *append_messages.encode_append(
                 self.next_id,
-                name.encode(),
+                name,
                 create,
                 if_head_seq,
                 key,

@@ -13,7 +13,7 @@ from tests.walshard.test_routing import route
 from topics.core.config import Durability, TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.floors import EvictReason
-from topics.core.location import LOCATION_IN_RAM_LOG, any_flagged
+from topics.core.location import ENTRY_WORDS, LOCATION_IN_RAM_LOG, any_flagged
 from topics.shm.topic_messages import DeleteRecords, PutTopic, Watch
 from topics.walshard.handlers import relogging
 
@@ -319,3 +319,18 @@ def test_a_change_of_class_that_stops_half_way(
     assert rig.append("t", b"5").first_seq == 4097
     restart(compaction)
     assert floors(rig, "t") == (4097, 1, 1, 3)
+
+
+def test_a_gap_of_lost_records_is_not_later_than_the_records_behind_it(rig: Rig) -> None:
+    rig.append("e", b"1")
+    put(rig, "e", EPHEMERAL)
+    rig.append("e", b"2")
+    rig.restart_service()
+    for data in (b"3", b"4"):
+        rig.clock.ms += 1_000
+        rig.append("e", data)
+    rig.boot()
+    topic = rig.hosted("e").topic
+    times = list(rig.hosted("e").ring.entries(1, topic.head_seq)[1::ENTRY_WORDS])
+    assert times == sorted(times)
+    assert len(set(times)) == 3

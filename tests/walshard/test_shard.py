@@ -325,7 +325,7 @@ def test_an_answer_too_long_for_the_ring_goes_by_reference(rig: Rig) -> None:
 def test_a_request_by_reference(rig: Rig, tmp_path: object) -> None:
     laid_out = lay_out([(b"", b"", b"1" * 500_000, b"")])
     parts = append_messages.encode_append(
-        99, b"t", True, None, b"", None, laid_out.offset_len, laid_out.flags, laid_out.buffer
+        99, "t", True, None, b"", None, laid_out.offset_len, laid_out.flags, laid_out.buffer
     )
     spill = f"{tmp_path}/spill"
     with open(spill, "wb") as file:
@@ -342,7 +342,7 @@ def post_tagged(rig: Rig, name: str, *tags: bytes) -> None:
     laid_out = lay_out([(b"", tag, b"%d" % number, b"") for number, tag in enumerate(tags)])
     assert rig.shared.rings[0][0].requests.push(
         *append_messages.encode_append(
-            10**6, name.encode(), True, None, b"", None, laid_out.offset_len, laid_out.flags, laid_out.buffer
+            10**6, name, True, None, b"", None, laid_out.offset_len, laid_out.flags, laid_out.buffer
         )
     )
     rig.run()

@@ -65,7 +65,7 @@ class Attempts:
     def pause_after_failure(self, error: Exception) -> float:
         """Return the pause before the next attempt when there was no answer; UnreachableError when there is none."""
         failure = f"{self._what}: {describe(error)}"
-        if not self._repeatable and may_have_left(error):
+        if not self._repeatable and not isinstance(error, NotSentError):
             raise UnreachableError(f"{failure}; it may have been carried out") from error
         return self._pause(UnreachableError(failure), 0.0)
 
@@ -86,11 +86,6 @@ class Attempts:
             raise error
         self._pause_s = min(self._pause_s * 2, self._retry.pause_max_s)
         return pause_s
-
-
-def may_have_left(error: Exception) -> bool:
-    """Return whether the request may have reached the service before this error."""
-    return not isinstance(error, NotSentError)
 
 
 def error_of(status: int, body: bytes) -> ApiError:

@@ -34,16 +34,16 @@ class Connection(Commands):
     coroutines that never suspend in a `Client`. ClientError for a bad `url`.
     """
 
-    def __init__(self, address: ServiceAddress, links: LinkPool, retry: Retry) -> None:
+    def __init__(
+        self, address: ServiceAddress, links: LinkPool, retry: Retry, pause: Callable[[float], Awaitable[None]]
+    ) -> None:
         self._address = address
         self._links = links
         self._retry = retry
+        self._pause = pause
 
     async def _ask(self, request: bytes) -> AnswerReader:
         return await self._links.ask(request)
-
-    async def _pause(self, pause_s: float) -> None:
-        raise NotImplementedError
 
     async def _carry_out(self, call: Call[T]) -> T:
         attempts = self._attempts(call.method, call.path, call.repeatable)
@@ -71,7 +71,6 @@ class Connection(Commands):
     async def _frames(
         self, positions: Mapping[str, int] | str, tombstones: Tombstones, options: dict[str, Any]
     ) -> AsyncGenerator[Iterable[tuple[str, Item | TopicGone]], None]:
-        """Yield the items of each frame of a follower."""
         following = Following(positions, tombstones, options, partial(self._attempts, "GET"))
         while not following.ended():
             if following.wid is None:
@@ -116,9 +115,8 @@ class AsyncClient(Connection):
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         address = ServiceAddress(url, token, tls)
-        super().__init__(address, LinkPool(partial(AsyncLink.connect, address)), retry)
+        super().__init__(address, LinkPool(partial(AsyncLink.connect, address)), retry, sleep)
         self._turns = asyncio.Semaphore(REQUESTS_MAX)
-        self._sleep = sleep
 
     async def close(self) -> None:
         self._links.close()
@@ -133,9 +131,6 @@ class AsyncClient(Connection):
     async def _ask(self, request: bytes) -> AnswerReader:
         async with self._turns:
             return await self._links.ask(request)
-
-    async def _pause(self, pause_s: float) -> None:
-        await self._sleep(pause_s)
 
     async def call(self, call: Call[T]) -> T:
         """Carry out any call of `topics.client.calls`, and repeat it where that is safe."""
@@ -188,10 +183,12 @@ class Client(Connection):
         retry: Retry = RETRY,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        async def pause(pause_s: float) -> None:
+            sleep(pause_s)
+
         address = ServiceAddress(url, token, tls)
-        super().__init__(address, LinkPool(partial(Link.connect, address)), retry)
+        super().__init__(address, LinkPool(partial(Link.connect, address)), retry, pause)
         self._connect_async = partial(AsyncClient, url, token=token, tls=tls, retry=retry)
-        self._sleep = sleep
 
     def close(self) -> None:
         self._links.close()
@@ -201,9 +198,6 @@ class Client(Connection):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    async def _pause(self, pause_s: float) -> None:
-        self._sleep(pause_s)
 
     def call(self, call: Call[T]) -> T:
         """Carry out any call of `topics.client.calls`, and repeat it where that is safe."""

@@ -94,45 +94,36 @@ class Acks:
         self._topic = topic
         self._settle = settle
         self._waiting: list[tuple[JobAnswer, Outcome]] = []
-        self._latest: asyncio.Task[None] | None = None
-        """The request that holds up the waiting acks."""
-        self._requests: set[asyncio.Task[None]] = set()
+        self._sender: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def add(self, job: JobAnswer) -> bool | None:
         """Ack a job; return or raise what `settle` does for it."""
         outcome: Outcome = asyncio.get_running_loop().create_future()
         self._waiting.append((job, outcome))
-        if self._latest is None:
-            self._send()
+        if self._sender is None or self._sender.done():
+            self._sender = self._start(self._send_all())
         return await outcome
 
     async def close(self) -> None:
         """Give up all acks that are not answered: their callers get a LeaseLostError."""
         waiting, self._waiting = self._waiting, []
         self._give_up(waiting)
-        requests = list(self._requests)
-        for request in requests:
-            request.cancel()
-        await asyncio.gather(*requests, return_exceptions=True)
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _send(self) -> None:
-        request = asyncio.create_task(self._request())
-        self._latest = request
-        self._requests.add(request)
-        timer = asyncio.get_running_loop().call_later(HOLD_UP_MAX_S, self._send_next, request)
+    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
-        def ended(_: asyncio.Task[None]) -> None:
-            timer.cancel()
-            self._requests.discard(request)
-            self._send_next(request)
-
-        request.add_done_callback(ended)
-
-    def _send_next(self, request: asyncio.Task[None]) -> None:
-        if self._latest is request:
-            self._latest = None
-            if self._waiting:
-                self._send()
+    async def _send_all(self) -> None:
+        """Send what waits. A request holds up the next one until it is answered, or for HOLD_UP_MAX_S."""
+        while self._waiting:
+            await asyncio.wait((self._start(self._request()),), timeout=HOLD_UP_MAX_S)
 
     async def _request(self) -> None:
         """Send what waits by now, acks added in the same round of the event loop included."""
@@ -361,7 +352,6 @@ class Shift:
         return self._confirmed
 
     async def _epoch(self) -> str:
-        """Return the topic's present instance."""
         return (await self._client.call(calls.get_topic(self._topic, touch=False))).epoch
 
     def _forget_stream(self) -> None:

@@ -161,11 +161,9 @@ class Following:
 
     @property
     def path(self) -> str:
-        """The path of the session's stream."""
         return f"/v0/watch/{self.wid}"
 
     def headers(self) -> dict[str, str]:
-        """Return the headers of a request for the session's stream."""
         return {} if self._last_event_id is None else {"Last-Event-ID": self._last_event_id}
 
     def pause_s(self, trouble: Exception | None) -> float:

@@ -3,8 +3,7 @@
 A file is removed only when
 - neither of the two kept snapshots can need it: it was superfluous at one snapshot and still is at the next;
 - the reason is known: its topic or its seqs do not exist any more, a newer version or another segment with its seqs
-  counts, or it lies behind everything that was ever committed. Any other file is logged and kept: nobody can tell
-  records whose topic a power loss took from records whose logs somebody has lost;
+  counts, or it lies behind everything that was ever committed. Any other is logged and kept: its log may be missing;
 - no pin holds it (`storage/pins.py`).
 A file that is pinned or cannot be removed needs no further snapshot: that is repeated regularly.
 
@@ -30,11 +29,6 @@ _DATA: Final = frozenset(("data",))
 _ALL: Final = frozenset(("data", "idx", "tags"))
 Kinds = dict[SegmentName, frozenset[str]]
 """Kinds of files (data, idx, tags) by their segments."""
-
-_KEPT: Final = (
-    "no log or snapshot explains these segments, and they are kept: a power loss took their records from the log, or "
-    "files of wal/ or meta/ are missing. If none is, move these away (docs/operations.md, Logs, segments, snapshots)"
-)
 
 log = get_logger()
 
@@ -274,7 +268,8 @@ class Leftovers:
             elif new := superfluous & kinds - due.get(name, frozenset()):
                 found[name] = new
         if unsaid := unexplained - self._unexplained.pop(topic_id, set()):
-            log.error(_KEPT, directory=directory, first_seqs=sorted({name.first_seq for name in unsaid}))
+            what = "no log or snapshot explains these segments, and they are kept: see docs/operations.md"
+            log.error(what, directory=directory, first_seqs=sorted({name.first_seq for name in unsaid}))
         if unexplained:
             self._unexplained[topic_id] = unexplained
         for name_in in self._fs.listdir(directory):

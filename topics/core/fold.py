@@ -332,7 +332,7 @@ class Fold:
             exact_head_seq = self._ram.exact_head(topic.id)
             lost_seq = exact_head_seq if ram_log_survived else head_ceiling
             if lost_seq > topic.head_seq:
-                self._mark_lost(topic, lost_seq)
+                self._mark_lost(topic, lost_seq, topic.last_write_ts)
                 if lost_seq > exact_head_seq:
                     self.lost_heads.add(topic.id)
             durability = topic.config.durability
@@ -394,7 +394,7 @@ class Fold:
                         f"topic {topic.name!r} ({topic.id:#x}): record {entries[0]} follows {expected - 1}, "
                         f"the records between are missing from the log"
                     )
-                self._mark_lost(topic, entries[0] - 1)
+                self._mark_lost(topic, entries[0] - 1, min(topic.last_write_ts, entries[1]))
                 continue
             run = dense_run(entries)
             topic.restored(entries[: run * ENTRY_WORDS])
@@ -448,11 +448,11 @@ class Fold:
             topic.idempotency.remember(key, WriteOutcome(*outcome))
         _restore_consumers(topic, state.consumers)
 
-    def _mark_lost(self, topic: Topic, last_seq: int) -> None:
-        """Take the seqs up to `last_seq` for lost with the RAM log."""
+    def _mark_lost(self, topic: Topic, last_seq: int, ts: int) -> None:
+        """Take the seqs up to `last_seq` for lost with the RAM log, before a record of the time `ts` or later."""
         self._uncounted.add(topic.id)
         if topic.earliest_seq <= topic.head_seq:
-            topic.restored(lost_entries(topic.head_seq + 1, last_seq, topic.last_write_ts, EvictReason.RESTART))
+            topic.restored(lost_entries(topic.head_seq + 1, last_seq, ts, EvictReason.RESTART))
         else:
             topic.lost_below(last_seq + 1, EvictReason.RESTART)
 

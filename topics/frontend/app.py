@@ -93,13 +93,15 @@ class App:
                 if name and "/" not in name:
                     route = Route.APPEND
                     self._access.admit(scope, _WRITE, (name,))
-                    await self._append(name, scope, receive, send)
+                    scope["path_params"] = {"topic": name}
+                    await self._append.post(scope, receive, send)
                     return None
                 if name.endswith(_DIFF) and 0 < name.index("/") == len(name) - len(_DIFF):
                     route = Route.DIFF
                     name = name[: -len(_DIFF)]
                     self._access.admit(scope, _READ, (name,))
-                    await self._diff(name, scope, receive, send)
+                    scope["path_params"] = {"topic": name}
+                    await self._diff.post(scope, receive, send)
                     return None
             await self.router(scope, receive, send)
         except TopicsError as error:

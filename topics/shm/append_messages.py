@@ -2,11 +2,10 @@
 
 A request, behind the head that all messages have (`messages.py`):
 
-    | if_head_seq u64 | key_len u16 | reserved u16 | config_len u32 | name | key | config | jobs | pad to 8 |
-    | offset_len u64 × count | record flags u8 × count | frames … |
+    | options_len u32 | options | offset_len u64 × count | record flags u8 × count | frames … |
 
-`jobs`, with HAS_JOBS only: its length as u32, then msgpack of `JobAttributes`. `frames` are unstamped Append frames
-(`storage/frame.py`); `offset_len` has the offset and the length of each.
+`options` are msgpack of `_Options`. `frames` are unstamped Append frames (`storage/frame.py`); `offset_len` has the
+offset and the length of each.
 
 A reply, behind the head:
 
@@ -24,17 +23,10 @@ import msgspec
 from topics.core.config import CLASSES, TopicConfig
 from topics.shm.messages import HEAD, HEAD_BYTES, MessageKind, Part
 
-_APPEND: Final = struct.Struct("=QHHI")
+_LENGTH: Final = struct.Struct("=I")
 _APPEND_REPLY: Final = struct.Struct("=QQII")
 _TIMES: Final = struct.Struct("=II")
-_LENGTH: Final = struct.Struct("=I")
 
-# Request flags
-CREATE: Final = 1
-HAS_IF_HEAD: Final = 2
-HAS_KEY: Final = 4
-HAS_CONFIG: Final = 8
-HAS_JOBS: Final = 16
 # Reply flags
 CREATED: Final = 1
 DEDUPED: Final = 2
@@ -43,6 +35,8 @@ _CLASS_SHIFT: Final = 4
 
 JobAttributes = list[tuple[int, int, int, str]]
 """(position in the write, deliver_at_ms, delay_ms, order_key) of records that have one of them; 0 and "" are none."""
+_Options = tuple[str, bool, int | None, bytes, TopicConfig | None, JobAttributes]
+"""(name, create, if_head_seq, key, config, jobs)."""
 
 
 class AppendRequest(msgspec.Struct, frozen=True):
@@ -76,13 +70,12 @@ class AppendReply(msgspec.Struct, frozen=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_jobs_decoder = msgspec.msgpack.Decoder(JobAttributes)
-_config_decoder = msgspec.msgpack.Decoder(TopicConfig)
+_options_decoder = msgspec.msgpack.Decoder(_Options)
 
 
 def encode_append(
     request_id: int,
-    name: bytes,
+    name: str,
     create: bool,
     if_head_seq: int | None,
     key: bytes,
@@ -93,65 +86,23 @@ def encode_append(
     jobs: JobAttributes | None = None,
 ) -> list[Part]:
     """Return the parts of an Append request, for `Ring.push`."""
-    count = len(offset_len)
-    config_body = b"" if config is None else _encoder.encode(config)
-    flags = (
-        (CREATE if create else 0)
-        | (0 if if_head_seq is None else HAS_IF_HEAD)
-        | (HAS_KEY if key else 0)
-        | (0 if config is None else HAS_CONFIG)
-        | (HAS_JOBS if jobs else 0)
-    )
-    jobs_body = b""
-    if jobs:
-        encoded = _encoder.encode(jobs)
-        jobs_body = _LENGTH.pack(len(encoded)) + encoded
-    texts = len(name) + len(key) + len(config_body) + len(jobs_body)
-    start = (
-        HEAD.pack(MessageKind.APPEND, flags, len(name), count, request_id)
-        + _APPEND.pack(if_head_seq or 0, len(key), 0, len(config_body))
-        + name
-        + key
-        + config_body
-        + jobs_body
-        + bytes(-texts % 8)
-    )
+    options = _encoder.encode((name, create, if_head_seq, key, config, jobs or ()))
+    start = HEAD.pack(MessageKind.APPEND, 0, 0, len(offset_len), request_id) + _LENGTH.pack(len(options)) + options
     return [start, memoryview(offset_len).cast("B"), record_flags, frames]
 
 
 def decode_append(message: memoryview) -> AppendRequest:
     """Decode a request, copying everything out of the ring."""
-    _kind, flags, name_len, count, _request_id = HEAD.unpack_from(message)
-    if_head_seq, key_len, _reserved, config_len = _APPEND.unpack_from(message, HEAD_BYTES)
-    at = HEAD_BYTES + _APPEND.size
-    name = str(message[at : at + name_len], "utf-8")
-    at += name_len
-    key = bytes(message[at : at + key_len])
-    at += key_len
-    config = _config_decoder.decode(message[at : at + config_len]) if flags & HAS_CONFIG else None
-    at += config_len
-    jobs: JobAttributes = []
-    if flags & HAS_JOBS:
-        (jobs_len,) = _LENGTH.unpack_from(message, at)
-        at += _LENGTH.size
-        jobs = _jobs_decoder.decode(message[at : at + jobs_len])
-        at += jobs_len
-    at += -(at - HEAD_BYTES - _APPEND.size) % 8
+    count = HEAD.unpack_from(message)[3]
+    at = HEAD_BYTES + _LENGTH.size
+    words_at = at + _LENGTH.unpack_from(message, HEAD_BYTES)[0]
+    flags_at = words_at + 8 * count
+    frames_at = flags_at + count
+    name, create, if_head_seq, key, config, jobs = _options_decoder.decode(message[at:words_at])
     offset_len = array("Q")
-    offset_len.frombytes(message[at : at + 8 * count])
-    at += 8 * count
-    return AppendRequest(
-        name=name,
-        create=bool(flags & CREATE),
-        if_head_seq=if_head_seq if flags & HAS_IF_HEAD else None,
-        key=key,
-        config=config,
-        jobs=jobs,
-        count=count,
-        offset_len=offset_len,
-        record_flags=bytes(message[at : at + count]),
-        frames=bytearray(message[at + count :]),
-    )
+    offset_len.frombytes(message[words_at:flags_at])
+    record_flags, frames = bytes(message[flags_at:frames_at]), bytearray(message[frames_at:])
+    return AppendRequest(name, create, if_head_seq, key, config, count, offset_len, record_flags, frames, jobs)
 
 
 def encode_append_reply(request_id: int, reply: AppendReply) -> bytearray:

@@ -2,7 +2,7 @@
 
 A request begins with
 
-    | kind u8 | flags u8 | name_len u16 | count u32 | request_id u64 |                        16 bytes, native order
+    | kind u8 | flags u8 | reserved u16 | count u32 | request_id u64 |                        16 bytes, native order
 
 Append, the hot path, continues in a layout of its own (`append_messages.py`). Every other request has one msgpack body,
 a `Message` of `topic_messages.py` or `queue_messages.py`. With BY_REFERENCE set, the body is the path of a file in
@@ -68,7 +68,7 @@ _dealt_decoder = msgspec.msgpack.Decoder(Dealt)
 
 def head(message: memoryview) -> tuple[int, int, int]:
     """Return (kind with BY_REFERENCE, request_id, count) of a request or reply."""
-    kind, _flags, _name_len, count, request_id = HEAD.unpack_from(message)
+    kind, _flags, _reserved, count, request_id = HEAD.unpack_from(message)
     return kind, request_id, count
 
 

@@ -66,7 +66,7 @@ class Access:
     def __init__(self, ring: KeyRing, probe_auth: bool, limits: KeyLimits) -> None:
         self._ring = ring
         self.limits = limits
-        self._on_change: list[Callable[[], None]] = []
+        self._on_change: dict[Callable[[], None], None] = {}
         self.probe_auth = probe_auth
 
     @property
@@ -81,12 +81,15 @@ class Access:
     def replace(self, ring: KeyRing) -> None:
         """Accept these keys from now on, and tell the listeners, which end what is no longer allowed."""
         self._ring = ring
-        for listener in self._on_change:
+        for listener in list(self._on_change):
             listener()
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after each `replace`."""
-        self._on_change.append(listener)
+        """Call `listener` after each `replace`, until `forget`."""
+        self._on_change[listener] = None
+
+    def forget(self, listener: Callable[[], None]) -> None:
+        del self._on_change[listener]
 
     def authenticate(self, scope: Scope, *, token: bool = False) -> ApiKey:
         """Return the request's key; `token` accepts it as `?token=`, too. Raise `401 unauthorized`."""

@@ -37,16 +37,14 @@ Measure = Callable[[ClientT], int]
 
 
 class StalledClients(Generic[ClientT]):
-    """All stalled clients. The bytes that are kept for them count in `budget`. `progress_bytes(client)` rises as it
-    reads; without it the fall of `buffered_bytes(client)` is the progress: nothing may be added meanwhile.
+    """All stalled clients. The bytes that are kept for them (`buffered_bytes(client)`) count in `budget`.
+    `progress_bytes(client)` rises as it reads.
     """
 
-    def __init__(
-        self, budget: Budget, buffered_bytes: Measure[ClientT], progress_bytes: Measure[ClientT] | None = None
-    ) -> None:
+    def __init__(self, budget: Budget, buffered_bytes: Measure[ClientT], progress_bytes: Measure[ClientT]) -> None:
         self._budget = budget
         self._buffered_bytes = buffered_bytes
-        self._progress_bytes = progress_bytes or (lambda client: -buffered_bytes(client))
+        self._progress_bytes = progress_bytes
         self._clients: dict[ClientT, ReadProgress] = {}
 
     def add(self, client: ClientT, now_ms: int) -> None:

@@ -1,14 +1,16 @@
 """Bounds on the frames of one client: those that carry nothing, and those that this process handles in one turn.
 
 A ping, a reset or an empty piece of a message takes 10 bytes and some 50 µs, so 1 MB/s of them would take all of the
-process's time. A connection may send FRAMES_AT_START and FRAMES_PER_S from then on, 5 % of that time, before it is cut.
-It can save up FRAMES_BURST. Answers earn more. A turn is two frames or FRAMES_PER_TURN pieces of bodies; then other
-connections have theirs.
+process's time. A connection may send FRAMES_BURST and FRAMES_PER_S from then on, 5 % of that time, before it is cut.
+Answers earn more. A turn is two frames or FRAMES_PER_TURN pieces of bodies; then other connections have theirs. Who is
+cut may come back at once, so an address whose connections are cut again and again gets new ones more slowly.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from ipaddress import ip_network
 from typing import Final
 
 from h2.exceptions import DenialOfServiceError, FrameTooLargeError, ProtocolError
@@ -16,9 +18,11 @@ from h2.frame_buffer import FrameBuffer
 from hyperframe.frame import ContinuationFrame, DataFrame, HeadersFrame, RstStreamFrame, SettingsFrame
 
 FRAMES_PER_S: Final = 1000
-FRAMES_BURST: Final = 1000
-FRAMES_AT_START: Final = 200
-"""Frames of a connection that has had no answer yet: who was cut may come back at once."""
+FRAMES_BURST: Final = 500
+CUT_S: Final = 1.0  # what an address owes for each cut
+CUTS_FREE_S: Final = 3.0
+NEXT_AFTER_S: Final = 0.1  # between two connections that wait
+WAIT_MOST_S: Final = 10.0
 FRAMES_PER_TURN: Final = 8
 EARNED_BY_ANSWER: Final = 4
 EARNED_PER_BYTES: Final = 1024
@@ -38,15 +42,10 @@ _HEAD_BYTES: Final = 9
 class FrameBudget:
     """The frames without content that one connection may still send. Refilled with time, and by what it is sent."""
 
-    def __init__(
-        self,
-        time_s: Callable[[], float],
-        on_refusal: Callable[[str], None] = lambda why: None,
-        at_start: int = FRAMES_AT_START,
-    ) -> None:
+    def __init__(self, time_s: Callable[[], float], on_refusal: Callable[[str], None] = lambda why: None) -> None:
         self._time_s = time_s
         self._on_refusal = on_refusal
-        self._left: float = at_start
+        self._left: float = FRAMES_BURST
         self._refilled_s = time_s()
         self.refused = False  # true if the connection is cut for what it sent
 
@@ -77,6 +76,36 @@ class FrameBudget:
             self._on_refusal(why)
 
 
+class CutAddresses:
+    """Addresses whose connections were cut, and until when each owes for it. One that owes more than CUTS_FREE_S gets
+    its next HTTP/2 connections and WebSockets one after the other. A /64 of IPv6 is one address.
+    """
+
+    def __init__(self, time_s: Callable[[], float]) -> None:
+        self._time_s = time_s
+        self._owes_until_s: dict[object, float] = {}
+
+    def cut(self, peer: object) -> None:
+        """Note that a connection of `peer`, a transport's `peername`, was cut."""
+        now_s = self._time_s()
+        self._owes_until_s = {other: until_s for other, until_s in self._owes_until_s.items() if until_s > now_s}
+        address = _address_of(peer)
+        self._owes_until_s[address] = self._owes_until_s.get(address, now_s) + CUT_S
+
+    def claim_turn_s(self, peer: object) -> float:
+        """Return the seconds that a new connection of `peer` waits, and take its turn. Infinity: too many wait."""
+        address = _address_of(peer)
+        wait_s = self._owes_until_s.get(address, 0.0) - self._time_s() - CUTS_FREE_S
+        if 0 < wait_s <= WAIT_MOST_S:
+            self._owes_until_s[address] += NEXT_AFTER_S
+        return wait_s if wait_s <= WAIT_MOST_S else math.inf
+
+
+def _address_of(peer: object) -> object:
+    host = peer[0] if isinstance(peer, tuple) else ""
+    return ip_network((host.partition("%")[0], 64), strict=False) if ":" in host else host
+
+
 class CheckedFrames(FrameBuffer):
     """The incoming frames of one HTTP/2 connection. h2 takes them from here, FRAMES_PER_TURN after each `begin_turn`.
     Each is checked when its head is there: h2 itself gathers 16 MiB of a frame before it looks at the length.
@@ -85,7 +114,7 @@ class CheckedFrames(FrameBuffer):
     def __init__(self, budget: FrameBudget, time_s: Callable[[], float], max_block_bytes: int) -> None:
         super().__init__(server=True)
         self._budget = budget
-        self._small_data = FrameBudget(time_s, at_start=FRAMES_BURST)
+        self._small_data = FrameBudget(time_s)
         self._max_block_bytes = max_block_bytes
         self._block_bytes = 0  # of the header block that has no end yet
         self._turn_left = 0

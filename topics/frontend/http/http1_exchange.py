@@ -34,7 +34,6 @@ class PushStream:
     """
 
     def __init__(self, transport: asyncio.Transport, chunked: bool, writable: bool, end: Callable[[], None]) -> None:
-        """`end` writes the end of the answer."""
         self._transport = transport
         self._write = transport.write
         self._end = end

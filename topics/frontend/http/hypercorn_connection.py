@@ -29,7 +29,7 @@ from topics.frontend.entry import limits
 from topics.frontend.entry.budget import Budget
 from topics.frontend.http.connections import Connections
 from topics.frontend.http.deadlines import HttpLimits, RunningClock, SlowReaderTimer, run_in_time
-from topics.frontend.http.frame_budget import CheckedFrames, FrameBudget
+from topics.frontend.http.frame_budget import CheckedFrames, CutAddresses, FrameBudget
 from topics.log import get_logger
 
 GONE_S: Final = 2.0
@@ -143,6 +143,12 @@ class ConnectionContext(WorkerContext):
         """End what `drop` began: the connection is over."""
         for task in self._dropping:
             task.cancel()
+
+    async def ends_within(self, wait_s: float) -> bool:
+        """Wait. Return True if the client went by then, or a drain began."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.end.wait(), wait_s)
+        return self.end.is_set()
 
     async def sleep(self, wait: float) -> None:  # type: ignore[override]
         if self.closed.is_set():
@@ -273,18 +279,24 @@ class HypercornConnections:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self.open: set[ConnectionContext] = set()
+        self._cut = CutAddresses(clock.time_s)
         self._refusals = SparseLog(self._loop.time)
         self._failures = SparseLog(self._loop.time)
 
     def take_over(self, transport: asyncio.Transport, data: bytes) -> None:
         """Serve an open transport from now on, beginning with the bytes that were read from it."""
         watch = partial(SlowReaderTimer, self._limits, self._clock, self._loop)
-        context = ConnectionContext(transport, watch, self._connections, self._clock.time_s, self._refusals.warn)
+        refuse = partial(self._refuse, transport.get_extra_info("peername"))
+        context = ConnectionContext(transport, watch, self._connections, self._clock.time_s, refuse)
         reader = asyncio.StreamReader(limit=self._limits.read_high_water_bytes, loop=self._loop)
         protocol = WatchedProtocol(context, reader, partial(self._start, context), self._loop)
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
         protocol.data_received(_without_compression(data))
+
+    def _refuse(self, peer: object, why: str) -> None:
+        self._cut.cut(peer)
+        self._refusals.warn(why)
 
     def _start(self, context: ConnectionContext, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.transport.set_write_buffer_limits(high=self._limits.write_high_water_bytes)
@@ -298,6 +310,10 @@ class HypercornConnections:
     ) -> None:
         try:
             app = ASGIWrapper(cast(Any, partial(self._run, context)))
+            wait_s = self._cut.claim_turn_s(context.transport.get_extra_info("peername"))
+            if wait_s > 0 and (wait_s == math.inf or await context.ends_within(wait_s)):
+                context.transport.abort()
+                return
             await HypercornConnection(self._limits, app, self._loop, self._config, context, {}, reader, writer)
         except Exception:  # noqa: BLE001 — logged, but less often than clients can cause it
             self._failures.warn("connection failed", exc_info=True)

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, Protocol
 
 from topics.core.errors import TopicsError
 from topics.core.keys import ApiKey
-from topics.frontend.asgi import Receive, Scope, Send, until_disconnect
+from topics.frontend.asgi import Receive, Scope, Send, disconnected_before, until_disconnect
 from topics.frontend.entry.access import KeyLimits
 from topics.frontend.entry.bodies import Headers
 from topics.frontend.entry.responses import HeaderList, weight
@@ -146,12 +146,10 @@ class AsgiPush:
     async def run(self, receive: Receive) -> None:
         """Send the writes until the client goes away, or all is sent after `close`."""
         self._sender = sender = asyncio.create_task(self._send_all())
-        listener = asyncio.create_task(until_disconnect(receive))
         try:
-            await asyncio.wait((sender, listener), return_when=asyncio.FIRST_COMPLETED)
+            await disconnected_before(sender, receive)
         finally:
-            for task in (sender, listener):
-                task.cancel()
+            sender.cancel()
             with contextlib.suppress(asyncio.CancelledError, ConnectionError):
                 await sender
             if not self._closed:

@@ -11,7 +11,8 @@ import hmac
 import re
 import secrets
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -209,10 +210,6 @@ class WatchRoutes:
     settings: Settings
     slots: StreamSlots
     catching_up: CatchingUp
-    _streams: dict[StreamConnection, Session] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.access.on_change(self._end_forbidden)
 
     @json_route("POST", "/v0/watch", Route.CREATE_WATCH, KeyScope.READ, "watch")
     @describe("Make a watch session", ok("The session", answers.WatchAnswer), "topic_not_found", *LOST)
@@ -259,15 +256,15 @@ class WatchRoutes:
                 raise stopping()
             push = await event_streams.begin_stream(scope, send)
             connection = self.hub.open(push, state, session.heartbeat_ms)
-            self._streams[connection] = session
-            # The keys may have changed since it was admitted.
-            self._end_if_forbidden(connection, session)
+            end_if_forbidden = partial(self._end_if_forbidden, connection, session)
+            self.access.on_change(end_if_forbidden)
+            end_if_forbidden()  # the keys may have changed since it was admitted
             await event_streams.run_stream(push, receive)
         finally:
             if connection is None:
                 self.sessions.abandon(opened)
             else:
-                del self._streams[connection]
+                self.access.forget(end_if_forbidden)
                 self.hub.close(connection)
                 self.sessions.close(opened, connection.state.cursor())
 
@@ -278,11 +275,6 @@ class WatchRoutes:
             raise TopicsError("unauthorized", "this watch session belongs to another key, which alone may stream it")
         caller.require(KeyScope.READ, session.topics)
         return caller
-
-    def _end_forbidden(self) -> None:
-        """End the streams whose keys are no longer valid for them."""
-        for connection, session in list(self._streams.items()):
-            self._end_if_forbidden(connection, session)
 
     def _end_if_forbidden(self, connection: StreamConnection, session: Session) -> None:
         if not connection.closed and not self.access.still_allows(session.key_digest, KeyScope.READ, session.topics):

@@ -198,9 +198,16 @@ class Socket:
                 request_id = websocket_commands.request_id_of(body)
                 raise
             request_id, route = command.request_id, ROUTES[type(command)]
-            await self._execute(command, len(body), started_ns)
+            key = self._key()
             if isinstance(command, Publish):
+                await self._publish(command, key, len(body), started_ns)
                 return  # answered by `_acknowledge`
+            if isinstance(command, Subscribe):
+                await self._subscribe(command)
+            elif isinstance(command, Unsubscribe):
+                await self._unsubscribe(command)
+            else:
+                await self._outbox.put(encode_json({"op": "pong", "request_id": command.request_id}))
         except TopicsError as error:
             await self._refuse(request_id, error)
         except Exception:  # noqa: BLE001 — the client gets an answer, the operator a log line
@@ -222,17 +229,6 @@ class Socket:
 
     def _observe(self, route: Route, started_ns: int) -> None:
         self._services.observe(route, (time.perf_counter_ns() - started_ns) // 1000)
-
-    async def _execute(self, command: Command, body_bytes: int, started_ns: int) -> None:
-        key = self._key()
-        if isinstance(command, Publish):
-            await self._publish(command, key, body_bytes, started_ns)
-        elif isinstance(command, Subscribe):
-            await self._subscribe(command)
-        elif isinstance(command, Unsubscribe):
-            await self._unsubscribe(command)
-        else:
-            await self._outbox.put(encode_json({"op": "pong", "request_id": command.request_id}))
 
     def _key(self) -> ApiKey:
         """Return the socket's key as it is now. Ask again after every wait."""
@@ -387,7 +383,6 @@ class WebSocketRoute:
         self._slots = slots
         self._sockets: dict[Socket, None] = {}
         self._draining = False
-        services.access.on_change(self._end_forbidden)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         message = await receive()
@@ -406,6 +401,7 @@ class WebSocketRoute:
                 return
             socket = Socket(self._services, caller.digest, scope, receive, send)
             self._sockets[socket] = None
+            self._services.access.on_change(socket.end_forbidden)
             self._services.cell.set("ws_connections", len(self._sockets))
             try:
                 await send({"type": "websocket.accept"})
@@ -414,6 +410,7 @@ class WebSocketRoute:
                 await socket.run()
             finally:
                 del self._sockets[socket]
+                self._services.access.forget(socket.end_forbidden)
                 self._services.cell.set("ws_connections", len(self._sockets))
 
     @asgi_route("GET", "/v0/ws", None, None, "watch")
@@ -426,10 +423,6 @@ class WebSocketRoute:
         self._draining = True
         for socket in list(self._sockets):
             socket.end_shutting_down()
-
-    def _end_forbidden(self) -> None:
-        for socket in list(self._sockets):
-            socket.end_forbidden()
 
 
 async def refuse(error: TopicsError, scope: Scope, send: Send) -> None:

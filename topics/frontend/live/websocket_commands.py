@@ -84,7 +84,6 @@ _any_decoder: Final = msgspec.json.Decoder(_Any)
 
 
 def decode(message: bytes) -> Command:
-    """Return the command. Raise `400 invalid_request`."""
     return wire.decode(_decoder, message)
 
 

@@ -52,7 +52,6 @@ def single(name: str, help: str, value: Value) -> Family:
 
 
 def text(families: Iterable[Family]) -> Iterator[bytes]:
-    """Yield the text format, in pieces."""
     for family in families:
         if not family.samples:
             continue

@@ -4,7 +4,7 @@ No process is asked, so any frontend answers for all, also while processes are d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from topics import __version__
@@ -15,6 +15,7 @@ from topics.shm.control import LATENCY_BUCKETS, ControlPage, Role, replay_progre
 from topics.shm.durations import Durations, Route
 
 _BOUNDS_US: Final = [1 << (bucket + 3) for bucket in range(LATENCY_BUCKETS - 1)]
+_BOUNDS_S: Final = [repr(bound / 1_000_000) for bound in _BOUNDS_US]
 _SHARD, _FRONTEND = Role.WALSHARD, Role.FRONTEND
 _LABELS: Final = {_SHARD: "shard", _FRONTEND: "frontend"}
 
@@ -88,6 +89,12 @@ _COMPACTOR: Final = (
 """(name, field, help) of each metric that is a field of the compactor."""
 
 
+def _each(name: str, role: Role, help: str, values: Sequence[Value]) -> Family:
+    """Return a metric with a series for each process of the role."""
+    samples: list[Sample] = [((str(index),), value) for index, value in enumerate(values)]
+    return Family(f"topics_{name}", help, (_LABELS[role],), samples)
+
+
 class ServiceFigures:
     """All metrics of the service but the series of single topics."""
 
@@ -103,11 +110,8 @@ class ServiceFigures:
         for name, role, fields, help in _SUMS:
             yield single(f"topics_{name}", help, sum([self._sum(role, field) for field in fields.split()]))
         for name, role, field, divisor, help in _EACH:
-            samples: list[Sample] = [
-                ((str(index),), cell.get(field) if divisor == 1 else cell.get(field) / divisor)
-                for index, cell in enumerate(self._cells[role])
-            ]
-            yield Family(f"topics_{name}", help, (_LABELS[role],), samples)
+            values = [cell.get(field) for cell in self._cells[role]]
+            yield _each(name, role, help, values if divisor == 1 else [value / divisor for value in values])
         yield from self._service()
         yield from self._log()
         yield from self._compactor()
@@ -147,20 +151,18 @@ class ServiceFigures:
         counts = [self._sum(_SHARD, f"fsync_us_{bucket:02d}") for bucket in range(LATENCY_BUCKETS)]
         buckets = Buckets([str(bound) for bound in _BOUNDS_US], counts, self._sum(_SHARD, "fsync_us_sum"))
         yield Family("topics_wal_fsync_latency_us", "Microseconds that a group waits for its sync", (), [((), buckets)])
-        bounds, each = [repr(bound / 1_000_000) for bound in _BOUNDS_US], list[Sample]()
-        for index, cell in enumerate(self._shards):
+        each: list[Value] = []
+        for cell in self._shards:
             own = [cell.get(f"fsync_us_{bucket:02d}") for bucket in range(LATENCY_BUCKETS)]
-            each.append(((str(index),), Buckets(bounds, own, cell.get("fsync_us_sum") / 1_000_000)))
-        help = "Seconds that a group of one shard waits for its sync"
-        yield Family("topics_shard_wal_fsync_seconds", help, ("shard",), each)
+            each.append(Buckets(_BOUNDS_S, own, cell.get("fsync_us_sum") / 1_000_000))
+        yield _each("shard_wal_fsync_seconds", _SHARD, "Seconds that a group of one shard waits for its sync", each)
 
     def _compactor(self) -> Iterator[Family]:
         cell = self._control.cell(Role.COMPACTOR, 0)
-        lags: list[Sample] = [((str(shard),), self._control.lag_bytes(shard)) for shard in range(len(self._shards))]
-        help = "Bytes in the log of one shard that are in no snapshot"
-        yield Family("topics_compactor_lag_bytes", help, ("shard",), lags)
+        lags = [self._control.lag_bytes(shard) for shard in range(len(self._shards))]
+        yield _each("compactor_lag_bytes", _SHARD, "Bytes in the log of one shard that are in no snapshot", lags)
         since_ms = cell.get("absorbed_ms") or self._control.header.get("started_ms")
-        behind_ms = max(0, self._now_ms() - since_ms) if any(lag for _, lag in lags) else 0
+        behind_ms = max(0, self._now_ms() - since_ms) if any(lags) else 0
         help = "Seconds since the newest snapshot was begun, 0 if it has all records"
         yield single("topics_compactor_lag_seconds", help, behind_ms / 1000)
         help = "Time of the newest snapshot, seconds since 1970; 0: none yet"
@@ -172,11 +174,10 @@ class ServiceFigures:
     def _requests(self) -> Iterator[Family]:
         errors: list[Sample] = [((s,), self._sum(_FRONTEND, f"responses_{s}")) for s in ("4xx", "5xx")]
         yield Family("topics_error_responses_total", "Requests that were refused", ("status",), errors)
-        bounds = [repr(bound / 1_000_000) for bound in _BOUNDS_US]
         durations: list[Sample] = []
         for route in Route:
             counts, sum_us = self._durations.read(route)
-            durations.append(((route.name.lower(),), Buckets(bounds, counts, sum_us / 1_000_000)))
+            durations.append(((route.name.lower(),), Buckets(_BOUNDS_S, counts, sum_us / 1_000_000)))
         help = "Seconds from a request to the end of its answer, event streams left out"
         yield Family("topics_request_duration_seconds", help, ("route",), durations)
         depths: list[Sample] = [

@@ -43,7 +43,6 @@ class EchoedConfig(TopicConfig, frozen=True):
 
 
 def document(operations: Sequence[ApiOperation]) -> dict[str, Any]:
-    """Return the OpenAPI document of these operations."""
     answers = [answer for one in operations for answer in one.answers.values()]
     bodies = [body for answer in answers for body in answer.bodies.values() if body is not None]
     by_type, components = _schemas([Error, *bodies])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterator
 from typing import Any, Final
 
 from starlette.datastructures import QueryParams
@@ -17,7 +18,6 @@ from topics.api import answers
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
-from topics.core.names import owner_shard
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import limits
 from topics.frontend.entry.access import caller_of
@@ -44,7 +44,6 @@ from topics.frontend.routes.operations import (
 )
 from topics.frontend.routes.topic_ranking import Slices
 from topics.frontend.shards.arenas import Arenas, live_names
-from topics.shm.arena import TopicView
 from topics.shm.control import ControlPage, ProcessState, Role, replay_progress
 from topics.shm.durations import Route
 
@@ -175,35 +174,23 @@ class MetricsRoute:
             while (arena := self._arenas.of(shard)) is not None and not arena.learn(PAGE_TOPICS):
                 await slices.yield_if_over()
         after, room = "", topics_max
-        while room:
-            page = self._page(prefixes, after, min(room, PAGE_TOPICS))
-            if not page:
-                break
-            for name, view in page:
-                labels = (name,)
-                for series, field, _ in _QUEUE_SERIES if view.is_queue else _LOG_SERIES:
-                    columns[series].append((labels, getattr(view, field)))
-            after = page[-1][0]
-            room -= len(page)
+        while names := list(itertools.islice(self._names(prefixes, after), min(room, PAGE_TOPICS))):
+            for name in names:
+                view = self._arenas.view(name)
+                if view is not None:  # else it was deleted in the meantime
+                    for series, field, _ in _QUEUE_SERIES if view.is_queue else _LOG_SERIES:
+                        columns[series].append(((name,), getattr(view, field)))
+            after, room = names[-1], room - len(names)
             await slices.yield_if_over()
-        truncated = int(bool(self._page(prefixes, after, 1)))
+        truncated = int(next(self._names(prefixes, after), None) is not None)
         help = "1 if there are more topics than may have series of their own"
         found = [Family(f"topics_topic_{name}", of, ("topic",), columns[name]) for name, _, of in _QUEUE_SERIES]
         return [*found, single("topics_topic_metrics_truncated", help, truncated)]
 
-    def _page(self, prefixes: tuple[str, ...], after: str, most: int) -> list[tuple[str, TopicView]]:
-        """Return the topics after a name, of the shards that have recovered. Empty only when there are no more."""
+    def _names(self, prefixes: tuple[str, ...], after: str) -> Iterator[str]:
+        """Yield the topics after a name, of the shards that have recovered, as `live_names` does."""
         arenas = [self._arenas.of(shard) for shard in range(self._shards)]
-        names = list(itertools.islice(live_names([arena for arena in arenas if arena], prefixes, after), most))
-        found = []
-        for name in names:
-            arena = arenas[owner_shard(name, self._shards)]
-            hit = None if arena is None else arena.look_up(name)
-            if hit is not None:
-                found.append((name, hit[1]))
-        if names and not found:  # all were deleted in the meantime
-            return self._page(prefixes, names[-1], most)
-        return found
+        return live_names([arena for arena in arenas if arena], prefixes, after)
 
 
 def wants_json(accept: bytes) -> bool:

@@ -66,16 +66,8 @@ class DeadLetters:
         self._unreadable = unreadable
         self._moves: set[asyncio.Task[None]] = set()
 
-    async def move(self, name: str, dealt: Dealt) -> None:
-        """Move `dealt.dead`. Return when that is done or has failed, or after MOVE_WAIT_S: then it goes on."""
-        await asyncio.wait((self._start(name, dealt),), timeout=MOVE_WAIT_S)
-
-    def start_move(self, name: str, dealt: Dealt) -> None:
+    def start_move(self, name: str, dealt: Dealt) -> asyncio.Task[None]:
         """Begin to move `dealt.dead`. Call this at once: the end of a stream releases its leases, not these jobs."""
-        if dealt.dead:
-            self._start(name, dealt)
-
-    def _start(self, name: str, dealt: Dealt) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(self._move(name, dealt))
         self._moves.add(task)
         task.add_done_callback(self._moves.discard)
@@ -196,7 +188,7 @@ class DeadLetters:
             create = config is not None
             jobs: JobAttributes = [(0, 0, 0, copy.order_key)] if copy.order_key else []
             futures.append(
-                self._gateway.submit_append(shard, name.encode(), create, None, copy.key, config, laid_out, jobs=jobs)
+                self._gateway.submit_append(shard, name, create, None, copy.key, config, laid_out, jobs=jobs)
             )
         outcomes = await asyncio.gather(*futures, return_exceptions=True)
         done = []

@@ -15,6 +15,7 @@ from topics.frontend.asgi import Receive, disconnected_before
 from topics.frontend.entry.bodies import ClientGoneError
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.reads.records import PageOptions
+from topics.frontend.routes.topic_ranking import Slices
 from topics.frontend.shards.gateway import Gateway
 from topics.frontend.shards.notices import JobListener
 from topics.log import get_logger
@@ -61,7 +62,7 @@ class JobChannel:
         claim = Claim(name, node, most, lease_ms, self.listeners.new_number())
         repeated = False
         while True:
-            late = partial(self._answered_late, shard, claim)
+            late = partial(self._undo, shard, claim)
             asked = self._gateway.submit(shard, claim, late)
             gathered: asyncio.Future[Dealt] = asyncio.get_running_loop().create_future()
             pending = self._claims[claim.stream] = _PendingClaim(shard, asked, gathered)
@@ -76,7 +77,7 @@ class JobChannel:
                         raise ClientGoneError
                     dealt = gathered.result()
                 if repeated:
-                    self._leave(shard, claim, reply)
+                    late(reply)
                 return dealt
             except _RestartedError:
                 # If the shard had the claim after all, and its window ends before the repeated claim, it deals twice.
@@ -95,16 +96,16 @@ class JobChannel:
     def _longest_s(self, window_ms: int) -> float:
         return window_ms / 1000 + self._gateway.shard_wait_s
 
-    def _answered_late(self, shard: int, claim: Claim, reply: Dealt | Waiting) -> None:
-        """Undo a claim whose client has an answer by now, or has left."""
-        if isinstance(reply, Dealt):
-            self._give_back(shard, claim, reply)
-        else:
-            self._leave(shard, claim, reply)
-
-    def _leave(self, shard: int, claim: Claim, waiting: Waiting) -> None:
-        """Leave the window, and give back the jobs that are dealt before the shard knows."""
-        self.leave(shard, claim.name, claim.stream, partial(self._give_back, shard, claim), waiting.wait_ms)
+    def _undo(self, shard: int, claim: Claim, reply: Dealt | Waiting) -> None:
+        """Give back the jobs of a claim whose client has an answer by now, or has left; those of a window that is left
+        are given back when the shard deals them before it knows.
+        """
+        if isinstance(reply, Waiting):
+            self.leave(shard, claim.name, claim.stream, partial(self._undo, shard, claim), reply.wait_ms)
+            return
+        self.give_back(claim.name, claim.node, reply)
+        if reply.dead:
+            self._gateway.post(shard, Release(claim.name, reply.dead, 0))
 
     def give_back(
         self, name: str, node: str, dealt: Dealt, start: int = 0, end: int | None = None, delay_ms: int = 0
@@ -114,11 +115,6 @@ class JobChannel:
         if seqs:
             leases = list(range(first, first + len(seqs)))
             self._gateway.post(self._gateway.owner(name), Unclaim(name, node, seqs, leases, delay_ms))
-
-    def _give_back(self, shard: int, claim: Claim, dealt: Dealt) -> None:
-        self.give_back(claim.name, claim.node, dealt)
-        if dealt.dead:
-            self._gateway.post(shard, Release(claim.name, dealt.dead, 0))
 
     def _repeat_claims(self, shard: int) -> None:
         """Have the claims repeated that wait for the end of their window at a shard that was restarted."""
@@ -131,8 +127,6 @@ class JobChannel:
 
 ANSWER_BYTES_MAX: Final = 8 << 20
 """Longest answer to one claim, which has at least one job."""
-RUNS_AT_ONCE: Final = 32
-"""Pages that are read before other requests have their turn."""
 _LEASE_ID: Final = re.compile(r"lease_([0-9a-f]{16})")
 
 
@@ -174,7 +168,8 @@ class ReadJobs:
         one that cannot be read; those before it are there.
         """
         left_bytes = ANSWER_BYTES_MAX
-        for number, (first_seq, last_seq) in enumerate(runs_of(members), 1):
+        slices = Slices()
+        for first_seq, last_seq in runs_of(members):
             self.up_to_seq = first_seq - 1
             while self.up_to_seq < last_seq:
                 if left_bytes <= 0:
@@ -188,8 +183,7 @@ class ReadJobs:
                     self._bodies.append(page.body)
                     self.count += page.count
                     left_bytes -= len(page.body)
-            if not number % RUNS_AT_ONCE:
-                await asyncio.sleep(0)
+            await slices.yield_if_over()
 
 
 def _unreadable(name: str, seq: int) -> TopicsError:

@@ -144,7 +144,7 @@ class QueueRoutes:
             if not dealt.dead:
                 return dealt
             try:
-                await self._dead_letters.move(name, dealt)
+                await asyncio.wait((self._dead_letters.start_move(name, dealt),), timeout=MOVE_WAIT_S)
             except asyncio.CancelledError:
                 self._channel.give_back(name, node, dealt)
                 raise

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final
 
 from starlette.datastructures import QueryParams
@@ -66,7 +65,6 @@ class WorkRoutes:
     _draining: bool = False
 
     def __post_init__(self) -> None:
-        self.access.on_change(self._end_forbidden)
         self.services.gateway.on_restart(self._reopen)
 
     # The key may be in the query, so it is checked here.
@@ -96,6 +94,7 @@ class WorkRoutes:
 
     async def _work(self, stream: WorkStream, scope: Scope, receive: Receive, send: Send) -> None:
         self._streams.add(stream)
+        self.access.on_change(stream.end_if_forbidden)
         try:
             if self._draining:
                 raise stopping()
@@ -104,26 +103,19 @@ class WorkRoutes:
             try:
                 push = await event_streams.begin_stream(scope, send)
                 stream.begin(push)
-                self._end_if_forbidden(stream)  # the keys may have changed since the request was admitted
+                stream.end_if_forbidden()  # the keys may have changed since the request was admitted
                 await event_streams.run_stream(push, receive)
             finally:
                 self.cell.add("work_streams", -1)
         finally:
             self._streams.discard(stream)
+            self.access.forget(stream.end_if_forbidden)
             stream.release()
 
     def _reopen(self, shard: int) -> None:
         for stream in self._streams:
             if stream.shard == shard:
                 stream.reopen()
-
-    def _end_forbidden(self) -> None:
-        for stream in list(self._streams):
-            self._end_if_forbidden(stream)
-
-    def _end_if_forbidden(self, stream: WorkStream) -> None:
-        if not self.access.still_allows(stream.key_digest, _NEEDED, (stream.name,)):
-            stream.end(EVENT_STREAM.final("forbidden", "the key of this stream is no longer valid for it"))
 
 
 class WorkStream:
@@ -138,7 +130,7 @@ class WorkStream:
         self._dead_letters, self._unreadable = services.dead_letters, services.unreadable
         self._loop = asyncio.get_running_loop()
         self.name = name
-        self.key_digest = key_digest
+        self._key_digest = key_digest
         self._node = checked_node(query.get("node", ""), settings)
         self._most = max(1, min(count(query, "max", 1), settings.max_claim))
         lease_ms = clamped_lease_ms(max(1, count(query, "lease_ms", 0)))
@@ -158,7 +150,6 @@ class WorkStream:
         self._last_words = b""  # the last event of a stream that ended before it began
         self._heartbeat: asyncio.TimerHandle | None = None
         self._stall: ReadProgress | None = None  # the stall of a client that does not keep up, and is dealt no jobs
-        self._stall_timer: asyncio.TimerHandle | None = None
 
     async def open(self) -> None:
         """Open the stream at the shard. Fails with the shard's refusal."""
@@ -211,23 +202,30 @@ class WorkStream:
         if self._push is not None:
             self._push.close()
 
+    def end_if_forbidden(self) -> None:
+        if not self._routes.access.still_allows(self._key_digest, _NEEDED, (self.name,)):
+            self.end(EVENT_STREAM.final("forbidden", "the key of this stream is no longer valid for it"))
+
     def release(self) -> None:
         self._stop()
         if self._announced:
-            on_dealt = partial(self._dead_letters.start_move, self.name)
-            self._channel.leave(self.shard, self.name, self._number, on_dealt)
+            self._channel.leave(self.shard, self.name, self._number, self._move_dead)
         else:
             self._channel.listeners.forget(self._number, self._take_dealt)
 
     def _stop(self) -> None:
         self._closed = True
-        for pending in (self._heartbeat, self._stall_timer, self._fetching):
+        for pending in (self._heartbeat, self._fetching):
             if pending is not None:
                 pending.cancel()
 
     def _take_dealt(self, dealt: Dealt) -> None:
-        self._dead_letters.start_move(self.name, dealt)
+        self._move_dead(dealt)
         self._send(dealt)
+
+    def _move_dead(self, dealt: Dealt) -> None:
+        if dealt.dead:
+            self._dead_letters.start_move(self.name, dealt)
 
     def _send(self, dealt: Dealt) -> None:
         if self._closed:
@@ -312,25 +310,23 @@ class WorkStream:
     def _pause(self, dealt: Dealt, from_at: int, push: Push) -> None:
         """Give back the jobs that cannot be sent, as the client does not keep up."""
         if self._stall is None:
-            self._stall = ReadProgress(push.progress_bytes, self._routes.clock.monotonic_ms())
-            self._stall_timer = self._loop.call_later(STALL_CHECK_S, self._check_stall, push)
+            self._stall = stall = ReadProgress(push.progress_bytes, self._routes.clock.monotonic_ms())
+            self._loop.call_later(STALL_CHECK_S, self._check_stall, stall, push)
         self._gateway.post(self.shard, self._opening(0))
         self._channel.give_back(self.name, self._node, dealt, from_at)
 
     def _end_stall(self) -> None:
         if self._stall is not None and not self._closed:
             self._stall = None
-            if self._stall_timer is not None:
-                self._stall_timer.cancel()
             self._gateway.post(self.shard, self._opening(self._most))
 
-    def _check_stall(self, push: Push) -> None:
-        if self._stall is None or self._closed:
+    def _check_stall(self, stall: ReadProgress, push: Push) -> None:
+        if self._stall is not stall or self._closed:
             return
-        if self._stall.timed_out(push.progress_bytes, self._routes.clock.monotonic_ms()):
+        if stall.timed_out(push.progress_bytes, self._routes.clock.monotonic_ms()):
             self.end(EVENT_STREAM.final("throttled", f"nothing was taken for {STALL_MAX_MS} ms"))
         else:
-            self._stall_timer = self._loop.call_later(STALL_CHECK_S, self._check_stall, push)
+            self._loop.call_later(STALL_CHECK_S, self._check_stall, stall, push)
 
     def _opening(self, most: int) -> WorkOpen:
         """Return the message that opens the stream, or changes its number of jobs to `most`."""

@@ -55,10 +55,12 @@ class DiffRoute:
     _waiting: set[Callable[[], None]] = field(default_factory=set)  # the functions that end the long polls
     _draining: bool = False
 
-    async def __call__(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
+    @asgi_route("POST", f"{TOPIC_PATH}/diff", Route.DIFF, KeyScope.READ, "records")
+    @describe("Read what follows a cursor, or wait for it", _PAGE, "topic_not_found", "storage_unavailable")
+    @takes(body=DiffBody)
+    async def post(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
-        headers = dict(scope["headers"])
-        check_topic_name(name)
+        name, headers = check_topic_name(scope["path_params"]["topic"]), dict(scope["headers"])
         request, options = await read_request(receive, headers, self.settings.max_body_bytes, self._wish)
         reader = self.reader
         with_copies = await self.catching_up.wait_for(name)
@@ -80,13 +82,6 @@ class DiffRoute:
         # The page and the names of writers may be long: they are not kept while the client takes the answer.
         del page, options, answer
         await answering
-
-    @asgi_route("POST", f"{TOPIC_PATH}/diff", Route.DIFF, KeyScope.READ, "records")
-    @describe("Read what follows a cursor, or wait for it", _PAGE, "topic_not_found", "storage_unavailable")
-    @takes(body=DiffBody)
-    async def post(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read for a request that came through the router."""
-        await self(scope["path_params"]["topic"], scope, receive, send)
 
     def drain(self) -> None:
         """Have every long poll answer now, as the process is to stop."""

@@ -14,7 +14,7 @@ from itertools import accumulate, repeat
 from mmap import mmap
 from operator import attrgetter
 from struct import Struct
-from typing import Final
+from typing import Final, TypeVar
 
 from topics.core.errors import TopicsError
 from topics.core.location import LOCATION_DELETED, LOCATION_GONE, LOCATION_IN_RAM_LOG
@@ -31,6 +31,7 @@ _COPY_MAX_BYTES: Final = 256 * 1024
 """Most bytes copied out of a map before they are sliced: a slice of `bytes` costs half of a slice of a map."""
 _first_seq = attrgetter("first_seq")
 _last_ts = attrgetter("last_ts")
+FoundT = TypeVar("FoundT")
 
 
 class MovedError(Exception):
@@ -39,6 +40,13 @@ class MovedError(Exception):
 
 class MismatchError(Exception):
     """A frame is not the one that its location names: the location is outdated, or the log file is damaged."""
+
+
+def unmoved(found: FoundT | None) -> FoundT:
+    """Return what an arena found in a view. It finds None in one that is outdated."""
+    if found is None:
+        raise MovedError
+    return found
 
 
 @dataclass
@@ -71,10 +79,7 @@ class LocatedRecords:
         if seq < self._view.base_seq:
             info = self._segment_of(seq)
             return info.first_ts if seq == info.first_seq else self._open(info).ts_at(seq)
-        ts = self._arena.ts_at(self._view, seq)
-        if ts is None:
-            raise MovedError
-        return ts
+        return unmoved(self._arena.ts_at(self._view, seq))
 
     def first_seq_at(self, ts: int) -> int:
         """Return the first seq from earliest_seq on with a commit time >= ts; head_seq + 1 if there is none."""
@@ -86,10 +91,7 @@ class LocatedRecords:
                 info = table[at]
                 seq = info.first_seq if info.first_ts >= ts else self._open(info).first_seq_at(ts)
                 return max(seq, view.earliest_seq)
-        seq_in_log = self._arena.first_seq_at(view, ts)
-        if seq_in_log is None:
-            raise MovedError
-        return max(seq_in_log, view.earliest_seq)
+        return max(unmoved(self._arena.first_seq_at(view, ts)), view.earliest_seq)
 
     # -- records
 
@@ -121,19 +123,14 @@ class LocatedRecords:
             found += self._open(info).entries(first_seq, end)
             first_seq = end + 1
         if first_seq <= last_seq:
-            in_log = self._arena.entries(self._view, first_seq, last_seq)
-            if in_log is None:
-                raise MovedError
-            found += in_log
+            found += unmoved(self._arena.entries(self._view, first_seq, last_seq))
         return found
 
     # -- in segments
 
     def _segments(self) -> tuple[SegmentInfo, ...]:
         if self._table is None:
-            self._table = self._arena.segments(self._slot, self._view)
-            if self._table is None:
-                raise MovedError
+            self._table = unmoved(self._arena.segments(self._slot, self._view))
         return self._table
 
     def _segment_of(self, seq: int) -> SegmentInfo:
@@ -182,9 +179,7 @@ class LocatedRecords:
     # -- in the log
 
     def _columns(self, first_seq: int, last_seq: int) -> tuple[Columns, list[int]]:
-        entries = self._arena.entries(self._view, first_seq, last_seq)
-        if entries is None:
-            raise MovedError
+        entries = unmoved(self._arena.entries(self._view, first_seq, last_seq))
         halves = array("I")
         halves.frombytes(entries.tobytes())
         columns = Columns(entries[1::4].tolist(), halves[4::8].tolist(), halves[5::8].tolist(), halves[7::8].tolist())

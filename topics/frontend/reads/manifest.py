@@ -6,7 +6,6 @@ before, and the compactor reads the pins before it removes superfluous segments 
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ from topics.frontend.routes.operations import (
     ok,
     takes,
 )
+from topics.frontend.routes.topic_ranking import Slices
 from topics.shm.durations import Route
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
@@ -49,7 +49,6 @@ _SEGMENTS: Final = "The sealed segments of a topic, for readers of the files the
 _LISTED: Final = "The segments, and what else it takes to read them"
 _TTL: Final = f"how long the files stay whatever happens, ms, at most {PIN_TTL_MAX_MS}"
 _DIGESTS_KEPT: Final = 16_384
-_DIGESTS_AT_ONCE: Final = 16
 _TRIES: Final = 8
 
 _Key = tuple[int, int, int]  # (topic id, first_seq, version) of a segment
@@ -81,13 +80,8 @@ class ManifestRoutes:
         ttl_ms = min(count(query, "pin_ttl_ms", 0), PIN_TTL_MAX_MS)
         await self.catching_up.wait_for(name)
         await reserve_room(request.scope, LIST_BYTES_MAX)
-        ref, segments = self.reader.with_segments(self.reader.get(name))
-        listed, more = _wanted(ref, segments, from_seq, to_seq)
-        pin: dict[str, Any] | None = None
-        if ttl_ms:
-            pin_id = new_pin_id()
-            ref, segments, listed, more = self._pinned(pin_id, ref, listed, more, (from_seq, to_seq), ttl_ms)
-            pin = {"id": pin_id, "ttl_ms": ttl_ms}
+        pin_id = self._new_pin() if ttl_ms else ""
+        ref, segments, listed, more = self._listed(self.reader.get(name), from_seq, to_seq, pin_id, ttl_ms)
         view = ref.view
         sealed = [info for info in segments if info.flags & SEALED]
         return JsonReply(
@@ -101,7 +95,7 @@ class ManifestRoutes:
                 "http_from_seq": max(view.earliest_seq, sealed[-1].last_seq + 1 if sealed else 1),
                 "segments": await self._rows(view.topic_id, listed),
                 "next_from_seq": listed[-1].last_seq if more else None,
-                "pin": pin,
+                "pin": {"id": pin_id, "ttl_ms": ttl_ms} if pin_id else None,
             }
         )
 
@@ -139,26 +133,32 @@ class ManifestRoutes:
         self.pins.held(now_ms)
         return pin
 
-    def _pinned(
-        self, pin_id: str, ref: TopicRef, listed: list[SegmentInfo], more: bool, range_: tuple[int, int], ttl_ms: int
-    ) -> tuple[TopicRef, tuple[SegmentInfo, ...], list[SegmentInfo], bool]:
-        """Pin the listed segments, and list them again until all that are listed are pinned."""
+    def _new_pin(self) -> str:
+        """Return the id of a pin to be written. `throttled` if all are in use."""
         most = limits.PINS.most_count
         if self.pins.held(self.clock.monotonic_ms()) >= most:
             self.pins.remove_ended()
         if self.pins.held(self.clock.monotonic_ms()) >= most:
             message = f"one frontend keeps {most} pins, which are all in use; end some, or wait until some are over"
             raise limits.PINS.refused(message, most, retry_after_ms=None)
+        return new_pin_id()
+
+    def _listed(
+        self, ref: TopicRef, from_seq: int, to_seq: int, pin_id: str, ttl_ms: int
+    ) -> tuple[TopicRef, tuple[SegmentInfo, ...], list[SegmentInfo], bool]:
+        """Return the topic, its segments, and those to list (`_wanted`); with a pin all that are listed are pinned."""
+        pinned: set[tuple[int, int]] | None = None
         for _ in range(_TRIES):
-            until_ms = self.clock.monotonic_ms() + ttl_ms
+            ref, segments = self.reader.with_segments(ref)
+            listed, more = _wanted(ref, segments, from_seq, to_seq)
             names = [(info.first_seq, info.version) for info in listed]
-            self.pins.put(pin_id, Pin(ref.name, ref.view.topic_id, names, until_ms))
-            ref, segments = self.reader.with_segments(self.reader.refresh(ref))
-            again, more = _wanted(ref, segments, *range_)
             # A segment that fell below the floor in the meantime is no longer listed; its pin does no harm.
-            if {(info.first_seq, info.version) for info in again} <= set(names):
-                return ref, segments, again, more
-            listed = again
+            if not pin_id or (pinned is not None and pinned.issuperset(names)):
+                return ref, segments, listed, more
+            pinned = set(names)
+            until_ms = self.clock.monotonic_ms() + ttl_ms
+            self.pins.put(pin_id, Pin(ref.name, ref.view.topic_id, names, until_ms))
+            ref = self.reader.refresh(ref)
         raise TopicsError(
             "storage_unavailable",
             f"the segments of topic {ref.name!r} change faster than they can be pinned; ask again",
@@ -167,15 +167,13 @@ class ManifestRoutes:
 
     async def _rows(self, topic_id: int, listed: list[SegmentInfo]) -> list[dict[str, Any]]:
         rows = []
-        fresh = 0
+        slices = Slices()
         for info in listed:
             key = (topic_id, info.first_seq, info.version)
             digest = self._digests.get(key)
             if digest is None:
                 digest = self._digest(topic_id, info)
-                fresh += 1
-                if fresh % _DIGESTS_AT_ONCE == 0:
-                    await asyncio.sleep(0)  # other requests have their turn
+                await slices.yield_if_over()
             rows.append(_row(topic_id, info, digest))
         return rows
 

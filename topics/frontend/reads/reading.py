@@ -24,7 +24,7 @@ from topics.core.segment_list import SegmentInfo
 from topics.frontend.entry.responses import encode_json
 from topics.frontend.reads.cold import ColdMissError, ColdTier
 from topics.frontend.reads.files import LogFiles, SegmentCache
-from topics.frontend.reads.located_records import LocatedRecords, MismatchError, MovedError, RecordStores
+from topics.frontend.reads.located_records import LocatedRecords, MismatchError, MovedError, RecordStores, unmoved
 from topics.frontend.reads.records import PageOptions, render
 from topics.frontend.shards.arenas import Arenas
 from topics.log import get_logger
@@ -180,10 +180,7 @@ class TopicReader:
 
         def look(ref: TopicRef) -> tuple[TopicRef, tuple[SegmentInfo, ...]]:
             view = logical_view(ref.view, ref.config.ttl_ms, self._records(ref), self.now_ms())
-            segments = ref.arena.segments(ref.slot, ref.view)
-            if segments is None:
-                raise MovedError
-            return ref._replace(view=view), segments
+            return ref._replace(view=view), unmoved(ref.arena.segments(ref.slot, ref.view))
 
         return self._retrying(ref, look)
 
@@ -373,7 +370,6 @@ PAGE_MEMBERS: Final = (
 
 
 def page_values(page: RecordPage) -> tuple[bytes | int, ...]:
-    """Return the values of PAGE_MEMBERS for this page."""
     return (
         page.body,
         page.next_from_seq,

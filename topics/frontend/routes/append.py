@@ -57,10 +57,12 @@ class AppendRoute:
         self._settings = settings
         self._cell = cell
 
-    async def __call__(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
+    @asgi_route("POST", TOPIC_PATH, Route.APPEND, KeyScope.WRITE, "records")
+    @describe("Append records, all or none", _APPENDED, *_CODES)
+    @takes(flag_query("return_seqs", True, "whether the answer lists the seqs"), body=AppendBody)
+    async def post(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
-        headers = dict(scope["headers"])
-        check_topic_name(name)
+        name, headers = check_topic_name(scope["path_params"]["topic"]), dict(scope["headers"])
         body = await read_body(receive, headers, self._settings.max_body_bytes)
         if len(body) <= INLINE_BYTES_MAX:
             request, records = self._read(body)
@@ -73,13 +75,6 @@ class AppendRoute:
             send, headers, 201 if reply.created else 200, b"{%b}" % members(name, reply, with_seqs, started_ns)
         )
 
-    @asgi_route("POST", TOPIC_PATH, Route.APPEND, KeyScope.WRITE, "records")
-    @describe("Append records, all or none", _APPENDED, *_CODES)
-    @takes(flag_query("return_seqs", True, "whether the answer lists the seqs"), body=AppendBody)
-    async def post(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Append for a request that came through the router."""
-        await self(scope["path_params"]["topic"], scope, receive, send)
-
     def submit(
         self, name: str, request: AppendBody, records: LaidOut, key_header: bytes | None, caller: ApiKey
     ) -> asyncio.Future[AppendReply]:
@@ -91,14 +86,14 @@ class AppendRoute:
                 config = parse_config(wire.decode_part(request.config, "config"), name)[0]
             except TopicsError:
                 # The config is ignored if the topic exists (api §2).
-                if self._gateway.view(name) is None:
+                if self._gateway.arenas.view(name) is None:
                     raise
                 create = False
         if config is not None and config.dead_letter is not None:
             caller.require(KeyScope.WRITE, (config.dead_letter,))
         return self._gateway.submit_append(
             self._gateway.owner(name),
-            name.encode(),
+            name,
             create,
             request.if_head_seq,
             key,
@@ -170,7 +165,7 @@ class AppendRoute:
         jobs: JobAttributes = []
         candidates: Iterable[tuple[int, RecordBody]] = enumerate(records)
         if len(records) > SEARCHED_RECORDS_MAX:
-            view = self._gateway.view(name)
+            view = self._gateway.arenas.view(name)
             if view is not None and not view.is_queue:
                 candidates = ((0, records[0]), (len(records) - 1, records[-1]))
         for at, record in candidates:

@@ -109,7 +109,9 @@ class TopicRanking:
                 fitting = [
                     one
                     for one in topics[begin : begin + SLICE_TOPICS * 8]
-                    if contains in one.topic and one.topic.startswith(prefixes) and _is(one, kind)
+                    if contains in one.topic
+                    and one.topic.startswith(prefixes)
+                    and (kind in ("any", one.kind) or (kind == "followed" and one.cursors))
                 ]
                 count += len(fitting)
                 best = heapq.nsmallest(most, [*best, *fitting], rank)
@@ -154,10 +156,6 @@ class TopicRanking:
             return (await self._gateway.call(shard, CursorGet(name, None, "", CURSORS_MAX))).cursors
         except TopicsError:
             return []
-
-
-def _is(one: RankedTopic, kind: str) -> bool:
-    return kind in ("any", one.kind) or (kind == "followed" and bool(one.cursors))
 
 
 def _given(query: QueryParams, name: str, default: str) -> str:

@@ -41,7 +41,7 @@ from topics.frontend.routes.operations import (
 from topics.frontend.routes.router_routes import RouterRoutes
 from topics.frontend.routes.topic_ranking import ALLOWED, TopicRanking
 from topics.frontend.shards.arenas import Arenas, live_names
-from topics.frontend.shards.gateway import Gateway
+from topics.frontend.shards.gateway import Gateway, stopping
 from topics.settings import Settings
 from topics.shm.durations import Route
 from topics.shm.topic_messages import DeleteRecords, DeleteRecordsReply, DeleteTopic, Expire, PutTopic
@@ -229,19 +229,15 @@ async def delete_in_turns(gateway: Gateway, call: DeleteRecords) -> tuple[int, D
         try:
             # A deletion that has begun is not given up because a ring is full.
             reply = await gateway.call(shard, call, unthrottled=call.topic_id != 0)
-        except asyncio.CancelledError as error:
-            # The service stops. `shutting_down` would say that nothing was done.
-            what = f"the service stopped before all was done; before that {deleted} records were deleted"
-            detail = {"deleted": deleted, "reason": "shutting_down"}
-            raise TopicsError("shard_unavailable", what, detail) from error
-        except TopicsError as error:
-            if not deleted or error.code == "topic_not_found":
+        except (TopicsError, asyncio.CancelledError) as error:
+            cause = error if isinstance(error, TopicsError) else stopping()
+            if cause is error and (not deleted or cause.code == "topic_not_found"):
                 raise
-            # The shard's own code may say that nothing was done, and a client would repeat the request by itself.
+            # Its own code may say that nothing was done, and a client would repeat the request by itself.
             raise TopicsError(
                 "shard_unavailable",
-                f"{error.message}; before that {deleted} records were deleted",
-                {**(error.detail or {}), "deleted": deleted, "reason": error.code},
+                f"{cause.message}; before that {deleted} records were deleted",
+                {**(cause.detail or {}), "deleted": deleted, "reason": cause.code},
             ) from error
         deleted += reply.deleted
         if reply.rest is None:

@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from topics.core.errors import TopicsError
-from topics.shm.arena import ArenaReader
+from topics.core.names import owner_shard
+from topics.shm.arena import ArenaReader, TopicView
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
 
@@ -48,6 +49,12 @@ class Arenas:
             progress = self._cells[shard].get("progress_ppm") / 1_000_000
             raise TopicsError("not_ready", "the log is still being replayed", {"replay_progress": progress})
         return reader
+
+    def view(self, name: str) -> TopicView | None:
+        """Return a topic as its shard has published it; None if it is not known to exist."""
+        arena = self.of(owner_shard(name, len(self._readers)))
+        found = None if arena is None else arena.look_up(name)
+        return None if found is None else found[1]
 
     def _attach(self, shard: int) -> ArenaReader:
         for _ in range(_ATTACH_TRIES):

@@ -31,7 +31,6 @@ from topics.frontend.shards.pending_requests import (
 from topics.log import get_logger
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply, JobAttributes
-from topics.shm.arena import TopicView
 from topics.shm.asks import Asks, Message, ReplyT
 from topics.shm.control import ProcessCell, Role
 from topics.shm.instance import SharedMemory
@@ -72,7 +71,7 @@ class Gateway:
         self._loop = asyncio.get_running_loop()
         self._incarnation = incarnation
         self._cell = cell
-        self._arenas = arenas
+        self.arenas = arenas
         self.shard_wait_s = shard_wait_ms / 1000  # the longest time that an answer may take
         self._wake = shared.frontend_wakes[index]
         self.links = [_Link(shared, index, shard) for shard in range(shared.shards)]
@@ -102,12 +101,6 @@ class Gateway:
     def owner(self, name: str) -> int:
         """Return the shard of a topic, which need not exist."""
         return owner_shard(name, len(self.links))
-
-    def view(self, name: str) -> TopicView | None:
-        """Return the topic as its shard has published it; None if it is not known to exist."""
-        arena = self._arenas.of(self.owner(name))
-        found = None if arena is None else arena.look_up(name)
-        return None if found is None else found[1]
 
     @property
     def fullness(self) -> float:
@@ -140,7 +133,7 @@ class Gateway:
     def submit_append(
         self,
         shard: int,
-        name: bytes,
+        name: str,
         create: bool,
         if_head_seq: int | None,
         key: bytes,
@@ -153,7 +146,7 @@ class Gateway:
         unknown), or `throttled` (nothing was sent). An `unthrottled` write waits for room in the ring for as long as
         for a shard that is restarted. Raise `not_ready` at once.
         """
-        self._arenas.require(shard)
+        self.arenas.require(shard)
         self._last_id = request_id = self._last_id + 1
         parts = append_messages.encode_append(
             request_id, name, create, if_head_seq, key, config, records.offset_len, records.flags, records.buffer, jobs
@@ -164,7 +157,7 @@ class Gateway:
         self, shard: int, request: Message | Asks[Any], on_late: OnLate | None = None, unthrottled: bool = False
     ) -> asyncio.Future[Any]:
         """Send any other request, which fails as `submit_append` does. `on_late` gets a reply that comes after that."""
-        self._arenas.require(shard)
+        self.arenas.require(shard)
         self._last_id = request_id = self._last_id + 1
         parts = messages.encode_call(request_id, request)
         return self._submit(shard, request_id, parts, MessageKind.CALL, unthrottled, on_late)

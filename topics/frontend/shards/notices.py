@@ -119,7 +119,6 @@ class Watches:
                 watched.fire()
 
     def remove(self, watched: _Watched, handle: WatchHandle) -> None:
-        """Remove one listener. Idempotent."""
         if handle in watched.listeners:
             del watched.listeners[handle]
             if not watched.listeners:

@@ -239,7 +239,6 @@ class Spills:
         return self.reference(kind, request_id)
 
     def reference(self, kind: MessageKind, request_id: int) -> list[Part]:
-        """Return the message for the ring, which refers to the file of a request."""
         return messages.encode_reference(kind, request_id, self.path(request_id))
 
     def path(self, request_id: int) -> str:
