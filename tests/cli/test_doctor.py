@@ -40,7 +40,11 @@ def test_an_extra_that_is_missing_is_worth_a_note() -> None:
 
 def test_checks_of_the_service() -> None:
     address = "address 127.0.0.1:4000"
-    checks: list[list[str | None]] = [["lock", None], [address, "cannot listen; stop it"], ["open files (9)", "raise the limit"]]
+    checks: list[list[str | None]] = [
+        ["lock", None],
+        [address, "cannot listen; stop it"],
+        ["open files (9)", "raise the limit"],
+    ]
     assert levels(judge_checks(json.dumps(checks), "")) == ["ok", "bad", "bad"]
     checks[0][1] = "a service holds it (process 7); stop that one"
     assert levels(judge_checks(json.dumps(checks), "")) == ["ok", "ok", "bad"], "the service that runs has its address"
