@@ -62,7 +62,7 @@ def test_clock() -> None:
     assert clock(NOW_S, None, True).level == "ok"
     assert clock(NOW_S, NOW_S - 5, False).level == "note"
     wrong = clock(86_400.0, None, True)
-    assert (wrong.level, "1970-01-02" in wrong.text) == ("bad", True)
+    assert (wrong.level, "1970" in wrong.text) == ("bad", True)
     back = clock(NOW_S, NOW_S + 3600, True)
     assert (back.level, "3600 s in the future" in back.text) == ("bad", True)
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topics.cli.apply import Deployed, Manifest, Step, config_changes, plan, render
+from topics.cli.apply import Declaration, Deployed, Step, config_changes, plan, render
 from topics.cli.create import parse_fields
 from topics.cli.shared import UsageError
 from topics.core.config import parse_config
@@ -46,7 +46,7 @@ manifests = st.fixed_dictionaries(
         "cursors": st.dictionaries(st.sampled_from(NAMES), st.dictionaries(st.sampled_from(("x", "y")), cursors)),
         "prefix": st.sampled_from((None, "shop.")),
     },
-).map(lambda given: msgspec.convert(given, Manifest))
+).map(lambda given: msgspec.convert(given, Declaration))
 
 
 def carry_out(steps: list[Step], now: Deployed) -> Deployed:
@@ -78,7 +78,7 @@ NOTHING = Deployed({}, {}, {})
 
 
 @given(manifests, manifests)
-def test_a_plan_that_is_carried_out_leaves_nothing_to_do(first: Manifest, second: Manifest) -> None:
+def test_a_plan_that_is_carried_out_leaves_nothing_to_do(first: Declaration, second: Declaration) -> None:
     now = carry_out(plan(first, NOTHING)[0], NOTHING)
     assert plan(first, now)[0] == []
     steps, undeclared = plan(second, now)
@@ -90,7 +90,7 @@ def test_a_plan_that_is_carried_out_leaves_nothing_to_do(first: Manifest, second
 
 
 @given(manifests, manifests)
-def test_only_what_the_file_answers_for_is_undeclared(first: Manifest, second: Manifest) -> None:
+def test_only_what_the_file_answers_for_is_undeclared(first: Declaration, second: Declaration) -> None:
     now = carry_out(plan(first, NOTHING)[0], NOTHING)
     for step in plan(second, now)[1]:
         if step.kind == "topic":
@@ -102,7 +102,7 @@ def test_only_what_the_file_answers_for_is_undeclared(first: Manifest, second: M
 def test_a_plan_as_text() -> None:
     manifest = msgspec.convert(
         {"topics": {"a": {"cap_records": 5}, "b": {}}, "routers": {"r": {"source": "a", "dest": "b", "filter": "x*"}}},
-        Manifest,
+        Declaration,
     )
     a = parse_config({"cap_records": 9}, "a")[0].echo()
     now = Deployed({"a": a}, {}, {("a", "old"): {"consistency": "at_least_once", "persist_every": 1}})
@@ -140,7 +140,7 @@ def test_a_configuration_that_cannot_be(given: dict[str, Any], said: str) -> Non
 def test_a_router_that_cannot_be() -> None:
     for fields, said in (({"source": "a", "dest": "a"}, "another topic"), ({"sorce": "a"}, "'sorce'"), ({}, "source")):
         with pytest.raises(UsageError, match=said):
-            plan(Manifest(routers={"r": fields}), NOTHING)
+            plan(Declaration(routers={"r": fields}), NOTHING)
 
 
 def test_fields_are_json_or_text() -> None:

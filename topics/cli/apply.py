@@ -40,7 +40,7 @@ class DeclaredCursor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tail: bool = False
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file: configurations by topic, routers by name, cursors by topic and name."""
 
     topics: dict[str, dict[str, Any]] = {}
@@ -85,13 +85,13 @@ def fill(parser: argparse.ArgumentParser) -> None:
 def _apply(client: Client, options: argparse.Namespace) -> int:
     try:
         with open(options.file, "rb") as file:
-            manifest = msgspec.toml.decode(file.read(), type=Manifest)
+            manifest = msgspec.toml.decode(file.read(), type=Declaration)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{options.file}: {error}") from None
     return carry_out(client, "apply", manifest, options)
 
 
-def carry_out(client: Client, command: str, manifest: Manifest, options: argparse.Namespace) -> int:
+def carry_out(client: Client, command: str, manifest: Declaration, options: argparse.Namespace) -> int:
     """Print what has to change, ask, and do it. Only `apply` prints to stdout, and of what is not declared."""
     steps, undeclared = plan(manifest, deployed(client, manifest))
     if command == "apply" and options.prune:
@@ -119,7 +119,7 @@ def carry_out(client: Client, command: str, manifest: Manifest, options: argpars
     return 0
 
 
-def deployed(client: Client, manifest: Manifest) -> Deployed:
+def deployed(client: Client, manifest: Declaration) -> Deployed:
     """Ask the service for all that the file names or answers for."""
     names = {*manifest.topics, *manifest.cursors}
     if manifest.prefix is not None:
@@ -135,12 +135,12 @@ def deployed(client: Client, manifest: Manifest) -> Deployed:
     return now
 
 
-def plan(manifest: Manifest, now: Deployed) -> tuple[list[Step], list[Step]]:
+def plan(manifest: Declaration, now: Deployed) -> tuple[list[Step], list[Step]]:
     """Return the steps to what the file declares, and the deletions of what it answers for and does not declare."""
     return list(_declared(manifest, now)), list(_undeclared(manifest, now))
 
 
-def _declared(manifest: Manifest, now: Deployed) -> Iterator[Step]:
+def _declared(manifest: Declaration, now: Deployed) -> Iterator[Step]:
     for name, given in manifest.topics.items():
         config = now.topics.get(name)
         changes = config_changes(name, given, config)
@@ -192,7 +192,7 @@ def _refuse_unknown(what: str, given: Mapping[str, Any], known: tuple[str, ...])
         raise UsageError(f"{what} can have no field {unknown[0]!r}: {', '.join(known)}")
 
 
-def _undeclared(manifest: Manifest, now: Deployed) -> Iterator[Step]:
+def _undeclared(manifest: Declaration, now: Deployed) -> Iterator[Step]:
     """Yield the deletions, of routers and cursors before topics. A topic that a declaration names is not undeclared."""
     named = {*manifest.topics, *manifest.cursors, *(given.get("dead_letter") for given in manifest.topics.values())}
     named |= {given[end] for given in manifest.routers.values() for end in ("source", "dest")}

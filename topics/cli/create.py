@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from topics.cli import shared
-from topics.cli.apply import Manifest, carry_out
+from topics.cli.apply import Declaration, carry_out
 from topics.cli.shared import UsageError, print_answer
 from topics.client import Client
 
@@ -35,7 +35,7 @@ def add_fields(parser: argparse.ArgumentParser) -> None:
 
 
 def _create(client: Client, options: argparse.Namespace) -> int:
-    code = carry_out(client, "create", Manifest({options.topic: parse_fields(options.fields)}), options)
+    code = carry_out(client, "create", Declaration({options.topic: parse_fields(options.fields)}), options)
     if not code:
         print_answer(client.get_topic(options.topic, touch=False))
     return code

@@ -23,15 +23,10 @@ def fill(parser: argparse.ArgumentParser) -> None:
     shared.fill(parser, "delete", _delete, about=about, examples=_EXAMPLES)
     parser.add_argument("topic", metavar="TOPIC")
     parser.add_argument("--before", dest="before_seq", metavar="SEQ", type=shared.whole, help="records below this seq")
-    parser.add_argument(
-        "--match", metavar="GLOB", help="records with this tag; a star at its end stands for any text (quote it)"
-    )
-    parser.add_argument(
-        "--topic",
-        dest="whole",
-        action="store_true",
-        help="the topic: records, configuration, and the routers from and to it",
-    )
+    tags = "records with this tag; a star at its end stands for any text (quote it)"
+    parser.add_argument("--match", metavar="GLOB", help=tags)
+    whole = "the topic: records, configuration, and the routers from and to it"
+    parser.add_argument("--topic", dest="whole", action="store_true", help=whole)
     parser.add_argument("--if-empty", action="store_true", help="with --topic: refuse if it has records")
     parser.add_argument("--yes", action="store_true", help="do not ask")
 

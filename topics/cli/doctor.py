@@ -105,11 +105,8 @@ def packages(versions: Mapping[str, str]) -> Iterator[Diagnosis]:
     else:
         yield Diagnosis("ok", "package", f"{DISTRIBUTION} {ours}, Python {platform.python_version()}")
     if "topics" in versions:
-        text = (
-            f"the distribution topics {versions['topics']} is somebody else's and shares our package's name: "
-            f"pip uninstall topics, then pip install --force-reinstall --no-deps {DISTRIBUTION}"
-        )
-        yield Diagnosis("bad", "stranger", text)
+        text = f"topics {versions['topics']} is somebody else's and has our package's name: pip uninstall topics, then"
+        yield Diagnosis("bad", "stranger", f"{text} pip install --force-reinstall --no-deps {DISTRIBUTION}")
 
 
 def extras(missing: Mapping[str, Sequence[str]]) -> Iterator[Diagnosis]:
@@ -122,9 +119,7 @@ def service_checks(environment: Mapping[str, str], data_dir: str | None) -> list
     """Ask `topics-supervisor check`, which judges settings, data directory, shared memory, address and limits."""
     command = [sys.executable, "-c", _RUN, "check", "--json", *([] if data_dir is None else ["--data-dir", data_dir])]
     try:
-        done = subprocess.run(
-            command, env=dict(environment), capture_output=True, text=True, timeout=CHECK_S, check=False
-        )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=CHECK_S, check=False)
     except subprocess.TimeoutExpired:
         text = f"`topics-supervisor check` has not ended within {CHECK_S:g} s: is a disk hanging?"
         return [Diagnosis("bad", "settings", text)]
@@ -156,9 +151,7 @@ def disk_room(data_dir: str, total: int, free: int) -> Diagnosis:
 def clock(now_s: float, newest_s: float | None, synchronized: bool) -> Diagnosis:
     """Judge the wall clock by this release's age, the newest folder of the data, and the time service."""
     if now_s < _RELEASED_S:
-        return Diagnosis(
-            "bad", "clock", f"it shows {time.strftime('%Y-%m-%d', time.gmtime(now_s))}: set it, by NTP best"
-        )
+        return Diagnosis("bad", "clock", f"it shows {time.strftime('%Y', time.gmtime(now_s))}: set it, by NTP best")
     if newest_s is not None and newest_s > now_s + AHEAD_MAX_S:
         text = f"data were written {newest_s - now_s:.0f} s in the future: the clock went back; set it before a start"
         return Diagnosis("bad", "clock", text)

@@ -9,7 +9,7 @@ from typing import Final
 
 from topics.api.answers import RouterEntry
 from topics.cli import shared
-from topics.cli.apply import Manifest, carry_out
+from topics.cli.apply import Declaration, carry_out
 from topics.cli.create import add_fields, parse_fields
 from topics.cli.shared import print_answer, print_items
 from topics.client import Client
@@ -57,7 +57,7 @@ def _show(client: Client, options: argparse.Namespace) -> int:
 
 
 def _create(client: Client, options: argparse.Namespace) -> int:
-    manifest = Manifest(routers={options.router: parse_fields(options.fields)})
+    manifest = Declaration(routers={options.router: parse_fields(options.fields)})
     return carry_out(client, "router create", manifest, options) or _show(client, options)
 
 
