@@ -19,6 +19,7 @@ from topics.shm import shm_names
 from topics.shm.control import HEARTBEAT_STALE_MS, ControlPage, ProcessState, Role
 from topics.storage.lock import DataDirLock
 from topics.supervisor.status import StatusReader, render
+from topics.terminal import coloured
 
 ROLES = (Role.FRONTEND, Role.WALSHARD, Role.COMPACTOR)
 
@@ -209,6 +210,8 @@ def test_a_read_only_shard_is_degraded(start: Start) -> None:
     status = service.status()
     assert (status.state, [shard.wal_read_only for shard in status.shards]) == ("degraded", [False, True])
     assert "1 read-only" in render(status)
+    assert "\x1b[31mdegraded\x1b[0m" in render(status, coloured)
+    assert "\x1b" not in render(status)
 
 
 def test_what_the_compactor_says_of_itself(start: Start) -> None:

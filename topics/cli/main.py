@@ -24,7 +24,6 @@ COMMANDS: Final = {
     "cursor": ("cursor", "list, set and delete the named cursors of a topic"),
     "lag": ("lag", "show how far every reader is behind: cursors, routers, queues"),
     "top": ("top", "show a service and its busiest topics, live"),
-    "bench": ("bench", "measure writes, deliveries and reads, on a topic of its own"),
     "queue": ("queue_commands", "claim, ack, nack, extend, count, redrive and peek at the jobs of a queue"),
     "doctor": ("doctor", "say what is wrong with this installation or its service, and the way out"),
     "completion": ("completion", "print completions for bash, zsh or fish"),
@@ -64,5 +63,9 @@ def make_parser(whole: Collection[str | None]) -> argparse.ArgumentParser:
     for name, (module, about) in COMMANDS.items():
         command = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
         if name in whole:
-            importlib.import_module(f"topics.cli.{module}").fill(command)
+            try:
+                importlib.import_module(f"topics.cli.{module}").fill(command)
+            except ModuleNotFoundError:
+                if len(whole) == 1:
+                    raise  # of all commands, those without their packages have no arguments
     return parser

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, Literal, NamedTuple
 
-from sortedcontainers import SortedDict
-
 from topics.core.errors import invalid
 
 FORGET_FROM: Final = 4096
@@ -52,6 +50,8 @@ class TagIndex:
     """Ascending seqs by tag, of all records from some seq up to `next_seq` - 1."""
 
     def __init__(self, first_seq: int) -> None:
+        from sortedcontainers import SortedDict  # commands parse matches, and a client's packages lack it
+
         self._seqs: SortedDict[bytes, list[int]] = SortedDict()
         self._entries = 0
         self.next_seq = first_seq
