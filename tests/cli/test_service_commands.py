@@ -1,4 +1,4 @@
-"""`create`, `apply`, `router`, `cursor`, `lag`, `top`, `completion` against a service."""
+"""`create`, `apply`, `router`, `cursor`, `lag`, `top`, `bench`, `completion` against a service."""
 
 from __future__ import annotations
 
@@ -146,6 +146,21 @@ def test_top(shell: Shell, topics: Client, topic: str) -> None:
     looks = values(shell.ok("top", topic, "--rounds", "2", "--every-s", "0.01", "--json"))
     assert looks[0]["rates"]["requests"] is None
     assert looks[1]["rates"]["requests"] > 0
+
+
+@pytest.mark.long
+def test_bench_removes_its_topic(shell: Shell, topics: Client) -> None:
+    arguments = ("bench", "--seconds", "1", "--warm-up-s", "0.1", "--connections", "2", "--batch", "5")
+    said = shell.ok(*arguments).splitlines()
+    assert any(line.startswith("write ") and "5 records of 100 bytes" in line for line in said)
+    assert said[-4].split()[:4] == ["PHASE", "REQUESTS", "RECORDS", "RECORDS"]
+    (measured,) = values(shell.ok(*arguments, "--json"))
+    assert [one["phase"] for one in measured["phases"]] == ["write", "deliver", "read"]
+    for one in measured["phases"]:
+        assert one["requests"] > 0
+        assert 0 < one["p50_ms"] <= one["p99_ms"] <= one["max_ms"]
+    assert measured["phases"][0]["records"] == 5 * measured["phases"][0]["requests"]
+    assert not [one.topic for one in topics.list_topics("topics-bench-")]
 
 
 @pytest.mark.parametrize("kind", SHELLS)

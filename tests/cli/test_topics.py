@@ -16,7 +16,7 @@ from tests.harness import Service, clean_environment
 from topics.cli.main import COMMANDS
 from topics.client import Client, NewRecord, NotFoundError, Record
 
-OF_CLIENT = ("write", "read", "tail", "list", "delete", "create", "apply", "lag", "top", "doctor")
+OF_CLIENT = ("write", "read", "tail", "list", "delete", "create", "apply", "lag", "top", "bench", "doctor")
 WITH_VERBS = {"queue": ("t", "claim"), "router": ("list",), "cursor": ("t", "list")}
 
 

@@ -25,6 +25,7 @@ COMMANDS: Final = {
     "lag": ("lag", "show how far every reader is behind: cursors, routers, queues"),
     "top": ("top", "show a service and its busiest topics, live"),
     "queue": ("queue_commands", "claim, ack, nack, extend, count, redrive and peek at the jobs of a queue"),
+    "bench": ("bench", "measure writes, deliveries and reads, on a topic of its own"),
     "doctor": ("doctor", "say what is wrong with this installation or its service, and the way out"),
     "completion": ("completion", "print completions for bash, zsh or fish"),
     "verify": ("verify_command", "check every byte of a data directory that no service uses; changes nothing"),

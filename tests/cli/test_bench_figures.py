@@ -1,13 +1,48 @@
-"""The table that `topics top` draws, and the rates above it: pure functions."""
+"""Percentiles of `topics bench`, and the table that `topics top` draws: pure functions."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from typing import Any
 
 import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
 
 from topics.api.answers import TopicList
+from topics.cli.bench import figures_of, quantile
 from topics.cli.top import Look, rates, render
+
+
+@given(st.lists(st.integers(0, 100), min_size=1), st.sampled_from((0.5, 0.9, 0.99, 0.999, 1.0)))
+def test_a_quantile_is_the_smallest_value_that_so_many_do_not_exceed(values: list[int], share: float) -> None:
+    found = quantile(sorted(values), share)
+    needed = math.ceil(round(len(values) * share, 6))
+    assert sum(value <= found for value in values) >= needed
+    assert sum(value < found for value in values) < needed
+
+
+def test_a_median_is_the_usual_one() -> None:
+    assert quantile([1, 2, 3], 0.5) == statistics.median([1, 2, 3])
+    assert quantile([1, 2, 3, 4], 0.5) == statistics.median_low([1, 2, 3, 4])
+
+
+def test_figures_of_a_phase() -> None:
+    figures = figures_of("write", [(2.0, 10), (1.0, 10), (9.0, 10)], 2.0)
+    assert figures == {
+        "phase": "write",
+        "requests": 3,
+        "records": 30,
+        "records_per_s": 15.0,
+        "p50_ms": 2.0,
+        "p90_ms": 9.0,
+        "p99_ms": 9.0,
+        "p999_ms": 9.0,
+        "max_ms": 9.0,
+    }
+    nothing = figures_of("read", [], 2.0)
+    assert (nothing["requests"], nothing["records_per_s"], nothing["p50_ms"]) == (0, 0.0, None)
 
 
 def look(at_s: float, written: int, **more: Any) -> Look:
