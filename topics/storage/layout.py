@@ -1,27 +1,9 @@
-"""Names and places of the files below a data directory.
+"""Names and places of the files below a data directory; docs/storage-format.md begins with a list of them.
 
-    <data dir>/
-      .topics.lock                       flock of the running service
-      wal/                               shards == 1: the group itself
-        CURRENT                          name of the active log file
-        COMMITTED                        the end of the log, while nothing writes it (`logfile.py`)
-        wal-<20 digits>.log              numbered 1, 2, 3 … without a hole; the first may be gone
-      wal/shard-<NN>/                    shards > 1: one group each
-        CURRENT, COMMITTED, wal-<20 digits>.log
-      wal.new/, wal.old/                 only while the shard count changes (`reshard.py`)
-      topics/<topic id, 16 hex>/         the segments of one topic (`segment.py`), named by their first seq
-        seg-<20 digits>.data, .idx       frames, and their places
-        seg-<20 digits>.tags             records by tag (`postings.py`); only of sealed segments
-        seg-<20 digits>.<n>.data, …      the same segment after its nth rewriting
-      meta/snapshot.<20 digits>.bin      numbered; the newest valid one counts (`snapshot.py`)
-      meta/format.json                   the format of the directory (`upgrade.py`)
-      meta/clock.json                    the time that the service trusted last (`clock_file.py`)
-      txn/stages/<stage id>.stage        records that a transaction holds back (`txn_files.py`)
-      txn/sinks/<32 hex>.sink            the last batch that a sink has committed (`txn_files.py`)
-    <ram dir>/shard-<NN>/                a group for `ephemeral` topics; wiped when the service starts
-
-A group is one shard's log: a directory with files that one process writes. A name that ends in `.tmp` is of a file that
-was never completed.
+A group is one shard's log: a directory with files that one process writes, `wal` itself with one shard, else
+`wal/shard-<NN>`. Groups for `ephemeral` topics are in `<ram dir>/shard-<NN>`, which is wiped when the service starts.
+`wal.new` and `wal.old` exist only while the shard count changes (`reshard.py`). A name that ends in `.tmp` is of a file
+that was never completed.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """The format of a data directory as a whole: a release recognizes data that it must not use as they are.
 
-    meta/format.json, made at the first start, before any shard runs:
-
-    {"version": 2}
-
-Version 2: the copies that routers make are in the log of their dest before a reader sees them. Data without the mark
-are new, or of release 0.1.0, which kept such copies in RAM, behind the cursor in the log of their dest, and made them
-again at each start. This release does not: it would give the seqs of copies that readers have seen to other records. So
-it starts on data of 0.1.0 only if the cursor of every dest is at the head of its source: then all copies are in the
-logs.
+The mark `meta/format.json` is made at the first start, before any shard runs. Version 2: the copies that routers make
+are in the log of their dest before a reader sees them. Data without the mark are new, or of release 0.1.0, which kept
+such copies in RAM, behind the cursor in the log of their dest, and made them again at each start. This release does
+not: it would give the seqs of copies that readers have seen to other records. So it starts on data of 0.1.0 only if the
+cursor of every dest is at the head of its source: then all copies are in the logs.
 """
 
 from __future__ import annotations
