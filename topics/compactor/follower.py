@@ -275,6 +275,7 @@ class Follower:
 
     def __init__(self, identity: str, link: ShardLink, tail: LogTail, fold: Fold) -> None:
         self.link = link
+        self.shard = link.shard
         self.fold = fold
         self.log_directory = tail.directory
         self.touched: set[int] = set()
@@ -283,10 +284,6 @@ class Follower:
         self._identity = identity
         self._tail = tail
         self._arena: ArenaReader | None = None
-
-    @property
-    def shard(self) -> int:
-        return self.link.shard
 
     @property
     def position(self) -> WalPosition:

@@ -30,10 +30,10 @@ from topics.core.topic import Topic
 from topics.log import get_logger
 from topics.shm.topic_messages import TopicCheckpoint
 from topics.storage import layout
-from topics.storage.filesystem import FileSystem
+from topics.storage.filesystem import FileSystem, opened
 from topics.storage.kill_points import reached
 from topics.storage.layout import SegmentName
-from topics.storage.pins import ReadPinned, nothing_pinned
+from topics.storage.pins import ReadPinned
 from topics.storage.segment_store import SegmentStore
 
 RETRY_MS: Final = 10_000
@@ -129,7 +129,7 @@ class Relocation:
         retention: HotRetention,
         helper: Executor,
         clock: Clock,
-        read_pinned: ReadPinned = nothing_pinned,
+        read_pinned: ReadPinned = frozenset,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         self._fs = fs
@@ -359,14 +359,11 @@ class Relocation:
             self._store.put(name, self._pieces(os.path.join(layout.topics_dir(self._data_dir), name)))
 
     def _pieces(self, path: str) -> Iterator[bytes]:
-        fd = self._fs.open(path, os.O_RDONLY)
-        try:
+        with opened(self._fs, path, os.O_RDONLY) as fd:
             offset = 0
             while piece := self._fs.pread(fd, PIECE_BYTES, offset):
                 offset += len(piece)
                 yield piece
-        finally:
-            self._fs.close(fd)
 
     def _delete(self, names: list[str]) -> dict[str, OSError]:
         """Delete objects. Return those that could not be deleted, and why."""

@@ -57,11 +57,6 @@ def new_pin_id() -> str:
     return f"pin_{secrets.token_urlsafe(16)}"
 
 
-def nothing_pinned() -> Pinned:
-    """Return no segments, for a compactor without pins."""
-    return frozenset()
-
-
 def read_pinned(fs: FileSystem, directory: str, now_ms: int) -> Pinned:
     """Return the segments that are pinned at `now_ms`, a time read before the call. Raise OSError."""
     pinned: set[tuple[int, SegmentName]] = set()

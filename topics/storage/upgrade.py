@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -62,18 +62,14 @@ def has_mark(fs: FileSystem, data_dir: str) -> bool:
     return True
 
 
-class _Dest(NamedTuple):
-    name: str
-    feed: FeedFrameBody
-
-
 class RoutedCopies:
     """The copies of routers in the logs of a data directory. Add the state of every log, then ask for a problem."""
 
     def __init__(self) -> None:
         self._source_heads: dict[int, int] = {}
         """Heads by topic id, without `ephemeral` topics, whose heads are in no log."""
-        self._dests: list[_Dest] = []
+        self._feeds: dict[str, FeedFrameBody] = {}
+        """What the log of each dest says of its copies, by name."""
 
     def add(self, state: ShardState) -> None:
         """Add one log."""
@@ -83,11 +79,11 @@ class RoutedCopies:
                 continue
             self._source_heads[topic.id] = topic.head_seq
             if topic.id in feeds:
-                self._dests.append(_Dest(topic.name, feeds[topic.id]))
+                self._feeds[topic.name] = feeds[topic.id]
 
     def problem(self, data_dir: str) -> str | None:
         """Return why this release must not start on the data, and the way out; None if it may."""
-        names = sorted(dest.name for dest in self._dests if not self._is_settled(dest.feed))
+        names = sorted(name for name, feed in self._feeds.items() if not self._is_settled(feed))
         if not names:
             return None
         return (
