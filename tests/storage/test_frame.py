@@ -21,7 +21,6 @@ from topics.storage.frame import (
     LOCATION_HAS_TAG,
     Defect,
     Frame,
-    FrameDefect,
     FrameTooLarge,
     FrameType,
     encode,
@@ -111,7 +110,7 @@ def test_no_prefix_is_a_frame() -> None:
     for length in range(len(frame)):
         for rest in (b"", bytes(len(frame) - length), b"\xff" * (len(frame) - length)):
             damaged = frame[:length] + rest
-            assert isinstance(read_frame(damaged, 0, len(damaged)), FrameDefect)
+            assert isinstance(read_frame(damaged, 0, len(damaged)), Defect)
 
 
 def test_each_defect_has_its_name() -> None:
@@ -119,8 +118,8 @@ def test_each_defect_has_its_name() -> None:
 
     def defect(frame: bytes) -> Defect:
         found = read_frame(frame, 0, len(frame))
-        assert isinstance(found, FrameDefect)
-        return found.defect
+        assert isinstance(found, Defect)
+        return found
 
     assert defect(bytes(100)) is Defect.EMPTY
     assert defect(good[:-1]) is Defect.LENGTH

@@ -296,7 +296,6 @@ class Compactor:
     def tidy(self) -> None:
         """Repeat work that needs no further snapshot: remove files that two snapshots found superfluous."""
         self._count_removed(self._leftovers.tidy(self._files_of))
-        self._cell.set("orphans", self._leftovers.unexplained)
         if self._relocation is not None:
             self._count_failures(_COLD_STAYS, self._relocation.tidy(self._files_of))
 
@@ -314,7 +313,6 @@ class Compactor:
             return shard in shards if shard is not None else complete
 
         self._count_removed(self._leftovers.sweep(self._files_of, in_snapshot))
-        self._cell.set("orphans", self._leftovers.unexplained)
         if self._relocation is not None:
             self._count_failures(_COLD_STAYS, self._relocation.sweep(self._files_of, in_snapshot))
 
@@ -351,6 +349,7 @@ class Compactor:
         """Count and log the result of a sweep. Return the number of removed segments."""
         self._count_failures("superfluous files could not be removed, which will be repeated", swept.failures)
         self._cell.add("segments_dropped", len(swept.removed))
+        self._cell.set("orphans", self._leftovers.unexplained)
         if self._relocation is not None:
             for topic_id, name in swept.removed:
                 self._relocation.removed(topic_id, name)

@@ -30,7 +30,7 @@ from topics.storage import layout
 from topics.storage.frame import Bytes, FrameType
 from topics.storage.frame_columns import scan_columns
 from topics.storage.log_fold import fold_frames
-from topics.storage.logfile import FileStart, NotALogFile, WalPosition, parse_file_start
+from topics.storage.logfile import FileStart, NotALogFile, WalPosition, map_file, parse_file_start
 from topics.storage.recovery import BATCH_FRAMES, FRAMING_TYPES, RecoveredFile
 
 _OFFSET_BITS: Final = 32
@@ -202,15 +202,11 @@ class LogTail:
 
     def _open(self, path: str) -> mmap.mmap:
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return map_file(path)
         except FileNotFoundError as error:
             raise TailLost(f"{path}: does not exist, but the log continues in it") from error
-        try:
-            return mmap.mmap(fd, 0, prot=mmap.PROT_READ)
-        except ValueError as error:  # an empty file cannot be mapped
+        except EOFError as error:
             raise TailLost(f"{path}: is empty") from error
-        finally:
-            os.close(fd)
 
 
 def _parse(path: str, head: bytes) -> tuple[FileStart, int]:
@@ -254,14 +250,7 @@ class MarkedIndex(UnlocatedIndex):
 
 _ATTACH_TRIES = 10
 _MAY_FREE_FILES = frozenset(
-    int(kind)
-    for kind in (
-        FrameType.TOPIC_DELETE,
-        FrameType.DELETE,
-        FrameType.ACK,
-        FrameType.EVICT_WATERMARK,
-        FrameType.CHECKPOINT_MARK,
-    )
+    (FrameType.TOPIC_DELETE, FrameType.DELETE, FrameType.ACK, FrameType.EVICT_WATERMARK, FrameType.CHECKPOINT_MARK)
 )
 
 

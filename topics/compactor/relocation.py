@@ -242,7 +242,7 @@ class Relocation:
         self._found.update(self._listed(failures))
         self._found |= self._removed
         self._removed = set()
-        needless = _needless(files_of, self._being_copied())
+        needless = self._judge(files_of)
 
         def is_new(name: str) -> bool:
             parsed = _parsed(name)
@@ -262,7 +262,7 @@ class Relocation:
         """
         failures: list[OSError] = []
         if self._is_free(failures):
-            needless = _needless(files_of, self._being_copied())
+            needless = self._judge(files_of)
             self._found.update(name for name in self._listed(failures) if needless(name))
             self._delete_held(needless, failures)
         return failures
@@ -306,9 +306,22 @@ class Relocation:
             self._held.difference_update(going)
             self._deleting = self._helper.submit(self._delete, going)
 
-    def _being_copied(self) -> frozenset[str]:
-        """Return the objects that are being copied: their copies may count by the time a deletion would be done."""
-        return frozenset(name for copy, _ in self._copying for name in copy.objects)
+    def _judge(self, files_of: FilesOf) -> Callable[[str], bool]:
+        """Return a function: true if an object is known to be superfluous, for its segment is hot or was removed."""
+        # Copies that are being made may count by the time a deletion would be done.
+        being_copied = {name for copy, _ in self._copying for name in copy.objects}
+
+        def is_needless(name: str) -> bool:
+            parsed = _parsed(name)
+            if parsed is None or name in being_copied:
+                return False
+            topic_id, segment = parsed
+            needed = files_of(topic_id)
+            if needed is None or needed.segments is None:
+                return needed is not None
+            return not needed.is_cold(segment) and needed.superfluous(segment) is not None
+
+        return is_needless
 
     def _current(self, follower: Follower, copy: RelocationCopy) -> Topic | None:
         """Return the topic, if the segment is still as it was when it was queued."""
@@ -387,21 +400,3 @@ def _parsed(name: str) -> tuple[int, SegmentName] | None:
     directory, _, file = name.partition("/")
     topic_id, found = layout.topic_id_of(directory), layout.parse_segment_file(file)
     return None if topic_id is None or found is None else (topic_id, found[0])
-
-
-def _needless(files_of: FilesOf, being_copied: frozenset[str]) -> Callable[[str], bool]:
-    """Return a function: true if an object is known to be superfluous, for its segment is hot or was removed."""
-
-    def needless(name: str) -> bool:
-        parsed = _parsed(name)
-        if parsed is None or name in being_copied:
-            return False
-        topic_id, segment = parsed
-        needed = files_of(topic_id)
-        if needed is None:
-            return False
-        if needed.segments is None:
-            return True
-        return not needed.is_cold(segment) and needed.superfluous(segment) is not None
-
-    return needless

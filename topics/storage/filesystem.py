@@ -187,6 +187,11 @@ def make_dirs(fs: FileSystem, path: str) -> None:
     fs.fsync_dir(parent)
 
 
+def names_in(fs: FileSystem, directory: str) -> list[str]:
+    """Return the names in a directory; none if it does not exist."""
+    return fs.listdir(directory) if fs.exists(directory) else []
+
+
 def read_all(fs: FileSystem, path: str) -> bytes:
     """Read the whole file. Raise OSError with the path."""
     with opened(fs, path, os.O_RDONLY) as fd:

@@ -294,11 +294,6 @@ class Defect(StrEnum):
     CHECKSUM = "checksum does not match"
 
 
-class FrameDefect(NamedTuple):
-    offset: int
-    defect: Defect
-
-
 FrameTuple: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int]
 """(offset, total_len, type, flags, topic_id, seq, ts, node_len, tag_len, data_len)"""
 
@@ -349,11 +344,11 @@ def scan(buffer: Bytes, start: int, end: int, limit: int = 2**63) -> Scan:
     return Scan(frames, offset, Defect.LENGTH if any(view[offset:end]) else Defect.EMPTY)
 
 
-def read_frame(buffer: Bytes, offset: int, end: int) -> Frame | FrameDefect:
+def read_frame(buffer: Bytes, offset: int, end: int) -> Frame | Defect:
     """Read and validate the frame at `offset`; return the defect if there is none. The bytes end at `end`."""
     frames, _, defect = scan(buffer, offset, end, limit=1)
     if not frames:
-        return FrameDefect(offset, defect if defect is not None else Defect.EMPTY)
+        return defect if defect is not None else Defect.EMPTY
     _, total_len, type_, flags, topic_id, seq, ts, node_len, tag_len, data_len = frames[0]
     tag_at = offset + HEADER_LEN + node_len
     data_at = tag_at + tag_len

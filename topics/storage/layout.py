@@ -12,7 +12,7 @@ import os
 import re
 from typing import NamedTuple
 
-from topics.storage.filesystem import FileSystem
+from topics.storage.filesystem import FileSystem, names_in
 
 LOCK_NAME = ".topics.lock"
 WAL_NAME = "wal"
@@ -86,16 +86,12 @@ def belongs_to_log(name: str) -> bool:
 
 def list_log_files(fs: FileSystem, directory: str) -> list[int]:
     """Return the numbers of the group's log files, ascending; none if the directory does not exist."""
-    if not fs.exists(directory):
-        return []
-    return sorted(number for name in fs.listdir(directory) if (number := log_file_no(name)) is not None)
+    return sorted(number for name in names_in(fs, directory) if (number := log_file_no(name)) is not None)
 
 
 def discover_groups(fs: FileSystem, root: str) -> list[Group]:
     """Return every group below a wal directory, flat or sharded, by shard number."""
-    if not fs.exists(root):
-        return []
-    names = fs.listdir(root)
+    names = names_in(fs, root)
     groups = [
         Group(int(match[1]), os.path.join(root, name)) for name in names if (match := _SHARD_NAME.fullmatch(name))
     ]
@@ -142,10 +138,8 @@ def segment_paths(directory: str, first_seq: int, version: int = 0) -> dict[str,
 
 def discover_topics(fs: FileSystem, data_dir: str) -> list[int]:
     """Return the ids of topics that have a directory for segments, ascending."""
-    root = topics_dir(data_dir)
-    if not fs.exists(root):
-        return []
-    return sorted(int(name, 16) for name in fs.listdir(root) if _TOPIC_NAME.fullmatch(name))
+    names = names_in(fs, topics_dir(data_dir))
+    return sorted(topic_id for name in names if (topic_id := topic_id_of(name)) is not None)
 
 
 class SegmentName(NamedTuple):
@@ -169,7 +163,7 @@ def topic_id_of(directory_name: str) -> int | None:
 def discover_segments(fs: FileSystem, directory: str) -> dict[SegmentName, set[str]]:
     """Return the files ("data", "idx", "tags") of each segment, ascending; none if the directory does not exist."""
     found: dict[SegmentName, set[str]] = {}
-    for name in fs.listdir(directory) if fs.exists(directory) else ():
+    for name in names_in(fs, directory):
         if parsed := parse_segment_file(name):
             found.setdefault(parsed[0], set()).add(parsed[1])
     return dict(sorted(found.items()))
@@ -185,10 +179,8 @@ def snapshot_path(data_dir: str, number: int) -> str:
 
 def list_snapshots(fs: FileSystem, data_dir: str) -> list[int]:
     """Return the numbers of all snapshots, ascending."""
-    directory = meta_dir(data_dir)
-    if not fs.exists(directory):
-        return []
-    return sorted(int(match[1]) for name in fs.listdir(directory) if (match := _SNAPSHOT_NAME.fullmatch(name)))
+    names = names_in(fs, meta_dir(data_dir))
+    return sorted(int(match[1]) for name in names if (match := _SNAPSHOT_NAME.fullmatch(name)))
 
 
 def _segment_stem(first_seq: int, version: int) -> str:

@@ -21,6 +21,7 @@ copy of a running service, leaves it blank. It is overwritten in place, which ne
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Sequence
 from typing import Final, Literal
@@ -122,7 +123,7 @@ def parse_file_start(path: str, buffer: Bytes) -> tuple[FileStart, int]:
     """Return the FILE_START that `buffer` begins with, and its length. Raise NotALogFile or UnknownLogVersion."""
     frame = read_frame(buffer, 0, min(len(buffer), _FILE_START_MAX_BYTES))
     if not isinstance(frame, Frame):
-        raise NotALogFile(frame.defect.value)
+        raise NotALogFile(frame.value)
     if frame.type != FrameType.FILE_START:
         raise NotALogFile(f"begins with a frame of type {frame.type}")
     try:
@@ -179,6 +180,17 @@ def _write_zeros(fs: FileSystem, fd: int, start: int, end: int) -> None:
         step = min(len(zeros), end - start)
         write_fully(fs, fd, [zeros[:step]], start)
         start += step
+
+
+def map_file(path: str) -> mmap.mmap:
+    """Map a log file whole and read-only. Raise OSError, and EOFError if it is empty."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+    except ValueError as error:  # an empty file cannot be mapped
+        raise EOFError(f"{path} is empty") from error
+    finally:
+        os.close(fd)
 
 
 def erase_behind(fs: FileSystem, fd: int, offset: int, size_bytes: int) -> None:

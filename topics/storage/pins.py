@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from topics.storage.filesystem import FileSystem, read_all, replace_file
+from topics.storage.filesystem import FileSystem, names_in, read_all, replace_file
 from topics.storage.layout import SegmentName
 
 PINS_NAME: Final = "pins"
@@ -141,7 +141,7 @@ class PinFiles:
 
 def _files(fs: FileSystem, directory: str) -> Iterator[tuple[str, int, str]]:
     """Yield (id, frontend, path) of each file; some may be removed by now."""
-    for name in fs.listdir(directory) if fs.exists(directory) else ():
+    for name in names_in(fs, directory):
         match = _FILE_NAME.fullmatch(name)
         if match is not None:
             yield match[1], int(match[2]), os.path.join(directory, name)

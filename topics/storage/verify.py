@@ -14,7 +14,7 @@ import msgspec
 
 from topics.core.fold import FoldError
 from topics.storage import layout
-from topics.storage.filesystem import FileSystem, ReadOnlyFileSystem, boot_id, read_all
+from topics.storage.filesystem import FileSystem, ReadOnlyFileSystem, boot_id, names_in, read_all
 from topics.storage.frame import scan
 from topics.storage.lock import inspecting
 from topics.storage.log_fold import LoggedTopic, OfflineFold
@@ -268,7 +268,7 @@ class _Check:
             (FileKind.STAGE, layout.stages_dir(self._data_dir)),
             (FileKind.SINK, layout.sinks_dir(self._data_dir)),
         ):
-            for name in self._fs.listdir(directory) if self._fs.exists(directory) else ():
+            for name in names_in(self._fs, directory):
                 path = os.path.join(directory, name)
                 try:
                     self._transaction(kind, name, path)

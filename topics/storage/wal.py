@@ -181,13 +181,6 @@ class CommitTimes(NamedTuple):
     fsync_us: float
 
 
-class Synced(NamedTuple):
-    """A place in the log; everything in `file_no` below `offset` is on the disk."""
-
-    file_no: int
-    offset: int
-
-
 class WalWriter:
     """The only writer of one log, used by one thread (only `sync_now` may run in another). It has counters for metrics:
     frames, batches, bytes_written, fsyncs, rotations. `read_only` is None or the reason.
@@ -215,7 +208,8 @@ class WalWriter:
         self._fs = fs
         self._directory = directory
         self._identity = identity
-        self._log_id = end.log_id if end is not None else int.from_bytes(os.urandom(8), "little")
+        self.log_id = end.log_id if end is not None else int.from_bytes(os.urandom(8), "little")
+        """Random id of this log, the same in all its files for ever: a snapshot identifies its logs by it."""
         self._file_bytes = file_bytes
         self._preallocate: Preallocate = preallocate
         self._helper = helper
@@ -250,11 +244,6 @@ class WalWriter:
     # -- where the log is
 
     @property
-    def log_id(self) -> int:
-        """Random id of this log, the same in all its files for ever: a snapshot identifies its logs by it."""
-        return self._log_id
-
-    @property
     def file_no(self) -> int:
         return self._active.file_no
 
@@ -264,9 +253,9 @@ class WalWriter:
         return self._active.end
 
     @property
-    def synced(self) -> Synced:
+    def synced(self) -> WalPosition:
         """Place up to which everything, earlier files included, is on the disk."""
-        return Synced(self._active.file_no, self._active.synced)
+        return WalPosition(self._active.file_no, self._active.synced)
 
     @property
     def unsynced_bytes(self) -> int:
@@ -388,18 +377,18 @@ class WalWriter:
 
     # -- background sync
 
-    def sync_now(self) -> Synced:
+    def sync_now(self) -> WalPosition:
         """Sync everything that is committed, in a helper thread. Pass the result to `note_synced` in the owner's
         thread, or call `sync_failed` there after an OSError.
         """
         active = self._active
-        return Synced(active.file_no, active.sync_in_background())
+        return WalPosition(active.file_no, active.sync_in_background())
 
-    def note_synced(self, file_no: int, offset: int) -> None:
+    def note_synced(self, synced: WalPosition) -> None:
         """Take the result of `sync_now`. A file that the writer has finished since was synced then."""
         self.fsyncs += 1
-        if file_no == self._active.file_no:
-            self._active.synced = max(self._active.synced, offset)
+        if synced.file_no == self._active.file_no:
+            self._active.synced = max(self._active.synced, synced.offset)
 
     def sync_failed(self, file_no: int, error: OSError) -> Moved | None:
         """Save the un-synced frames of a file for which `sync_now` raised in a new one; return their new place."""
@@ -533,7 +522,7 @@ class WalWriter:
         identity = self._identity
         return file_start_frame(
             FileStart(
-                LOG_VERSION, self._log_id, file_no, identity.shard, identity.shards, identity.boot_id, previous_end
+                LOG_VERSION, self.log_id, file_no, identity.shard, identity.shards, identity.boot_id, previous_end
             )
         )
 
