@@ -114,20 +114,14 @@ class OsFileSystem:
         os.fdatasync(fd)
 
     def fsync_dir(self, path: str) -> None:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with opened(self, path, os.O_RDONLY | os.O_DIRECTORY) as fd:
             os.fsync(fd)
-        finally:
-            os.close(fd)
 
     def sync_all(self, path: str) -> None:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with opened(self, path, os.O_RDONLY | os.O_DIRECTORY) as fd:
             if _libc.syncfs(fd) != 0:
                 code = ctypes.get_errno()
                 raise OSError(code, os.strerror(code), path)
-        finally:
-            os.close(fd)
 
     def ftruncate(self, fd: int, size_bytes: int) -> None:
         os.ftruncate(fd, size_bytes)

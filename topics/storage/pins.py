@@ -19,7 +19,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -72,13 +72,6 @@ def read_pin(fs: FileSystem, directory: str, pin_id: str, now_ms: int) -> Pin | 
     return pin if pin is not None and not pin.ended and pin.until_ms > now_ms else None
 
 
-class _OwnPin(NamedTuple):
-    """The state of a pin in this frontend's file."""
-
-    until_ms: int
-    ended: bool
-
-
 class PinFiles:
     """The pin files of one frontend. They are few and on a RAM disk: no call waits for a disk."""
 
@@ -86,14 +79,14 @@ class PinFiles:
         self._fs = fs
         self._directory = directory
         self._frontend = frontend
-        self._own: dict[str, _OwnPin] | None = None
+        self._own: dict[str, Pin] | None = None
 
     def held(self, now_ms: int) -> int:
         """Count the pins of this frontend that have not ended as far as it knows; remove those that are over."""
         mine = self._mine()
-        for pin_id in [pin_id for pin_id, word in mine.items() if word.until_ms <= now_ms]:
+        for pin_id in [pin_id for pin_id, pin in mine.items() if pin.until_ms <= now_ms]:
             self._remove(pin_id)
-        return sum(not word.ended for word in mine.values())
+        return sum(not pin.ended for pin in mine.values())
 
     def remove_ended(self) -> None:
         """Remove pins that were ended through other frontends, which `held` counts until then."""
@@ -113,7 +106,7 @@ class PinFiles:
             with suppress(FileExistsError):  # another frontend was as fast
                 self._fs.mkdir(self._directory)
         replace_file(self._fs, self._path(pin_id), _encode(pin))
-        mine[pin_id] = _OwnPin(pin.until_ms, pin.ended)
+        mine[pin_id] = pin
         if pin.ended:
             # Of all pins that ended so far: there are never more such files than other frontends have pins.
             others = {of for of, frontend, _ in _files(self._fs, self._directory) if frontend != self._frontend}
@@ -125,14 +118,13 @@ class PinFiles:
             self._fs.unlink(self._path(pin_id))
         del self._mine()[pin_id]
 
-    def _mine(self) -> dict[str, _OwnPin]:
+    def _mine(self) -> dict[str, Pin]:
         if self._own is None:
             self._own = {}
             # This frontend may have left some before a restart.
             for pin_id, frontend, path in _files(self._fs, self._directory):
                 if frontend == self._frontend:
-                    pin = _decode(read_all(self._fs, path))
-                    self._own[pin_id] = _OwnPin(pin.until_ms, pin.ended)
+                    self._own[pin_id] = _decode(read_all(self._fs, path))
         return self._own
 
     def _path(self, pin_id: str) -> str:

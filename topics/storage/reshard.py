@@ -48,11 +48,10 @@ class _CreateName(msgspec.Struct):
 
 
 class NewLog(NamedTuple):
-    """A shard's log that resharding made; with its snapshot it is read from `start`."""
+    """A shard's log that resharding made."""
 
     shard: int
     log_id: int
-    start: WalPosition
 
 
 class Move(NamedTuple):
@@ -183,7 +182,7 @@ class _Copy:
 
     def all_logs(self) -> list[NewLog]:
         """Return the log of every shard, made if nothing was copied into it: a snapshot goes on in each."""
-        return [NewLog(shard, self._writer(shard).log_id, WalPosition(1, 0)) for shard in range(self._shards)]
+        return [NewLog(shard, self._writer(shard).log_id) for shard in range(self._shards)]
 
     def add(self, batch: RecoveredFile) -> None:
         """Copy complete writes; neighbours that go to the same shard are copied as one piece."""

@@ -222,7 +222,7 @@ class WalWriter:
         self._start_next_file = False
         self.read_only: str | None = None
         self._undo_due: str | None = None
-        self.refused: Callable[[], None] = _nothing
+        self.refused: Callable[[], None] = lambda: None
         """Callback for a group that will never be in the log, before the log goes on elsewhere."""
         self.frames = self.batches = self.bytes_written = self.fsyncs = self.rotations = 0
         try:
@@ -525,7 +525,3 @@ class WalWriter:
                 LOG_VERSION, self.log_id, file_no, identity.shard, identity.shards, identity.boot_id, previous_end
             )
         )
-
-
-def _nothing() -> None:
-    """Do nothing: no callback is set."""
