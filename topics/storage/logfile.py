@@ -30,7 +30,7 @@ import msgspec
 
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, new_file, opened, read_all, replace_file
-from topics.storage.frame import Bytes, Frame, FrameType, encode, read_frame
+from topics.storage.frame import CHECKSUM_LEN, HEADER_LEN, Bytes, Defect, FrameType, encode, scan
 
 LOG_VERSION: Final = 2
 Preallocate = Literal["zero", "none"]
@@ -121,18 +121,26 @@ FILE_END_LEN: Final = len(file_end_frame(0, 0))
 
 def parse_file_start(path: str, buffer: Bytes) -> tuple[FileStart, int]:
     """Return the FILE_START that `buffer` begins with, and its length. Raise NotALogFile or UnknownLogVersion."""
-    frame = read_frame(buffer, 0, min(len(buffer), _FILE_START_MAX_BYTES))
-    if not isinstance(frame, Frame):
-        raise NotALogFile(frame.value)
-    if frame.type != FrameType.FILE_START:
-        raise NotALogFile(f"begins with a frame of type {frame.type}")
+    frames, end, defect = scan(buffer, 0, min(len(buffer), _FILE_START_MAX_BYTES), limit=1)
+    if not frames:
+        raise NotALogFile((defect or Defect.EMPTY).value)
+    type_ = frames[0][2]
+    if type_ != FrameType.FILE_START:
+        raise NotALogFile(f"begins with a frame of type {type_}")
+    body = buffer[HEADER_LEN : end - CHECKSUM_LEN]
     try:
-        version = msgspec.msgpack.decode(frame.data, type=_Versioned).version
+        version = msgspec.msgpack.decode(body, type=_Versioned).version
         if version != LOG_VERSION:
             raise UnknownLogVersion(path, version)
-        return msgspec.msgpack.decode(frame.data, type=FileStart), frame.total_len
+        return msgspec.msgpack.decode(body, type=FileStart), end
     except msgspec.DecodeError as error:
         raise NotALogFile(f"FILE_START does not decode: {error}") from error
+
+
+def read_file_start(fs: FileSystem, path: str) -> tuple[FileStart, int]:
+    """Return the FILE_START of a file, and its length. Raise NotALogFile, UnknownLogVersion or OSError."""
+    with opened(fs, path, os.O_RDONLY) as fd:
+        return parse_file_start(path, fs.pread(fd, _FILE_START_MAX_BYTES, 0))
 
 
 def read_first_start(fs: FileSystem, directory: str) -> FileStart | None:
@@ -140,11 +148,7 @@ def read_first_start(fs: FileSystem, directory: str) -> FileStart | None:
     log. Raise NotALogFile, UnknownLogVersion or OSError.
     """
     numbers = layout.list_log_files(fs, directory)
-    if not numbers:
-        return None
-    path = layout.log_path(directory, numbers[0])
-    with opened(fs, path, os.O_RDONLY) as fd:
-        return parse_file_start(path, fs.pread(fd, _FILE_START_MAX_BYTES, 0))[0]
+    return read_file_start(fs, layout.log_path(directory, numbers[0]))[0] if numbers else None
 
 
 def create_log_file(

@@ -37,7 +37,7 @@ from topics.storage import layout
 from topics.storage.filesystem import FileSystem, make_dirs
 from topics.storage.frame import FLAG_MORE, HEADER_LEN, FrameType
 from topics.storage.logfile import NotALogFile, RefusedLog, WalIdentity, WalPosition, read_first_start
-from topics.storage.recovery import RecoveredFile, recover_group
+from topics.storage.recovery import RecoveredFile, Recovery
 from topics.storage.wal import FILE_BYTES, WalWriter
 
 
@@ -132,7 +132,7 @@ def reshard(
     try:
         for position, group in enumerate(groups):
             identity = WalIdentity(group.shard, group.shards, boot_id)
-            recovery = recover_group(fs, group.path, identity, accept_data_loss, start=starts.get(group.path))
+            recovery = Recovery(fs, group.path, identity, accept_data_loss, start=starts.get(group.path))
             for batch in recovery:
                 copy.add(batch)
                 progress((position + recovery.progress) / len(groups))

@@ -22,7 +22,7 @@ from topics.storage import layout
 from topics.storage.filesystem import FileSystem, ReadOnlyFileSystem, boot_id, make_dirs, read_all, replace_file
 from topics.storage.log_fold import OfflineFold
 from topics.storage.logfile import NotALogFile, RefusedLog, WalIdentity, read_first_start
-from topics.storage.recovery import recover_group
+from topics.storage.recovery import Recovery
 from topics.storage.snapshot import load_snapshot
 
 VERSION: Final = 2
@@ -116,7 +116,7 @@ def check_upgrade(data_dir: str, accept_data_loss: bool, progress: Callable[[flo
             fold = OfflineFold(part)
             identity = WalIdentity(group.shard, first.shards, boot_id())
             start = None if part is None else part.position
-            recovery = recover_group(fs, group.path, identity, accept_data_loss, start=start)
+            recovery = Recovery(fs, group.path, identity, accept_data_loss, start=start)
             for batch in recovery:
                 fold.add(batch)
                 progress((done + recovery.progress) / len(groups))

@@ -28,7 +28,7 @@ from topics.storage.logfile import (
     read_current,
     read_first_start,
 )
-from topics.storage.recovery import CorruptLog, RecoveredFile, Start, recover_group, used_bytes
+from topics.storage.recovery import CorruptLog, RecoveredFile, Recovery, Start, used_bytes
 from topics.storage.segment_check import FileKind, Report, SegmentCheck
 from topics.storage.snapshot import (
     HEADER_LEN,
@@ -162,7 +162,7 @@ class _Check:
         # The snapshot before the newest one goes on in files that the newest one covers.
         start: Start = None if self._parts is not None and part is None else "lowest"
         fold = None if self._parts is None else OfflineFold(part)
-        recovery = recover_group(self._fs, group.path, WalIdentity(group.shard, first.shards, boot_id()), start=start)
+        recovery = Recovery(self._fs, group.path, WalIdentity(group.shard, first.shards, boot_id()), start=start)
         last: RecoveredFile | None = None
         for batch in recovery:
             if last is not None and last.file_no != batch.file_no:

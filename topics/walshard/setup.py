@@ -31,7 +31,7 @@ from topics.storage.filesystem import FileSystem, boot_id
 from topics.storage.layout import snapshot_path
 from topics.storage.log_fold import fold_frames
 from topics.storage.logfile import RefusedLog, WalIdentity, WalPosition, read_first_start
-from topics.storage.recovery import Recovery, recover_group
+from topics.storage.recovery import Recovery
 from topics.storage.snapshot import load_snapshot
 from topics.storage.wal import DiskRoom, WalWriter
 from topics.walshard.commit.commits import Commits
@@ -164,8 +164,8 @@ def _read_logs(place: Place, make_index: Callable[[int], TopicIndex]) -> _Recove
     fold = Fold(make_index)
     start, snapshot_line = _restore(fold, place.fs, place.settings.data_dir, place.directory)
     # The RAM log outlives a crash of this process, never a service: a torn end of it is one of a killed process.
-    ram = recover_group(place.fs, place.ram_directory, place.identity, start="lowest")
-    durable = recover_group(place.fs, place.directory, place.identity, place.settings.accept_data_loss, start=start)
+    ram = Recovery(place.fs, place.ram_directory, place.identity, start="lowest")
+    durable = Recovery(place.fs, place.directory, place.identity, place.settings.accept_data_loss, start=start)
     ram_frames, _ = _fold_log(fold, ram, True, place.cell)
     frames, log_bytes = _fold_log(fold, durable, False, place.cell)
     # In the life of one service the machine has not stopped; what its first shard could not log is lost as before.
