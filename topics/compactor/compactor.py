@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection
+from contextlib import closing
 from typing import Final
 
 from topics.compactor.checkpoints import Checkpoints, DurableMarks, Refused, mark
@@ -141,7 +142,7 @@ class Compactor:
         for follower in self.followers:
             until = follower.link.committed
             follower.link.take_notices()
-            if until is not None and _bytes_between(follower.position, until) >= step_bytes:
+            if until is not None and _bytes_between(follower.tail.position, until) >= step_bytes:
                 follower.catch_up(until, self._alive)
 
     def upkeep(self) -> int | None:
@@ -207,12 +208,13 @@ class Compactor:
             parts[follower.shard] = self._snapshots.part_of(follower, self._alive)
             written_bytes[follower.shard] = written
         reached("snapshot.due")
-        for shard in list(parts):
+        for follower in [self.followers[shard] for shard in parts]:
             try:
-                self._sync_marks(self.followers[shard])
+                for topic_id, info in self.marks.sync(follower):
+                    self._rewriting.consider(follower, topic_id, info.first_seq)
             except (OSError, Refused) as error:
-                is_full |= self._not_cut(self.followers[shard], error)
-                del parts[shard]
+                is_full |= self._not_cut(follower, error)
+                del parts[follower.shard]
         saved = False
         if self._snapshots.can_save(parts):
             try:
@@ -239,11 +241,8 @@ class Compactor:
         return isinstance(error, OSError) and error.errno in NO_ROOM
 
     def _checkpoint(self, follower: Follower) -> None:
-        buffers = LogBuffers(follower.log_directory)
-        try:
+        with closing(LogBuffers(follower.tail.directory)) as buffers:
             written = self._checkpoints.run(follower, buffers)
-        finally:
-            buffers.close()
         if self._relocation is not None:
             for topic_id in follower.touched:
                 if (topic := follower.fold.topics.get(topic_id)) is not None:
@@ -253,10 +252,6 @@ class Compactor:
         self._cell.add("checkpointed_records", written.records)
         self._cell.add("checkpointed_bytes", max(0, written.data_bytes))
         self._cell.add("segments_sealed", written.sealed)
-
-    def _sync_marks(self, follower: Follower) -> None:
-        for topic_id, info in self.marks.sync(follower):
-            self._rewriting.consider(follower, topic_id, info.first_seq)
 
     def _save_and_remove(self, parts: dict[int, ShardPart], begun_ms: int, written_bytes: dict[int, int]) -> None:
         """Save a snapshot, then remove superfluous files. Raise OSError when there is no new snapshot."""

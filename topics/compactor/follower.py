@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import os
-from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -219,18 +218,11 @@ def _parse(path: str, head: bytes) -> tuple[FileStart, int]:
 class MarkedIndex(UnlocatedIndex):
     """A topic's index as the compactor needs it: its segments, and its new deletions.
 
-    `deleted` are the seqs of deletions that the log has and that are not synced yet (`DurableMarks` empties it). They
-    are seqs, not segments, for the log may have a deletion before the segment in which it was marked.
+    `deleted` are those that are not synced yet (`DurableMarks` empties it). They are seqs, not segments, for the log
+    may have a deletion before the segment in which it was marked.
     """
 
-    __slots__ = ("deleted",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.deleted: array[int] = array("Q")
-
-    def flag_deleted(self, seqs: Sequence[int]) -> None:
-        self.deleted.extend(seqs)
+    __slots__ = ()
 
     def deleted_in_segments(self) -> list[tuple[SegmentInfo, Sequence[int]]]:
         """Return (segment, its seqs in `deleted`, ascending) for each segment that has any."""
@@ -255,7 +247,7 @@ _MAY_FREE_FILES = frozenset(
 
 
 class Follower:
-    """The compactor's copy of one shard. Owns the fold of its log and the position up to which that was read.
+    """The compactor's copy of one shard. Owns the fold of its log, up to `tail.position`.
 
     `touched`: topics with news in the log since their last checkpoint. `shrunk`: topics that may have lost or replaced
     segments since the last sweep. `sealed`: (topic id, first seq) of segments that a checkpoint sealed, for rewriting.
@@ -266,21 +258,12 @@ class Follower:
         self.link = link
         self.shard = link.shard
         self.fold = fold
-        self.log_directory = tail.directory
+        self.tail = tail
         self.touched: set[int] = set()
         self.shrunk: set[int] = set()
         self.sealed: list[tuple[int, int]] = []
         self._identity = identity
-        self._tail = tail
         self._arena: ArenaReader | None = None
-
-    @property
-    def position(self) -> WalPosition:
-        """The position up to which the fold contains the log."""
-        return self._tail.position
-
-    def log_id(self) -> int:
-        return self._tail.log_id()
 
     def catch_up(self, until: WalPosition, alive: Callable[[], None]) -> None:
         """Read the log up to `until`; `alive` is called between batches.
@@ -288,7 +271,7 @@ class Follower:
         Raise TailLost and FoldError: then this object is of no use any more. After an OSError another call goes on
         where this one stopped.
         """
-        for batch in self._tail.read(until):
+        for batch in self.tail.read(until):
             alive()
             fold_frames(self.fold, batch, in_ram=False)
             for kind, topic_id in batch.frames.kinds_and_topics():

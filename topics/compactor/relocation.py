@@ -175,7 +175,7 @@ class Relocation:
             try:
                 future.result()
             except OSError as error:
-                if self._current(followers[copy.shard], copy) is None:
+                if not self._is_current(followers[copy.shard], copy):
                     self._outdated(copy)  # its files were removed, so no wonder
                 else:
                     self._failed(copy, error)
@@ -188,7 +188,7 @@ class Relocation:
             marked, unmarked = self._mark_cold(followers[shard], copies)
             relocated, failed = relocated + marked, failed + unmarked
         if len(self._queue) > self._queue_max:
-            self._queue.keep_only(lambda copy: self._current(followers[copy.shard], copy) is not None)
+            self._queue.keep_only(lambda copy: self._is_current(followers[copy.shard], copy))
             self._queue_max = max(QUEUE_MIN, 2 * len(self._queue))
         self._begin(followers)
         if self._copying and self._copying[0][1].done():
@@ -205,7 +205,7 @@ class Relocation:
             copy = self._queue.take(now_ms)
             if copy is None:
                 return
-            if self._current(followers[copy.shard], copy) is None:
+            if not self._is_current(followers[copy.shard], copy):
                 self._queue.drop(copy)
                 continue
             future = self._helper.submit(self._copy, copy)
@@ -323,12 +323,10 @@ class Relocation:
 
         return is_needless
 
-    def _current(self, follower: Follower, copy: RelocationCopy) -> Topic | None:
-        """Return the topic, if the segment is still as it was when it was queued."""
+    def _is_current(self, follower: Follower, copy: RelocationCopy) -> bool:
+        """True if the segment is still as it was when it was queued."""
         topic = follower.fold.topics.get(copy.topic_id)
-        if topic is None or follower.index_of(topic).segments.at(copy.info.first_seq) != copy.info:
-            return None
-        return topic
+        return topic is not None and follower.index_of(topic).segments.at(copy.info.first_seq) == copy.info
 
     def _outdated(self, copy: RelocationCopy) -> None:
         """Drop a copy whose segment was rewritten or removed meanwhile; what was copied of it is superfluous."""
@@ -339,7 +337,7 @@ class Relocation:
         """Have the shard mark these segments as cold, in one message. Segments that are not marked are copied again."""
         cold: dict[int, list[SegmentInfo]] = {}
         for copy in copies:
-            if self._current(follower, copy) is None:
+            if not self._is_current(follower, copy):
                 self._outdated(copy)
             else:
                 flagged = msgspec.structs.replace(copy.info, flags=copy.info.flags | COLD)
@@ -354,7 +352,7 @@ class Relocation:
                 mark(follower, checkpoints)
         except (OSError, Refused) as error:
             # The shard may have refused some topics only.
-            unmarked = [copy for copy in copies if self._current(follower, copy) is not None]
+            unmarked = [copy for copy in copies if self._is_current(follower, copy)]
             for copy in unmarked:
                 self._failed(copy, error)
         marked = [copy for copy in copies if copy not in unmarked]

@@ -62,13 +62,16 @@ class RecordIndex(Protocol):
 
 
 class UnlocatedIndex:
-    """An index of segments and the next seq alone, for a fold that ends in a snapshot. Nobody may ask for entries."""
+    """An index without entries, for a fold that ends in a snapshot: segments, the next seq, and the seqs of deletions
+    in the order of the log. The log has everything that follows from these.
+    """
 
-    __slots__ = ("next_seq", "segments")
+    __slots__ = ("deleted", "next_seq", "segments")
 
     def __init__(self) -> None:
         self.next_seq = 1
         self.segments = SegmentList()
+        self.deleted: array[int] = array("Q")
 
     @property
     def base_seq(self) -> int:
@@ -81,7 +84,7 @@ class UnlocatedIndex:
         self.next_seq += len(entries) // ENTRY_WORDS
 
     def flag_deleted(self, seqs: Sequence[int]) -> None:
-        """Do nothing: the shard flags the records, and the log has everything that follows from it."""
+        self.deleted.extend(seqs)
 
     def checkpointed(self, segments: Iterable[SegmentInfo]) -> None:
         for segment in segments:

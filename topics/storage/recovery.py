@@ -101,8 +101,9 @@ class _Stop(NamedTuple):
 
 
 class Recovery:
-    """The reading of one log, with its repairs. Iterate once for the batches; then `end` (None if there is no log yet),
-    `torn_bytes` and `report` are final. Iterating raises CorruptLog, UnknownLogVersion, RefusedLog or OSError.
+    """The reading of one log from `start` on, with its repairs, by its only user. Iterate once for the batches; then
+    `end` (None if there is no log yet), `torn_bytes` and `report` are final. Iterating raises CorruptLog,
+    UnknownLogVersion, RefusedLog or OSError.
     """
 
     def __init__(
@@ -114,7 +115,6 @@ class Recovery:
         *,
         start: Start = None,
     ) -> None:
-        """Read the log in `directory` from `start` on. The caller must be its only user."""
         self._fs = fs
         self._directory = directory
         self._identity = identity
