@@ -69,7 +69,7 @@ def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Content | No
     CorruptPostings, leaving nothing of a new version.
     """
     # First, because without the postings no copy is of use.
-    postings = list(Postings.load(directory, info.first_seq, info.version).items())
+    postings = list(Postings.open(directory, info.first_seq, info.version, in_memory=True).items())
     words, offsets, lengths, flags = _columns(directory, info)
     if old is None:
         old = CommittedFile(layout.segment_data_path(directory, info.first_seq, info.version), info.data_bytes)

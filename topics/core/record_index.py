@@ -270,20 +270,9 @@ def _whole_segment(
 
 def first_not_older(index: RecordIndex, oldest_ts: int, low: int, high: int) -> int:
     """Return the first seq of low..high - 1 committed at `oldest_ts` or later, `high` if none was. Times ascend."""
-    low, high = _segment_bounds(index, oldest_ts, low, high)
-    while low < high:
-        middle = (low + high) // 2
-        if index.ts_at(middle) < oldest_ts:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-def _segment_bounds(index: RecordIndex, oldest_ts: int, low: int, high: int) -> tuple[int, int]:
-    """Narrow low..high as far as the list of segments tells."""
+    # First by the list of segments: `ts_at` may read a file.
     older_seq, segment = index.segments.around(oldest_ts)
     low = max(low, older_seq + 1)
-    if segment is None:
-        return low, high
-    return low, max(low, min(high, segment.first_seq if segment.first_ts >= oldest_ts else segment.last_seq))
+    if segment is not None:
+        high = max(low, min(high, segment.first_seq if segment.first_ts >= oldest_ts else segment.last_seq))
+    return bisect_left(range(high), oldest_ts, lo=low, key=index.ts_at)

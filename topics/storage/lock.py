@@ -23,7 +23,6 @@ class DataDirLocked(Exception):  # noqa: N818 — named for what it is
         super().__init__(
             f"data directory {data_dir} is in use by {holder}; stop that service or choose another TOPICS_DATA_DIR"
         )
-        self.data_dir = data_dir
         self.pid = pid
 
 
@@ -35,7 +34,6 @@ class DataDirNotWritable(Exception):  # noqa: N818
             f"data directory {data_dir} is not writable: {error.strerror or error}; "
             f"give user {os.geteuid()} write access to it or choose another TOPICS_DATA_DIR"
         )
-        self.data_dir = data_dir
 
 
 class DataDirLock:

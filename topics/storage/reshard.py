@@ -186,13 +186,11 @@ class _Copy:
 
     def add(self, batch: RecoveredFile) -> None:
         """Copy complete writes; neighbours that go to the same shard are copied as one piece."""
-        pieces: dict[int, list[memoryview]] = {}
-        frames = batch.frames
-        run_start = run_end = frames[0][0]
-        run_shard: int | None = None
+        runs: list[tuple[int | None, int, int]] = []
+        """(shard or None, start, end) of neighbours."""
         write_start: int | None = None
         write_topic_ids: set[int] = set()
-        for offset, total_len, type_, flags, topic_id, _, _, node_len, tag_len, data_len in frames:
+        for offset, total_len, type_, flags, topic_id, _, _, node_len, tag_len, data_len in batch.frames:
             if write_start is None:
                 write_start = offset
                 write_topic_ids.clear()
@@ -204,14 +202,16 @@ class _Copy:
             if flags & FLAG_MORE:
                 continue
             shard = self._shard_of_write(batch, write_start, write_topic_ids)
-            if shard != run_shard or write_start != run_end:
-                if run_shard is not None:
-                    pieces.setdefault(run_shard, []).append(batch.buffer[run_start:run_end])
-                run_start, run_shard = write_start, shard
-            run_end = offset + total_len
+            end = offset + total_len
+            if runs and runs[-1][::2] == (shard, write_start):
+                runs[-1] = (shard, runs[-1][1], end)
+            else:
+                runs.append((shard, write_start, end))
             write_start = None
-        if run_shard is not None:
-            pieces.setdefault(run_shard, []).append(batch.buffer[run_start:run_end])
+        pieces: dict[int, list[memoryview]] = {}
+        for shard, start, end in runs:
+            if shard is not None:
+                pieces.setdefault(shard, []).append(batch.buffer[start:end])
         for shard, buffers in pieces.items():
             writer = self._writer(shard)
             writer.commit(writer.plan([len(buffer) for buffer in buffers]), buffers, sync=False)

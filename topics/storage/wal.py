@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
+from itertools import accumulate
 from time import perf_counter_ns
 from typing import Final, NamedTuple
 
@@ -282,12 +283,9 @@ class WalWriter:
             file_no += 1
             start = marked = len(self._start_frame(file_no))
             mark = b""
-        offsets: list[int] = []
-        offset = start + len(mark)
-        for length in lengths:
-            offsets.append(offset)
-            offset += length
-        return GroupPlan(file_no, start, mark, marked, offsets, offset)
+        offsets = list(accumulate(lengths, initial=start + len(mark)))
+        end = offsets.pop()
+        return GroupPlan(file_no, start, mark, marked, offsets, end)
 
     def require_room(self) -> None:
         """Raise WalWriteError when new records would take the room of the next cut."""
