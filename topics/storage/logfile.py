@@ -83,8 +83,8 @@ class _Versioned(msgspec.Struct):
 class RefusedLog(Exception):  # noqa: N818 — named for what it is
     """The log cannot be used as it is: a start would lose or misread data. `.path` is the file."""
 
-    def __init__(self, path: str, message: str) -> None:
-        super().__init__(message)
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(f"{path}: {why}")
         self.path = path
 
 
@@ -94,8 +94,8 @@ class UnknownLogVersion(RefusedLog):
     def __init__(self, path: str, version: int) -> None:
         super().__init__(
             path,
-            f"{path}: log format version {version} is unknown (this release reads version {LOG_VERSION}); "
-            f"start the release that wrote it, or point TOPICS_DATA_DIR elsewhere",
+            f"log format version {version} is unknown (this release reads version {LOG_VERSION}); start the release "
+            f"that wrote it, or point TOPICS_DATA_DIR elsewhere",
         )
         self.version = version
 
@@ -249,7 +249,6 @@ def read_current(fs: FileSystem, directory: str) -> int | None:
     content = read_all(fs, path)
     file_no = layout.log_file_no(content.removesuffix(b"\n").decode("ascii", "replace"))
     if file_no is None:
-        raise RefusedLog(
-            path, f"{path}: holds {content[:64]!r} instead of a log file's name; put the last file's name into it"
-        )
+        why = f"holds {content[:64]!r} instead of a log file's name; put the last file's name into it"
+        raise RefusedLog(path, why)
     return file_no

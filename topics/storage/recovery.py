@@ -62,8 +62,8 @@ class CorruptLog(RefusedLog):
     def __init__(self, path: str, offset: int, reason: str, lost: str) -> None:
         super().__init__(
             path,
-            f"{path}: corrupt at offset {offset}: {reason}. Behind it: {lost}. Restore the file from a copy, or start "
-            f"with --accept-data-loss to go on without what is behind it (the files are kept beside the log)",
+            f"corrupt at offset {offset}: {reason}. Behind it: {lost}. Restore the file from a copy, or start with "
+            f"--accept-data-loss to go on without what is behind it (the files are kept beside the log)",
         )
         self.offset = offset
         self.reason = reason
@@ -193,8 +193,8 @@ class Recovery:
             if self._position is not None and not files:
                 raise RefusedLog(
                     path,
-                    f"{path}: {reason}, and the snapshot goes on in it. Behind it: {lost}. Restore the file from a "
-                    f"copy, or the whole data directory",
+                    f"{reason}, and the snapshot goes on in it. Behind it: {lost}. Restore the file from a copy, or "
+                    f"the whole data directory",
                 )
             if not self._accept_data_loss:
                 raise CorruptLog(path, 0, reason, lost)
@@ -215,8 +215,8 @@ class Recovery:
     def _too_short(self, path: str, end: str, position: WalPosition) -> RefusedLog:
         return RefusedLog(
             path,
-            f"{path}: {end}, but the snapshot goes on at offset {position.offset} of file {position.file_no}: the "
-            f"snapshot is newer than the log. Restore the log from a copy of the same age, or the whole data directory",
+            f"{end}, but the snapshot goes on at offset {position.offset} of file {position.file_no}: the snapshot is "
+            f"newer than the log. Restore the log from a copy of the same age, or the whole data directory",
         )
 
     def _read_current(self, numbers: list[int]) -> None:

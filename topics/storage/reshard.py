@@ -120,10 +120,8 @@ def reshard(
     groups = _old_logs(fs, root)
     starts = {} if move is None else move.starts
     if unknown := set(starts) - {group.path for group in groups}:
-        path = min(unknown)
-        raise RefusedLog(
-            path, f"{path}: the log is missing, and the snapshot goes on in it; restore the whole data directory"
-        )
+        why = "the log is missing, and the snapshot goes on in it; restore the whole data directory"
+        raise RefusedLog(min(unknown), why)
     copy = _Copy(fs, new_root, shards, boot_id, owner, file_bytes)
     if move is not None:
         copy.add_topics(move.topic_names, move.deleted_ids)
@@ -228,14 +226,14 @@ class _Copy:
         except KeyError as missing:
             raise RefusedLog(
                 batch.path,
-                f"{batch.path}: the write at offset {offset} is of topic {missing.args[0]:#x}, which the log never "
-                f"created; start with the former TOPICS_WAL_SHARDS or restore the log from a copy",
+                f"the write at offset {offset} is of topic {missing.args[0]:#x}, which the log never created; start "
+                f"with the former TOPICS_WAL_SHARDS or restore the log from a copy",
             ) from None
         if len(shards) > 1:
             raise RefusedLog(
                 batch.path,
-                f"{batch.path}: the write at offset {offset} is of topics that {self._shards} shards would separate; "
-                f"start with the former TOPICS_WAL_SHARDS",
+                f"the write at offset {offset} is of topics that {self._shards} shards would separate; start with the "
+                f"former TOPICS_WAL_SHARDS",
             )
         return shards.pop() if shards else None
 
@@ -260,9 +258,8 @@ def _old_logs(fs: FileSystem, root: str) -> list[_OldLog]:
         try:
             shards = _shards_of(fs, group)
         except NotALogFile as error:
-            raise RefusedLog(
-                group.path, f"{group.path}: its first file is not a log file: {error}; restore it from a copy"
-            ) from error
+            why = f"its first file is not a log file: {error}; restore it from a copy"
+            raise RefusedLog(group.path, why) from error
         if shards is not None:
             found.append(_OldLog(group.shard, shards, group.path))
     paths = {group.path for group in groups}
@@ -270,9 +267,8 @@ def _old_logs(fs: FileSystem, root: str) -> list[_OldLog]:
         for shard in range(shards):
             expected = layout.group_dir_in(root, shard, shards)
             if expected not in paths:
-                raise RefusedLog(
-                    expected, f"{expected}: the log of shard {shard} is missing ({path} is one of {shards}); restore it"
-                )
+                why = f"the log of shard {shard} is missing ({path} is one of {shards}); restore it"
+                raise RefusedLog(expected, why)
     return found
 
 

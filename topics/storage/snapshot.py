@@ -200,9 +200,9 @@ def load_snapshot(fs: FileSystem, data_dir: str) -> Snapshot | None:
     if not skipped:
         return None
     newest = skipped[0]
-    raise RefusedLog(
-        newest.path, f"{newest}; no other snapshot can be used either. Restore the whole data directory from a copy"
-    ) from newest
+    way_out = "no other snapshot can be used either. Restore the whole data directory from a copy"
+    why = f"cannot be used, at offset {newest.offset}: {newest.reason}; {way_out}"
+    raise RefusedLog(newest.path, why) from newest
 
 
 def present_log_ids(fs: FileSystem, data_dir: str) -> set[int]:

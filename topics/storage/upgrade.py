@@ -52,12 +52,12 @@ def has_mark(fs: FileSystem, data_dir: str) -> bool:
     try:
         version = msgspec.json.decode(read_all(fs, path), type=_Mark).version
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RefusedLog(path, f"{path}: cannot be decoded: {error}; restore it from a copy") from error
+        raise RefusedLog(path, f"cannot be decoded: {error}; restore it from a copy") from error
     if version != VERSION:
         raise RefusedLog(
             path,
-            f"{path}: format version {version} is unknown (this release knows version {VERSION}); start the release "
-            f"that wrote it, or point TOPICS_DATA_DIR elsewhere",
+            f"format version {version} is unknown (this release knows version {VERSION}); start the release that wrote "
+            f"it, or point TOPICS_DATA_DIR elsewhere",
         )
     return True
 
@@ -81,13 +81,13 @@ class RoutedCopies:
             if topic.id in feeds:
                 self._feeds[topic.name] = feeds[topic.id]
 
-    def problem(self, data_dir: str) -> str | None:
+    def problem(self) -> str | None:
         """Return why this release must not start on the data, and the way out; None if it may."""
         names = sorted(name for name, feed in self._feeds.items() if not self._is_settled(feed))
         if not names:
             return None
         return (
-            f"{data_dir}: version 0.1.0 has left copies of routers that are in no log, of {len(names)} topics, the "
+            f"version 0.1.0 has left copies of routers that are in no log, of {len(names)} topics, the "
             f"first is {names[0]!r}: start version 0.1.0 on the directory once more, write nothing for two checkpoint "
             f"intervals (2 minutes by default), stop it with SIGTERM, then start this version"
         )
@@ -123,9 +123,9 @@ def check_upgrade(data_dir: str, accept_data_loss: bool, progress: Callable[[flo
             copies.add(fold.state())
         except NotALogFile as error:
             if not accept_data_loss:
-                raise RefusedLog(group.path, f"{group.path}: not a log: {error}; restore it from a copy") from error
+                raise RefusedLog(group.path, f"not a log: {error}; restore it from a copy") from error
         except (FoldError, msgspec.DecodeError) as error:
-            raise RefusedLog(group.path, f"{group.path}: {error}; restore the data directory from a copy") from error
+            raise RefusedLog(group.path, f"{error}; restore the data directory from a copy") from error
     progress(1.0)
-    if problem := copies.problem(data_dir):
+    if problem := copies.problem():
         raise RefusedLog(data_dir, problem)

@@ -210,8 +210,8 @@ class _Check:
 
     def _format(self) -> None:
         try:
-            if not has_mark(self._fs, self._data_dir) and (problem := self._copies.problem(self._data_dir)):
-                self._report.note(problem)
+            if not has_mark(self._fs, self._data_dir) and (problem := self._copies.problem()):
+                self._report.note(f"{self._data_dir}: {problem}")
         except RefusedLog as refused:
             self._report.damaged(FileKind.FORMAT, refused.path, str(refused))
 

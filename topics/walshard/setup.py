@@ -327,7 +327,7 @@ def _restore(fold: Fold, fs: FileSystem, data_dir: str, directory: str) -> tuple
         fold.restore(part.decoded())
     except msgspec.DecodeError as error:
         path = snapshot_path(data_dir, snapshot.number)
-        raise RefusedLog(path, f"{path}: its state of shard {part.shard} does not decode: {error}") from error
+        raise RefusedLog(path, f"its state of shard {part.shard} does not decode: {error}") from error
     return part.position, str(snapshot.number)
 
 
