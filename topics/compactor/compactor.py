@@ -72,7 +72,7 @@ class CutTimes:
         self._failed = 0
 
     def is_due(self, new_bytes: int, now_ms: int, left_bytes: int = sys.maxsize) -> bool:
-        """True if it is time to begin a cut. `left_bytes` is the room on the disk, see `DiskRoom`."""
+        """True if it is time to begin a cut. `left_bytes` is the room on the disk, see `room_left_bytes`."""
         since_ms = now_ms - self._last_ms
         if self._failed:
             wait_ms = doubled_ms(RETRY_MS, self._failed - 1, max(RETRY_MS, self._retry_max_ms))

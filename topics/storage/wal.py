@@ -118,24 +118,16 @@ _ROOM_STEP_BYTES: Final = 64 * 1024
 """The room is looked at again after so many bytes, or at once while it is short."""
 
 
-class DiskRoom:
-    """The room that a disk has left for new records: what is free, less a reserve and `cut_bytes`, which a cut needs.
+def room_left_bytes(fs: FileSystem, directory: str, cut_bytes: Callable[[], int]) -> int:
+    """Return the room that a disk has left for new records: what is free, less a reserve and what a cut needs. It is
+    negative once records have to wait. A disk that cannot be asked counts as empty.
 
     As long as records leave that much free, a cut succeeds, and files of deleted records are removed after it.
     """
-
-    def __init__(self, fs: FileSystem, directory: str, cut_bytes: Callable[[], int]) -> None:
-        self._fs = fs
-        self._directory = directory
-        self._cut_bytes = cut_bytes
-
-    @property
-    def left_bytes(self) -> int:
-        """The room in bytes; negative once records have to wait. A disk that cannot be asked counts as empty."""
-        try:
-            return self._fs.free_bytes(self._directory) - RESERVE_BYTES - self._cut_bytes()
-        except OSError:
-            return sys.maxsize
+    try:
+        return fs.free_bytes(directory) - RESERVE_BYTES - cut_bytes()
+    except OSError:
+        return sys.maxsize
 
 
 class Moved(NamedTuple):
@@ -197,7 +189,7 @@ class WalWriter:
         file_bytes: int = FILE_BYTES,
         preallocate: Preallocate = "zero",
         helper: Executor | None = None,
-        room: DiskRoom | None = None,
+        room_bytes: Callable[[], int] | None = None,
     ) -> None:
         """Go on at the `end` that recovery found; None starts a new log. Raise WalWriteError if the file cannot be
         made or opened.
@@ -214,7 +206,7 @@ class WalWriter:
         self._file_bytes = file_bytes
         self._preallocate: Preallocate = preallocate
         self._helper = helper
-        self._room = room
+        self._room_bytes = room_bytes
         self._room_seen_at = -_ROOM_STEP_BYTES
         """`bytes_written` when the disk had room last."""
         self._spare: Future[int] | None = None
@@ -289,9 +281,9 @@ class WalWriter:
 
     def require_room(self) -> None:
         """Raise WalWriteError when new records would take the room of the next cut."""
-        if self._room is None or self.bytes_written < self._room_seen_at + _ROOM_STEP_BYTES:
+        if self._room_bytes is None or self.bytes_written < self._room_seen_at + _ROOM_STEP_BYTES:
             return
-        if self._room.left_bytes < 0:
+        if self._room_bytes() < 0:
             why = "the disk is full: what is left is kept for checkpoints and deletes"
             raise WalWriteError(f"{self._directory}: {why}", errno.ENOSPC)
         self._room_seen_at = self.bytes_written
@@ -488,8 +480,8 @@ class WalWriter:
     def _size_of_next(self, needed_bytes: int = 0) -> int:
         """Return the size for the next file: less than usual where the disk has little room for it and its records."""
         size_bytes = self._file_bytes
-        if self._room is not None:
-            size_bytes = min(size_bytes, max(FILE_BYTES_MIN, self._room.left_bytes // 3))
+        if self._room_bytes is not None:
+            size_bytes = min(size_bytes, max(FILE_BYTES_MIN, self._room_bytes() // 3))
         return max(size_bytes, needed_bytes)
 
     def _make_file(self, file_no: int, size_bytes: int) -> int:

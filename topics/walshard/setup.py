@@ -9,6 +9,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable
 from concurrent.futures import Executor
+from functools import partial
 from typing import Final, NamedTuple
 
 import msgspec
@@ -33,7 +34,7 @@ from topics.storage.log_fold import fold_frames
 from topics.storage.logfile import RefusedLog, WalIdentity, WalPosition, read_first_start
 from topics.storage.recovery import Recovery
 from topics.storage.snapshot import load_snapshot
-from topics.storage.wal import DiskRoom, WalWriter
+from topics.storage.wal import WalWriter, room_left_bytes
 from topics.walshard.commit.commits import Commits
 from topics.walshard.commit.draft import AloneHandler, GroupHandler
 from topics.walshard.commit.log_trim import LogTrim, RamReserve, RamTrim
@@ -200,8 +201,8 @@ def _open_logs(place: Place, recovered: _Recovered, catalog: Catalog, reserve: R
         reserve.fill()
         return ram
 
-    room = DiskRoom(fs, place.settings.data_dir, place.shared.control.cut_bytes)
-    wal = WalWriter(fs, place.directory, identity, end, file_bytes=file_bytes, helper=helper, room=room)
+    room_bytes = partial(room_left_bytes, fs, place.settings.data_dir, place.shared.control.cut_bytes)
+    wal = WalWriter(fs, place.directory, identity, end, file_bytes=file_bytes, helper=helper, room_bytes=room_bytes)
     ram = None if recovered.ram.end is None else open_ram()
     ends = end, recovered.ram.end
     return Logs(wal, ram, open_ram, catalog.relocate, place.rings.withdraw, place.cell, ends, place.clock)
