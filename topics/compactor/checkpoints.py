@@ -183,7 +183,7 @@ class Checkpoints:
         """
         committed = follower.link.committed
         if committed is not None:
-            path = layout.log_path(follower.log_directory, committed.file_no)
+            path = layout.log_path(follower.tail.directory, committed.file_no)
             with suppress(OSError), opened(self._fs, path, os.O_RDWR) as fd:
                 self._fs.write_back(fd, waits=True)
 

@@ -23,7 +23,7 @@ from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.kill_points import reached
 from topics.storage.layout import SegmentName
-from topics.storage.pins import Pinned, ReadPinned, nothing_pinned
+from topics.storage.pins import Pinned, ReadPinned
 
 _DATA: Final = frozenset(("data",))
 _ALL: Final = frozenset(("data", "idx", "tags"))
@@ -33,12 +33,11 @@ Kinds = dict[SegmentName, frozenset[str]]
 log = get_logger()
 
 
-class TopicFiles:
+class TopicFiles(NamedTuple):
     """The files that a topic needs. `segments` None: the topic was deleted."""
 
-    def __init__(self, segments: SegmentList | None, earliest_seq: int) -> None:
-        self.segments = segments
-        self.earliest_seq = earliest_seq
+    segments: SegmentList | None
+    earliest_seq: int
 
     def is_cold(self, name: SegmentName) -> bool:
         """True if the segment's data are in the cold directory."""
@@ -99,7 +98,7 @@ class Leftovers:
         self,
         fs: FileSystem,
         data_dir: str,
-        read_pinned: ReadPinned = nothing_pinned,
+        read_pinned: ReadPinned = frozenset,
         alive: Callable[[], None] = lambda: None,
     ) -> None:
         self._fs = fs

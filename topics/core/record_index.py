@@ -62,13 +62,16 @@ class RecordIndex(Protocol):
 
 
 class UnlocatedIndex:
-    """An index of segments and the next seq alone, for a fold that ends in a snapshot. Nobody may ask for entries."""
+    """An index without entries, for a fold that ends in a snapshot: segments, the next seq, and the seqs of deletions
+    in the order of the log. The log has everything that follows from these.
+    """
 
-    __slots__ = ("next_seq", "segments")
+    __slots__ = ("deleted", "next_seq", "segments")
 
     def __init__(self) -> None:
         self.next_seq = 1
         self.segments = SegmentList()
+        self.deleted: array[int] = array("Q")
 
     @property
     def base_seq(self) -> int:
@@ -81,7 +84,7 @@ class UnlocatedIndex:
         self.next_seq += len(entries) // ENTRY_WORDS
 
     def flag_deleted(self, seqs: Sequence[int]) -> None:
-        """Do nothing: the shard flags the records, and the log has everything that follows from it."""
+        self.deleted.extend(seqs)
 
     def checkpointed(self, segments: Iterable[SegmentInfo]) -> None:
         for segment in segments:
@@ -267,20 +270,9 @@ def _whole_segment(
 
 def first_not_older(index: RecordIndex, oldest_ts: int, low: int, high: int) -> int:
     """Return the first seq of low..high - 1 committed at `oldest_ts` or later, `high` if none was. Times ascend."""
-    low, high = _segment_bounds(index, oldest_ts, low, high)
-    while low < high:
-        middle = (low + high) // 2
-        if index.ts_at(middle) < oldest_ts:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-def _segment_bounds(index: RecordIndex, oldest_ts: int, low: int, high: int) -> tuple[int, int]:
-    """Narrow low..high as far as the list of segments tells."""
+    # First by the list of segments: `ts_at` may read a file.
     older_seq, segment = index.segments.around(oldest_ts)
     low = max(low, older_seq + 1)
-    if segment is None:
-        return low, high
-    return low, max(low, min(high, segment.first_seq if segment.first_ts >= oldest_ts else segment.last_seq))
+    if segment is not None:
+        high = max(low, min(high, segment.first_seq if segment.first_ts >= oldest_ts else segment.last_seq))
+    return bisect_left(range(high), oldest_ts, lo=low, key=index.ts_at)

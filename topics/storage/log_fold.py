@@ -7,7 +7,7 @@ Recovery reads a whole log this way, the compactor follows one, and the offline 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import compress
 from typing import Final, NamedTuple
 
@@ -107,13 +107,12 @@ class LoggedTopic(NamedTuple):
 
 
 class _Index(UnlocatedIndex):
-    """An index for the check. `deleted` and `lost` are the seqs that the log has as such, in its order."""
+    """An index for the check. `lost` are the seqs that the log has as such, in its order."""
 
-    __slots__ = ("deleted", "lost")
+    __slots__ = ("lost",)
 
     def __init__(self) -> None:
         super().__init__()
-        self.deleted: array[int] = array("Q")
         self.lost: array[int] = array("Q")
 
     def append_entries(self, entries: array[int]) -> None:
@@ -121,9 +120,6 @@ class _Index(UnlocatedIndex):
         if any_flagged(entries, LOCATION_LOST):
             is_lost = [flags & LOCATION_LOST for flags in flags_of(entries)]
             self.lost.extend(compress(entries[0::ENTRY_WORDS], is_lost))
-
-    def flag_deleted(self, seqs: Sequence[int]) -> None:
-        self.deleted.extend(seqs)
 
 
 class OfflineFold:

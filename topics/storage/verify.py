@@ -14,7 +14,7 @@ import msgspec
 
 from topics.core.fold import FoldError
 from topics.storage import layout
-from topics.storage.filesystem import FileSystem, ReadOnlyFileSystem, boot_id, read_all
+from topics.storage.filesystem import FileSystem, ReadOnlyFileSystem, boot_id, names_in, read_all
 from topics.storage.frame import scan
 from topics.storage.lock import inspecting
 from topics.storage.log_fold import LoggedTopic, OfflineFold
@@ -28,7 +28,7 @@ from topics.storage.logfile import (
     read_current,
     read_first_start,
 )
-from topics.storage.recovery import CorruptLog, RecoveredFile, Start, recover_group, used_bytes
+from topics.storage.recovery import CorruptLog, RecoveredFile, Recovery, Start, used_bytes
 from topics.storage.segment_check import FileKind, Report, SegmentCheck
 from topics.storage.snapshot import (
     HEADER_LEN,
@@ -162,7 +162,7 @@ class _Check:
         # The snapshot before the newest one goes on in files that the newest one covers.
         start: Start = None if self._parts is not None and part is None else "lowest"
         fold = None if self._parts is None else OfflineFold(part)
-        recovery = recover_group(self._fs, group.path, WalIdentity(group.shard, first.shards, boot_id()), start=start)
+        recovery = Recovery(self._fs, group.path, WalIdentity(group.shard, first.shards, boot_id()), start=start)
         last: RecoveredFile | None = None
         for batch in recovery:
             if last is not None and last.file_no != batch.file_no:
@@ -210,8 +210,8 @@ class _Check:
 
     def _format(self) -> None:
         try:
-            if not has_mark(self._fs, self._data_dir) and (problem := self._copies.problem(self._data_dir)):
-                self._report.note(problem)
+            if not has_mark(self._fs, self._data_dir) and (problem := self._copies.problem()):
+                self._report.note(f"{self._data_dir}: {problem}")
         except RefusedLog as refused:
             self._report.damaged(FileKind.FORMAT, refused.path, str(refused))
 
@@ -268,7 +268,7 @@ class _Check:
             (FileKind.STAGE, layout.stages_dir(self._data_dir)),
             (FileKind.SINK, layout.sinks_dir(self._data_dir)),
         ):
-            for name in self._fs.listdir(directory) if self._fs.exists(directory) else ():
+            for name in names_in(self._fs, directory):
                 path = os.path.join(directory, name)
                 try:
                     self._transaction(kind, name, path)

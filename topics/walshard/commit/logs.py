@@ -23,8 +23,8 @@ from topics.shm.append_messages import add_times
 from topics.shm.control import ProcessCell, latency_bucket
 from topics.shm.journal import JournalEntry
 from topics.shm.ring import Wake
-from topics.storage.logfile import WalEnd
-from topics.storage.wal import GroupPlan, Moved, Synced, WalSyncError, WalWriteError, WalWriter
+from topics.storage.logfile import WalEnd, WalPosition
+from topics.storage.wal import GroupPlan, Moved, WalSyncError, WalWriteError, WalWriter
 from topics.walshard.commit.draft import LogWrite
 from topics.walshard.hosted.hosted import Hosted
 
@@ -240,7 +240,7 @@ class BackgroundSync:
         self._wake = wake
         self._unsynced: dict[int, Hosted] = {}
         self._covered: list[tuple[Hosted, int]] = []
-        self._running: tuple[Future[Synced], int] | None = None
+        self._running: tuple[Future[WalPosition], int] | None = None
         self._last_ms = now_ms
         self._looked = (now_ms, self._logs.wal.synced)
         """Monotonic ms of the last look whether the log is idle, and the position up to which it was synced then."""
@@ -306,7 +306,7 @@ class BackgroundSync:
             self._unsynced.update({hosted.topic.id: hosted for hosted, _ in covered})
             self._logs.sync_failed(file_no, error)
             return []
-        self._logs.wal.note_synced(*future.result())
+        self._logs.wal.note_synced(future.result())
         self._logs.count()
         return [hosted for hosted, head_seq in covered if _settle(hosted, head_seq)]
 
