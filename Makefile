@@ -31,6 +31,12 @@ $(PROMTOOL): $(STAMP) tests/contract/fetch_promtool.py
 	$(BIN)/python -m tests.contract.fetch_promtool $(VENV)/promtool
 	@touch $(PROMTOOL)
 
+# Completions are tried in each shell.
+SHELLS := $(VENV)/.shells
+$(SHELLS): $(STAMP) tests/cli/fetch_shells.py
+	$(BIN)/python -m tests.cli.fetch_shells $(VENV)/shells
+	@touch $(SHELLS)
+
 # Some run in a bare Debian.
 DEBIAN := $(VENV)/.debian
 $(DEBIAN): $(STAMP) tests/deploy/fetch_debian.py
@@ -56,7 +62,7 @@ setup: $(STAMP) ## make .venv with the pinned dependencies
 run: $(STAMP) ## serve on 127.0.0.1:4000 with ./topics-data
 	$(BIN)/topics-supervisor run
 
-test: check $(PROMTOOL) $(HADOLINT) ## lint, types and the tests that are not marked `long`: five minutes on two cores
+test: check $(PROMTOOL) $(HADOLINT) $(SHELLS) ## lint, types and the tests that are not marked `long`: five minutes on two cores
 	$(SUITE) short
 
 test-all: test $(BROWSER) $(DEBIAN) $(DOCS)/.installed ## all tests: `make test`, then those marked `long`

@@ -1,12 +1,14 @@
-"""Text for people at a terminal: colours and tables. Commands decide by `paint_for` whether an output has colours."""
+"""Text for people at a terminal: colours, tables, completions. `paint_for` decides whether an output has colours."""
 
 from __future__ import annotations
 
+import argparse
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TextIO
 
 _CODES: Final = {"head": "1", "faint": "2", "bad": "31", "good": "32", "warn": "33"}
+SHELLS: Final = ("bash", "zsh", "fish")
 CLEAR: Final = "\x1b[H\x1b[2J"
 """Moves to the upper left corner of a terminal and empties it."""
 
@@ -60,6 +62,28 @@ def table(rows: Sequence[Sequence[Cell]], paint: Paint = plain, *, text_columns:
         return "  ".join(cells) + "\n"
 
     return "".join(line(row, "" if at else "head") for at, row in enumerate(shown))
+
+
+def completions(parser: argparse.ArgumentParser, shell: str, commands: Mapping[str, str]) -> str:
+    """Return completions of a program for one of SHELLS. `commands` are lines that print the values of an argument, by
+    its name. Arguments shown as FILE or DIR are paths.
+    """
+    import shtab  # for one command of many
+
+    known = {"FILE": shtab.FILE, "CONFIG": shtab.FILE, "DIR": shtab.DIRECTORY} | {
+        name: shtab.cmd(line) for name, line in commands.items()
+    }
+
+    def mark(parser: argparse.ArgumentParser) -> None:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for below in action.choices.values():
+                    mark(below)
+            elif found := known.get(action.dest) or known.get(str(action.metavar)):
+                vars(action)["complete"] = found
+
+    mark(parser)
+    return str(shtab.complete(parser, shell))
 
 
 def duration(ms: int | None) -> str | None:

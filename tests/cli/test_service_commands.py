@@ -1,21 +1,15 @@
-"""`create`, `apply`, `router`, `cursor`, `lag`, `top`, `bench`, `completion` against a service."""
+"""`create`, `apply`, `router`, `cursor`, `lag`, `top`, `bench` against a service."""
 
 from __future__ import annotations
 
 import os
 import pty
-import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.cli.shell import Shell, values
-from tests.harness import Service
 from topics.client import Client, NotFoundError
-
-SHELLS = ("bash", "zsh", "fish")
 
 
 def test_create_shows_what_it_would_change(shell: Shell, topics: Client, topic: str) -> None:
@@ -56,7 +50,8 @@ def test_routers(shell: Shell, topics: Client, topic: str) -> None:
     topics.append(topic, [1, 2])
     heading, row = shell.ok("router", "list", topic).splitlines()
     assert heading.split() == ["ROUTER", "FROM", "TO", "FILTER", "COPIES", "LAG"]
-    assert row.split() == [name, topic, f"{topic}.copy", '"x*"', "0", "0"]
+    assert row.split()[:-1] == [name, topic, f"{topic}.copy", '"x*"', "0"]
+    assert row.split()[-1] in "012", "as the look found it"
     refused = shell.run("router", "create", name, *ends)
     assert refused.returncode == 1
     assert 'filter: "x*" → null' in refused.stderr
@@ -161,45 +156,6 @@ def test_bench_removes_its_topic(shell: Shell, topics: Client) -> None:
         assert 0 < one["p50_ms"] <= one["p99_ms"] <= one["max_ms"]
     assert measured["phases"][0]["records"] == 5 * measured["phases"][0]["requests"]
     assert not [one.topic for one in topics.list_topics("topics-bench-")]
-
-
-@pytest.mark.parametrize("kind", SHELLS)
-def test_completions_are_scripts_of_their_shell(shell: Shell, kind: str, tmp_path: Path) -> None:
-    script = tmp_path / "completions"
-    script.write_text(shell.ok("completion", kind))
-    text = script.read_text()
-    assert "redrive" in text
-    assert "topics list --names" in text
-    if shutil.which(kind):
-        subprocess.run([kind, "-n", str(script)], check=True, timeout=30)
-
-
-def test_bash_completes(shell: Shell, topics: Client, topic: str, service: Service, tmp_path: Path) -> None:
-    """Options of commands, and names of topics, which the service is asked for."""
-    topics.put_topic(topic)
-    script = tmp_path / "completions"
-    script.write_text(shell.ok("completion", "bash"))
-    function = re.search(r"complete .*-F (\S+) topics", script.read_text())
-    assert function is not None
-    program = tmp_path / "topics"
-    program.write_text(f"#!/bin/sh\n[ \"$1 $2\" = 'list --names' ] && echo {topic}\n")
-    program.chmod(0o755)
-
-    def completed(*words: str) -> list[str]:
-        given = " ".join(f"'{word}'" for word in words)
-        lines = f"""
-            source {script}
-            COMP_WORDS=({given}) COMP_CWORD={len(words) - 1}
-            {function[1]} topics '{words[-1]}' '{words[-2]}'
-            printf '%s\\n' "${{COMPREPLY[@]}}"
-        """
-        path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-        done = subprocess.run(["bash", "-c", lines], capture_output=True, text=True, env=path, timeout=30, check=True)
-        return done.stdout.split()
-
-    assert completed("topics", "cr") == ["create"]
-    assert completed("topics", "lag", "--ov") == ["--over"]
-    assert completed("topics", "read", topic[:3]) == [topic]
 
 
 def test_colours_are_for_a_terminal(shell: Shell, topics: Client, topic: str) -> None:

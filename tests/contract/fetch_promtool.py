@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -29,31 +30,31 @@ def fetch(directory: Path) -> None:
     """Makes `directory` with the program in it, whole or not at all."""
     if (directory / COMMAND).exists():
         return
-    for program in ("apt-get", "dpkg-deb"):
-        if shutil.which(program) is None:
-            raise CannotFetchError(f"there is no {program}")
     with tempfile.TemporaryDirectory(dir=directory.parent) as name:
         work = Path(name)
-        package = _download(work)
-        _run(["dpkg-deb", "--extract", str(package), str(work / "unpacked")], work)
+        package = download(work, PACKAGES)
+        run_apt(["dpkg-deb", "--extract", str(package), str(work / "unpacked")], work)
         made = work / "made"
         made.mkdir()
         shutil.move(work / "unpacked" / "usr" / "bin" / COMMAND, made / COMMAND)
-        _run([str(made / COMMAND), "--version"], work)
+        run_apt([str(made / COMMAND), "--version"], work)
         made.rename(directory)
 
 
-def _download(work: Path) -> Path:
-    """The package; with lists of our own if those of the system do not know it, or are too old."""
+def download(work: Path, packages: Sequence[str]) -> Path:
+    """Return the first of these packages that there is; with lists of our own if those of the system do not know it."""
+    for program in ("apt-get", "dpkg-deb"):
+        if shutil.which(program) is None:
+            raise CannotFetchError(f"there is no {program}")
     reasons = []
     lists = work / "lists"
     (lists / "partial").mkdir(parents=True)
     for options in ([], ["-o", f"Dir::State::Lists={lists}"]):
         if options:
-            _run(["apt-get", *options, "--quiet", "update"], work)
-        for package in PACKAGES:
+            run_apt(["apt-get", *options, "--quiet", "update"], work)
+        for package in packages:
             try:
-                _run(["apt-get", *options, "--quiet", "download", package], work)
+                run_apt(["apt-get", *options, "--quiet", "download", package], work)
             except CannotFetchError as error:
                 reasons.append(str(error))
             else:
@@ -61,7 +62,7 @@ def _download(work: Path) -> Path:
     raise CannotFetchError("; ".join(reasons))
 
 
-def _run(command: list[str], work: Path) -> None:
+def run_apt(command: list[str], work: Path) -> None:
     environment = os.environ | {"LC_ALL": "C"}
     try:
         done = subprocess.run(

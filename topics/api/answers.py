@@ -250,8 +250,8 @@ class DeleteRecordsAnswer(TopicAnswer, frozen=True, kw_only=True):
 
 
 class RouterEntry(GivenRouter, frozen=True, kw_only=True):
-    """A router in a list; `forwarded_total` counts the copies it has made. `lag`: seqs of its source that it has not
-    looked at yet, absent while there is no source.
+    """A router in a list; `forwarded_total` counts the copies it has made. `lag`: seqs of its source that it had not
+    looked at when the request came, absent while there is no source.
     """
 
     router: str

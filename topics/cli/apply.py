@@ -15,6 +15,7 @@ import msgspec
 
 from topics.api.requests import Consistency
 from topics.cli import shared
+from topics.cli.progress import counted
 from topics.cli.shared import EXIT_FOUND, EXIT_REFUSED, UsageError, agreed, print_line, say
 from topics.client import Client, NotFoundError, calls
 from topics.client.calls import Call
@@ -110,7 +111,7 @@ def carry_out(client: Client, command: str, manifest: Declaration, options: argp
         return EXIT_FOUND if steps else 0
     if any(step.action != "create" for step in steps) and not agreed(command, "Do this?", options):
         return EXIT_REFUSED
-    for done, step in enumerate(steps):
+    for done, step in enumerate(counted(steps, " steps", len(steps))):
         try:
             client.call(step.call)
         except Exception:

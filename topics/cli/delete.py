@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from threading import Event
 from typing import Final
 
+from topics.api.answers import DeleteRecordsAnswer
 from topics.cli import shared
+from topics.cli.progress import progress
 from topics.cli.shared import EXIT_REFUSED, UsageError, print_answer, say
-from topics.client import Client, NotAllowedError
+from topics.client import Client, ClientError, NotAllowedError
 
+LOOK_EVERY_S: Final = 0.5
 _EXAMPLES: Final = """  topics delete orders --before 1000
   topics delete chats --match 'chat-42:*' --yes
   topics delete orders --topic"""
@@ -45,8 +51,27 @@ def _delete(client: Client, options: argparse.Namespace) -> int:
     if options.whole:
         print_answer(client.delete_topic(options.topic, if_empty=options.if_empty))
     else:
-        print_answer(client.delete_records(options.topic, before_seq=options.before_seq, match=options.match))
+        print_answer(_delete_records(client, options))
     return 0
+
+
+def _delete_records(client: Client, options: argparse.Namespace) -> DeleteRecordsAnswer:
+    """Delete records, and show on a terminal how many are gone. Nobody knows before how many will be."""
+    ended = Event()
+
+    def watch() -> None:
+        with suppress(ClientError), progress(" records", disable=False) as bar:
+            before = client.get_topic(options.topic, touch=False).count
+            while not ended.wait(LOOK_EVERY_S):
+                bar.update(max(0, before - client.get_topic(options.topic, touch=False).count - bar.n))
+
+    with ThreadPoolExecutor(1) as pool:
+        if sys.stderr.isatty():
+            pool.submit(watch)
+        try:
+            return client.delete_records(options.topic, before_seq=options.before_seq, match=options.match)
+        finally:
+            ended.set()
 
 
 def _question(client: Client, options: argparse.Namespace) -> str:

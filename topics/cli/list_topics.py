@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from topics.cli import shared
+from topics.cli.progress import counted
 from topics.cli.shared import print_answer, print_table, put
 from topics.client import Client, NotFoundError, TopicState
 
@@ -53,7 +54,7 @@ def _states(client: Client, names: Iterable[str]) -> Iterator[TopicState]:
             return None
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield from (found for found in pool.map(state, names) if found is not None)
+        yield from (found for found in counted(pool.map(state, names), " topics") if found is not None)
 
 
 def cells(state: TopicState) -> Sequence[str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from typing import Any, Final
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, TypeVar
 
 from tqdm import tqdm
 
 AFTER_S: Final = 1.0
+T = TypeVar("T")
 
 
 def progress(unit: str, total: float | None = None, **style: Any) -> tqdm[Any]:
@@ -17,7 +19,16 @@ def progress(unit: str, total: float | None = None, **style: Any) -> tqdm[Any]:
     So is one without a `total` where somebody types the input.
     """
     quiet = not sys.stderr.isatty() or (total is None and sys.stdin is not None and sys.stdin.isatty())
-    return tqdm(total=total, unit=unit, unit_scale=True, delay=AFTER_S, disable=quiet, leave=False, **style)
+    style = {"unit_scale": True, "leave": False, "disable": quiet} | style
+    return tqdm(total=total, unit=unit, delay=AFTER_S, **style)
+
+
+def counted(items: Iterable[T], unit: str, total: float | None = None) -> Iterator[T]:
+    """Yield the items with a bar."""
+    with progress(unit, total) as bar:
+        for item in items:
+            yield item
+            bar.update()
 
 
 def stdin_bytes() -> int | None:

@@ -15,6 +15,7 @@ import msgspec
 
 from topics.api.requests import State
 from topics.cli import shared
+from topics.cli.progress import progress
 from topics.cli.shared import (
     EXIT_REFUSED,
     BadLineError,
@@ -197,16 +198,19 @@ def _redrive(client: Client, options: argparse.Namespace) -> int:
     redriven = 0
     queue = client.queue(options.topic)
     from_seq: int | None = 0
+    bar = progress(" jobs", left)
     try:
         while left > 0 and from_seq is not None and from_seq < there.head_seq:
             part = queue.redrive(dead_letter, min(left, SETTLE_MAX_JOBS), from_seq)
             redriven += part.redriven
+            bar.update(part.redriven)
             left -= part.redriven
             from_seq = part.next_from_seq
     except ApiError as error:
         redriven += error.detail.get("redriven", 0)
         raise
     finally:
+        bar.close()
         print_line({"redriven": redriven, "from": dead_letter})
     return 0
 

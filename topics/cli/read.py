@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Any, Final
 
 from topics.cli import shared
+from topics.cli.progress import progress
 from topics.cli.shared import RecordPrinter
 from topics.client import Client, Page
 
@@ -39,7 +41,7 @@ def _read(client: Client, options: argparse.Namespace) -> int:
     printer = RecordPrinter(data_only=options.data_only)
     pages = read_pages(client, options.topic, options.from_seq, from_ts=options.from_ts, limit=options.limit)
     until_seq: int | None = None
-    for page in pages:
+    for page in counted_pages(pages, options.limit):
         if page.tombstone is not None:
             printer.tombstone(options.topic, page.tombstone)
         if options.until_head:
@@ -67,6 +69,17 @@ def read_pages(
             return
         start, from_seq = {}, page.next_from_seq
         left = None if left is None else left - len(page.records)
+
+
+def counted_pages(pages: Iterable[Page], limit: int | None) -> Iterator[Page]:
+    """Yield pages, with a bar that counts seqs up to the head; on a terminal the records themselves are shown."""
+    start: int | None = None
+    with progress(" records", 0, disable=sys.stdout.isatty() or not sys.stderr.isatty()) as bar:
+        for page in pages:
+            yield page
+            start = page.next_from_seq - len(page.records) if start is None else start
+            bar.total = min(page.head_seq - start, limit or page.head_seq)
+            bar.update(page.next_from_seq - start - bar.n)
 
 
 def timestamp_ms(text: str) -> int:

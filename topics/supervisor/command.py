@@ -38,7 +38,7 @@ from topics.supervisor.main import StartError, serve
 from topics.supervisor.notify import Notify, all_use_newest_keys
 from topics.supervisor.status import Status, StatusReader, render
 from topics.supervisor.supervision import Signals
-from topics.terminal import CLEAR, paint_for
+from topics.terminal import CLEAR, SHELLS, completions, paint_for
 
 EXIT_CANNOT_START: Final = 1
 EXIT_BAD_SETTINGS: Final = 2
@@ -77,6 +77,11 @@ _STOP_CODES = """exit codes:
   0  stopped, or nothing was running
   1  still running after the grace, or the service belongs to another user
   2  bad settings or usage"""
+
+_COMPLETION_EXAMPLES = """examples:
+  topics-supervisor completion bash > ~/.local/share/bash-completion/completions/topics-supervisor
+  topics-supervisor completion zsh > "${fpath[1]}/_topics-supervisor"
+  topics-supervisor completion fish > ~/.config/fish/completions/topics-supervisor.fish"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -208,6 +213,11 @@ def _stop(settings: Settings, options: argparse.Namespace) -> int:
     return 0
 
 
+def _completion(settings: Settings, options: argparse.Namespace) -> int:
+    print(completions(_parser(), options.shell, {}))
+    return 0
+
+
 @contextmanager
 def running_supervisor(data_dir: str) -> Iterator[tuple[int, int]]:
     """Find the supervisor of `data_dir`: its pid, and an fd that stays with it. ProcessLookupError when none runs."""
@@ -292,6 +302,8 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true", help="one JSON object a line")
     status.add_argument("--watch", action="store_true", help="every second, until interrupted")
     add(_reload, "have a running service read its keys again", _RELOAD_CODES, "config", "data_dir")
+    completion = add(_completion, "print completions for bash, zsh or fish", _COMPLETION_EXAMPLES)
+    completion.add_argument("shell", choices=SHELLS, help="whose completions")
     add(_stop, "stop a running service gracefully", _STOP_CODES, "config", "data_dir", "shutdown_grace_ms")
     return parser
 

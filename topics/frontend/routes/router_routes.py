@@ -98,8 +98,9 @@ class RouterRoutes:
             key=lambda router: router.name,
         )
         page = found[:size]
+        lags = [self._lag(router) for router in page]
         with_copies = await self.catching_up.wait_for_all({router.spec.dest for router in page})
-        answer: dict[str, Any] = {"routers": [self._shown(router) for router in page]}
+        answer: dict[str, Any] = {"routers": [self._shown(*router) for router in zip(page, lags, strict=True)]}
         if len(found) > size:
             answer["next_cursor"] = name_cursor(page[-1].name)
         return JsonReply(answer, with_copies=with_copies)
@@ -109,8 +110,9 @@ class RouterRoutes:
     async def get(self, request: ApiRequest) -> JsonReply:
         name = _router_name(request)
         router = self._visible(name, request.caller)
+        lag = self._lag(router)
         with_copies = await self.catching_up.wait_for(router.spec.dest)
-        return JsonReply(self._shown(self._visible(name, request.caller)), with_copies=with_copies)
+        return JsonReply(self._shown(self._visible(name, request.caller), lag), with_copies=with_copies)
 
     @json_route("PUT", _PATH, Route.PUT_ROUTER, KeyScope.ADMIN, "routers")
     @describe("Forward what comes into a topic to another one", made_or_there(answers.PutRouterAnswer), *_CONFLICTS)
@@ -178,15 +180,20 @@ class RouterRoutes:
         _require(caller, KeyScope.READ, router)
         return router
 
-    def _shown(self, router: Router) -> dict[str, Any]:
+    def _shown(self, router: Router, lag: int | None) -> dict[str, Any]:
         progress = self.sight.progress(self.gateway.owner(router.spec.dest), router.id)
         forwarded_total = 0 if progress is None else progress.forwarded_total
         shown = {"router": router.name, **router.spec.echo(), "forwarded_total": forwarded_total}
+        return shown if lag is None else shown | {"lag": lag}
+
+    def _lag(self, router: Router) -> int | None:
+        """Return how far a router is behind; ask before a wait for its copies, after which it seldom is."""
+        progress = self.sight.progress(self.gateway.owner(router.spec.dest), router.id)
         source = self.reader.find(router.spec.source)
-        if source is not None and progress is not None:
-            begun = progress.source_topic_id == source.view.topic_id
-            shown["lag"] = max(0, source.view.head_seq - progress.source_seq) if begun else source.view.head_seq
-        return shown
+        if source is None or progress is None:
+            return None
+        begun = progress.source_topic_id == source.view.topic_id
+        return max(0, source.view.head_seq - progress.source_seq) if begun else source.view.head_seq
 
     async def _wait_until_begun(self, router: Router) -> None:
         """Wait until the shard of the dest forwards new records; `shard_unavailable` if that takes too long."""
