@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import pty
+import re
+import subprocess
+import sys
+import termios
 from pathlib import Path
 
 import pytest
 
 from tests.cli.shell import Shell, values
+from tests.harness import Service, clean_environment
 from topics.client import Client, NotFoundError
 
 
@@ -156,6 +161,30 @@ def test_bench_removes_its_topic(shell: Shell, topics: Client) -> None:
         assert 0 < one["p50_ms"] <= one["p99_ms"] <= one["max_ms"]
     assert measured["phases"][0]["records"] == 5 * measured["phases"][0]["requests"]
     assert not [one.topic for one in topics.list_topics("topics-bench-")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unit"),
+    [(["read"], "records"), (["delete", "--before", "2", "--yes"], "records"), (["list", "--json"], "topics")],
+)
+def test_long_work_has_a_bar(service: Service, topics: Client, topic: str, arguments: list[str], unit: str) -> None:
+    """A bar that begins at once instead of after a second, on a terminal, while the output goes to a pipe."""
+    topics.append(topic, range(5))
+    program = "import sys, topics.cli.progress as bars, topics.cli.main as cli; bars.AFTER_S = 0; sys.exit(cli.main())"
+    command = [sys.executable, "-c", program, arguments[0], topic, *arguments[1:], "--url", service.url]
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=theirs, env=clean_environment({}), timeout=60, check=False
+        )
+        assert done.returncode == 0
+        assert done.stdout.count(b"\n") == (5 if arguments == ["read"] else 1)
+        os.set_blocking(ours, False)
+        assert re.search(rf"\d.*{unit}".encode(), os.read(ours, 10_000))
+    finally:
+        os.close(ours)
+        os.close(theirs)
 
 
 def test_colours_are_for_a_terminal(shell: Shell, topics: Client, topic: str) -> None:

@@ -87,8 +87,10 @@ def _apply(client: Client, options: argparse.Namespace) -> int:
     try:
         with open(options.file, "rb") as file:
             manifest = msgspec.toml.decode(file.read(), type=Declaration)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{options.file}: {error}") from None
+    except OSError as error:
+        raise UsageError(f"file {options.file}: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"file {options.file}: {error}; docs/commands.md shows one that is right") from None
     return carry_out(client, "apply", manifest, options)
 
 

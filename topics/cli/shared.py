@@ -166,10 +166,9 @@ def not_negative(text: str) -> float:
 
 def whole(text: str, least: int = 0) -> int:
     """Parse an argument: an integer from `least`."""
-    value = int(text)
-    if value < least:
-        raise ValueError(text)
-    return value
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least}")
+    return int(text)
 
 
 def positive(text: str) -> int:
