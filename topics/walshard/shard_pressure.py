@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeVar
 
 from topics.core.governor import FULL_FROM, INTERVAL_MS, Brake, Governor, Ladder, Sample
 from topics.log import get_logger
 from topics.shm.control import ControlPage, ProcessCell
-from topics.shm.ring import Wake
 from topics.walshard.commit.shard_rings import ShardRings
 
 log = get_logger()
+T = TypeVar("T")
 
 GATHERED_BYTES: Final = 256 * 1024
 """With so many bytes waiting, or a ring that is half full, a group is large enough: heavy writers are not held up."""
@@ -57,15 +57,11 @@ class ShardPressure:
 
     def gather(self) -> None:
         """Wait for the rest of the commit window, if there is one and it is worth it."""
-        window_ns = self._ladder.window_us * 1000
-        if not window_ns or self._rings.idle:
-            return
-        began_ns = now_ns = self._now_ns()
-        ends_ns = self._group_ns + window_ns
-        while now_ns < ends_ns and self._rings.pending_bytes < GATHERED_BYTES and self._rings.fullness < FULL_FROM:
-            self._sleep(min(ends_ns - now_ns, LOOK_NS) / 1e9)
-            now_ns = self._now_ns()
-        self._slept_ns += now_ns - began_ns
+        window_ns, rings = self._ladder.window_us * 1000, self._rings
+        if window_ns and not rings.idle:
+            self._pause(
+                self._group_ns + window_ns, lambda: rings.pending_bytes >= GATHERED_BYTES or rings.fullness >= FULL_FROM
+            )
 
     def group(self, step: Callable[[], bool]) -> bool:
         """Time one step of the shard. Return whether it did something."""
@@ -78,29 +74,24 @@ class ShardPressure:
             took_ns = self._now_ns() - began_ns
             self._longest_ns = max(self._longest_ns, took_ns)
             if self._brake.share:
-                self._pause(self._brake.pause_ns(took_ns))
+                # Not while the compactor waits for an answer: the sooner it has that, the sooner pauses end.
+                self._pause(self._now_ns() + self._brake.pause_ns(took_ns), lambda: self._rings.compactor_asks)
         return worked
 
-    def _pause(self, pause_ns: int) -> None:
-        """Sleep, but not while the compactor waits for an answer: the sooner it has that, the sooner pauses end."""
+    def _pause(self, ends_ns: int, is_over: Callable[[], bool]) -> None:
+        """Sleep until then, or until `is_over`."""
         began_ns = now_ns = self._now_ns()
-        while (left_ns := began_ns + pause_ns - now_ns) > 0 and not self._rings.compactor_asks:
-            self._sleep(min(left_ns, LOOK_NS) / 1e9)
+        while now_ns < ends_ns and not is_over():
+            self._sleep(min(ends_ns - now_ns, LOOK_NS) / 1e9)
             now_ns = self._now_ns()
         self._slept_ns += now_ns - began_ns
 
-    def aside(self, copy: Callable[[], bool]) -> bool:
-        """Do work for which nobody waits. Its time is no pressure."""
+    def aside(self, step: Callable[[], T]) -> T:
+        """Sleep, or do work for which nobody waits: its time is no pressure."""
         began_ns = self._now_ns()
-        copied = copy()
+        result = step()
         self._slept_ns += self._now_ns() - began_ns
-        return copied
-
-    def sleep(self, wake: Wake, timeout_ms: int) -> None:
-        """Sleep as `Wake.sleep`. This is time in which there was nothing to do."""
-        began_ns = self._now_ns()
-        wake.sleep(timeout_ms)
-        self._slept_ns += self._now_ns() - began_ns
+        return result
 
     def sample(self) -> None:
         """Take a sample once in INTERVAL_MS. To be called often."""

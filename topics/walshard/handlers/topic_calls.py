@@ -109,7 +109,7 @@ class TopicCalls:
             partial(hosted.configured, config, descriptor),
             place=None if relogged is None else relogged.place,
             sync=True,
-            undo=partial(hosted.release_config, descriptor),
+            undo=partial(hosted.release, descriptor),
             takes_room=relogged is not None,
         )
         yield Draft([write], touched=[hosted], floors_of=[] if relogged is None else [topic.id], reply=reply)

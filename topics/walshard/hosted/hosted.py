@@ -123,13 +123,13 @@ class Hosted:
         self._outdated.clear()
 
     def prepare_segments(self, segments: SegmentList) -> tuple[int, int]:
-        """Return a table of the segments to be, for `checkpointed` or `release_segments`. Raise ArenaFullError."""
+        """Return a table of the segments to be, for `checkpointed` or `release`. Raise ArenaFullError."""
         return self._arena.store_segments(segments)
 
-    def release_segments(self, table: tuple[int, int]) -> None:
-        """Free a table that is not needed."""
-        if table[1]:
-            self._arena.heap.free(*table)
+    def release(self, memory: tuple[int, int]) -> None:
+        """Free a table or a descriptor that is not needed. A table without segments takes no memory."""
+        if memory[1]:
+            self._arena.heap.free(*memory)
 
     def checkpointed(self, segments: list[SegmentInfo], table: tuple[int, int]) -> None:
         """Take over segments that are logged; `publish` shows them."""
@@ -165,12 +165,8 @@ class Hosted:
         return (0, 0, 0) if queue is None else (queue.ready, queue.in_flight, queue.dead_lettered)
 
     def prepare_config(self, config: TopicConfig) -> tuple[int, int]:
-        """Return a new descriptor, for `configured` or `release_config`. Raise ArenaFullError."""
+        """Return a new descriptor, for `configured` or `release`. Raise ArenaFullError."""
         return self._arena.store_descriptor(Descriptor(self.topic.name, config))
-
-    def release_config(self, descriptor: tuple[int, int]) -> None:
-        """Free a descriptor that is not needed."""
-        self._arena.heap.free(*descriptor)
 
     def configured(self, config: TopicConfig, descriptor: tuple[int, int]) -> None:
         """Take over a configuration that is logged, and on the disk with all before it."""
@@ -187,11 +183,9 @@ class Hosted:
 
     def abandon(self) -> None:
         """Free everything of a topic whose slot nobody sees."""
-        self._arena.heap.free(*self._descriptor)
         self.index.forget()
-        for table in (*self._outdated, self._table):
-            if table[1]:
-                self._arena.heap.free(*table)
+        for memory in (self._descriptor, *self._outdated, self._table):
+            self.release(memory)
         self._outdated.clear()
         self.ring.release()
         self._arena.return_slot(self.slot)
