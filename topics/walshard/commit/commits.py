@@ -94,11 +94,12 @@ class Commits:
         return [(write, refusal) for write in durable + ram]
 
     def log_lost_heads(self) -> None:
-        """Have the durable log say the heads that were lost before it says anything else: afterwards nobody could tell
-        what was lost from what never was. Raise TopicsError when the log cannot be written.
+        """Have the durable log say the heads that were lost, and counts, before anything else: afterwards nobody could
+        tell what was lost from what never was. Raise TopicsError when the log cannot be written.
         """
         lost = [hosted for hosted in map(self._catalog.find_id, self._lost_heads) if hosted is not None]
         marks = [head_write(hosted.topic, hosted.topic.head_seq, self._time.now.wall_ms) for hosted in lost]
+        marks += self._cap_marks(hosted for hosted in lost if hosted.topic.config.durability != "ephemeral")
         if marks:
             self._logs.plan(marks, [])
             for _write, refusal in self._logs.commit(marks, []):
