@@ -132,7 +132,6 @@ class Relocation:
     _read_pinned: ReadPinned = frozenset
     _wake: Callable[[], None] = lambda: None
     _queue: CopyQueue = field(default_factory=CopyQueue)
-    _queue_max: int = QUEUE_MIN
     _copying: deque[tuple[RelocationCopy, Future[None]]] = field(default_factory=deque)
     _deleting: Future[dict[str, OSError]] | None = None
     _listing: Future[list[str]] | None = None
@@ -147,6 +146,7 @@ class Relocation:
     """Objects that two snapshots found superfluous, but that are pinned or could not be deleted."""
 
     def __post_init__(self) -> None:
+        self._queue_max = QUEUE_MIN
         self._listing = self._helper.submit(self._store.list, "")
 
     @property
