@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from topics.core.governor import FULL_FROM, INTERVAL_MS, Brake, Governor, Ladder, Sample
@@ -28,32 +29,25 @@ LOOK_NS: Final = 1_000_000
 INTERVALS_MAX: Final = 50
 
 
+@dataclass(eq=False)
 class ShardPressure:
     """Samples the pressure of one shard and spaces its groups. `now_ns` is monotonic; `sleep` takes seconds."""
 
-    def __init__(
-        self,
-        control: ControlPage,
-        cell: ProcessCell,
-        rings: ShardRings,
-        brake: Brake,
-        lag_bytes: Callable[[], int],
-        now_ns: Callable[[], int] = time.monotonic_ns,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._control = control
-        self._cell = cell
-        self._rings = rings
-        self._brake = brake
-        self._lag_bytes = lag_bytes
-        self._now_ns = now_ns
-        self._sleep = sleep
-        self._governor = Governor()
-        self._ladder = Ladder()
-        self._sampled_ns = self._group_ns = now_ns()
-        self._slept_ns = 0
-        self._longest_ns = 0
-        self._fullest = 0.0
+    _control: ControlPage
+    _cell: ProcessCell
+    _rings: ShardRings
+    _brake: Brake
+    _lag_bytes: Callable[[], int]
+    _now_ns: Callable[[], int] = time.monotonic_ns
+    _sleep: Callable[[float], None] = time.sleep
+    _governor: Governor = field(default_factory=Governor)
+    _ladder: Ladder = field(default_factory=Ladder)
+    _slept_ns: int = 0
+    _longest_ns: int = 0
+    _fullest: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._sampled_ns = self._group_ns = self._now_ns()
 
     def gather(self) -> None:
         """Wait for the rest of the commit window, if there is one and it is worth it."""

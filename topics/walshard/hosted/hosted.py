@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from topics.core.config import TopicConfig
 from topics.core.segment_list import SegmentInfo, SegmentList
@@ -13,49 +14,37 @@ from topics.walshard.hosted.holdings import Holdings
 from topics.walshard.hosted.topic_index import TopicIndex
 
 
+@dataclass(eq=False, slots=True)
 class Hosted:
     """One topic of this shard. It owns the slot, to be published after every change; `watchers`: frontend → token."""
 
-    __slots__ = (
-        "_arena",
-        "_descriptor",
-        "_holdings",
-        "_outdated",
-        "_shown_bytes",
-        "_shown_jobs",
-        "_shown_records",
-        "_table",
-        "_table_version",
-        "_version",
-        "index",
-        "ram_from_seq",
-        "slot",
-        "topic",
-        "watchers",
-    )
+    _arena: ArenaWriter
+    topic: Topic
+    index: TopicIndex
+    _holdings: Holdings
+    slot: int = field(init=False)
+    ram_from_seq: int = field(init=False)
+    """First seq in RAM of an `ephemeral` topic: all records from there on are, and none before."""
+    watchers: dict[int, int] = field(default_factory=dict)
+    _shown_records: int = 0
+    _shown_bytes: int = 0
+    _shown_jobs: tuple[int, int, int] = (0, 0, 0)
+    _descriptor: tuple[int, int] = field(init=False)
+    _version: int = 1
+    _table: tuple[int, int] = (0, 0)
+    _table_version: int = 0
+    """Version of the list of segments that is published."""
+    _outdated: list[tuple[int, int]] = field(default_factory=list)
+    """Former tables, to be freed once the topic is published again."""
 
-    def __init__(self, arena: ArenaWriter, topic: Topic, index: TopicIndex, holdings: Holdings) -> None:
-        self._arena = arena
-        self._holdings = holdings
-        self._shown_records = self._shown_bytes = 0
-        self._shown_jobs = (0, 0, 0)
-        self.topic = topic
-        self.index = index
-        self.slot = arena.new_slot()
-        self._version = 1
-        self._table = (0, 0)
-        self._outdated: list[tuple[int, int]] = []
-        """Former tables, to be freed once the topic is published again."""
-        self._table_version = 0
-        """Version of the list of segments that is published."""
+    def __post_init__(self) -> None:
+        self.slot = self._arena.new_slot()
         try:
-            self._descriptor = arena.store_descriptor(Descriptor(topic.name, topic.config))
+            self._descriptor = self.prepare_config(self.topic.config)
         except Exception:
-            arena.return_slot(self.slot)
+            self._arena.return_slot(self.slot)
             raise
-        self.watchers: dict[int, int] = {}
-        self.ram_from_seq = index.durable_last_seq + 1
-        """First seq in RAM of an `ephemeral` topic: all records from there on are, and none before."""
+        self.ram_from_seq = self.index.durable_last_seq + 1
 
     @property
     def ring(self) -> LocationRing:
