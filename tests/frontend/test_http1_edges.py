@@ -86,7 +86,7 @@ def test_pauses_of_all_connections_follow_each_other() -> None:
         connections = Connections()
         first_s, second_s = (connections.pause_until_s(0.5) for _ in range(2))
         assert second_s == pytest.approx(first_s + 0.5)
-        assert connections.pause_until_s(0) <= first_s, "who need not wait does not"
+        assert connections.pause_until_s(0) <= first_s, "without a pause there is no wait"
 
     asyncio.run(pauses())
 

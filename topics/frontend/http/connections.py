@@ -140,7 +140,7 @@ class Connections:
         return True
 
     def pause_until_s(self, pause_s: float) -> float:
-        """Return the loop time until which a connection pauses: pauses follow each other, whoever makes them."""
+        """Return the loop time until which a connection pauses: those of all connections follow each other."""
         now_s = asyncio.get_running_loop().time()
         if not pause_s:
             return now_s
