@@ -21,6 +21,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Final
 
 from topics.compactor.checkpoints import Checkpoints, DurableMarks, Refused, mark
@@ -105,6 +106,7 @@ class CutTimes:
         return self._has_tried or now_ms - self._begun_ms >= RETRY_MAX_MS
 
 
+@dataclass(eq=False)
 class Compactor:
     """Makes cuts: puts the contents of the logs into segments and a snapshot, and removes files that are superfluous
     then.
@@ -113,29 +115,19 @@ class Compactor:
     nothing is removed that a start from one of the two newest snapshots needs.
     """
 
-    def __init__(
-        self,
-        followers: list[Follower],
-        snapshots: Snapshots,
-        checkpoints: Checkpoints,
-        marks: DurableMarks,
-        leftovers: Leftovers,
-        rewriting: Rewriting,
-        relocation: Relocation | None,
-        life: Life,
-    ) -> None:
-        self.followers = followers
-        self._snapshots = snapshots
-        self._checkpoints = checkpoints
-        self.marks = marks
-        self._leftovers = leftovers
-        self._rewriting = rewriting
-        self._relocation = relocation
-        self._cell = life.cell
-        self._clock = life.clock
-        self._alive = life.alive
-        self._cell.set("snapshot_bytes", snapshots.size_bytes)
-        self._tried_bytes = [self._cell.get(f"absorbed_bytes_{follower.shard:02d}") for follower in followers]
+    followers: list[Follower]
+    _snapshots: Snapshots
+    _checkpoints: Checkpoints
+    marks: DurableMarks
+    _leftovers: Leftovers
+    _rewriting: Rewriting
+    _relocation: Relocation | None
+    _life: Life
+
+    def __post_init__(self) -> None:
+        self._cell, self._clock, self._alive = self._life.cell, self._life.clock, self._life.alive
+        self._cell.set("snapshot_bytes", self._snapshots.size_bytes)
+        self._tried_bytes = [self._cell.get(f"absorbed_bytes_{one.shard:02d}") for one in self.followers]
 
     def follow(self, step_bytes: int) -> None:
         """Read on those logs that have at least `step_bytes` to read, so that a cut has less to do at once."""

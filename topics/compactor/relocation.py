@@ -16,6 +16,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import msgspec
@@ -115,45 +116,38 @@ class HotRetention(NamedTuple):
         return hot[: len(hot) - kept]
 
 
+@dataclass(eq=False)
 class Relocation:
     """Relocates segments of all topics, and removes superfluous objects in the cold directory. Exists only with one.
 
     `helper` has one thread, which calls `wake` when it has copied something.
     """
 
-    def __init__(
-        self,
-        fs: FileSystem,
-        data_dir: str,
-        store: SegmentStore,
-        retention: HotRetention,
-        helper: Executor,
-        clock: Clock,
-        read_pinned: ReadPinned = frozenset,
-        wake: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._fs = fs
-        self._data_dir = data_dir
-        self._store = store
-        self._retention = retention
-        self._helper = helper
-        self._read_pinned = read_pinned
-        self._clock = clock
-        self._wake = wake
-        self._queue = CopyQueue()
+    _fs: FileSystem
+    _data_dir: str
+    _store: SegmentStore
+    _retention: HotRetention
+    _helper: Executor
+    _clock: Clock
+    _read_pinned: ReadPinned = frozenset
+    _wake: Callable[[], None] = lambda: None
+    _queue: CopyQueue = field(default_factory=CopyQueue)
+    _copying: deque[tuple[RelocationCopy, Future[None]]] = field(default_factory=deque)
+    _deleting: Future[dict[str, OSError]] | None = None
+    _listing: Future[list[str]] | None = None
+    _list_again: bool = False
+    _removed: set[str] = field(default_factory=set)
+    """Objects that segments removed from the data directory may have left."""
+    _found: set[str] = field(default_factory=set)
+    """Objects that exist or may exist, and that the next snapshot has to judge."""
+    _due: set[str] = field(default_factory=set)
+    """Objects that one snapshot found superfluous."""
+    _held: set[str] = field(default_factory=set)
+    """Objects that two snapshots found superfluous, but that are pinned or could not be deleted."""
+
+    def __post_init__(self) -> None:
         self._queue_max = QUEUE_MIN
-        self._copying: deque[tuple[RelocationCopy, Future[None]]] = deque()
-        self._deleting: Future[dict[str, OSError]] | None = None
-        self._listing: Future[list[str]] | None = helper.submit(store.list, "")
-        self._list_again = False
-        self._removed: set[str] = set()
-        """Objects that segments removed from the data directory may have left."""
-        self._found: set[str] = set()
-        """Objects that exist or may exist, and that the next snapshot has to judge."""
-        self._due: set[str] = set()
-        """Objects that one snapshot found superfluous."""
-        self._held: set[str] = set()
-        """Objects that two snapshots found superfluous, but that are pinned or could not be deleted."""
+        self._listing = self._helper.submit(self._store.list, "")
 
     @property
     def waiting(self) -> bool:

@@ -151,19 +151,19 @@ def left_from(
     """
     is_below_shorter = seq - earliest_seq <= head_seq + 1 - seq
     if not is_below_shorter:
-        left = _exact_live_size(index, seq, head_seq)
+        left = exact_live_size(index, seq, head_seq)
         if left is not None:
             return left
-    below = _exact_live_size(index, earliest_seq, seq - 1)
+    below = exact_live_size(index, earliest_seq, seq - 1)
     if below is None or below[0] > records or below[1] > size_bytes:
-        left = _exact_live_size(index, seq, head_seq)
+        left = exact_live_size(index, seq, head_seq)
         if left is not None:
             return left
         below = index.live_size(earliest_seq, seq - 1)
     return max(0, records - below[0]), max(0, size_bytes - below[1])
 
 
-def _exact_live_size(index: RecordIndex, first_seq: int, last_seq: int) -> tuple[int, int] | None:
+def exact_live_size(index: RecordIndex, first_seq: int, last_seq: int) -> tuple[int, int] | None:
     """Return `RecordIndex.live_size`, None instead of an estimate."""
     if first_seq > last_seq:
         return 0, 0

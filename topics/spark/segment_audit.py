@@ -14,16 +14,10 @@ import numpy as np
 
 from topics.api.segment_answers import ManifestSegment
 from topics.core.location import LOCATION_DELETED, LOCATION_LOST
+from topics.spark import segment_arrow
 from topics.spark.columns import Records
 from topics.spark.options import Directories
-from topics.spark.segment_arrow import (
-    ArrowEntries,
-    InconsistentLengthsError,
-    check_frames,
-    decode,
-    extent,
-    read_entries,
-)
+from topics.spark.segment_arrow import ArrowEntries, InconsistentLengthsError
 from topics.storage.postings import CorruptPostings, Postings
 from topics.storage.segment import DELETED, ENTRY_LEN, CorruptSegment, index_digest
 from topics.storage.segment_reader import SegmentReader
@@ -89,7 +83,7 @@ def audit_segment(topic: str, segment: ManifestSegment, earliest_seq: int, direc
         return found
     if segment.idx_xxh3 is not None and f"{index_digest(idx):016x}" != segment.idx_xxh3:
         finding("index", idx_path, 0, f"is not the index that the service has ({segment.idx_xxh3})")
-    entries = read_entries(idx, 0, records)
+    entries = segment_arrow.read_entries(idx, 0, records)
     if (entries.ts[0], entries.ts[-1]) != (segment.first_ts, segment.last_ts):
         reason = f"is of {entries.ts[0]} to {entries.ts[-1]}, the service says {segment.first_ts} to {segment.last_ts}"
         finding("index", idx_path, 0, reason)
@@ -134,8 +128,8 @@ def _check_columns(
         raise CorruptSegment(idx_path, 0, "a live record without a frame")
     # Frames of deleted records stay whole until the segment is rewritten.
     kept = np.where(framed, flags & ~LOCATION_DELETED, flags)
-    starts, end = extent(entries, len(data), idx_path, 0)
-    check_frames(data_path, data, 0, first_seq, entries._replace(flags=kept), starts)
+    starts, end = segment_arrow.extent(entries, len(data), idx_path, 0)
+    segment_arrow.check_frames(data_path, data, 0, first_seq, entries._replace(flags=kept), starts)
     if end != len(data):
         raise CorruptSegment(data_path, end, f"the last frame ends there, the file at {len(data)}")
     if not framed.any():
@@ -158,7 +152,9 @@ def _check_columns(
         raise CorruptSegment(idx_path, number * ENTRY_LEN, reason)
     seqs = first_seq + np.flatnonzero(framed).astype(np.int64)
     try:
-        return decode(data, seqs, ts[framed], places, lengths[framed], tags=None, not_node=None, with_meta=False)
+        return segment_arrow.decode(
+            data, seqs, ts[framed], places, lengths[framed], tags=None, not_node=None, with_meta=False
+        )
     except InconsistentLengthsError as error:
         raise CorruptSegment(data_path, int(places[error.number]), "inconsistent lengths") from None
 

@@ -96,7 +96,7 @@ class LoggedTopic(NamedTuple):
 
     `deleted` are seqs (ascending) whose deletion segments may not have yet. `live` counts the live records from
     `earliest_seq` to `head_seq`; None if the log cannot know (records were in RAM, or their log is lost).
-    `live_behind` of them are in no segment.
+    `live_behind` of them are in no segment. Without its end (`has_end`) the log may lack deletions that segments have.
     """
 
     segments: list[SegmentInfo]
@@ -104,6 +104,7 @@ class LoggedTopic(NamedTuple):
     earliest_seq: int
     live: int | None
     live_behind: int
+    has_end: bool
 
 
 class _Index(UnlocatedIndex):
@@ -146,12 +147,12 @@ class OfflineFold:
         """Return the state that a snapshot would hold. Raise FoldError if the log lacks records."""
         return self._fold.state()
 
-    def topics(self) -> dict[int, LoggedTopic]:
+    def topics(self, has_end: bool) -> dict[int, LoggedTopic]:
         """Return live topics by id. Raise FoldError if the log lacks records."""
         self._fold.state()
-        return {topic.id: self._logged(topic) for topic in self._fold.topics.values()}
+        return {topic.id: self._logged(topic, has_end) for topic in self._fold.topics.values()}
 
-    def _logged(self, topic: Topic) -> LoggedTopic:
+    def _logged(self, topic: Topic, has_end: bool) -> LoggedTopic:
         index = topic.index
         assert isinstance(index, _Index)
         deleted = frozenset(index.deleted)
@@ -169,6 +170,7 @@ class OfflineFold:
             topic.earliest_seq,
             topic.records if is_counted else None,
             max(0, topic.head_seq - behind_seq + 1) - gone,
+            has_end,
         )
 
     @property

@@ -69,7 +69,7 @@ class RoutedCopies:
         self._source_heads: dict[int, int] = {}
         """Heads by topic id, without `ephemeral` topics, whose heads are in no log."""
         self._feeds: dict[str, FeedFrameBody] = {}
-        """What the log of each dest says of its copies, by name."""
+        """Copies that the log of each dest reports, by name."""
 
     def add(self, state: ShardState) -> None:
         """Add one log."""

@@ -178,7 +178,7 @@ class _Check:
             if not self._reaches(group, recovery.end, older.position):
                 self._report.note(f"{group.path}: begins behind {older.position}: an older snapshot has become useless")
         if fold is not None:
-            self._logged |= fold.topics()
+            self._logged |= fold.topics(recovery.has_end)
             self._deleted_ids |= fold.deleted_ids
             self._copies.add(fold.state())
         self._report.notes += recovery.report
@@ -254,7 +254,8 @@ class _Check:
         for info in logged.segments:
             live += self._segments.listed(topic_id, directory, info, logged.earliest_seq, logged.deleted)
         # An index from before a deletion is whole in itself; nothing else repeats the deletions of a cold segment.
-        if logged.live is not None and live != logged.live and len(self._report.damage) == findings:
+        may_differ = logged.live is None or (live < logged.live and not logged.has_end)
+        if live != logged.live and not may_differ and len(self._report.damage) == findings:
             reason = (
                 f"{live} records live by its indexes and the log behind them, {logged.live} by what the log counts: an"
                 " index is older or newer than a deletion"

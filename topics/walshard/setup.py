@@ -117,7 +117,6 @@ class Parts(NamedTuple):
     logs: Logs
     commits: Commits
     sessions: WatchSessions
-    deletes: Deletes
     queues: Queues
     sinks: Sinks
 
@@ -293,7 +292,7 @@ def _put_together(
     ram_trim = RamTrim(fs, place.ram_directory, reserve, logs, catalog, frame_tags, others)
     upkeep = Upkeep(catalog, files, syncs, log_trim, ram_trim, deletes, sessions, clock)
     whole = Shard(rings, handlers, routing, commits, holdings, upkeep, cell, time)
-    return Parts(whole, catalog, files, logs, commits, sessions, deletes, queues, sinks)
+    return Parts(whole, catalog, files, logs, commits, sessions, queues, sinks)
 
 
 def _make_routing(
