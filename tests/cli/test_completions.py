@@ -1,10 +1,12 @@
 """Completions of both programs, asked for in bash, zsh and fish as somebody at a keyboard would.
 
-A shell that this system lacks is the one that `make test` has fetched.
+A shell that this system lacks is the one that `make test` has fetched. Where it could fetch none, the scripts for that
+shell are read: they name every command, verb and option.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import pty
 import re
@@ -17,6 +19,9 @@ from pathlib import Path
 import pytest
 
 from tests.harness import clean_environment
+from topics.cli.main import COMMANDS, make_parser
+from topics.supervisor.command import _parser as supervisor_parser
+from topics.terminal import SHELLS, completions
 
 ROOT = Path(__file__).parents[2]
 FETCHED = Path(sys.prefix, "shells")
@@ -28,15 +33,16 @@ TIMEOUT_S = 60
 OVERLAY = 'mount -t overlay -o "lowerdir=$0:/usr" overlay /usr && exec "$@"'
 
 
+def is_there(shell: str) -> bool:
+    return shutil.which(shell) is not None or (FETCHED / shell).exists()
+
+
 def command_of(shell: str) -> list[str]:
-    """The words that start a shell; they skip the test if there is none."""
-    fetched = FETCHED / shell
+    """The words that start a shell of this system or a fetched one."""
     if shutil.which(shell):
         return [shell]
-    if not fetched.exists():
-        pytest.skip(f"there is no {shell}; `make test` fetches it")
     namespace = ["--mount"] if os.geteuid() == 0 else ["--mount", "--user", "--map-root-user"]
-    return ["unshare", *namespace, "/bin/sh", "-c", OVERLAY, str(fetched), shell]
+    return ["unshare", *namespace, "/bin/sh", "-c", OVERLAY, str(FETCHED / shell), shell]
 
 
 class Completing:
@@ -120,9 +126,29 @@ class Completing:
         return {found[1].decode().split()[-1]}
 
 
-@pytest.fixture(params=("bash", "zsh", "fish"))
+@pytest.fixture(params=list(filter(is_there, SHELLS)))
 def completing(request: pytest.FixtureRequest, tmp_path: Path) -> Completing:
     return Completing(request.param, tmp_path)
+
+
+def words_of(parser: argparse.ArgumentParser) -> set[str]:
+    """Return the commands, verbs and long options of a program."""
+    words: set[str] = set()
+    for action in parser._actions:
+        if action.help == argparse.SUPPRESS:
+            continue
+        words |= {option[2:] for option in action.option_strings if option.startswith("--")}
+        if isinstance(action, argparse._SubParsersAction):
+            words |= set(action.choices).union(*map(words_of, action.choices.values()))
+    return words
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("parser", [make_parser(COMMANDS), supervisor_parser()], ids=list(PROGRAMS))
+def test_a_script_names_every_command_and_option(parser: argparse.ArgumentParser, shell: str) -> None:
+    words = words_of(parser)
+    assert len(words) > 10
+    assert words <= set(re.findall(r"[a-z][a-z0-9-]*", completions(parser, shell, {})))
 
 
 def test_scripts_are_of_their_shell(completing: Completing) -> None:

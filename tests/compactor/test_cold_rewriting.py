@@ -135,7 +135,7 @@ class Tiers:
         self.rig.close()
         if self.helper is not None:
             self.helper.shutdown()
-        assert verify(self.data_dir, lambda _share: None, self.cold_dir).damage == []
+        assert verify(self.data_dir, lambda *_: None, self.cold_dir).damage == []
 
 
 @pytest.fixture

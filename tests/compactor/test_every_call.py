@@ -128,7 +128,7 @@ def test_every_call_of_a_cut(name: str, tmp_path: Path) -> None:
                 world.go_on()
         finally:
             world.rig.close()
-        report = verify(data_dir, lambda _: None)
+        report = verify(data_dir, lambda *_: None)
         assert not report.damage, (nth, report.damage)
         shutil.rmtree(data_dir)
     print(f"{name}: {nth - 1} calls, one in {stride}")

@@ -80,4 +80,4 @@ def test_what_the_older_snapshot_needs_stays(compaction: Compaction, how: str, b
     assert first_log_file(compaction) > fallback_begins + 2
     assert len(compaction.read("large")) == 7 * BLOCKS
     rig.shard.close()
-    assert verify(rig.settings.data_dir, lambda _: None).damage == []
+    assert verify(rig.settings.data_dir, lambda *_: None).damage == []

@@ -79,7 +79,7 @@ def test_copies_that_are_in_no_log_are_not_given_up(shards: int) -> None:
         assert refused.returncode == 78
         assert sentence in [json.loads(line).get("reason") for line in (refused.stdout + refused.stderr).splitlines()]
         assert content_of(service.data_dir) == before
-        assert sentence in check_offline(str(service.data_dir), lambda _share: None).notes
+        assert sentence in check_offline(str(service.data_dir), lambda *_: None).notes
 
 
 def test_another_shard_count_at_the_first_start() -> None:

@@ -119,10 +119,10 @@ def older_index(service: Service, data_path: str) -> list[str]:
     assert ok(delete(service.client, "t", "b"))["deleted"] == RECORDS // 2
     service.stop()  # with a snapshot: no log says it again
     places = str(service.data_dir), str(service.root / "cold")
-    assert verify(places[0], lambda _share: None, places[1]).damage == []
+    assert verify(places[0], lambda *_: None, places[1]).damage == []
     assert index.read_bytes() != before
     index.write_bytes(before)
-    return [found.reason for found in verify(places[0], lambda _share: None, places[1]).damage]
+    return [found.reason for found in verify(places[0], lambda *_: None, places[1]).damage]
 
 
 def restarted_reads(service: Service) -> list[int]:

@@ -147,7 +147,7 @@ def topics_of(data_dir: str, shards: int) -> dict[str, FoldedTopic]:
 
 
 def damage(data_dir: str) -> list[DamageFinding]:
-    return verify(data_dir, lambda _share: None).damage
+    return verify(data_dir, lambda *_: None).damage
 
 
 def move(data_dir: str, shards: int) -> None:

@@ -111,7 +111,7 @@ def data_dir(tmp_path: Path) -> str:
 
 
 def check(data_dir: str) -> Report:
-    return verify(data_dir, lambda share: None)
+    return verify(data_dir, lambda *_: None)
 
 
 def files(data_dir: str) -> Iterator[Path]:
@@ -128,7 +128,7 @@ def topic_file(data_dir: str, first_seq: int, suffix: str) -> Path:
 
 def test_a_stopped_service_left_everything_in_order(data_dir: str) -> None:
     shares: list[float] = []
-    report = verify(data_dir, shares.append)
+    report = verify(data_dir, lambda done_bytes, total_bytes: shares.append(done_bytes / total_bytes))
     assert (report.damage, report.notes) == ([], [])
     assert (report.segments, report.segment_records) == (2, MARK_SEQ)
     assert report.log_frames == 1 + MARK_SEQ + 2
@@ -346,7 +346,7 @@ class Cold:
             shutil.copy(topic_file(data_dir, 1, kind), self.there.parent)
 
     def check(self, look: bool = True) -> Report:
-        return verify(self.data_dir, lambda share: None, self.cold_dir if look else None)
+        return verify(self.data_dir, lambda *_: None, self.cold_dir if look else None)
 
 
 @pytest.fixture
@@ -512,10 +512,10 @@ def test_no_service_starts_meanwhile(data_dir: str) -> None:
     DataDirLock.acquire(data_dir).release()
     refusals = []
 
-    def start(share: float) -> None:
+    def start(done_bytes: int, total_bytes: int) -> None:
         with pytest.raises(DataDirLocked):
             DataDirLock.acquire(data_dir)
-        refusals.append(share)
+        refusals.append(done_bytes)
 
     verify(data_dir, start)
     assert refusals

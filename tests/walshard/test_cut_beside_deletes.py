@@ -64,7 +64,7 @@ class Beside:
 
     def check(self, first_seq: int) -> None:
         """Check that `first_seq` to the head live, now and after every way to start again."""
-        assert verify(self.data_dir, lambda _share: None).damage == []
+        assert verify(self.data_dir, lambda *_: None).damage == []
         expected = [(seq, b"%d" % seq) for seq in range(first_seq, self.head_seq + 1)]
         before = self.view
         rig, compaction = self.rig, self.compaction
@@ -92,7 +92,7 @@ def beside(tmp_path: Path) -> Iterator[Beside]:
     yield beside
     kill_points.arm(None, lambda: None)
     beside.rig.close()
-    assert verify(beside.data_dir, lambda _share: None).damage == []
+    assert verify(beside.data_dir, lambda *_: None).damage == []
 
 
 def test_acks_of_the_oldest(beside: Beside) -> None:

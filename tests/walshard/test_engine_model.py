@@ -204,7 +204,7 @@ class Engine(RuleBasedStateMachine):
         self.rig.shard.close()
         self.frontend.close()
         self.rig.close()
-        report = verify(self.directory, lambda _share: None, self.cold_dir)
+        report = verify(self.directory, lambda *_: None, self.cold_dir)
         shutil.rmtree(self.directory)
         shutil.rmtree(self.cold_dir, ignore_errors=True)
         assert report.damage == []

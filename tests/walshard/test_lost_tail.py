@@ -78,7 +78,7 @@ def lose_power(rig: Rig, *shares: float) -> Rig:
         size_bytes = os.path.getsize(path)
         os.truncate(path, synced + int((end - synced) * share))
         os.truncate(path, size_bytes)
-    assert verify(rig.settings.data_dir, lambda _share: None).damage == []
+    assert verify(rig.settings.data_dir, lambda *_: None).damage == []
     after = Rig(rig.settings.data_dir, shards=len(shares))
     after.clock.ms = rig.clock.ms + 1  # ids of topics carry the time
     return after
@@ -148,7 +148,7 @@ def _check_readers(lives: list[tuple[list[Step], float]]) -> None:
                     if again is not None:
                         again()
                     _check(rig, seen)
-                assert verify(data_dir, lambda _share: None).damage == []
+                assert verify(data_dir, lambda *_: None).damage == []
             compaction = Compaction(rig)
             compaction.cut()
             rig.restart_service()
@@ -240,7 +240,7 @@ def test_a_deletion_that_segments_have_and_the_log_has_lost_counts_once(rig: Rig
         assert topic.records == 2
         again()
     Compaction(rig).cut()
-    assert verify(rig.settings.data_dir, lambda _share: None).damage == []
+    assert verify(rig.settings.data_dir, lambda *_: None).damage == []
     assert [seq for seq, _data in Compaction(rig).read("t")] == [8, 9]
     rig.close()
 

@@ -45,7 +45,7 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert not Path(layout.log_path(layout.wal_dir(data_dir), 1)).exists(), "only the snapshot has the routers"
     for shards in (3, 2, 4, 1):
         move(OsFileSystem(), data_dir, shards)
-        assert verify(data_dir, lambda _share: None).damage == []
+        assert verify(data_dir, lambda *_: None).damage == []
         snapshot = load_snapshot(OsFileSystem(), data_dir)
         assert snapshot is not None
         for part in snapshot.parts:

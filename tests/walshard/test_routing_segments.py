@@ -51,7 +51,7 @@ def check_places(rig: Rig) -> None:
 
 def verified(rig: Rig) -> None:
     rig.shard.close()
-    assert verify(rig.settings.data_dir, lambda _share: None, rig.settings.cold_dir).damage == []
+    assert verify(rig.settings.data_dir, lambda *_: None, rig.settings.cold_dir).damage == []
 
 
 def test_source_and_copies_leave_the_log_for_segments(compaction: Compaction) -> None:

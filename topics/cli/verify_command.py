@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -33,10 +34,9 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    bar = progress("%", 100, bar_format="{l_bar}{bar}| {elapsed}, {remaining} left")
     try:
-        with bar:
-            report = verify(options.data_dir, lambda share: _show(bar, share), options.cold_dir)
+        with progress("B", 0) as bar:
+            report = verify(options.data_dir, partial(_show, bar), options.cold_dir)
     except (DataDirLocked, NotADataDir) as refusal:
         print(f"topics verify: {refusal}", file=sys.stderr)
         return EXIT_USAGE
@@ -62,5 +62,6 @@ def _print(report: Report) -> None:
     )
 
 
-def _show(bar: tqdm[Any], share: float) -> None:
-    bar.update(100 * share - bar.n)
+def _show(bar: tqdm[Any], done_bytes: int, total_bytes: int) -> None:
+    bar.total = total_bytes
+    bar.update(done_bytes - bar.n)

@@ -47,9 +47,10 @@ class NotADataDir(Exception):  # noqa: N818 — named for what it is
     """The directory has nothing that a service would have made."""
 
 
-def verify(data_dir: str, progress: Callable[[float], None], cold_dir: str | None = None) -> Report:
-    """Check a data directory; `progress` gets the share that is done, 0 to 1. Without `cold_dir`, where the data of
-    cold segments are, these are not checked, and a note says so. Raise DataDirLocked if a service runs, NotADataDir.
+def verify(data_dir: str, progress: Callable[[int, int], None], cold_dir: str | None = None) -> Report:
+    """Check a data directory; `progress` gets the bytes that are done and those there are. Without `cold_dir`, where
+    the data of cold segments are, these are not checked, and a note says so.
+    Raise DataDirLocked if a service runs, NotADataDir.
     """
     if not any(map(os.path.isdir, (layout.wal_dir(data_dir), layout.topics_dir(data_dir), layout.meta_dir(data_dir)))):
         raise NotADataDir(f"{data_dir} is not a data directory: it holds neither logs nor segments nor snapshots")
@@ -58,7 +59,7 @@ def verify(data_dir: str, progress: Callable[[float], None], cold_dir: str | Non
 
 
 class _Check:
-    def __init__(self, data_dir: str, progress: Callable[[float], None], cold_dir: str | None) -> None:
+    def __init__(self, data_dir: str, progress: Callable[[int, int], None], cold_dir: str | None) -> None:
         self._fs: FileSystem = ReadOnlyFileSystem()
         self._data_dir = data_dir
         self._progress = progress
@@ -81,12 +82,12 @@ class _Check:
                 step()
             except OSError as error:
                 self._report.unreadable(error, self._data_dir)
-        self._progress(1.0)
+        self._progress(self._total_bytes, self._total_bytes)
         return self._report
 
     def _done(self, path: str) -> None:
         self._done_bytes += _size_of(path)
-        self._progress(min(1.0, self._done_bytes / self._total_bytes))
+        self._progress(min(self._done_bytes, self._total_bytes), self._total_bytes)
 
     # -- snapshots
 

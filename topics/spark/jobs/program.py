@@ -134,6 +134,7 @@ def settings(options: argparse.Namespace, submitted: Mapping[str, str] | None) -
     chosen = dict(one.partition("=")[::2] for one in options.conf)
     if options.master is not None:
         chosen["spark.master"] = options.master
+    always = _ALWAYS | {"spark.ui.showConsoleProgress": str(sys.stderr.isatty()).lower()}
     if submitted is None:
-        return {"spark.master": "local[*]"} | SMALL | _ALWAYS | chosen
-    return {name: value for name, value in _ALWAYS.items() if name not in submitted} | chosen
+        return {"spark.master": "local[*]"} | SMALL | always | chosen
+    return {name: value for name, value in always.items() if name not in submitted} | chosen
