@@ -126,7 +126,7 @@ class Completing:
         return {found[1].decode().split()[-1]}
 
 
-@pytest.fixture(params=list(filter(is_there, SHELLS)))
+@pytest.fixture(params=[shell for shell in SHELLS if is_there(shell)])
 def completing(request: pytest.FixtureRequest, tmp_path: Path) -> Completing:
     return Completing(request.param, tmp_path)
 

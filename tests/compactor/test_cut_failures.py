@@ -109,7 +109,7 @@ def machine_of(root: Path, shards: int, **settings: str) -> Iterator[Machine]:
         shard.close()
     machine.rig.close()
     cold_dir = machine.rig.settings.cold_dir
-    assert verify(str(machine.data_dir), lambda _share: None, cold_dir).damage == []
+    assert verify(str(machine.data_dir), lambda *_: None, cold_dir).damage == []
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ def test_on_a_full_disk_what_is_deleted_gives_its_room_back(machine: Machine, ho
     assert not machine.compaction.cut(), "it did not fit"
     assert machine.snapshots() == before
     assert len(machine.files_of("big", "data")) <= (0 if how == "topic" else 1), "but this made room"
-    assert verify(str(machine.data_dir), lambda _share: None).damage == []
+    assert verify(str(machine.data_dir), lambda *_: None).damage == []
     if restarted == "compactor":
         machine.compaction.begin_again()
     elif restarted.startswith("service"):

@@ -89,7 +89,7 @@ def tiers(tmp_path: Path) -> Iterator[Tiers]:
     yield tiers
     tiers.rig.shard.close()
     tiers.rig.close()
-    assert verify(str(tmp_path / "data"), lambda _share: None, str(tiers.cold_dir)).damage == []
+    assert verify(str(tmp_path / "data"), lambda *_: None, str(tiers.cold_dir)).damage == []
 
 
 def test_a_step_takes_note_of_all_copies_that_are_done(tiers: Tiers) -> None:

@@ -115,7 +115,7 @@ def test_one_that_cannot_be_written_leaves_no_files_and_comes_later_each_time(ma
     machine.compaction.upkeep()
     assert machine.versions() == [1, 0]
     machine.compaction.cut()
-    assert verify(str(machine.data_dir), lambda _share: None).damage == []
+    assert verify(str(machine.data_dir), lambda *_: None).damage == []
 
 
 def test_one_that_cannot_be_written_holds_up_no_other(machine: Machine) -> None:

@@ -52,7 +52,7 @@ def test_a_lost_tail_is_a_gap_for_its_readers(memory: str) -> None:
             for entry in service.shared_memory():
                 if entry.is_file():
                     entry.unlink()
-        assert verify(str(service.data_dir), lambda _share: None).damage == []
+        assert verify(str(service.data_dir), lambda *_: None).damage == []
         service.start()
         client = service.client
         head_seq = diff(client, "t", from_seq=0)["head_seq"]
