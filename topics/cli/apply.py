@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -150,7 +151,8 @@ def _declared(manifest: Declaration, now: Deployed) -> Iterator[Step]:
         if config is None or changes:
             yield Step("change" if config else "create", "topic", name, changes, calls.put_topic(name, **given))
     for name, given in manifest.routers.items():
-        wanted, router = _router(name, given).echo(), now.routers.get(name)
+        with _checked(f"router {name!r}", given, RouterSpec.__struct_fields__):
+            wanted, router = parse_router(name, given).echo(), now.routers.get(name)
         changes = shared.changes(router or RouterSpec("", "").echo(), wanted)
         if router is None or changes:
             yield Step("change" if router else "create", "router", name, changes, calls.put_router(name, **wanted))
@@ -167,13 +169,10 @@ def _declared(manifest: Declaration, now: Deployed) -> Iterator[Step]:
 
 def config_changes(topic: str, given: Mapping[str, Any], now: Mapping[str, Any] | None) -> list[str]:
     """Return a line for each field that a PUT of these fields would change, with a word on those that take records."""
-    _refuse_unknown(f"topic {topic!r}", given, (*TopicConfig.__struct_fields__, "durable"))
-    try:
+    with _checked(f"topic {topic!r}", given, (*TopicConfig.__struct_fields__, "durable")):
         wanted, has_type = parse_config(dict(given), topic)
         if now is not None and has_type and wanted.type != now["type"]:
             raise incompatible_type(topic, now["type"], wanted.type)
-    except TopicsError as error:
-        raise UsageError(f"topic {topic!r}: {error.message}") from None
     if now is not None and not has_type:
         wanted = msgspec.structs.replace(wanted, type=now["type"])
     before = msgspec.structs.asdict(TopicConfig()) | dict(now or {})
@@ -182,17 +181,15 @@ def config_changes(topic: str, given: Mapping[str, Any], now: Mapping[str, Any] 
     return [line + (" (takes records at once)" if line.partition(":")[0] in takes else "") for line in lines]
 
 
-def _router(name: str, given: dict[str, Any]) -> RouterSpec:
-    _refuse_unknown(f"router {name!r}", given, RouterSpec.__struct_fields__)
-    try:
-        return parse_router(name, given)
-    except TopicsError as error:
-        raise UsageError(f"router {name!r}: {error.message}") from None
-
-
-def _refuse_unknown(what: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
+@contextmanager
+def _checked(what: str, given: Mapping[str, Any], known: tuple[str, ...]) -> Iterator[None]:
+    """Refuse unknown fields; make the error of a bad value one of usage."""
     if unknown := sorted(given.keys() - set(known)):
         raise UsageError(f"{what} can have no field {unknown[0]!r}: {', '.join(known)}")
+    try:
+        yield
+    except TopicsError as error:
+        raise UsageError(f"{what}: {error.message}") from None
 
 
 def _undeclared(manifest: Declaration, now: Deployed) -> Iterator[Step]:

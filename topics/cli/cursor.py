@@ -9,7 +9,7 @@ from typing import Final, get_args
 
 from topics.api.requests import Consistency
 from topics.cli import shared
-from topics.cli.shared import print_answer, print_items
+from topics.cli.shared import print_items, printing
 from topics.client import Client, CursorState
 from topics.terminal import Cell
 
@@ -29,14 +29,15 @@ def fill(parser: argparse.ArgumentParser) -> None:
     listing = verb("list", _list, about="List the cursors of a topic: position, lag, and position after a crash.")
     listing.add_argument("--json", action="store_true", help="as NDJSON")
     about = "Make a cursor, move it, or change what is given. Without --to and --tail it stays where it is."
-    setting = verb("set", _set, about=about)
+    setting = verb("set", printing(_set), about=about)
     setting.add_argument("cursor", metavar="CURSOR")
     where = setting.add_mutually_exclusive_group()
     where.add_argument("--to", dest="from_seq", metavar="SEQ", type=shared.whole, help="all up to this seq is read")
     where.add_argument("--tail", action="store_true", help="all that is there is read")
     setting.add_argument("--consistency", choices=get_args(Consistency), help="promise for a crash (at_least_once)")
     setting.add_argument("--persist-every", metavar="N", type=shared.positive, help="persist every Nth read (1)")
-    delete = verb("delete", _delete, about="Delete a cursor. The records stay.")
+    deleting = printing(lambda client, options: client.cursor(options.topic, options.cursor).delete())
+    delete = verb("delete", deleting, about="Delete a cursor. The records stay.")
     delete.add_argument("cursor", metavar="CURSOR")
 
 
@@ -50,13 +51,6 @@ def _list(client: Client, options: argparse.Namespace) -> int:
     return 0
 
 
-def _set(client: Client, options: argparse.Namespace) -> int:
-    cursor = client.cursor(options.topic, options.cursor)
+def _set(client: Client, options: argparse.Namespace) -> CursorState:
     given = {"consistency": options.consistency, "persist_every": options.persist_every, "from_seq": options.from_seq}
-    print_answer(cursor.put(**given, tail=options.tail))
-    return 0
-
-
-def _delete(client: Client, options: argparse.Namespace) -> int:
-    print_answer(client.cursor(options.topic, options.cursor).delete())
-    return 0
+    return client.cursor(options.topic, options.cursor).put(**given, tail=options.tail)

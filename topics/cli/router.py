@@ -11,7 +11,7 @@ from topics.api.answers import RouterEntry
 from topics.cli import shared
 from topics.cli.apply import Declaration, carry_out
 from topics.cli.create import add_fields, parse_fields
-from topics.cli.shared import print_answer, print_items
+from topics.cli.shared import print_items, printing
 from topics.client import Client
 from topics.terminal import Cell
 
@@ -19,6 +19,7 @@ _EXAMPLES: Final = """  topics router create 'logs>errors' source=logs dest=erro
   topics router list
   topics router show 'logs>errors'
   topics router delete 'logs>errors'"""
+_SHOW: Final = printing(lambda client, options: client.get_router(options.router))
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
@@ -29,13 +30,14 @@ def fill(parser: argparse.ArgumentParser) -> None:
     listing = verb("list", _list, about=about)
     listing.add_argument("prefix", metavar="PREFIX", nargs="?", default="", help="beginning of the names (all routers)")
     listing.add_argument("--json", action="store_true", help="as NDJSON")
-    show = verb("show", _show, about="Print one router with all its fields, its copies and its lag, as JSON.")
+    show = verb("show", _SHOW, about="Print one router with all its fields, its copies and its lag, as JSON.")
     about = (
         "Create a router, with the fields of docs/api.md section 6; source and dest are needed. If it is there, what "
         "would change is shown and asked for; where nobody can be asked, --yes is needed."
     )
     create = verb("create", _create, about=about)
-    delete = verb("delete", _delete, about="Delete a router. Its copies stay.")
+    deleting = printing(lambda client, options: client.delete_router(options.router))
+    delete = verb("delete", deleting, about="Delete a router. Its copies stay.")
     for parser in (show, create, delete):
         parser.add_argument("router", metavar="ROUTER")
     add_fields(create)
@@ -51,16 +53,6 @@ def _row(one: RouterEntry) -> Sequence[Cell]:
     return (one.router, one.source, one.dest, tags, one.forwarded_total, one.lag)
 
 
-def _show(client: Client, options: argparse.Namespace) -> int:
-    print_answer(client.get_router(options.router))
-    return 0
-
-
 def _create(client: Client, options: argparse.Namespace) -> int:
     manifest = Declaration(routers={options.router: parse_fields(options.fields)})
-    return carry_out(client, "router create", manifest, options) or _show(client, options)
-
-
-def _delete(client: Client, options: argparse.Namespace) -> int:
-    print_answer(client.delete_router(options.router))
-    return 0
+    return carry_out(client, "router create", manifest, options) or _SHOW(client, options)

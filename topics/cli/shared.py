@@ -208,6 +208,16 @@ def print_answer(answer: msgspec.Struct) -> None:
     print_line(fields)
 
 
+def printing(ask: Callable[[Client, argparse.Namespace], msgspec.Struct]) -> Work:
+    """Return the work of asking the service once and printing its answer."""
+
+    def work(client: Client, options: argparse.Namespace) -> int:
+        print_answer(ask(client, options))
+        return 0
+
+    return work
+
+
 def print_line(value: Any) -> None:
     put(one_line(_encoder.encode(value)) + b"\n")
 
