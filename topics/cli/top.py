@@ -59,9 +59,8 @@ def _top(client: Client, options: argparse.Namespace) -> int:
     while left is None or left > 0:
         lines = shutil.get_terminal_size().lines
         count = options.count or max(1, lines - OVERHEAD_LINES)
-        ranked = client.call(
-            calls.rank_topics(options.sort, prefix=options.prefix, page_size=min(count, calls.PAGE_SIZE))
-        )
+        size = str(min(count, calls.PAGE_SIZE))
+        ranked = client.call(calls.list_topics(options.prefix, sort=options.sort, page_size=size))
         look = Look(client.call(calls.metrics()), ranked, time.monotonic())
         if options.json:
             print_line({"rates": rates(before, look), "topics": msgspec.to_builtins(ranked.topics)})

@@ -146,9 +146,11 @@ def get_topic(topic: str, *, touch: bool = True) -> Call[answers.TopicState]:
     return _call("GET", answers.TopicState, "topics", topic, query={} if touch else {"touch": "false"})
 
 
-def list_topics(prefix: str = "", *, cursor: str | None = None) -> Call[answers.TopicList]:
-    """Return a page of the topics whose names begin with `prefix`; `cursor` is the last page's `next_cursor`."""
-    return _call("GET", answers.TopicList, "topics", query={"prefix": prefix} | _page(cursor))
+def list_topics(prefix: str = "", *, cursor: str | None = None, **order: str) -> Call[answers.TopicList]:
+    """Return a page of the topics whose names begin with `prefix`; `cursor` is the last page's `next_cursor`. With a
+    `sort` in `order` the entries have rates, lags and cursors (api §1).
+    """
+    return _call("GET", answers.TopicList, "topics", query={"prefix": prefix} | _page(cursor) | order)
 
 
 def delete_topic(topic: str, *, if_empty: bool = False) -> Call[answers.DeleteTopicAnswer]:
@@ -159,12 +161,6 @@ def delete_topic(topic: str, *, if_empty: bool = False) -> Call[answers.DeleteTo
 def _page(cursor: str | None) -> dict[str, str]:
     query = {"page_size": str(PAGE_SIZE)}
     return query if cursor is None else query | {"cursor": cursor}
-
-
-def rank_topics(sort: str, *, prefix: str = "", kind: str = "any", page_size: int = 100) -> Call[answers.TopicList]:
-    """Return the first topics in the order of `sort` (`rate`, `lag`, …), with rates, lags and cursors (api §1)."""
-    query = {"sort": sort, "prefix": prefix, "kind": kind, "page_size": str(page_size)}
-    return _call("GET", answers.TopicList, "topics", query=query)
 
 
 # -- the service
