@@ -129,7 +129,7 @@ def deployed(client: Client, manifest: Declaration) -> Deployed:
     if manifest.prefix is not None:
         names |= {topic.topic for topic in client.list_topics(manifest.prefix)}
     now = Deployed({}, {one.router: msgspec.structs.asdict(one) for one in client.list_routers()}, {})
-    for name in sorted(names):
+    for name in counted(sorted(names), " topics", len(names)):
         try:
             now.topics[name] = client.get_topic(name, touch=False).config
             found = {(name, one.cursor): msgspec.structs.asdict(one) for one in client.list_cursors(name)}

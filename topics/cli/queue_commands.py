@@ -15,7 +15,7 @@ import msgspec
 
 from topics.api.requests import State
 from topics.cli import shared
-from topics.cli.progress import progress
+from topics.cli.progress import counted, progress
 from topics.cli.shared import (
     EXIT_REFUSED,
     BadLineError,
@@ -127,7 +127,7 @@ def _settle(
     """Settle jobs, a request for each batch of the same node, and print how many were settled."""
     settled, skipped = 0, list[int]()
     try:
-        for jobs in _given_jobs(options):
+        for jobs in counted(_given_jobs(options), " batches"):
             for node, group in groupby(jobs, lambda job: job.node or options.node):
                 leases = list(group)
                 lost = client.call(build(options)(options.topic, node, leases))
