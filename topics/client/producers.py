@@ -1,0 +1,500 @@
+"""Producers of both clients: `send` puts a record into a batch, and one thread or one task carries the batches out.
+
+`accumulator.py` says what goes next. `Placing` is the producer's place in its topic, as coroutines that never suspend
+in a `Producer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Final, Generic, Protocol, Self, TypedDict, TypeVar
+
+import msgspec
+
+from topics.api.answers import Record
+from topics.api.requests import U64_MAX, AppendBody, ProducerBody
+from topics.client import calls
+from topics.client.accumulator import Accumulator, Batch, BatchPart, F, ProducerLimits
+from topics.client.calls import Call
+from topics.client.errors import (
+    ApiError,
+    ClientError,
+    ConflictError,
+    InvalidRequestError,
+    NotFoundError,
+    ServiceFaultError,
+    UnreachableError,
+    api_error,
+)
+from topics.client.links import finish
+
+T = TypeVar("T")
+
+CLOSE_MAX_S: Final = 60.0
+LIMITS: Final = ProducerLimits()
+STEP_RECORDS: Final = 256
+"""Records after which `AsyncProducer.send` lets the event loop do other work."""
+_EPOCH_RANDOM_BITS: Final = 20
+
+
+class Carrier(Protocol):
+    """A client, as the rules see it."""
+
+    async def carry_out(self, call: Call[T], /) -> T: ...
+
+
+class ProducerOptions(TypedDict, total=False):
+    """Options of a producer. `node`, `create` and `config` are those of `append`; `close_max_s` is how long the end of
+    a `with` block waits for answers.
+    """
+
+    limits: ProducerLimits
+    node: str | None
+    create: bool
+    config: Mapping[str, Any] | None
+    close_max_s: float
+
+
+def new_epoch(now_ns: int, former_epoch: int) -> int:
+    """Return an epoch above the former one that no other life draws: the time, and chance below the millisecond."""
+    time_ns = max(now_ns, former_epoch + (1 << _EPOCH_RANDOM_BITS))
+    return time_ns >> _EPOCH_RANDOM_BITS << _EPOCH_RANDOM_BITS | secrets.randbits(_EPOCH_RANDOM_BITS)
+
+
+class Placing:
+    """The place of a producer in its topic: where its former life ended, and the epoch of this one.
+
+    A named producer looks before it writes. Its first write holds only for the head that it saw, so a late request of
+    the former life cannot slip in behind the look. That write shuts the former life out.
+    """
+
+    def __init__(self, topic: str, name: str | None, options: ProducerOptions) -> None:
+        config = options.get("config")
+        self._topic = topic
+        self._name = name
+        self._head_seq: int | None = None
+        """The head that the first write of a named producer demands."""
+        self._former: ProducerBody | None = None
+        """The last write of the former life."""
+        self._last_seq: int | None = None
+        self._body = AppendBody(
+            records=[],
+            node=options.get("node"),
+            create=options.get("create", True),
+            config=msgspec.UNSET if config is None else msgspec.Raw(calls.encode_body(config)),
+        )
+        self._id = name if name is not None else secrets.token_urlsafe(16)
+        self._epoch = 0
+
+    async def begin(self, carrier: Carrier) -> None:
+        """Look where the former life ended, if the producer has a name, and draw an epoch above it."""
+        if self._name is not None:
+            self._former, self._head_seq = await self._look(carrier)
+        if self._former is not None:
+            repeat = self._unwritable(self._former)
+            self._last_seq = (await carrier.carry_out(repeat)).last_seq
+        self._epoch = new_epoch(time.time_ns(), self._former.epoch if self._former else 0)
+
+    async def last(self, carrier: Carrier) -> Record | None:
+        """Return the last record of the former life, None if there was none. ClientError if the record is gone."""
+        if self._last_seq is None:
+            return None
+        page = await carrier.carry_out(calls.diff(self._topic, self._last_seq - 1, limit=1))
+        if not page.records or page.records[0].seq != self._last_seq:
+            raise ClientError(
+                f"the last record of producer {self._id!r}, seq {self._last_seq} of topic {self._topic!r}, is gone: "
+                "only the program can tell where to go on"
+            )
+        return page.records[0]
+
+    async def deliver(self, carrier: Carrier, part: BatchPart, n: int) -> int | ApiError:
+        """Write a part and return its first seq, or the error for one of its records. Other errors are raised."""
+        records = part.records()
+        while True:
+            producer = ProducerBody(self._id, self._epoch, n)
+            body = msgspec.structs.replace(self._body, producer=producer, if_head_seq=self._head_seq)
+            try:
+                answer = await carrier.carry_out(calls.append_encoded(self._topic, records, body))
+            except InvalidRequestError as error:
+                if not _names_a_record(error):
+                    raise
+                return error
+            except ConflictError as error:
+                if error.code != "head_mismatch":
+                    raise
+                await self._look_again(carrier)
+                continue
+            if answer.count != part.stop - part.start:
+                message = (
+                    f"the service wrote {answer.count} records of {part.stop - part.start}: was one no whole JSON?"
+                )
+                raise ServiceFaultError(200, "unknown", message, {})
+            self._head_seq = None
+            return answer.first_seq
+
+    async def _look_again(self, carrier: Carrier) -> None:
+        """Take the present head, unless the former life wrote since `begin`: the program began behind an older one."""
+        former, self._head_seq = await self._look(carrier)
+        if former != self._former:
+            message = f"another life of producer {self._id!r} wrote to {self._topic!r} when this one began: begin again"
+            raise api_error(409, "fenced", message, {})
+
+    async def _look(self, carrier: Carrier) -> tuple[ProducerBody | None, int]:
+        """Return the last write of the former life, and a head that is not above what was there then."""
+        head = await self._probe(carrier, secrets.token_urlsafe(16))
+        known = await self._probe(carrier, self._id)
+        detail = known.detail
+        former = (
+            ProducerBody(self._id, detail["epoch"], detail["n"]) if known.code in ("fenced", "out_of_order") else None
+        )
+        return former, int(head.detail.get("head_seq", 0))
+
+    async def _probe(self, carrier: Carrier, id: str) -> ApiError:
+        try:
+            await carrier.carry_out(self._unwritable(ProducerBody(id, 0, U64_MAX)))
+        except (ConflictError, NotFoundError) as refusal:
+            return refusal
+        raise ServiceFaultError(200, "unknown", f"a probe of topic {self._topic!r} was not refused", {})
+
+    def _unwritable(self, producer: ProducerBody) -> Call[Any]:
+        """Return a write that is never carried out: it demands a head that no topic reaches."""
+        return calls.append(self._topic, [None], create=False, if_head_seq=U64_MAX, producer=producer)
+
+
+def _names_a_record(error: InvalidRequestError) -> bool:
+    """Return whether a write was refused for a record in it. What the whole write has wrong names another field."""
+    if error.status == 413 or error.code in ("record_too_large", "batch_too_large"):
+        return True
+    field = error.detail.get("field", "records")
+    return error.code == "invalid_request" and (field.startswith("records") or field == "delay_ms")
+
+
+class _Production(Generic[F]):
+    """The parts that both kinds of producer share: the records that wait, the place in the topic, the end."""
+
+    def __init__(
+        self, topic: str, name: str | None, options: ProducerOptions, new_future: Callable[[], F], carrier: Carrier
+    ) -> None:
+        self._topic = topic
+        self._close_max_s = options.get("close_max_s", CLOSE_MAX_S)
+        self._records = Accumulator(options.get("limits", LIMITS), new_future, time.monotonic)
+        self._placing = Placing(topic, name, options)
+        self._carrier = carrier
+        self._closed = False
+        _producers.add(self)
+
+    def _check_usable(self) -> None:
+        if self._records.failure is not None:
+            raise self._records.failure
+        if self._closed:
+            raise RuntimeError(f"this producer of {self._topic!r} was closed, so it cannot send a record")
+
+    async def _deliver(self, part: BatchPart, n: int) -> int | ApiError:
+        return await self._placing.deliver(self._carrier, part, n)
+
+    def _settle(self, outcome: int | ApiError) -> None:
+        if isinstance(outcome, int):
+            self._records.written(outcome)
+        else:
+            self._records.refused(outcome)
+
+    def _late(self) -> UnreachableError:
+        return UnreachableError(
+            f"the producer of {self._topic!r} was closed before all records were answered; those under way may have "
+            "been written"
+        )
+
+    def _raise_unseen(self) -> None:
+        """Raise what the program would not learn otherwise: the producer's failure, or that of a rejected record."""
+        if self._records.failure is not None:
+            raise self._records.failure
+        unseen = self._records.unseen()
+        if unseen:
+            unseen[0].add_note(f"{len(unseen)} records of the producer of {self._topic!r} were rejected; this is one")
+            raise unseen[0]
+
+    def _explain(self, error: BaseException, trouble: Exception) -> None:
+        """Keep the error of a `with` block, and say beside it what its producer has met."""
+        if trouble is not error:
+            error.add_note(f"and the producer of {self._topic!r} ended with {type(trouble).__name__}: {trouble}")
+
+    def leave(self) -> None:
+        """End this copy in a forked child, which has neither the thread nor the connection. The parent's goes on."""
+        self._closed = True
+        self._records.leave(ClientError(f"this producer of {self._topic!r} is that of another process: make one here"))
+
+
+class _Sent(msgspec.Struct, Generic[F], frozen=True, gc=False):
+    """A record on its way, which shares the future of its batch."""
+
+    batch: Batch[F]
+    index: int
+
+    def done(self) -> bool:
+        """Return whether the outcome is known."""
+        return self.batch.settled.done()
+
+
+class SentRecord(_Sent[Future[None]], frozen=True, gc=False):
+    """A record on its way from a `Producer`."""
+
+    def result(self, timeout_s: float | None = None) -> int:
+        """Wait for the record's seq and return it, or raise what became of it; TimeoutError when it takes longer."""
+        self.batch.settled.result(timeout_s)
+        return self.batch.seq_of(self.index)
+
+
+class AsyncSentRecord(_Sent["asyncio.Future[None]"], frozen=True, gc=False):
+    """A record on its way from an `AsyncProducer`. `await` it for its seq; that may be cancelled and done again."""
+
+    def __await__(self) -> Generator[Any, None, int]:
+        if not self.batch.settled.done():
+            yield from asyncio.shield(self.batch.settled).__await__()
+        return self.batch.seq_of(self.index)
+
+
+class Producer(_Production[Future[None]]):
+    """A producer for threads, which may share it. A thread of its own sends the batches.
+
+    Records are in the topic each once, in the order of `send`, whatever is killed. At the end of a `with` block all are
+    answered, or the block raises.
+    """
+
+    def __init__(
+        self, client: Carrier, connect: Callable[..., Any], topic: str, name: str | None, options: ProducerOptions
+    ) -> None:
+        self._own = connect(sleep=self._pause)
+        super().__init__(topic, name, options, Future, self._own)
+        self._client = client
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._room = threading.Condition(self._lock)
+        self._ended = threading.Event()
+        finish(self._placing.begin(client))
+        self._thread = threading.Thread(target=self._run, name=f"producer of {topic}", daemon=True)
+        self._thread.start()
+
+    def last(self) -> Record | None:
+        """Return the last record that a former life of this name wrote, None if none did. ClientError if it is gone."""
+        return finish(self._placing.last(self._client))
+
+    def send(self, record: Any, *, timeout_s: float | None = None) -> SentRecord:
+        """Put a record, a NewRecord or just its `data`, into the next batch. Waits only while memory is full;
+        TimeoutError when that takes longer than `timeout_s`: the record was not taken.
+        """
+        with self._lock:
+            if self._closed or self._records.failure is not None or self._records.is_full:
+                self._wait_for_room(timeout_s)
+            batch, index = self._records.add(record)
+            if not index or batch.unsettled:
+                self._work.notify()
+        return SentRecord(batch, index)
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Send what waits and wait until all records have their outcome. Raise the producer's failure if it has one."""
+        with self._lock:
+            self._check_usable()
+            self._records.seal()
+            last = self._records.last
+            self._work.notify()
+        if last is not None:
+            last.settled.result(timeout_s)
+        if self._records.failure is not None:
+            raise self._records.failure
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Send what waits, wait for the answers (`close_max_s` unless given), and end. Raise the producer's failure, or
+        else the error of a rejected record that nobody has asked for.
+        """
+        if self._closed:
+            return
+        try:
+            with self._lock:
+                self._closed = True
+                self._records.seal()
+                last = self._records.last
+                self._work.notify()
+                self._room.notify_all()
+            if last is not None:
+                last.settled.result(self._close_max_s if timeout_s is None else timeout_s)
+        except TimeoutError:
+            pass
+        finally:
+            with self._lock:
+                if self._records.pause_s() is not None:
+                    self._records.fail(self._late())
+            self._ended.set()
+            self._own.close()
+        self._raise_unseen()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        try:
+            self.close()
+        except Exception as trouble:
+            if error is None:
+                raise
+            self._explain(error, trouble)
+
+    def _wait_for_room(self, timeout_s: float | None) -> None:
+        """Wait under the lock until a record may be added; a batch that is not full goes, too, to make room."""
+        self._check_usable()
+        self._records.seal()
+        self._work.notify()
+        if not self._room.wait_for(lambda: self._closed or not self._records.is_full, timeout_s):
+            raise TimeoutError(f"the memory of the producer of {self._topic!r} was full for {timeout_s} s")
+        self._check_usable()
+
+    def _run(self) -> None:
+        try:
+            while (part := self._next()) is not None:
+                outcome = finish(self._deliver(*part))
+                with self._lock:
+                    self._settle(outcome)
+                    self._room.notify_all()
+        except BaseException as error:  # noqa: BLE001 - whoever waits for a record gets it
+            with self._lock:
+                self._records.fail(error if isinstance(error, Exception) else self._late())
+                self._room.notify_all()
+
+    def _next(self) -> tuple[BatchPart, int] | None:
+        with self._lock:
+            while (pause_s := self._records.pause_s()) != 0:
+                if self._closed:
+                    return None
+                self._work.wait(pause_s)
+            return self._records.take(), self._records.n
+
+    def _pause(self, pause_s: float) -> None:
+        if self._ended.wait(pause_s):
+            raise self._late()
+
+    def leave(self) -> None:
+        self._lock = threading.Lock()
+        super().leave()
+
+
+class AsyncProducer(_Production["asyncio.Future[None]"]):
+    """A producer for asyncio, begun by `async with`. A task of its own sends the batches; otherwise like `Producer`."""
+
+    def __init__(
+        self, client: Carrier, connect: Callable[..., Any], topic: str, name: str | None, options: ProducerOptions
+    ) -> None:
+        self._own = connect()
+        super().__init__(topic, name, options, lambda: asyncio.get_running_loop().create_future(), self._own)
+        self._client = client
+        self._work = asyncio.Event()
+        self._room = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._step_due = False
+
+    async def last(self) -> Record | None:
+        """Return the last record that a former life of this name wrote, None if none did. ClientError if it is gone."""
+        return await self._placing.last(self._client)
+
+    async def send(self, record: Any) -> AsyncSentRecord:
+        """Put a record, a NewRecord or just its `data`, into the next batch. Waits only while memory is full. If it is
+        cancelled the record was not taken.
+        """
+        if self._task is None:
+            raise RuntimeError("an asynchronous producer begins with `async with`")
+        if self._step_due:
+            self._step_due = False
+            await asyncio.sleep(0)
+        self._check_usable()
+        while self._records.is_full:
+            self._records.seal()
+            self._work.set()
+            self._room.clear()
+            await self._room.wait()
+            self._check_usable()
+        batch, index = self._records.add(record)
+        if not index % STEP_RECORDS:
+            self._step_due = True
+        if not index or batch.unsettled:
+            self._work.set()
+        return AsyncSentRecord(batch, index)
+
+    async def flush(self) -> None:
+        """Send what waits and wait until all records have their outcome. Raise the producer's failure if it has one."""
+        self._check_usable()
+        self._records.seal()
+        self._work.set()
+        if self._records.last is not None:
+            await asyncio.shield(self._records.last.settled)
+        if self._records.failure is not None:
+            raise self._records.failure
+
+    async def close(self, timeout_s: float | None = None) -> None:
+        """Send what waits, wait for the answers (`close_max_s` unless given), and end. Raise the producer's failure, or
+        else the error of a rejected record that nobody has asked for.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._records.seal()
+        self._work.set()
+        self._room.set()
+        try:
+            if self._records.last is not None:
+                limit_s = self._close_max_s if timeout_s is None else timeout_s
+                await asyncio.wait([self._records.last.settled], timeout=limit_s)
+        finally:
+            if self._records.pause_s() is not None:
+                self._records.fail(self._late())
+            if self._task is not None:
+                self._task.cancel()
+            await self._own.close()
+        self._raise_unseen()
+
+    async def __aenter__(self) -> Self:
+        await self._placing.begin(self._client)
+        self._task = asyncio.create_task(self._run(), name=f"producer of {self._topic}")
+        return self
+
+    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        try:
+            await self.close()
+        except Exception as trouble:
+            if error is None:
+                raise
+            self._explain(error, trouble)
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                while (pause_s := self._records.pause_s()) != 0:
+                    self._work.clear()
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(pause_s):
+                            await self._work.wait()
+                self._settle(await self._deliver(self._records.take(), self._records.n))
+                self._room.set()
+        except BaseException as error:
+            self._records.fail(error if isinstance(error, Exception) else self._late())
+            self._room.set()
+            if not isinstance(error, Exception):
+                raise
+
+
+_producers: weakref.WeakSet[_Production[Any]] = weakref.WeakSet()
+"""The producers of this process, for its forked children."""
+
+
+def _leave_all() -> None:
+    for producer in list(_producers):
+        producer.leave()
+    _producers.clear()
+
+
+os.register_at_fork(after_in_child=_leave_all)
