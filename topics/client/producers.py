@@ -480,11 +480,9 @@ class AsyncProducer(_Production["asyncio.Future[None]"]):
                             await self._work.wait()
                 self._settle(await self._deliver(self._records.take(), self._records.n))
                 self._room.set()
-        except BaseException as error:
-            self._records.fail(error if isinstance(error, Exception) else self._late())
+        except Exception as error:  # noqa: BLE001 - whoever waits for a record gets it
+            self._records.fail(error)
             self._room.set()
-            if not isinstance(error, Exception):
-                raise
 
 
 _producers: weakref.WeakSet[_Production[Any]] = weakref.WeakSet()
