@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from topics.client import NewRecord, NotFiniteError, ProducerLimits
 from topics.client.accumulator import Accumulator
 
-Records = Accumulator["Future[None]"]
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.booleans()),
@@ -48,7 +47,7 @@ class Run:
 
     def __init__(self, limits: ProducerLimits) -> None:
         self.now_s = 0.0
-        self.records: Records = Accumulator(limits, Future, lambda: self.now_s)
+        self.records: Accumulator = Accumulator(limits, Future, lambda: self.now_s)
         self.service = ModelService()
         self.places: list[tuple[Any, int]] = []
         self.bad: set[int] = set()
@@ -155,7 +154,7 @@ def test_memory_is_full_until_an_answer_comes() -> None:
 
 
 def test_records_are_sent_as_they_are_encoded_now() -> None:
-    records: Records = Accumulator(ProducerLimits(), Future, lambda: 0.0)
+    records: Accumulator = Accumulator(ProducerLimits(), Future, lambda: 0.0)
     data = {"a": 1}
     records.add(data)
     data["a"] = 2
@@ -167,19 +166,3 @@ def test_records_are_sent_as_they_are_encoded_now() -> None:
         records.add(object())
     sent = json.loads(records.take().records())
     assert sent == [{"data": {"a": 1}}, {"data": None, "tag": "x", "meta": {"m": "1"}}]
-
-
-def test_a_forked_child_waits_for_nothing() -> None:
-    run = Run(ProducerLimits(batch_records=2))
-    for _ in range(3):
-        run.add(False)
-    of_parent = run.places[0][0].settled
-    run.records.leave(ValueError("of the parent"))
-    assert run.outcomes() == [None] * 3
-    assert not of_parent.done()
-
-
-@pytest.mark.parametrize("limits", [{"batch_records": 0}, {"memory_bytes": 0}, {"linger_ms": -1}])
-def test_limits_that_cannot_be_are_refused(limits: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(limits))):
-        ProducerLimits(**limits)

@@ -1,7 +1,6 @@
 """Producers of both clients: `send` puts a record into a batch, and one thread or one task carries the batches out.
 
-`accumulator.py` says what goes next. `Placing` is the producer's place in its topic, as coroutines that never suspend
-in a `Producer`.
+`accumulator.py` says what goes next. The rules are coroutines, which never suspend in a `Producer` (`links.py`).
 """
 
 from __future__ import annotations
@@ -11,18 +10,17 @@ import os
 import secrets
 import threading
 import time
-import weakref
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
-from typing import Any, Final, Generic, Protocol, Self, TypedDict, TypeVar
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, Final, Protocol, Self, TypedDict, TypeVar
 
 import msgspec
 
 from topics.api.answers import Record
 from topics.api.requests import U64_MAX, AppendBody, ProducerBody
 from topics.client import calls
-from topics.client.accumulator import Accumulator, Batch, BatchPart, F, ProducerLimits
+from topics.client.accumulator import Accumulator, Batch, BatchPart, ProducerLimits
 from topics.client.calls import Call
 from topics.client.errors import (
     ApiError,
@@ -39,14 +37,16 @@ from topics.client.links import finish
 T = TypeVar("T")
 
 CLOSE_MAX_S: Final = 60.0
-LIMITS: Final = ProducerLimits()
 STEP_RECORDS: Final = 256
 """Records after which `AsyncProducer.send` lets the event loop do other work."""
 _EPOCH_RANDOM_BITS: Final = 20
 
+_process = [os.getpid()]
+os.register_at_fork(after_in_child=lambda: _process.__setitem__(0, os.getpid()))
+
 
 class Carrier(Protocol):
-    """A client, as the rules see it."""
+    """A client, as its producers see it."""
 
     async def carry_out(self, call: Call[T], /) -> T: ...
 
@@ -79,7 +79,9 @@ class Placing:
     def __init__(self, topic: str, name: str | None, options: ProducerOptions) -> None:
         config = options.get("config")
         self._topic = topic
-        self._name = name
+        self._id = secrets.token_urlsafe(16) if name is None else name
+        self._looks = name is not None
+        self._epoch = 0
         self._head_seq: int | None = None
         """The head that the first write of a named producer demands."""
         self._former: ProducerBody | None = None
@@ -91,33 +93,27 @@ class Placing:
             create=options.get("create", True),
             config=msgspec.UNSET if config is None else msgspec.Raw(calls.encode_body(config)),
         )
-        self._id = name if name is not None else secrets.token_urlsafe(16)
-        self._epoch = 0
 
     async def begin(self, carrier: Carrier) -> None:
         """Look where the former life ended, if the producer has a name, and draw an epoch above it."""
-        if self._name is not None:
+        if self._looks:
             self._former, self._head_seq = await self._look(carrier)
         if self._former is not None:
-            repeat = self._unwritable(self._former)
-            self._last_seq = (await carrier.carry_out(repeat)).last_seq
+            self._last_seq = (await carrier.carry_out(self._unwritable(self._former))).last_seq
         self._epoch = new_epoch(time.time_ns(), self._former.epoch if self._former else 0)
 
     async def last(self, carrier: Carrier) -> Record | None:
-        """Return the last record of the former life, None if there was none. ClientError if the record is gone."""
         if self._last_seq is None:
             return None
         page = await carrier.carry_out(calls.diff(self._topic, self._last_seq - 1, limit=1))
         if not page.records or page.records[0].seq != self._last_seq:
-            raise ClientError(
-                f"the last record of producer {self._id!r}, seq {self._last_seq} of topic {self._topic!r}, is gone: "
-                "only the program can tell where to go on"
-            )
+            what = f"the last record of producer {self._id!r}, seq {self._last_seq} of topic {self._topic!r}"
+            raise ClientError(f"{what}, is gone: only the program can tell where to go on")
         return page.records[0]
 
     async def deliver(self, carrier: Carrier, part: BatchPart, n: int) -> int | ApiError:
         """Write a part and return its first seq, or the error for one of its records. Other errors are raised."""
-        records = part.records()
+        records, count = part.records(), part.stop - part.start
         while True:
             producer = ProducerBody(self._id, self._epoch, n)
             body = msgspec.structs.replace(self._body, producer=producer, if_head_seq=self._head_seq)
@@ -130,31 +126,23 @@ class Placing:
             except ConflictError as error:
                 if error.code != "head_mismatch":
                     raise
-                await self._look_again(carrier)
+                former, self._head_seq = await self._look(carrier)
+                if former != self._former:
+                    message = f"another life of producer {self._id!r} wrote while this one began: begin again"
+                    raise api_error(409, "fenced", message, {}) from None
                 continue
-            if answer.count != part.stop - part.start:
-                message = (
-                    f"the service wrote {answer.count} records of {part.stop - part.start}: was one no whole JSON?"
-                )
+            if answer.count != count:
+                message = f"{answer.count} records were written, {count} sent: was one no whole JSON?"
                 raise ServiceFaultError(200, "unknown", message, {})
             self._head_seq = None
             return answer.first_seq
-
-    async def _look_again(self, carrier: Carrier) -> None:
-        """Take the present head, unless the former life wrote since `begin`: the program began behind an older one."""
-        former, self._head_seq = await self._look(carrier)
-        if former != self._former:
-            message = f"another life of producer {self._id!r} wrote to {self._topic!r} when this one began: begin again"
-            raise api_error(409, "fenced", message, {})
 
     async def _look(self, carrier: Carrier) -> tuple[ProducerBody | None, int]:
         """Return the last write of the former life, and a head that is not above what was there then."""
         head = await self._probe(carrier, secrets.token_urlsafe(16))
         known = await self._probe(carrier, self._id)
-        detail = known.detail
-        former = (
-            ProducerBody(self._id, detail["epoch"], detail["n"]) if known.code in ("fenced", "out_of_order") else None
-        )
+        wrote = known.code in ("fenced", "out_of_order")
+        former = ProducerBody(self._id, known.detail["epoch"], known.detail["n"]) if wrote else None
         return former, int(head.detail.get("head_seq", 0))
 
     async def _probe(self, carrier: Carrier, id: str) -> ApiError:
@@ -177,40 +165,87 @@ def _names_a_record(error: InvalidRequestError) -> bool:
     return error.code == "invalid_request" and (field.startswith("records") or field == "delay_ms")
 
 
-class _Production(Generic[F]):
+class _Sent(msgspec.Struct, frozen=True, gc=False):
+    """A record on its way, which shares the future of its batch."""
+
+    batch: Batch
+    index: int
+
+    def done(self) -> bool:
+        """Return whether the outcome is known."""
+        return bool(self.batch.settled.done())
+
+
+class SentRecord(_Sent, frozen=True, gc=False):
+    """A record on its way from a `Producer`."""
+
+    def result(self, timeout_s: float | None = None) -> int:
+        """Wait for the record's seq and return it, or raise what became of it; TimeoutError when it takes longer."""
+        self.batch.settled.result(timeout_s)
+        return self.batch.seq_of(self.index)
+
+
+class AsyncSentRecord(_Sent, frozen=True, gc=False):
+    """A record on its way from an `AsyncProducer`. `await` it for its seq; that may be cancelled and done again."""
+
+    def __await__(self) -> Generator[Any, None, int]:
+        if not self.batch.settled.done():
+            yield from asyncio.shield(self.batch.settled).__await__()
+        return self.batch.seq_of(self.index)
+
+
+class _Production:
     """The parts that both kinds of producer share: the records that wait, the place in the topic, the end."""
 
     def __init__(
-        self, topic: str, name: str | None, options: ProducerOptions, new_future: Callable[[], F], carrier: Carrier
+        self, client: Carrier, topic: str, name: str | None, options: ProducerOptions, new_future: Callable[[], Any]
     ) -> None:
+        self._client = client
         self._topic = topic
         self._close_max_s = options.get("close_max_s", CLOSE_MAX_S)
-        self._records = Accumulator(options.get("limits", LIMITS), new_future, time.monotonic)
+        self._records = Accumulator(options.get("limits", ProducerLimits()), new_future, time.monotonic)
         self._placing = Placing(topic, name, options)
-        self._carrier = carrier
+        self._lock: AbstractContextManager[Any] = nullcontext()
         self._closed = False
-        _producers.add(self)
+        self._pid = _process[0]
+
+    def _wake(self) -> None:
+        """Have all look again, who wait for work or for room."""
+        raise NotImplementedError
+
+    async def _settled(self, batch: Batch, timeout_s: float | None) -> None:
+        """Wait until a batch is settled, or for so long."""
+        raise NotImplementedError
 
     def _check_usable(self) -> None:
+        if self._pid != _process[0]:
+            raise ClientError(f"this producer of {self._topic!r} is that of process {self._pid}: make one in this one")
         if self._records.failure is not None:
             raise self._records.failure
         if self._closed:
             raise RuntimeError(f"this producer of {self._topic!r} was closed, so it cannot send a record")
 
-    async def _deliver(self, part: BatchPart, n: int) -> int | ApiError:
-        return await self._placing.deliver(self._carrier, part, n)
+    async def _flush(self, timeout_s: float | None) -> None:
+        with self._lock:
+            self._records.seal()
+            last = self._records.last
+            self._wake()
+        if last is not None:
+            await self._settled(last, timeout_s)
 
-    def _settle(self, outcome: int | ApiError) -> None:
-        if isinstance(outcome, int):
-            self._records.written(outcome)
-        else:
-            self._records.refused(outcome)
+    async def _close(self, timeout_s: float | None) -> None:
+        self._closed = True
+        try:
+            with suppress(TimeoutError):
+                await self._flush(self._close_max_s if timeout_s is None else timeout_s)
+        finally:
+            with self._lock:
+                if self._records.pause_s() is not None:
+                    self._records.fail(self._late())
 
     def _late(self) -> UnreachableError:
-        return UnreachableError(
-            f"the producer of {self._topic!r} was closed before all records were answered; those under way may have "
-            "been written"
-        )
+        message = f"the producer of {self._topic!r} was closed before all records were answered"
+        return UnreachableError(f"{message}; those under way may have been written")
 
     def _raise_unseen(self) -> None:
         """Raise what the program would not learn otherwise: the producer's failure, or that of a rejected record."""
@@ -221,66 +256,25 @@ class _Production(Generic[F]):
             unseen[0].add_note(f"{len(unseen)} records of the producer of {self._topic!r} were rejected; this is one")
             raise unseen[0]
 
-    def _explain(self, error: BaseException, trouble: Exception) -> None:
-        """Keep the error of a `with` block, and say beside it what its producer has met."""
-        if trouble is not error:
-            error.add_note(f"and the producer of {self._topic!r} ended with {type(trouble).__name__}: {trouble}")
 
-    def leave(self) -> None:
-        """End this copy in a forked child, which has neither the thread nor the connection. The parent's goes on."""
-        self._closed = True
-        self._records.leave(ClientError(f"this producer of {self._topic!r} is that of another process: make one here"))
-
-
-class _Sent(msgspec.Struct, Generic[F], frozen=True, gc=False):
-    """A record on its way, which shares the future of its batch."""
-
-    batch: Batch[F]
-    index: int
-
-    def done(self) -> bool:
-        """Return whether the outcome is known."""
-        return self.batch.settled.done()
-
-
-class SentRecord(_Sent[Future[None]], frozen=True, gc=False):
-    """A record on its way from a `Producer`."""
-
-    def result(self, timeout_s: float | None = None) -> int:
-        """Wait for the record's seq and return it, or raise what became of it; TimeoutError when it takes longer."""
-        self.batch.settled.result(timeout_s)
-        return self.batch.seq_of(self.index)
-
-
-class AsyncSentRecord(_Sent["asyncio.Future[None]"], frozen=True, gc=False):
-    """A record on its way from an `AsyncProducer`. `await` it for its seq; that may be cancelled and done again."""
-
-    def __await__(self) -> Generator[Any, None, int]:
-        if not self.batch.settled.done():
-            yield from asyncio.shield(self.batch.settled).__await__()
-        return self.batch.seq_of(self.index)
-
-
-class Producer(_Production[Future[None]]):
+class Producer(_Production):
     """A producer for threads, which may share it. A thread of its own sends the batches.
 
     Records are in the topic each once, in the order of `send`, whatever is killed. At the end of a `with` block all are
-    answered, or the block raises.
+    answered, or the block raises. A forked child cannot use it.
     """
 
     def __init__(
         self, client: Carrier, connect: Callable[..., Any], topic: str, name: str | None, options: ProducerOptions
     ) -> None:
+        super().__init__(client, topic, name, options, Future)
         self._own = connect(sleep=self._pause)
-        super().__init__(topic, name, options, Future, self._own)
-        self._client = client
-        self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)
-        self._room = threading.Condition(self._lock)
+        lock = self._lock = threading.Lock()
+        self._work = threading.Condition(lock)
+        self._room = threading.Condition(lock)
         self._ended = threading.Event()
         finish(self._placing.begin(client))
-        self._thread = threading.Thread(target=self._run, name=f"producer of {topic}", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name=f"producer of {topic}", daemon=True).start()
 
     def last(self) -> Record | None:
         """Return the last record that a former life of this name wrote, None if none did. ClientError if it is gone."""
@@ -290,23 +284,23 @@ class Producer(_Production[Future[None]]):
         """Put a record, a NewRecord or just its `data`, into the next batch. Waits only while memory is full;
         TimeoutError when that takes longer than `timeout_s`: the record was not taken.
         """
+        records = self._records
+        if self._pid != _process[0]:
+            self._check_usable()
         with self._lock:
-            if self._closed or self._records.failure is not None or self._records.is_full:
+            if self._closed or records.failure is not None or records.is_full:
                 self._wait_for_room(timeout_s)
-            batch, index = self._records.add(record)
+            batch, index = records.add(record)
             if not index or batch.unsettled:
                 self._work.notify()
         return SentRecord(batch, index)
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Send what waits and wait until all records have their outcome. Raise the producer's failure if it has one."""
-        with self._lock:
-            self._check_usable()
-            self._records.seal()
-            last = self._records.last
-            self._work.notify()
-        if last is not None:
-            last.settled.result(timeout_s)
+        """Send what waits and wait until all records have their outcome; TimeoutError when that takes longer. Raise
+        the producer's failure if it has one.
+        """
+        self._check_usable()
+        finish(self._flush(timeout_s))
         if self._records.failure is not None:
             raise self._records.failure
 
@@ -314,23 +308,11 @@ class Producer(_Production[Future[None]]):
         """Send what waits, wait for the answers (`close_max_s` unless given), and end. Raise the producer's failure, or
         else the error of a rejected record that nobody has asked for.
         """
-        if self._closed:
+        if self._closed or self._pid != _process[0]:
             return
         try:
-            with self._lock:
-                self._closed = True
-                self._records.seal()
-                last = self._records.last
-                self._work.notify()
-                self._room.notify_all()
-            if last is not None:
-                last.settled.result(self._close_max_s if timeout_s is None else timeout_s)
-        except TimeoutError:
-            pass
+            finish(self._close(timeout_s))
         finally:
-            with self._lock:
-                if self._records.pause_s() is not None:
-                    self._records.fail(self._late())
             self._ended.set()
             self._own.close()
         self._raise_unseen()
@@ -339,12 +321,15 @@ class Producer(_Production[Future[None]]):
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        try:
+        with suppress(Exception) if error is not None else nullcontext():
             self.close()
-        except Exception as trouble:
-            if error is None:
-                raise
-            self._explain(error, trouble)
+
+    def _wake(self) -> None:
+        self._work.notify()
+        self._room.notify_all()
+
+    async def _settled(self, batch: Batch, timeout_s: float | None) -> None:
+        batch.settled.result(timeout_s)
 
     def _wait_for_room(self, timeout_s: float | None) -> None:
         """Wait under the lock until a record may be added; a batch that is not full goes, too, to make room."""
@@ -356,43 +341,37 @@ class Producer(_Production[Future[None]]):
         self._check_usable()
 
     def _run(self) -> None:
+        records, outcome = self._records, None
         try:
-            while (part := self._next()) is not None:
-                outcome = finish(self._deliver(*part))
+            while True:
                 with self._lock:
-                    self._settle(outcome)
-                    self._room.notify_all()
+                    if outcome is not None:
+                        records.written(outcome) if isinstance(outcome, int) else records.refused(outcome)
+                        self._room.notify_all()
+                    while (pause_s := records.pause_s()) != 0:
+                        if self._closed:
+                            return
+                        self._work.wait(pause_s)
+                    part, n = records.take(), records.n
+                outcome = finish(self._placing.deliver(self._own, part, n))
         except BaseException as error:  # noqa: BLE001 - whoever waits for a record gets it
             with self._lock:
-                self._records.fail(error if isinstance(error, Exception) else self._late())
+                records.fail(error if isinstance(error, Exception) else self._late())
                 self._room.notify_all()
-
-    def _next(self) -> tuple[BatchPart, int] | None:
-        with self._lock:
-            while (pause_s := self._records.pause_s()) != 0:
-                if self._closed:
-                    return None
-                self._work.wait(pause_s)
-            return self._records.take(), self._records.n
 
     def _pause(self, pause_s: float) -> None:
         if self._ended.wait(pause_s):
             raise self._late()
 
-    def leave(self) -> None:
-        self._lock = threading.Lock()
-        super().leave()
 
-
-class AsyncProducer(_Production["asyncio.Future[None]"]):
+class AsyncProducer(_Production):
     """A producer for asyncio, begun by `async with`. A task of its own sends the batches; otherwise like `Producer`."""
 
     def __init__(
         self, client: Carrier, connect: Callable[..., Any], topic: str, name: str | None, options: ProducerOptions
     ) -> None:
+        super().__init__(client, topic, name, options, lambda: asyncio.get_running_loop().create_future())
         self._own = connect()
-        super().__init__(topic, name, options, lambda: asyncio.get_running_loop().create_future(), self._own)
-        self._client = client
         self._work = asyncio.Event()
         self._room = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -419,8 +398,7 @@ class AsyncProducer(_Production["asyncio.Future[None]"]):
             await self._room.wait()
             self._check_usable()
         batch, index = self._records.add(record)
-        if not index % STEP_RECORDS:
-            self._step_due = True
+        self._step_due = not index % STEP_RECORDS
         if not index or batch.unsettled:
             self._work.set()
         return AsyncSentRecord(batch, index)
@@ -428,10 +406,7 @@ class AsyncProducer(_Production["asyncio.Future[None]"]):
     async def flush(self) -> None:
         """Send what waits and wait until all records have their outcome. Raise the producer's failure if it has one."""
         self._check_usable()
-        self._records.seal()
-        self._work.set()
-        if self._records.last is not None:
-            await asyncio.shield(self._records.last.settled)
+        await self._flush(None)
         if self._records.failure is not None:
             raise self._records.failure
 
@@ -439,19 +414,11 @@ class AsyncProducer(_Production["asyncio.Future[None]"]):
         """Send what waits, wait for the answers (`close_max_s` unless given), and end. Raise the producer's failure, or
         else the error of a rejected record that nobody has asked for.
         """
-        if self._closed:
+        if self._closed or self._pid != _process[0]:
             return
-        self._closed = True
-        self._records.seal()
-        self._work.set()
-        self._room.set()
         try:
-            if self._records.last is not None:
-                limit_s = self._close_max_s if timeout_s is None else timeout_s
-                await asyncio.wait([self._records.last.settled], timeout=limit_s)
+            await self._close(timeout_s)
         finally:
-            if self._records.pause_s() is not None:
-                self._records.fail(self._late())
             if self._task is not None:
                 self._task.cancel()
             await self._own.close()
@@ -463,36 +430,28 @@ class AsyncProducer(_Production["asyncio.Future[None]"]):
         return self
 
     async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        try:
+        with suppress(Exception) if error is not None else nullcontext():
             await self.close()
-        except Exception as trouble:
-            if error is None:
-                raise
-            self._explain(error, trouble)
+
+    def _wake(self) -> None:
+        self._work.set()
+        self._room.set()
+
+    async def _settled(self, batch: Batch, timeout_s: float | None) -> None:
+        await asyncio.wait([batch.settled], timeout=timeout_s)
 
     async def _run(self) -> None:
+        records = self._records
         try:
             while True:
-                while (pause_s := self._records.pause_s()) != 0:
+                while (pause_s := records.pause_s()) != 0:
                     self._work.clear()
                     with suppress(TimeoutError):
                         async with asyncio.timeout(pause_s):
                             await self._work.wait()
-                self._settle(await self._deliver(self._records.take(), self._records.n))
+                outcome = await self._placing.deliver(self._own, records.take(), records.n)
+                records.written(outcome) if isinstance(outcome, int) else records.refused(outcome)
                 self._room.set()
         except Exception as error:  # noqa: BLE001 - whoever waits for a record gets it
-            self._records.fail(error)
+            records.fail(error)
             self._room.set()
-
-
-_producers: weakref.WeakSet[_Production[Any]] = weakref.WeakSet()
-"""The producers of this process, for its forked children."""
-
-
-def _leave_all() -> None:
-    for producer in list(_producers):
-        producer.leave()
-    _producers.clear()
-
-
-os.register_at_fork(after_in_child=_leave_all)
