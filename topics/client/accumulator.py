@@ -49,7 +49,7 @@ class Batch:
         self.settled = settled
         self.begun_s = begun_s
         self.data: list[bytes] = []
-        """The JSON of each record behind `{"data":`, without the last brace. Let go when all are settled."""
+        """The JSON of each record behind `{"data":`, without the last brace. Empty once all are settled."""
         self.size_bytes = 0
         self.unsettled = 0
         """Records without an outcome; 0 while the batch is open."""
@@ -174,7 +174,7 @@ class Accumulator:
         self._settle(batch, 1)
 
     def fail(self, error: Exception) -> None:
-        """End the producer: no record that waits is sent any more, and whoever waits gets this error."""
+        """End the producer: no record that waits is sent any more, and each gets this error."""
         self.seal()
         self.failure = self.failure or error
         for batch, _start, _stop in self._parts:
