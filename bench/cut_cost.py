@@ -29,7 +29,7 @@ from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import FrameType, encode, lay_out, stamp
 from topics.storage.log_fold import fold_frames
 from topics.storage.logfile import WalIdentity, WalPosition
-from topics.storage.recovery import recover_group
+from topics.storage.recovery import Recovery
 from topics.storage.wal import WalWriter
 
 TOPICS: Final = 16
@@ -110,7 +110,7 @@ def follow(directory: str, end: WalPosition) -> Fold:
 
 def recover(directory: str) -> Fold:
     fold = Fold(lambda _topic_id: _LocatedIndex())
-    for batch in recover_group(OsFileSystem(), directory, _IDENTITY):
+    for batch in Recovery(OsFileSystem(), directory, _IDENTITY):
         fold_frames(fold, batch, False)
     fold.apply_pending()
     return fold

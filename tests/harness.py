@@ -392,3 +392,15 @@ class Service:
         if self._client is not None:
             self._client.close()
             self._client = None
+
+
+def tiered_service(segment_max_events: int, **settings: str) -> Service:
+    """Return a service that makes small segments at once, and has a cold directory for all but the newest two."""
+    env = {
+        "TOPICS_SEGMENT_MAX_EVENTS": str(segment_max_events),
+        "TOPICS_CHECKPOINT_INTERVAL_MS": "20",
+        "TOPICS_HOT_RETAIN_SEGMENTS": "2",
+    }
+    service = Service(env=env | settings)
+    service.env["TOPICS_COLD_DIR"] = str(service.root / "cold")
+    return service

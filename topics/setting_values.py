@@ -84,11 +84,12 @@ def origins(help: str) -> Variable:
         "origins such as https://app.example or http://localhost:8080 (no path, no slash at the end), separated by"
         " commas, or * for all"
     )
-    return Variable(_split_origins, allowed, help)
+    return Variable(lambda raw: _split(raw, _ORIGIN), allowed, help)
 
 
 def hosts(help: str) -> Variable:
-    return Variable(_split_hosts, "host names without ports, separated by commas, or * for all", help)
+    allowed = "host names without ports, separated by commas, or * for all"
+    return Variable(lambda raw: _split(raw, _HOST_NAME), allowed, help)
 
 
 def keys(help: str) -> Variable:
@@ -169,17 +170,9 @@ _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9._~-]+|\[[0-9a-f:.]+
 _HOST_NAME: Final = re.compile(r"[a-z0-9._-]+|[0-9a-f:.]+")
 
 
-def _split_hosts(raw: object) -> tuple[str, ...]:
-    """Split a list of host names, or `*` alone."""
+def _split(raw: object, like: re.Pattern[str]) -> tuple[str, ...]:
+    """Split a list of names, each `like` the pattern, or `*` alone."""
     names = tuple(part.strip().lower() for part in raw.split(",")) if isinstance(raw, str) else ()
-    if names != ("*",) and not (names and all(map(_HOST_NAME.fullmatch, names))):
+    if names != ("*",) and not (names and all(map(like.fullmatch, names))):
         raise ValueError
     return names
-
-
-def _split_origins(raw: object) -> tuple[str, ...]:
-    """Split a list of origins as browsers spell them, or `*` alone."""
-    origins = tuple(part.strip().lower() for part in raw.split(",")) if isinstance(raw, str) else ()
-    if origins != ("*",) and not (origins and all(map(_ORIGIN.fullmatch, origins))):
-        raise ValueError
-    return origins

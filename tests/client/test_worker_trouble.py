@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -77,6 +77,17 @@ def hung_shard(service: Service) -> Iterator[int]:
             os.kill(pid, signal.SIGCONT)
 
 
+@contextmanager
+def open_ack(
+    service: Service, pool: ThreadPoolExecutor, job: Job, requests: Callable[[str, int], int]
+) -> Iterator[Future[None]]:
+    """Send an ack that the shard, which hangs in the body, leaves open."""
+    with hung_shard(service):
+        acking = pool.submit(job.ack)
+        poll("the ack to be left open", lambda: requests("ack", 503) > 0)
+        yield acking
+
+
 def counts(service: Service, name: str) -> tuple[int, int]:
     """(ready, in flight)"""
     queue = service.client.get(f"/v0/topics/{name}").json()["queue"]
@@ -110,9 +121,8 @@ def test_an_ack_that_a_hung_shard_leaves_open_is_sent_again(
 ) -> None:
     with Client(small.url) as topics, closing(topics.queue(queue).work()) as jobs, ThreadPoolExecutor(1) as pool:
         job = next(jobs)
-        with hung_shard(small):
-            acking = pool.submit(job.ack)
-            poll("the ack to be left open", lambda: requests("ack", 503) > 0)
+        with open_ack(small, pool, job, requests) as acking:
+            pass
         acking.result(PATIENCE_S)
         assert next(jobs).seq == 2
     wait_counts(small, queue, (4, 0))
@@ -123,9 +133,7 @@ def test_an_ack_left_open_by_a_shard_that_lost_the_lease_says_so(
 ) -> None:
     with Client(small.url) as topics, closing(topics.queue(queue).work()) as jobs, ThreadPoolExecutor(1) as pool:
         job = next(jobs)
-        with hung_shard(small):
-            acking = pool.submit(job.ack)
-            poll("the ack to be left open", lambda: requests("ack", 503) > 0)
+        with open_ack(small, pool, job, requests) as acking:
             killed = small.kill("walshard")
             small.wait_healed(killed)
         with pytest.raises(LeaseLostError, match=f"job {job.seq} of '{queue}'"):
@@ -137,9 +145,7 @@ def test_an_ack_left_open_by_a_stream_that_broke_says_so(
 ) -> None:
     with Client(small.url) as topics, closing(topics.queue(queue).work()) as jobs, ThreadPoolExecutor(1) as pool:
         job = next(jobs)
-        with hung_shard(small):
-            acking = pool.submit(job.ack)
-            poll("the ack to be left open", lambda: requests("ack", 503) > 0)
+        with open_ack(small, pool, job, requests) as acking:
             killed = small.kill("frontend")
             poll("the stream's end to be noticed", lambda: f"the stream of jobs of {queue} broke" in caplog.text)
         with pytest.raises(LeaseLostError, match=f"job {job.seq} of '{queue}'"):

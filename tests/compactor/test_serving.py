@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,14 +16,14 @@ from topics.compactor import main
 from topics.compactor.life import ClockNote
 from topics.core.errors import TopicsError
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic
-from topics.storage.wal import DiskRoom
+from topics.storage.wal import room_left_bytes
 
 INTERVAL_MS = 1_000
 STEP_MS = 50
 
 
-def disk_room(rig: Rig) -> DiskRoom:
-    return DiskRoom(rig.fs, rig.settings.data_dir, rig.shared.control.cut_bytes)
+def disk_room(rig: Rig) -> Callable[[], int]:
+    return partial(room_left_bytes, rig.fs, rig.settings.data_dir, rig.shared.control.cut_bytes)
 
 
 class Serving(Life):

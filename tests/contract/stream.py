@@ -73,21 +73,15 @@ def watch(client: httpx.Client, topics: dict[str, Any], **body: Any) -> dict[str
     return ok(client.post("/v0/watch", json={"topics": topics, **body}))
 
 
-class Stream:
-    """One open GET of a session, read on demand."""
+class EventStream:
+    """One open event stream, read on demand. It owns its connection."""
 
-    def __init__(self, url: str, wid: str, headers: Mapping[str, str] | None = None, *, http2: bool = False) -> None:
-        self._client = httpx.Client(
-            base_url=url, http1=not http2, http2=http2, timeout=httpx.Timeout(10.0, read=READ_TIMEOUT_S)
-        )
-        request = self._client.build_request("GET", f"/v0/watch/{wid}", headers=dict(headers or {}))
-        if not headers or "Accept" not in headers:
-            del request.headers["accept"]
-        self.response = self._client.send(request, stream=True)
+    def __init__(self, client: httpx.Client, request: httpx.Request) -> None:
+        self._client = client
+        self.response = client.send(request, stream=True)
         if self.response.status_code != 200:
             self.response.read()
         self._blocks = self._split()
-        self._caught_up = 0
 
     def _split(self) -> Iterator[Frame]:
         pending = b""
@@ -108,10 +102,36 @@ class Stream:
             frame = self.next()
             if frame.raw.startswith((b":", b"retry:")):
                 continue
-            self._caught_up += frame.event == "caught-up"
-            if name is not None:
-                assert frame.event == name, frame.raw
+            assert name in (None, frame.event), frame.raw
             return frame
+
+    def close(self) -> None:
+        self.response.close()
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Stream(EventStream):
+    """One open GET of a session."""
+
+    def __init__(self, url: str, wid: str, headers: Mapping[str, str] | None = None, *, http2: bool = False) -> None:
+        timeout = httpx.Timeout(10.0, read=READ_TIMEOUT_S)
+        client = httpx.Client(base_url=url, http1=not http2, http2=http2, timeout=timeout)
+        request = client.build_request("GET", f"/v0/watch/{wid}", headers=dict(headers or {}))
+        if not headers or "Accept" not in headers:
+            del request.headers["accept"]
+        super().__init__(client, request)
+        self._caught_up = 0
+
+    def event(self, name: str | None = None) -> Frame:
+        frame = super().event(name)
+        self._caught_up += frame.event == "caught-up"
+        return frame
 
     def records(self, count: int) -> list[dict[str, Any]]:
         """The next `count` records, from as many frames as they come in; other events are passed over."""
@@ -133,16 +153,6 @@ class Stream:
         """Passes over events until so many `caught-up` have been seen on this stream."""
         while self._caught_up < topics:
             self.event()
-
-    def close(self) -> None:
-        self.response.close()
-        self._client.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def follow(service: Service, topics: dict[str, Any], **body: Any) -> Stream:

@@ -17,7 +17,7 @@ import pytest
 from tests.contract.asking import diff, ok, put, state, write
 from tests.contract.stream import Stream, watch
 from tests.contract.timing import ATTEMPTS_DEADLINE_S
-from tests.harness import Service, poll
+from tests.harness import Service, poll, tiered_service
 
 pytestmark = pytest.mark.long
 
@@ -29,16 +29,7 @@ TIMEOUT_MS = 400
 
 def made(**settings: str) -> Service:
     """A service that makes small segments at once, and keeps two of them in the data directory."""
-    service = Service(
-        env={
-            "TOPICS_SEGMENT_MAX_EVENTS": str(EVENTS),
-            "TOPICS_CHECKPOINT_INTERVAL_MS": "20",
-            "TOPICS_HOT_RETAIN_SEGMENTS": "2",
-            **settings,
-        }
-    )
-    service.env["TOPICS_COLD_DIR"] = str(service.root / "cold")
-    return service
+    return tiered_service(EVENTS, **settings)
 
 
 @pytest.fixture(scope="module")

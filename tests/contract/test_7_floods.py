@@ -61,9 +61,17 @@ FLOODS = {
 }
 
 
+ADDRESSES = (f"127.0.1.{n}" for n in range(1, 255))
+"""An address that is cut again and again waits: tests of one cut have one each."""
+
+
+def connect(service: Service, address: str) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", service.port), timeout=15, source_address=(address, 0))
+
+
 def goodbye(service: Service, flood: bytes) -> tuple[int, socket.socket]:
     """The error of the GOAWAY that a client gets which sends this and reads meanwhile, and its open connection."""
-    connected = socket.create_connection(("127.0.0.1", service.port), timeout=15)
+    connected = connect(service, next(ADDRESSES))
     connected.sendall(PREFACE + frame(4))
     connected.setblocking(False)
     unsent, unread = memoryview(flood), b""
@@ -93,6 +101,27 @@ def test_a_flood_of_frames_ends_in_enhance_your_calm(flooded: Service, flood: by
     connected.close()
     assert code == ErrorCodes.ENHANCE_YOUR_CALM
     ok(flooded.client.get("/v0/topics"))
+
+
+def test_an_address_that_is_cut_again_and_again_gets_no_http2_for_a_while(flooded: Service) -> None:
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(connect(flooded, "127.0.2.1")) for _ in range(40)]
+        for connected in opened:  # all are there before the first is cut
+            connected.sendall(PREFACE + frame(4))
+            connected.recv(1)
+        for connected in opened:
+            connected.sendall(frame(4) * CUT_AFTER)
+            with contextlib.suppress(ConnectionResetError):
+                deque(iter(partial(connected.recv, 1 << 16), b""), maxlen=0)
+        late = stack.enter_context(connect(flooded, "127.0.2.1"))
+        late.sendall(PREFACE + frame(4))
+        assert late.recv(1) == b""
+        plain = stack.enter_context(connect(flooded, "127.0.2.1"))
+        plain.sendall(b"GET /v0/topics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert plain.recv(12) == b"HTTP/1.1 200"
+        other = stack.enter_context(connect(flooded, "127.0.2.2"))
+        other.sendall(PREFACE + frame(4))
+        assert other.recv(1)
 
 
 def test_a_frame_is_refused_at_its_announced_length(flooded: Service) -> None:

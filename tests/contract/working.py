@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 
 import httpx
 
 from tests.contract.asking import ok, put, state, write
-from tests.contract.stream import READ_TIMEOUT_S, Frame
+from tests.contract.stream import READ_TIMEOUT_S, EventStream
 from tests.harness import poll
 
 
@@ -49,40 +48,15 @@ def until_counts(client: httpx.Client, topic: str, *expected: int) -> None:
     poll(f"{topic} to count {expected}", lambda: counts(client, topic) == expected or None)
 
 
-class Work:
-    """One open `/work` stream, read on demand."""
+class Work(EventStream):
+    """One open `/work` stream."""
 
     def __init__(self, url: str, topic: str, node: str = "w", headers: Any = None, **query: Any) -> None:
-        self._client = httpx.Client(base_url=url, timeout=httpx.Timeout(10.0, read=READ_TIMEOUT_S))
-        request = self._client.build_request(
-            "GET", f"/v0/topics/{topic}/work", params={"node": node, **query}, headers=headers
+        client = httpx.Client(base_url=url, timeout=httpx.Timeout(10.0, read=READ_TIMEOUT_S))
+        params = {"node": node, **query}
+        super().__init__(
+            client, client.build_request("GET", f"/v0/topics/{topic}/work", params=params, headers=headers)
         )
-        self.response = self._client.send(request, stream=True)
-        if self.response.status_code != 200:
-            self.response.read()
-        self._blocks = self._split()
-
-    def _split(self) -> Iterator[Frame]:
-        pending = b""
-        for chunk in self.response.iter_bytes():
-            pending += chunk
-            *whole, pending = pending.split(b"\n\n")
-            for block in whole:
-                yield Frame(block)
-        assert pending == b"", f"the stream ended inside a frame: {pending!r}"
-
-    def next(self) -> Frame:
-        """The next block, heartbeats included; StopIteration at the end of the stream."""
-        return next(self._blocks)
-
-    def event(self, name: str | None = None) -> Frame:
-        """The next block that is neither a comment nor the opening `retry`, asserted to be of this event."""
-        while True:
-            frame = self.next()
-            if frame.raw.startswith((b":", b"retry:")):
-                continue
-            assert name in (None, frame.event), frame.raw
-            return frame
 
     def jobs(self, count: int) -> list[dict[str, Any]]:
         """The next so many jobs."""
@@ -90,13 +64,3 @@ class Work:
         for frame in frames:
             assert frame.id == str(frame.json["$seq"])
         return [frame.json for frame in frames]
-
-    def close(self) -> None:
-        self.response.close()
-        self._client.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

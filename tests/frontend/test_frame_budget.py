@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import struct
 
 import pytest
@@ -11,15 +13,24 @@ from h2.exceptions import DenialOfServiceError, FrameTooLargeError
 
 from topics.frontend.http.connections import UnadmittedInput
 from topics.frontend.http.frame_budget import (
-    FRAMES_AT_START,
+    ADDRESSES_MAX,
+    CUT_S,
+    CUTS_FREE_S,
     FRAMES_BURST,
     FRAMES_PER_S,
     FRAMES_PER_TURN,
+    NEXT_AFTER_S,
+    OVERDRAWN,
+    WAIT_MOST_S,
     CheckedFrames,
+    ClientAddresses,
+    FrameAllowance,
     FrameBudget,
 )
 
 MAX_BLOCK_BYTES = 20_000
+PEER = ("192.0.2.1", 40_000)
+RESERVE = FRAMES_BURST // OVERDRAWN
 DATA, HEADERS, RESET, SETTINGS, PING, CONTINUATION = 0, 1, 3, 4, 6, 9
 
 
@@ -41,8 +52,8 @@ class Wire:
     def __init__(self) -> None:
         self.time_s = Seconds()
         self.refusals: list[str] = []
-        self.budget = FrameBudget(self.time_s, self.refusals.append)
-        self.frames = CheckedFrames(self.budget, self.time_s, MAX_BLOCK_BYTES)
+        self.budget = FrameBudget(ClientAddresses(self.time_s).of(PEER), self.refusals.append)
+        self.frames = CheckedFrames(self.budget, MAX_BLOCK_BYTES)
         self.frames.max_frame_size = 16_384
         self.frames.add_data(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
 
@@ -59,39 +70,70 @@ class Wire:
                 return turns
 
 
-def test_a_budget_is_refilled_with_time_and_by_what_is_sent() -> None:
+def test_an_address_is_refilled_with_time_and_by_what_is_sent() -> None:
     time_s = Seconds()
-    budget = FrameBudget(time_s)
-    budget.spend(FRAMES_AT_START)
-    assert not budget.try_spend()
+    allowance = FrameAllowance(time_s)
+    assert allowance.try_take(FRAMES_BURST)
+    assert not allowance.try_take(1)
     time_s.now_s += 10 / FRAMES_PER_S
-    budget.spend(10)
-    assert not budget.try_spend()
-    budget.earn(3)
-    budget.spend(3)
+    assert allowance.try_take(10)
+    assert not allowance.try_take(1)
+    allowance.earn(3)
+    assert allowance.try_take(3)
+    allowance.earn(5 * FRAMES_BURST)
+    time_s.now_s += 3600
+    assert allowance.try_take(FRAMES_BURST), "no more than a burst is saved up"
+    assert not allowance.try_take(1)
+
+
+def test_a_connection_has_a_reserve_beyond_its_address() -> None:
+    budget = FrameBudget(ClientAddresses(Seconds()).of(PEER), lambda _why: None)
+    budget.spend(FRAMES_BURST)
+    for _ in range(RESERVE):
+        budget.spend()
     with pytest.raises(DenialOfServiceError) as raised:
         budget.spend()
     assert raised.value.error_code == ErrorCodes.ENHANCE_YOUR_CALM
     assert budget.refused
 
 
-def test_a_budget_saves_up_no_more_than_a_burst() -> None:
+def test_all_connections_of_an_address_send_as_much_as_one_and_others_go_on() -> None:
     time_s = Seconds()
-    budget = FrameBudget(time_s)
-    budget.earn(5 * FRAMES_BURST)
-    time_s.now_s += 3600
-    budget.spend(FRAMES_BURST)
-    assert not budget.try_spend()
+    addresses = ClientAddresses(time_s)
+    quiet, *flooders = [FrameBudget(addresses.of(PEER), lambda _why: None) for _ in range(61)]
+    passed = 0
+    for _ in range(200):
+        time_s.now_s += 0.01
+        for flooder in flooders:
+            if not flooder.refused:  # each sends 100 frames/s
+                with contextlib.suppress(DenialOfServiceError):
+                    flooder.spend()
+                    passed += 1
+    left = sum(not flooder.refused for flooder in flooders)
+    assert left * 100 <= FRAMES_PER_S, "those go on that send no more than is allowed"
+    assert passed <= FRAMES_BURST + 2 * FRAMES_PER_S + 60 * RESERVE
+    quiet.spend(RESERVE)
+    other = FrameBudget(addresses.of(("192.0.2.2", 1)), lambda _why: None)
+    other.spend(FRAMES_BURST)
+
+
+def test_connections_that_come_and_go_find_the_budget_of_their_address() -> None:
+    addresses = ClientAddresses(Seconds())
+    FrameBudget(addresses.of(PEER), lambda _why: None).spend(FRAMES_BURST)
+    assert not addresses.of(("192.0.2.1", 40_001)).frames.try_take(1)
+    for n in range(ADDRESSES_MAX):
+        addresses.of((f"192.0.{n >> 8}.{n & 255}.x", 1))
+    assert addresses.of(PEER).frames.try_take(1), "forgotten, as so many have come since"
 
 
 @pytest.mark.parametrize(
     ("one", "burst"),
     [
-        (frame(PING, 0, 0, b"12345678"), FRAMES_AT_START),
-        (frame(SETTINGS, 0, 0), FRAMES_AT_START),
-        (frame(SETTINGS, 0, 0, b"\0\3\0\0\0\1" * 2000), FRAMES_AT_START // 188),
-        (frame(RESET, 0, 1, b"\0\0\0\1"), FRAMES_AT_START // 8),
-        (frame(0x42), FRAMES_AT_START),
+        (frame(PING, 0, 0, b"12345678"), FRAMES_BURST + RESERVE),
+        (frame(SETTINGS, 0, 0), FRAMES_BURST + RESERVE),
+        (frame(SETTINGS, 0, 0, b"\0\3\0\0\0\1" * 2000), FRAMES_BURST // 188),
+        (frame(RESET, 0, 1, b"\0\0\0\1"), FRAMES_BURST // 8 + RESERVE // 8),
+        (frame(0x42), FRAMES_BURST + RESERVE),
     ],
     ids=["ping", "settings", "long settings", "reset", "unknown"],
 )
@@ -101,6 +143,33 @@ def test_so_many_pass_at_the_start_and_one_more_is_refused(one: bytes, burst: in
     with pytest.raises(DenialOfServiceError):
         wire.turns(one * 8)
     assert len(wire.refusals) == 1
+
+
+def test_an_address_that_is_cut_again_and_again_waits_for_new_connections_one_after_the_other() -> None:
+    time_s = Seconds()
+    addresses = ClientAddresses(time_s)
+    flooder, other = addresses.of(PEER), addresses.of(("192.0.2.2", 40_000))
+    for _ in range(round(CUTS_FREE_S / CUT_S)):
+        flooder.cut()
+    assert flooder.claim_turn_s() <= 0
+    flooder.cut()
+    assert flooder.claim_turn_s() == pytest.approx(CUT_S)
+    assert flooder.claim_turn_s() == pytest.approx(CUT_S + NEXT_AFTER_S)
+    assert other.claim_turn_s() <= 0
+    for _ in range(round(WAIT_MOST_S / CUT_S)):
+        flooder.cut()
+    assert flooder.claim_turn_s() == math.inf
+    time_s.now_s += WAIT_MOST_S
+    assert 0 < flooder.claim_turn_s() < WAIT_MOST_S
+    time_s.now_s += WAIT_MOST_S + CUTS_FREE_S
+    assert flooder.claim_turn_s() <= 0
+
+
+def test_a_network_of_ipv6_is_one_address() -> None:
+    addresses = ClientAddresses(Seconds())
+    address = addresses.of(("2001:db8::1", 40_000, 0, 0))
+    assert addresses.of(("2001:db8::ffff", 40_000, 0, 0)) is address
+    assert addresses.of(("2001:db8:0:1::1", 40_000, 0, 0)) is not address
 
 
 def test_requests_are_free_and_take_half_a_turn() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Any
 
@@ -11,7 +12,7 @@ import h2.connection
 import h2.events
 import pytest
 
-from tests.frontend.http1_server import Server, undisturbed
+from tests.frontend.http1_server import Client, Server, undisturbed
 from topics.core.errors import TopicsError
 from topics.frontend.http.deadlines import BodyTime, HttpLimits, RunningClock, run_in_time
 
@@ -19,20 +20,23 @@ HEAD = b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
 SLOW = HttpLimits(body_timeout_ms=200, body_idle_timeout_ms=5_000, body_min_bytes_per_s=100_000, linger_ms=10_000)
 
 
+def given_up(client: Client) -> None:
+    """Send a byte in 10 ms until the answer comes, which is 408."""
+    answer, sent = b"", 0
+    while not answer and sent < 500:
+        client.send(b"x")
+        sent += 1
+        client.socket.settimeout(0.01)
+        with contextlib.suppress(TimeoutError):
+            answer += client.socket.recv(65_536)
+    assert answer.startswith(b"HTTP/1.1 408")
+
+
 def test_a_body_that_trickles_is_given_up() -> None:
     """A byte in 10 ms would keep the time between two pieces for ever."""
     with Server(limits=SLOW) as server, server.client() as client:
         client.send(HEAD)
-        answer = b""
-        for _ in range(500):
-            client.send(b"x")
-            client.socket.settimeout(0.01)
-            try:
-                answer += client.socket.recv(65_536)
-                break
-            except TimeoutError:
-                continue
-        assert answer.startswith(b"HTTP/1.1 408")
+        given_up(client)
 
 
 def test_what_comes_gives_time_back_and_is_no_credit() -> None:
@@ -57,18 +61,7 @@ def test_a_burst_is_no_credit_for_a_trickle() -> None:
     """All but the last KB at once, then a byte in 10 ms: a thousand of them would have been 10 s."""
     with Server(limits=SLOW) as server, server.client() as client:
         client.send(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1001000\r\n\r\n" + b"x" * 1_000_000)
-        answer, sent = b"", 0
-        for _ in range(1000):
-            client.send(b"x")
-            sent += 1
-            client.socket.settimeout(0.01)
-            try:
-                answer += client.socket.recv(65_536)
-                break
-            except TimeoutError:
-                continue
-        assert answer.startswith(b"HTTP/1.1 408")
-        assert sent < 500
+        given_up(client)
 
 
 def test_a_large_body_has_time_for_what_comes() -> None:

@@ -8,7 +8,7 @@ from topics.frontend.entry.stalled_clients import STALL_CUT_MS, STALL_MAX_MS, Re
 
 
 def test_a_stall_ends_only_without_progress() -> None:
-    stall = ReadProgress(progress_bytes=-100, now_ms=0)
+    stall = ReadProgress(progress_bytes=-100, since_ms=0)
     assert not stall.timed_out(-100, STALL_MAX_MS - 1)
     assert not stall.timed_out(-99, STALL_MAX_MS), "one byte is progress"
     assert not stall.timed_out(-99, 2 * STALL_MAX_MS - 1)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 
-from tests.harness import Service, poll
+from tests.harness import Service, poll, tiered_service
 from tests.spark.conftest import COMPACTED_S, Reading
 from topics.api.segment_answers import Manifest
 from topics.client import Client, InvalidRequestError, NewRecord, Retry, ServiceBusyError, calls
@@ -35,15 +35,7 @@ EVENTS = 40
 @pytest.fixture(scope="module")
 def stored() -> Iterator[Service]:
     """Small segments at once, a cold directory for all but the newest two."""
-    service = Service(
-        env={
-            "TOPICS_SEGMENT_MAX_EVENTS": str(EVENTS),
-            "TOPICS_CHECKPOINT_INTERVAL_MS": "20",
-            "TOPICS_HOT_RETAIN_SEGMENTS": "2",
-        }
-    )
-    service.env["TOPICS_COLD_DIR"] = str(service.root / "cold")
-    with service as running:
+    with tiered_service(EVENTS) as running:
         yield running
 
 

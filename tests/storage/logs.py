@@ -11,7 +11,7 @@ from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.frame import FrameType, encode, lay_out, stamp
 from topics.storage.logfile import WalEnd, WalIdentity
-from topics.storage.recovery import Recovery, Start, recover_group
+from topics.storage.recovery import Recovery, Start
 from topics.storage.wal import Moved, WalWriter
 
 IDENTITY = WalIdentity(0, 1, "boot-1")
@@ -77,7 +77,7 @@ def read_log(
     accept_data_loss: bool = False,
     start: Start = None,
 ) -> Read:
-    recovery = recover_group(fs or FaultyFileSystem(), directory, identity, accept_data_loss, start=start)
+    recovery = Recovery(fs or FaultyFileSystem(), directory, identity, accept_data_loss, start=start)
     pieces: list[bytes] = []
     for batch in recovery:
         pieces += [bytes(batch.buffer[offset : offset + total_len]) for offset, total_len, *_ in batch.frames]

@@ -24,7 +24,7 @@ from topics.storage.filesystem import OsFileSystem, boot_id
 from topics.storage.frame import FrameType, encode
 from topics.storage.log_fold import OfflineFold, fold_frames
 from topics.storage.logfile import RefusedLog, WalIdentity, WalPosition, read_first_start
-from topics.storage.recovery import recover_group
+from topics.storage.recovery import Recovery
 from topics.storage.reshard import finish_swap, reshard
 from topics.storage.segment_check import DamageFinding
 from topics.storage.snapshot import encode_part, encode_parts, load_snapshot, plan_move, save_snapshot
@@ -112,7 +112,7 @@ def save_part(fs: OsFileSystem, data_dir: str, directory: str, before: int, hear
     """A snapshot of the first writes. `heard_of` were deleted behind it, which the compactor knows already."""
     fold = Fold(lambda _topic_id: UnlocatedIndex())
     position, left = WalPosition(1, 0), before
-    for batch in recover_group(fs, directory, WalIdentity(0, 1, boot_id())):
+    for batch in Recovery(fs, directory, WalIdentity(0, 1, boot_id())):
         frames = batch.frames
         writes = [at for at, frame in enumerate(frames) if not frame[3] & 8][:left]
         if writes:
@@ -138,7 +138,7 @@ def topics_of(data_dir: str, shards: int) -> dict[str, FoldedTopic]:
         start = read_first_start(fs, directory)
         part = None if start is None or snapshot is None else snapshot.part_of(start.log_id)
         folding = OfflineFold(part)
-        for batch in recover_group(fs, directory, WalIdentity(shard, shards, boot_id()), start="lowest"):
+        for batch in Recovery(fs, directory, WalIdentity(shard, shards, boot_id()), start="lowest"):
             folding.add(batch)
         for topic in folding.state().topics:
             assert owner_shard(topic.name, shards) == shard
@@ -196,7 +196,7 @@ def test_a_topic_that_was_never_created_stops_every_start_and_the_check_says_so(
     with killed_service(History([("a", 1), ("b", 1)], 0.5, 0.0)) as data_dir:
         fs = OsFileSystem()
         identity = WalIdentity(0, 1, boot_id())
-        recovery = recover_group(fs, layout.group_dir(data_dir, 0, 1), identity)
+        recovery = Recovery(fs, layout.group_dir(data_dir, 0, 1), identity)
         list(recovery)
         writer = open_writer(fs, layout.group_dir(data_dir, 0, 1), recovery.end, identity, file_bytes=FILE_BYTES)
         commit(writer, write)

@@ -30,7 +30,7 @@ from tests.storage.logs import (
 from topics.storage import layout
 from topics.storage.frame import FLAG_MORE, FrameType, encode, scan
 from topics.storage.logfile import FileStart, UnknownLogVersion, WalIdentity, file_start_frame
-from topics.storage.recovery import BATCH_FRAMES, CorruptLog, recover_group
+from topics.storage.recovery import BATCH_FRAMES, CorruptLog, Recovery
 from topics.storage.wal import WalSyncError, WalWriter
 
 payloads = st.lists(st.binary(min_size=1, max_size=30), min_size=1, max_size=4)
@@ -121,7 +121,7 @@ def test_a_write_of_several_frames_is_read_whole_or_not_at_all(directory: str) -
 def test_a_write_larger_than_a_batch_is_handed_out_whole(directory: str) -> None:
     count = 2 * BATCH_FRAMES + 5
     places = make_log(directory, [[appends(1, [b"1"] * count)], [appends(count + 1, [b"2"])]], file_bytes=4 << 20)
-    batches = list(recover_group(FaultyFileSystem(), directory, IDENTITY))
+    batches = list(Recovery(FaultyFileSystem(), directory, IDENTITY))
     assert [len(batch.frames) for batch in batches] == [count + 1]
     assert read_log(directory).content == b"".join(place.content for place in places)
 
@@ -129,7 +129,7 @@ def test_a_write_larger_than_a_batch_is_handed_out_whole(directory: str) -> None
 def test_batches_never_part_a_write_and_lose_nothing(directory: str) -> None:
     writes = [appends(seq, [b"1"] * 3) for seq in range(1, BATCH_FRAMES, 3)] * 3
     make_log(directory, [writes], file_bytes=8 << 20)
-    recovery = recover_group(FaultyFileSystem(), directory, IDENTITY)
+    recovery = Recovery(FaultyFileSystem(), directory, IDENTITY)
     batches = 0
     for batch in recovery:
         batches += 1
@@ -142,7 +142,7 @@ def test_batches_never_part_a_write_and_lose_nothing(directory: str) -> None:
 
 def test_marks_and_file_frames_are_not_handed_out(directory: str) -> None:
     places = make_log(directory, simple_groups(12), sync=True, file_bytes=500)
-    types = {frame[2] for batch in recover_group(FaultyFileSystem(), directory, IDENTITY) for frame in batch.frames}
+    types = {frame[2] for batch in Recovery(FaultyFileSystem(), directory, IDENTITY) for frame in batch.frames}
     assert types == {FrameType.APPEND}
     assert read_log(directory).content == b"".join(place.content for place in places)
 
@@ -468,12 +468,17 @@ def test_accepted_data_loss_keeps_what_is_before_and_a_copy_of_everything(direct
         assert name not in now
         assert now[name + ".damaged-1"] == contents[name]
 
+    goes_on_behind(directory, read.content)
+
+
+def goes_on_behind(directory: str, content: bytes) -> None:
+    """Assert that the log is whole up to here and can be written behind it."""
     again = read_log(directory)
-    assert (again.content, again.recovery.report) == (read.content, [])
+    assert (again.content, again.recovery.report) == (content, [])
     writer = open_writer(FaultyFileSystem(), directory, again.recovery.end)
     (after,) = commit(writer, appends(5, [b'"after"']))
     writer.close()
-    assert read_log(directory).content == read.content + after.content
+    assert read_log(directory).content == content + after.content
 
 
 @pytest.mark.parametrize("missing", [1, 2, 3])
@@ -482,12 +487,7 @@ def test_accepted_loss_of_a_missing_file(directory: str, missing: int) -> None:
     os.unlink(layout.log_path(directory, missing))
     read = read_log(directory, accept_data_loss=True)
     assert read.content == b"".join(place.content for place in places if place.file_no < missing)
-    again = read_log(directory)
-    assert (again.content, again.recovery.report) == (read.content, [])
-    writer = open_writer(FaultyFileSystem(), directory, again.recovery.end)
-    (after,) = commit(writer, appends(5, [b'"after"']))
-    writer.close()
-    assert read_log(directory).content == read.content + after.content
+    goes_on_behind(directory, read.content)
 
 
 # -- crashes while recovering

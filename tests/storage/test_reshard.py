@@ -18,7 +18,7 @@ from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.frame import FLAG_MORE, HEADER_LEN, FrameType, encode
 from topics.storage.logfile import RefusedLog, WalIdentity
-from topics.storage.recovery import CorruptLog, recover_group
+from topics.storage.recovery import CorruptLog, Recovery
 from topics.storage.reshard import needs_reshard, reshard
 
 BOOT_ID = "boot-1"
@@ -58,7 +58,7 @@ def by_topic(data_dir: str, shards: int, boot_id: str = BOOT_ID) -> dict[int, by
     for shard in range(shards):
         seen: dict[int, list[bytes]] = {}
         directory = layout.group_dir(data_dir, shard, shards)
-        for batch in recover_group(FaultyFileSystem(), directory, WalIdentity(shard, shards, boot_id)):
+        for batch in Recovery(FaultyFileSystem(), directory, WalIdentity(shard, shards, boot_id)):
             for offset, total_len, _, _, topic_id, *_ in batch.frames:
                 seen.setdefault(topic_id, []).append(bytes(batch.buffer[offset : offset + total_len]))
         for topic_id, frames in seen.items():
@@ -96,7 +96,7 @@ def test_each_topic_stays_in_one_piece_with_frames_written_between(tmp_path: Pat
     more = appends(7, [b'"later"'], 105)
     shard = owner_of(3)(NAMES[105])
     directory, identity = layout.group_dir(data_dir, shard, 3), WalIdentity(shard, 3, BOOT_ID)
-    recovery = recover_group(FaultyFileSystem(), directory, identity)
+    recovery = Recovery(FaultyFileSystem(), directory, identity)
     assert list(recovery)
     writer = open_writer(FaultyFileSystem(), directory, recovery.end, identity)
     writer.commit(writer.plan([len(more)]), [more], sync=False)
@@ -136,29 +136,20 @@ def test_a_crash_at_each_step_is_repeated_by_the_next_start(
     assert set(expected) == set(NAMES)
     assert by_topic(origin, before) == expected
     for nth in range(1, len(clean.log) + 1):
-        data_dir = str(tmp_path / f"{nth}")
-        shutil.copytree(origin, data_dir)
-        fs = FaultyFileSystem()
-        fs.arm(Fault(nth, error))
-        with pytest.raises(Crash):
-            run(data_dir, after, fs)
-        fs.bury()
-        if needs_reshard(FaultyFileSystem(), data_dir, after):
-            run(data_dir, after)
-        assert by_topic(data_dir, after) == expected, (nth, clean.log[nth - 1])
-        assert os.listdir(data_dir) == [layout.WAL_NAME]
-        # The other way out of a crash: back to the former count.
-        shutil.rmtree(data_dir)
-        shutil.copytree(origin, data_dir)
-        fs = FaultyFileSystem()
-        fs.arm(Fault(nth, error))
-        with pytest.raises(Crash):
-            run(data_dir, after, fs)
-        fs.bury()
-        if needs_reshard(FaultyFileSystem(), data_dir, before):
-            run(data_dir, before)
-        assert by_topic(data_dir, before) == expected
-        shutil.rmtree(data_dir)
+        for count in (after, before):  # the next start may also go back to the former count
+            data_dir = str(tmp_path / f"{nth}")
+            shutil.copytree(origin, data_dir)
+            fs = FaultyFileSystem()
+            fs.arm(Fault(nth, error))
+            with pytest.raises(Crash):
+                run(data_dir, after, fs)
+            fs.bury()
+            if needs_reshard(FaultyFileSystem(), data_dir, count):
+                run(data_dir, count)
+            assert by_topic(data_dir, count) == expected, (nth, clean.log[nth - 1], count)
+            if count == after:
+                assert os.listdir(data_dir) == [layout.WAL_NAME]
+            shutil.rmtree(data_dir)
     assert len(clean.log) >= 35
 
 

@@ -15,7 +15,7 @@ from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.frame import FrameType
 from topics.storage.logfile import RefusedLog, WalIdentity, WalPosition, read_first_start
-from topics.storage.recovery import recover_group
+from topics.storage.recovery import Recovery
 from topics.storage.reshard import Move, NewLog, finish_swap, needs_reshard, reshard
 
 
@@ -41,7 +41,7 @@ def behind(data_dir: str, snapshot: Snapshot) -> dict[int, bytes]:
     for shard in range(snapshot.shards):
         directory = layout.group_dir(data_dir, shard, snapshot.shards)
         identity = WalIdentity(shard, snapshot.shards, BOOT_ID)
-        for batch in recover_group(FaultyFileSystem(), directory, identity, start=snapshot.positions.get(shard)):
+        for batch in Recovery(FaultyFileSystem(), directory, identity, start=snapshot.positions.get(shard)):
             for offset, total_len, _, _, topic_id, *_ in batch.frames:
                 assert owner_of(snapshot.shards)(NAMES[topic_id]) == shard
                 found[topic_id] = found.get(topic_id, b"") + bytes(batch.buffer[offset : offset + total_len])
@@ -59,7 +59,7 @@ def trimmed_logs(data_dir: str, shards: int, keep: float) -> tuple[Snapshot, dic
         if first is None:
             continue
         snapshot.log_ids[shard] = first.log_id
-        recovery = recover_group(FaultyFileSystem(), directory, WalIdentity(shard, shards, BOOT_ID))
+        recovery = Recovery(FaultyFileSystem(), directory, WalIdentity(shard, shards, BOOT_ID))
         frames = [(batch.file_no, batch.buffer, frame) for batch in recovery for frame in batch.frames]
         if not frames:
             snapshot.positions[shard] = WalPosition(1, 0)
@@ -91,7 +91,7 @@ def start_up(data_dir: str, shards: int, snapshots: list[Snapshot], fs: FileSyst
             Snapshot(
                 shards,
                 {log.shard: log.log_id for log in logs},
-                {log.shard: log.start for log in logs},
+                {log.shard: WalPosition(1, 0) for log in logs},
                 snapshots[0].folded,
             )
         )
@@ -228,7 +228,7 @@ def test_a_topic_that_neither_log_nor_snapshot_knows_is_refused(tmp_path: Path) 
 def test_creations_are_behind_none_of_these_positions(tmp_path: Path) -> None:
     """The tests above rest on this: without the snapshot's names nothing could be dealt out."""
     snapshot, _ = trimmed_logs(str(tmp_path), 1, 0.5)
-    recovery = recover_group(
+    recovery = Recovery(
         FaultyFileSystem(),
         layout.group_dir(str(tmp_path), 0, 1),
         WalIdentity(0, 1, BOOT_ID),

@@ -7,6 +7,7 @@ import struct
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import msgspec
 import pytest
 import xxhash
 from hypothesis import given, settings
@@ -15,17 +16,27 @@ from hypothesis import strategies as st
 from tests.storage.faults import ERRNOS, Crash, Fault, FaultyFileSystem
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
+from topics.storage.logfile import RefusedLog, WalPosition
 from topics.storage.snapshot import (
     BadSnapshot,
-    LoadedBody,
+    ShardPart,
     UnknownSnapshotVersion,
-    load_body,
+    encode_parts,
+    load_snapshot,
     read_snapshot,
     save_snapshot,
 )
 
 FS = OsFileSystem()
-BODIES = [b"first", b"second", b"third"]
+
+
+def body_of(name: str) -> bytes:
+    """Return a body that goes with any logs: it has no part, but a field that a reader skips."""
+    return msgspec.msgpack.encode({"shards": [], "name": name})
+
+
+FIRST, SECOND, THIRD = BODIES = [body_of(name) for name in ("first", "second", "third")]
+OF_OTHER_LOGS = encode_parts([ShardPart(0, 1, 7, WalPosition(1, 0), msgspec.Raw(b"\x90"))])
 SAVING = ["open", "pwritev", "fdatasync", "rename", "fsync_dir", "open", "unlink"]
 """The second `open` is of the one before, which stays if it is valid."""
 
@@ -33,6 +44,13 @@ SAVING = ["open", "pwritev", "fdatasync", "rename", "fsync_dir", "open", "unlink
 @pytest.fixture
 def data_dir(tmp_path: Path) -> str:
     return str(tmp_path)
+
+
+def newest(data_dir: str) -> tuple[int, bytes, list[BadSnapshot]]:
+    """Return the number and the body of the snapshot that counts, and those that were skipped."""
+    found = load_snapshot(FS, data_dir)
+    assert found is not None
+    return found.number, read_snapshot(FS, data_dir, found.number), found.skipped
 
 
 def numbers(data_dir: str) -> list[int]:
@@ -54,7 +72,7 @@ def test_every_byte_is_where_the_format_says(data_dir: str) -> None:
 
 
 def test_there_is_none_yet(data_dir: str) -> None:
-    assert load_body(FS, data_dir) is None
+    assert load_snapshot(FS, data_dir) is None
     assert os.listdir(data_dir) == []
 
 
@@ -63,15 +81,15 @@ def test_there_is_none_yet(data_dir: str) -> None:
 def test_a_body_comes_back(body: bytes) -> None:
     with TemporaryDirectory() as data_dir:
         save_snapshot(FS, data_dir, body)
-        assert load_body(FS, data_dir) == LoadedBody(1, body, [])
+        assert read_snapshot(FS, data_dir, 1) == body
 
 
 def test_numbers_increase_and_the_one_before_the_newest_stays(data_dir: str) -> None:
     for number, body in enumerate(BODIES, 1):
         assert save_snapshot(FS, data_dir, body) == (number, number - 1 or None)
         assert numbers(data_dir) == [one for one in (number - 1, number) if one]
-        assert load_body(FS, data_dir) == LoadedBody(number, body, [])
-    assert read_snapshot(FS, data_dir, 2) == b"second"
+        assert newest(data_dir) == (number, body, [])
+    assert read_snapshot(FS, data_dir, 2) == SECOND
     os.unlink(layout.snapshot_path(data_dir, 2))
     assert save_snapshot(FS, data_dir, b"fourth") == (4, 3)
 
@@ -88,10 +106,8 @@ def test_damaged_ones_are_passed_over_and_named(data_dir: str) -> None:
     damaged += [Path(layout.snapshot_path(data_dir, 2)).read_bytes()[:-1]]
     for content in damaged:
         put(data_dir, 3, content)
-        loaded = load_body(FS, data_dir)
-        assert loaded is not None
-        assert loaded[:2] == (2, b"second")
-        (skipped,) = loaded.skipped
+        number, body, (skipped,) = newest(data_dir)
+        assert (number, body) == (2, SECOND)
         assert skipped.path == path
         assert str(skipped).startswith(f"{path}: cannot be used, at offset {skipped.offset}: ")
 
@@ -111,9 +127,7 @@ def test_a_damaged_one_pushes_out_no_valid_one(data_dir: str, damage: str) -> No
     assert fallback == 2
     assert numbers(data_dir) == [2, number]
     put(data_dir, number, b"")
-    loaded = load_body(FS, data_dir)
-    assert loaded is not None
-    assert loaded[:2] == (2, b"second")
+    assert newest(data_dir)[:2] == (2, SECOND)
     assert save_snapshot(FS, data_dir, b"fifth") == (number + 1, 2)
     assert numbers(data_dir) == [2, number + 1]
     save_snapshot(FS, data_dir, b"sixth")
@@ -121,23 +135,25 @@ def test_a_damaged_one_pushes_out_no_valid_one(data_dir: str, damage: str) -> No
 
 
 def test_when_all_are_damaged_it_is_not_as_if_there_were_none(data_dir: str) -> None:
-    save_snapshot(FS, data_dir, b"first")
-    newest = put(data_dir, 2, b"")
+    save_snapshot(FS, data_dir, FIRST)
+    path = put(data_dir, 2, b"")
     put(data_dir, 1, b"topic")
-    with pytest.raises(BadSnapshot, match="the file ends inside its header") as caught:
-        load_body(FS, data_dir)
-    assert caught.value.path == newest
+    with pytest.raises(RefusedLog, match="the file ends inside its header") as caught:
+        load_snapshot(FS, data_dir)
+    assert caught.value.path == path
 
 
 def test_one_that_goes_with_other_logs_is_passed_over(data_dir: str) -> None:
-    for body in BODIES[:2]:
+    for body in (FIRST, OF_OTHER_LOGS, b"no body"):
         save_snapshot(FS, data_dir, body)
-    loaded = load_body(FS, data_dir, lambda body: body == b"first")
-    assert loaded is not None
-    assert loaded[:2] == (1, b"first")
-    assert [bad.path for bad in loaded.skipped] == [layout.snapshot_path(data_dir, 2)]
-    with pytest.raises(BadSnapshot, match="goes with other logs than those that are here"):
-        load_body(FS, data_dir, lambda body: False)
+    put(data_dir, 1, Path(layout.snapshot_path(data_dir, 2)).read_bytes())
+    with pytest.raises(RefusedLog, match="goes with other logs than those that are here"):
+        load_snapshot(FS, data_dir)
+    save_snapshot(FS, data_dir, FIRST)
+    save_snapshot(FS, data_dir, OF_OTHER_LOGS)
+    number, body, skipped = newest(data_dir)
+    assert (number, body) == (4, FIRST)
+    assert [bad.path for bad in skipped] == [layout.snapshot_path(data_dir, 5)]
 
 
 def test_an_unknown_version_is_refused_though_an_older_one_is_valid(data_dir: str) -> None:
@@ -147,7 +163,7 @@ def test_an_unknown_version_is_refused_though_an_older_one_is_valid(data_dir: st
     with pytest.raises(
         UnknownSnapshotVersion, match=r"version 2 is unknown \(this release reads version 1\)"
     ) as caught:
-        load_body(FS, data_dir)
+        load_snapshot(FS, data_dir)
     assert (caught.value.path, caught.value.version) == (path, 2)
 
 
@@ -165,11 +181,11 @@ def test_killed_at_any_call_the_former_or_the_new_one_counts(data_dir: str, nth:
     fs = FaultyFileSystem()
     fs.arm(Fault(nth, error))
     with pytest.raises(Crash):
-        save_snapshot(fs, data_dir, b"third")
+        save_snapshot(fs, data_dir, THIRD)
     assert fs.log == SAVING[:nth]
     fs.bury()
     renamed = nth > 4 or (nth == 4 and error == Fault.LATE_CRASH)
-    assert load_body(FS, data_dir) == (LoadedBody(3, b"third", []) if renamed else LoadedBody(2, b"second", []))
+    assert newest(data_dir) == ((3, THIRD, []) if renamed else (2, SECOND, []))
     # The one before is not removed until the new one's name is on the disk.
     assert (1 in numbers(data_dir)) == (nth < 7 or error != Fault.LATE_CRASH)
     save_snapshot(FS, data_dir, b"next")
@@ -192,8 +208,6 @@ def test_a_failure_is_told_and_the_former_ones_stay(data_dir: str, call: str, er
         assert numbers(data_dir)[:2] == [1, 2]
         assert len(os.listdir(layout.meta_dir(data_dir))) == len(numbers(data_dir))
     assert fs.struck == 1
-    save_snapshot(FS, data_dir, b"next")
-    loaded = load_body(FS, data_dir)
-    assert loaded is not None
-    assert loaded.body == b"next"
+    save_snapshot(FS, data_dir, FIRST)
+    assert newest(data_dir)[1] == FIRST
     assert len(numbers(data_dir)) == 2

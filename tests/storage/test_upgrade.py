@@ -19,7 +19,7 @@ from topics.storage.filesystem import OsFileSystem, ReadOnlyFileSystem, boot_id
 from topics.storage.frame import FrameType, encode
 from topics.storage.log_fold import fold_frames
 from topics.storage.logfile import RefusedLog, WalIdentity, WalPosition
-from topics.storage.recovery import recover_group
+from topics.storage.recovery import Recovery
 from topics.storage.snapshot import encode_part, encode_parts, save_snapshot
 from topics.storage.upgrade import check_upgrade
 
@@ -115,7 +115,7 @@ def test_a_snapshot_has_the_beginning_of_the_logs(tmp_path: Path, source_seq: in
     for shard, log_id in enumerate(log_ids):
         fold = Fold(lambda _topic_id: UnlocatedIndex())
         group = layout.group_dir(str(tmp_path), shard, SHARDS)
-        recovery = recover_group(ReadOnlyFileSystem(), group, WalIdentity(shard, SHARDS, boot_id()))
+        recovery = Recovery(ReadOnlyFileSystem(), group, WalIdentity(shard, SHARDS, boot_id()))
         for batch in recovery:
             fold_frames(fold, batch, in_ram=False)
         assert recovery.end is not None

@@ -29,7 +29,7 @@ from topics.storage.lock import DataDirLock, DataDirLocked, holder_pid
 from topics.storage.log_fold import fold_frames
 from topics.storage.logfile import WalIdentity, WalPosition
 from topics.storage.postings import write_postings
-from topics.storage.recovery import recover_group
+from topics.storage.recovery import Recovery
 from topics.storage.segment_check import DamageFinding, FileKind, Report
 from topics.storage.segment_deletes import mark_deleted
 from topics.storage.segment_reader import SegmentReader
@@ -64,7 +64,7 @@ def snapshot(data_dir: str, shard: int, shards: int, log_id: int, position: WalP
     """Write a snapshot as of that place in the log, which has all its files."""
     group = layout.group_dir(data_dir, shard, shards)
     fold = Fold(lambda _topic_id: UnlocatedIndex())
-    for batch in recover_group(ReadOnlyFileSystem(), group, WalIdentity(shard, shards, boot_id())):
+    for batch in Recovery(ReadOnlyFileSystem(), group, WalIdentity(shard, shards, boot_id())):
         frames = FrameColumns.of(frame for frame in batch.frames if WalPosition(batch.file_no, frame[0]) < position)
         fold_frames(fold, batch._replace(frames=frames), in_ram=False)
     state = fold.state()
@@ -315,7 +315,7 @@ def test_a_deletion_under_way_is_no_damage(data_dir: str) -> None:
     path.write_bytes(content[:36] + bytes([content[36] & ~2]) + content[37:])
     (finding,) = check(data_dir).damage
     assert "seq 2 is deleted here and live in the index, at 20" in finding.reason
-    recovery = recover_group(FaultyFileSystem(), layout.wal_dir(data_dir), WalIdentity(0, 1, boot_id()))
+    recovery = Recovery(FaultyFileSystem(), layout.wal_dir(data_dir), WalIdentity(0, 1, boot_id()))
     for _ in recovery:
         pass
     writer = open_writer(
@@ -330,7 +330,7 @@ class Cold:
     """The sealed segment is cold: all three files are in the cold directory, and the data no longer here."""
 
     def __init__(self, data_dir: str, cold_dir: str) -> None:
-        recovery = recover_group(FaultyFileSystem(), layout.wal_dir(data_dir), WalIdentity(0, 1, boot_id()))
+        recovery = Recovery(FaultyFileSystem(), layout.wal_dir(data_dir), WalIdentity(0, 1, boot_id()))
         for _ in recovery:
             pass
         identity = WalIdentity(0, 1, boot_id())
@@ -418,7 +418,7 @@ def test_an_index_of_before_a_deletion_is_found_though_nothing_else_repeats_it(c
 
 def test_what_the_log_deletes_need_not_be_marked_yet(cold: Cold) -> None:
     """Behind the last snapshot the next start marks it again."""
-    recovery = recover_group(FaultyFileSystem(), layout.wal_dir(cold.data_dir), WalIdentity(0, 1, boot_id()))
+    recovery = Recovery(FaultyFileSystem(), layout.wal_dir(cold.data_dir), WalIdentity(0, 1, boot_id()))
     for _ in recovery:
         pass
     writer = open_writer(
@@ -462,7 +462,7 @@ def test_the_snapshot_that_goes_with_the_logs_counts(data_dir: str) -> None:
 
 
 def test_a_log_that_contradicts_itself(data_dir: str) -> None:
-    recovery = recover_group(FaultyFileSystem(), layout.wal_dir(data_dir), WalIdentity(0, 1, boot_id()))
+    recovery = Recovery(FaultyFileSystem(), layout.wal_dir(data_dir), WalIdentity(0, 1, boot_id()))
     for _ in recovery:
         pass
     writer = open_writer(

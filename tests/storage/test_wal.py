@@ -24,7 +24,7 @@ from tests.storage.logs import (
 from topics.storage import layout, wal
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import FrameType, scan
-from topics.storage.wal import Synced
+from topics.storage.logfile import WalPosition
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_a_finished_file_is_synced_before_the_next_gets_a_frame(directory: str) 
         *["open", "pwritev", "fdatasync", "rename", "fsync_dir"],  # CURRENT
         "pwritev",  # the group
     ]
-    assert writer.synced == Synced(2, writer.plan([]).start - len(appends(2, [b'"x"' * 60])))
+    assert writer.synced == WalPosition(2, writer.plan([]).start - len(appends(2, [b'"x"' * 60])))
     kill(writer)
 
 
@@ -154,7 +154,7 @@ def test_the_synced_position_moves_with_a_sync_and_is_marked_by_the_next_group(d
     assert writer.plan([10]).mark == b""
     commit(writer, appends(2, [b"2"]), sync=True)
     synced = writer.offset
-    assert (writer.unsynced_bytes, writer.synced) == (0, Synced(1, synced))
+    assert (writer.unsynced_bytes, writer.synced) == (0, WalPosition(1, synced))
     commit(writer, appends(3, [b"3"]))
     content = file_bytes(directory, 1)
     marks = [frame for frame in scan(content, 0, len(content)).frames if frame[2] == FrameType.SYNC_MARK]
@@ -168,17 +168,17 @@ def test_a_background_sync_is_taken_over_by_the_owner(directory: str) -> None:
     writer = open_writer(fs, directory, file_bytes=600)
     commit(writer, appends(1, [b"1"]))
     synced = writer.sync_now()
-    assert synced == Synced(1, writer.offset)
+    assert synced == WalPosition(1, writer.offset)
     assert writer.unsynced_bytes > 0
     commit(writer, appends(2, [b"2"]))
-    writer.note_synced(*synced)
+    writer.note_synced(synced)
     assert writer.synced == synced
     assert writer.unsynced_bytes == writer.offset - synced.offset
     late = writer.sync_now()
     commit(writer, appends(3, [b'"x"' * 100]))
     assert writer.file_no == 2
     before = writer.synced
-    writer.note_synced(*late)  # of a file that was left meanwhile
+    writer.note_synced(late)  # of a file that was left meanwhile
     assert writer.synced == before
     kill(writer)
 
@@ -192,7 +192,7 @@ def test_an_idle_log_is_marked_once(directory: str) -> None:
     end = writer.offset
     writer.commit(writer.plan([]), [], sync=False)
     assert writer.offset == end
-    writer.note_synced(*writer.sync_now())  # the mark itself
+    writer.note_synced(writer.sync_now())  # the mark itself
     writer.commit(writer.plan([]), [], sync=False)
     assert writer.offset == end
     commit(writer, appends(2, [b"2"]), sync=True)

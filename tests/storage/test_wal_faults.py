@@ -67,7 +67,7 @@ class Workload:
         except OSError as error:
             self.relocate(self.writer.sync_failed(file_no, error))
         else:
-            self.writer.note_synced(*synced)
+            self.writer.note_synced(synced)
 
     def writer_may_mark(self) -> None:
         try:

@@ -11,7 +11,7 @@ import pytest
 from tests.storage.logs import IDENTITY, appends
 from topics.storage.filesystem import OsFileSystem, WritePath, choose_write_path
 from topics.storage.frame import Bytes
-from topics.storage.recovery import recover_group
+from topics.storage.recovery import Recovery
 from topics.storage.wal import WalWriter
 
 
@@ -54,6 +54,6 @@ def test_both_write_the_same_log(path: WritePath, tmp_path: Path) -> None:
     wal = WalWriter(fs, directory, IDENTITY, None, file_bytes=1 << 16)
     wal.commit(wal.plan(list(map(len, frames))), frames, sync=True, frames=len(frames))
     wal.close()
-    recovery = recover_group(OsFileSystem(), directory, IDENTITY)
+    recovery = Recovery(OsFileSystem(), directory, IDENTITY)
     read = [bytes(batch.buffer[at : at + length]) for batch in recovery for at, length, *_ in batch.frames]
     assert [frame for frame in read if frame in frames] == frames

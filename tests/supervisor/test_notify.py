@@ -40,7 +40,7 @@ def live(page: ControlPage, role: Role, index: int, state: ProcessState, heartbe
 
 
 def all_ready(page: ControlPage) -> None:
-    for role, index in page.cells():
+    for role, index in page.cells:
         live(page, role, index, ProcessState.READY)
 
 
@@ -92,7 +92,7 @@ def test_who_hangs_is_a_reason_to_be_silent_until_it_goes_on(page: ControlPage) 
     all_ready(page)
     announcements.lines(page, NOW_MS)
     hangs_ms = NOW_MS + HEARTBEAT_STALE_MS + 1
-    for role, index in page.cells():
+    for role, index in page.cells:
         live(page, role, index, ProcessState.READY, hangs_ms)
     live(page, Role.COMPACTOR, 0, ProcessState.READY, NOW_MS)
     assert announcements.lines(page, hangs_ms) == ["WATCHDOG=1"], "it may be at one long sync"

@@ -19,7 +19,7 @@ from topics.shm.topic_messages import DeleteRecords, PutTopic
 from topics.storage import kill_points, layout
 from topics.storage.filesystem import OsFileSystem, boot_id
 from topics.storage.logfile import WalIdentity
-from topics.storage.recovery import recover_group
+from topics.storage.recovery import Recovery
 from topics.storage.snapshot import load_snapshot
 from topics.storage.verify import verify
 
@@ -175,7 +175,7 @@ def test_a_log_whose_next_bytes_are_damaged_and_given_up(beside: Beside, segment
         file.seek(position.offset + 20)
         file.write(b"damage")
     identity = WalIdentity(0, 1, boot_id())
-    assert not list(recover_group(OsFileSystem(), layout.wal_dir(beside.data_dir), identity, True, start=position))
+    assert not list(Recovery(OsFileSystem(), layout.wal_dir(beside.data_dir), identity, True, start=position))
     beside.rig = Rig(beside.data_dir, segment_max_events="20")
     beside.compaction = Compaction(beside.rig)
     assert [seq for seq, _ in beside.compaction.read("q")] == list(range(51, 101))

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tests.storage.test_move_anywhere import move
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
+from tests.walshard.test_queues import MINUTE_MS, ack, claim, counts, queue
 from tests.walshard.test_routing import put, route
 from topics.core.ceilings import TAIL_STEP
 from topics.core.config import TopicConfig
@@ -27,7 +28,7 @@ from topics.core.idempotency import ProducerTurn, producer_key
 from topics.core.location import LOCATION_LOST
 from topics.core.routers import HOPS_MAX, RouterSpec
 from topics.shm.control import ProcessState
-from topics.shm.topic_messages import CatchUp, EnsureTopic, PutRouter, PutTopic, SyncRouters
+from topics.shm.topic_messages import CatchUp, DeleteRecords, EnsureTopic, PutRouter, PutTopic, SyncRouters
 from topics.storage import layout
 from topics.storage.logfile import note_committed
 from topics.storage.verify import verify
@@ -77,6 +78,7 @@ def lose_power(rig: Rig, *shares: float) -> Rig:
         size_bytes = os.path.getsize(path)
         os.truncate(path, synced + int((end - synced) * share))
         os.truncate(path, size_bytes)
+    assert verify(rig.settings.data_dir, lambda _share: None).damage == []
     after = Rig(rig.settings.data_dir, shards=len(shares))
     after.clock.ms = rig.clock.ms + 1  # ids of topics carry the time
     return after
@@ -218,6 +220,47 @@ def test_a_lost_tail_that_cannot_be_logged_is_not_forgotten(rig: Rig, monkeypatc
     rig.cell.begin_life(2, 0, ProcessState.RECOVERING)
     rig.boot()
     assert rig.append("t", b"next").first_seq == ceiling + 1
+    rig.close()
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_deletion_that_segments_have_and_the_log_has_lost_counts_once(rig: Rig, share: float) -> None:
+    """A shard marks a deletion when it is logged, and the marks may be on the disk before the log is."""
+    compaction = Compaction(rig)
+    for number in range(9):
+        rig.append("t", b"%d" % number, tag=b"odd" if number % 2 else b"even")
+    compaction.cut()
+    sync(rig)
+    for tag in (b"odd", b"even"):
+        rig.call(DeleteRecords("t", 8, "eq", tag))
+    rig = lose_power(rig, share)
+    for again in (rig.boot, rig.shard.close, rig.restart_service):
+        topic = rig.hosted("t").topic
+        assert (topic.records, topic.live_bytes) == topic.index.live_size(topic.earliest_seq, topic.head_seq)
+        assert topic.records == 2
+        again()
+    Compaction(rig).cut()
+    assert verify(rig.settings.data_dir, lambda _share: None).damage == []
+    assert [seq for seq, _data in Compaction(rig).read("t")] == [8, 9]
+    rig.close()
+
+
+@pytest.mark.parametrize(("on_ack", "left"), [("delete", [1, 5, 7, 9]), ("keep", [1, 3, 5, 7, 9])])
+def test_jobs_whose_deletion_the_log_has_lost_do_not_count_as_ready(rig: Rig, on_ack: str, left: list[int]) -> None:
+    compaction = Compaction(rig)
+    queue(rig, 0, on_ack=on_ack, leases_durable=True)
+    for number in range(1, 10):
+        rig.append("q", b"%d" % number, tag=b"odd" if number % 2 else b"even")
+    claim(rig, 6)
+    ack(rig, 4)
+    compaction.cut()
+    sync(rig)
+    ack(rig, 3)
+    rig.call(DeleteRecords("q", None, "eq", b"even"))
+    rig = lose_power(rig, 0.0)
+    rig.clock.ms += MINUTE_MS
+    assert claim(rig, 10).seqs == left
+    assert counts(rig) == (0, len(left), 0)
     rig.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -11,14 +12,6 @@ import socket
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import (
-    AbstractAsyncContextManager,
-    AsyncExitStack,
-    ExitStack,
-    asynccontextmanager,
-    contextmanager,
-    suppress,
-)
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
@@ -174,7 +167,7 @@ class AsyncQueue(QueueCommands, AsyncMember):
                     yield job
                 except GeneratorExit:
                     if not job._settled:
-                        with suppress(ClientError):  # the end of the stream gives it back
+                        with contextlib.suppress(ClientError):  # the end of the stream gives it back
                             await job.nack()
                     raise
                 await job._end(None)
@@ -198,7 +191,7 @@ class AsyncQueue(QueueCommands, AsyncMember):
         for shift in self._shifts:
             shift.stop()
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def _shift(self, max_jobs: int, lease_ms: int, backoff: Backoff) -> AsyncIterator[Shift]:
         shift = Shift(self._service, self.topic, self.node, max_jobs=max_jobs, lease_ms=lease_ms, backoff=backoff)
         self._shifts.add(shift)
@@ -232,7 +225,7 @@ class LoopThread:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="topics-queue", daemon=True)
-        self._stack = AsyncExitStack()
+        self._stack = contextlib.AsyncExitStack()
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -256,7 +249,7 @@ class LoopThread:
     def call(self, function: Callable[[], object]) -> None:
         self._loop.call_soon_threadsafe(function)
 
-    def enter(self, manager: AbstractAsyncContextManager[T]) -> T:
+    def enter(self, manager: contextlib.AbstractAsyncContextManager[T]) -> T:
         """Enter a context manager in the loop, which the end of the loop exits."""
         return self.run(self._stack.enter_async_context(manager))
 
@@ -267,7 +260,7 @@ class Queue(QueueCommands, SyncMember):
     def __init__(
         self,
         client: Caller,
-        connect: Callable[[], AbstractAsyncContextManager[AsyncService]],
+        connect: Callable[[], contextlib.AbstractAsyncContextManager[AsyncService]],
         topic: str,
         node: str | None,
     ) -> None:
@@ -292,7 +285,7 @@ class Queue(QueueCommands, SyncMember):
                     yield job
                 except GeneratorExit:
                     if not job._settled:
-                        with suppress(ClientError):  # the end of the stream gives it back
+                        with contextlib.suppress(ClientError):  # the end of the stream gives it back
                             job.nack()
                     raise
                 if not job._settled:
@@ -353,11 +346,11 @@ class Queue(QueueCommands, SyncMember):
         for loop, shift in list(self._serving):
             loop.call(shift.stop)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _open(
         self, stop_on: Sequence[signal.Signals], max_jobs: int, lease_ms: int, backoff: Backoff
     ) -> Iterator[tuple[LoopThread, Shift]]:
-        with LoopThread() as loop, ExitStack() as at_end:
+        with LoopThread() as loop, contextlib.ExitStack() as at_end:
             client = loop.enter(self._connect())
             shift = Shift(client, self.topic, self.node, max_jobs=max_jobs, lease_ms=lease_ms, backoff=backoff)
             # Registered before it begins: a signal that comes from here on is not lost.

@@ -17,6 +17,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, NamedTuple, cast
 
@@ -106,30 +107,22 @@ class _Failures:
         return self._no_room >= FULL_AFTER
 
 
+@dataclass(eq=False)
 class Checkpoints:
     """Makes checkpoints of all shards, one after the other.
 
     `alive` is called between steps. Up to `one_by_one_max` segments of a step are synced file by file.
     """
 
-    def __init__(
-        self,
-        fs: FileSystem,
-        data_dir: str,
-        seal_at: SealAt,
-        clock: Clock,
-        alive: Callable[[], None],
-        one_by_one_max: int,
-    ) -> None:
-        self._fs = fs
-        self._data_dir = data_dir
-        self._seal_at = seal_at
-        self._clock = clock
-        self._alive = alive
-        self._one_by_one_max = one_by_one_max
-        self._suspects: set[str] = set()
-        self._unsealable: dict[tuple[int, SegmentInfo], tuple[int, int]] = {}
-        """(pause in ms, its end in monotonic ms) of segments that could not be sealed; an append ends it."""
+    _fs: FileSystem
+    _data_dir: str
+    _seal_at: SealAt
+    _clock: Clock
+    _alive: Callable[[], None]
+    _one_by_one_max: int
+    _suspects: set[str] = field(default_factory=set)
+    _unsealable: dict[tuple[int, SegmentInfo], tuple[int, int]] = field(default_factory=dict)
+    """(pause in ms, its end in monotonic ms) of segments that could not be sealed; an append ends it."""
 
     def run(self, follower: Follower, buffers: LogBuffers) -> Written:
         """Put everything that the follower has read into segments; then the shard's log is synced up to there.
@@ -183,7 +176,7 @@ class Checkpoints:
         """
         committed = follower.link.committed
         if committed is not None:
-            path = layout.log_path(follower.log_directory, committed.file_no)
+            path = layout.log_path(follower.tail.directory, committed.file_no)
             with suppress(OSError), opened(self._fs, path, os.O_RDWR) as fd:
                 self._fs.write_back(fd, waits=True)
 

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection
+from contextlib import closing
+from dataclasses import dataclass
 from typing import Final
 
 from topics.compactor.checkpoints import Checkpoints, DurableMarks, Refused, mark
@@ -71,7 +73,7 @@ class CutTimes:
         self._failed = 0
 
     def is_due(self, new_bytes: int, now_ms: int, left_bytes: int = sys.maxsize) -> bool:
-        """True if it is time to begin a cut. `left_bytes` is the room on the disk, see `DiskRoom`."""
+        """True if it is time to begin a cut. `left_bytes` is the room on the disk, see `room_left_bytes`."""
         since_ms = now_ms - self._last_ms
         if self._failed:
             wait_ms = doubled_ms(RETRY_MS, self._failed - 1, max(RETRY_MS, self._retry_max_ms))
@@ -104,6 +106,7 @@ class CutTimes:
         return self._has_tried or now_ms - self._begun_ms >= RETRY_MAX_MS
 
 
+@dataclass(eq=False)
 class Compactor:
     """Makes cuts: puts the contents of the logs into segments and a snapshot, and removes files that are superfluous
     then.
@@ -112,36 +115,26 @@ class Compactor:
     nothing is removed that a start from one of the two newest snapshots needs.
     """
 
-    def __init__(
-        self,
-        followers: list[Follower],
-        snapshots: Snapshots,
-        checkpoints: Checkpoints,
-        marks: DurableMarks,
-        leftovers: Leftovers,
-        rewriting: Rewriting,
-        relocation: Relocation | None,
-        life: Life,
-    ) -> None:
-        self.followers = followers
-        self._snapshots = snapshots
-        self._checkpoints = checkpoints
-        self.marks = marks
-        self._leftovers = leftovers
-        self._rewriting = rewriting
-        self._relocation = relocation
-        self._cell = life.cell
-        self._clock = life.clock
-        self._alive = life.alive
-        self._cell.set("snapshot_bytes", snapshots.size_bytes)
-        self._tried_bytes = [self._cell.get(f"absorbed_bytes_{follower.shard:02d}") for follower in followers]
+    followers: list[Follower]
+    _snapshots: Snapshots
+    _checkpoints: Checkpoints
+    marks: DurableMarks
+    _leftovers: Leftovers
+    _rewriting: Rewriting
+    _relocation: Relocation | None
+    _life: Life
+
+    def __post_init__(self) -> None:
+        self._cell, self._clock, self._alive = self._life.cell, self._life.clock, self._life.alive
+        self._cell.set("snapshot_bytes", self._snapshots.size_bytes)
+        self._tried_bytes = [self._cell.get(f"absorbed_bytes_{one.shard:02d}") for one in self.followers]
 
     def follow(self, step_bytes: int) -> None:
         """Read on those logs that have at least `step_bytes` to read, so that a cut has less to do at once."""
         for follower in self.followers:
             until = follower.link.committed
             follower.link.take_notices()
-            if until is not None and _bytes_between(follower.position, until) >= step_bytes:
+            if until is not None and _bytes_between(follower.tail.position, until) >= step_bytes:
                 follower.catch_up(until, self._alive)
 
     def upkeep(self) -> int | None:
@@ -207,12 +200,13 @@ class Compactor:
             parts[follower.shard] = self._snapshots.part_of(follower, self._alive)
             written_bytes[follower.shard] = written
         reached("snapshot.due")
-        for shard in list(parts):
+        for follower in [self.followers[shard] for shard in parts]:
             try:
-                self._sync_marks(self.followers[shard])
+                for topic_id, info in self.marks.sync(follower):
+                    self._rewriting.consider(follower, topic_id, info.first_seq)
             except (OSError, Refused) as error:
-                is_full |= self._not_cut(self.followers[shard], error)
-                del parts[shard]
+                is_full |= self._not_cut(follower, error)
+                del parts[follower.shard]
         saved = False
         if self._snapshots.can_save(parts):
             try:
@@ -239,11 +233,8 @@ class Compactor:
         return isinstance(error, OSError) and error.errno in NO_ROOM
 
     def _checkpoint(self, follower: Follower) -> None:
-        buffers = LogBuffers(follower.log_directory)
-        try:
+        with closing(LogBuffers(follower.tail.directory)) as buffers:
             written = self._checkpoints.run(follower, buffers)
-        finally:
-            buffers.close()
         if self._relocation is not None:
             for topic_id in follower.touched:
                 if (topic := follower.fold.topics.get(topic_id)) is not None:
@@ -253,10 +244,6 @@ class Compactor:
         self._cell.add("checkpointed_records", written.records)
         self._cell.add("checkpointed_bytes", max(0, written.data_bytes))
         self._cell.add("segments_sealed", written.sealed)
-
-    def _sync_marks(self, follower: Follower) -> None:
-        for topic_id, info in self.marks.sync(follower):
-            self._rewriting.consider(follower, topic_id, info.first_seq)
 
     def _save_and_remove(self, parts: dict[int, ShardPart], begun_ms: int, written_bytes: dict[int, int]) -> None:
         """Save a snapshot, then remove superfluous files. Raise OSError when there is no new snapshot."""
@@ -296,7 +283,6 @@ class Compactor:
     def tidy(self) -> None:
         """Repeat work that needs no further snapshot: remove files that two snapshots found superfluous."""
         self._count_removed(self._leftovers.tidy(self._files_of))
-        self._cell.set("orphans", self._leftovers.unexplained)
         if self._relocation is not None:
             self._count_failures(_COLD_STAYS, self._relocation.tidy(self._files_of))
 
@@ -314,7 +300,6 @@ class Compactor:
             return shard in shards if shard is not None else complete
 
         self._count_removed(self._leftovers.sweep(self._files_of, in_snapshot))
-        self._cell.set("orphans", self._leftovers.unexplained)
         if self._relocation is not None:
             self._count_failures(_COLD_STAYS, self._relocation.sweep(self._files_of, in_snapshot))
 
@@ -351,6 +336,7 @@ class Compactor:
         """Count and log the result of a sweep. Return the number of removed segments."""
         self._count_failures("superfluous files could not be removed, which will be repeated", swept.failures)
         self._cell.add("segments_dropped", len(swept.removed))
+        self._cell.set("orphans", self._leftovers.unexplained)
         if self._relocation is not None:
             for topic_id, name in swept.removed:
                 self._relocation.removed(topic_id, name)

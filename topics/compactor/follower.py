@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import os
-from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -30,7 +29,7 @@ from topics.storage import layout
 from topics.storage.frame import Bytes, FrameType
 from topics.storage.frame_columns import scan_columns
 from topics.storage.log_fold import fold_frames
-from topics.storage.logfile import FileStart, NotALogFile, WalPosition, parse_file_start
+from topics.storage.logfile import FileStart, NotALogFile, WalPosition, map_file, parse_file_start
 from topics.storage.recovery import BATCH_FRAMES, FRAMING_TYPES, RecoveredFile
 
 _OFFSET_BITS: Final = 32
@@ -202,15 +201,11 @@ class LogTail:
 
     def _open(self, path: str) -> mmap.mmap:
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return map_file(path)
         except FileNotFoundError as error:
             raise TailLost(f"{path}: does not exist, but the log continues in it") from error
-        try:
-            return mmap.mmap(fd, 0, prot=mmap.PROT_READ)
-        except ValueError as error:  # an empty file cannot be mapped
+        except EOFError as error:
             raise TailLost(f"{path}: is empty") from error
-        finally:
-            os.close(fd)
 
 
 def _parse(path: str, head: bytes) -> tuple[FileStart, int]:
@@ -223,18 +218,11 @@ def _parse(path: str, head: bytes) -> tuple[FileStart, int]:
 class MarkedIndex(UnlocatedIndex):
     """A topic's index as the compactor needs it: its segments, and its new deletions.
 
-    `deleted` are the seqs of deletions that the log has and that are not synced yet (`DurableMarks` empties it). They
-    are seqs, not segments, for the log may have a deletion before the segment in which it was marked.
+    `deleted` are those that are not synced yet (`DurableMarks` empties it). They are seqs, not segments, for the log
+    may have a deletion before the segment in which it was marked.
     """
 
-    __slots__ = ("deleted",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.deleted: array[int] = array("Q")
-
-    def flag_deleted(self, seqs: Sequence[int]) -> None:
-        self.deleted.extend(seqs)
+    __slots__ = ()
 
     def deleted_in_segments(self) -> list[tuple[SegmentInfo, Sequence[int]]]:
         """Return (segment, its seqs in `deleted`, ascending) for each segment that has any."""
@@ -254,19 +242,12 @@ class MarkedIndex(UnlocatedIndex):
 
 _ATTACH_TRIES = 10
 _MAY_FREE_FILES = frozenset(
-    int(kind)
-    for kind in (
-        FrameType.TOPIC_DELETE,
-        FrameType.DELETE,
-        FrameType.ACK,
-        FrameType.EVICT_WATERMARK,
-        FrameType.CHECKPOINT_MARK,
-    )
+    (FrameType.TOPIC_DELETE, FrameType.DELETE, FrameType.ACK, FrameType.EVICT_WATERMARK, FrameType.CHECKPOINT_MARK)
 )
 
 
 class Follower:
-    """The compactor's copy of one shard. Owns the fold of its log and the position up to which that was read.
+    """The compactor's copy of one shard. Owns the fold of its log, up to `tail.position`.
 
     `touched`: topics with news in the log since their last checkpoint. `shrunk`: topics that may have lost or replaced
     segments since the last sweep. `sealed`: (topic id, first seq) of segments that a checkpoint sealed, for rewriting.
@@ -275,26 +256,14 @@ class Follower:
 
     def __init__(self, identity: str, link: ShardLink, tail: LogTail, fold: Fold) -> None:
         self.link = link
+        self.shard = link.shard
         self.fold = fold
-        self.log_directory = tail.directory
+        self.tail = tail
         self.touched: set[int] = set()
         self.shrunk: set[int] = set()
         self.sealed: list[tuple[int, int]] = []
         self._identity = identity
-        self._tail = tail
         self._arena: ArenaReader | None = None
-
-    @property
-    def shard(self) -> int:
-        return self.link.shard
-
-    @property
-    def position(self) -> WalPosition:
-        """The position up to which the fold contains the log."""
-        return self._tail.position
-
-    def log_id(self) -> int:
-        return self._tail.log_id()
 
     def catch_up(self, until: WalPosition, alive: Callable[[], None]) -> None:
         """Read the log up to `until`; `alive` is called between batches.
@@ -302,7 +271,7 @@ class Follower:
         Raise TailLost and FoldError: then this object is of no use any more. After an OSError another call goes on
         where this one stopped.
         """
-        for batch in self._tail.read(until):
+        for batch in self.tail.read(until):
             alive()
             fold_frames(self.fold, batch, in_ram=False)
             for kind, topic_id in batch.frames.kinds_and_topics():

@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from topics.core.segment_list import COLD, SegmentList
@@ -23,7 +24,7 @@ from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.kill_points import reached
 from topics.storage.layout import SegmentName
-from topics.storage.pins import Pinned, ReadPinned, nothing_pinned
+from topics.storage.pins import Pinned, ReadPinned
 
 _DATA: Final = frozenset(("data",))
 _ALL: Final = frozenset(("data", "idx", "tags"))
@@ -33,12 +34,11 @@ Kinds = dict[SegmentName, frozenset[str]]
 log = get_logger()
 
 
-class TopicFiles:
+class TopicFiles(NamedTuple):
     """The files that a topic needs. `segments` None: the topic was deleted."""
 
-    def __init__(self, segments: SegmentList | None, earliest_seq: int) -> None:
-        self.segments = segments
-        self.earliest_seq = earliest_seq
+    segments: SegmentList | None
+    earliest_seq: int
 
     def is_cold(self, name: SegmentName) -> bool:
         """True if the segment's data are in the cold directory."""
@@ -89,32 +89,26 @@ class Swept(NamedTuple):
     failures: list[OSError]
 
 
+@dataclass(eq=False)
 class Leftovers:
     """Finds and removes superfluous segment files of all topics in the data directory; touches no other files there.
 
     `alive` is called between topics.
     """
 
-    def __init__(
-        self,
-        fs: FileSystem,
-        data_dir: str,
-        read_pinned: ReadPinned = nothing_pinned,
-        alive: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._fs = fs
-        self._data_dir = data_dir
-        self._read_pinned = read_pinned
-        self._alive = alive
-        self._considered: set[int] = set()
-        """Topics that the next snapshot examines."""
-        self._unexamined: set[int] = set()
-        """Topics whose directories could not be read or cleared. Alone they are no reason for a snapshot."""
-        self._found: dict[int, Kinds] = {}
-        """Files that one snapshot found superfluous. For a topic without any, its directory is to be removed."""
-        self._due: dict[int, Kinds] = {}
-        """Files that two snapshots found superfluous."""
-        self._unexplained: dict[int, set[SegmentName]] = {}
+    _fs: FileSystem
+    _data_dir: str
+    _read_pinned: ReadPinned = frozenset
+    _alive: Callable[[], None] = lambda: None
+    _considered: set[int] = field(default_factory=set)
+    """Topics that the next snapshot examines."""
+    _unexamined: set[int] = field(default_factory=set)
+    """Topics whose directories could not be read or cleared. Alone they are no reason for a snapshot."""
+    _found: dict[int, Kinds] = field(default_factory=dict)
+    """Files that one snapshot found superfluous. For a topic without any, its directory is to be removed."""
+    _due: dict[int, Kinds] = field(default_factory=dict)
+    """Files that two snapshots found superfluous."""
+    _unexplained: dict[int, set[SegmentName]] = field(default_factory=dict)
 
     @property
     def waiting(self) -> bool:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final
 
 from topics.compactor.checkpoints import SYNC_ONE_BY_ONE_MAX, Checkpoints, DurableMarks, Refused, mark
@@ -32,7 +34,7 @@ from topics.storage.logfile import RefusedLog, WalPosition
 from topics.storage.pins import Pinned, pins_dir, read_pinned
 from topics.storage.segment_store import LocalStore
 from topics.storage.snapshot import ShardPart, UnknownSnapshotVersion, load_snapshot
-from topics.storage.wal import DiskRoom
+from topics.storage.wal import room_left_bytes
 
 FOLLOW_BYTES: Final = 2 * 2**20
 RETRY_MS: Final = 2_000
@@ -56,8 +58,8 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
         cell.set("state", ProcessState.READY)
         shards = [shared.control.cell(Role.WALSHARD, shard) for shard in range(shared.shards)]
         note = ClockNote(OsFileSystem(), settings.data_dir, boot_id(), shards, clock)
-        room = DiskRoom(OsFileSystem(), settings.data_dir, shared.control.cut_bytes)
-        serve(compactor, settings, life, note, room)
+        room_bytes = partial(room_left_bytes, OsFileSystem(), settings.data_dir, shared.control.cut_bytes)
+        serve(compactor, settings, life, note, room_bytes)
     except Stopped as reason:
         log.info("stopped before the last cut was complete, so the next start reads more logs", reason=str(reason))
     except (TailLost, FoldError, RefusedLog, UnknownSnapshotVersion, OSError, Refused) as error:
@@ -171,7 +173,7 @@ def _follow(fs: FileSystem, data_dir: str, shared: SharedMemory, link: ShardLink
     return Follower(shared.identity, link, LogTail(directory, position), fold)
 
 
-def serve(compactor: Compactor, settings: Settings, life: Life, note: ClockNote, room: DiskRoom) -> None:
+def serve(compactor: Compactor, settings: Settings, life: Life, note: ClockNote, room_bytes: Callable[[], int]) -> None:
     """Make cuts and do upkeep until the process is to stop."""
     cell, clock = life.cell, life.clock
     # A shard is slowed when it has four fifths of `max_replay_bytes` behind it: a cut must be due before that.
@@ -184,7 +186,7 @@ def serve(compactor: Compactor, settings: Settings, life: Life, note: ClockNote,
         note.keep()
         upkeep_in_ms = None
         compactor.follow(FOLLOW_BYTES)
-        left_bytes = room.left_bytes
+        left_bytes = room_bytes()
         if times.is_due(compactor.new_bytes, clock.monotonic_ms(), left_bytes):
             has_news = compactor.has_news
             complete = compactor.cut(is_full=left_bytes < 0) if has_news else True

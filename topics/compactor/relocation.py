@@ -16,6 +16,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import msgspec
@@ -30,10 +31,10 @@ from topics.core.topic import Topic
 from topics.log import get_logger
 from topics.shm.topic_messages import TopicCheckpoint
 from topics.storage import layout
-from topics.storage.filesystem import FileSystem
+from topics.storage.filesystem import FileSystem, opened
 from topics.storage.kill_points import reached
 from topics.storage.layout import SegmentName
-from topics.storage.pins import ReadPinned, nothing_pinned
+from topics.storage.pins import ReadPinned
 from topics.storage.segment_store import SegmentStore
 
 RETRY_MS: Final = 10_000
@@ -115,45 +116,38 @@ class HotRetention(NamedTuple):
         return hot[: len(hot) - kept]
 
 
+@dataclass(eq=False)
 class Relocation:
     """Relocates segments of all topics, and removes superfluous objects in the cold directory. Exists only with one.
 
     `helper` has one thread, which calls `wake` when it has copied something.
     """
 
-    def __init__(
-        self,
-        fs: FileSystem,
-        data_dir: str,
-        store: SegmentStore,
-        retention: HotRetention,
-        helper: Executor,
-        clock: Clock,
-        read_pinned: ReadPinned = nothing_pinned,
-        wake: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._fs = fs
-        self._data_dir = data_dir
-        self._store = store
-        self._retention = retention
-        self._helper = helper
-        self._read_pinned = read_pinned
-        self._clock = clock
-        self._wake = wake
-        self._queue = CopyQueue()
+    _fs: FileSystem
+    _data_dir: str
+    _store: SegmentStore
+    _retention: HotRetention
+    _helper: Executor
+    _clock: Clock
+    _read_pinned: ReadPinned = frozenset
+    _wake: Callable[[], None] = lambda: None
+    _queue: CopyQueue = field(default_factory=CopyQueue)
+    _copying: deque[tuple[RelocationCopy, Future[None]]] = field(default_factory=deque)
+    _deleting: Future[dict[str, OSError]] | None = None
+    _listing: Future[list[str]] | None = None
+    _list_again: bool = False
+    _removed: set[str] = field(default_factory=set)
+    """Objects that segments removed from the data directory may have left."""
+    _found: set[str] = field(default_factory=set)
+    """Objects that exist or may exist, and that the next snapshot has to judge."""
+    _due: set[str] = field(default_factory=set)
+    """Objects that one snapshot found superfluous."""
+    _held: set[str] = field(default_factory=set)
+    """Objects that two snapshots found superfluous, but that are pinned or could not be deleted."""
+
+    def __post_init__(self) -> None:
         self._queue_max = QUEUE_MIN
-        self._copying: deque[tuple[RelocationCopy, Future[None]]] = deque()
-        self._deleting: Future[dict[str, OSError]] | None = None
-        self._listing: Future[list[str]] | None = helper.submit(store.list, "")
-        self._list_again = False
-        self._removed: set[str] = set()
-        """Objects that segments removed from the data directory may have left."""
-        self._found: set[str] = set()
-        """Objects that exist or may exist, and that the next snapshot has to judge."""
-        self._due: set[str] = set()
-        """Objects that one snapshot found superfluous."""
-        self._held: set[str] = set()
-        """Objects that two snapshots found superfluous, but that are pinned or could not be deleted."""
+        self._listing = self._helper.submit(self._store.list, "")
 
     @property
     def waiting(self) -> bool:
@@ -175,7 +169,7 @@ class Relocation:
             try:
                 future.result()
             except OSError as error:
-                if self._current(followers[copy.shard], copy) is None:
+                if not self._is_current(followers[copy.shard], copy):
                     self._outdated(copy)  # its files were removed, so no wonder
                 else:
                     self._failed(copy, error)
@@ -188,7 +182,7 @@ class Relocation:
             marked, unmarked = self._mark_cold(followers[shard], copies)
             relocated, failed = relocated + marked, failed + unmarked
         if len(self._queue) > self._queue_max:
-            self._queue.keep_only(lambda copy: self._current(followers[copy.shard], copy) is not None)
+            self._queue.keep_only(lambda copy: self._is_current(followers[copy.shard], copy))
             self._queue_max = max(QUEUE_MIN, 2 * len(self._queue))
         self._begin(followers)
         if self._copying and self._copying[0][1].done():
@@ -205,7 +199,7 @@ class Relocation:
             copy = self._queue.take(now_ms)
             if copy is None:
                 return
-            if self._current(followers[copy.shard], copy) is None:
+            if not self._is_current(followers[copy.shard], copy):
                 self._queue.drop(copy)
                 continue
             future = self._helper.submit(self._copy, copy)
@@ -242,7 +236,7 @@ class Relocation:
         self._found.update(self._listed(failures))
         self._found |= self._removed
         self._removed = set()
-        needless = _needless(files_of, self._being_copied())
+        needless = self._judge(files_of)
 
         def is_new(name: str) -> bool:
             parsed = _parsed(name)
@@ -262,7 +256,7 @@ class Relocation:
         """
         failures: list[OSError] = []
         if self._is_free(failures):
-            needless = _needless(files_of, self._being_copied())
+            needless = self._judge(files_of)
             self._found.update(name for name in self._listed(failures) if needless(name))
             self._delete_held(needless, failures)
         return failures
@@ -306,16 +300,27 @@ class Relocation:
             self._held.difference_update(going)
             self._deleting = self._helper.submit(self._delete, going)
 
-    def _being_copied(self) -> frozenset[str]:
-        """Return the objects that are being copied: their copies may count by the time a deletion would be done."""
-        return frozenset(name for copy, _ in self._copying for name in copy.objects)
+    def _judge(self, files_of: FilesOf) -> Callable[[str], bool]:
+        """Return a function: true if an object is known to be superfluous, for its segment is hot or was removed."""
+        # Copies that are being made may count by the time a deletion would be done.
+        being_copied = {name for copy, _ in self._copying for name in copy.objects}
 
-    def _current(self, follower: Follower, copy: RelocationCopy) -> Topic | None:
-        """Return the topic, if the segment is still as it was when it was queued."""
+        def is_needless(name: str) -> bool:
+            parsed = _parsed(name)
+            if parsed is None or name in being_copied:
+                return False
+            topic_id, segment = parsed
+            needed = files_of(topic_id)
+            if needed is None or needed.segments is None:
+                return needed is not None
+            return not needed.is_cold(segment) and needed.superfluous(segment) is not None
+
+        return is_needless
+
+    def _is_current(self, follower: Follower, copy: RelocationCopy) -> bool:
+        """True if the segment is still as it was when it was queued."""
         topic = follower.fold.topics.get(copy.topic_id)
-        if topic is None or follower.index_of(topic).segments.at(copy.info.first_seq) != copy.info:
-            return None
-        return topic
+        return topic is not None and follower.index_of(topic).segments.at(copy.info.first_seq) == copy.info
 
     def _outdated(self, copy: RelocationCopy) -> None:
         """Drop a copy whose segment was rewritten or removed meanwhile; what was copied of it is superfluous."""
@@ -326,7 +331,7 @@ class Relocation:
         """Have the shard mark these segments as cold, in one message. Segments that are not marked are copied again."""
         cold: dict[int, list[SegmentInfo]] = {}
         for copy in copies:
-            if self._current(follower, copy) is None:
+            if not self._is_current(follower, copy):
                 self._outdated(copy)
             else:
                 flagged = msgspec.structs.replace(copy.info, flags=copy.info.flags | COLD)
@@ -341,7 +346,7 @@ class Relocation:
                 mark(follower, checkpoints)
         except (OSError, Refused) as error:
             # The shard may have refused some topics only.
-            unmarked = [copy for copy in copies if self._current(follower, copy) is not None]
+            unmarked = [copy for copy in copies if self._is_current(follower, copy)]
             for copy in unmarked:
                 self._failed(copy, error)
         marked = [copy for copy in copies if copy not in unmarked]
@@ -359,14 +364,11 @@ class Relocation:
             self._store.put(name, self._pieces(os.path.join(layout.topics_dir(self._data_dir), name)))
 
     def _pieces(self, path: str) -> Iterator[bytes]:
-        fd = self._fs.open(path, os.O_RDONLY)
-        try:
+        with opened(self._fs, path, os.O_RDONLY) as fd:
             offset = 0
             while piece := self._fs.pread(fd, PIECE_BYTES, offset):
                 offset += len(piece)
                 yield piece
-        finally:
-            self._fs.close(fd)
 
     def _delete(self, names: list[str]) -> dict[str, OSError]:
         """Delete objects. Return those that could not be deleted, and why."""
@@ -390,21 +392,3 @@ def _parsed(name: str) -> tuple[int, SegmentName] | None:
     directory, _, file = name.partition("/")
     topic_id, found = layout.topic_id_of(directory), layout.parse_segment_file(file)
     return None if topic_id is None or found is None else (topic_id, found[0])
-
-
-def _needless(files_of: FilesOf, being_copied: frozenset[str]) -> Callable[[str], bool]:
-    """Return a function: true if an object is known to be superfluous, for its segment is hot or was removed."""
-
-    def needless(name: str) -> bool:
-        parsed = _parsed(name)
-        if parsed is None or name in being_copied:
-            return False
-        topic_id, segment = parsed
-        needed = files_of(topic_id)
-        if needed is None:
-            return False
-        if needed.segments is None:
-            return True
-        return not needed.is_cold(segment) and needed.superfluous(segment) is not None
-
-    return needless

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from array import array
 from concurrent.futures import Executor, Future
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from itertools import accumulate
 from typing import Final, NamedTuple
 
@@ -27,7 +27,7 @@ from topics.core.topic import Topic
 from topics.log import get_logger
 from topics.shm.topic_messages import TopicCheckpoint
 from topics.storage import layout
-from topics.storage.filesystem import FileSystem, write_all
+from topics.storage.filesystem import FileSystem, opened, write_all
 from topics.storage.frame import Bytes
 from topics.storage.kill_points import reached
 from topics.storage.postings import CorruptPostings, Postings, write_postings
@@ -69,7 +69,7 @@ def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Content | No
     CorruptPostings, leaving nothing of a new version.
     """
     # First, because without the postings no copy is of use.
-    postings = list(Postings.load(directory, info.first_seq, info.version).items())
+    postings = list(Postings.open(directory, info.first_seq, info.version, in_memory=True).items())
     words, offsets, lengths, flags = _columns(directory, info)
     if old is None:
         old = CommittedFile(layout.segment_data_path(directory, info.first_seq, info.version), info.data_bytes)
@@ -118,11 +118,9 @@ def _write_pair(
 ) -> None:
     """Write `.data` and `.idx` of the new version and sync them, but not their names."""
     flags_new = os.O_RDWR | os.O_CREAT | os.O_TRUNC
-    with ExitStack() as opened:
-        data_fd = fs.open(layout.segment_data_path(directory, first_seq, version), flags_new)
-        opened.callback(fs.close, data_fd)
-        idx_fd = fs.open(layout.segment_idx_path(directory, first_seq, version), flags_new)
-        opened.callback(fs.close, idx_fd)
+    data_path = layout.segment_data_path(directory, first_seq, version)
+    idx_path = layout.segment_idx_path(directory, first_seq, version)
+    with opened(fs, data_path, flags_new) as data_fd, opened(fs, idx_path, flags_new) as idx_fd:
         _copy(fs, old, data_fd, pieces)
         write_all(fs, idx_fd, idx.tobytes(), 0)
         reached("rewrite.copied")
@@ -209,15 +207,12 @@ class ColdFetch:
         name = f"{os.path.basename(directory)}/{os.path.basename(path)}"
         pieces = live_pieces(directory, info)
         try:
-            fd = self._fs.open(self._tmp_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-            try:
+            with opened(self._fs, self._tmp_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as fd:
                 self._fs.ftruncate(fd, info.data_bytes)
                 for start, end in pieces:
                     for at in range(start, end, PIECE_BYTES):
                         content = self._store.read_range(name, at, min(PIECE_BYTES, end - at))
                         write_all(self._fs, fd, content, at)
-            finally:
-                self._fs.close(fd)
             data = CommittedFile(self._tmp_path, info.data_bytes)
         finally:
             self._remove_tmp()

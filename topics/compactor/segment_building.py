@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import mmap
-import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -25,6 +24,7 @@ from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.frame import Bytes
 from topics.storage.kill_points import reached
+from topics.storage.logfile import map_file
 from topics.storage.postings import write_postings
 from topics.storage.segment import CorruptSegment, is_gone
 from topics.storage.segment_reader import SegmentReader
@@ -53,13 +53,10 @@ class LogBuffers:
         if mapped is not None and end <= len(mapped):
             return mapped
         path = layout.log_path(self._directory, file_no)
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            if end > os.fstat(fd).st_size:
-                raise EOFError(f"{path} ends before byte {end}")
-            mapped = self._maps[file_no] = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
-        finally:
-            os.close(fd)
+        mapped = map_file(path)
+        if end > len(mapped):
+            raise EOFError(f"{path} ends before byte {end}")
+        self._maps[file_no] = mapped
         return mapped
 
     def close(self) -> None:

@@ -40,7 +40,8 @@ class Snapshots:
     def part_of(self, follower: Follower, alive: Callable[[], None]) -> ShardPart:
         """Encode the shard as it has been followed so far; `alive` is called between topics."""
         forget_ended(self._fs, self._data_dir, follower.fold.topics.values(), alive)
-        return encode_part(follower.shard, self._shards, follower.log_id(), follower.position, follower.fold.state())
+        tail = follower.tail
+        return encode_part(follower.shard, self._shards, tail.log_id(), tail.position, follower.fold.state())
 
     def can_save(self, shards: Collection[int]) -> bool:
         """True if parts of these shards and the newest snapshot make a whole one."""

@@ -1,27 +1,7 @@
 """Bodies of the control frames in a shard's log.
 
-They are msgpack maps, so that a reader in another language needs nothing else:
-
-    TOPIC_CREATE     topic_id                 {"name": str, "config": {…}, "recreated": bool}
-    CONFIG_UPDATE    topic_id                 {"config": {…}}               fields at their default are left out
-    TOPIC_DELETE     topic_id                 -
-    DELETE           topic_id, seq = head     {"below_seq": u64, "runs": [u64, …], "floors": […]}
-    EVICT_WATERMARK  topic_id, seq = floor    {"floors": […]}
-    CHECKPOINT_MARK  topic_id, seq            {"segments": [[…], …], "floors": […]}   records up to seq are in segments
-    HEAD_WATERMARK   topic_id, seq            {"exact": bool}               no seq above was assigned in RAM
-    IDEMPOTENCY      topic_id, seq = first    count u32 | key bytes         first frame of the write that has this key
-    JOB_ATTRIBUTES   topic_id                 [[seq, deliver_at_ms, order_key], …]     first frame of the write it is of
-    LEASE            topic_id                 {"node": str, "deadline_ms": u64, "lease_ms": u64, "seqs": [u64], …}
-    ACK              topic_id                 {"runs": [[first_seq, last_seq], …], "keep": bool, …}
-    CURSOR           topic_id                 {"name": str, "consistency": str | nil, "persist_every": u64, "seq": u64,
-                                               "missing": [[after_seq, to_seq], …]}
-    RAM_STATE        topic_id                 {"earliest_seq": u64, "evict_floor": u64, …}
-    ROUTER_…                                  see `core/routers.py`
-    SESSION          0                        {"wid": str, "body": bytes | nil, "positions": {…} | nil, "exact": bool}
-
-`floors` is the state of the topic after the frame (`floors.Floors`), `segments` the new and changed ones
-(`segment_list.SegmentInfo`), both as arrays. `runs` are the seqs above `below_seq` that a DELETE took: how many to pass
-over (from 1 on at first), how many were taken, and so on.
+They are msgpack maps, so that a reader in another language needs nothing else. docs/storage-format.md ("Log frame")
+lists them all, with the topic id and the seq of each frame.
 
 A frame has the state after it, and needs no record: by the time the log is read, records may be marked, rewritten or
 evicted. Frames with floors, and an ACK that deletes, have a revision: a run of frames that comes twice changes nothing.

@@ -64,8 +64,8 @@ class Fold:
         self._ceilings: dict[int, int] = {}
         """Head watermarks of durable topics."""
         self.lost_heads: set[int] = set()
-        """After `finish`: topics whose head is the most that a watermark allows. An exact watermark must be logged
-        before anything else: without it nobody could tell later which seqs were lost and which never were.
+        """After `finish`: topics whose head is the most that a watermark allows, or with fewer records than the log
+        counts. Exact heads and counts must be logged first: nobody could tell later what was lost and what never was.
         """
         self._uncounted: set[int] = set()
         """Topics whose counts the durable log does not know: records came from RAM, or were lost with it."""
@@ -348,6 +348,8 @@ class Fold:
                 topic.index.flag_deleted(deleted[: bisect_right(deleted, topic.head_seq)])
             if topic.id in self._uncounted:
                 topic.recount()
+            elif not has_end and topic.recount_marked():
+                self.lost_heads.add(topic.id)
             # Every reader of the log comes to this floor.
             topic.logged_floor = topic.evict_floor
             # The evictions of the last writes may not be in the log.

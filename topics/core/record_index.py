@@ -62,13 +62,16 @@ class RecordIndex(Protocol):
 
 
 class UnlocatedIndex:
-    """An index of segments and the next seq alone, for a fold that ends in a snapshot. Nobody may ask for entries."""
+    """An index without entries, for a fold that ends in a snapshot: segments, the next seq, and the seqs of deletions
+    in the order of the log. The log has everything that follows from these.
+    """
 
-    __slots__ = ("next_seq", "segments")
+    __slots__ = ("deleted", "next_seq", "segments")
 
     def __init__(self) -> None:
         self.next_seq = 1
         self.segments = SegmentList()
+        self.deleted: array[int] = array("Q")
 
     @property
     def base_seq(self) -> int:
@@ -81,7 +84,7 @@ class UnlocatedIndex:
         self.next_seq += len(entries) // ENTRY_WORDS
 
     def flag_deleted(self, seqs: Sequence[int]) -> None:
-        """Do nothing: the shard flags the records, and the log has everything that follows from it."""
+        self.deleted.extend(seqs)
 
     def checkpointed(self, segments: Iterable[SegmentInfo]) -> None:
         for segment in segments:
@@ -148,19 +151,19 @@ def left_from(
     """
     is_below_shorter = seq - earliest_seq <= head_seq + 1 - seq
     if not is_below_shorter:
-        left = _exact_live_size(index, seq, head_seq)
+        left = exact_live_size(index, seq, head_seq)
         if left is not None:
             return left
-    below = _exact_live_size(index, earliest_seq, seq - 1)
+    below = exact_live_size(index, earliest_seq, seq - 1)
     if below is None or below[0] > records or below[1] > size_bytes:
-        left = _exact_live_size(index, seq, head_seq)
+        left = exact_live_size(index, seq, head_seq)
         if left is not None:
             return left
         below = index.live_size(earliest_seq, seq - 1)
     return max(0, records - below[0]), max(0, size_bytes - below[1])
 
 
-def _exact_live_size(index: RecordIndex, first_seq: int, last_seq: int) -> tuple[int, int] | None:
+def exact_live_size(index: RecordIndex, first_seq: int, last_seq: int) -> tuple[int, int] | None:
     """Return `RecordIndex.live_size`, None instead of an estimate."""
     if first_seq > last_seq:
         return 0, 0
@@ -267,20 +270,9 @@ def _whole_segment(
 
 def first_not_older(index: RecordIndex, oldest_ts: int, low: int, high: int) -> int:
     """Return the first seq of low..high - 1 committed at `oldest_ts` or later, `high` if none was. Times ascend."""
-    low, high = _segment_bounds(index, oldest_ts, low, high)
-    while low < high:
-        middle = (low + high) // 2
-        if index.ts_at(middle) < oldest_ts:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-def _segment_bounds(index: RecordIndex, oldest_ts: int, low: int, high: int) -> tuple[int, int]:
-    """Narrow low..high as far as the list of segments tells."""
+    # First by the list of segments: `ts_at` may read a file.
     older_seq, segment = index.segments.around(oldest_ts)
     low = max(low, older_seq + 1)
-    if segment is None:
-        return low, high
-    return low, max(low, min(high, segment.first_seq if segment.first_ts >= oldest_ts else segment.last_seq))
+    if segment is not None:
+        high = max(low, min(high, segment.first_seq if segment.first_ts >= oldest_ts else segment.last_seq))
+    return bisect_left(range(high), oldest_ts, lo=low, key=index.ts_at)

@@ -4,15 +4,10 @@ A router forwards from its source to its dest. A dest has one source, so the rou
 or a cycle where one is allowed. Only shard 0 has the registry, because all routers together decide whether another may
 exist.
 
-The frames of routers, which `FoldedRouters` folds:
-
-    ROUTER_CREATE   0, seq = id           {"id": u64, "version": u64, "name": str, "spec": {…}, "counts_hops": bool}
-    ROUTER_DELETE   0, seq = id           -                      both only in the log of shard 0
-    ROUTER_CURSOR   dest, seq = its head  {"source": str, "source_topic_id": u64, "source_seq": u64, …}, a FeedFrameBody
-
-ROUTER_CREATE replaces a router of the same name. A ROUTER_CURSOR ends the write that holds the copies of one page, so
-copies and cursor are in the log together or not at all. The last cursor of a dest counts; one without routers ends the
-feed of the dest.
+`FoldedRouters` folds the frames of routers. ROUTER_CREATE and ROUTER_DELETE are only in the log of shard 0; the former
+replaces a router of the same name. A ROUTER_CURSOR (`FeedFrameBody`) ends the write that holds the copies of one page,
+so copies and cursor are in the log together or not at all. The last cursor of a dest counts; one without routers ends
+the feed of the dest.
 """
 
 from __future__ import annotations

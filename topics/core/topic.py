@@ -32,6 +32,7 @@ from topics.core.idempotency import IdempotencyWindow
 from topics.core.leases import Leases
 from topics.core.location import ENTRY_WORDS, LOCATION_LOST, any_flagged, flags_of, lengths_of, lost_entries
 from topics.core.record_index import RecordIndex
+from topics.core.seq_set import seqs_of
 from topics.core.tags import TagIndex
 
 
@@ -378,6 +379,17 @@ class Topic:
         if front.earliest_seq > self.earliest_seq:
             floors = msgspec.structs.replace(self.floors(), earliest_seq=front.earliest_seq)
             self._apply(floors.evicted(front.lost_below_seq, front.lost_reason))
+
+    def recount_marked(self) -> bool:
+        """Count again if segments have marks of deletions that the log lost with its end. Return whether they have."""
+        live = record_index.exact_live_size(self.index, self.earliest_seq, self.head_seq)
+        if live is None or live[0] >= self.records:
+            return False
+        self.recount()
+        if self.queue is not None:
+            done = list(seqs_of(self.queue.done.runs()))
+            self.queue.deleted(sorted({*done}.difference(self.live_of(done))))
+        return True
 
     def extend_head(self, head_seq: int) -> None:
         """Raise the head over seqs that were assigned but are not in the log: they are in a segment, or lost."""

@@ -261,8 +261,8 @@ class ArenaReader:
     @property
     def names(self) -> SortedDict[str, int]:
         """The slots of live topics by their names, sorted."""
-        if self._words[_Header.CHANGE_COUNT] != self._seen_changes:
-            self._learn()
+        while self._words[_Header.CHANGE_COUNT] != self._seen_changes:
+            self.learn(SLOTS_MAX)
         return self._names
 
     def view(self, slot: int) -> TopicView:
@@ -357,10 +357,6 @@ class ArenaReader:
         if not self._unlearned:
             self._seen_changes = self._listed_changes
         return self._seen_changes == self._words[_Header.CHANGE_COUNT]
-
-    def _learn(self) -> None:
-        while not self.learn(SLOTS_MAX):
-            pass
 
     def _list_changes(self) -> None:
         count = self._words[_Header.CHANGE_COUNT]

@@ -44,10 +44,11 @@ class ArenaHeap:
         size = _block_size(size_bytes)
         free = self._free.get(size)
         if free:
-            block = free.pop()
             if size >= _GIVE_BACK_BYTES:
-                self._back_again(block, size)
-            return block
+                start, end = _whole_pages(free[-1], size)
+                self._reserve(start, end - start, size)
+                self._given_back -= end - start
+            return free.pop()
         block = self._next
         if block + size > self._backed:
             self._back(block + size)
@@ -68,24 +69,19 @@ class ArenaHeap:
         """The memory that backs the blocks."""
         return self._backed - self._first - self._given_back
 
-    def _back_again(self, block: int, size: int) -> None:
-        start, end = _whole_pages(block, size)
-        try:
-            self._shared.reserve(start, end - start)
-        except OSError as error:
-            self._free[size].append(block)
-            raise ArenaFullError(f"/dev/shm has no room for {size} more bytes of index: {error.strerror}") from error
-        self._given_back -= end - start
-
     def _back(self, end: int) -> None:
         grow = max(end - self._backed, ARENA_RESERVE_BYTES // 2)
         if self._backed + grow > self._end:
             raise ArenaFullError(f"index arena {self._shared.name} has used up its {self._end} bytes")
-        try:
-            self._shared.reserve(self._backed, grow)
-        except OSError as error:
-            raise ArenaFullError(f"/dev/shm has no room for {grow} more bytes of index: {error.strerror}") from error
+        self._reserve(self._backed, grow, grow)
         self._backed += grow
+
+    def _reserve(self, offset: int, length: int, wanted_bytes: int) -> None:
+        try:
+            self._shared.reserve(offset, length)
+        except OSError as error:
+            why = f"/dev/shm has no room for {wanted_bytes} more bytes of index: {error.strerror}"
+            raise ArenaFullError(why) from error
 
 
 def _block_size(size_bytes: int) -> int:
@@ -115,12 +111,8 @@ class LocationRing:
     def reserve(self, count: int) -> None:
         """Make room for `count` more entries. Raise ArenaFullError."""
         need = self.next_seq - self.base_seq + count
-        if need <= self.capacity:
-            return
-        capacity = self.capacity
-        while capacity < need:
-            capacity *= 2
-        self._move(capacity)
+        if need > self.capacity:
+            self._move(1 << (need - 1).bit_length())
 
     def shrink(self) -> None:
         """Free memory when hardly any of it is used. On ArenaFullError the ring stays as it is."""

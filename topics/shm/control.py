@@ -212,10 +212,11 @@ class ControlPage:
         self.header = Cell(words[:CELL_WORDS], HEADER_FIELDS)
         roles = [(Role.FRONTEND, i) for i in range(frontends)] + [(Role.WALSHARD, i) for i in range(shards)]
         roles.append((Role.COMPACTOR, 0))
-        self._cells = {
+        self.cells = {
             key: ProcessCell(words[CELL_WORDS * (1 + at) : CELL_WORDS * (2 + at)], key[0])
             for at, key in enumerate(roles)
         }
+        """The cells of all processes, in the order of the page."""
 
     @staticmethod
     def size_bytes(shards: int, frontends: int) -> int:
@@ -242,20 +243,16 @@ class ControlPage:
         return cls(shared, header.get("shards"), header.get("frontends"))
 
     def cell(self, role: Role, index: int) -> ProcessCell:
-        return self._cells[role, index]
+        return self.cells[role, index]
 
     def trusted_offset_ms(self, role: Role, index: int) -> int | None:
         """Return the offset with which a new life of the process compares its clock; None: with nothing."""
         offset_ms = self.cell(role, index).clock_offset_ms
         return self.header.clock_offset_ms if offset_ms is None else offset_ms
 
-    def cells(self) -> dict[tuple[Role, int], ProcessCell]:
-        """Return the cells of all processes, in the order of the page."""
-        return self._cells
-
     def pressure(self) -> float:
         """Return the service's pressure, 0 to 1: the greatest of all running processes."""
-        return max(cell.get("pressure_ppm") if cell.supervisor.get("pid") else 0 for cell in self._cells.values()) / 1e6
+        return max(cell.get("pressure_ppm") if cell.supervisor.get("pid") else 0 for cell in self.cells.values()) / 1e6
 
     def lag_bytes(self, shard: int) -> int:
         """Return the bytes of a shard's log that are in no snapshot."""

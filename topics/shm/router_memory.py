@@ -224,16 +224,14 @@ class RouterBoardWriter:
         slot = self._slots.get(progress.router_id)
         if slot is None:
             slot = self._slots[progress.router_id] = self._new_slot()
-            at = (1 + slot) * SLOT_WORDS
-            words[at + 1], words[at + 2], words[at + 3], words[at + 4] = progress[1:]
-            words[at] = progress.router_id
-            words[0] = max(words[0], slot + 1)
-            return
         at = (1 + slot) * SLOT_WORDS
         words[at + 4] = progress.forwarded_total
         words[at + 2] = progress.source_topic_id
         words[at + 1] = progress.version
         words[at + 3] = progress.source_seq
+        # Only now does a reader find a new slot.
+        words[at] = progress.router_id
+        words[0] = max(words[0], slot + 1)
 
     def remove(self, router_id: int) -> None:
         slot = self._slots.pop(router_id, None)

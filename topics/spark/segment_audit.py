@@ -14,16 +14,10 @@ import numpy as np
 
 from topics.api.segment_answers import ManifestSegment
 from topics.core.location import LOCATION_DELETED, LOCATION_LOST
+from topics.spark import segment_arrow
 from topics.spark.columns import Records
 from topics.spark.options import Directories
-from topics.spark.segment_arrow import (
-    ArrowEntries,
-    InconsistentLengthsError,
-    check_frames,
-    decode,
-    extent,
-    read_entries,
-)
+from topics.spark.segment_arrow import ArrowEntries, InconsistentLengthsError
 from topics.storage.postings import CorruptPostings, Postings
 from topics.storage.segment import DELETED, ENTRY_LEN, CorruptSegment, index_digest
 from topics.storage.segment_reader import SegmentReader
@@ -89,7 +83,7 @@ def audit_segment(topic: str, segment: ManifestSegment, earliest_seq: int, direc
         return found
     if segment.idx_xxh3 is not None and f"{index_digest(idx):016x}" != segment.idx_xxh3:
         finding("index", idx_path, 0, f"is not the index that the service has ({segment.idx_xxh3})")
-    entries = read_entries(idx, 0, records)
+    entries = segment_arrow.read_entries(idx, 0, records)
     if (entries.ts[0], entries.ts[-1]) != (segment.first_ts, segment.last_ts):
         reason = f"is of {entries.ts[0]} to {entries.ts[-1]}, the service says {segment.first_ts} to {segment.last_ts}"
         finding("index", idx_path, 0, reason)
@@ -99,14 +93,12 @@ def audit_segment(topic: str, segment: ManifestSegment, earliest_seq: int, direc
     found.live = len(flags) - found.lost - found.deleted
     try:
         records_in = _check_columns(idx_path, data_path, data, segment.first_seq, entries, cold)
-    except _Suspect as suspect:
+    except CorruptSegment as suspect:
         # A deletion may be in progress: it marks the data first, and of a cold segment only the index.
         reader = SegmentReader(os.path.dirname(idx_path), segment.first_seq, idx, data, segment.version)
-        for defect in reader.damage(True):
-            in_index = defect.path == reader.idx_path
+        for defect in list(reader.damage(True)) or ([] if found.findings else [suspect]):
+            in_index = defect.path in (idx_path, reader.idx_path)
             finding("index" if in_index else "data", idx_path if in_index else data_path, defect.offset, defect.reason)
-        if not found.findings:
-            finding(suspect.kind, data_path if suspect.kind == "data" else idx_path, suspect.offset, suspect.reason)
         return found
     tags_path = os.path.splitext(idx_path)[0] + ".tags"
     try:
@@ -121,34 +113,25 @@ def audit_segment(topic: str, segment: ManifestSegment, earliest_seq: int, direc
     return found
 
 
-class _Suspect(Exception):  # noqa: N818 — only a reason to check each record
-    def __init__(self, kind: str, offset: int, reason: str) -> None:
-        super().__init__(reason)
-        self.kind = kind
-        self.offset = offset
-        self.reason = reason
-
-
 def _check_columns(
     idx_path: str, data_path: str, data: bytes, first_seq: int, entries: ArrowEntries, cold: bool
 ) -> Records | None:
-    """Return all records that have a frame, deleted or not; None without any. Raise _Suspect."""
+    """Return all records that have a frame, deleted or not; None without any. Raise CorruptSegment,
+    only a reason to check each record.
+    """
     ts, flags, lengths = entries.ts, entries.flags, entries.lengths
     framed = lengths > 0
     wrong = np.flatnonzero((np.diff(ts, prepend=ts[0]) < 0) | (framed & (flags & LOCATION_LOST != 0)))
     if len(wrong):
-        raise _Suspect("index", int(wrong[0]) * ENTRY_LEN, "an impossible entry, or a time before the last one")
+        raise CorruptSegment(idx_path, int(wrong[0]) * ENTRY_LEN, "an impossible entry, or a time before the last one")
     if (~framed & (flags & _GONE == 0)).any():
-        raise _Suspect("index", 0, "a live record without a frame")
+        raise CorruptSegment(idx_path, 0, "a live record without a frame")
     # Frames of deleted records stay whole until the segment is rewritten.
     kept = np.where(framed, flags & ~LOCATION_DELETED, flags)
-    try:
-        starts, end = extent(entries, len(data), idx_path, 0)
-        check_frames(data_path, data, 0, first_seq, entries._replace(flags=kept), starts)
-    except CorruptSegment as defect:
-        raise _Suspect("index" if defect.path == idx_path else "data", defect.offset, defect.reason) from None
+    starts, end = segment_arrow.extent(entries, len(data), idx_path, 0)
+    segment_arrow.check_frames(data_path, data, 0, first_seq, entries._replace(flags=kept), starts)
     if end != len(data):
-        raise _Suspect("data", end, f"the last frame ends there, the file at {len(data)}")
+        raise CorruptSegment(data_path, end, f"the last frame ends there, the file at {len(data)}")
     if not framed.any():
         return None
     places = starts[framed]
@@ -156,21 +139,24 @@ def _check_columns(
     frame_lens = np.ascontiguousarray(content[places[:, None] + np.arange(4)]).view("<u4")[:, 0]
     differing = np.flatnonzero(frame_lens != lengths[framed] - 4)
     if len(differing):
-        raise _Suspect("data", int(places[differing[0]]), "inconsistent lengths")
+        raise CorruptSegment(data_path, int(places[differing[0]]), "inconsistent lengths")
     marks = content[places + lengths[framed] - 1]
     unknown = np.flatnonzero((marks != 0) & (marks != DELETED))
     if len(unknown):
         at = int(places[unknown[0]] + lengths[framed][unknown[0]] - 1)
-        raise _Suspect("data", at, f"del is {int(marks[unknown[0]]):#x}, neither 0 nor {DELETED:#x}")
+        raise CorruptSegment(data_path, at, f"del is {int(marks[unknown[0]]):#x}, neither 0 nor {DELETED:#x}")
     ahead = np.flatnonzero((flags[framed] & LOCATION_DELETED != 0) & (marks != DELETED))
     if len(ahead) and not cold:
         number = int(np.flatnonzero(framed)[ahead[0]])
-        raise _Suspect("index", number * ENTRY_LEN, f"seq {first_seq + number} is deleted here and live in the data")
+        reason = f"seq {first_seq + number} is deleted here and live in the data"
+        raise CorruptSegment(idx_path, number * ENTRY_LEN, reason)
     seqs = first_seq + np.flatnonzero(framed).astype(np.int64)
     try:
-        return decode(data, seqs, ts[framed], places, lengths[framed], tags=None, not_node=None, with_meta=False)
+        return segment_arrow.decode(
+            data, seqs, ts[framed], places, lengths[framed], tags=None, not_node=None, with_meta=False
+        )
     except InconsistentLengthsError as error:
-        raise _Suspect("data", int(places[error.number]), "inconsistent lengths") from None
+        raise CorruptSegment(data_path, int(places[error.number]), "inconsistent lengths") from None
 
 
 def _seqs_by_tag(records: Records | None) -> list[tuple[bytes, list[int]]]:

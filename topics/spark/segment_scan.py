@@ -23,28 +23,12 @@ from topics.api.segment_answers import Manifest, ManifestSegment
 from topics.client import Client, ClientError, NotFoundError, Retry, ServiceBusyError, UnreachableError, calls
 from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_GONE, LOCATION_LOST
+from topics.spark import http_read, segment_arrow
 from topics.spark.columns import Records
-from topics.spark.http_read import (
-    PLAN_RETRY,
-    ROWS_PER_BATCH,
-    TASK_RETRY,
-    ReadPlan,
-    batches_and_gaps,
-    connect,
-    delivered,
-)
+from topics.spark.http_read import TASK_RETRY, ReadPlan, connect
 from topics.spark.offsets import Gap, Range
 from topics.spark.options import Directories, OptionError
-from topics.spark.segment_arrow import (
-    ArrowEntries,
-    InconsistentLengthsError,
-    Ints,
-    check_frames,
-    decode,
-    extent,
-    not_deleted,
-    read_entries,
-)
+from topics.spark.segment_arrow import ArrowEntries, InconsistentLengthsError, Ints
 from topics.storage.segment import ENTRY_LEN, CorruptSegment, index_digest
 
 BATCH_BYTES: Final = 16 * 2**20
@@ -112,7 +96,7 @@ class SegmentScan:
             raise CorruptSegment(self._idx_path, len(idx), f"the file ends there, {records * ENTRY_LEN} bytes are due")
         if segment.idx_xxh3 is not None and f"{index_digest(idx):016x}" != segment.idx_xxh3:
             raise CorruptSegment(self._idx_path, 0, f"is not the index that the service has ({segment.idx_xxh3})")
-        return read_entries(idx, first_seq - segment.first_seq, last_seq - first_seq + 1)
+        return segment_arrow.read_entries(idx, first_seq - segment.first_seq, last_seq - first_seq + 1)
 
     def _run(self, first_seq: int, entries: ArrowEntries) -> Iterator[Records | Gap]:
         count = len(entries.ts)
@@ -137,11 +121,11 @@ class SegmentScan:
         """Return the live records of these entries; None without any. Raise CorruptSegment."""
         buffer, found = self._frames(first_seq, entries)
         live = np.flatnonzero(entries.flags & LOCATION_GONE == 0)
-        live = live[not_deleted(buffer, found[live], entries.lengths[live])] if len(live) else live
+        live = live[segment_arrow.not_deleted(buffer, found[live], entries.lengths[live])] if len(live) else live
         if not len(live):
             return None
         try:
-            return decode(
+            return segment_arrow.decode(
                 buffer,
                 first_seq + live,
                 entries.ts[live],
@@ -159,7 +143,7 @@ class SegmentScan:
         """Return (bytes, where each frame begins in them); live frames are checked. Raise CorruptSegment."""
         segment = self._segment
         at = (first_seq - segment.first_seq) * ENTRY_LEN
-        starts, end = extent(entries, segment.data_bytes, self._idx_path, at)
+        starts, end = segment_arrow.extent(entries, segment.data_bytes, self._idx_path, at)
         base = int(starts[0])
         buffer = os.pread(self._data_fd, end - base, base) if end else b""
         while len(buffer) < end - base:
@@ -168,7 +152,7 @@ class SegmentScan:
                 raise CorruptSegment(self._data_path, base + len(buffer), f"the file ends there, {end} bytes are due")
             buffer += piece
         starts = starts - base
-        check_frames(self._data_path, buffer, base, first_seq, entries, starts)
+        segment_arrow.check_frames(self._data_path, buffer, base, first_seq, entries, starts)
         return buffer, starts
 
     def _damaged(self, first_seq: int, last_seq: int, damage: CorruptSegment) -> Gap:
@@ -189,14 +173,14 @@ def _runs(entries: ArrowEntries) -> Iterator[tuple[int, int]]:
         while start < stop:
             before = ends_bytes[start - 1] if start else 0
             fitting = int(np.searchsorted(ends_bytes, before + BATCH_BYTES, "right"))
-            end = min(stop, start + ROWS_PER_BATCH, max(start + 1, fitting))
+            end = min(stop, start + http_read.ROWS_PER_BATCH, max(start + 1, fitting))
             yield start, end
             start = end
 
 
 PIN_TTL_MS: Final = 600_000
 _RENEW_EVERY_S: Final = PIN_TTL_MS / 1000 / 4
-MISSING_RETRY: Final = PLAN_RETRY
+MISSING_RETRY: Final = http_read.PLAN_RETRY
 MISSING: Final = "missing"
 _RENEW_RETRY: Final = Retry(total_s=2.0)
 
@@ -289,7 +273,7 @@ def read_part(one: Range, sealed: Sealed, plan: ReadPlan) -> Iterator[pa.RecordB
     options = plan.options
     with connect(options.service, TASK_RETRY) as client, connect(options.service, _RENEW_RETRY) as renewing:
         items = _PartReader(client, _Renewal(renewing, sealed.pins), one, sealed, plan).items()
-        yield from delivered(one.topic, _joined(items), plan)
+        yield from http_read.delivered(one.topic, _joined(items), plan)
 
 
 class _PartReader:
@@ -327,7 +311,7 @@ class _PartReader:
 
     def _over_http(self, from_seq: int, to_seq: int, client: Client | None = None) -> Iterator[pa.RecordBatch | Gap]:
         part = Range(self._range.topic, self._range.epoch, from_seq, to_seq)
-        return batches_and_gaps(client or self._client, part, self._plan)
+        return http_read.batches_and_gaps(client or self._client, part, self._plan)
 
     def _from_file(self, segment: ManifestSegment, from_seq: int, to_seq: int) -> Iterator[pa.RecordBatch | Gap]:
         topic, plan = self._range.topic, self._plan

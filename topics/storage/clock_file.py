@@ -1,11 +1,7 @@
 """The time that a service trusted last, so that the next one can tell a clock that was put forward from passed time.
 
-    meta/clock.json, replaced as a whole by the compactor:
-
-    {"version": 1, "boot_id": "<of the machine's boot>", "wall_ms": 1748467205000, "monotonic_ms": 81234567}
-
-`wall_ms` is the time by which records expired (`core/clock.py`) when the monotonic clock of that boot was at
-`monotonic_ms`. The file is no part of the data: a start without it only has nothing to compare the clock with.
+The compactor replaces `meta/clock.json` as a whole (docs/storage-format.md, "Clock"). The file is no part of the data:
+a start without it only has nothing to compare the clock with.
 """
 
 from __future__ import annotations

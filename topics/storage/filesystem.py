@@ -114,20 +114,14 @@ class OsFileSystem:
         os.fdatasync(fd)
 
     def fsync_dir(self, path: str) -> None:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with opened(self, path, os.O_RDONLY | os.O_DIRECTORY) as fd:
             os.fsync(fd)
-        finally:
-            os.close(fd)
 
     def sync_all(self, path: str) -> None:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with opened(self, path, os.O_RDONLY | os.O_DIRECTORY) as fd:
             if _libc.syncfs(fd) != 0:
                 code = ctypes.get_errno()
                 raise OSError(code, os.strerror(code), path)
-        finally:
-            os.close(fd)
 
     def ftruncate(self, fd: int, size_bytes: int) -> None:
         os.ftruncate(fd, size_bytes)
@@ -185,6 +179,11 @@ def make_dirs(fs: FileSystem, path: str) -> None:
     with suppress(FileExistsError):  # another process was faster
         fs.mkdir(path)
     fs.fsync_dir(parent)
+
+
+def names_in(fs: FileSystem, directory: str) -> list[str]:
+    """Return the names in a directory; none if it does not exist."""
+    return fs.listdir(directory) if fs.exists(directory) else []
 
 
 def read_all(fs: FileSystem, path: str) -> bytes:

@@ -269,20 +269,6 @@ def stamp(
         seq += 1
 
 
-class Frame(NamedTuple):
-    """A valid frame; its parts are copies."""
-
-    type: int
-    flags: int
-    topic_id: int
-    seq: int
-    ts: int
-    node: bytes
-    tag: bytes
-    data: bytes
-    total_len: int
-
-
 class Defect(StrEnum):
     """The reason why the bytes at an offset are not a frame."""
 
@@ -292,11 +278,6 @@ class Defect(StrEnum):
     LENGTHS = "inconsistent lengths"
     TEXT = "node or tag is not UTF-8"
     CHECKSUM = "checksum does not match"
-
-
-class FrameDefect(NamedTuple):
-    offset: int
-    defect: Defect
 
 
 FrameTuple: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int]
@@ -347,19 +328,6 @@ def scan(buffer: Bytes, start: int, end: int, limit: int = 2**63) -> Scan:
         return Scan(frames, offset, None)
     # Fewer bytes than the smallest frame: zeros if the space was never written, or the beginning of a frame.
     return Scan(frames, offset, Defect.LENGTH if any(view[offset:end]) else Defect.EMPTY)
-
-
-def read_frame(buffer: Bytes, offset: int, end: int) -> Frame | FrameDefect:
-    """Read and validate the frame at `offset`; return the defect if there is none. The bytes end at `end`."""
-    frames, _, defect = scan(buffer, offset, end, limit=1)
-    if not frames:
-        return FrameDefect(offset, defect if defect is not None else Defect.EMPTY)
-    _, total_len, type_, flags, topic_id, seq, ts, node_len, tag_len, data_len = frames[0]
-    tag_at = offset + HEADER_LEN + node_len
-    data_at = tag_at + tag_len
-    node, tag = bytes(buffer[offset + HEADER_LEN : tag_at]), bytes(buffer[tag_at:data_at])
-    data = bytes(buffer[data_at : data_at + data_len])
-    return Frame(type_, flags, topic_id, seq, ts, node, tag, data, total_len)
 
 
 def is_utf8(text: bytes) -> bool:

@@ -1,27 +1,9 @@
-"""Names and places of the files below a data directory.
+"""Names and places of the files below a data directory; docs/storage-format.md begins with a list of them.
 
-    <data dir>/
-      .topics.lock                       flock of the running service
-      wal/                               shards == 1: the group itself
-        CURRENT                          name of the active log file
-        COMMITTED                        the end of the log, while nothing writes it (`logfile.py`)
-        wal-<20 digits>.log              numbered 1, 2, 3 … without a hole; the first may be gone
-      wal/shard-<NN>/                    shards > 1: one group each
-        CURRENT, COMMITTED, wal-<20 digits>.log
-      wal.new/, wal.old/                 only while the shard count changes (`reshard.py`)
-      topics/<topic id, 16 hex>/         the segments of one topic (`segment.py`), named by their first seq
-        seg-<20 digits>.data, .idx       frames, and their places
-        seg-<20 digits>.tags             records by tag (`postings.py`); only of sealed segments
-        seg-<20 digits>.<n>.data, …      the same segment after its nth rewriting
-      meta/snapshot.<20 digits>.bin      numbered; the newest valid one counts (`snapshot.py`)
-      meta/format.json                   the format of the directory (`upgrade.py`)
-      meta/clock.json                    the time that the service trusted last (`clock_file.py`)
-      txn/stages/<stage id>.stage        records that a transaction holds back (`txn_files.py`)
-      txn/sinks/<32 hex>.sink            the last batch that a sink has committed (`txn_files.py`)
-    <ram dir>/shard-<NN>/                a group for `ephemeral` topics; wiped when the service starts
-
-A group is one shard's log: a directory with files that one process writes. A name that ends in `.tmp` is of a file that
-was never completed.
+A group is one shard's log: a directory with files that one process writes, `wal` itself with one shard, else
+`wal/shard-<NN>`. Groups for `ephemeral` topics are in `<ram dir>/shard-<NN>`, which is wiped when the service starts.
+`wal.new` and `wal.old` exist only while the shard count changes (`reshard.py`). A name that ends in `.tmp` is of a file
+that was never completed.
 """
 
 from __future__ import annotations
@@ -30,7 +12,7 @@ import os
 import re
 from typing import NamedTuple
 
-from topics.storage.filesystem import FileSystem
+from topics.storage.filesystem import FileSystem, names_in
 
 LOCK_NAME = ".topics.lock"
 WAL_NAME = "wal"
@@ -104,16 +86,12 @@ def belongs_to_log(name: str) -> bool:
 
 def list_log_files(fs: FileSystem, directory: str) -> list[int]:
     """Return the numbers of the group's log files, ascending; none if the directory does not exist."""
-    if not fs.exists(directory):
-        return []
-    return sorted(number for name in fs.listdir(directory) if (number := log_file_no(name)) is not None)
+    return sorted(number for name in names_in(fs, directory) if (number := log_file_no(name)) is not None)
 
 
 def discover_groups(fs: FileSystem, root: str) -> list[Group]:
     """Return every group below a wal directory, flat or sharded, by shard number."""
-    if not fs.exists(root):
-        return []
-    names = fs.listdir(root)
+    names = names_in(fs, root)
     groups = [
         Group(int(match[1]), os.path.join(root, name)) for name in names if (match := _SHARD_NAME.fullmatch(name))
     ]
@@ -160,10 +138,8 @@ def segment_paths(directory: str, first_seq: int, version: int = 0) -> dict[str,
 
 def discover_topics(fs: FileSystem, data_dir: str) -> list[int]:
     """Return the ids of topics that have a directory for segments, ascending."""
-    root = topics_dir(data_dir)
-    if not fs.exists(root):
-        return []
-    return sorted(int(name, 16) for name in fs.listdir(root) if _TOPIC_NAME.fullmatch(name))
+    names = names_in(fs, topics_dir(data_dir))
+    return sorted(topic_id for name in names if (topic_id := topic_id_of(name)) is not None)
 
 
 class SegmentName(NamedTuple):
@@ -187,7 +163,7 @@ def topic_id_of(directory_name: str) -> int | None:
 def discover_segments(fs: FileSystem, directory: str) -> dict[SegmentName, set[str]]:
     """Return the files ("data", "idx", "tags") of each segment, ascending; none if the directory does not exist."""
     found: dict[SegmentName, set[str]] = {}
-    for name in fs.listdir(directory) if fs.exists(directory) else ():
+    for name in names_in(fs, directory):
         if parsed := parse_segment_file(name):
             found.setdefault(parsed[0], set()).add(parsed[1])
     return dict(sorted(found.items()))
@@ -203,10 +179,8 @@ def snapshot_path(data_dir: str, number: int) -> str:
 
 def list_snapshots(fs: FileSystem, data_dir: str) -> list[int]:
     """Return the numbers of all snapshots, ascending."""
-    directory = meta_dir(data_dir)
-    if not fs.exists(directory):
-        return []
-    return sorted(int(match[1]) for name in fs.listdir(directory) if (match := _SNAPSHOT_NAME.fullmatch(name)))
+    names = names_in(fs, meta_dir(data_dir))
+    return sorted(int(match[1]) for name in names if (match := _SNAPSHOT_NAME.fullmatch(name)))
 
 
 def _segment_stem(first_seq: int, version: int) -> str:

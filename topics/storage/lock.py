@@ -23,7 +23,6 @@ class DataDirLocked(Exception):  # noqa: N818 — named for what it is
         super().__init__(
             f"data directory {data_dir} is in use by {holder}; stop that service or choose another TOPICS_DATA_DIR"
         )
-        self.data_dir = data_dir
         self.pid = pid
 
 
@@ -35,7 +34,6 @@ class DataDirNotWritable(Exception):  # noqa: N818
             f"data directory {data_dir} is not writable: {error.strerror or error}; "
             f"give user {os.geteuid()} write access to it or choose another TOPICS_DATA_DIR"
         )
-        self.data_dir = data_dir
 
 
 class DataDirLock:
@@ -87,6 +85,7 @@ def inspecting(data_dir: str) -> Iterator[None]:
         return
     try:
         try:
+            # A shared lock is refused exactly while the exclusive one is held.
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DataDirLocked(data_dir, _read_pid(fd)) from None
@@ -98,17 +97,10 @@ def inspecting(data_dir: str) -> Iterator[None]:
 def holder_pid(data_dir: str) -> int | None:
     """Return the pid of the service that holds the lock, None if nobody does (or it has not written its pid yet)."""
     try:
-        fd = os.open(lock_path(data_dir), os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        # A shared lock is refused exactly while the exclusive one is held, and two callers do not disturb each other.
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _read_pid(fd)
-    finally:
-        os.close(fd)
-    return None
+        with inspecting(data_dir):
+            return None
+    except DataDirLocked as locked:
+        return locked.pid
 
 
 def _read_pid(fd: int) -> int | None:

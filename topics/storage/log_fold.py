@@ -7,7 +7,7 @@ Recovery reads a whole log this way, the compactor follows one, and the offline 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import compress
 from typing import Final, NamedTuple
 
@@ -96,7 +96,7 @@ class LoggedTopic(NamedTuple):
 
     `deleted` are seqs (ascending) whose deletion segments may not have yet. `live` counts the live records from
     `earliest_seq` to `head_seq`; None if the log cannot know (records were in RAM, or their log is lost).
-    `live_behind` of them are in no segment.
+    `live_behind` of them are in no segment. Without its end (`has_end`) the log may lack deletions that segments have.
     """
 
     segments: list[SegmentInfo]
@@ -104,16 +104,16 @@ class LoggedTopic(NamedTuple):
     earliest_seq: int
     live: int | None
     live_behind: int
+    has_end: bool
 
 
 class _Index(UnlocatedIndex):
-    """An index for the check. `deleted` and `lost` are the seqs that the log has as such, in its order."""
+    """An index for the check. `lost` are the seqs that the log has as such, in its order."""
 
-    __slots__ = ("deleted", "lost")
+    __slots__ = ("lost",)
 
     def __init__(self) -> None:
         super().__init__()
-        self.deleted: array[int] = array("Q")
         self.lost: array[int] = array("Q")
 
     def append_entries(self, entries: array[int]) -> None:
@@ -121,9 +121,6 @@ class _Index(UnlocatedIndex):
         if any_flagged(entries, LOCATION_LOST):
             is_lost = [flags & LOCATION_LOST for flags in flags_of(entries)]
             self.lost.extend(compress(entries[0::ENTRY_WORDS], is_lost))
-
-    def flag_deleted(self, seqs: Sequence[int]) -> None:
-        self.deleted.extend(seqs)
 
 
 class OfflineFold:
@@ -150,12 +147,12 @@ class OfflineFold:
         """Return the state that a snapshot would hold. Raise FoldError if the log lacks records."""
         return self._fold.state()
 
-    def topics(self) -> dict[int, LoggedTopic]:
+    def topics(self, has_end: bool) -> dict[int, LoggedTopic]:
         """Return live topics by id. Raise FoldError if the log lacks records."""
         self._fold.state()
-        return {topic.id: self._logged(topic) for topic in self._fold.topics.values()}
+        return {topic.id: self._logged(topic, has_end) for topic in self._fold.topics.values()}
 
-    def _logged(self, topic: Topic) -> LoggedTopic:
+    def _logged(self, topic: Topic, has_end: bool) -> LoggedTopic:
         index = topic.index
         assert isinstance(index, _Index)
         deleted = frozenset(index.deleted)
@@ -173,6 +170,7 @@ class OfflineFold:
             topic.earliest_seq,
             topic.records if is_counted else None,
             max(0, topic.head_seq - behind_seq + 1) - gone,
+            has_end,
         )
 
     @property

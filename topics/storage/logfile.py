@@ -21,6 +21,7 @@ copy of a running service, leaves it blank. It is overwritten in place, which ne
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Sequence
 from typing import Final, Literal
@@ -29,7 +30,7 @@ import msgspec
 
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, new_file, opened, read_all, replace_file
-from topics.storage.frame import Bytes, Frame, FrameType, encode, read_frame
+from topics.storage.frame import CHECKSUM_LEN, HEADER_LEN, Bytes, Defect, FrameType, encode, scan
 
 LOG_VERSION: Final = 2
 Preallocate = Literal["zero", "none"]
@@ -82,8 +83,8 @@ class _Versioned(msgspec.Struct):
 class RefusedLog(Exception):  # noqa: N818 — named for what it is
     """The log cannot be used as it is: a start would lose or misread data. `.path` is the file."""
 
-    def __init__(self, path: str, message: str) -> None:
-        super().__init__(message)
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(f"{path}: {why}")
         self.path = path
 
 
@@ -93,8 +94,8 @@ class UnknownLogVersion(RefusedLog):
     def __init__(self, path: str, version: int) -> None:
         super().__init__(
             path,
-            f"{path}: log format version {version} is unknown (this release reads version {LOG_VERSION}); "
-            f"start the release that wrote it, or point TOPICS_DATA_DIR elsewhere",
+            f"log format version {version} is unknown (this release reads version {LOG_VERSION}); start the release "
+            f"that wrote it, or point TOPICS_DATA_DIR elsewhere",
         )
         self.version = version
 
@@ -120,18 +121,26 @@ FILE_END_LEN: Final = len(file_end_frame(0, 0))
 
 def parse_file_start(path: str, buffer: Bytes) -> tuple[FileStart, int]:
     """Return the FILE_START that `buffer` begins with, and its length. Raise NotALogFile or UnknownLogVersion."""
-    frame = read_frame(buffer, 0, min(len(buffer), _FILE_START_MAX_BYTES))
-    if not isinstance(frame, Frame):
-        raise NotALogFile(frame.defect.value)
-    if frame.type != FrameType.FILE_START:
-        raise NotALogFile(f"begins with a frame of type {frame.type}")
+    frames, end, defect = scan(buffer, 0, min(len(buffer), _FILE_START_MAX_BYTES), limit=1)
+    if not frames:
+        raise NotALogFile((defect or Defect.EMPTY).value)
+    type_ = frames[0][2]
+    if type_ != FrameType.FILE_START:
+        raise NotALogFile(f"begins with a frame of type {type_}")
+    body = buffer[HEADER_LEN : end - CHECKSUM_LEN]
     try:
-        version = msgspec.msgpack.decode(frame.data, type=_Versioned).version
+        version = msgspec.msgpack.decode(body, type=_Versioned).version
         if version != LOG_VERSION:
             raise UnknownLogVersion(path, version)
-        return msgspec.msgpack.decode(frame.data, type=FileStart), frame.total_len
+        return msgspec.msgpack.decode(body, type=FileStart), end
     except msgspec.DecodeError as error:
         raise NotALogFile(f"FILE_START does not decode: {error}") from error
+
+
+def read_file_start(fs: FileSystem, path: str) -> tuple[FileStart, int]:
+    """Return the FILE_START of a file, and its length. Raise NotALogFile, UnknownLogVersion or OSError."""
+    with opened(fs, path, os.O_RDONLY) as fd:
+        return parse_file_start(path, fs.pread(fd, _FILE_START_MAX_BYTES, 0))
 
 
 def read_first_start(fs: FileSystem, directory: str) -> FileStart | None:
@@ -139,11 +148,7 @@ def read_first_start(fs: FileSystem, directory: str) -> FileStart | None:
     log. Raise NotALogFile, UnknownLogVersion or OSError.
     """
     numbers = layout.list_log_files(fs, directory)
-    if not numbers:
-        return None
-    path = layout.log_path(directory, numbers[0])
-    with opened(fs, path, os.O_RDONLY) as fd:
-        return parse_file_start(path, fs.pread(fd, _FILE_START_MAX_BYTES, 0))[0]
+    return read_file_start(fs, layout.log_path(directory, numbers[0]))[0] if numbers else None
 
 
 def create_log_file(
@@ -179,6 +184,17 @@ def _write_zeros(fs: FileSystem, fd: int, start: int, end: int) -> None:
         step = min(len(zeros), end - start)
         write_fully(fs, fd, [zeros[:step]], start)
         start += step
+
+
+def map_file(path: str) -> mmap.mmap:
+    """Map a log file whole and read-only. Raise OSError, and EOFError if it is empty."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+    except ValueError as error:  # an empty file cannot be mapped
+        raise EOFError(f"{path} is empty") from error
+    finally:
+        os.close(fd)
 
 
 def erase_behind(fs: FileSystem, fd: int, offset: int, size_bytes: int) -> None:
@@ -233,7 +249,6 @@ def read_current(fs: FileSystem, directory: str) -> int | None:
     content = read_all(fs, path)
     file_no = layout.log_file_no(content.removesuffix(b"\n").decode("ascii", "replace"))
     if file_no is None:
-        raise RefusedLog(
-            path, f"{path}: holds {content[:64]!r} instead of a log file's name; put the last file's name into it"
-        )
+        why = f"holds {content[:64]!r} instead of a log file's name; put the last file's name into it"
+        raise RefusedLog(path, why)
     return file_no

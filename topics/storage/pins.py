@@ -19,11 +19,11 @@ import re
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
-from topics.storage.filesystem import FileSystem, read_all, replace_file
+from topics.storage.filesystem import FileSystem, names_in, read_all, replace_file
 from topics.storage.layout import SegmentName
 
 PINS_NAME: Final = "pins"
@@ -57,11 +57,6 @@ def new_pin_id() -> str:
     return f"pin_{secrets.token_urlsafe(16)}"
 
 
-def nothing_pinned() -> Pinned:
-    """Return no segments, for a compactor without pins."""
-    return frozenset()
-
-
 def read_pinned(fs: FileSystem, directory: str, now_ms: int) -> Pinned:
     """Return the segments that are pinned at `now_ms`, a time read before the call. Raise OSError."""
     pinned: set[tuple[int, SegmentName]] = set()
@@ -77,13 +72,6 @@ def read_pin(fs: FileSystem, directory: str, pin_id: str, now_ms: int) -> Pin | 
     return pin if pin is not None and not pin.ended and pin.until_ms > now_ms else None
 
 
-class _OwnPin(NamedTuple):
-    """The state of a pin in this frontend's file."""
-
-    until_ms: int
-    ended: bool
-
-
 class PinFiles:
     """The pin files of one frontend. They are few and on a RAM disk: no call waits for a disk."""
 
@@ -91,14 +79,14 @@ class PinFiles:
         self._fs = fs
         self._directory = directory
         self._frontend = frontend
-        self._own: dict[str, _OwnPin] | None = None
+        self._own: dict[str, Pin] | None = None
 
     def held(self, now_ms: int) -> int:
         """Count the pins of this frontend that have not ended as far as it knows; remove those that are over."""
         mine = self._mine()
-        for pin_id in [pin_id for pin_id, word in mine.items() if word.until_ms <= now_ms]:
+        for pin_id in [pin_id for pin_id, pin in mine.items() if pin.until_ms <= now_ms]:
             self._remove(pin_id)
-        return sum(not word.ended for word in mine.values())
+        return sum(not pin.ended for pin in mine.values())
 
     def remove_ended(self) -> None:
         """Remove pins that were ended through other frontends, which `held` counts until then."""
@@ -118,7 +106,7 @@ class PinFiles:
             with suppress(FileExistsError):  # another frontend was as fast
                 self._fs.mkdir(self._directory)
         replace_file(self._fs, self._path(pin_id), _encode(pin))
-        mine[pin_id] = _OwnPin(pin.until_ms, pin.ended)
+        mine[pin_id] = pin
         if pin.ended:
             # Of all pins that ended so far: there are never more such files than other frontends have pins.
             others = {of for of, frontend, _ in _files(self._fs, self._directory) if frontend != self._frontend}
@@ -130,14 +118,13 @@ class PinFiles:
             self._fs.unlink(self._path(pin_id))
         del self._mine()[pin_id]
 
-    def _mine(self) -> dict[str, _OwnPin]:
+    def _mine(self) -> dict[str, Pin]:
         if self._own is None:
             self._own = {}
             # This frontend may have left some before a restart.
             for pin_id, frontend, path in _files(self._fs, self._directory):
                 if frontend == self._frontend:
-                    pin = _decode(read_all(self._fs, path))
-                    self._own[pin_id] = _OwnPin(pin.until_ms, pin.ended)
+                    self._own[pin_id] = _decode(read_all(self._fs, path))
         return self._own
 
     def _path(self, pin_id: str) -> str:
@@ -146,7 +133,7 @@ class PinFiles:
 
 def _files(fs: FileSystem, directory: str) -> Iterator[tuple[str, int, str]]:
     """Yield (id, frontend, path) of each file; some may be removed by now."""
-    for name in fs.listdir(directory) if fs.exists(directory) else ():
+    for name in names_in(fs, directory):
         match = _FILE_NAME.fullmatch(name)
         if match is not None:
             yield match[1], int(match[2]), os.path.join(directory, name)

@@ -112,25 +112,19 @@ class Postings:
         """First tag of each block: most files do not have the wanted tag, and one comparison tells."""
 
     @classmethod
-    def load(cls, directory: str, first_seq: int, version: int = 0) -> Postings:
-        """Load the whole file of a segment. Raise FileNotFoundError if the segment is not sealed, OSError."""
-        return cls._opened(directory, first_seq, version)[0]
-
-    @classmethod
-    def open(cls, directory: str, first_seq: int, version: int = 0) -> Postings:
-        """Open the file of a segment, to read parts of it as needed (raising CorruptSegment) with hardly any memory."""
-        postings, file = cls._opened(directory, first_seq, version)
-        postings._content = file
-        return postings
-
-    @classmethod
-    def _opened(cls, directory: str, first_seq: int, version: int) -> tuple[Postings, CommittedFile]:
+    def open(cls, directory: str, first_seq: int, version: int = 0, *, in_memory: bool = False) -> Postings:
+        """Open the file of a segment. With hardly any memory, unless `in_memory`, parts of it are read as needed, which
+        may raise CorruptSegment. Raise FileNotFoundError if the segment is not sealed, OSError.
+        """
         path = layout.segment_tags_path(directory, first_seq, version)
         try:
             file = CommittedFile.whole(path)
-            return cls(path, file[:]), file
+            postings = cls(path, file[:])
         except CorruptSegment as unread:
             raise CorruptPostings(path, unread.offset, unread.reason) from unread
+        if not in_memory:
+            postings._content = file
+        return postings
 
     def find(self, match: Match) -> list[int]:
         """Return the seqs of the records with a matching tag, ascending; some may be deleted meanwhile."""

@@ -43,14 +43,13 @@ from topics.storage.logfile import (
     WalIdentity,
     WalPosition,
     erase_behind,
-    parse_file_start,
     read_committed,
     read_current,
+    read_file_start,
     write_current,
 )
 
 BATCH_FRAMES: Final = 1024  # few enough to be freed while they are in the cache: a third faster than 8192
-_HEAD_BYTES: Final = 4096
 FRAMING_TYPES: Final = bytes((FrameType.FILE_START, FrameType.FILE_END, FrameType.SYNC_MARK))
 """Types of the frames that are about the log, not about a topic."""
 
@@ -63,8 +62,8 @@ class CorruptLog(RefusedLog):
     def __init__(self, path: str, offset: int, reason: str, lost: str) -> None:
         super().__init__(
             path,
-            f"{path}: corrupt at offset {offset}: {reason}. Behind it: {lost}. Restore the file from a copy, or start "
-            f"with --accept-data-loss to go on without what is behind it (the files are kept beside the log)",
+            f"corrupt at offset {offset}: {reason}. Behind it: {lost}. Restore the file from a copy, or start with "
+            f"--accept-data-loss to go on without what is behind it (the files are kept beside the log)",
         )
         self.offset = offset
         self.reason = reason
@@ -102,12 +101,19 @@ class _Stop(NamedTuple):
 
 
 class Recovery:
-    """The reading of one log, with its repairs. Iterate once for the batches; then `end` (None if there is no log yet),
-    `torn_bytes` and `report` are final. Iterating raises CorruptLog, UnknownLogVersion, RefusedLog or OSError.
+    """The reading of one log from `start` on, with its repairs, by its only user. Iterate once for the batches; then
+    `end` (None if there is no log yet), `torn_bytes` and `report` are final. Iterating raises CorruptLog,
+    UnknownLogVersion, RefusedLog or OSError.
     """
 
     def __init__(
-        self, fs: FileSystem, directory: str, identity: WalIdentity, accept_data_loss: bool, start: Start
+        self,
+        fs: FileSystem,
+        directory: str,
+        identity: WalIdentity,
+        accept_data_loss: bool = False,
+        *,
+        start: Start = None,
     ) -> None:
         self._fs = fs
         self._directory = directory
@@ -187,8 +193,8 @@ class Recovery:
             if self._position is not None and not files:
                 raise RefusedLog(
                     path,
-                    f"{path}: {reason}, and the snapshot goes on in it. Behind it: {lost}. Restore the file from a "
-                    f"copy, or the whole data directory",
+                    f"{reason}, and the snapshot goes on in it. Behind it: {lost}. Restore the file from a copy, or "
+                    f"the whole data directory",
                 )
             if not self._accept_data_loss:
                 raise CorruptLog(path, 0, reason, lost)
@@ -209,8 +215,8 @@ class Recovery:
     def _too_short(self, path: str, end: str, position: WalPosition) -> RefusedLog:
         return RefusedLog(
             path,
-            f"{path}: {end}, but the snapshot goes on at offset {position.offset} of file {position.file_no}: the "
-            f"snapshot is newer than the log. Restore the log from a copy of the same age, or the whole data directory",
+            f"{end}, but the snapshot goes on at offset {position.offset} of file {position.file_no}: the snapshot is "
+            f"newer than the log. Restore the log from a copy of the same age, or the whole data directory",
         )
 
     def _read_current(self, numbers: list[int]) -> None:
@@ -226,8 +232,7 @@ class Recovery:
         self._current_file_no = current or 0
 
     def _open_head(self, file_no: int, path: str, before: list[_File]) -> _File:
-        with opened(self._fs, path, os.O_RDONLY) as fd:
-            start, data_offset = parse_file_start(path, self._fs.pread(fd, _HEAD_BYTES, 0))
+        start, data_offset = read_file_start(self._fs, path)
         identity = self._identity
         found = (start.file_no, start.shard, start.shards)
         if found != (file_no, identity.shard, identity.shards):
@@ -400,13 +405,6 @@ def _without_framing(frames: FrameColumns) -> tuple[FrameColumns, FrameTuple | N
     return frames[:ending].without(FRAMING_TYPES), frames[ending] if ending < len(frames) else None
 
 
-def recover_group(
-    fs: FileSystem, directory: str, identity: WalIdentity, accept_data_loss: bool = False, *, start: Start = None
-) -> Recovery:
-    """Return the log in `directory` from `start` on, to be iterated once. The caller must be its only user."""
-    return Recovery(fs, directory, identity, accept_data_loss, start)
-
-
 # Type and flags of a frame; only an Append may have passed a cycle. The pattern is rare in JSON and absent in zeros, so
 # few places are scanned.
 _TYPE_AND_FLAGS: Final = re.compile(rb"(?=[\x01-\x0b\x20-\x28\x30-\x32][\x00-\x1f]|\x01[\x20-\xff])", re.DOTALL)
@@ -417,7 +415,6 @@ class Survey(NamedTuple):
 
     frames: int
     records: int
-    first_offset: int | None
     synced_offset: int
     """The furthest offset that a SYNC_MARK among them vouches for; 0 without one."""
 
@@ -425,7 +422,6 @@ class Survey(NamedTuple):
 def survey(buffer: bytes, start: int, file_no: int) -> Survey:
     """Find valid frames at any offset in buffer[start:], the content of file `file_no`."""
     frames = records = synced_offset = 0
-    first_offset: int | None = None
     end = min(len(buffer), start + used_bytes(buffer, start) + CHECKSUM_LEN)  # a checksum may end in zeros
     offset = start
     while (candidate := _TYPE_AND_FLAGS.search(buffer, offset + TYPE_AT, end)) is not None:
@@ -434,8 +430,6 @@ def survey(buffer: bytes, start: int, file_no: int) -> Survey:
         if not found.frames:
             offset += 1
             continue
-        if first_offset is None:
-            first_offset = offset
         for _, _, type_, _, topic_id, seq, *_ in found.frames:
             if type_ == FrameType.APPEND:
                 records += 1
@@ -443,7 +437,7 @@ def survey(buffer: bytes, start: int, file_no: int) -> Survey:
                 synced_offset = max(synced_offset, seq)
         frames += len(found.frames)
         offset = found.end
-    return Survey(frames, records, first_offset, synced_offset)
+    return Survey(frames, records, synced_offset)
 
 
 def used_bytes(buffer: bytes, start: int) -> int:

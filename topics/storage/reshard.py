@@ -37,7 +37,7 @@ from topics.storage import layout
 from topics.storage.filesystem import FileSystem, make_dirs
 from topics.storage.frame import FLAG_MORE, HEADER_LEN, FrameType
 from topics.storage.logfile import NotALogFile, RefusedLog, WalIdentity, WalPosition, read_first_start
-from topics.storage.recovery import RecoveredFile, recover_group
+from topics.storage.recovery import RecoveredFile, Recovery
 from topics.storage.wal import FILE_BYTES, WalWriter
 
 
@@ -48,11 +48,10 @@ class _CreateName(msgspec.Struct):
 
 
 class NewLog(NamedTuple):
-    """A shard's log that resharding made; with its snapshot it is read from `start`."""
+    """A shard's log that resharding made."""
 
     shard: int
     log_id: int
-    start: WalPosition
 
 
 class Move(NamedTuple):
@@ -121,10 +120,8 @@ def reshard(
     groups = _old_logs(fs, root)
     starts = {} if move is None else move.starts
     if unknown := set(starts) - {group.path for group in groups}:
-        path = min(unknown)
-        raise RefusedLog(
-            path, f"{path}: the log is missing, and the snapshot goes on in it; restore the whole data directory"
-        )
+        why = "the log is missing, and the snapshot goes on in it; restore the whole data directory"
+        raise RefusedLog(min(unknown), why)
     copy = _Copy(fs, new_root, shards, boot_id, owner, file_bytes)
     if move is not None:
         copy.add_topics(move.topic_names, move.deleted_ids)
@@ -133,7 +130,7 @@ def reshard(
     try:
         for position, group in enumerate(groups):
             identity = WalIdentity(group.shard, group.shards, boot_id)
-            recovery = recover_group(fs, group.path, identity, accept_data_loss, start=starts.get(group.path))
+            recovery = Recovery(fs, group.path, identity, accept_data_loss, start=starts.get(group.path))
             for batch in recovery:
                 copy.add(batch)
                 progress((position + recovery.progress) / len(groups))
@@ -183,17 +180,15 @@ class _Copy:
 
     def all_logs(self) -> list[NewLog]:
         """Return the log of every shard, made if nothing was copied into it: a snapshot goes on in each."""
-        return [NewLog(shard, self._writer(shard).log_id, WalPosition(1, 0)) for shard in range(self._shards)]
+        return [NewLog(shard, self._writer(shard).log_id) for shard in range(self._shards)]
 
     def add(self, batch: RecoveredFile) -> None:
         """Copy complete writes; neighbours that go to the same shard are copied as one piece."""
-        pieces: dict[int, list[memoryview]] = {}
-        frames = batch.frames
-        run_start = run_end = frames[0][0]
-        run_shard: int | None = None
+        runs: list[tuple[int | None, int, int]] = []
+        """(shard or None, start, end) of neighbours."""
         write_start: int | None = None
         write_topic_ids: set[int] = set()
-        for offset, total_len, type_, flags, topic_id, _, _, node_len, tag_len, data_len in frames:
+        for offset, total_len, type_, flags, topic_id, _, _, node_len, tag_len, data_len in batch.frames:
             if write_start is None:
                 write_start = offset
                 write_topic_ids.clear()
@@ -205,14 +200,16 @@ class _Copy:
             if flags & FLAG_MORE:
                 continue
             shard = self._shard_of_write(batch, write_start, write_topic_ids)
-            if shard != run_shard or write_start != run_end:
-                if run_shard is not None:
-                    pieces.setdefault(run_shard, []).append(batch.buffer[run_start:run_end])
-                run_start, run_shard = write_start, shard
-            run_end = offset + total_len
+            end = offset + total_len
+            if runs and runs[-1][::2] == (shard, write_start):
+                runs[-1] = (shard, runs[-1][1], end)
+            else:
+                runs.append((shard, write_start, end))
             write_start = None
-        if run_shard is not None:
-            pieces.setdefault(run_shard, []).append(batch.buffer[run_start:run_end])
+        pieces: dict[int, list[memoryview]] = {}
+        for shard, start, end in runs:
+            if shard is not None:
+                pieces.setdefault(shard, []).append(batch.buffer[start:end])
         for shard, buffers in pieces.items():
             writer = self._writer(shard)
             writer.commit(writer.plan([len(buffer) for buffer in buffers]), buffers, sync=False)
@@ -229,14 +226,14 @@ class _Copy:
         except KeyError as missing:
             raise RefusedLog(
                 batch.path,
-                f"{batch.path}: the write at offset {offset} is of topic {missing.args[0]:#x}, which the log never "
-                f"created; start with the former TOPICS_WAL_SHARDS or restore the log from a copy",
+                f"the write at offset {offset} is of topic {missing.args[0]:#x}, which the log never created; start "
+                f"with the former TOPICS_WAL_SHARDS or restore the log from a copy",
             ) from None
         if len(shards) > 1:
             raise RefusedLog(
                 batch.path,
-                f"{batch.path}: the write at offset {offset} is of topics that {self._shards} shards would separate; "
-                f"start with the former TOPICS_WAL_SHARDS",
+                f"the write at offset {offset} is of topics that {self._shards} shards would separate; start with the "
+                f"former TOPICS_WAL_SHARDS",
             )
         return shards.pop() if shards else None
 
@@ -261,9 +258,8 @@ def _old_logs(fs: FileSystem, root: str) -> list[_OldLog]:
         try:
             shards = _shards_of(fs, group)
         except NotALogFile as error:
-            raise RefusedLog(
-                group.path, f"{group.path}: its first file is not a log file: {error}; restore it from a copy"
-            ) from error
+            why = f"its first file is not a log file: {error}; restore it from a copy"
+            raise RefusedLog(group.path, why) from error
         if shards is not None:
             found.append(_OldLog(group.shard, shards, group.path))
     paths = {group.path for group in groups}
@@ -271,9 +267,8 @@ def _old_logs(fs: FileSystem, root: str) -> list[_OldLog]:
         for shard in range(shards):
             expected = layout.group_dir_in(root, shard, shards)
             if expected not in paths:
-                raise RefusedLog(
-                    expected, f"{expected}: the log of shard {shard} is missing ({path} is one of {shards}); restore it"
-                )
+                why = f"the log of shard {shard} is missing ({path} is one of {shards}); restore it"
+                raise RefusedLog(expected, why)
     return found
 
 

@@ -109,12 +109,6 @@ def is_gone(file_flags: int) -> bool:
     return bool(file_flags >> FLAGS_SHIFT & LOCATION_GONE)
 
 
-def holds_frame(header: bytes, length: int, seq: int) -> bool:
-    """True if a frame's first HEADER_LEN bytes are those of `seq`, `length` bytes long."""
-    frame_len, _, frame_seq, *_ = HEADER.unpack(header)
-    return bool(frame_len == length - _LENGTH_FIELD_LEN and frame_seq == seq)
-
-
 def pread_fully(fs: FileSystem, path: str, fd: int, length: int, offset: int) -> bytes:
     """Read exactly `length` bytes. Raise CorruptSegment if the file is shorter, OSError."""
     found = fs.pread(fd, length, offset)

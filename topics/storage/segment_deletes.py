@@ -17,20 +17,12 @@ from typing import Final, NamedTuple
 from topics.core.location import LOCATION_DELETED
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, opened
+from topics.storage.frame import LENGTH_FIELD_LEN
 from topics.storage.logfile import write_fully
-from topics.storage.segment import (
-    DELETED,
-    ENTRY_FLAGS_AT,
-    ENTRY_LEN,
-    HEADER_LEN,
-    CorruptSegment,
-    holds_frame,
-    pread_fully,
-)
+from topics.storage.segment import DELETED, ENTRY_FLAGS_AT, ENTRY_LEN, HEADER_LEN, CorruptSegment, pread_fully
 
 _DELETED_BYTE: Final = bytes((DELETED,))
 _ENTRY_U32: Final = ENTRY_LEN // 4
-_LENGTH_FIELD_LEN: Final = 4
 _IDENTITY: Final = Struct("<IxQ")
 """Length and seq in a frame's first 13 bytes."""
 _WINDOW_BYTES: Final = 1 << 18
@@ -82,7 +74,11 @@ def _mark_frames(fs: FileSystem, path: str, frames: list[_Frame]) -> OSError | C
     try:
         with opened(fs, path, os.O_RDWR) as fd:
             for window in _windows(frames):
-                found = _mark_window(fs, path, fd, window)
+                if len(window) > 1:
+                    with suppress(OSError, CorruptSegment):  # a defect of one frame must not leave out the others
+                        _mark_together(fs, path, fd, window)
+                        continue
+                found = _mark_each(fs, path, fd, window)
                 defect = defect or found
     except OSError as error:
         return defect or error
@@ -104,15 +100,6 @@ def _windows(frames: list[_Frame]) -> Iterator[list[_Frame]]:
         yield frames[start:]
 
 
-def _mark_window(fs: FileSystem, path: str, fd: int, frames: list[_Frame]) -> OSError | CorruptSegment | None:
-    """Mark as many frames as possible; return the first reason why one could not be marked."""
-    if len(frames) > 1:
-        with suppress(OSError, CorruptSegment):  # a defect of one frame must not leave out the others
-            _mark_together(fs, path, fd, frames)
-            return None
-    return _mark_each(fs, path, fd, frames)
-
-
 def _mark_together(fs: FileSystem, path: str, fd: int, frames: list[_Frame]) -> None:
     """Mark all frames. Raise OSError or CorruptSegment; any of them may be marked then.
 
@@ -124,7 +111,7 @@ def _mark_together(fs: FileSystem, path: str, fd: int, frames: list[_Frame]) -> 
         raise CorruptSegment(path, base, "the index has frames that are shorter than their header")
     content = bytearray(pread_fully(fs, path, fd, frames[-1].offset + frames[-1].length - base, base))
     identities = [_IDENTITY.unpack_from(content, frame.offset - base) for frame in frames]
-    if identities != [(frame.length - _LENGTH_FIELD_LEN, frame.seq) for frame in frames]:
+    if identities != [(frame.length - LENGTH_FIELD_LEN, frame.seq) for frame in frames]:
         raise CorruptSegment(path, base, "not the frames that the index says are there")
     marks = [frame.offset + frame.length - 1 - base for frame in frames]
     for mark in marks:
@@ -144,7 +131,7 @@ def _mark_each(fs: FileSystem, path: str, fd: int, frames: list[_Frame]) -> OSEr
     for seq, offset, length in frames:
         try:
             header = pread_fully(fs, path, fd, HEADER_LEN, offset)
-            if not holds_frame(header, length, seq):
+            if _IDENTITY.unpack_from(header) != (length - LENGTH_FIELD_LEN, seq):
                 raise CorruptSegment(path, offset, f"not the frame of seq {seq} that the index says is there")
             pread_fully(fs, path, fd, 1, offset + length - 1)
             write_fully(fs, fd, [_DELETED_BYTE], offset + length - 1)

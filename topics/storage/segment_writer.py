@@ -68,16 +68,12 @@ class SegmentWriter:
         was_sealed = _unseal(fs, directory, first_seq, version)
         fds = _open_pair(fs, directory, first_seq, version, os.O_RDWR)
         try:
-            wanted = (data_bytes, records * ENTRY_LEN)
-            paths = (
-                layout.segment_data_path(directory, first_seq, version),
-                layout.segment_idx_path(directory, first_seq, version),
-            )
-            for path, fd, length in zip(paths, fds, wanted, strict=True):
+            paths = layout.segment_paths(directory, first_seq, version)
+            for kind, fd, length in (("data", fds[0], data_bytes), ("idx", fds[1], records * ENTRY_LEN)):
                 size_bytes = fs.size_bytes(fd)
                 if size_bytes < length:
-                    raise CorruptSegment(path, size_bytes, f"the file ends there, {length} bytes are committed")
-            _check_end(fs, paths[1], fds[1], records, data_bytes)
+                    raise CorruptSegment(paths[kind], size_bytes, f"the file ends there, {length} bytes are committed")
+            _check_end(fs, paths["idx"], fds[1], records, data_bytes)
             writer = cls(fs, directory, first_seq, version, records, data_bytes, fds)
             writer._is_new = was_sealed or records == 0
             writer._has_leftovers = True

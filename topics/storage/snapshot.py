@@ -66,14 +66,6 @@ class UnknownSnapshotVersion(Exception):  # noqa: N818
         self.version = version
 
 
-class LoadedBody(NamedTuple):
-    """The newest valid snapshot, and the newer ones that were skipped."""
-
-    number: int
-    body: bytes
-    skipped: list[BadSnapshot]
-
-
 class Saved(NamedTuple):
     """The number of a snapshot that was made, and of its fallback: the newest valid one before it, None if there is
     none or that cannot be told. Everything that the fallback needs must stay.
@@ -116,29 +108,6 @@ def _fallbacks(fs: FileSystem, data_dir: str, numbers: list[int]) -> tuple[set[i
         kept.add(number)
         return kept, number if len(kept) == 1 else None
     return kept, None
-
-
-def load_body(
-    fs: FileSystem, data_dir: str, goes_with_logs: Callable[[bytes], bool] = lambda body: True
-) -> LoadedBody | None:
-    """Load the newest valid snapshot whose body goes with the logs that are here (see `reshard.py`), None without any.
-
-    Raise UnknownSnapshotVersion, OSError, and BadSnapshot (of the newest) if there are some and none can be used.
-    """
-    skipped: list[BadSnapshot] = []
-    for number in reversed(layout.list_snapshots(fs, data_dir)):
-        try:
-            body = read_snapshot(fs, data_dir, number)
-        except BadSnapshot as bad:
-            skipped.append(bad)
-        else:
-            if goes_with_logs(body):
-                return LoadedBody(number, body, skipped)
-            path = layout.snapshot_path(data_dir, number)
-            skipped.append(BadSnapshot(path, HEADER_LEN, "it goes with other logs than those that are here"))
-    if skipped:
-        raise skipped[0]
-    return None
 
 
 def read_snapshot(fs: FileSystem, data_dir: str, number: int) -> bytes:
@@ -210,24 +179,30 @@ def decode_parts(body: bytes) -> list[ShardPart]:
 
 
 def load_snapshot(fs: FileSystem, data_dir: str) -> Snapshot | None:
-    """Load the newest snapshot that goes with the logs that are here, None without any.
+    """Load the newest valid snapshot that goes with the logs that are here (see `reshard.py`), None without any.
 
     Raise RefusedLog if there are some and none can be used, UnknownSnapshotVersion, OSError.
     """
     log_ids = present_log_ids(fs, data_dir)
-
-    def goes_with_logs(body: bytes) -> bool:
+    skipped: list[BadSnapshot] = []
+    for number in reversed(layout.list_snapshots(fs, data_dir)):
+        try:
+            body = read_snapshot(fs, data_dir, number)
+        except BadSnapshot as bad:
+            skipped.append(bad)
+            continue
         with suppress(msgspec.DecodeError):
-            return {part.log_id for part in decode_parts(body)} <= log_ids
-        return False
-
-    try:
-        loaded = load_body(fs, data_dir, goes_with_logs)
-    except BadSnapshot as bad:
-        raise RefusedLog(
-            bad.path, f"{bad}; no other snapshot can be used either. Restore the whole data directory from a copy"
-        ) from bad
-    return None if loaded is None else Snapshot(loaded.number, decode_parts(loaded.body), loaded.skipped)
+            parts = decode_parts(body)
+            if {part.log_id for part in parts} <= log_ids:
+                return Snapshot(number, parts, skipped)
+        path = layout.snapshot_path(data_dir, number)
+        skipped.append(BadSnapshot(path, HEADER_LEN, "it goes with other logs than those that are here"))
+    if not skipped:
+        return None
+    newest = skipped[0]
+    way_out = "no other snapshot can be used either. Restore the whole data directory from a copy"
+    why = f"cannot be used, at offset {newest.offset}: {newest.reason}; {way_out}"
+    raise RefusedLog(newest.path, why) from newest
 
 
 def present_log_ids(fs: FileSystem, data_dir: str) -> set[int]:
@@ -269,7 +244,8 @@ def redistributed(parts: list[ShardPart], logs: list[NewLog], owner: Callable[[s
         # Every shard gets all ids: their former owners are not known.
         state.set_deleted_ids(deleted_ids)
         state.deleted_names.sort()
-    return [encode_part(log.shard, len(logs), log.log_id, log.start, states[log.shard]) for log in logs]
+    begin = WalPosition(1, 0)
+    return [encode_part(log.shard, len(logs), log.log_id, begin, states[log.shard]) for log in logs]
 
 
 def plan_move(fs: FileSystem, data_dir: str, owner: Callable[[str], int]) -> Move | None:

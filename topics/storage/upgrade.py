@@ -1,21 +1,17 @@
 """The format of a data directory as a whole: a release recognizes data that it must not use as they are.
 
-    meta/format.json, made at the first start, before any shard runs:
-
-    {"version": 2}
-
-Version 2: the copies that routers make are in the log of their dest before a reader sees them. Data without the mark
-are new, or of release 0.1.0, which kept such copies in RAM, behind the cursor in the log of their dest, and made them
-again at each start. This release does not: it would give the seqs of copies that readers have seen to other records. So
-it starts on data of 0.1.0 only if the cursor of every dest is at the head of its source: then all copies are in the
-logs.
+The mark `meta/format.json` is made at the first start, before any shard runs. Version 2: the copies that routers make
+are in the log of their dest before a reader sees them. Data without the mark are new, or of release 0.1.0, which kept
+such copies in RAM, behind the cursor in the log of their dest, and made them again at each start. This release does
+not: it would give the seqs of copies that readers have seen to other records. So it starts on data of 0.1.0 only if the
+cursor of every dest is at the head of its source: then all copies are in the logs.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -26,7 +22,7 @@ from topics.storage import layout
 from topics.storage.filesystem import FileSystem, ReadOnlyFileSystem, boot_id, make_dirs, read_all, replace_file
 from topics.storage.log_fold import OfflineFold
 from topics.storage.logfile import NotALogFile, RefusedLog, WalIdentity, read_first_start
-from topics.storage.recovery import recover_group
+from topics.storage.recovery import Recovery
 from topics.storage.snapshot import load_snapshot
 
 VERSION: Final = 2
@@ -56,19 +52,14 @@ def has_mark(fs: FileSystem, data_dir: str) -> bool:
     try:
         version = msgspec.json.decode(read_all(fs, path), type=_Mark).version
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RefusedLog(path, f"{path}: cannot be decoded: {error}; restore it from a copy") from error
+        raise RefusedLog(path, f"cannot be decoded: {error}; restore it from a copy") from error
     if version != VERSION:
         raise RefusedLog(
             path,
-            f"{path}: format version {version} is unknown (this release knows version {VERSION}); start the release "
-            f"that wrote it, or point TOPICS_DATA_DIR elsewhere",
+            f"format version {version} is unknown (this release knows version {VERSION}); start the release that wrote "
+            f"it, or point TOPICS_DATA_DIR elsewhere",
         )
     return True
-
-
-class _Dest(NamedTuple):
-    name: str
-    feed: FeedFrameBody
 
 
 class RoutedCopies:
@@ -77,7 +68,8 @@ class RoutedCopies:
     def __init__(self) -> None:
         self._source_heads: dict[int, int] = {}
         """Heads by topic id, without `ephemeral` topics, whose heads are in no log."""
-        self._dests: list[_Dest] = []
+        self._feeds: dict[str, FeedFrameBody] = {}
+        """Copies that the log of each dest reports, by name."""
 
     def add(self, state: ShardState) -> None:
         """Add one log."""
@@ -87,15 +79,15 @@ class RoutedCopies:
                 continue
             self._source_heads[topic.id] = topic.head_seq
             if topic.id in feeds:
-                self._dests.append(_Dest(topic.name, feeds[topic.id]))
+                self._feeds[topic.name] = feeds[topic.id]
 
-    def problem(self, data_dir: str) -> str | None:
+    def problem(self) -> str | None:
         """Return why this release must not start on the data, and the way out; None if it may."""
-        names = sorted(dest.name for dest in self._dests if not self._is_settled(dest.feed))
+        names = sorted(name for name, feed in self._feeds.items() if not self._is_settled(feed))
         if not names:
             return None
         return (
-            f"{data_dir}: version 0.1.0 has left copies of routers that are in no log, of {len(names)} topics, the "
+            f"version 0.1.0 has left copies of routers that are in no log, of {len(names)} topics, the "
             f"first is {names[0]!r}: start version 0.1.0 on the directory once more, write nothing for two checkpoint "
             f"intervals (2 minutes by default), stop it with SIGTERM, then start this version"
         )
@@ -124,16 +116,16 @@ def check_upgrade(data_dir: str, accept_data_loss: bool, progress: Callable[[flo
             fold = OfflineFold(part)
             identity = WalIdentity(group.shard, first.shards, boot_id())
             start = None if part is None else part.position
-            recovery = recover_group(fs, group.path, identity, accept_data_loss, start=start)
+            recovery = Recovery(fs, group.path, identity, accept_data_loss, start=start)
             for batch in recovery:
                 fold.add(batch)
                 progress((done + recovery.progress) / len(groups))
             copies.add(fold.state())
         except NotALogFile as error:
             if not accept_data_loss:
-                raise RefusedLog(group.path, f"{group.path}: not a log: {error}; restore it from a copy") from error
+                raise RefusedLog(group.path, f"not a log: {error}; restore it from a copy") from error
         except (FoldError, msgspec.DecodeError) as error:
-            raise RefusedLog(group.path, f"{group.path}: {error}; restore the data directory from a copy") from error
+            raise RefusedLog(group.path, f"{error}; restore the data directory from a copy") from error
     progress(1.0)
-    if problem := copies.problem(data_dir):
+    if problem := copies.problem():
         raise RefusedLog(data_dir, problem)

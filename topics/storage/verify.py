@@ -14,7 +14,7 @@ import msgspec
 
 from topics.core.fold import FoldError
 from topics.storage import layout
-from topics.storage.filesystem import FileSystem, ReadOnlyFileSystem, boot_id, read_all
+from topics.storage.filesystem import FileSystem, ReadOnlyFileSystem, boot_id, names_in, read_all
 from topics.storage.frame import scan
 from topics.storage.lock import inspecting
 from topics.storage.log_fold import LoggedTopic, OfflineFold
@@ -28,7 +28,7 @@ from topics.storage.logfile import (
     read_current,
     read_first_start,
 )
-from topics.storage.recovery import CorruptLog, RecoveredFile, Start, recover_group, used_bytes
+from topics.storage.recovery import CorruptLog, RecoveredFile, Recovery, Start, used_bytes
 from topics.storage.segment_check import FileKind, Report, SegmentCheck
 from topics.storage.snapshot import (
     HEADER_LEN,
@@ -162,7 +162,7 @@ class _Check:
         # The snapshot before the newest one goes on in files that the newest one covers.
         start: Start = None if self._parts is not None and part is None else "lowest"
         fold = None if self._parts is None else OfflineFold(part)
-        recovery = recover_group(self._fs, group.path, WalIdentity(group.shard, first.shards, boot_id()), start=start)
+        recovery = Recovery(self._fs, group.path, WalIdentity(group.shard, first.shards, boot_id()), start=start)
         last: RecoveredFile | None = None
         for batch in recovery:
             if last is not None and last.file_no != batch.file_no:
@@ -178,7 +178,7 @@ class _Check:
             if not self._reaches(group, recovery.end, older.position):
                 self._report.note(f"{group.path}: begins behind {older.position}: an older snapshot has become useless")
         if fold is not None:
-            self._logged |= fold.topics()
+            self._logged |= fold.topics(recovery.has_end)
             self._deleted_ids |= fold.deleted_ids
             self._copies.add(fold.state())
         self._report.notes += recovery.report
@@ -210,8 +210,8 @@ class _Check:
 
     def _format(self) -> None:
         try:
-            if not has_mark(self._fs, self._data_dir) and (problem := self._copies.problem(self._data_dir)):
-                self._report.note(problem)
+            if not has_mark(self._fs, self._data_dir) and (problem := self._copies.problem()):
+                self._report.note(f"{self._data_dir}: {problem}")
         except RefusedLog as refused:
             self._report.damaged(FileKind.FORMAT, refused.path, str(refused))
 
@@ -254,7 +254,8 @@ class _Check:
         for info in logged.segments:
             live += self._segments.listed(topic_id, directory, info, logged.earliest_seq, logged.deleted)
         # An index from before a deletion is whole in itself; nothing else repeats the deletions of a cold segment.
-        if logged.live is not None and live != logged.live and len(self._report.damage) == findings:
+        may_differ = logged.live is None or (live < logged.live and not logged.has_end)
+        if live != logged.live and not may_differ and len(self._report.damage) == findings:
             reason = (
                 f"{live} records live by its indexes and the log behind them, {logged.live} by what the log counts: an"
                 " index is older or newer than a deletion"
@@ -268,7 +269,7 @@ class _Check:
             (FileKind.STAGE, layout.stages_dir(self._data_dir)),
             (FileKind.SINK, layout.sinks_dir(self._data_dir)),
         ):
-            for name in self._fs.listdir(directory) if self._fs.exists(directory) else ():
+            for name in names_in(self._fs, directory):
                 path = os.path.join(directory, name)
                 try:
                     self._transaction(kind, name, path)

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
+from itertools import accumulate
 from time import perf_counter_ns
 from typing import Final, NamedTuple
 
@@ -117,24 +118,16 @@ _ROOM_STEP_BYTES: Final = 64 * 1024
 """The room is looked at again after so many bytes, or at once while it is short."""
 
 
-class DiskRoom:
-    """The room that a disk has left for new records: what is free, less a reserve and `cut_bytes`, which a cut needs.
+def room_left_bytes(fs: FileSystem, directory: str, cut_bytes: Callable[[], int]) -> int:
+    """Return the room that a disk has left for new records: what is free, less a reserve and what a cut needs. It is
+    negative once records have to wait. A disk that cannot be asked counts as empty.
 
     As long as records leave that much free, a cut succeeds, and files of deleted records are removed after it.
     """
-
-    def __init__(self, fs: FileSystem, directory: str, cut_bytes: Callable[[], int]) -> None:
-        self._fs = fs
-        self._directory = directory
-        self._cut_bytes = cut_bytes
-
-    @property
-    def left_bytes(self) -> int:
-        """The room in bytes; negative once records have to wait. A disk that cannot be asked counts as empty."""
-        try:
-            return self._fs.free_bytes(self._directory) - RESERVE_BYTES - self._cut_bytes()
-        except OSError:
-            return sys.maxsize
+    try:
+        return fs.free_bytes(directory) - RESERVE_BYTES - cut_bytes()
+    except OSError:
+        return sys.maxsize
 
 
 class Moved(NamedTuple):
@@ -181,13 +174,6 @@ class CommitTimes(NamedTuple):
     fsync_us: float
 
 
-class Synced(NamedTuple):
-    """A place in the log; everything in `file_no` below `offset` is on the disk."""
-
-    file_no: int
-    offset: int
-
-
 class WalWriter:
     """The only writer of one log, used by one thread (only `sync_now` may run in another). It has counters for metrics:
     frames, batches, bytes_written, fsyncs, rotations. `read_only` is None or the reason.
@@ -203,7 +189,7 @@ class WalWriter:
         file_bytes: int = FILE_BYTES,
         preallocate: Preallocate = "zero",
         helper: Executor | None = None,
-        room: DiskRoom | None = None,
+        room_bytes: Callable[[], int] | None = None,
     ) -> None:
         """Go on at the `end` that recovery found; None starts a new log. Raise WalWriteError if the file cannot be
         made or opened.
@@ -215,11 +201,12 @@ class WalWriter:
         self._fs = fs
         self._directory = directory
         self._identity = identity
-        self._log_id = end.log_id if end is not None else int.from_bytes(os.urandom(8), "little")
+        self.log_id = end.log_id if end is not None else int.from_bytes(os.urandom(8), "little")
+        """Random id of this log, the same in all its files for ever: a snapshot identifies its logs by it."""
         self._file_bytes = file_bytes
         self._preallocate: Preallocate = preallocate
         self._helper = helper
-        self._room = room
+        self._room_bytes = room_bytes
         self._room_seen_at = -_ROOM_STEP_BYTES
         """`bytes_written` when the disk had room last."""
         self._spare: Future[int] | None = None
@@ -228,7 +215,7 @@ class WalWriter:
         self._start_next_file = False
         self.read_only: str | None = None
         self._undo_due: str | None = None
-        self.refused: Callable[[], None] = _nothing
+        self.refused: Callable[[], None] = lambda: None
         """Callback for a group that will never be in the log, before the log goes on elsewhere."""
         self.frames = self.batches = self.bytes_written = self.fsyncs = self.rotations = 0
         try:
@@ -250,11 +237,6 @@ class WalWriter:
     # -- where the log is
 
     @property
-    def log_id(self) -> int:
-        """Random id of this log, the same in all its files for ever: a snapshot identifies its logs by it."""
-        return self._log_id
-
-    @property
     def file_no(self) -> int:
         return self._active.file_no
 
@@ -264,9 +246,9 @@ class WalWriter:
         return self._active.end
 
     @property
-    def synced(self) -> Synced:
+    def synced(self) -> WalPosition:
         """Place up to which everything, earlier files included, is on the disk."""
-        return Synced(self._active.file_no, self._active.synced)
+        return WalPosition(self._active.file_no, self._active.synced)
 
     @property
     def unsynced_bytes(self) -> int:
@@ -293,18 +275,15 @@ class WalWriter:
             file_no += 1
             start = marked = len(self._start_frame(file_no))
             mark = b""
-        offsets: list[int] = []
-        offset = start + len(mark)
-        for length in lengths:
-            offsets.append(offset)
-            offset += length
-        return GroupPlan(file_no, start, mark, marked, offsets, offset)
+        offsets = list(accumulate(lengths, initial=start + len(mark)))
+        end = offsets.pop()
+        return GroupPlan(file_no, start, mark, marked, offsets, end)
 
     def require_room(self) -> None:
         """Raise WalWriteError when new records would take the room of the next cut."""
-        if self._room is None or self.bytes_written < self._room_seen_at + _ROOM_STEP_BYTES:
+        if self._room_bytes is None or self.bytes_written < self._room_seen_at + _ROOM_STEP_BYTES:
             return
-        if self._room.left_bytes < 0:
+        if self._room_bytes() < 0:
             why = "the disk is full: what is left is kept for checkpoints and deletes"
             raise WalWriteError(f"{self._directory}: {why}", errno.ENOSPC)
         self._room_seen_at = self.bytes_written
@@ -388,18 +367,18 @@ class WalWriter:
 
     # -- background sync
 
-    def sync_now(self) -> Synced:
+    def sync_now(self) -> WalPosition:
         """Sync everything that is committed, in a helper thread. Pass the result to `note_synced` in the owner's
         thread, or call `sync_failed` there after an OSError.
         """
         active = self._active
-        return Synced(active.file_no, active.sync_in_background())
+        return WalPosition(active.file_no, active.sync_in_background())
 
-    def note_synced(self, file_no: int, offset: int) -> None:
+    def note_synced(self, synced: WalPosition) -> None:
         """Take the result of `sync_now`. A file that the writer has finished since was synced then."""
         self.fsyncs += 1
-        if file_no == self._active.file_no:
-            self._active.synced = max(self._active.synced, offset)
+        if synced.file_no == self._active.file_no:
+            self._active.synced = max(self._active.synced, synced.offset)
 
     def sync_failed(self, file_no: int, error: OSError) -> Moved | None:
         """Save the un-synced frames of a file for which `sync_now` raised in a new one; return their new place."""
@@ -501,8 +480,8 @@ class WalWriter:
     def _size_of_next(self, needed_bytes: int = 0) -> int:
         """Return the size for the next file: less than usual where the disk has little room for it and its records."""
         size_bytes = self._file_bytes
-        if self._room is not None:
-            size_bytes = min(size_bytes, max(FILE_BYTES_MIN, self._room.left_bytes // 3))
+        if self._room_bytes is not None:
+            size_bytes = min(size_bytes, max(FILE_BYTES_MIN, self._room_bytes() // 3))
         return max(size_bytes, needed_bytes)
 
     def _make_file(self, file_no: int, size_bytes: int) -> int:
@@ -533,10 +512,6 @@ class WalWriter:
         identity = self._identity
         return file_start_frame(
             FileStart(
-                LOG_VERSION, self._log_id, file_no, identity.shard, identity.shards, identity.boot_id, previous_end
+                LOG_VERSION, self.log_id, file_no, identity.shard, identity.shards, identity.boot_id, previous_end
             )
         )
-
-
-def _nothing() -> None:
-    """Do nothing: no callback is set."""

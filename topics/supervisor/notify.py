@@ -60,7 +60,7 @@ class Announcements:
 
     def lines(self, page: ControlPage, now_ms: int) -> list[str]:
         """Return lines for the changes since the last call. `now_ms` is wall-clock time, like heartbeats."""
-        states = {key: _state(cell) for key, cell in page.cells().items()}
+        states = {key: _state(cell) for key, cell in page.cells.items()}
         lines = []
         if self._watched and not _hanging(page, states, now_ms):
             lines.append("WATCHDOG=1")

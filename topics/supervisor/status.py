@@ -158,7 +158,7 @@ class StatusReader:
     def _describe(self, pid: int, page: ControlPage) -> Status:
         now_ms = self._clock.now_ms()
         header = page.header.read()
-        processes = [_process(page, role, index, now_ms) for role, index in page.cells()]
+        processes = [_process(page, role, index, now_ms) for role, index in page.cells]
         shards = [_shard(page, process.index, process.state) for process in processes if process.role == "walshard"]
         frontends = [self._frontend(page, process.index) for process in processes if process.role == "frontend"]
         return Status(
@@ -168,9 +168,9 @@ class StatusReader:
             uptime_ms=max(0, now_ms - header["started_ms"]) if header["started_ms"] else None,
             listen=_listen_address(pid, header["port"]),
             topics=sum(shard.topics for shard in shards),
-            routers=sum(cell.get("routers") for (role, _), cell in page.cells().items() if role is Role.WALSHARD),
+            routers=sum(cell.get("routers") for (role, _), cell in page.cells.items() if role is Role.WALSHARD),
             pressure=page.pressure(),
-            deferring=any(page.cell(role, index).get("deferring") for role, index in page.cells()),
+            deferring=any(page.cell(role, index).get("deferring") for role, index in page.cells),
             shared_memory_bytes=_shared_memory_bytes(shm_names.identity(self._data_dir)),
             write_path=WritePath(header["write_path"]).name.lower() if header["write_path"] else None,
             reshard_progress=header["reshard_ppm"] / 1e6 if header["state"] == ProcessState.RECOVERING else None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, Self
 
@@ -61,38 +62,30 @@ SAME_STOP_MS: Final = 1000
 _logger = log.get_logger()
 
 
+@dataclass(eq=False)
 class Supervisor:
     """Runs the children until it is told to stop; owns them, but not the shared memory and the listeners."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        keys: KeyRing,
-        mains: ChildMains,
-        shared: SharedMemory,
-        listeners: list[list[socket.socket]],
-        clock: Clock,
-        signals: Signals,
-        notify: Notify,
-    ) -> None:
-        self._settings = settings
-        self._keys = keys
-        self._mains = mains
-        self._shared = shared
-        self._listeners = listeners
-        self._clock = clock
-        self._signals = signals
-        self._notify = notify
-        self._header = shared.control.header
-        self._frontends = [self._child(Role.FRONTEND, index) for index in range(settings.frontends)]
-        self._shards = [self._child(Role.WALSHARD, index) for index in range(settings.wal_shards)]
+    _settings: Settings
+    _keys: KeyRing
+    _mains: ChildMains
+    _shared: SharedMemory
+    _listeners: list[list[socket.socket]]
+    _clock: Clock
+    _signals: Signals
+    _notify: Notify
+    _reshard: Child | None = None
+    _exit_code: int = EXIT_OK
+    _stopping: list[tuple[list[Child], int]] | None = None
+    """(children, deadline) of the groups that still have to stop, in this order; None while the service runs."""
+    _signalled: bool = False  # true if the first of these groups was told to stop
+    _stop_began_ms: int = 0
+
+    def __post_init__(self) -> None:
+        self._header = self._shared.control.header
+        self._frontends = [self._child(Role.FRONTEND, index) for index in range(self._settings.frontends)]
+        self._shards = [self._child(Role.WALSHARD, index) for index in range(self._settings.wal_shards)]
         self._compactor = self._child(Role.COMPACTOR, 0)
-        self._reshard: Child | None = None
-        self._exit_code = EXIT_OK
-        self._stopping: list[tuple[list[Child], int]] | None = None
-        """(children, deadline) of the groups that still have to stop, in this order; None while the service runs."""
-        self._signalled = False  # true if the first of these groups was told to stop
-        self._stop_began_ms = 0
 
     def run(self, *, reshard: bool) -> int:
         """Run until no child is left; return the service's exit code. `reshard`: prepare the logs first."""

@@ -115,7 +115,7 @@ def _serve(
             tick_ms = shard.next_tick_ms
             if tick_ms is not None:
                 timeout_ms = max(0, min(timeout_ms, tick_ms - now_ms))
-            pressure.sleep(wake, timeout_ms)
+            pressure.aside(partial(wake.sleep, timeout_ms))
         wake.awake()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable
 from concurrent.futures import Executor
+from functools import partial
 from typing import Final, NamedTuple
 
 import msgspec
@@ -31,9 +32,9 @@ from topics.storage.filesystem import FileSystem, boot_id
 from topics.storage.layout import snapshot_path
 from topics.storage.log_fold import fold_frames
 from topics.storage.logfile import RefusedLog, WalIdentity, WalPosition, read_first_start
-from topics.storage.recovery import Recovery, recover_group
+from topics.storage.recovery import Recovery
 from topics.storage.snapshot import load_snapshot
-from topics.storage.wal import DiskRoom, WalWriter
+from topics.storage.wal import WalWriter, room_left_bytes
 from topics.walshard.commit.commits import Commits
 from topics.walshard.commit.draft import AloneHandler, GroupHandler
 from topics.walshard.commit.log_trim import LogTrim, RamReserve, RamTrim
@@ -116,7 +117,6 @@ class Parts(NamedTuple):
     logs: Logs
     commits: Commits
     sessions: WatchSessions
-    deletes: Deletes
     queues: Queues
     sinks: Sinks
 
@@ -164,8 +164,8 @@ def _read_logs(place: Place, make_index: Callable[[int], TopicIndex]) -> _Recove
     fold = Fold(make_index)
     start, snapshot_line = _restore(fold, place.fs, place.settings.data_dir, place.directory)
     # The RAM log outlives a crash of this process, never a service: a torn end of it is one of a killed process.
-    ram = recover_group(place.fs, place.ram_directory, place.identity, start="lowest")
-    durable = recover_group(place.fs, place.directory, place.identity, place.settings.accept_data_loss, start=start)
+    ram = Recovery(place.fs, place.ram_directory, place.identity, start="lowest")
+    durable = Recovery(place.fs, place.directory, place.identity, place.settings.accept_data_loss, start=start)
     ram_frames, _ = _fold_log(fold, ram, True, place.cell)
     frames, log_bytes = _fold_log(fold, durable, False, place.cell)
     # In the life of one service the machine has not stopped; what its first shard could not log is lost as before.
@@ -200,8 +200,8 @@ def _open_logs(place: Place, recovered: _Recovered, catalog: Catalog, reserve: R
         reserve.fill()
         return ram
 
-    room = DiskRoom(fs, place.settings.data_dir, place.shared.control.cut_bytes)
-    wal = WalWriter(fs, place.directory, identity, end, file_bytes=file_bytes, helper=helper, room=room)
+    room_bytes = partial(room_left_bytes, fs, place.settings.data_dir, place.shared.control.cut_bytes)
+    wal = WalWriter(fs, place.directory, identity, end, file_bytes=file_bytes, helper=helper, room_bytes=room_bytes)
     ram = None if recovered.ram.end is None else open_ram()
     ends = end, recovered.ram.end
     return Logs(wal, ram, open_ram, catalog.relocate, place.rings.withdraw, place.cell, ends, place.clock)
@@ -292,7 +292,7 @@ def _put_together(
     ram_trim = RamTrim(fs, place.ram_directory, reserve, logs, catalog, frame_tags, others)
     upkeep = Upkeep(catalog, files, syncs, log_trim, ram_trim, deletes, sessions, clock)
     whole = Shard(rings, handlers, routing, commits, holdings, upkeep, cell, time)
-    return Parts(whole, catalog, files, logs, commits, sessions, deletes, queues, sinks)
+    return Parts(whole, catalog, files, logs, commits, sessions, queues, sinks)
 
 
 def _make_routing(
@@ -327,7 +327,7 @@ def _restore(fold: Fold, fs: FileSystem, data_dir: str, directory: str) -> tuple
         fold.restore(part.decoded())
     except msgspec.DecodeError as error:
         path = snapshot_path(data_dir, snapshot.number)
-        raise RefusedLog(path, f"{path}: its state of shard {part.shard} does not decode: {error}") from error
+        raise RefusedLog(path, f"its state of shard {part.shard} does not decode: {error}") from error
     return part.position, str(snapshot.number)
 
 

@@ -10,6 +10,7 @@ routers come after all of that, with drafts of their own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from topics.core.errors import TopicsError
@@ -52,31 +53,21 @@ class Handlers(NamedTuple):
     frontends: Frontends
 
 
+@dataclass(eq=False)
 class Shard:
     """One shard at work. `serve` and `copy` are called for ever; nothing else takes requests or commits."""
 
-    def __init__(
-        self,
-        rings: ShardRings,
-        handlers: Handlers,
-        routing: Routing,
-        commits: Commits,
-        holdings: Holdings,
-        upkeep: Upkeep,
-        cell: ProcessCell,
-        time: StepClock,
-    ) -> None:
-        self._rings = rings
-        self._handlers = handlers
-        self.routing = routing
-        self._commits = commits
-        self._holdings = holdings
-        self.upkeep = upkeep
-        self._cell = cell
-        self._time = time
-        self._group = Draft()
-        self._unanswered: list[RingRequest] = []
-        """Requests that are prepared and not answered."""
+    _rings: ShardRings
+    _handlers: Handlers
+    routing: Routing
+    _commits: Commits
+    _holdings: Holdings
+    upkeep: Upkeep
+    _cell: ProcessCell
+    _time: StepClock
+    _group: Draft = field(default_factory=Draft)
+    _unanswered: list[RingRequest] = field(default_factory=list)
+    """Requests that are prepared and not answered."""
 
     def serve(self) -> bool:
         """Take one turn of the pipeline: all requests that wait, up to a bound. False when there were none."""

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
 
 from topics.core.governor import FULL_FROM, INTERVAL_MS, Brake, Governor, Ladder, Sample
 from topics.log import get_logger
 from topics.shm.control import ControlPage, ProcessCell
-from topics.shm.ring import Wake
 from topics.walshard.commit.shard_rings import ShardRings
 
 log = get_logger()
+T = TypeVar("T")
 
 GATHERED_BYTES: Final = 256 * 1024
 """With so many bytes waiting, or a ring that is half full, a group is large enough: heavy writers are not held up."""
@@ -28,44 +29,33 @@ LOOK_NS: Final = 1_000_000
 INTERVALS_MAX: Final = 50
 
 
+@dataclass(eq=False)
 class ShardPressure:
     """Samples the pressure of one shard and spaces its groups. `now_ns` is monotonic; `sleep` takes seconds."""
 
-    def __init__(
-        self,
-        control: ControlPage,
-        cell: ProcessCell,
-        rings: ShardRings,
-        brake: Brake,
-        lag_bytes: Callable[[], int],
-        now_ns: Callable[[], int] = time.monotonic_ns,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._control = control
-        self._cell = cell
-        self._rings = rings
-        self._brake = brake
-        self._lag_bytes = lag_bytes
-        self._now_ns = now_ns
-        self._sleep = sleep
-        self._governor = Governor()
-        self._ladder = Ladder()
-        self._sampled_ns = self._group_ns = now_ns()
-        self._slept_ns = 0
-        self._longest_ns = 0
-        self._fullest = 0.0
+    _control: ControlPage
+    _cell: ProcessCell
+    _rings: ShardRings
+    _brake: Brake
+    _lag_bytes: Callable[[], int]
+    _now_ns: Callable[[], int] = time.monotonic_ns
+    _sleep: Callable[[float], None] = time.sleep
+    _governor: Governor = field(default_factory=Governor)
+    _ladder: Ladder = field(default_factory=Ladder)
+    _slept_ns: int = 0
+    _longest_ns: int = 0
+    _fullest: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._sampled_ns = self._group_ns = self._now_ns()
 
     def gather(self) -> None:
         """Wait for the rest of the commit window, if there is one and it is worth it."""
-        window_ns = self._ladder.window_us * 1000
-        if not window_ns or self._rings.idle:
-            return
-        began_ns = now_ns = self._now_ns()
-        ends_ns = self._group_ns + window_ns
-        while now_ns < ends_ns and self._rings.pending_bytes < GATHERED_BYTES and self._rings.fullness < FULL_FROM:
-            self._sleep(min(ends_ns - now_ns, LOOK_NS) / 1e9)
-            now_ns = self._now_ns()
-        self._slept_ns += now_ns - began_ns
+        window_ns, rings = self._ladder.window_us * 1000, self._rings
+        if window_ns and not rings.idle:
+            self._pause(
+                self._group_ns + window_ns, lambda: rings.pending_bytes >= GATHERED_BYTES or rings.fullness >= FULL_FROM
+            )
 
     def group(self, step: Callable[[], bool]) -> bool:
         """Time one step of the shard. Return whether it did something."""
@@ -78,29 +68,24 @@ class ShardPressure:
             took_ns = self._now_ns() - began_ns
             self._longest_ns = max(self._longest_ns, took_ns)
             if self._brake.share:
-                self._pause(self._brake.pause_ns(took_ns))
+                # Not while the compactor waits for an answer: the sooner it has that, the sooner pauses end.
+                self._pause(self._now_ns() + self._brake.pause_ns(took_ns), lambda: self._rings.compactor_asks)
         return worked
 
-    def _pause(self, pause_ns: int) -> None:
-        """Sleep, but not while the compactor waits for an answer: the sooner it has that, the sooner pauses end."""
+    def _pause(self, ends_ns: int, is_over: Callable[[], bool]) -> None:
+        """Sleep until then, or until `is_over`."""
         began_ns = now_ns = self._now_ns()
-        while (left_ns := began_ns + pause_ns - now_ns) > 0 and not self._rings.compactor_asks:
-            self._sleep(min(left_ns, LOOK_NS) / 1e9)
+        while now_ns < ends_ns and not is_over():
+            self._sleep(min(ends_ns - now_ns, LOOK_NS) / 1e9)
             now_ns = self._now_ns()
         self._slept_ns += now_ns - began_ns
 
-    def aside(self, copy: Callable[[], bool]) -> bool:
-        """Do work for which nobody waits. Its time is no pressure."""
+    def aside(self, step: Callable[[], T]) -> T:
+        """Sleep, or do work for which nobody waits: its time is no pressure."""
         began_ns = self._now_ns()
-        copied = copy()
+        result = step()
         self._slept_ns += self._now_ns() - began_ns
-        return copied
-
-    def sleep(self, wake: Wake, timeout_ms: int) -> None:
-        """Sleep as `Wake.sleep`. This is time in which there was nothing to do."""
-        began_ns = self._now_ns()
-        wake.sleep(timeout_ms)
-        self._slept_ns += self._now_ns() - began_ns
+        return result
 
     def sample(self) -> None:
         """Take a sample once in INTERVAL_MS. To be called often."""

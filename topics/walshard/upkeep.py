@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from topics.core.clock import Clock
 from topics.storage.topic_frames import head_frame
 from topics.walshard.commit.draft import Draft, LogWrite, Steps
@@ -14,28 +16,18 @@ from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.hosted.segment_files import SegmentFiles
 
 
+@dataclass(eq=False)
 class Upkeep:
     """Does the upkeep of one shard. Nothing is prepared while it runs."""
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        files: SegmentFiles,
-        syncs: BackgroundSync,
-        log_trim: LogTrim,
-        ram_trim: RamTrim,
-        deletes: Deletes,
-        sessions: WatchSessions,
-        clock: Clock,
-    ) -> None:
-        self._catalog = catalog
-        self._files = files
-        self._syncs = syncs
-        self._log_trim = log_trim
-        self._ram_trim = ram_trim
-        self._deletes = deletes
-        self._sessions = sessions
-        self._clock = clock
+    _catalog: Catalog
+    _files: SegmentFiles
+    _syncs: BackgroundSync
+    _log_trim: LogTrim
+    _ram_trim: RamTrim
+    _deletes: Deletes
+    _sessions: WatchSessions
+    _clock: Clock
 
     @property
     def busy(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple
 
@@ -99,16 +100,14 @@ class Budget:
         return self.limit.refused(message, self.most_bytes)
 
 
+@dataclass(eq=False, slots=True)
 class Reservation:
     """One holder's part of a budget, until it is closed. It can wait in the queue for one increase at a time."""
 
-    __slots__ = ("_budget", "_tell", "closed", "held_bytes")
-
-    def __init__(self, budget: Budget) -> None:
-        self._budget = budget
-        self._tell: Callable[[bool], None] | None = None
-        self.held_bytes = 0
-        self.closed = False
+    _budget: Budget
+    _tell: Callable[[bool], None] | None = None
+    held_bytes: int = 0
+    closed: bool = False
 
     def try_grow(self, size_bytes: int) -> bool:
         """Take `size_bytes` more; False if there is no room now."""

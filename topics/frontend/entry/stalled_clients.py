@@ -6,6 +6,8 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Final, Generic, TypeVar
 
+import msgspec
+
 from topics.frontend.entry.budget import Budget
 
 STALL_MAX_MS: Final = 30_000
@@ -14,15 +16,12 @@ STALL_CUT_MS: Final = 2_000
 """A client that reads nothing for so long is cut when others need the memory that it holds."""
 
 
-class ReadProgress:
+class ReadProgress(msgspec.Struct, eq=False):
     """The last progress of one client that is behind. `progress_bytes` is a counter that rises as it reads."""
 
-    __slots__ = ("held_bytes", "progress_bytes", "since_ms")
-
-    def __init__(self, progress_bytes: int, now_ms: int, held_bytes: int = 0) -> None:
-        self.progress_bytes = progress_bytes
-        self.since_ms = now_ms
-        self.held_bytes = held_bytes
+    progress_bytes: int
+    since_ms: int
+    held_bytes: int = 0
 
     def timed_out(self, progress_bytes: int, now_ms: int) -> bool:
         """Note the client's progress, and return True if it has read nothing for STALL_MAX_MS."""

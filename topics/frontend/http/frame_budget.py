@@ -1,14 +1,17 @@
 """Bounds on the frames of one client: those that carry nothing, and those that this process handles in one turn.
 
 A ping, a reset or an empty piece of a message takes 10 bytes and some 50 µs, so 1 MB/s of them would take all of the
-process's time. A connection may send FRAMES_AT_START and FRAMES_PER_S from then on, 5 % of that time, before it is cut.
-It can save up FRAMES_BURST. Answers earn more. A turn is two frames or FRAMES_PER_TURN pieces of bodies; then other
-connections have theirs.
+process's time. An address may send FRAMES_BURST and FRAMES_PER_S from then on, 5 % of that time. Answers earn more.
+Beyond it each connection has a reserve, and is cut when it has used it up. A turn is two frames or FRAMES_PER_TURN
+pieces of bodies; then other connections have theirs. Who is cut may come back at once, so an address whose connections
+are cut again and again gets new ones more slowly.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from ipaddress import ip_network
 from typing import Final
 
 from h2.exceptions import DenialOfServiceError, FrameTooLargeError, ProtocolError
@@ -16,9 +19,13 @@ from h2.frame_buffer import FrameBuffer
 from hyperframe.frame import ContinuationFrame, DataFrame, HeadersFrame, RstStreamFrame, SettingsFrame
 
 FRAMES_PER_S: Final = 1000
-FRAMES_BURST: Final = 1000
-FRAMES_AT_START: Final = 200
-"""Frames of a connection that has had no answer yet: who was cut may come back at once."""
+FRAMES_BURST: Final = 500
+OVERDRAWN: Final = 8  # a frame beyond what its address may send counts as so many of its connection's reserve
+ADDRESSES_MAX: Final = 4096  # that are known; open connections know their own besides
+CUT_S: Final = 1.0  # what an address owes for each cut
+CUTS_FREE_S: Final = 3.0
+NEXT_AFTER_S: Final = 0.1  # between two connections that wait
+WAIT_MOST_S: Final = 10.0
 FRAMES_PER_TURN: Final = 8
 EARNED_BY_ANSWER: Final = 4
 EARNED_PER_BYTES: Final = 1024
@@ -35,46 +42,103 @@ _END_STREAM, _END_HEADERS, _PADDED = 0x1, 0x4, 0x8
 _HEAD_BYTES: Final = 9
 
 
-class FrameBudget:
-    """The frames without content that one connection may still send. Refilled with time, and by what it is sent."""
+class FrameAllowance:
+    """The frames that an address may still send; below 0 if more were taken. Time and answers refill it."""
 
-    def __init__(
-        self,
-        time_s: Callable[[], float],
-        on_refusal: Callable[[str], None] = lambda why: None,
-        at_start: int = FRAMES_AT_START,
-    ) -> None:
+    def __init__(self, time_s: Callable[[], float]) -> None:
         self._time_s = time_s
-        self._on_refusal = on_refusal
-        self._left: float = at_start
+        self._left: float = FRAMES_BURST
         self._refilled_s = time_s()
-        self.refused = False  # true if the connection is cut for what it sent
 
-    def try_spend(self, frames: int = 1) -> bool:
-        """Count frames; False if they are too many, and not counted."""
+    def try_take(self, frames: int) -> bool:
+        """Take frames; False if they are too many, and not taken."""
         now_s = self._time_s()
-        self._left = min(FRAMES_BURST, self._left + (now_s - self._refilled_s) * FRAMES_PER_S)
+        self.earn((now_s - self._refilled_s) * FRAMES_PER_S)
         self._refilled_s = now_s
         if self._left < frames:
             return False
         self._left -= frames
         return True
 
+    def take_s(self) -> float:
+        """Take a frame in any case, and return the seconds to wait until it is allowed."""
+        if not self.try_take(1):
+            self._left -= 1
+        return max(0.0, -self._left / FRAMES_PER_S)
+
+    def earn(self, frames: float) -> None:
+        self._left = min(FRAMES_BURST, self._left + frames)
+
+
+class ClientAddress:
+    """The address of clients. All its connections together may send `frames` without content, and small `pieces` of
+    bodies. If it owes more than CUTS_FREE_S for those that were cut, the next ones wait for each other.
+    """
+
+    def __init__(self, time_s: Callable[[], float]) -> None:
+        self._time_s = time_s
+        self._owes_until_s = 0.0
+        self.frames, self.pieces = FrameAllowance(time_s), FrameAllowance(time_s)
+
+    def cut(self) -> None:
+        """Note that a connection was cut."""
+        self._owes_until_s = max(self._owes_until_s, self._time_s()) + CUT_S
+
+    def claim_turn_s(self) -> float:
+        """Return the seconds that a new connection waits, and take its turn. Infinity: too many wait."""
+        wait_s = self._owes_until_s - self._time_s() - CUTS_FREE_S
+        if 0 < wait_s <= WAIT_MOST_S:
+            self._owes_until_s += NEXT_AFTER_S
+        return wait_s if wait_s <= WAIT_MOST_S else math.inf
+
+
+class FrameBudget:
+    """The frames without content that one connection may still send: those of its address, then its own reserve."""
+
+    def __init__(self, address: ClientAddress, on_refusal: Callable[[str], None]) -> None:
+        self.address = address
+        self._on_refusal = on_refusal
+        self._reserve = FRAMES_BURST
+        self.refused = False  # true if the connection is cut for what it sent
+
     def spend(self, frames: int = 1) -> None:
         """Count frames. Raise DenialOfServiceError (in h2 the cause of `ENHANCE_YOUR_CALM`) if they are too many."""
-        if not self.try_spend(frames):
+        if self.address.frames.try_take(frames):
+            self._reserve = min(FRAMES_BURST, self._reserve + frames)
+            return
+        self._reserve -= frames * OVERDRAWN
+        if self._reserve < 0:
             self.refuse("too many frames without content")
             raise DenialOfServiceError("too many frames without content")
 
     def earn(self, frames: int) -> None:
         """Allow that many frames more: the client was sent something."""
-        self._left = min(FRAMES_BURST, self._left + frames)
+        self.address.frames.earn(frames)
+        self._reserve = min(FRAMES_BURST, self._reserve + frames)
 
     def refuse(self, why: str) -> None:
         """Note that the connection is cut. Idempotent."""
         if not self.refused:
             self.refused = True
+            self.address.cut()
             self._on_refusal(why)
+
+
+class ClientAddresses:
+    """The addresses of clients: the last ADDRESSES_MAX that came. A /64 of IPv6 is one address."""
+
+    def __init__(self, time_s: Callable[[], float]) -> None:
+        self._time_s = time_s
+        self._addresses: dict[object, ClientAddress] = {}
+
+    def of(self, peer: object) -> ClientAddress:
+        """Return the address of `peer`, a transport's `peername`."""
+        host = peer[0] if isinstance(peer, tuple) else ""
+        key = ip_network((host.partition("%")[0], 64), strict=False) if ":" in host else host
+        self._addresses[key] = address = self._addresses.pop(key, None) or ClientAddress(self._time_s)
+        if len(self._addresses) > ADDRESSES_MAX:
+            del self._addresses[next(iter(self._addresses))]
+        return address
 
 
 class CheckedFrames(FrameBuffer):
@@ -82,10 +146,9 @@ class CheckedFrames(FrameBuffer):
     Each is checked when its head is there: h2 itself gathers 16 MiB of a frame before it looks at the length.
     """
 
-    def __init__(self, budget: FrameBudget, time_s: Callable[[], float], max_block_bytes: int) -> None:
+    def __init__(self, budget: FrameBudget, max_block_bytes: int) -> None:
         super().__init__(server=True)
         self._budget = budget
-        self._small_data = FrameBudget(time_s, at_start=FRAMES_BURST)
         self._max_block_bytes = max_block_bytes
         self._block_bytes = 0  # of the header block that has no end yet
         self._turn_left = 0
@@ -125,8 +188,8 @@ class CheckedFrames(FrameBuffer):
         if kind == DataFrame.type:
             small = length < SMALL_DATA_BYTES or flags & _PADDED
             # Clients that send a body byte by byte are slowed, not cut.
-            if small and not flags & _END_STREAM and not self._small_data.try_spend():
-                self.pause_s += 1 / FRAMES_PER_S
+            if small and not flags & _END_STREAM:
+                self.pause_s = self._budget.address.pieces.take_s()
             return
         if kind in (HeadersFrame.type, ContinuationFrame.type):
             self._block_bytes += length

@@ -194,7 +194,7 @@ class BoundedProtocol(H2Protocol):
         context = context_of(self)
         context.http2 = self
         self._budget = context.frames
-        self.frames = CheckedFrames(self._budget, context.time_s, self.config.h2_max_header_list_size)
+        self.frames = CheckedFrames(self._budget, self.config.h2_max_header_list_size)
         self.connection.incoming_buffer = context.http2_frames = self.frames
 
     async def initiate(self, headers: list[tuple[bytes, bytes]] | None = None, settings: bytes | None = None) -> None:

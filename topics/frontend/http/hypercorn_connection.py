@@ -29,7 +29,7 @@ from topics.frontend.entry import limits
 from topics.frontend.entry.budget import Budget
 from topics.frontend.http.connections import Connections
 from topics.frontend.http.deadlines import HttpLimits, RunningClock, SlowReaderTimer, run_in_time
-from topics.frontend.http.frame_budget import CheckedFrames, FrameBudget
+from topics.frontend.http.frame_budget import CheckedFrames, ClientAddresses, FrameBudget
 from topics.log import get_logger
 
 GONE_S: Final = 2.0
@@ -77,14 +77,12 @@ class ConnectionContext(WorkerContext):
         transport: asyncio.Transport,
         watch: Callable[[WriteBuffer], SlowReaderTimer],
         connections: Connections,
-        time_s: Callable[[], float],
-        on_refusal: Callable[[str], None],
+        frames: FrameBudget,
     ) -> None:
         super().__init__(None)
         self.transport = transport
         self.watch = watch
-        self.time_s = time_s
-        self.frames = FrameBudget(time_s, on_refusal)
+        self.frames = frames
         self.kept = connections.kept
         self._unadmitted = connections.unadmitted
         self._admitted = False
@@ -143,6 +141,12 @@ class ConnectionContext(WorkerContext):
         """End what `drop` began: the connection is over."""
         for task in self._dropping:
             task.cancel()
+
+    async def ends_within(self, wait_s: float) -> bool:
+        """Wait. Return True if the client went by then, or a drain began."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.end.wait(), wait_s)
+        return self.end.is_set()
 
     async def sleep(self, wait: float) -> None:  # type: ignore[override]
         if self.closed.is_set():
@@ -273,13 +277,15 @@ class HypercornConnections:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self.open: set[ConnectionContext] = set()
+        self._addresses = ClientAddresses(clock.time_s)
         self._refusals = SparseLog(self._loop.time)
         self._failures = SparseLog(self._loop.time)
 
     def take_over(self, transport: asyncio.Transport, data: bytes) -> None:
         """Serve an open transport from now on, beginning with the bytes that were read from it."""
         watch = partial(SlowReaderTimer, self._limits, self._clock, self._loop)
-        context = ConnectionContext(transport, watch, self._connections, self._clock.time_s, self._refusals.warn)
+        frames = FrameBudget(self._addresses.of(transport.get_extra_info("peername")), self._refusals.warn)
+        context = ConnectionContext(transport, watch, self._connections, frames)
         reader = asyncio.StreamReader(limit=self._limits.read_high_water_bytes, loop=self._loop)
         protocol = WatchedProtocol(context, reader, partial(self._start, context), self._loop)
         transport.set_protocol(protocol)
@@ -298,6 +304,10 @@ class HypercornConnections:
     ) -> None:
         try:
             app = ASGIWrapper(cast(Any, partial(self._run, context)))
+            wait_s = context.frames.address.claim_turn_s()
+            if wait_s > 0 and (wait_s == math.inf or await context.ends_within(wait_s)):
+                context.transport.abort()
+                return
             await HypercornConnection(self._limits, app, self._loop, self._config, context, {}, reader, writer)
         except Exception:  # noqa: BLE001 — logged, but less often than clients can cause it
             self._failures.warn("connection failed", exc_info=True)

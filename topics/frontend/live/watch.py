@@ -38,20 +38,8 @@ from topics.frontend.reads.diff import page_options
 from topics.frontend.reads.node_sets import node_sets
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.reads.records import PageOptions
-from topics.frontend.routes.operations import (
-    EVENTS,
-    LOST,
-    STRING,
-    ApiRequest,
-    JsonReply,
-    Query,
-    asgi_route,
-    describe,
-    flag_query,
-    json_route,
-    ok,
-    takes,
-)
+from topics.frontend.routes import operations as api
+from topics.frontend.routes.operations import ApiRequest, JsonReply
 from topics.frontend.shards.gateway import Gateway, stopping
 from topics.frontend.shards.pending_requests import is_outcome_unknown
 from topics.settings import Settings
@@ -178,7 +166,7 @@ def _check(wid: str) -> None:
         raise TopicsError("not_found", f"no watch session {wid[:64]!r}: create one with POST /v0/watch")
 
 
-_EVENTS: Final = ok("Events: record, tombstone, caught-up, topic-deleted, error", None, EVENTS)
+_EVENTS: Final = api.ok("Events: record, tombstone, caught-up, topic-deleted, error", None, api.EVENTS)
 
 
 def resume(
@@ -211,9 +199,9 @@ class WatchRoutes:
     slots: StreamSlots
     catching_up: CatchingUp
 
-    @json_route("POST", "/v0/watch", Route.CREATE_WATCH, KeyScope.READ, "watch")
-    @describe("Make a watch session", ok("The session", answers.WatchAnswer), "topic_not_found", *LOST)
-    @takes(flag_query("lenient", False, "leave out topics that do not exist"), body=WatchBody)
+    @api.json_route("POST", "/v0/watch", Route.CREATE_WATCH, KeyScope.READ, "watch")
+    @api.describe("Make a watch session", api.ok("The session", answers.WatchAnswer), "topic_not_found", *api.LOST)
+    @api.takes(api.flag_query("lenient", False, "leave out topics that do not exist"), body=WatchBody)
     async def create(self, request: ApiRequest) -> JsonReply:
         lenient = flag(request.query, "lenient", False)
         body = await request.decoded(WatchBody, self.settings.max_body_bytes)
@@ -230,9 +218,9 @@ class WatchRoutes:
         return JsonReply({"wid": wid, "stream_url": url, "session_ttl_ms": SESSION_TTL_MS, "topics": states})
 
     # An unknown wid is 404 for any key, so the key is checked here.
-    @asgi_route("GET", "/v0/watch/{wid}", None, None, "watch")
-    @describe("The event stream of a session", _EVENTS, "not_found", "not_acceptable", *LOST)
-    @takes(Query("token", STRING, "the key, for clients that cannot send a header"))
+    @api.asgi_route("GET", "/v0/watch/{wid}", None, None, "watch")
+    @api.describe("The event stream of a session", _EVENTS, "not_found", "not_acceptable", *api.LOST)
+    @api.takes(api.Query("token", api.STRING, "the key, for clients that cannot send a header"))
     async def stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
         event_streams.check_accept(headers)

@@ -19,17 +19,8 @@ from topics.core.clock import Clock
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_topic_name
-from topics.frontend.asgi import (
-    DROPPED,
-    RESERVATION,
-    WRITE_BUFFER,
-    Message,
-    Receive,
-    Scope,
-    Send,
-    WriteBuffer,
-    until_disconnect,
-)
+from topics.frontend import asgi
+from topics.frontend.asgi import Message, Receive, Scope, Send, WriteBuffer
 from topics.frontend.entry import limits, wire
 from topics.frontend.entry.access import Access, Pages
 from topics.frontend.entry.bodies import INLINE_BYTES_MAX, LONG_BYTES, MessageReservation, long_bodies, no_room, reserve
@@ -48,8 +39,8 @@ from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.diff import page_options
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.routes import append
+from topics.frontend.routes import operations as api
 from topics.frontend.routes.append import AppendRoute
-from topics.frontend.routes.operations import Answer, asgi_route, describe
 from topics.frontend.shards.gateway import stopping
 from topics.log import get_logger
 from topics.settings import Settings
@@ -94,7 +85,7 @@ class Socket:
         self._digest = digest
         self._receive = receive
         self._send = send
-        self._write_buffer: WriteBuffer | None = scope.get("extensions", {}).get(WRITE_BUFFER)
+        self._write_buffer: WriteBuffer | None = scope.get("extensions", {}).get(asgi.WRITE_BUFFER)
         self._outbox = SocketOutbox(send, self._write_buffer)
         self._subscriptions: dict[str, StreamConnection] = {}
         self._publishes: set[asyncio.Task[None]] = set()
@@ -156,7 +147,7 @@ class Socket:
             message = await self._receive()
             if message["type"] == "websocket.disconnect":
                 return
-            if DROPPED in message:
+            if asgi.DROPPED in message:
                 self._services.cell.add("requests")
                 await self._refuse(None, no_room(long_bodies))
                 continue
@@ -168,7 +159,7 @@ class Socket:
                 await self._handle(body)
                 del message
             else:
-                reservation: MessageReservation | None = message.get(RESERVATION)
+                reservation: MessageReservation | None = message.get(asgi.RESERVATION)
                 del message
                 handling = asyncio.create_task(self._handle_long(body, reservation))
                 del reservation
@@ -361,7 +352,7 @@ class Socket:
         for _ in range(2):
             try:
                 async with asyncio.timeout(LINGER_S):
-                    await until_disconnect(self._receive)
+                    await asgi.until_disconnect(self._receive)
                     return
             except TimeoutError:
                 self._abort()
@@ -372,7 +363,7 @@ class Socket:
             self._write_buffer.abort()
 
 
-_SWITCHED: Final = {101: Answer("Switching to WebSocket", {})}
+_SWITCHED: Final = {101: api.Answer("Switching to WebSocket", {})}
 
 
 class WebSocketRoute:
@@ -413,8 +404,8 @@ class WebSocketRoute:
                 self._services.access.forget(socket.end_forbidden)
                 self._services.cell.set("ws_connections", len(self._sockets))
 
-    @asgi_route("GET", "/v0/ws", None, None, "watch")
-    @describe("A WebSocket: subscribe, unsubscribe, publish, ping (api §7.7)", _SWITCHED, "upgrade_required")
+    @api.asgi_route("GET", "/v0/ws", None, None, "watch")
+    @api.describe("A WebSocket: subscribe, unsubscribe, publish, ping (api §7.7)", _SWITCHED, "upgrade_required")
     async def needs_upgrade(self, scope: Scope, receive: Receive, send: Send) -> None:
         raise TopicsError("upgrade_required", "this is a WebSocket: send Upgrade: websocket")
 

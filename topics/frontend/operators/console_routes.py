@@ -16,7 +16,8 @@ from topics.core.keys import KeyScope
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry.access import Access
 from topics.frontend.entry.responses import HeaderList, send_whole
-from topics.frontend.routes.operations import Answer, ApiOperation, ApiRequest, JsonReply, describe, json_route, ok
+from topics.frontend.routes import operations as api
+from topics.frontend.routes.operations import ApiOperation, ApiRequest, JsonReply
 from topics.shm.durations import Route
 
 _MEDIA_TYPES: Final = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
@@ -75,7 +76,7 @@ class ConsoleRoutes:
         page = self._parts.pop("index.html").content.replace(b"{build}", self._build)
         self._page = page_file("index.html", page)
         paths = {"/console": self.page, "/console/{build}/{part:path}": self.part}
-        described = ("service", "The console", dict[int, Answer]())
+        described = ("service", "The console", dict[int, api.Answer]())
         self.operations = [
             ApiOperation("GET", path, endpoint, Route.OTHER, None, *described, public=True)
             for path, endpoint in paths.items()
@@ -91,8 +92,8 @@ class ConsoleRoutes:
             raise TopicsError("not_found", "this build of the console has no such file; load /console again")
         await found.send(scope, send, _KEEP)
 
-    @json_route("GET", "/v0/key", Route.OTHER, KeyScope.NONE, "service")
-    @describe("What the key of this request may do", ok("Its rights", answers.KeyRights))
+    @api.json_route("GET", "/v0/key", Route.OTHER, KeyScope.NONE, "service")
+    @api.describe("What the key of this request may do", api.ok("Its rights", answers.KeyRights))
     async def key(self, request: ApiRequest) -> JsonReply:
         caller = request.caller
         scopes = [str(scope.name).lower() for scope in caller.scopes]

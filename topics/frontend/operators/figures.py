@@ -129,7 +129,7 @@ class ServiceFigures:
     def _service(self) -> Iterator[Family]:
         uptime_ms = max(0, self._now_ms() - self._control.header.get("started_ms"))
         ready = all(cell.get("generation") for cell in self._shards)
-        deferring = any(cell.get("deferring") for cell in self._control.cells().values())
+        deferring = any(cell.get("deferring") for cell in self._control.cells.values())
         singles: tuple[tuple[str, str, Value], ...] = (
             ("ready", "1 if all topics can be read", int(ready)),
             ("recovery_progress", "Share of the logs that has been read, 0 to 1", replay_progress(self._shards)),
@@ -189,7 +189,7 @@ class ServiceFigures:
         yield Family("topics_scheduler_band_depth", help, ("frontend", "band"), depths)
 
     def _processes(self) -> Iterator[Family]:
-        every = [((role.name.lower(), str(index)), cell) for (role, index), cell in self._control.cells().items()]
+        every = [((role.name.lower(), str(index)), cell) for (role, index), cell in self._control.cells.items()]
         pressed = [(labels, cell) for labels, cell in every if labels[0] != Role.COMPACTOR.name.lower()]
         pressure: list[Sample] = [(labels, cell.get("pressure_ppm") / 1e6) for labels, cell in pressed]
         busy: list[Sample] = [(labels, cell.get("busy_ppm") / 1e6) for labels, cell in pressed]

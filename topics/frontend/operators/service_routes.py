@@ -27,21 +27,8 @@ from topics.frontend.entry.wire import flag
 from topics.frontend.operators import exposition
 from topics.frontend.operators.exposition import TEXT_TYPE, Family, Sample, single
 from topics.frontend.operators.figures import ServiceFigures
-from topics.frontend.routes.operations import (
-    JSON,
-    TEXT,
-    Answer,
-    ApiOperation,
-    ApiRequest,
-    JsonReply,
-    asgi_route,
-    describe,
-    flag_query,
-    json_route,
-    ok,
-    operations_of,
-    takes,
-)
+from topics.frontend.routes import operations as api
+from topics.frontend.routes.operations import ApiOperation, ApiRequest, JsonReply
 from topics.frontend.routes.topic_ranking import Slices
 from topics.frontend.shards.arenas import Arenas, live_names
 from topics.shm.control import ControlPage, ProcessState, Role, replay_progress
@@ -58,14 +45,14 @@ class ProbeRoutes:
         self._clock = clock
         self._shards = [control.cell(Role.WALSHARD, shard) for shard in range(control.shards)]
 
-    @json_route("GET", "/v0/health", Route.HEALTH, None, "service")
-    @describe("Alive?", ok("It answers", answers.Health))
+    @api.json_route("GET", "/v0/health", Route.HEALTH, None, "service")
+    @api.describe("Alive?", api.ok("It answers", answers.Health))
     async def health(self, _request: ApiRequest) -> JsonReply:
         uptime_ms = max(0, self._clock.now_ms() - self._control.header.get("started_ms"))
         return JsonReply({"status": "ok", "version": __version__, "uptime_ms": uptime_ms})
 
-    @json_route("GET", "/v0/ready", Route.READY, None, "service")
-    @describe("Recovered?", ok("All topics can be read", answers.Ready), "not_ready")
+    @api.json_route("GET", "/v0/ready", Route.READY, None, "service")
+    @api.describe("Recovered?", api.ok("All topics can be read", answers.Ready), "not_ready")
     async def ready(self, _request: ApiRequest) -> JsonReply:
         waiting = [cell for cell in self._shards if cell.get("generation") == 0]
         if waiting:
@@ -95,7 +82,7 @@ def probe_operations(probes: ProbeRoutes, probe_auth: bool) -> list[ApiOperation
     needs = KeyScope.NONE if probe_auth else None
     return [
         one._replace(path=path, needs=needs, public=not probe_auth)
-        for one in operations_of(probes)
+        for one in api.operations_of(probes)
         for path in (one.path, _SHORT_PATHS[one.path])
     ]
 
@@ -103,7 +90,7 @@ def probe_operations(probes: ProbeRoutes, probe_auth: bool) -> list[ApiOperation
 ANSWER_BYTES: Final = 8 << 20
 """Room taken for one scrape; 10,000 topics are about 3 MB."""
 PAGE_TOPICS: Final = 64
-_SCRAPED: Final = {200: Answer("Prometheus text, or JSON by Accept", {TEXT: None, JSON: dict[str, Any]})}
+_SCRAPED: Final = {200: api.Answer("Prometheus text, or JSON by Accept", {api.TEXT: None, api.JSON: dict[str, Any]})}
 _LOG_SERIES: Final = (
     ("head_seq", "head_seq", "The last seq of a topic"),
     ("earliest_seq", "earliest_seq", "The first live seq of a topic, head_seq + 1 if there is none"),
@@ -129,9 +116,9 @@ class MetricsRoute:
         self._topics_max = topics_max
         self._budget = Budget(limits.SCRAPES)
 
-    @asgi_route("GET", "/v0/metrics", Route.METRICS, KeyScope.READ, "service")
-    @describe("Metrics of the whole service", _SCRAPED)
-    @takes(flag_query("topic_series", True, "whether topics have series of their own"))
+    @api.asgi_route("GET", "/v0/metrics", Route.METRICS, KeyScope.READ, "service")
+    @api.describe("Metrics of the whole service", _SCRAPED)
+    @api.takes(api.flag_query("topic_series", True, "whether topics have series of their own"))
     async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         headers = dict(scope["headers"])

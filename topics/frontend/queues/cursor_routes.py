@@ -29,20 +29,8 @@ from topics.frontend.reads.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES
 from topics.frontend.reads.node_sets import node_set
 from topics.frontend.reads.reading import PAGE_MEMBERS, RecordPage, TopicReader, page_values
 from topics.frontend.reads.records import CorruptRecordError, PageOptions
-from topics.frontend.routes.operations import (
-    LOST,
-    PAGED,
-    TOPIC_LOST,
-    TOPIC_PATH,
-    ApiRequest,
-    JsonReply,
-    asgi_route,
-    describe,
-    json_route,
-    made_or_there,
-    ok,
-    takes,
-)
+from topics.frontend.routes import operations as api
+from topics.frontend.routes.operations import ApiRequest, JsonReply
 from topics.frontend.shards.gateway import Gateway
 from topics.frontend.shards.pending_requests import is_outcome_unknown
 from topics.settings import Settings
@@ -58,8 +46,8 @@ from topics.shm.queue_messages import (
     CursorReply,
 )
 
-_PATH: Final = f"{TOPIC_PATH}/cursors/{{cursor}}"
-_MISSING: Final = ("topic_not_found", "cursor_not_found", *LOST)
+_PATH: Final = f"{api.TOPIC_PATH}/cursors/{{cursor}}"
+_MISSING: Final = ("topic_not_found", "cursor_not_found", *api.LOST)
 LIMIT_MAX: Final = 2000
 STUCK_RETRY_AFTER_MS: Final = 1000
 TRIES_MAX: Final = 100
@@ -167,9 +155,11 @@ class CursorRoutes:
         self.locks = CursorLocks(gateway.shard_wait_s)
         self.moving = Budget(limits.CURSOR_PAGES)
 
-    @json_route("GET", f"{TOPIC_PATH}/cursors", Route.OTHER_CURSOR, KeyScope.READ, "cursors")
-    @describe("List the cursors of a topic by name", ok("A page of cursors", answers.CursorListAnswer), *TOPIC_LOST)
-    @takes(*PAGED)
+    @api.json_route("GET", f"{api.TOPIC_PATH}/cursors", Route.OTHER_CURSOR, KeyScope.READ, "cursors")
+    @api.describe(
+        "List the cursors of a topic by name", api.ok("A page of cursors", answers.CursorListAnswer), *api.TOPIC_LOST
+    )
+    @api.takes(*api.PAGED)
     async def list_all(self, request: ApiRequest) -> JsonReply:
         name = request.topic
         size, after = await request.list_page(check_topic_name)
@@ -179,15 +169,15 @@ class CursorRoutes:
             answer["next_cursor"] = name_cursor(found[size - 1].cursor)
         return JsonReply(answer)
 
-    @json_route("GET", _PATH, Route.OTHER_CURSOR, KeyScope.READ, "cursors")
-    @describe("Where a cursor is", ok("The cursor", answers.CursorAnswer), *_MISSING)
+    @api.json_route("GET", _PATH, Route.OTHER_CURSOR, KeyScope.READ, "cursors")
+    @api.describe("Where a cursor is", api.ok("The cursor", answers.CursorAnswer), *_MISSING)
     async def get(self, request: ApiRequest) -> JsonReply:
         name, cursor = _names(request.scope)
         return JsonReply({"topic": name, **shown_cursor(await self._find(name, cursor))})
 
-    @json_route("PUT", _PATH, Route.OTHER_CURSOR, KeyScope.WRITE, "cursors")
-    @describe("Make a cursor, or change or move it", made_or_there(answers.PutCursorAnswer), *TOPIC_LOST)
-    @takes(body=CursorBody, body_required=False)
+    @api.json_route("PUT", _PATH, Route.OTHER_CURSOR, KeyScope.WRITE, "cursors")
+    @api.describe("Make a cursor, or change or move it", api.made_or_there(answers.PutCursorAnswer), *api.TOPIC_LOST)
+    @api.takes(body=CursorBody, body_required=False)
     async def put(self, request: ApiRequest) -> JsonReply:
         name, cursor = _names(request.scope)
         given = await request.decoded(CursorBody, self._body_max_bytes, b"{}")
@@ -201,16 +191,16 @@ class CursorRoutes:
         answer = {"topic": name, **shown_cursor(reply), "created": reply.created}
         return JsonReply(answer, 201 if reply.created else 200)
 
-    @json_route("DELETE", _PATH, Route.OTHER_CURSOR, KeyScope.DELETE, "cursors")
-    @describe("Delete a cursor", ok("It is gone, or never was", answers.DeleteCursorAnswer), *LOST)
+    @api.json_route("DELETE", _PATH, Route.OTHER_CURSOR, KeyScope.DELETE, "cursors")
+    @api.describe("Delete a cursor", api.ok("It is gone, or never was", answers.DeleteCursorAnswer), *api.LOST)
     async def delete(self, request: ApiRequest) -> JsonReply:
         name, cursor = _names(request.scope)
         reply = await self._gateway.call(self._owner(name), CursorDelete(name, cursor))
         return JsonReply({"topic": name, "cursor": cursor, "deleted": reply.deleted})
 
-    @asgi_route("POST", f"{_PATH}/read", Route.READ_CURSOR, KeyScope.READ, "cursors")
-    @describe("Read on, and move the cursor", ok("A page of records", answers.ReadCursorAnswer), *_MISSING)
-    @takes(body=ReadBody, body_required=False)
+    @api.asgi_route("POST", f"{_PATH}/read", Route.READ_CURSOR, KeyScope.READ, "cursors")
+    @api.describe("Read on, and move the cursor", api.ok("A page of records", answers.ReadCursorAnswer), *_MISSING)
+    @api.takes(body=ReadBody, body_required=False)
     async def read(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         name, cursor = _names(scope)

@@ -32,17 +32,8 @@ from topics.frontend.queues.dealt_jobs import (
 )
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader
-from topics.frontend.routes.operations import (
-    LOST,
-    TOPIC_PATH,
-    ApiRequest,
-    JsonReply,
-    asgi_route,
-    describe,
-    json_route,
-    ok,
-    takes,
-)
+from topics.frontend.routes import operations as api
+from topics.frontend.routes.operations import ApiRequest, JsonReply
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
@@ -56,7 +47,7 @@ ROOM_WAIT_S: Final = 2.0
 DELAY_MS_MAX: Final = 365 * 86_400_000
 LOOKS_MAX: Final = 16
 """Requests to the shard for one peek: each examines few records, as other requests wait behind it."""
-JOB_CODES: Final = ("topic_not_found", "not_a_queue", *LOST)
+JOB_CODES: Final = ("topic_not_found", "not_a_queue", *api.LOST)
 _REDRIVE_CODES: Final = (*JOB_CODES, "topic_full", "record_too_large")
 
 JobsBodyT = TypeVar("JobsBodyT", bound=JobsBody)
@@ -88,9 +79,9 @@ class QueueRoutes:
         self._settings = settings
         self._cell = cell
 
-    @asgi_route("POST", f"{TOPIC_PATH}/claim", Route.CLAIM, KeyScope.READ | KeyScope.WRITE, "queues")
-    @describe("Lease jobs", ok("Jobs, or none", answers.ClaimAnswer), *JOB_CODES)
-    @takes(body=ClaimBody)
+    @api.asgi_route("POST", f"{api.TOPIC_PATH}/claim", Route.CLAIM, KeyScope.READ | KeyScope.WRITE, "queues")
+    @api.describe("Lease jobs", api.ok("Jobs, or none", answers.ClaimAnswer), *JOB_CODES)
+    @api.takes(body=ClaimBody)
     async def claim(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         name, headers = check_topic_name(scope["path_params"]["topic"]), dict(scope["headers"])
@@ -178,27 +169,27 @@ class QueueRoutes:
             raise
         return jobs
 
-    @json_route("POST", f"{TOPIC_PATH}/ack", Route.ACK, KeyScope.WRITE, "queues")
-    @describe("Jobs are done", ok("Which of them", answers.AckAnswer), *JOB_CODES, "batch_too_large")
-    @takes(body=JobsBody)
+    @api.json_route("POST", f"{api.TOPIC_PATH}/ack", Route.ACK, KeyScope.WRITE, "queues")
+    @api.describe("Jobs are done", api.ok("Which of them", answers.AckAnswer), *JOB_CODES, "batch_too_large")
+    @api.takes(body=JobsBody)
     async def ack(self, request: ApiRequest) -> JsonReply:
         name = request.topic
         given = await self._jobs_body(request, JobsBody)
         reply = await self._gateway.call(self._owner(name), Ack(name, given.node, given.seqs, _lease_nos(given)))
         return _settled(name, "acked", reply)
 
-    @json_route("POST", f"{TOPIC_PATH}/nack", Route.NACK, KeyScope.WRITE, "queues")
-    @describe("Give jobs back", ok("Which of them", answers.NackAnswer), *JOB_CODES, "batch_too_large")
-    @takes(body=NackBody)
+    @api.json_route("POST", f"{api.TOPIC_PATH}/nack", Route.NACK, KeyScope.WRITE, "queues")
+    @api.describe("Give jobs back", api.ok("Which of them", answers.NackAnswer), *JOB_CODES, "batch_too_large")
+    @api.takes(body=NackBody)
     async def nack(self, request: ApiRequest) -> JsonReply:
         name = request.topic
         given = await self._jobs_body(request, NackBody)
         call = Nack(name, given.node, given.seqs, _lease_nos(given), min(given.delay_ms, DELAY_MS_MAX))
         return _settled(name, "nacked", await self._gateway.call(self._owner(name), call))
 
-    @json_route("POST", f"{TOPIC_PATH}/extend", Route.EXTEND, KeyScope.WRITE, "queues")
-    @describe("Keep jobs for longer", ok("Until when", answers.ExtendAnswer), *JOB_CODES, "batch_too_large")
-    @takes(body=ExtendBody)
+    @api.json_route("POST", f"{api.TOPIC_PATH}/extend", Route.EXTEND, KeyScope.WRITE, "queues")
+    @api.describe("Keep jobs for longer", api.ok("Until when", answers.ExtendAnswer), *JOB_CODES, "batch_too_large")
+    @api.takes(body=ExtendBody)
     async def extend(self, request: ApiRequest) -> JsonReply:
         name = request.topic
         given = await self._jobs_body(request, ExtendBody)
@@ -207,9 +198,9 @@ class QueueRoutes:
         deadlines = {str(seq): reply.deadline_ms for seq in reply.seqs}
         return JsonReply({"topic": name, "extended": len(reply.seqs), "skipped": reply.skipped, "deadlines": deadlines})
 
-    @json_route("POST", f"{TOPIC_PATH}/redrive", Route.REDRIVE, KeyScope.ADMIN, "queues")
-    @describe("Bring dead letters back", ok("How many", answers.RedriveAnswer), *_REDRIVE_CODES)
-    @takes(body=RedriveBody)
+    @api.json_route("POST", f"{api.TOPIC_PATH}/redrive", Route.REDRIVE, KeyScope.ADMIN, "queues")
+    @api.describe("Bring dead letters back", api.ok("How many", answers.RedriveAnswer), *_REDRIVE_CODES)
+    @api.takes(body=RedriveBody)
     async def redrive(self, request: ApiRequest) -> JsonReply:
         name = request.topic
         given = await request.decoded(RedriveBody, self._settings.max_body_bytes)
@@ -226,9 +217,11 @@ class QueueRoutes:
             answer["next_from_seq"] = next_from_seq
         return JsonReply(answer)
 
-    @json_route("POST", f"{TOPIC_PATH}/peek", Route.PEEK, KeyScope.READ, "queues")
-    @describe("Look at jobs without claiming them", ok("Jobs, and where each stands", answers.PeekAnswer), *JOB_CODES)
-    @takes(body=PeekBody, body_required=False)
+    @api.json_route("POST", f"{api.TOPIC_PATH}/peek", Route.PEEK, KeyScope.READ, "queues")
+    @api.describe(
+        "Look at jobs without claiming them", api.ok("Jobs, and where each stands", answers.PeekAnswer), *JOB_CODES
+    )
+    @api.takes(body=PeekBody, body_required=False)
     async def peek(self, request: ApiRequest) -> JsonReply:
         name = request.topic
         given = await request.decoded(PeekBody, self._settings.max_body_bytes, b"{}")

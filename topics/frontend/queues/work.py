@@ -31,7 +31,7 @@ from topics.frontend.live.wording import EVENT_STREAM, in_lines
 from topics.frontend.queues.dealt_jobs import ASIDE_MS, ReadJobs, lease_members, read_job
 from topics.frontend.queues.queue_routes import JOB_CODES, QueueServices, checked_node, clamped_lease_ms
 from topics.frontend.reads.cold import ColdMissError
-from topics.frontend.routes.operations import COUNT, EVENTS, STRING, TOPIC_PATH, Query, asgi_route, describe, ok, takes
+from topics.frontend.routes import operations as api
 from topics.frontend.shards.gateway import stopping
 from topics.frontend.shards.pending_requests import is_outcome_unknown
 from topics.settings import Settings
@@ -44,7 +44,7 @@ REOPEN_S: Final = 1.0
 STALL_CHECK_S: Final = 1.0
 """Time between two checks of a client that does not keep up."""
 _NEEDED: Final = KeyScope.READ | KeyScope.WRITE
-_EVENTS: Final = ok("Events: job, topic-deleted, error", None, EVENTS)
+_EVENTS: Final = api.ok("Events: job, topic-deleted, error", None, api.EVENTS)
 _ABOUT_HEARTBEATS: Final = "a comment when nothing else was sent for so long"
 _DELETED: Final = b"event: topic-deleted\ndata: %b\n\n"
 _WRITE_BYTES: Final = 64 * 1024
@@ -68,14 +68,14 @@ class WorkRoutes:
         self.services.gateway.on_restart(self._reopen)
 
     # The key may be in the query, so it is checked here.
-    @asgi_route("GET", f"{TOPIC_PATH}/work", None, None, "queues")
-    @describe("A stream that keeps a worker in jobs", _EVENTS, *JOB_CODES, "not_acceptable")
-    @takes(
-        Query("node", STRING | {"minLength": 1}, "who works; required"),
-        Query("max", COUNT | {"default": 1}, "jobs at any time"),
-        Query("lease_ms", COUNT, "instead of the queue's own"),
-        Query("heartbeat_ms", COUNT | {"default": HEARTBEAT_MS}, _ABOUT_HEARTBEATS),
-        Query("token", STRING, "the key, for who cannot send a header"),
+    @api.asgi_route("GET", f"{api.TOPIC_PATH}/work", None, None, "queues")
+    @api.describe("A stream that keeps a worker in jobs", _EVENTS, *JOB_CODES, "not_acceptable")
+    @api.takes(
+        api.Query("node", api.STRING | {"minLength": 1}, "who works; required"),
+        api.Query("max", api.COUNT | {"default": 1}, "jobs at any time"),
+        api.Query("lease_ms", api.COUNT, "instead of the queue's own"),
+        api.Query("heartbeat_ms", api.COUNT | {"default": HEARTBEAT_MS}, _ABOUT_HEARTBEATS),
+        api.Query("token", api.STRING, "the key, for who cannot send a header"),
     )
     async def work(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = check_topic_name(scope["path_params"]["topic"])

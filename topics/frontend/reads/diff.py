@@ -25,7 +25,7 @@ from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.node_sets import node_set
 from topics.frontend.reads.reading import PAGE_MEMBERS, RecordPage, TopicReader, TopicRef, page_values
 from topics.frontend.reads.records import PageOptions
-from topics.frontend.routes.operations import TOPIC_PATH, asgi_route, describe, ok, takes
+from topics.frontend.routes import operations as api
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
@@ -37,7 +37,7 @@ MAX_BATCH_BYTES: Final = (1 << 20, 8 << 20)
 """Default and maximum of `max_batch_bytes`."""
 WAIT_MS_MAX: Final = 30_000
 Room = Reservation | None
-_PAGE: Final = ok("A page of records", answers.DiffAnswer)
+_PAGE: Final = api.ok("A page of records", answers.DiffAnswer)
 _ANSWER: Final = b'{"topic":"%b",' + PAGE_MEMBERS + b',"performance":{"server_total_ms":%b,"records_scanned":%d%b%b}}'
 
 
@@ -55,9 +55,9 @@ class DiffRoute:
     _waiting: set[Callable[[], None]] = field(default_factory=set)  # the functions that end the long polls
     _draining: bool = False
 
-    @asgi_route("POST", f"{TOPIC_PATH}/diff", Route.DIFF, KeyScope.READ, "records")
-    @describe("Read what follows a cursor, or wait for it", _PAGE, "topic_not_found", "storage_unavailable")
-    @takes(body=DiffBody)
+    @api.asgi_route("POST", f"{api.TOPIC_PATH}/diff", Route.DIFF, KeyScope.READ, "records")
+    @api.describe("Read what follows a cursor, or wait for it", _PAGE, "topic_not_found", "storage_unavailable")
+    @api.takes(body=DiffBody)
     async def post(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         name, headers = check_topic_name(scope["path_params"]["topic"]), dict(scope["headers"])

@@ -10,6 +10,7 @@ from typing import Final
 
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.storage import layout, segment
+from topics.storage.logfile import map_file
 from topics.storage.segment import ENTRY_LEN, Columns, CommittedFile
 
 MAPS_MAX: Final = 64
@@ -34,7 +35,7 @@ class LogFiles:
             self._maps.move_to_end(key)
             return mapped
         # Files of the RAM log grow while they are written.
-        mapped = self._map(layout.log_path(self._directories[shard][in_ram], file_no))
+        mapped = map_file(layout.log_path(self._directories[shard][in_ram], file_no))
         self._forget_removed(shard, in_ram)
         if end > len(mapped):
             raise EOFError(f"log file {file_no} of shard {shard} ends before byte {end}")
@@ -55,15 +56,6 @@ class LogFiles:
         for key in [key for key in self._maps if key[:2] == (shard, in_ram)]:
             if not os.path.exists(layout.log_path(directory, key[2])):
                 del self._maps[key]
-
-    def _map(self, path: str) -> mmap.mmap:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return mmap.mmap(fd, 0, prot=mmap.PROT_READ)
-        except ValueError as error:  # an empty file cannot be mapped
-            raise EOFError(f"{path} is empty") from error
-        finally:
-            os.close(fd)
 
 
 SEGMENTS_MAX: Final = 128

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from mmap import mmap
 from operator import attrgetter
@@ -58,19 +58,18 @@ class RecordStores:
     cold: ColdTier | None
 
 
+@dataclass(eq=False, slots=True)
 class LocatedRecords:
     """The records of one topic in one view of it."""
 
-    __slots__ = ("_arena", "_shard", "_slot", "_stores", "_table", "_view", "cold_segments")
-
-    def __init__(self, stores: RecordStores, shard: int, arena: ArenaReader, slot: int, view: TopicView) -> None:
-        self._stores = stores
-        self._shard = shard
-        self._arena = arena
-        self._slot = slot
-        self._view = view
-        self._table: tuple[SegmentInfo, ...] | None = None
-        self.cold_segments: set[int] = set()  # first seqs of the segments that runs were taken from the cold tier of
+    _stores: RecordStores
+    _shard: int
+    _arena: ArenaReader
+    _slot: int
+    _view: TopicView
+    _table: tuple[SegmentInfo, ...] | None = None
+    cold_segments: set[int] = field(default_factory=set)
+    """First seqs of the segments that runs were taken from the cold tier of."""
 
     # -- times
 

@@ -22,17 +22,8 @@ from topics.frontend.entry.responses import LIST_BYTES_MAX, reserve_room
 from topics.frontend.entry.wire import count
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader, TopicRef
-from topics.frontend.routes.operations import (
-    COUNT,
-    TOPIC_PATH,
-    ApiRequest,
-    JsonReply,
-    Query,
-    describe,
-    json_route,
-    ok,
-    takes,
-)
+from topics.frontend.routes import operations as api
+from topics.frontend.routes.operations import ApiRequest, JsonReply
 from topics.frontend.routes.topic_ranking import Slices
 from topics.shm.durations import Route
 from topics.storage import layout
@@ -44,7 +35,7 @@ SEGMENTS_MAX: Final = 2_048
 """Segments of one answer; a longer list goes on with `next_from_seq`."""
 PIN_TTL_DEFAULT_MS: Final = 60_000
 PIN_TTL_MAX_MS: Final = 3_600_000
-_PIN_PATH: Final = f"{TOPIC_PATH}/pins/{{pin}}"
+_PIN_PATH: Final = f"{api.TOPIC_PATH}/pins/{{pin}}"
 _SEGMENTS: Final = "The sealed segments of a topic, for readers of the files themselves"
 _LISTED: Final = "The segments, and what else it takes to read them"
 _TTL: Final = f"how long the files stay whatever happens, ms, at most {PIN_TTL_MAX_MS}"
@@ -67,12 +58,12 @@ class ManifestRoutes:
     clock: Clock
     _digests: OrderedDict[_Key, int] = field(default_factory=OrderedDict)
 
-    @json_route("GET", f"{TOPIC_PATH}/segments", Route.OTHER, KeyScope.READ, "segments")
-    @describe(_SEGMENTS, ok(_LISTED, answers.Manifest), "topic_not_found", "storage_unavailable")
-    @takes(
-        Query("from_seq", COUNT | {"default": 0}, "a cursor: only segments with records behind it"),
-        Query("to_seq", COUNT, "only segments with records up to it"),
-        Query("pin_ttl_ms", COUNT | {"default": 0}, f"{_TTL}; 0: no pin"),
+    @api.json_route("GET", f"{api.TOPIC_PATH}/segments", Route.OTHER, KeyScope.READ, "segments")
+    @api.describe(_SEGMENTS, api.ok(_LISTED, answers.Manifest), "topic_not_found", "storage_unavailable")
+    @api.takes(
+        api.Query("from_seq", api.COUNT | {"default": 0}, "a cursor: only segments with records behind it"),
+        api.Query("to_seq", api.COUNT, "only segments with records up to it"),
+        api.Query("pin_ttl_ms", api.COUNT | {"default": 0}, f"{_TTL}; 0: no pin"),
     )
     async def list_segments(self, request: ApiRequest) -> JsonReply:
         name, query = request.topic, request.query
@@ -99,9 +90,9 @@ class ManifestRoutes:
             }
         )
 
-    @json_route("PUT", _PIN_PATH, Route.OTHER, KeyScope.READ, "segments")
-    @describe("Keep pinned files for longer", ok("Whether the pin still holds", answers.PinRenewed))
-    @takes(Query("pin_ttl_ms", COUNT | {"default": PIN_TTL_DEFAULT_MS}, f"{_TTL}, from now on"))
+    @api.json_route("PUT", _PIN_PATH, Route.OTHER, KeyScope.READ, "segments")
+    @api.describe("Keep pinned files for longer", api.ok("Whether the pin still holds", answers.PinRenewed))
+    @api.takes(api.Query("pin_ttl_ms", api.COUNT | {"default": PIN_TTL_DEFAULT_MS}, f"{_TTL}, from now on"))
     async def renew_pin(self, request: ApiRequest) -> JsonReply:
         """Extend a pin, also when its topic is deleted: the pinned files still exist."""
         name, pin_id = _path_params(request)
@@ -116,8 +107,8 @@ class ManifestRoutes:
         held = pin is not None and self.clock.monotonic_ms() < pin.until_ms
         return JsonReply({"topic": name, "pin": pin_id, "held": held})
 
-    @json_route("DELETE", _PIN_PATH, Route.OTHER, KeyScope.READ, "segments")
-    @describe("End a pin before its time", ok("It is over", answers.PinEnded))
+    @api.json_route("DELETE", _PIN_PATH, Route.OTHER, KeyScope.READ, "segments")
+    @api.describe("End a pin before its time", api.ok("It is over", answers.PinEnded))
     async def end_pin(self, request: ApiRequest) -> JsonReply:
         name, pin_id = _path_params(request)
         pin = self._find_pin(name, pin_id, self.clock.monotonic_ms())

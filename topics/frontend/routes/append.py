@@ -26,8 +26,8 @@ from topics.frontend.entry.bodies import INLINE_BYTES_MAX, read_body
 from topics.frontend.entry.responses import elapsed_ms, encode_json, send_json
 from topics.frontend.entry.wire import flag
 from topics.frontend.routes import long_bodies
+from topics.frontend.routes import operations as api
 from topics.frontend.routes.long_bodies import BodyT
-from topics.frontend.routes.operations import LOST, TOPIC_PATH, asgi_route, describe, flag_query, ok_or_created, takes
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
 from topics.shm.append_messages import AppendReply, JobAttributes
@@ -41,9 +41,9 @@ ORDER_KEY_MAX_BYTES: Final = 256
 TIME_MS_MAX: Final = 1 << 53
 SEARCHED_RECORDS_MAX: Final = 64
 
-_APPENDED: Final = ok_or_created("Appended", "Appended, and the topic created", answers.AppendAnswer)
+_APPENDED: Final = api.ok_or_created("Appended", "Appended, and the topic created", answers.AppendAnswer)
 _REFUSED: Final = ("batch_too_large", "record_too_large", "topic_not_found", "not_a_queue", "head_mismatch")
-_CODES: Final = (*_REFUSED, "fenced", "out_of_order", "topic_full", *LOST)
+_CODES: Final = (*_REFUSED, "fenced", "out_of_order", "topic_full", *api.LOST)
 
 FrameParts = tuple[bytes, bytes, msgspec.Raw, msgspec.Raw | bytes]
 """(node, tag, data, meta) for `lay_out`."""
@@ -57,9 +57,9 @@ class AppendRoute:
         self._settings = settings
         self._cell = cell
 
-    @asgi_route("POST", TOPIC_PATH, Route.APPEND, KeyScope.WRITE, "records")
-    @describe("Append records, all or none", _APPENDED, *_CODES)
-    @takes(flag_query("return_seqs", True, "whether the answer lists the seqs"), body=AppendBody)
+    @api.asgi_route("POST", api.TOPIC_PATH, Route.APPEND, KeyScope.WRITE, "records")
+    @api.describe("Append records, all or none", _APPENDED, *_CODES)
+    @api.takes(api.flag_query("return_seqs", True, "whether the answer lists the seqs"), body=AppendBody)
     async def post(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         name, headers = check_topic_name(scope["path_params"]["topic"]), dict(scope["headers"])

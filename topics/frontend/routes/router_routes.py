@@ -16,19 +16,8 @@ from topics.frontend.entry import wire
 from topics.frontend.entry.wire import name_cursor
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.reading import TopicReader
-from topics.frontend.routes.operations import (
-    LOST,
-    PAGED,
-    STRING,
-    ApiRequest,
-    JsonReply,
-    Query,
-    describe,
-    json_route,
-    made_or_there,
-    ok,
-    takes,
-)
+from topics.frontend.routes import operations as api
+from topics.frontend.routes.operations import ApiRequest, JsonReply
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
 from topics.shm.durations import Route
@@ -38,7 +27,7 @@ REGISTRY_SHARD: Final = 0
 BEGIN_WAIT_S: Final = 2.0
 BEGIN_RETRY_S: Final = 0.001
 _PATH: Final = "/v0/routers/{router}"
-_CONFLICTS: Final = ("topic_not_found", "topic_exists_incompatible", "router_cycle", *LOST)
+_CONFLICTS: Final = ("topic_not_found", "topic_exists_incompatible", "router_cycle", *api.LOST)
 
 
 def _require(caller: ApiKey, needed: KeyScope, router: Router) -> None:
@@ -73,13 +62,13 @@ class RouterRoutes:
     gateway: Gateway
     settings: Settings
 
-    @json_route("GET", "/v0/routers", Route.LIST_ROUTERS, KeyScope.READ, "routers")
-    @describe("List routers by name", ok("A page of routers", answers.RouterList))
-    @takes(
-        Query("prefix", STRING, "only names that begin with it"),
-        Query("source", STRING, "only routers from this topic"),
-        Query("dest", STRING, "only routers into this topic"),
-        *PAGED,
+    @api.json_route("GET", "/v0/routers", Route.LIST_ROUTERS, KeyScope.READ, "routers")
+    @api.describe("List routers by name", api.ok("A page of routers", answers.RouterList))
+    @api.takes(
+        api.Query("prefix", api.STRING, "only names that begin with it"),
+        api.Query("source", api.STRING, "only routers from this topic"),
+        api.Query("dest", api.STRING, "only routers into this topic"),
+        *api.PAGED,
     )
     async def list_all(self, request: ApiRequest) -> JsonReply:
         query, caller = request.query, request.caller
@@ -104,17 +93,21 @@ class RouterRoutes:
             answer["next_cursor"] = name_cursor(page[-1].name)
         return JsonReply(answer, with_copies=with_copies)
 
-    @json_route("GET", _PATH, Route.GET_ROUTER, KeyScope.READ, "routers")
-    @describe("A router, and how much it has forwarded", ok("The router", answers.RouterState), "router_not_found")
+    @api.json_route("GET", _PATH, Route.GET_ROUTER, KeyScope.READ, "routers")
+    @api.describe(
+        "A router, and how much it has forwarded", api.ok("The router", answers.RouterState), "router_not_found"
+    )
     async def get(self, request: ApiRequest) -> JsonReply:
         name = _router_name(request)
         router = self._visible(name, request.caller)
         with_copies = await self.catching_up.wait_for(router.spec.dest)
         return JsonReply(self._shown(self._visible(name, request.caller)), with_copies=with_copies)
 
-    @json_route("PUT", _PATH, Route.PUT_ROUTER, KeyScope.ADMIN, "routers")
-    @describe("Forward what comes into a topic to another one", made_or_there(answers.PutRouterAnswer), *_CONFLICTS)
-    @takes(body=GivenRouter)
+    @api.json_route("PUT", _PATH, Route.PUT_ROUTER, KeyScope.ADMIN, "routers")
+    @api.describe(
+        "Forward what comes into a topic to another one", api.made_or_there(answers.PutRouterAnswer), *_CONFLICTS
+    )
+    @api.takes(body=GivenRouter)
     async def put(self, request: ApiRequest) -> JsonReply:
         name, caller = _router_name(request), request.caller
         body = await request.body(self.settings.max_body_bytes)
@@ -144,8 +137,10 @@ class RouterRoutes:
         answer = {"router": name, "created": reply.created, **spec.echo()}
         return JsonReply(answer, 201 if reply.created else 200, with_copies)
 
-    @json_route("DELETE", _PATH, Route.DELETE_ROUTER, KeyScope.DELETE, "routers")
-    @describe("Remove a router; what it has forwarded stays", ok("It is gone", answers.DeleteRouterAnswer), *LOST)
+    @api.json_route("DELETE", _PATH, Route.DELETE_ROUTER, KeyScope.DELETE, "routers")
+    @api.describe(
+        "Remove a router; what it has forwarded stays", api.ok("It is gone", answers.DeleteRouterAnswer), *api.LOST
+    )
     async def delete(self, request: ApiRequest) -> JsonReply:
         name = _router_name(request)
         router = self.sight.registry().by_name.get(name)

@@ -22,22 +22,8 @@ from topics.frontend.live.step_cache import KnownTopics
 from topics.frontend.queues.cursor_routes import shown_cursor
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicRef
-from topics.frontend.routes.operations import (
-    LOST,
-    PAGED,
-    STRING,
-    TOPIC_LOST,
-    TOPIC_PATH,
-    ApiRequest,
-    JsonReply,
-    Query,
-    describe,
-    flag_query,
-    json_route,
-    made_or_there,
-    ok,
-    takes,
-)
+from topics.frontend.routes import operations as api
+from topics.frontend.routes.operations import ApiRequest, JsonReply
 from topics.frontend.routes.router_routes import RouterRoutes
 from topics.frontend.routes.topic_ranking import ALLOWED, TopicRanking
 from topics.frontend.shards.arenas import Arenas, live_names
@@ -46,8 +32,8 @@ from topics.settings import Settings
 from topics.shm.durations import Route
 from topics.shm.topic_messages import DeleteRecords, DeleteRecordsReply, DeleteTopic, Expire, PutTopic
 
-_PUT: Final = made_or_there(answers.PutTopicAnswer)
-_DELETED: Final = ok("It is gone", answers.DeleteTopicAnswer)
+_PUT: Final = api.made_or_there(answers.PutTopicAnswer)
+_DELETED: Final = api.ok("It is gone", answers.DeleteTopicAnswer)
 EXPIRE_WAIT_S: Final = 0.25
 """A dead shard must not hold up a state read, which is then answered as the topic was last published."""
 
@@ -65,14 +51,14 @@ class TopicRoutes:
     settings: Settings
     ranking: TopicRanking
 
-    @json_route("GET", "/v0/topics", Route.LIST_TOPICS, KeyScope.READ, "topics")
-    @describe("List topics by name", ok("A page of topics", answers.TopicList))
-    @takes(
-        Query("prefix", STRING, "only names that begin with it"),
-        *PAGED,
-        flag_query("touch", False, "whether this counts as reading the topics"),
-        *[Query(name, {"type": "string", "enum": [*values]}, "see §1") for name, values in ALLOWED.items()],
-        Query("contains", STRING, "with sort, only names that contain it"),
+    @api.json_route("GET", "/v0/topics", Route.LIST_TOPICS, KeyScope.READ, "topics")
+    @api.describe("List topics by name", api.ok("A page of topics", answers.TopicList))
+    @api.takes(
+        api.Query("prefix", api.STRING, "only names that begin with it"),
+        *api.PAGED,
+        api.flag_query("touch", False, "whether this counts as reading the topics"),
+        *[api.Query(name, {"type": "string", "enum": [*values]}, "see §1") for name, values in ALLOWED.items()],
+        api.Query("contains", api.STRING, "with sort, only names that contain it"),
     )
     async def list_all(self, request: ApiRequest) -> JsonReply:
         query = request.query
@@ -103,9 +89,9 @@ class TopicRoutes:
                 entries.append(self._entry(settled[one.topic], touch=False) | found)
         return JsonReply({"topics": entries, "matched": matched})
 
-    @json_route("GET", TOPIC_PATH, Route.GET_TOPIC, KeyScope.READ, "topics")
-    @describe("The state of a topic", ok("The topic", answers.TopicState), "topic_not_found")
-    @takes(flag_query("touch", True, "whether this counts as reading the topic"))
+    @api.json_route("GET", api.TOPIC_PATH, Route.GET_TOPIC, KeyScope.READ, "topics")
+    @api.describe("The state of a topic", api.ok("The topic", answers.TopicState), "topic_not_found")
+    @api.takes(api.flag_query("touch", True, "whether this counts as reading the topic"))
     async def get(self, request: ApiRequest) -> JsonReply:
         name = request.topic
         touch = flag(request.query, "touch", True)
@@ -121,9 +107,9 @@ class TopicRoutes:
         }
         return JsonReply(answer, with_copies=with_copies)
 
-    @json_route("PUT", TOPIC_PATH, Route.PUT_TOPIC, KeyScope.ADMIN, "topics")
-    @describe("Create a topic, or replace its configuration", _PUT, "topic_exists_incompatible", *LOST)
-    @takes(body=GivenConfig, body_required=False)
+    @api.json_route("PUT", api.TOPIC_PATH, Route.PUT_TOPIC, KeyScope.ADMIN, "topics")
+    @api.describe("Create a topic, or replace its configuration", _PUT, "topic_exists_incompatible", *api.LOST)
+    @api.takes(body=GivenConfig, body_required=False)
     async def put(self, request: ApiRequest) -> JsonReply:
         name = request.topic
         body = await request.body(self.settings.max_body_bytes)
@@ -138,9 +124,9 @@ class TopicRoutes:
         answer = {"topic": name, "created": reply.created, "config": reply.config.echo()}
         return JsonReply(answer, 201 if reply.created else 200)
 
-    @json_route("DELETE", TOPIC_PATH, Route.DELETE_TOPIC, KeyScope.DELETE, "topics")
-    @describe("Delete a topic and all of its records", _DELETED, "topic_not_empty", *LOST)
-    @takes(flag_query("if_empty", False, "only a topic without records"))
+    @api.json_route("DELETE", api.TOPIC_PATH, Route.DELETE_TOPIC, KeyScope.DELETE, "topics")
+    @api.describe("Delete a topic and all of its records", _DELETED, "topic_not_empty", *api.LOST)
+    @api.takes(api.flag_query("if_empty", False, "only a topic without records"))
     async def delete(self, request: ApiRequest) -> JsonReply:
         name = request.topic
         if_empty = flag(request.query, "if_empty", False)
@@ -154,9 +140,11 @@ class TopicRoutes:
         answer = {"topic": name, "deleted": reply.deleted, "routers_removed": removed}
         return JsonReply(answer, with_copies=with_copies)
 
-    @json_route("POST", f"{TOPIC_PATH}/delete", Route.DELETE_RECORDS, KeyScope.DELETE, "records")
-    @describe("Delete records by seq, by tag, or both", ok("They are gone", answers.DeleteRecordsAnswer), *TOPIC_LOST)
-    @takes(body=DeleteBody)
+    @api.json_route("POST", f"{api.TOPIC_PATH}/delete", Route.DELETE_RECORDS, KeyScope.DELETE, "records")
+    @api.describe(
+        "Delete records by seq, by tag, or both", api.ok("They are gone", answers.DeleteRecordsAnswer), *api.TOPIC_LOST
+    )
+    @api.takes(body=DeleteBody)
     async def delete_records(self, request: ApiRequest) -> JsonReply:
         name = request.topic
         given = await request.decoded(DeleteBody, self.settings.max_body_bytes)

@@ -14,8 +14,9 @@ from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
 from topics.frontend.entry import wire
 from topics.frontend.reads.reading import TopicReader, TopicRef
+from topics.frontend.routes import operations as api
 from topics.frontend.routes.append import AppendRoute
-from topics.frontend.routes.operations import LOST, ApiRequest, JsonReply, Query, describe, json_route, ok, takes
+from topics.frontend.routes.operations import ApiRequest, JsonReply
 from topics.frontend.txn.coordinator import TxnCoordinator
 from topics.settings import Settings
 from topics.shm.durations import Route
@@ -26,11 +27,11 @@ STAGES_MAX: Final = 10_000
 TXN_MAX_CHARS: Final = 256
 _STAGE_PATH: Final = "/v0/stage/{topic}"
 _SINK_PATH: Final = "/v0/txn/{sink}"
-_STAGED: Final = ok("They are on the disk, and invisible", answers.StageAnswer)
-_STAGE_CODES: Final = ("batch_too_large", "record_too_large", "topic_full", *LOST)
-_COMMITTED: Final = ok("All of it is visible, now or from an earlier commit", answers.CommitAnswer)
-_COMMIT_CODES: Final = ("batch_too_large", "not_found", "topic_full", *LOST)
-_FORGOTTEN: Final = ok("It is forgotten", answers.ForgetSinkAnswer)
+_STAGED: Final = api.ok("They are on the disk, and invisible", answers.StageAnswer)
+_STAGE_CODES: Final = ("batch_too_large", "record_too_large", "topic_full", *api.LOST)
+_COMMITTED: Final = api.ok("All of it is visible, now or from an earlier commit", answers.CommitAnswer)
+_COMMIT_CODES: Final = ("batch_too_large", "not_found", "topic_full", *api.LOST)
+_FORGOTTEN: Final = api.ok("It is forgotten", answers.ForgetSinkAnswer)
 
 
 @dataclass(eq=False)
@@ -44,9 +45,9 @@ class TxnRoutes:
     """Returns a topic with exact floors, count and bytes."""
     settings: Settings
 
-    @json_route("POST", _STAGE_PATH, Route.OTHER, KeyScope.WRITE, "transactions")
-    @describe("Keep records back until their transaction is committed", _STAGED, *_STAGE_CODES)
-    @takes(body=StageBody)
+    @api.json_route("POST", _STAGE_PATH, Route.OTHER, KeyScope.WRITE, "transactions")
+    @api.describe("Keep records back until their transaction is committed", _STAGED, *_STAGE_CODES)
+    @api.takes(body=StageBody)
     async def stage(self, request: ApiRequest) -> JsonReply:
         """Keep the records of one write back, on the disk and invisible. Every call makes another stage."""
         topic = request.topic
@@ -59,10 +60,12 @@ class TxnRoutes:
         ttl_ms = self.coordinator.stages.ttl_ms
         return JsonReply({"topic": topic, "txn": txn, "stage": stage, **size, "expires_in_ms": ttl_ms})
 
-    @json_route("DELETE", _STAGE_PATH, Route.OTHER, KeyScope.WRITE, "transactions")
-    @describe("Drop what a transaction keeps back in a topic", ok("They are gone", answers.DropStagesAnswer), *LOST)
-    @takes(
-        Query("txn", {"type": "string", "minLength": 1, "maxLength": TXN_MAX_CHARS}, "the transaction"),
+    @api.json_route("DELETE", _STAGE_PATH, Route.OTHER, KeyScope.WRITE, "transactions")
+    @api.describe(
+        "Drop what a transaction keeps back in a topic", api.ok("They are gone", answers.DropStagesAnswer), *api.LOST
+    )
+    @api.takes(
+        api.Query("txn", {"type": "string", "minLength": 1, "maxLength": TXN_MAX_CHARS}, "the transaction"),
         body=DropBody,
         body_required=False,
     )
@@ -75,9 +78,9 @@ class TxnRoutes:
         dropped = await asyncio.to_thread(self.coordinator.stages.drop_txn, topic, txn, decided)
         return JsonReply({"topic": topic, "txn": txn, "dropped": dropped})
 
-    @json_route("POST", f"{_SINK_PATH}/commit", Route.OTHER, KeyScope.WRITE, "transactions")
-    @describe("Publish all stages of a batch, once for each batch of the sink", _COMMITTED, *_COMMIT_CODES)
-    @takes(body=CommitBody)
+    @api.json_route("POST", f"{_SINK_PATH}/commit", Route.OTHER, KeyScope.WRITE, "transactions")
+    @api.describe("Publish all stages of a batch, once for each batch of the sink", _COMMITTED, *_COMMIT_CODES)
+    @api.takes(body=CommitBody)
     async def commit(self, request: ApiRequest) -> JsonReply:
         """Publish all stages and remember the batch, or do neither. A batch that was committed is a duplicate."""
         sink = _sink(request)
@@ -105,14 +108,16 @@ class TxnRoutes:
             {"sink": sink, "batch": given.batch, "last_batch": last_batch, "duplicate": duplicate, "count": records}
         )
 
-    @json_route("GET", _SINK_PATH, Route.OTHER, KeyScope.READ, "transactions")
-    @describe("The latest batch of a sink", ok("The sink; null when it never committed", answers.SinkAnswer), *LOST)
+    @api.json_route("GET", _SINK_PATH, Route.OTHER, KeyScope.READ, "transactions")
+    @api.describe(
+        "The latest batch of a sink", api.ok("The sink; null when it never committed", answers.SinkAnswer), *api.LOST
+    )
     async def get(self, request: ApiRequest) -> JsonReply:
         sink = _sink(request)
         return JsonReply({"sink": sink, "last_batch": await self.coordinator.last_batch(sink)})
 
-    @json_route("DELETE", _SINK_PATH, Route.OTHER, KeyScope.DELETE, "transactions")
-    @describe("Forget a sink: its next batch may have any number", _FORGOTTEN, "out_of_order", *LOST)
+    @api.json_route("DELETE", _SINK_PATH, Route.OTHER, KeyScope.DELETE, "transactions")
+    @api.describe("Forget a sink: its next batch may have any number", _FORGOTTEN, "out_of_order", *api.LOST)
     async def forget(self, request: ApiRequest) -> JsonReply:
         sink = _sink(request)
         return JsonReply({"sink": sink, "deleted": await self.coordinator.forget(sink)})

@@ -6,7 +6,8 @@ one write, and one sync where that is needed (`logs.py`). A request whose write 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 from topics.core.errors import TopicsError
 from topics.shm import messages
@@ -19,27 +20,21 @@ from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.step_clock import StepClock
 
 
+@dataclass(eq=False)
 class Commits:
     """Commits the drafts of one shard. It owns the order of the logs, and knows what they do not say yet: floors that
     caps have moved, and `lost_heads`, ids of topics whose heads only a ceiling tells since something was lost.
     """
 
-    def __init__(
-        self,
-        logs: Logs,
-        syncs: BackgroundSync,
-        rings: ShardRings,
-        catalog: Catalog,
-        lost_heads: Iterable[int],
-        time: StepClock,
-    ) -> None:
-        self._logs = logs
-        self._syncs = syncs
-        self._rings = rings
-        self._catalog = catalog
-        self._lost_heads = tuple(lost_heads)
-        self._time = time
-        self._capped = {hosted.topic.id: hosted for hosted in catalog if hosted.has_unlogged_floor}
+    _logs: Logs
+    _syncs: BackgroundSync
+    _rings: ShardRings
+    _catalog: Catalog
+    _lost_heads: Collection[int]
+    _time: StepClock
+
+    def __post_init__(self) -> None:
+        self._capped = {hosted.topic.id: hosted for hosted in self._catalog if hosted.has_unlogged_floor}
         """Topics whose caps evicted something that the log does not say yet."""
 
     def commit(self, draft: Draft) -> None:
@@ -99,11 +94,12 @@ class Commits:
         return [(write, refusal) for write in durable + ram]
 
     def log_lost_heads(self) -> None:
-        """Have the durable log say the heads that were lost before it says anything else: afterwards nobody could tell
-        what was lost from what never was. Raise TopicsError when the log cannot be written.
+        """Have the durable log say the heads that were lost, and counts, before anything else: afterwards nobody could
+        tell what was lost from what never was. Raise TopicsError when the log cannot be written.
         """
         lost = [hosted for hosted in map(self._catalog.find_id, self._lost_heads) if hosted is not None]
         marks = [head_write(hosted.topic, hosted.topic.head_seq, self._time.now.wall_ms) for hosted in lost]
+        marks += self._cap_marks(hosted for hosted in lost if hosted.topic.config.durability != "ephemeral")
         if marks:
             self._logs.plan(marks, [])
             for _write, refusal in self._logs.commit(marks, []):

@@ -9,6 +9,8 @@ from collections.abc import Callable, Generator, Iterable, Set
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
+
 from topics.core.ceilings import Ceiling
 from topics.core.job import Now
 from topics.core.pending import PendingTopic, PendingWrite
@@ -20,19 +22,16 @@ from topics.storage.topic_frames import AppendFrames, control_frame, floor_frame
 from topics.walshard.hosted.hosted import Hosted
 
 
-class RingRequest:
+class RingRequest(msgspec.Struct, eq=False):
     """A request in the ring of its frontend, and its encoded reply; None when the frontend waits for none."""
 
-    __slots__ = ("frontend", "id", "position", "reply")
-
-    def __init__(self, frontend: int, position: int, id: int) -> None:
-        self.frontend = frontend
-        self.position = position
-        self.id = id
-        self.reply: bytearray | None = None
+    frontend: int
+    position: int
+    id: int
+    reply: bytearray | None = None
 
 
-class LogWrite:
+class LogWrite(msgspec.Struct, eq=False):
     """One atomic write: all of its frames get into the log, or none.
 
     `buffers` are whole frames, one each; `more_frames` counts those that share a buffer with others. Once they are in
@@ -41,28 +40,22 @@ class LogWrite:
     others may use the reserve. `request` is the request that it carries out, if any.
     """
 
-    __slots__ = ("apply", "buffers", "frames", "length", "place", "request", "sync", "takes_room", "undo")
+    buffers: list[Bytes]
+    apply: Callable[[], None] | None = None
+    place: Callable[[int, int], None] | None = None
+    more_frames: int = 0
+    sync: bool = False
+    undo: Callable[[], None] | None = None
+    takes_room: bool = False
+    request: RingRequest | None = None
 
-    def __init__(
-        self,
-        buffers: list[Bytes],
-        apply: Callable[[], None] | None = None,
-        *,
-        place: Callable[[int, int], None] | None = None,
-        more_frames: int = 0,
-        sync: bool = False,
-        undo: Callable[[], None] | None = None,
-        takes_room: bool = False,
-    ) -> None:
-        self.buffers = buffers
-        self.frames = len(buffers) + more_frames
-        self.length = sum(map(len, buffers))
-        self.apply = apply
-        self.place = place
-        self.sync = sync
-        self.undo = undo
-        self.takes_room = takes_room
-        self.request: RingRequest | None = None
+    @property
+    def frames(self) -> int:
+        return len(self.buffers) + self.more_frames
+
+    @property
+    def length(self) -> int:
+        return sum(map(len, self.buffers))
 
 
 def control_write(

@@ -29,6 +29,7 @@ import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
 from typing import Final, NamedTuple
 
@@ -95,38 +96,30 @@ class RamReserve:
             self._fs.unlink(self._path)
 
 
+@dataclass(eq=False)
 class RamTrim:
     """Trims one shard's RAM log. Used between groups: nothing is prepared, everything committed is applied.
 
     `others` return the frames to repeat of what is no topic: watch sessions and routers.
     """
 
-    def __init__(
-        self,
-        fs: FileSystem,
-        directory: str,
-        reserve: RamReserve,
-        logs: Logs,
-        catalog: Catalog,
-        tags: FrameTags,
-        others: Sequence[Callable[[int], list[bytes]]],
-    ) -> None:
-        self._fs = fs
-        self._directory = directory
-        self._reserve = reserve
-        self._file_bytes = reserve.size_bytes
-        self._logs = logs
-        self._catalog = catalog
-        self._tags = tags
-        self._others = others
-        self._written_before = 0
-        self._next_after_bytes = reserve.size_bytes
-        self._repeated_in_file = 0
-        self._repeated_bytes = 0
-        self._repeated_total = 0
-        self._files_to_relieve = 0
-        self._dead_bytes_kept: int | None = None
-        """Bytes that were dead after the last relief, frame headers of live records among them; None before one."""
+    _fs: FileSystem
+    _directory: str
+    _reserve: RamReserve
+    _logs: Logs
+    _catalog: Catalog
+    _tags: FrameTags
+    _others: Sequence[Callable[[int], list[bytes]]]
+    _written_before: int = 0
+    _repeated_in_file: int = 0
+    _repeated_bytes: int = 0
+    _repeated_total: int = 0
+    _files_to_relieve: int = 0
+    _dead_bytes_kept: int | None = None
+    """Bytes that were dead after the last relief, frame headers of live records among them; None before one."""
+
+    def __post_init__(self) -> None:
+        self._file_bytes = self._next_after_bytes = self._reserve.size_bytes
 
     @property
     def due(self) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -23,8 +24,8 @@ from topics.shm.append_messages import add_times
 from topics.shm.control import ProcessCell, latency_bucket
 from topics.shm.journal import JournalEntry
 from topics.shm.ring import Wake
-from topics.storage.logfile import WalEnd
-from topics.storage.wal import GroupPlan, Moved, Synced, WalSyncError, WalWriteError, WalWriter
+from topics.storage.logfile import WalEnd, WalPosition
+from topics.storage.wal import GroupPlan, Moved, WalSyncError, WalWriteError, WalWriter
 from topics.walshard.commit.draft import LogWrite
 from topics.walshard.hosted.hosted import Hosted
 
@@ -41,6 +42,7 @@ _COUNTERS: Final = ("wal_frames", "wal_batches", "wal_fsyncs", "wal_bytes_writte
 Failed = list[tuple[LogWrite, TopicsError]]
 
 
+@dataclass(eq=False)
 class Logs:
     """Writes groups to the logs of one shard. It owns both writers, and shows their counters in the cell.
 
@@ -48,39 +50,30 @@ class Logs:
     `refused(ram_only)` of a group that will never be in the log, before anything else gets there.
     """
 
-    def __init__(
-        self,
-        wal: WalWriter,
-        ram: WalWriter | None,
-        open_ram: Callable[[], WalWriter],
-        moved: Callable[[Moved], None],
-        refused: Callable[[bool], None],
-        cell: ProcessCell,
-        recovered: tuple[WalEnd | None, WalEnd | None],
-        clock: Clock,
-    ) -> None:
-        self.wal = wal
-        self.ram = ram
-        """The RAM log; None before something had to go there."""
-        if ram is not None:
-            ram.refused = partial(refused, True)
-        self._open_ram = open_ram
-        self._moved = moved
-        self._refused = refused
-        wal.refused = partial(refused, False)
-        self._cell = cell
-        self._former_lives = {field: cell.get(field) for field in _COUNTERS}
-        self._recovered_wal, self._recovered_ram = recovered
-        self._clock = clock
-        self._logged_ms = -FAILURE_LOG_INTERVAL_MS
-        self._unlogged = 0
-        self._plans: tuple[GroupPlan | None, GroupPlan | None] = (None, None)
-        self.lost_tails = 0
-        """Topics that have lost their last records, which the log does not say yet."""
+    wal: WalWriter
+    ram: WalWriter | None
+    """The RAM log; None before something had to go there."""
+    _open_ram: Callable[[], WalWriter]
+    _moved: Callable[[Moved], None]
+    _refused: Callable[[bool], None]
+    _cell: ProcessCell
+    _recovered: tuple[WalEnd | None, WalEnd | None]
+    _clock: Clock
+    _logged_ms: int = -FAILURE_LOG_INTERVAL_MS
+    _unlogged: int = 0
+    _plans: tuple[GroupPlan | None, GroupPlan | None] = (None, None)
+    lost_tails: int = 0
+    """Topics that have lost their last records, which the log does not say yet."""
+
+    def __post_init__(self) -> None:
+        self.wal.refused = partial(self._refused, False)
+        if self.ram is not None:
+            self.ram.refused = partial(self._refused, True)
+        self._former_lives = {counter: self._cell.get(counter) for counter in _COUNTERS}
 
     def holds(self, entry: JournalEntry) -> bool:
         """Return whether a request of the former incarnation is in the log as recovered."""
-        end = self._recovered_ram if entry.ram_log else self._recovered_wal
+        end = self._recovered[entry.ram_log]
         return end is not None and (entry.file_no, entry.end_offset) <= (end.file_no, end.offset)
 
     def plan(self, durable: list[LogWrite], ram: list[LogWrite]) -> list[JournalEntry]:
@@ -240,7 +233,7 @@ class BackgroundSync:
         self._wake = wake
         self._unsynced: dict[int, Hosted] = {}
         self._covered: list[tuple[Hosted, int]] = []
-        self._running: tuple[Future[Synced], int] | None = None
+        self._running: tuple[Future[WalPosition], int] | None = None
         self._last_ms = now_ms
         self._looked = (now_ms, self._logs.wal.synced)
         """Monotonic ms of the last look whether the log is idle, and the position up to which it was synced then."""
@@ -306,7 +299,7 @@ class BackgroundSync:
             self._unsynced.update({hosted.topic.id: hosted for hosted, _ in covered})
             self._logs.sync_failed(file_no, error)
             return []
-        self._logs.wal.note_synced(*future.result())
+        self._logs.wal.note_synced(future.result())
         self._logs.count()
         return [hosted for hosted, head_seq in covered if _settle(hosted, head_seq)]
 

@@ -113,10 +113,7 @@ class ShardRings:
 
     def journal(self, entries: list[JournalEntry]) -> None:
         """Store the requests of a group before its commit, with committed ones whose answers are not out yet."""
-        self._unanswered = [
-            entry for entry in self._unanswered if entry.ring_position > self._rings[entry.frontend].requests.consumed
-        ]
-        self._unanswered += entries
+        self._unanswered = self._in_rings(self._unanswered) + entries
         self._group = entries
         self._journal.store(self._unanswered)
 
@@ -130,11 +127,10 @@ class ShardRings:
 
     def committed_before(self) -> list[JournalEntry]:
         """Return requests still in the rings that the former life was about to commit."""
-        return [
-            entry
-            for entry in self._journal.load()
-            if entry.ring_position > self._rings[entry.frontend].requests.consumed
-        ]
+        return self._in_rings(self._journal.load())
+
+    def _in_rings(self, entries: list[JournalEntry]) -> list[JournalEntry]:
+        return [entry for entry in entries if entry.ring_position > self._rings[entry.frontend].requests.consumed]
 
     def take_over(self, entries: list[JournalEntry]) -> None:
         """Take over those of them that are in the log. They stay in the journal until they are answered."""
@@ -176,8 +172,7 @@ class ShardRings:
     def announce_generation(self) -> None:
         """Tell every frontend that a new arena is current."""
         for frontend in range(len(self._rings)):
-            self._waiting[frontend].append((messages.encode_generation(), 0))
-            self._touched.add(frontend)
+            self.answer(frontend, messages.encode_generation(), 0)
 
     def forget_notices(self, frontend: int) -> None:
         """Drop the notices of a dead frontend."""

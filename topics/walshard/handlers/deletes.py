@@ -57,10 +57,8 @@ class Deletes:
 
     def expire(self, hosted: Hosted) -> Steps[bool]:
         """Move the floors over records that have outlived their ttl, and log that. False if the log refused it."""
-        topic, expiry_ms = hosted.topic, self._time.expiry_ms
-        if topic.expired_below(expiry_ms) <= topic.earliest_seq:
-            return True
-        floors = topic.plan_eviction(topic.expired_below(expiry_ms), EvictReason.TTL)
+        topic = hosted.topic
+        floors = topic.plan_eviction(topic.expired_below(self._time.expiry_ms), EvictReason.TTL)
         if floors is None:
             return True
         entry = floor_frame(topic, floors, self._time.now.wall_ms)

@@ -8,6 +8,7 @@ successor says hello before anything else. That is noted here, so that it is not
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from topics.shm.control import Cell, ControlPage, Role
 from topics.shm.topic_messages import Hello, Unwatch, Watch
@@ -18,6 +19,7 @@ from topics.walshard.handlers.watch_sessions import WatchSessions
 from topics.walshard.hosted.catalog import Catalog
 
 
+@dataclass(eq=False)
 class Frontends:
     """Knows which frontends watch which topics of one shard; detects dead ones, and ends everything they had here.
 
@@ -26,25 +28,18 @@ class Frontends:
     taken; it takes no replies any more.
     """
 
-    def __init__(
-        self,
-        control: ControlPage,
-        catalog: Catalog,
-        notify: Callable[[Mapping[int, int]], None],
-        forget: Callable[[int], None],
-        drain: Callable[[int], bool],
-        sessions: WatchSessions,
-        queues: Queues,
-        cursors: NamedCursors,
-    ) -> None:
+    _control: ControlPage
+    _catalog: Catalog
+    _notify: Callable[[Mapping[int, int]], None]
+    _forget: Callable[[int], None]
+    _drain: Callable[[int], bool]
+    _sessions: WatchSessions
+    _queues: Queues
+    _cursors: NamedCursors
+
+    def __post_init__(self) -> None:
+        control = self._control
         self._cells = [control.cell(Role.FRONTEND, index).supervisor for index in range(control.frontends)]
-        self._catalog = catalog
-        self._notify = notify
-        self._forget = forget
-        self._drain = drain
-        self._sessions = sessions
-        self._queues = queues
-        self._cursors = cursors
         self._ended = [_incarnation_ended(cell) for cell in self._cells]
         """By frontend: the last incarnation that is known to be over."""
 

@@ -77,15 +77,13 @@ class NamedCursors:
 
     def _configure(self, hosted: Hosted, cursor: NamedCursor, call: CursorPut) -> Steps[CursorReply]:
         """Configure a cursor. Its position stays, and so do the reads that are under way."""
-        consistency = call.consistency or cursor.consistency
-        persist_every = call.persist_every or cursor.persist_every
-        persisted_seq = cursor.persisted_seq
-        if (consistency, persist_every) != (cursor.consistency, cursor.persist_every):
-            body = msgspec.structs.replace(cursor.body(), consistency=consistency, persist_every=persist_every)
-            persisted_seq = body.next_seq
-            reply = CursorReply(cursor.name, consistency, persist_every, cursor.seq, persisted_seq, cursor.revision)
-            yield Draft([self._write(hosted, body, partial(cursor.configured, body), sync=True)], reply=reply)
-        return CursorReply(cursor.name, consistency, persist_every, cursor.seq, persisted_seq, cursor.revision)
+        config = call.consistency or cursor.consistency, call.persist_every or cursor.persist_every
+        if config == (cursor.consistency, cursor.persist_every):
+            return CursorReply(cursor.name, *config, cursor.seq, cursor.persisted_seq, cursor.revision)
+        body = msgspec.structs.replace(cursor.body(), consistency=config[0], persist_every=config[1])
+        reply = CursorReply(cursor.name, *config, cursor.seq, body.next_seq, cursor.revision)
+        yield Draft([self._write(hosted, body, partial(cursor.configured, body), sync=True)], reply=reply)
+        return reply
 
     def delete(self, call: CursorDelete, _frontend: int) -> Steps[Deleted]:
         """Delete a cursor. One that does not exist, or whose topic does not, was deleted already (api §0.9)."""

@@ -369,18 +369,18 @@ class Queues:
             del self._workers[hosted.topic.id]
 
     def _set_timer(self, hosted: Hosted, leases: Leases, workers: Workers | None) -> None:
+        topic, now_ms = hosted.topic, self._time.now.mono_ms
         wait_ms = leases.due_in_ms(self._time.now)
-        at_ms = None if wait_ms is None else self._time.now.mono_ms + wait_ms
-        if workers is not None and workers.window_ends_ms is not None:
-            at_ms = workers.window_ends_ms if at_ms is None else min(at_ms, workers.window_ends_ms)
-        if workers is not None and workers.held_since_ms is not None:
-            # Held streams have waited long enough by then, or the pressure is over.
-            look_ms = self._time.now.mono_ms + INTERVAL_MS
-            at_ms = look_ms if at_ms is None else min(at_ms, look_ms)
-        expiry_ms = hosted.topic.next_expiry_ms() if workers is not None else None
-        if expiry_ms is not None and expiry_ms > self._time.expiry_ms:
-            # A job that expires makes room for the next one at its worker.
-            expired_ms = self._time.now.mono_ms + expiry_ms - self._time.expiry_ms
-            at_ms = expired_ms if at_ms is None else min(at_ms, expired_ms)
-        if at_ms is not None:
-            self._timers.set(hosted.topic.id, hosted.topic.name, at_ms)
+        moments = [] if wait_ms is None else [now_ms + wait_ms]
+        if workers is not None:
+            if workers.window_ends_ms is not None:
+                moments.append(workers.window_ends_ms)
+            if workers.held_since_ms is not None:
+                # Held streams have waited long enough by then, or the pressure is over.
+                moments.append(now_ms + INTERVAL_MS)
+            expiry_ms = topic.next_expiry_ms()
+            if expiry_ms is not None and expiry_ms > self._time.expiry_ms:
+                # A job that expires makes room for the next one at its worker.
+                moments.append(now_ms + expiry_ms - self._time.expiry_ms)
+        if moments:
+            self._timers.set(topic.id, topic.name, min(moments))

@@ -15,8 +15,6 @@ durable than before. The last turn writes the unexpired keys, an exact HEAD_WATE
 
 from __future__ import annotations
 
-import mmap
-import os
 from array import array
 from typing import Final, NamedTuple
 
@@ -28,6 +26,7 @@ from topics.core.idempotency import WriteOutcome
 from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_GONE, LOCATION_IN_RAM_LOG, LOW_WORD, flags_of
 from topics.storage import layout
 from topics.storage.frame import FLAG_MORE, Bytes, FrameType
+from topics.storage.logfile import map_file
 from topics.storage.topic_frames import check_header, control_frame, floor_frame, head_frame, idempotency_frame
 from topics.walshard.hosted.hosted import Hosted
 
@@ -112,22 +111,13 @@ def _records(
         file_no, offset = file_words[row] & LOW_WORD, offset_lens[row] & LOW_WORD
         content = maps.get(file_no)
         if content is None:
-            content = maps[file_no] = _map(directory, file_no)
+            content = maps[file_no] = memoryview(map_file(layout.log_path(directory, file_no)))
         record = content[offset : offset + (offset_lens[row] >> 32)]
         check_header(record, 0, hosted.topic, first_seq + row, file_no, offset)
         records.append(record)
         rows.append(row)
         size_bytes += len(record)
     return records, rows
-
-
-def _map(directory: str, file_no: int) -> memoryview:
-    """Map a file, until nobody holds a part of it."""
-    fd = os.open(layout.log_path(directory, file_no), os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
-    finally:
-        os.close(fd)
 
 
 def _attributes(hosted: Hosted, seqs: list[int], ts: int) -> list[bytes]:

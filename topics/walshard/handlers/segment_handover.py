@@ -99,7 +99,7 @@ class SegmentHandover:
             FrameType.CHECKPOINT_MARK, topic.id, self._time.now.wall_ms, body, seq=checkpoint.up_to_seq
         )
         apply = partial(_apply, hosted, checkpoint, floors, table)
-        return LogWrite([mark], apply, sync=True, undo=partial(hosted.release_segments, table))
+        return LogWrite([mark], apply, sync=True, undo=partial(hosted.release, table))
 
     def trim(self, call: Trim, _frontend: int, _group: Draft) -> Done:
         """Have log files removed that snapshots have made superfluous."""

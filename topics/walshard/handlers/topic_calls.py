@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -25,22 +26,15 @@ from topics.walshard.step_clock import StepClock
 log = get_logger()
 
 
+@dataclass(eq=False)
 class TopicCalls:
     """Makes, configures and deletes one shard's topics. `log_feed` logs how far the routers into one are, if it can."""
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        deletes: Deletes,
-        log_feed: Callable[[Hosted], Steps[bool]],
-        ram_directory: str,
-        time: StepClock,
-    ) -> None:
-        self._catalog = catalog
-        self._deletes = deletes
-        self._log_feed = log_feed
-        self._ram_directory = ram_directory
-        self._time = time
+    _catalog: Catalog
+    _deletes: Deletes
+    _log_feed: Callable[[Hosted], Steps[bool]]
+    _ram_directory: str
+    _time: StepClock
 
     def put(self, call: PutTopic, _frontend: int) -> Steps[PutTopicReply]:
         """Make a topic, or give it another configuration if it exists."""
@@ -109,7 +103,7 @@ class TopicCalls:
             partial(hosted.configured, config, descriptor),
             place=None if relogged is None else relogged.place,
             sync=True,
-            undo=partial(hosted.release_config, descriptor),
+            undo=partial(hosted.release, descriptor),
             takes_room=relogged is not None,
         )
         yield Draft([write], touched=[hosted], floors_of=[] if relogged is None else [topic.id], reply=reply)

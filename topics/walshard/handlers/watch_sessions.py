@@ -11,6 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+import msgspec
+
 from topics.core.control_bodies import SessionFrameBody, encode_body
 from topics.core.errors import TopicsError
 from topics.shm.asks import Done
@@ -31,20 +33,17 @@ from topics.walshard.step_clock import StepClock
 SESSION_TTL_MS: Final = 300_000
 
 
-class WatchSession:
+class WatchSession(msgspec.Struct, eq=False):
     """One session. `stream` is (frontend, number) while one is open, `idle_since_ms` is when the last one closed.
     Numbers grow with time, also from frontend to frontend; `newest_stream` is the highest so far.
     """
 
-    __slots__ = ("body", "exact", "idle_since_ms", "newest_stream", "positions", "stream")
-
-    def __init__(self, body: bytes, positions: dict[str, int] | None, exact: bool, now_ms: int) -> None:
-        self.body = body
-        self.positions = positions
-        self.exact = exact
-        self.stream: tuple[int, int] | None = None
-        self.newest_stream = 0
-        self.idle_since_ms = now_ms
+    body: bytes
+    positions: dict[str, int] | None
+    exact: bool
+    idle_since_ms: int
+    stream: tuple[int, int] | None = None
+    newest_stream: int = 0
 
     def end_stream(self, stream: tuple[int, int], now_ms: int) -> None:
         """End a stream without its positions, if it is the session's."""

@@ -6,23 +6,22 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
+import msgspec
+
 from topics.core.config import TopicConfig
 from topics.core.job import Holder, Now, deal
 from topics.core.leases import LeasedSeqs, Leases
 from topics.shm.queue_messages import Dealt
 
 
-class Worker:
+class Worker(msgspec.Struct, eq=False, frozen=True):
     """A stream that holds up to `most` jobs at any time, or (`once`) a claim of at most that many."""
 
-    __slots__ = ("lease_ms", "most", "node", "once", "where")
-
-    def __init__(self, where: Holder, node: str, most: int, lease_ms: int | None, once: bool) -> None:
-        self.where = where
-        self.node = node
-        self.most = most
-        self.lease_ms = lease_ms
-        self.once = once
+    where: Holder
+    node: str
+    most: int
+    lease_ms: int | None
+    once: bool
 
     @property
     def holder(self) -> Holder | None:

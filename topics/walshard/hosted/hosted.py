@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from topics.core.config import TopicConfig
 from topics.core.segment_list import SegmentInfo, SegmentList
@@ -13,49 +14,37 @@ from topics.walshard.hosted.holdings import Holdings
 from topics.walshard.hosted.topic_index import TopicIndex
 
 
+@dataclass(eq=False, slots=True)
 class Hosted:
     """One topic of this shard. It owns the slot, to be published after every change; `watchers`: frontend → token."""
 
-    __slots__ = (
-        "_arena",
-        "_descriptor",
-        "_holdings",
-        "_outdated",
-        "_shown_bytes",
-        "_shown_jobs",
-        "_shown_records",
-        "_table",
-        "_table_version",
-        "_version",
-        "index",
-        "ram_from_seq",
-        "slot",
-        "topic",
-        "watchers",
-    )
+    _arena: ArenaWriter
+    topic: Topic
+    index: TopicIndex
+    _holdings: Holdings
+    slot: int = field(init=False)
+    ram_from_seq: int = field(init=False)
+    """First seq in RAM of an `ephemeral` topic: all records from there on are, and none before."""
+    watchers: dict[int, int] = field(default_factory=dict)
+    _shown_records: int = 0
+    _shown_bytes: int = 0
+    _shown_jobs: tuple[int, int, int] = (0, 0, 0)
+    _descriptor: tuple[int, int] = field(init=False)
+    _version: int = 1
+    _table: tuple[int, int] = (0, 0)
+    _table_version: int = 0
+    """Version of the list of segments that is published."""
+    _outdated: list[tuple[int, int]] = field(default_factory=list)
+    """Former tables, to be freed once the topic is published again."""
 
-    def __init__(self, arena: ArenaWriter, topic: Topic, index: TopicIndex, holdings: Holdings) -> None:
-        self._arena = arena
-        self._holdings = holdings
-        self._shown_records = self._shown_bytes = 0
-        self._shown_jobs = (0, 0, 0)
-        self.topic = topic
-        self.index = index
-        self.slot = arena.new_slot()
-        self._version = 1
-        self._table = (0, 0)
-        self._outdated: list[tuple[int, int]] = []
-        """Former tables, to be freed once the topic is published again."""
-        self._table_version = 0
-        """Version of the list of segments that is published."""
+    def __post_init__(self) -> None:
+        self.slot = self._arena.new_slot()
         try:
-            self._descriptor = arena.store_descriptor(Descriptor(topic.name, topic.config))
+            self._descriptor = self.prepare_config(self.topic.config)
         except Exception:
-            arena.return_slot(self.slot)
+            self._arena.return_slot(self.slot)
             raise
-        self.watchers: dict[int, int] = {}
-        self.ram_from_seq = index.durable_last_seq + 1
-        """First seq in RAM of an `ephemeral` topic: all records from there on are, and none before."""
+        self.ram_from_seq = self.index.durable_last_seq + 1
 
     @property
     def ring(self) -> LocationRing:
@@ -123,13 +112,13 @@ class Hosted:
         self._outdated.clear()
 
     def prepare_segments(self, segments: SegmentList) -> tuple[int, int]:
-        """Return a table of the segments to be, for `checkpointed` or `release_segments`. Raise ArenaFullError."""
+        """Return a table of the segments to be, for `checkpointed` or `release`. Raise ArenaFullError."""
         return self._arena.store_segments(segments)
 
-    def release_segments(self, table: tuple[int, int]) -> None:
-        """Free a table that is not needed."""
-        if table[1]:
-            self._arena.heap.free(*table)
+    def release(self, memory: tuple[int, int]) -> None:
+        """Free a table or a descriptor that is not needed. A table without segments takes no memory."""
+        if memory[1]:
+            self._arena.heap.free(*memory)
 
     def checkpointed(self, segments: list[SegmentInfo], table: tuple[int, int]) -> None:
         """Take over segments that are logged; `publish` shows them."""
@@ -165,12 +154,8 @@ class Hosted:
         return (0, 0, 0) if queue is None else (queue.ready, queue.in_flight, queue.dead_lettered)
 
     def prepare_config(self, config: TopicConfig) -> tuple[int, int]:
-        """Return a new descriptor, for `configured` or `release_config`. Raise ArenaFullError."""
+        """Return a new descriptor, for `configured` or `release`. Raise ArenaFullError."""
         return self._arena.store_descriptor(Descriptor(self.topic.name, config))
-
-    def release_config(self, descriptor: tuple[int, int]) -> None:
-        """Free a descriptor that is not needed."""
-        self._arena.heap.free(*descriptor)
 
     def configured(self, config: TopicConfig, descriptor: tuple[int, int]) -> None:
         """Take over a configuration that is logged, and on the disk with all before it."""
@@ -187,11 +172,9 @@ class Hosted:
 
     def abandon(self) -> None:
         """Free everything of a topic whose slot nobody sees."""
-        self._arena.heap.free(*self._descriptor)
         self.index.forget()
-        for table in (*self._outdated, self._table):
-            if table[1]:
-                self._arena.heap.free(*table)
+        for memory in (self._descriptor, *self._outdated, self._table):
+            self.release(memory)
         self._outdated.clear()
         self.ring.release()
         self._arena.return_slot(self.slot)

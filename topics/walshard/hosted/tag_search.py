@@ -15,6 +15,8 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from typing import Final
 
+import msgspec
+
 from topics.core.clock import Clock
 from topics.core.location import FILE_BITS, FLAGS_SHIFT, LOCATION_GONE, LOW_WORD
 from topics.core.segment_list import SEALED, SegmentInfo
@@ -59,17 +61,14 @@ _Place = tuple[int, int, int, int]
 """(seq, file bits of its location, offset of the frame, offset behind its tag)."""
 
 
-class _Matches:
+class _Matches(msgspec.Struct):
     """Matches in one place, ascending once `complete`; until then those of the tags before `next_tag`."""
 
-    __slots__ = ("complete", "kept_ms", "next_tag", "seqs", "tags")
-
-    def __init__(self, seqs: list[int], complete: bool) -> None:
-        self.seqs = seqs
-        self.complete = complete
-        self.tags: list[bytes] | None = None
-        self.next_tag = 0
-        self.kept_ms = 0
+    seqs: list[int]
+    complete: bool
+    tags: list[bytes] | None = None
+    next_tag: int = 0
+    kept_ms: int = 0
 
 
 class TagSearch:
@@ -94,9 +93,7 @@ class TagSearch:
         sealed_seq = index.segments.sealed_last_seq
         for info in index.segments.between(next_seq, min(sealed_seq, last_seq)):
             key = (topic.id, match, info.first_seq, info.version)
-            matches = self._left.pop(key, None)
-            if matches is None:
-                matches = _Matches(self._in_segment(topic.id, info, match), True)
+            matches = self._left.pop(key, None) or _Matches(self._in_segment(topic.id, info, match), True)
             if not self._take(found, key, matches, next_seq, last_seq):
                 return found, found[-1] + 1
             next_seq = info.last_seq + 1
@@ -106,9 +103,7 @@ class TagSearch:
         if next_seq <= last_seq:
             open_seq = _open_seq(topic, index)
             tail_key = (topic.id, match, last_seq)
-            matches = self._left.pop(tail_key, None)
-            if matches is None:
-                matches = _Matches([], False)
+            matches = self._left.pop(tail_key, _Matches([], False))
             if not matches.complete and not self._gather(matches, topic, index, match, open_seq, last_seq, ends_ms):
                 self._keep(tail_key, matches)
                 return found, next_seq

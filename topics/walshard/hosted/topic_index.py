@@ -20,6 +20,7 @@ from topics.core.location import (
     LOCATION_LOST,
     any_flagged,
     flags_of,
+    lengths_of,
 )
 from topics.core.segment_list import SEALED, SegmentInfo, SegmentList
 from topics.shm.arena_heap import LocationRing
@@ -113,6 +114,10 @@ class TopicIndex:
                 size_bytes += found[1]
         for start in range(max(first_seq, base_seq), last_seq + 1, _CHUNK_ENTRIES):
             entries = self.ring.entries(start, min(last_seq, start + _CHUNK_ENTRIES - 1))
+            if not any_flagged(entries, LOCATION_GONE):
+                records += len(entries) // ENTRY_WORDS
+                size_bytes += sum(lengths_of(entries))
+                continue
             lengths = [
                 offset_len >> 32
                 for offset_len, file_flags in zip(entries[2::4], entries[3::4], strict=True)

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from threading import Thread
 from typing import Final
 
+import msgspec
+
 from topics.storage.segment_store import SegmentStore
 
 READ_BYTES: Final = 2 << 20
@@ -28,16 +30,13 @@ class UnknownError(Exception):
     """Nobody can tell now: a shard recovers, a topic has just changed, or bytes are being read. Ask again."""
 
 
-class _ThreadRead:
+class _ThreadRead(msgspec.Struct):
     """One read. Its thread sets `outcome` once: the bytes, or why there are none."""
 
-    __slots__ = ("length", "name", "offset", "outcome")
-
-    def __init__(self, name: str, offset: int, length: int) -> None:
-        self.name = name
-        self.offset = offset
-        self.length = length
-        self.outcome: bytes | Exception | None = None
+    name: str
+    offset: int
+    length: int
+    outcome: bytes | Exception | None = None
 
 
 class ColdReads:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -50,20 +51,14 @@ class CopyWrite(NamedTuple):
     moves_head: bool = False
 
 
+@dataclass(eq=False)
 class Copier:
     """Makes the writes of one shard's feeds. A write changes its feed once it is logged; a refused one has it wait."""
 
-    def __init__(
-        self,
-        originals: Originals,
-        claim_bytes: Callable[[int, Callable[[], int]], int],
-        cell: ProcessCell,
-        clock: Clock,
-    ) -> None:
-        self._originals = originals
-        self._claim_bytes = claim_bytes
-        self._cell = cell
-        self._clock = clock
+    _originals: Originals
+    _claim_bytes: Callable[[int, Callable[[], int]], int]
+    _cell: ProcessCell
+    _clock: Clock
 
     def next_write(self, feed: Feed, sight: TopicView) -> CopyWrite | None:
         """Return what the log of the dest gets next. None when the feed is at the head of its source, or must wait:

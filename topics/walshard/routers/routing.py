@@ -6,6 +6,7 @@ that clients wait for, some pages at a time. Handlers here yield what they want 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Final
 
 from topics.core.clock import Clock
@@ -79,37 +80,29 @@ class FeedTurns:
         return dest_id
 
 
+@dataclass(eq=False)
 class Routing:
     """Keeps one shard's feeds as the table of routers says, and gives each its turn. Shard 0 has a `registrar`."""
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        sources: Sources,
-        originals: Originals,
-        feeds: Feeds,
-        copier: Copier,
-        deletes: Deletes,
-        registrar: Registrar | None,
-        clock: Clock,
-    ) -> None:
-        self._catalog = catalog
-        self.sources = sources
-        self._originals = originals
-        self.feeds = feeds
-        self._copier = copier
-        self._deletes = deletes
-        self.registrar = registrar
-        self._clock = clock
-        self._turns = FeedTurns()
-        for dest_id in feeds.by_dest:
+    _catalog: Catalog
+    sources: Sources
+    _originals: Originals
+    feeds: Feeds
+    _copier: Copier
+    _deletes: Deletes
+    registrar: Registrar | None
+    _clock: Clock
+    _turns: FeedTurns = field(default_factory=FeedTurns)
+    _due: set[str] = field(default_factory=set)
+    """Dests whose routers are not yet as the table says."""
+    _missing: dict[str, int] = field(default_factory=dict)
+    """Dests that do not exist, and since when (monotonic ms)."""
+    _ended_ids: list[int] = field(default_factory=list)
+    """On shard 0: routers that ended with a topic, as the topic's shard says."""
+
+    def __post_init__(self) -> None:
+        for dest_id in self.feeds.by_dest:
             self._turns.line_up(dest_id)
-        self._due: set[str] = set()
-        """Dests whose routers are not yet as the table says."""
-        self._missing: dict[str, int] = {}
-        """Dests that do not exist, and since when (monotonic ms)."""
-        self._ended_ids: list[int] = []
-        """On shard 0: routers that ended with a topic, as the topic's shard says."""
 
     # -- told by the shard
 
