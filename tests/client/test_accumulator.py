@@ -68,9 +68,9 @@ class Run:
         if not answered:
             assert self.records.take() == part, "what was not answered goes again"
         elif first_seq is None:
-            self.records.refused(ValueError("bad"))
+            self.records.note(ValueError("bad"))
         else:
-            self.records.written(first_seq)
+            self.records.note(first_seq)
 
     def outcomes(self) -> list[int | None]:
         found: list[int | None] = []

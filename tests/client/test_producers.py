@@ -68,6 +68,14 @@ def test_a_lone_record_goes_after_the_linger(topics: Client, topic: str) -> None
         assert producer.send("x").result(20) == 1
 
 
+def test_a_record_sent_just_before_the_end_is_written(topics: Client, topic: str) -> None:
+    """The sender, woken by the record, may look between the end and the flush of it: it must not stop there."""
+    for number in range(100):
+        with topics.producer(topic) as producer:
+            sent = producer.send(number)
+        assert sent.result(0) == number + 1
+
+
 def test_flush_and_the_end_of_the_block_wait_for_the_answers(topics: Client, topic: str) -> None:
     with topics.producer(topic, limits=HELD) as producer:
         first = producer.send(1)
@@ -393,3 +401,58 @@ def test_waiting_for_a_record_may_be_cancelled_and_done_again(service: Service, 
             assert await one == 1
 
     in_async(service, body)
+
+
+def test_a_producer_with_nothing_to_send_ends_without_an_error(service: Service, topic: str) -> None:
+    async def body(client: AsyncClient) -> None:
+        async with client.producer(topic):
+            pass
+        async with client.producer(topic) as producer:
+            await asyncio.sleep(0)
+            assert await (await producer.send(1)) == 1
+            await asyncio.sleep(0)
+
+    in_async(service, body)
+
+
+def test_a_program_that_cancels_all_tasks_does_not_wait_for_the_sender(service: Service, topic: str) -> None:
+    async def body(client: AsyncClient) -> None:
+        kept: list[Any] = []
+
+        async def produce() -> None:
+            async with client.producer(topic, limits=HELD) as producer:
+                kept.append(await producer.send(1))
+                await asyncio.sleep(3600)
+
+        before = asyncio.all_tasks()
+        running = asyncio.create_task(produce())
+        while not kept:
+            await asyncio.sleep(0.001)
+        for task in asyncio.all_tasks() - before:
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        with pytest.raises(UnreachableError, match="before all records were answered"):
+            await kept[0]
+
+    in_async(service, body)
+
+
+@pytest.mark.long
+def test_a_killed_service_loses_and_repeats_nothing_of_an_asynchronous_producer(topic: str) -> None:
+    async def body(client: AsyncClient) -> None:
+        limits = ProducerLimits(batch_records=50, memory_bytes=50_000)
+        async with client.producer(topic, limits=limits) as producer:
+            sent = []
+            for number in range(6000):
+                if number == 2000:
+                    service.kill("walshard", 0)
+                elif number == 4000:
+                    service.kill_group()
+                    service.start()
+                sent.append(await producer.send(number))
+        assert [await one for one in sent] == list(range(1, 6001))
+
+    with Service(shards=1, frontends=2) as service, Client(service.url) as client:
+        in_async(service, body)
+        assert stored(client, topic) == list(range(6000))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -21,7 +22,7 @@ from topics.client.calls import encode_body
 
 RECORD_OVERHEAD_BYTES: Final = 96
 """Memory of a waiting record beside its JSON: the object that holds it, its place in a list, its handle."""
-_REJECTED_BATCHES_KEPT: Final = 100
+_UNSEEN_MAX: Final = 1000
 _DATA_AT: Final = len(b'{"data":')
 
 _encode = msgspec.json.Encoder().encode
@@ -43,9 +44,19 @@ class ProducerLimits(msgspec.Struct, frozen=True):
 class Batch:
     """Records that were added one after another, and their outcomes once the future `settled` is done."""
 
-    __slots__ = ("_first_seqs", "_seen", "begun_s", "data", "failure", "rejected", "settled", "size_bytes", "unsettled")
+    __slots__ = (
+        "_unseen",
+        "begun_s",
+        "data",
+        "failure",
+        "first_seqs",
+        "rejected",
+        "settled",
+        "size_bytes",
+        "unsettled",
+    )
 
-    def __init__(self, settled: Any, begun_s: float) -> None:
+    def __init__(self, settled: Any, begun_s: float, unseen: deque[Exception]) -> None:
         self.settled = settled
         self.begun_s = begun_s
         self.data: list[bytes] = []
@@ -55,26 +66,20 @@ class Batch:
         """Records without an outcome; 0 while the batch is open."""
         self.rejected: dict[int, Exception] = {}
         self.failure: Exception | None = None
-        self._seen: set[int] = set()
-        self._first_seqs: list[tuple[int, int, int]] = []
-
-    def note_written(self, start: int, stop: int, first_seq: int) -> None:
-        """Note that the service has written the records `start` to `stop`."""
-        self._first_seqs.append((start, stop, first_seq))
+        self.first_seqs: list[tuple[int, int, int]] = []
+        """Each part that the service has written: its start, its stop, the seq of its first record."""
+        self._unseen = unseen
 
     def seq_of(self, index: int) -> int:
         """Return the seq of a settled record, or raise what became of it."""
-        for start, stop, first_seq in self._first_seqs:
+        for start, stop, first_seq in self.first_seqs:
             if start <= index < stop:
                 return first_seq + index - start
-        self._seen.add(index)
         error = self.rejected.get(index) or self.failure
         assert error is not None, "the record is settled"
+        with suppress(ValueError):
+            self._unseen.remove(error)
         raise error
-
-    def unseen(self) -> list[Exception]:
-        """Return the errors of rejected records that nobody has asked for."""
-        return [error for index, error in self.rejected.items() if index not in self._seen]
 
 
 class BatchPart(NamedTuple):
@@ -98,7 +103,8 @@ class Accumulator:
         self._clock = clock
         self._open: Batch | None = None
         self._parts: deque[BatchPart] = deque()
-        self._with_rejected: deque[Batch] = deque(maxlen=_REJECTED_BATCHES_KEPT)
+        self.unseen: deque[Exception] = deque(maxlen=_UNSEEN_MAX)
+        """The last errors of rejected records that nobody has asked for."""
         self._held_bytes = 0
         self.last: Batch | None = None
         """The batch that was begun last: when it is settled, all are."""
@@ -124,7 +130,7 @@ class Accumulator:
             data = data[_DATA_AT:-1]
         batch = self._open
         if batch is None:
-            batch = self._open = self.last = Batch(self._new_future(), self._clock())
+            batch = self._open = self.last = Batch(self._new_future(), self._clock(), self.unseen)
         index = len(batch.data)
         batch.data.append(data)
         size_bytes = len(data) + RECORD_OVERHEAD_BYTES
@@ -154,24 +160,22 @@ class Accumulator:
             self.seal()
         return self._parts[0]
 
-    def written(self, first_seq: int) -> None:
-        """Note that the part under way is in the topic."""
+    def note(self, outcome: int | Exception) -> None:
+        """Note the first seq of the part under way, which is in the topic, or that one of its records is refused."""
+        if not self._parts:
+            return  # all have failed meanwhile
         batch, start, stop = self._parts.popleft()
-        self.n += 1
-        batch.note_written(start, stop, first_seq)
-        self._settle(batch, stop - start)
-
-    def refused(self, error: Exception) -> None:
-        """Note that a record of the part under way cannot be written, whichever it is."""
-        batch, start, stop = self._parts.popleft()
-        if stop - start > 1:
+        if isinstance(outcome, int):
+            self.n += 1
+            batch.first_seqs.append((start, stop, outcome))
+        elif stop - start > 1:
             middle = (start + stop) // 2
             self._parts.extendleft((BatchPart(batch, middle, stop), BatchPart(batch, start, middle)))
             return
-        if not batch.rejected:
-            self._with_rejected.append(batch)
-        batch.rejected[start] = error
-        self._settle(batch, 1)
+        else:
+            batch.rejected[start] = outcome
+            self.unseen.append(outcome)
+        self._settle(batch, stop - start)
 
     def fail(self, error: Exception) -> None:
         """End the producer: no record that waits is sent any more, and each gets this error."""
@@ -181,10 +185,6 @@ class Accumulator:
             batch.failure = self.failure
             self._settle(batch, batch.unsettled)
         self._parts.clear()
-
-    def unseen(self) -> list[Exception]:
-        """Return the errors of rejected records that nobody has asked for."""
-        return [error for batch in self._with_rejected for error in batch.unseen()]
 
     def _settle(self, batch: Batch, records: int) -> None:
         batch.unsettled -= records

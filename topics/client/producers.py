@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import threading
@@ -42,6 +43,7 @@ STEP_RECORDS: Final = 256
 _EPOCH_RANDOM_BITS: Final = 20
 
 _process = [os.getpid()]
+"""The id of this process; to ask the system for it each time is slow."""
 os.register_at_fork(after_in_child=lambda: _process.__setitem__(0, os.getpid()))
 
 
@@ -78,6 +80,7 @@ class Placing:
 
     def __init__(self, topic: str, name: str | None, options: ProducerOptions) -> None:
         config = options.get("config")
+        self.what = f"producer of {topic!r}"
         self._topic = topic
         self._id = secrets.token_urlsafe(16) if name is None else name
         self._looks = name is not None
@@ -194,24 +197,48 @@ class AsyncSentRecord(_Sent, frozen=True, gc=False):
         return self.batch.seq_of(self.index)
 
 
+class _ThreadSignal(threading.Condition):
+    """A condition on which a coroutine of a `Producer` waits: it blocks its thread."""
+
+    async def pause(self, pause_s: float | None) -> None:
+        """Wait until someone notifies, or for so long."""
+        self.wait(pause_s)
+
+
+class _TaskSignal(asyncio.Event):
+    """The same for an `AsyncProducer`: it suspends its task."""
+
+    notify_all = asyncio.Event.set
+
+    async def pause(self, pause_s: float | None) -> None:
+        self.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self.wait()
+
+
 class _Production:
-    """The parts that both kinds of producer share: the records that wait, the place in the topic, the end."""
+    """The body of both kinds of producer: the records that wait, the place in the topic, the end. `work` is notified
+    when there is something to send, `room` when there is room for records.
+    """
 
     def __init__(
-        self, client: Carrier, topic: str, name: str | None, options: ProducerOptions, new_future: Callable[[], Any]
+        self,
+        client: Carrier,
+        topic: str,
+        name: str | None,
+        options: ProducerOptions,
+        new_future: Callable[[], Any],
+        signals: tuple[_ThreadSignal | _TaskSignal, _ThreadSignal | _TaskSignal],
     ) -> None:
         self._client = client
-        self._topic = topic
-        self._close_max_s = options.get("close_max_s", CLOSE_MAX_S)
-        self._records = Accumulator(options.get("limits", ProducerLimits()), new_future, time.monotonic)
         self._placing = Placing(topic, name, options)
+        self._records = Accumulator(options.get("limits", ProducerLimits()), new_future, time.monotonic)
+        self._work, self._room = signals
+        self._close_max_s = options.get("close_max_s", CLOSE_MAX_S)
         self._lock: AbstractContextManager[Any] = nullcontext()
         self._closed = False
         self._pid = _process[0]
-
-    def _wake(self) -> None:
-        """Have all look again, who wait for work or for room."""
-        raise NotImplementedError
 
     async def _settled(self, batch: Batch, timeout_s: float | None) -> None:
         """Wait until a batch is settled, or for so long."""
@@ -219,22 +246,46 @@ class _Production:
 
     def _check_usable(self) -> None:
         if self._pid != _process[0]:
-            raise ClientError(f"this producer of {self._topic!r} is that of process {self._pid}: make one in this one")
+            raise ClientError(f"this {self._placing.what} is that of process {self._pid}: make one in this one")
         if self._records.failure is not None:
             raise self._records.failure
         if self._closed:
-            raise RuntimeError(f"this producer of {self._topic!r} was closed, so it cannot send a record")
+            raise RuntimeError(f"this {self._placing.what} was closed, so it cannot send a record")
+
+    async def _make_room(self, timeout_s: float | None) -> None:
+        """Wait under the lock until a record may be added; a batch that is not full goes, too, to make room."""
+        until_s = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
+        self._check_usable()
+        while self._records.is_full:
+            pause_s = until_s - time.monotonic()
+            if pause_s <= 0:
+                raise TimeoutError(f"the memory of the {self._placing.what} was full for {timeout_s} s")
+            self._records.seal()
+            self._work.notify_all()
+            await self._room.pause(None if timeout_s is None else pause_s)
+            self._check_usable()
 
     async def _flush(self, timeout_s: float | None) -> None:
         with self._lock:
             self._records.seal()
+            self._work.notify_all()
             last = self._records.last
-            self._wake()
         if last is not None:
             await self._settled(last, timeout_s)
 
+    async def _flush_checked(self, timeout_s: float | None) -> None:
+        self._check_usable()
+        await self._flush(timeout_s)
+        if self._records.failure is not None:
+            raise self._records.failure
+
     async def _close(self, timeout_s: float | None) -> None:
-        self._closed = True
+        """End: nothing more is taken, what was taken is sent, and what is not answered in time fails."""
+        with self._lock:
+            # Sealed with the end in one step: who sends stops when it is closed and nothing is to be sent.
+            self._records.seal()
+            self._closed = True
+            self._room.notify_all()
         try:
             with suppress(TimeoutError):
                 await self._flush(self._close_max_s if timeout_s is None else timeout_s)
@@ -244,17 +295,40 @@ class _Production:
                     self._records.fail(self._late())
 
     def _late(self) -> UnreachableError:
-        message = f"the producer of {self._topic!r} was closed before all records were answered"
+        message = f"the {self._placing.what} was closed before all records were answered"
         return UnreachableError(f"{message}; those under way may have been written")
 
     def _raise_unseen(self) -> None:
         """Raise what the program would not learn otherwise: the producer's failure, or that of a rejected record."""
         if self._records.failure is not None:
             raise self._records.failure
-        unseen = self._records.unseen()
+        unseen = self._records.unseen
         if unseen:
-            unseen[0].add_note(f"{len(unseen)} records of the producer of {self._topic!r} were rejected; this is one")
+            unseen[0].add_note(f"{len(unseen)} records of the {self._placing.what} were rejected; this is one")
             raise unseen[0]
+
+    async def _send_all(self, carrier: Carrier) -> None:
+        """Send one part after another until the producer is closed. Whoever waits for a record gets any failure."""
+        records, outcome = self._records, None
+        try:
+            while True:
+                with self._lock:
+                    if outcome is not None:
+                        records.note(outcome)
+                        self._room.notify_all()
+                    while (pause_s := records.pause_s()) != 0:
+                        if self._closed:
+                            return
+                        await self._work.pause(pause_s)
+                    part, n = records.take(), records.n
+                outcome = await self._placing.deliver(carrier, part, n)
+        except BaseException as error:
+            with self._lock:
+                if not self._closed or records.pause_s() is not None:
+                    records.fail(error if isinstance(error, Exception) else self._late())
+                self._room.notify_all()
+            if isinstance(error, asyncio.CancelledError):
+                raise
 
 
 class Producer(_Production):
@@ -267,14 +341,14 @@ class Producer(_Production):
     def __init__(
         self, client: Carrier, connect: Callable[..., Any], topic: str, name: str | None, options: ProducerOptions
     ) -> None:
-        super().__init__(client, topic, name, options, Future)
+        lock = threading.Lock()
+        super().__init__(client, topic, name, options, Future, (_ThreadSignal(lock), _ThreadSignal(lock)))
+        self._lock = lock
         self._own = connect(sleep=self._pause)
-        lock = self._lock = threading.Lock()
-        self._work = threading.Condition(lock)
-        self._room = threading.Condition(lock)
         self._ended = threading.Event()
         finish(self._placing.begin(client))
-        threading.Thread(target=self._run, name=f"producer of {topic}", daemon=True).start()
+        sending = self._send_all(self._own)
+        threading.Thread(target=lambda: finish(sending), name=self._placing.what, daemon=True).start()
 
     def last(self) -> Record | None:
         """Return the last record that a former life of this name wrote, None if none did. ClientError if it is gone."""
@@ -289,20 +363,17 @@ class Producer(_Production):
             self._check_usable()
         with self._lock:
             if self._closed or records.failure is not None or records.is_full:
-                self._wait_for_room(timeout_s)
+                finish(self._make_room(timeout_s))
             batch, index = records.add(record)
             if not index or batch.unsettled:
-                self._work.notify()
+                self._work.notify_all()
         return SentRecord(batch, index)
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Send what waits and wait until all records have their outcome; TimeoutError when that takes longer. Raise
         the producer's failure if it has one.
         """
-        self._check_usable()
-        finish(self._flush(timeout_s))
-        if self._records.failure is not None:
-            raise self._records.failure
+        finish(self._flush_checked(timeout_s))
 
     def close(self, timeout_s: float | None = None) -> None:
         """Send what waits, wait for the answers (`close_max_s` unless given), and end. Raise the producer's failure, or
@@ -324,40 +395,8 @@ class Producer(_Production):
         with suppress(Exception) if error is not None else nullcontext():
             self.close()
 
-    def _wake(self) -> None:
-        self._work.notify()
-        self._room.notify_all()
-
     async def _settled(self, batch: Batch, timeout_s: float | None) -> None:
         batch.settled.result(timeout_s)
-
-    def _wait_for_room(self, timeout_s: float | None) -> None:
-        """Wait under the lock until a record may be added; a batch that is not full goes, too, to make room."""
-        self._check_usable()
-        self._records.seal()
-        self._work.notify()
-        if not self._room.wait_for(lambda: self._closed or not self._records.is_full, timeout_s):
-            raise TimeoutError(f"the memory of the producer of {self._topic!r} was full for {timeout_s} s")
-        self._check_usable()
-
-    def _run(self) -> None:
-        records, outcome = self._records, None
-        try:
-            while True:
-                with self._lock:
-                    if outcome is not None:
-                        records.written(outcome) if isinstance(outcome, int) else records.refused(outcome)
-                        self._room.notify_all()
-                    while (pause_s := records.pause_s()) != 0:
-                        if self._closed:
-                            return
-                        self._work.wait(pause_s)
-                    part, n = records.take(), records.n
-                outcome = finish(self._placing.deliver(self._own, part, n))
-        except BaseException as error:  # noqa: BLE001 - whoever waits for a record gets it
-            with self._lock:
-                records.fail(error if isinstance(error, Exception) else self._late())
-                self._room.notify_all()
 
     def _pause(self, pause_s: float) -> None:
         if self._ended.wait(pause_s):
@@ -370,10 +409,9 @@ class AsyncProducer(_Production):
     def __init__(
         self, client: Carrier, connect: Callable[..., Any], topic: str, name: str | None, options: ProducerOptions
     ) -> None:
-        super().__init__(client, topic, name, options, lambda: asyncio.get_running_loop().create_future())
+        signals = _TaskSignal(), _TaskSignal()
+        super().__init__(client, topic, name, options, lambda: asyncio.get_running_loop().create_future(), signals)
         self._own = connect()
-        self._work = asyncio.Event()
-        self._room = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._step_due = False
 
@@ -390,25 +428,18 @@ class AsyncProducer(_Production):
         if self._step_due:
             self._step_due = False
             await asyncio.sleep(0)
-        self._check_usable()
-        while self._records.is_full:
-            self._records.seal()
-            self._work.set()
-            self._room.clear()
-            await self._room.wait()
-            self._check_usable()
-        batch, index = self._records.add(record)
+        records = self._records
+        if self._closed or records.failure is not None or records.is_full or self._pid != _process[0]:
+            await self._make_room(None)
+        batch, index = records.add(record)
         self._step_due = not index % STEP_RECORDS
         if not index or batch.unsettled:
-            self._work.set()
+            self._work.notify_all()
         return AsyncSentRecord(batch, index)
 
     async def flush(self) -> None:
         """Send what waits and wait until all records have their outcome. Raise the producer's failure if it has one."""
-        self._check_usable()
-        await self._flush(None)
-        if self._records.failure is not None:
-            raise self._records.failure
+        await self._flush_checked(None)
 
     async def close(self, timeout_s: float | None = None) -> None:
         """Send what waits, wait for the answers (`close_max_s` unless given), and end. Raise the producer's failure, or
@@ -426,32 +457,12 @@ class AsyncProducer(_Production):
 
     async def __aenter__(self) -> Self:
         await self._placing.begin(self._client)
-        self._task = asyncio.create_task(self._run(), name=f"producer of {self._topic}")
+        self._task = asyncio.create_task(self._send_all(self._own), name=self._placing.what)
         return self
 
     async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         with suppress(Exception) if error is not None else nullcontext():
             await self.close()
 
-    def _wake(self) -> None:
-        self._work.set()
-        self._room.set()
-
     async def _settled(self, batch: Batch, timeout_s: float | None) -> None:
         await asyncio.wait([batch.settled], timeout=timeout_s)
-
-    async def _run(self) -> None:
-        records = self._records
-        try:
-            while True:
-                while (pause_s := records.pause_s()) != 0:
-                    self._work.clear()
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(pause_s):
-                            await self._work.wait()
-                outcome = await self._placing.deliver(self._own, records.take(), records.n)
-                records.written(outcome) if isinstance(outcome, int) else records.refused(outcome)
-                self._room.set()
-        except Exception as error:  # noqa: BLE001 - whoever waits for a record gets it
-            records.fail(error)
-            self._room.set()
