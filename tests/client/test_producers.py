@@ -70,10 +70,15 @@ def test_a_lone_record_goes_after_the_linger(topics: Client, topic: str) -> None
 
 def test_a_record_sent_just_before_the_end_is_written(topics: Client, topic: str) -> None:
     """The sender, woken by the record, may look between the end and the flush of it: it must not stop there."""
-    for number in range(100):
-        with topics.producer(topic) as producer:
-            sent = producer.send(number)
-        assert sent.result(0) == number + 1
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for number in range(200):
+            with topics.producer(topic, close_max_s=30) as producer:
+                sent = producer.send(number)
+            assert sent.result(0) == number + 1
+    finally:
+        sys.setswitchinterval(interval_s)
 
 
 def test_flush_and_the_end_of_the_block_wait_for_the_answers(topics: Client, topic: str) -> None:
@@ -420,7 +425,7 @@ def test_a_program_that_cancels_all_tasks_does_not_wait_for_the_sender(service: 
         kept: list[Any] = []
 
         async def produce() -> None:
-            async with client.producer(topic, limits=HELD) as producer:
+            async with client.producer(topic, limits=HELD, close_max_s=3600) as producer:
                 kept.append(await producer.send(1))
                 await asyncio.sleep(3600)
 
