@@ -16,6 +16,7 @@ import tempfile
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Final, NamedTuple, cast
 
 from topics.compactor.follower import Follower, LogTail, MarkedIndex, ShardLink
@@ -103,7 +104,7 @@ def write_log(directory: str, records: int, batch: int, is_mixed: bool) -> WalPo
 
 def follow(directory: str, end: WalPosition) -> Fold:
     fold = Fold(lambda _topic_id: MarkedIndex(), is_located=False)
-    follower = Follower("bench", cast(ShardLink, None), LogTail(directory, WalPosition(1, 0)), fold)
+    follower = Follower("bench", cast(ShardLink, SimpleNamespace(shard=0)), LogTail(directory, WalPosition(1, 0)), fold)
     follower.catch_up(end, lambda: None)
     return fold
 

@@ -212,6 +212,7 @@ def test_a_client_that_acknowledges_each_answer_over_http2_is_served(flooded: Se
             client.read_to_the_end_of(stream_id)
 
 
+@pytest.mark.long
 def test_a_body_that_goes_on_behind_its_answer_over_http2_ends_no_other_request(flooded: Service) -> None:
     with socket.create_connection(("127.0.0.1", flooded.port), timeout=15) as connected:
         client = Streams(connected)
@@ -229,6 +230,7 @@ def test_a_body_that_goes_on_behind_its_answer_over_http2_ends_no_other_request(
         assert not client.reset
 
 
+@pytest.mark.long
 def test_a_client_that_never_ends_a_refused_body_over_http2_is_told_to(flooded: Service) -> None:
     with socket.create_connection(("127.0.0.1", flooded.port), timeout=15) as connected:
         client = Streams(connected)

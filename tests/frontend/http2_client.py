@@ -45,8 +45,8 @@ class Streams:
         return stream_id
 
     def go_on(self, stream_id: int, body: bytes, *, whole: bool) -> None:
-        """Send more of a body."""
-        while self._h2.local_flow_control_window(stream_id) < len(body):
+        """Send more of a body. Raise ProtocolError if the stream was reset, whose window opens no more."""
+        while stream_id not in self.reset and self._h2.local_flow_control_window(stream_id) < len(body):
             self.read()
         self._h2.send_data(stream_id, body, end_stream=whole)
         self.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import select
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.frontend.http1_server import Server, until
+from topics.frontend.http.connections import Connections
 from topics.frontend.http.deadlines import HttpLimits
 from topics.frontend.http.http1 import CHUNKED_BYTES_PER_TURN, TINY_CHUNKS_BYTES_PER_TURN
 from topics.frontend.http.http1_parser import RequestParser
@@ -77,6 +79,16 @@ def test_a_body_of_tiny_chunks_is_read_in_turns(loop: str, monkeypatch: pytest.M
     assert max(lengths) <= CHUNKED_BYTES_PER_TURN
     # The first long part shows that the chunks are tiny. The parts behind it are short, each after a pause.
     assert len([length for length in lengths if length > TINY_CHUNKS_BYTES_PER_TURN]) <= 2
+
+
+def test_pauses_of_all_connections_follow_each_other() -> None:
+    async def pauses() -> None:
+        connections = Connections()
+        first_s, second_s = (connections.pause_until_s(0.5) for _ in range(2))
+        assert second_s == pytest.approx(first_s + 0.5)
+        assert connections.pause_until_s(0) <= first_s, "without a pause there is no wait"
+
+    asyncio.run(pauses())
 
 
 def test_the_end_of_file_is_passed_on_to_every_pipelined_request(loop: str) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+import msgspec
+
 from topics.core.config import TopicConfig
 
 RAM_STEP: Final = 4096
@@ -26,18 +28,15 @@ class Ceiling(NamedTuple):
     sync: bool
 
 
-class Ceilings:
+class Ceilings(msgspec.Struct, eq=False):
     """The ceilings of one topic. A group plans with a `copy`, and notes in the topic's own what is in the log."""
 
-    __slots__ = ("_ahead_seq", "_covering_seq", "_step", "seq")
-
-    def __init__(self, seq: int = 0) -> None:
-        self.seq = seq
-        """Last seq that the log on the disk lets the topic give out."""
-        self._ahead_seq = 0
-        """The ceiling that is logged, and on the disk once `durable_seq` is at `_covering_seq`."""
-        self._covering_seq = 0
-        self._step = 0
+    seq: int = 0
+    """Last seq that the log on the disk lets the topic give out."""
+    _ahead_seq: int = 0
+    """The ceiling that is logged, and on the disk once `durable_seq` is at `_covering_seq`."""
+    _covering_seq: int = 0
+    _step: int = 0
 
     @classmethod
     def of_new(cls, config: TopicConfig, count: int = 0) -> Ceilings:
@@ -48,9 +47,7 @@ class Ceilings:
         """Return a copy to plan with; everything up to `durable_seq` is on the disk."""
         if self._ahead_seq > self.seq and durable_seq >= self._covering_seq:
             self.seq = self._ahead_seq
-        copy = Ceilings(self.seq)
-        copy._ahead_seq, copy._covering_seq, copy._step = self._ahead_seq, self._covering_seq, self._step
-        return copy
+        return Ceilings(self.seq, self._ahead_seq, self._covering_seq, self._step)
 
     def plan(self, config: TopicConfig, head_seq: int, count: int, durable_seq: int) -> Ceiling | None:
         """Return the ceiling that a write of `count` seqs behind `head_seq` needs before it, None if none is due."""

@@ -20,6 +20,7 @@ So a crash repeats what was under way and at most `persist_every` answers, howev
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -52,36 +53,29 @@ class CursorFrameBody(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.missing[0][0] if self.missing else self.seq
 
 
+@dataclass(eq=False, slots=True)
 class NamedCursor:
     """One cursor: its position and the reads under way. `revision` changes when anything but a reader moves it."""
 
-    __slots__ = (
-        "_front",
-        "_missing",
-        "_passed_on",
-        "_under_way",
-        "consistency",
-        "logged_body",
-        "name",
-        "persist_every",
-        "revision",
-    )
+    logged_body: CursorFrameBody
+    """The cursor as the log has it."""
+    revision: int
+    name: str = field(init=False)
+    consistency: Consistency = field(init=False)
+    persist_every: int = field(init=False)
+    _front: int = field(init=False)
+    """The last seq that was ever read."""
+    _missing: list[Stretch] = field(init=False)
+    _under_way: dict[tuple[int, int], Stretch] = field(default_factory=dict)
+    """Reads under way, by frontend and its number of the read."""
+    _passed_on: int = 0
+    """Answers that were passed on since it was logged."""
 
-    def __init__(self, body: CursorFrameBody, revision: int) -> None:
+    def __post_init__(self) -> None:
+        body = self.logged_body
         assert body.consistency is not None
-        self.name = body.name
-        self.consistency: Consistency = body.consistency
-        self.persist_every = body.persist_every
-        self.revision = revision
-        self._front = body.seq
-        """The last seq that was ever read."""
-        self._missing = list(body.missing)
-        self._under_way: dict[tuple[int, int], Stretch] = {}
-        """Reads under way, by frontend and its number of the read."""
-        self.logged_body = body
-        """The cursor as the log has it."""
-        self._passed_on = 0
-        """Answers that were passed on since it was logged."""
+        self.name, self.consistency, self.persist_every = body.name, body.consistency, body.persist_every
+        self._front, self._missing = body.seq, list(body.missing)
 
     @property
     def strict(self) -> bool:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, NamedTuple
 
-from topics.core.ceilings import Ceiling
+from topics.core.ceilings import Ceiling, Ceilings
 from topics.core.control_bodies import AckFrameBody, JobRow
 from topics.core.errors import TopicsError, not_a_queue
 from topics.core.idempotency import ProducerTurn, WriteOutcome, check_turn, is_producer_key, is_stage_key, parse_key
@@ -75,45 +76,33 @@ class PendingWrite(NamedTuple):
             topic.idempotency.remember(self.key, self.outcome)
 
 
+@dataclass(eq=False, slots=True)
 class PendingTopic:
     """The changes that one group so far makes to one topic. It decides which write may join, and gives it its seqs."""
 
-    __slots__ = (
-        "_ceilings",
-        "_dead_lettered",
-        "_dying",
-        "_earliest_seq",
-        "_keys",
-        "_now",
-        "_revision",
-        "_topic",
-        "_ts",
-        "_turns",
-        "claimed_bytes",
-        "head_seq",
-        "live_bytes",
-        "records",
-    )
+    _topic: Topic
+    _now: Now
+    _ts: int = field(init=False)
+    head_seq: int = field(init=False)
+    _ceilings: Ceilings = field(init=False)
+    records: int = 0
+    live_bytes: int = 0
+    claimed_bytes: int = 0
+    """Bytes that the writes have claimed of what the whole service may hold."""
+    _keys: dict[bytes, WriteOutcome] = field(default_factory=dict)
+    _turns: dict[bytes, ProducerTurn] = field(default_factory=dict)
+    _dying: set[int] | None = None
+    _earliest_seq: int = 0
+    """The first live seq without these, so that no request looks at them again."""
+    _revision: int = 0
+    """Revision of the last removal."""
+    _dead_lettered: int = 0
+    """Jobs that went to the dead letters so far, 0 before one did in this group."""
 
-    def __init__(self, topic: Topic, now: Now) -> None:
-        self._topic = topic
-        self._now = now
-        self._ts = topic.commit_ts(now.wall_ms)
-        self.head_seq = topic.head_seq
+    def __post_init__(self) -> None:
+        topic = self._topic
+        self._ts, self.head_seq = topic.commit_ts(self._now.wall_ms), topic.head_seq
         self._ceilings = topic.ceilings.copy(topic.durable_seq)
-        self.records = 0
-        self.live_bytes = 0
-        self.claimed_bytes = 0
-        """Bytes that the writes have claimed of what the whole service may hold."""
-        self._keys: dict[bytes, WriteOutcome] = {}
-        self._turns: dict[bytes, ProducerTurn] = {}
-        self._dying: set[int] | None = None
-        self._earliest_seq = 0
-        """The first live seq without these, so that no request looks at them again."""
-        self._revision = 0
-        """Revision of the last removal."""
-        self._dead_lettered = 0
-        """Jobs that went to the dead letters so far, 0 before one did in this group."""
 
     # -- writes
 

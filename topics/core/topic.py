@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
 from itertools import compress
 
 import msgspec
@@ -36,70 +37,46 @@ from topics.core.seq_set import seqs_of
 from topics.core.tags import TagIndex
 
 
+@dataclass(eq=False, slots=True)
 class Topic:
     """State and rules of one topic. A method that changes it is called once the change is in the log."""
 
-    __slots__ = (
-        "_front_ts",
-        "ceilings",
-        "config",
-        "cursors",
-        "durable_seq",
-        "earliest_seq",
-        "evict_floor",
-        "evict_reason",
-        "evict_run_seq",
-        "had_ram_records",
-        "head_seq",
-        "id",
-        "idempotency",
-        "index",
-        "last_write_ts",
-        "live_bytes",
-        "logged_floor",
-        "lost_tail_seq",
-        "name",
-        "queue",
-        "records",
-        "recreated",
-        "revision",
-        "tags",
-    )
+    id: int
+    name: str
+    config: TopicConfig
+    index: RecordIndex
+    recreated: bool = False
+    """True if an earlier topic had its name: a cursor beyond the head is of that one."""
+    head_seq: int = 0
+    earliest_seq: int = 1
+    evict_floor: int = 1
+    evict_reason: EvictReason = EvictReason.NONE
+    evict_run_seq: int = 1
+    """First seq of the latest run of evictions for one reason: a gap that begins below it is MIXED."""
+    records: int = 0
+    live_bytes: int = 0
+    durable_seq: int = 0
+    last_write_ts: int = 0
+    ceilings: Ceilings = field(default_factory=Ceilings)
+    """Ceilings of its head: those of the durable log, or those of records in RAM while it is `ephemeral`."""
+    had_ram_records: bool = False
+    """True if it was `ephemeral` before."""
+    lost_tail_seq: int = 0
+    """Last seq that may have been given out before the log lost its end, 0 if it never did."""
+    revision: int = 0
+    """Revision of the last `Floors` in the log."""
+    logged_floor: int = 1
+    """evict_floor as a reader of the log will have it: caps evict before the log says so."""
+    _front_ts: tuple[int, int] = (0, 0)
+    """(seq, commit time) of the earliest record when expiry last looked at it."""
+    idempotency: IdempotencyWindow = field(default_factory=IdempotencyWindow)
+    tags: TagIndex | None = None
+    """Tag index, made by the first delete by tag."""
+    queue: Leases | None = field(init=False)
+    cursors: Cursors = field(default_factory=Cursors)
 
-    def __init__(self, id: int, name: str, config: TopicConfig, index: RecordIndex, recreated: bool = False) -> None:
-        self.id = id
-        self.name = name
-        self.config = config
-        self.index = index
-        self.recreated = recreated
-        """True if an earlier topic had its name: a cursor beyond the head is of that one."""
-        self.head_seq = 0
-        self.earliest_seq = 1
-        self.evict_floor = 1
-        self.evict_reason = EvictReason.NONE
-        self.evict_run_seq = 1
-        """First seq of the latest run of evictions for one reason: a gap that begins below it is MIXED."""
-        self.records = 0
-        self.live_bytes = 0
-        self.durable_seq = 0
-        self.last_write_ts = 0
-        self.ceilings = Ceilings()
-        """Ceilings of its head: those of the durable log, or those of records in RAM while it is `ephemeral`."""
-        self.had_ram_records = False
-        """True if it was `ephemeral` before."""
-        self.lost_tail_seq = 0
-        """Last seq that may have been given out before the log lost its end, 0 if it never did."""
-        self.revision = 0
-        """Revision of the last `Floors` in the log."""
-        self.logged_floor = 1
-        """evict_floor as a reader of the log will have it: caps evict before the log says so."""
-        self._front_ts = (0, 0)
-        """(seq, commit time) of the earliest record when expiry last looked at it."""
-        self.idempotency = IdempotencyWindow()
-        self.tags: TagIndex | None = None
-        """Tag index, made by the first delete by tag."""
-        self.queue = Leases(self) if config.type == "queue" else None
-        self.cursors = Cursors()
+    def __post_init__(self) -> None:
+        self.queue = Leases(self) if self.config.type == "queue" else None
 
     # -- before a write
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Final, Literal, NamedTuple
 
@@ -100,34 +101,28 @@ class _Stop(NamedTuple):
     buffer: bytes
 
 
+@dataclass(eq=False)
 class Recovery:
     """The reading of one log from `start` on, with its repairs, by its only user. Iterate once for the batches; then
     `end` (None if there is no log yet), `torn_bytes` and `report` are final. Iterating raises CorruptLog,
     UnknownLogVersion, RefusedLog or OSError.
     """
 
-    def __init__(
-        self,
-        fs: FileSystem,
-        directory: str,
-        identity: WalIdentity,
-        accept_data_loss: bool = False,
-        *,
-        start: Start = None,
-    ) -> None:
-        self._fs = fs
-        self._directory = directory
-        self._identity = identity
-        self._accept_data_loss = accept_data_loss
-        self._start = start
-        self._position = start if isinstance(start, WalPosition) else None
-        self._current_file_no = 0
-        self._files_read = 0.0
-        self._files_total = 0
-        self.end: WalEnd | None = None
-        self.torn_bytes = 0
-        self.report: list[str] = []
-        """Lines for the operator: one for every repair, with file, offset and bytes."""
+    _fs: FileSystem
+    _directory: str
+    _identity: WalIdentity
+    _accept_data_loss: bool = False
+    start: Start = field(default=None, kw_only=True)
+    end: WalEnd | None = None
+    torn_bytes: int = 0
+    report: list[str] = field(default_factory=list)
+    """Lines for the operator: one for every repair, with file, offset and bytes."""
+    _current_file_no: int = 0
+    _files_read: float = 0.0
+    _files_total: int = 0
+
+    def __post_init__(self) -> None:
+        self._position = self.start if isinstance(self.start, WalPosition) else None
 
     @property
     def has_end(self) -> bool:
@@ -208,7 +203,7 @@ class Recovery:
             if self._position.file_no > last_no:
                 raise self._too_short(self._directory, f"its last file is number {last_no}", self._position)
             return self._position.file_no
-        if self._start == "lowest":
+        if self.start == "lowest":
             return min(numbers, default=max(1, last_no))
         return 1
 

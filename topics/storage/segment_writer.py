@@ -7,6 +7,7 @@ import os
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
@@ -22,6 +23,7 @@ CHUNK_BYTES: Final = 64 * 1024 * 1024
 """The most bytes to write at once: Linux takes less than 2 GiB, and joined pieces take memory."""
 
 
+@dataclass(eq=False)
 class SegmentWriter:
     """The only writer of one segment. Methods raise OSError.
 
@@ -29,26 +31,17 @@ class SegmentWriter:
     mark can be trusted: close the writer and reopen the segment at the mark.
     """
 
-    def __init__(
-        self,
-        fs: FileSystem,
-        directory: str,
-        first_seq: int,
-        version: int,
-        records: int,
-        data_bytes: int,
-        fds: tuple[int, int],
-    ) -> None:
-        self.first_seq = first_seq
-        self.version = version
-        self.records = records
-        self.data_bytes = data_bytes
-        """Length of `.data` up to its last frame."""
-        self._fs = fs
-        self._directory = directory
-        self._data_fd, self._idx_fd = fds
-        self._is_new = False
-        self._has_leftovers = False
+    _fs: FileSystem
+    _directory: str
+    first_seq: int
+    version: int
+    records: int
+    data_bytes: int
+    """Length of `.data` up to its last frame."""
+    _data_fd: int
+    _idx_fd: int
+    _is_new: bool = False
+    _has_leftovers: bool = False
 
     @classmethod
     def create(cls, fs: FileSystem, directory: str, first_seq: int, version: int = 0) -> SegmentWriter:
@@ -56,7 +49,7 @@ class SegmentWriter:
         make_dirs(fs, directory)
         _unseal(fs, directory, first_seq, version)
         fds = _open_pair(fs, directory, first_seq, version, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        writer = cls(fs, directory, first_seq, version, 0, 0, fds)
+        writer = cls(fs, directory, first_seq, version, 0, 0, *fds)
         writer._is_new = True
         return writer
 
@@ -74,7 +67,7 @@ class SegmentWriter:
                 if size_bytes < length:
                     raise CorruptSegment(paths[kind], size_bytes, f"the file ends there, {length} bytes are committed")
             _check_end(fs, paths["idx"], fds[1], records, data_bytes)
-            writer = cls(fs, directory, first_seq, version, records, data_bytes, fds)
+            writer = cls(fs, directory, first_seq, version, records, data_bytes, *fds)
             writer._is_new = was_sealed or records == 0
             writer._has_leftovers = True
             writer._cut_leftovers()

@@ -260,7 +260,7 @@ class Shard:
     def close(self) -> None:
         """End cleanly: everything is in the logs as it is, and on the disk."""
         self._time.look()
-        for steps in (self.routing.close(), self._handlers.cursors.settle(), self.upkeep.close()):
+        for steps in (self.routing.feeds.log_ephemeral(), self._handlers.cursors.settle(), self.upkeep.close()):
             self._run(steps)
         self._commits.close()
 

@@ -129,6 +129,7 @@ class Connections:
         self.kept = KeptAnswers(clock or SystemClock())
         self.unadmitted = UnadmittedInput()
         self.tasks: set[asyncio.Task[None]] = set()  # app calls of HTTP/1.1, and connections that Hypercorn serves
+        self._paused_until_s = 0.0
         self._changed = asyncio.Event()
 
     def add(self, connection: OpenConnection) -> bool:
@@ -137,6 +138,14 @@ class Connections:
             return False
         self.open.add(connection)
         return True
+
+    def pause_until_s(self, pause_s: float) -> float:
+        """Return the loop time until which a connection pauses: those of all connections follow each other."""
+        now_s = asyncio.get_running_loop().time()
+        if not pause_s:
+            return now_s
+        self._paused_until_s = max(self._paused_until_s, now_s) + pause_s
+        return self._paused_until_s
 
     def release_place(self) -> None:
         """Count a closed connection no longer, whichever protocol it spoke."""

@@ -29,7 +29,8 @@ JOIN_MAX_BYTES: Final = 16 * 1024
 CHUNKED_BYTES_PER_TURN: Final = 8 * 1024
 """The part of a chunked body that is parsed in one turn of the event loop. It may be 1,400 chunks of a byte."""
 TINY_CHUNKS: Final = 64
-"""Behind a part with more chunks than this the next one is short, and waits TINY_CHUNK_PAUSE_S for each of them."""
+"""Behind a part with more chunks than this the next one is short. All connections that wait then do so in turn,
+TINY_CHUNK_PAUSE_S for each chunk."""
 TINY_CHUNKS_BYTES_PER_TURN: Final = 1024
 TINY_CHUNK_PAUSE_S: Final = 5e-6
 TURNED_AWAY_MAX: Final = 1024
@@ -208,7 +209,7 @@ class Http1Protocol(asyncio.Protocol):
                     self._advances_soon = True
                     chunks = self._parser.chunks_read
                     pause_s = chunks * TINY_CHUNK_PAUSE_S if chunks > TINY_CHUNKS else 0
-                    self._loop.call_later(pause_s, self._advance_pending)
+                    self._loop.call_at(self._factory.connections.pause_until_s(pause_s), self._advance_pending)
                     break
         except TopicsError as error:
             self._refuse(error)

@@ -213,10 +213,6 @@ class Routing:
             self._turns.line_up(feed.topic.id)
         self.sources.links.flush()
 
-    def close(self) -> Steps[None]:
-        """End cleanly: `ephemeral` dests go on exactly where they are."""
-        yield from self.feeds.log_ephemeral()
-
     # -- feeds and the table
 
     def _reconcile(self) -> Steps[None]:
