@@ -308,7 +308,7 @@ class _Production:
             raise unseen[0]
 
     async def _send_all(self, carrier: Carrier) -> None:
-        """Send one part after another until the producer is closed. Whoever waits for a record gets any failure."""
+        """Send one part after another until the producer is closed. A failure goes to all who wait for records."""
         records, outcome = self._records, None
         try:
             while True:
