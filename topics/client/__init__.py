@@ -11,6 +11,7 @@ from topics.api.answers import ReadCursorAnswer as CursorPage
 from topics.api.answers import TombstoneAnswer as Tombstone
 from topics.api.requests import NewRecord
 from topics.api.requests import ProducerBody as Producer
+from topics.client.accumulator import ProducerLimits
 from topics.client.attempts import Retry
 from topics.client.clients import AsyncClient, Client
 from topics.client.commands import AsyncCursor, Cursor
@@ -29,6 +30,8 @@ from topics.client.errors import (
     TopicFullError,
     UnreachableError,
 )
+from topics.client.producers import AsyncProducer, AsyncSentRecord, ProducerOptions, SentRecord
+from topics.client.producers import Producer as RecordProducer
 from topics.client.queue import AsyncJob, AsyncQueue, Job, Queue
 from topics.client.seen import SeenJobs
 from topics.client.shift import Backoff
@@ -40,7 +43,9 @@ __all__ = [
     "AsyncClient",
     "AsyncCursor",
     "AsyncJob",
+    "AsyncProducer",
     "AsyncQueue",
+    "AsyncSentRecord",
     "Backoff",
     "Claimed",
     "ClaimedJob",
@@ -64,10 +69,14 @@ __all__ = [
     "Peeked",
     "PeekedJob",
     "Producer",
+    "ProducerLimits",
+    "ProducerOptions",
     "Queue",
     "Record",
+    "RecordProducer",
     "Retry",
     "SeenJobs",
+    "SentRecord",
     "ServiceBusyError",
     "ServiceFaultError",
     "Tombstone",

@@ -7,6 +7,7 @@ it was certainly not carried out: no connection was made, or the service says th
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -36,6 +37,10 @@ class Retry(msgspec.Struct, frozen=True):
     total_s: float = 60.0
     pause_first_s: float = 0.05
     pause_max_s: float = 2.0
+
+    def for_ever(self) -> Retry:
+        """Return the same pauses without an end."""
+        return msgspec.structs.replace(self, total_s=math.inf)
 
 
 RETRY: Final = Retry()

@@ -246,6 +246,14 @@ def append(
     return _call("POST", answers.AppendAnswer, "topics", topic, body=body, query="return_seqs=false")
 
 
+def append_encoded(topic: str, records: bytes, body: requests.AppendBody) -> Call[answers.AppendAnswer]:
+    """Write records that are a JSON list already; `body` has the rest, a producer or a key among it."""
+    call = _call("POST", answers.AppendAnswer, "topics", topic, body=body, query="return_seqs=false")
+    assert call.body is not None
+    before, behind = call.body.split(b"[]", 1)
+    return msgspec.structs.replace(call, body=b"".join((before, records, behind)))
+
+
 def diff(
     topic: str,
     from_seq: int = 0,

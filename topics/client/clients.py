@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, closing
 from functools import partial
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self, TypeVar, Unpack
 from urllib.parse import urlencode
 
 from topics.client.attempts import RETRY, Attempts, Retry
@@ -18,6 +18,7 @@ from topics.client.commands import AsyncCursor, Commands, Cursor
 from topics.client.errors import NotFoundError
 from topics.client.http import AnswerReader, Event, ServiceAddress, TransportError
 from topics.client.links import AsyncLink, Link, LinkPool, finish, finish_each
+from topics.client.producers import AsyncProducer, Producer, ProducerOptions
 from topics.client.queue import AsyncQueue, Queue
 from topics.client.walks import SILENCE_MAX_S, Following, Item, Tombstones, TopicGone, Walk
 
@@ -45,7 +46,8 @@ class Connection(Commands):
     async def _ask(self, request: bytes) -> AnswerReader:
         return await self._links.ask(request)
 
-    async def _carry_out(self, call: Call[T]) -> T:
+    async def carry_out(self, call: Call[T]) -> T:
+        """Carry out a call and repeat it where that is safe, as a coroutine in both kinds of client."""
         attempts = self._attempts(call.method, call.path, call.repeatable)
         headers = {"Accept": call.accept} if call.accept else {}
         request = self._address.request(call.method, call.target, call.body, headers)
@@ -65,7 +67,7 @@ class Connection(Commands):
     async def _pages(self, walk: Walk[T]) -> AsyncGenerator[Iterable[T], None]:
         call: Call[Any] | None = walk.first
         while call is not None:
-            items, call = walk.take(await self._carry_out(call))
+            items, call = walk.take(await self.carry_out(call))
             yield items
 
     async def _frames(
@@ -74,7 +76,7 @@ class Connection(Commands):
         following = Following(positions, tombstones, options, partial(self._attempts, "GET"))
         while not following.ended():
             if following.wid is None:
-                yield following.begin(await self._carry_out(following.session_call()))
+                yield following.begin(await self.carry_out(following.session_call()))
                 continue
             trouble: Exception | None = None
             try:
@@ -116,6 +118,7 @@ class AsyncClient(Connection):
     ) -> None:
         address = ServiceAddress(url, token, tls)
         super().__init__(address, LinkPool(partial(AsyncLink.connect, address)), retry, sleep)
+        self._connect_again = partial(AsyncClient, url, token=token, tls=tls)
         self._turns = asyncio.Semaphore(REQUESTS_MAX)
 
     async def close(self) -> None:
@@ -134,7 +137,7 @@ class AsyncClient(Connection):
 
     async def call(self, call: Call[T]) -> T:
         """Carry out any call of `topics.client.calls`, and repeat it where that is safe."""
-        return await self._carry_out(call)
+        return await self.carry_out(call)
 
     async def _walk(self, walk: Walk[T]) -> AsyncIterator[T]:
         async for items in self._pages(walk):
@@ -144,6 +147,13 @@ class AsyncClient(Connection):
     def queue(self, topic: str, *, node: str | None = None) -> AsyncQueue:
         """Return a queue for one worker, called `node`; without one its name is made up."""
         return AsyncQueue(self, topic, node)
+
+    def producer(self, topic: str, name: str | None = None, **options: Unpack[ProducerOptions]) -> AsyncProducer:
+        """Return a producer, which batches records, writes each once and in order, and answers each by itself.
+
+        A `name` is that of one writer of this topic: its next life shuts this one out and asks `last` where to go on.
+        """
+        return AsyncProducer(self, partial(self._connect_again, retry=self._retry.for_ever()), topic, name, options)
 
     def cursor(self, topic: str, name: str) -> AsyncCursor:
         """Return a read position that the server keeps (api §10). Its `put` makes it."""
@@ -189,6 +199,7 @@ class Client(Connection):
         address = ServiceAddress(url, token, tls)
         super().__init__(address, LinkPool(partial(Link.connect, address)), retry, pause)
         self._connect_async = partial(AsyncClient, url, token=token, tls=tls, retry=retry)
+        self._connect_again = partial(Client, url, token=token, tls=tls)
 
     def close(self) -> None:
         self._links.close()
@@ -201,7 +212,7 @@ class Client(Connection):
 
     def call(self, call: Call[T]) -> T:
         """Carry out any call of `topics.client.calls`, and repeat it where that is safe."""
-        return finish(self._carry_out(call))
+        return finish(self.carry_out(call))
 
     def _walk(self, walk: Walk[T]) -> Iterator[T]:
         for items in finish_each(self._pages(walk)):
@@ -210,6 +221,13 @@ class Client(Connection):
     def queue(self, topic: str, *, node: str | None = None) -> Queue:
         """Return a queue for one worker, called `node`; without one its name is made up."""
         return Queue(self, self._connect_async, topic, node)
+
+    def producer(self, topic: str, name: str | None = None, **options: Unpack[ProducerOptions]) -> Producer:
+        """Return a producer, which batches records, writes each once and in order, and answers each by itself.
+
+        A `name` is that of one writer of this topic: its next life shuts this one out and asks `last` where to go on.
+        """
+        return Producer(self, partial(self._connect_again, retry=self._retry.for_ever()), topic, name, options)
 
     def cursor(self, topic: str, name: str) -> Cursor:
         """Return a read position that the server keeps (api §10). Its `put` makes it."""
