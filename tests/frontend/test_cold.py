@@ -12,7 +12,7 @@ import pytest
 from topics.core.clock import SystemClock
 from topics.core.errors import TopicsError
 from topics.frontend.entry.limits import COLD_READS
-from topics.frontend.reads.cold import BLOCK_BYTES, IN_FLIGHT_MAX, ColdMissError, ColdTier
+from topics.frontend.reads.cold import BLOCK_BYTES, IN_FLIGHT_MAX, PREFETCH_MAX, ColdMissError, ColdTier
 
 DEADLINE_S = 20.0
 NAME = "0000000000000007/seg-00000000000000000001.data"
@@ -39,7 +39,7 @@ class Gated:
     def unused(self, *_: object) -> Any:
         raise AssertionError("a frontend only reads ranges")
 
-    put = delete = list = exists = len = unused
+    put = delete = list = exists = len = place = unused
 
 
 def on_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -221,5 +221,52 @@ def test_reads_for_which_no_thread_can_be_started_fail_and_keep_no_place() -> No
         assert not store.calls
         await asyncio.gather(*[tier.fetch(miss(0, 10, name)) for name in names[: 2 * IN_FLIGHT_MAX]])
         assert len(store.calls) == 2 * IN_FLIGHT_MAX
+
+    on_loop(test)
+
+
+def test_the_next_block_of_a_sequential_reader_is_on_its_way_before_it_is_needed() -> None:
+    async def test() -> None:
+        store = Gated()
+        tier = ColdTier(store, SystemClock(), 5000)
+
+        async def page(number: int) -> None:
+            await tier.fetch(miss(number * BLOCK_BYTES, number * BLOCK_BYTES + 1))
+            tier.extent(NAME, number * BLOCK_BYTES, number * BLOCK_BYTES + 1, len(BYTES))
+
+        await page(2)
+        assert len(store.calls) == 1, "one page is no sequence"
+        await page(0)
+        await page(1)
+        for _ in range(3):  # pages of one block ask once
+            tier.extent(NAME, BLOCK_BYTES + 5, BLOCK_BYTES + 6, len(BYTES))
+        assert len(store.calls) == 3, "block 2 is kept"
+        tier.extent(NAME, 2 * BLOCK_BYTES, 2 * BLOCK_BYTES + 1, len(BYTES))
+        await until(lambda: len(store.calls) == 4)
+        assert store.calls[-1] == (NAME, 3 * BLOCK_BYTES, BLOCK_BYTES)
+        await page(3)
+        await page(4)
+        assert store.calls[-1] == (NAME, 4 * BLOCK_BYTES, len(BYTES) - 4 * BLOCK_BYTES)
+        assert len(store.calls) == 5, "there is no block behind the last"
+
+    on_loop(test)
+
+
+def test_what_is_fetched_in_advance_takes_no_place_from_readers_when_the_tier_hangs() -> None:
+    async def test() -> None:
+        store = Gated()
+        tier = ColdTier(store, SystemClock(), 5000)
+        names = [f"{NAME}{n}" for n in range(IN_FLIGHT_MAX)]
+        for name in names:
+            await tier.fetch(miss(0, 2 * BLOCK_BYTES, name))
+        store.gate.clear()
+        before = len(store.calls)
+        for name in names:
+            tier.extent(name, 0, 2 * BLOCK_BYTES, len(BYTES))
+        await until(lambda: len(store.calls) == before + PREFETCH_MAX)
+        reader = asyncio.create_task(tier.fetch(miss(0, 10)))
+        await until(lambda: len(store.calls) == before + PREFETCH_MAX + 1)
+        store.gate.set()
+        await reader
 
     on_loop(test)

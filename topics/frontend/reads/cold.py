@@ -2,7 +2,8 @@
 
 A page is made on the event loop from bytes in memory. If it needs others that only the cold tier has, `extent` raises
 ColdMissError. A caller that can wait then awaits `fetch` and makes the page again. Fetched blocks are kept for a while:
-readers that page through a cold segment fetch each once. Each read has its own thread, and there are few. One that
+readers that page through a cold segment fetch each once, and the next one is on its way before it is needed, if there
+is room: a bucket answers a while after it is asked. Each read has its own thread, and there are few. One that
 hangs keeps its place until it returns, long after its readers were told so. The end of the process waits for none.
 """
 
@@ -26,6 +27,8 @@ BLOCK_BYTES: Final = 1 << 20
 CACHE_BYTES: Final = 32 << 20
 """Size of the cache of fetched blocks. It is no less than the longest page needs at once."""
 IN_FLIGHT_MAX: Final = 8
+PREFETCH_MAX: Final = IN_FLIGHT_MAX // 2
+"""Nothing is fetched in advance while so many reads are under way: a tier that hangs leaves places for readers."""
 FRESH_MS: Final = 1000
 """Age up to which a damaged block is not read again, however many readers meet the damage."""
 
@@ -89,6 +92,8 @@ class ColdTier:
             pieces.append(block[0])
         for number in range(first, last + 1):
             self._blocks.move_to_end((name, number))
+        if (name, first - 1) in self._blocks or first < last:
+            self._prefetch(name, last + 1, data_bytes)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces), first * BLOCK_BYTES
 
     def forget(self, name: str) -> bool:
@@ -127,6 +132,14 @@ class ColdTier:
             if error is not None:
                 raise _unavailable(name, str(error)) from error
 
+    def _prefetch(self, name: str, number: int, data_bytes: int) -> None:
+        """Fetch a block that a sequential reader will want, unless others wait. If it fails, that reader will ask."""
+        key = name, number
+        if number * BLOCK_BYTES >= data_bytes or key in self._blocks or key in self._reads:
+            return
+        if not self._waiting and self._in_flight < PREFETCH_MAX:
+            self._begin(name, range(number, number + 1), data_bytes)
+
     def _begin(self, name: str, blocks: range, data_bytes: int) -> None:
         most = limits.COLD_READS.most_count
         if len(self._waiting) >= most:
@@ -163,7 +176,8 @@ class ColdTier:
     def _finish(self, read: _RangedRead, data: bytes, error: Exception | None) -> None:
         self._in_flight -= 1
         self._forget(read)
-        if error is None:
+        # What nobody waits for takes no place from a page that needs more than is kept.
+        if error is None and (read.waiters or len(self._blocks) <= self._blocks_max):
             now_ms = self._clock.monotonic_ms()
             for at, number in enumerate(read.blocks):
                 self._blocks[read.name, number] = data[at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES], now_ms

@@ -159,7 +159,7 @@ class LocatedRecords:
             data = opened.local_data()
             if data is None:
                 if self._stores.cold is None:
-                    why = "is in the cold tier, and this service has none: start it with its former TOPICS_COLD_DIR"
+                    why = "is in the cold tier, and this service has none: set its former TOPICS_COLD_DIR or _URL"
                     message, detail = f"segment {opened.name} {why}", {"segment": opened.name}
                     raise TopicsError("storage_unavailable", message, detail)
                 buffer, base = self._stores.cold.extent(opened.name, base, end, info.data_bytes)
