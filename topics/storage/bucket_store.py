@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 RETRIES_MAX: Final = 3
-"""A request is made again so many times when the bucket throttles, fails or hangs up, within its time-out."""
+"""A request is made again so many times when the bucket throttles, fails or hangs up."""
 CONNECT_MS: Final = 3_000
 _REASON_CHARS_MAX: Final = 400
 _QUERY: Final = re.compile(r"(?<=://)([^\s?]+)\?\S*")
+_OUT_OF_RANGE: Final = re.compile(r"code: 416|[Rr]ange was invalid")
 _TRUE: Final = frozenset({"1", "true"})
 
 
@@ -36,7 +37,7 @@ class BucketStore:
     """The objects below `url`. It holds no connection before its first call, so a process that forks may have it."""
 
     def __init__(self, url: str, timeout_ms: int) -> None:
-        """`timeout_ms` bounds each request; repeats begin within it."""
+        """`timeout_ms` bounds each request; repeats begin within half of it."""
         self._url = url
         self._timeout_ms = timeout_ms
 
@@ -70,10 +71,9 @@ class BucketStore:
         try:
             with self._errors(name):
                 found = get_range(self._bucket, name, start=offset, length=length).to_bytes()
-        except FileNotFoundError:
-            raise
-        except OSError:
-            self._check_end(name, offset + length)
+        except OSError as error:
+            if _OUT_OF_RANGE.search(str(error)):
+                self._check_end(name, offset + length)
             raise
         if len(found) != length:
             self._check_end(name, offset + length)
@@ -126,7 +126,8 @@ class BucketStore:
         }
         retries: RetryConfig = {
             "max_retries": RETRIES_MAX,
-            "retry_timeout": timedelta(milliseconds=self._timeout_ms),
+            # Whoever waits for so long is to hear why it failed, not that it took too long.
+            "retry_timeout": timedelta(milliseconds=self._timeout_ms / 2),
             "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=1), "base": 2},
         }
         return from_url(self._url, client_options=client, retry_config=retries)

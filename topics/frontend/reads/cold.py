@@ -137,7 +137,8 @@ class ColdTier:
         key = name, number
         if number * BLOCK_BYTES >= data_bytes or key in self._blocks or key in self._reads:
             return
-        if not self._waiting and self._in_flight < PREFETCH_MAX:
+        has_room = self._blocks_max >= IN_FLIGHT_MAX  # a small cache would lose what its readers are about to read
+        if has_room and not self._waiting and self._in_flight < PREFETCH_MAX:
             self._begin(name, range(number, number + 1), data_bytes)
 
     def _begin(self, name: str, blocks: range, data_bytes: int) -> None:
@@ -176,8 +177,7 @@ class ColdTier:
     def _finish(self, read: _RangedRead, data: bytes, error: Exception | None) -> None:
         self._in_flight -= 1
         self._forget(read)
-        # What nobody waits for takes no place from a page that needs more than is kept.
-        if error is None and (read.waiters or len(self._blocks) <= self._blocks_max):
+        if error is None:
             now_ms = self._clock.monotonic_ms()
             for at, number in enumerate(read.blocks):
                 self._blocks[read.name, number] = data[at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES], now_ms
