@@ -229,25 +229,26 @@ def test_the_next_block_of_a_sequential_reader_is_on_its_way_before_it_is_needed
     async def test() -> None:
         store = Gated()
         tier = ColdTier(store, SystemClock(), 5000)
+        following = ("another", 10)
 
-        async def page(number: int) -> None:
-            await tier.fetch(miss(number * BLOCK_BYTES, number * BLOCK_BYTES + 1))
-            tier.extent(NAME, number * BLOCK_BYTES, number * BLOCK_BYTES + 1, len(BYTES))
+        async def page(start: int, end: int) -> None:
+            await tier.fetch(miss(start, end))
+            tier.extent(NAME, start, end, len(BYTES), following)
 
-        await page(2)
-        assert len(store.calls) == 1, "one page is no sequence"
-        await page(0)
-        await page(1)
-        for _ in range(3):  # pages of one block ask once
-            tier.extent(NAME, BLOCK_BYTES + 5, BLOCK_BYTES + 6, len(BYTES))
-        assert len(store.calls) == 3, "block 2 is kept"
-        tier.extent(NAME, 2 * BLOCK_BYTES, 2 * BLOCK_BYTES + 1, len(BYTES))
-        await until(lambda: len(store.calls) == 4)
-        assert store.calls[-1] == (NAME, 3 * BLOCK_BYTES, BLOCK_BYTES)
-        await page(3)
-        await page(4)
-        assert store.calls[-1] == (NAME, 4 * BLOCK_BYTES, len(BYTES) - 4 * BLOCK_BYTES)
-        assert len(store.calls) == 5, "there is no block behind the last"
+        half = BLOCK_BYTES // 2
+        await page(3 * BLOCK_BYTES, 3 * BLOCK_BYTES + 10)
+        await page(0, 10)
+        assert len(store.calls) == 2, "one page here and there is no sequence"
+        await page(10, half)
+        await until(lambda: len(store.calls) == 3)
+        assert store.calls[-1] == (NAME, BLOCK_BYTES, BLOCK_BYTES)
+        await page(half, BLOCK_BYTES + half)
+        await page(BLOCK_BYTES + half, 3 * BLOCK_BYTES)
+        assert [call[1] for call in store.calls[3:]] == [2 * BLOCK_BYTES], "block 3 was there"
+        await page(3 * BLOCK_BYTES, 4 * BLOCK_BYTES)
+        await page(4 * BLOCK_BYTES, len(BYTES))
+        await until(lambda: store.calls[-1][0] == "another")
+        assert store.calls[-1] == ("another", 0, 10), "behind the last block the next object begins"
 
     on_loop(test)
 
@@ -258,11 +259,12 @@ def test_what_is_fetched_in_advance_takes_no_place_from_readers_when_the_tier_ha
         tier = ColdTier(store, SystemClock(), 5000)
         names = [f"{NAME}{n}" for n in range(IN_FLIGHT_MAX)]
         for name in names:
-            await tier.fetch(miss(0, 2 * BLOCK_BYTES, name))
+            await tier.fetch(miss(0, BLOCK_BYTES, name))
+            tier.extent(name, 0, 10, len(BYTES))
         store.gate.clear()
         before = len(store.calls)
         for name in names:
-            tier.extent(name, 0, 2 * BLOCK_BYTES, len(BYTES))
+            tier.extent(name, 10, 20, len(BYTES))
         await until(lambda: len(store.calls) == before + PREFETCH_MAX)
         reader = asyncio.create_task(tier.fetch(miss(0, 10)))
         await until(lambda: len(store.calls) == before + PREFETCH_MAX + 1)

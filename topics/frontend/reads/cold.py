@@ -29,6 +29,8 @@ CACHE_BYTES: Final = 32 << 20
 IN_FLIGHT_MAX: Final = 8
 PREFETCH_MAX: Final = IN_FLIGHT_MAX // 2
 """Nothing is fetched in advance while so many reads are under way: a tier that hangs leaves places for readers."""
+ENDS_MAX: Final = 256
+"""So many readers are known by the place where their last page ended."""
 FRESH_MS: Final = 1000
 """Age up to which a damaged block is not read again, however many readers meet the damage."""
 
@@ -78,11 +80,19 @@ class ColdTier:
         self._blocks_max = cache_bytes // BLOCK_BYTES
         self._reads: dict[tuple[str, int], _RangedRead] = {}
         """Reads that are waiting or under way, by each of their blocks."""
+        self._ends: OrderedDict[tuple[str, int], None] = OrderedDict()
+        """The places where sequential readers may go on, the oldest first."""
         self._waiting: deque[_RangedRead] = deque()
         self._in_flight = 0
 
-    def extent(self, name: str, start: int, end: int, data_bytes: int) -> tuple[bytes, int]:
-        """Return bytes that include start..end of an object of `data_bytes`, and their start. Raise ColdMissError."""
+    def extent(
+        self, name: str, start: int, end: int, data_bytes: int, following: tuple[str, int] | None = None
+    ) -> tuple[bytes, int]:
+        """Return bytes that include start..end of an object of `data_bytes`, and their start. Raise ColdMissError.
+
+        Who begins where another read ended is taken for a sequential reader: the next block is fetched in advance, and
+        behind the last one the first of the object that is `following` (its name and size).
+        """
         pieces = []
         first, last = start // BLOCK_BYTES, (end - 1) // BLOCK_BYTES
         for number in range(first, last + 1):
@@ -92,8 +102,16 @@ class ColdTier:
             pieces.append(block[0])
         for number in range(first, last + 1):
             self._blocks.move_to_end((name, number))
-        if (name, first - 1) in self._blocks or first < last:
+        is_sequential = (name, start) in self._ends
+        self._ends.pop((name, start), None)
+        self._ends[name, end] = None
+        if is_sequential and (last + 1) * BLOCK_BYTES < data_bytes:
             self._prefetch(name, last + 1, data_bytes)
+        elif is_sequential and following is not None:
+            self._ends[following[0], 0] = None
+            self._prefetch(following[0], 0, following[1])
+        while len(self._ends) > ENDS_MAX:
+            self._ends.popitem(last=False)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces), first * BLOCK_BYTES
 
     def forget(self, name: str) -> bool:
