@@ -29,8 +29,8 @@ CACHE_BYTES: Final = 32 << 20
 IN_FLIGHT_MAX: Final = 8
 PREFETCH_MAX: Final = IN_FLIGHT_MAX // 2
 """Nothing is fetched in advance while so many reads are under way: a tier that hangs leaves places for readers."""
-ENDS_MAX: Final = 256
-"""So many readers are known by the place where their last page ended."""
+LAST_MAX: Final = 256
+"""Of so many objects it is known where they were read last."""
 FRESH_MS: Final = 1000
 """Age up to which a damaged block is not read again, however many readers meet the damage."""
 
@@ -80,8 +80,8 @@ class ColdTier:
         self._blocks_max = cache_bytes // BLOCK_BYTES
         self._reads: dict[tuple[str, int], _RangedRead] = {}
         """Reads that are waiting or under way, by each of their blocks."""
-        self._ends: OrderedDict[tuple[str, int], None] = OrderedDict()
-        """The places where sequential readers may go on, the oldest first."""
+        self._last: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        """Start and end of the last read of each object, the oldest first."""
         self._waiting: deque[_RangedRead] = deque()
         self._in_flight = 0
 
@@ -90,7 +90,7 @@ class ColdTier:
     ) -> tuple[bytes, int]:
         """Return bytes that include start..end of an object of `data_bytes`, and their start. Raise ColdMissError.
 
-        Who begins where another read ended is taken for a sequential reader: the next block is fetched in advance, and
+        Who begins within what was read last, or at its end, is taken for a sequential reader: the next block is fetched in advance, and
         behind the last one the first of the object that is `following` (its name and size).
         """
         pieces = []
@@ -102,16 +102,16 @@ class ColdTier:
             pieces.append(block[0])
         for number in range(first, last + 1):
             self._blocks.move_to_end((name, number))
-        is_sequential = (name, start) in self._ends
-        self._ends.pop((name, start), None)
-        self._ends[name, end] = None
+        last_start, last_end = self._last.pop(name, (end, end))
+        self._last[name] = start, end
+        is_sequential = last_start < start <= last_end
         if is_sequential and (last + 1) * BLOCK_BYTES < data_bytes:
             self._prefetch(name, last + 1, data_bytes)
         elif is_sequential and following is not None:
-            self._ends[following[0], 0] = None
+            self._last.setdefault(following[0], (-1, 0))
             self._prefetch(following[0], 0, following[1])
-        while len(self._ends) > ENDS_MAX:
-            self._ends.popitem(last=False)
+        while len(self._last) > LAST_MAX:
+            self._last.popitem(last=False)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces), first * BLOCK_BYTES
 
     def forget(self, name: str) -> bool:
