@@ -1,4 +1,4 @@
-"""What a cold tier in a bucket costs: requests and bytes, and cold reads behind a bucket that adds 20 ms a request.
+"""Measures a cold tier in a bucket: requests, bytes, and cold reads where the bucket adds 20 ms a request.
 
 `python -m bench.bucket [records]`: a service, a proxy that counts and delays, and an S3 server (moto), all here.
 """

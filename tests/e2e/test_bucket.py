@@ -29,7 +29,7 @@ def made(s3: Proxy, url: str, **settings: str) -> Service:
 
 @pytest.fixture
 def store(s3: Proxy, bucket_url: str, monkeypatch: pytest.MonkeyPatch) -> BucketStore:
-    """What is in the bucket, for the test itself."""
+    """The bucket as the test itself sees it."""
     for name, value in s3_env(s3.upstream_port).items():
         monkeypatch.setenv(name, value)
     return BucketStore(f"{bucket_url}/topics", 5000)
@@ -164,7 +164,7 @@ def test_a_kill_in_the_midst_of_a_put_leaves_nothing_that_is_needed(
 
 
 def test_orphans_in_the_bucket_go(s3: Proxy, bucket_url: str, store: BucketStore) -> None:
-    """Objects of a segment that is hot, or is no more, go after two snapshots; what is no segment stays."""
+    """Objects of a segment that is hot, or was dropped, go after two snapshots; what is no segment stays."""
     with made(s3, bucket_url) as service:
         values = fill(service)
         all_cold(service, store)

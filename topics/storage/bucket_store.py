@@ -126,7 +126,7 @@ class BucketStore:
         }
         retries: RetryConfig = {
             "max_retries": RETRIES_MAX,
-            # Whoever waits for so long is to hear why it failed, not that it took too long.
+            # A reader that waits so long is to hear why it failed, not that it took too long.
             "retry_timeout": timedelta(milliseconds=self._timeout_ms / 2),
             "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=1), "base": 2},
         }

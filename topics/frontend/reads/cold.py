@@ -30,7 +30,7 @@ IN_FLIGHT_MAX: Final = 8
 PREFETCH_MAX: Final = IN_FLIGHT_MAX // 2
 """Nothing is fetched in advance while so many reads are under way: a tier that hangs leaves places for readers."""
 LAST_MAX: Final = 256
-"""Of so many objects it is known where they were read last."""
+"""The tier remembers of so many objects where they were read last."""
 FRESH_MS: Final = 1000
 """Age up to which a damaged block is not read again, however many readers meet the damage."""
 
@@ -90,8 +90,8 @@ class ColdTier:
     ) -> tuple[bytes, int]:
         """Return bytes that include start..end of an object of `data_bytes`, and their start. Raise ColdMissError.
 
-        Who begins within what was read last, or at its end, is taken for a sequential reader: the next block is fetched in advance, and
-        behind the last one the first of the object that is `following` (its name and size).
+        Who begins within what was read last, or at its end, is taken for a sequential reader: the next block is fetched
+        in advance, and behind the last one the first of the object that is `following` (its name and size).
         """
         pieces = []
         first, last = start // BLOCK_BYTES, (end - 1) // BLOCK_BYTES
