@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from functools import partial
 
 import httpx
 import pytest
@@ -151,7 +152,7 @@ def test_a_kill_in_the_midst_of_a_put_leaves_nothing_that_is_needed(
             s3.reset()
             with s3.failing(fault, method):
                 values += fill(service, 300, len(values))
-                poll("a request that hangs", lambda method=method: s3.requests[method], DEADLINE_S)
+                poll("a request that hangs", partial(s3.requests.get, method), DEADLINE_S)
                 service.kill_group()
             service.start()
         values += fill(service, 150, len(values))

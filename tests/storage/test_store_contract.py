@@ -50,7 +50,7 @@ def test_what_was_put_is_read_listed_and_deleted(store: SegmentStore, place: str
     assert not store.exists(NAME)
     store.delete(NAME)
     store.put(OTHER, [b"other"])
-    store.put(NAME, iter([b"some", memoryview(b"thing")]))
+    store.put(NAME, iter((b"some", b"thing")))
     store.put(EMPTY, [])
     assert store.exists(NAME)
     assert (store.len(NAME), store.len(EMPTY)) == (9, 0)
