@@ -149,7 +149,7 @@ peers: $(STAMP) ## beside Redis, NATS JetStream and PostgreSQL: the same work in
 lock: ## pin the dependencies again
 	$(PYTHON) -m venv $(VENV)-lock
 	$(VENV)-lock/bin/python -m pip install --quiet --disable-pip-version-check pip-tools
-	$(VENV)-lock/bin/pip-compile --quiet --strip-extras --extra server --extra spark --extra delta --extra dev --generate-hashes --allow-unsafe \
+	$(VENV)-lock/bin/pip-compile --quiet --strip-extras --extra server --extra spark --extra delta --extra bucket --extra dev --generate-hashes --allow-unsafe \
 	  --no-emit-index-url --no-emit-trusted-host --no-emit-find-links --no-header --output-file requirements.lock pyproject.toml
 	rm -rf $(VENV)-lock
 

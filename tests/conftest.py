@@ -14,6 +14,7 @@ import hypothesis
 import pytest
 from httpx._transports import default as transports
 
+from tests.buckets import Proxy, S3Server
 from tests.harness import Service, open_services
 
 # Its deadline of 200 ms for an example is one for the machine, which may stand still for longer.
@@ -63,3 +64,28 @@ def pytest_configure(config: Any) -> None:
     # A service started by a test must never be answered for by a proxy of the developer's shell.
     for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         os.environ.pop(name, None)
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    server = S3Server()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def s3(s3_server: S3Server) -> Iterator[Proxy]:
+    """A proxy before the S3 server."""
+    proxy = Proxy(s3_server.port)
+    try:
+        yield proxy
+    finally:
+        proxy.close()
+
+
+@pytest.fixture
+def bucket_url(s3_server: S3Server) -> str:
+    """A bucket and a prefix that no other test uses."""
+    return f"s3://{s3_server.new_bucket()}/some/prefix"

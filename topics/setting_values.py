@@ -65,6 +65,25 @@ def path_name(help: str) -> Variable:
     return Variable(parse, "a path", help)
 
 
+class RefusedValueError(ValueError):
+    """A value that no message may repeat. The text says what is wrong with it."""
+
+
+def bucket_url(help: str) -> Variable:
+    def parse(raw: object) -> str:
+        text = _text(raw)
+        if "@" in text or "?" in text or "#" in text:
+            raise RefusedValueError(
+                "has credentials or options in the URL, where logs and command lines would show them; keep the URL to"
+                " scheme, bucket and prefix, and put credentials into the provider's variables (AWS_ACCESS_KEY_ID, …)"
+            )
+        if not _BUCKET_URL.fullmatch(text):
+            raise ValueError
+        return text.rstrip("/")
+
+    return Variable(parse, "s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///directory", help)
+
+
 def ratio(help: str) -> Variable:
     def parse(raw: object) -> float:
         if isinstance(raw, bool) or not isinstance(raw, str | int | float):
@@ -168,6 +187,7 @@ def _split_host(raw: object) -> tuple[str, int | None]:
 
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9._~-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
 _HOST_NAME: Final = re.compile(r"[a-z0-9._-]+|[0-9a-f:.]+")
+_BUCKET_URL: Final = re.compile(r"(?:(?:s3|gs|az)://[A-Za-z0-9._-]+|file://)(?:/[^/\s]+)*/?")
 
 
 def _split(raw: object, like: re.Pattern[str]) -> tuple[str, ...]:

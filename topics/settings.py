@@ -13,6 +13,7 @@ import stat
 import sys
 import tomllib
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Annotated, Any, Final, Literal, NamedTuple, get_type_hints
 
 import msgspec
@@ -23,8 +24,10 @@ from topics.setting_values import (
     KIB,
     MIB,
     PIB,
+    RefusedValueError,
     Variable,
     address,
+    bucket_url,
     byte_size,
     choice,
     count,
@@ -111,10 +114,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     cold_dir: Annotated[
         str | None, path_name("where older sealed segments go; without it all stay in the data directory")
     ] = None
+    cold_url: Annotated[
+        str | None,
+        bucket_url("where older sealed segments go instead: a bucket; credentials by the provider's usual variables"),
+    ] = None
     hot_retain_segments: Annotated[int, count("sealed segments of a topic that stay in the data directory")] = 4
     hot_retain_bytes: Annotated[int, byte_size(0, PIB, "bytes of them that stay, if that is less; 0 = any")] = 0
     cold_read_timeout_ms: Annotated[
-        int, integer(1, 600_000, "how long a read waits for the cold directory before it is refused")
+        int, integer(1, 600_000, "how long a read waits for the cold tier before it is refused")
     ] = 5000
     ring_bytes: Annotated[
         int, byte_size(64 * KIB, 1 * GIB, "request ring between a frontend and a shard; the reply ring has a quarter")
@@ -147,6 +154,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def compactor_grace_ms(self) -> int:
         """The part of the grace for the compactor's last cut; without it the next start reads more of the logs."""
         return self.shutdown_grace_ms // 4
+
+    @property
+    def cold_place(self) -> str | None:
+        """The directory or the URL that older sealed segments go to (`storage.segment_store.open_store`)."""
+        return self.cold_dir or self.cold_url
 
     def masked(self) -> dict[str, Any]:
         """Return every setting by name, fit for a log line: of keys only how many there are."""
@@ -217,6 +229,8 @@ def load(
             values[name] = variable.parse(raw)
         except KeysError as error:
             problems += [f"{place}: {problem}" for problem in error.problems]
+        except RefusedValueError as error:
+            problems.append(f"{place}: {error}")
         except ValueError:
             shown = place if name in SECRET else f"{place}={raw!s}"
             problems.append(f"{shown}: must be {variable.allowed}")
@@ -250,6 +264,12 @@ def load(
         problems.append(
             f"{given['cold_dir'].place}={given['cold_dir'].raw}: is the data directory itself; name one on the slower"
             f" disk, or leave it unset"
+        )
+    if settings.cold_dir is not None and settings.cold_url is not None:
+        problems.append(f"{given['cold_url'].place}: {given['cold_dir'].place} is set as well; set one of them")
+    if settings.cold_url is not None and find_spec("obstore") is None:
+        problems.append(
+            f"{given['cold_url'].place}: needs the package obstore; install it with pip install 'topicsd[bucket]'"
         )
     if problems:
         raise SettingsError(problems)

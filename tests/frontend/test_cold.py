@@ -12,7 +12,7 @@ import pytest
 from topics.core.clock import SystemClock
 from topics.core.errors import TopicsError
 from topics.frontend.entry.limits import COLD_READS
-from topics.frontend.reads.cold import BLOCK_BYTES, IN_FLIGHT_MAX, ColdMissError, ColdTier
+from topics.frontend.reads.cold import BLOCK_BYTES, IN_FLIGHT_MAX, PREFETCH_MAX, ColdMissError, ColdTier
 
 DEADLINE_S = 20.0
 NAME = "0000000000000007/seg-00000000000000000001.data"
@@ -39,7 +39,7 @@ class Gated:
     def unused(self, *_: object) -> Any:
         raise AssertionError("a frontend only reads ranges")
 
-    put = delete = list = exists = len = unused
+    put = delete = list = exists = len = place = unused
 
 
 def on_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -221,5 +221,54 @@ def test_reads_for_which_no_thread_can_be_started_fail_and_keep_no_place() -> No
         assert not store.calls
         await asyncio.gather(*[tier.fetch(miss(0, 10, name)) for name in names[: 2 * IN_FLIGHT_MAX]])
         assert len(store.calls) == 2 * IN_FLIGHT_MAX
+
+    on_loop(test)
+
+
+def test_the_next_block_of_a_sequential_reader_is_on_its_way_before_it_is_needed() -> None:
+    async def test() -> None:
+        store = Gated()
+        tier = ColdTier(store, SystemClock(), 5000)
+        following = ("another", 10)
+
+        async def page(start: int, end: int) -> None:
+            await tier.fetch(miss(start, end))
+            tier.extent(NAME, start, end, len(BYTES), following)
+
+        half = BLOCK_BYTES // 2
+        await page(3 * BLOCK_BYTES, 3 * BLOCK_BYTES + 10)
+        await page(0, 10)
+        assert len(store.calls) == 2, "one page here and there is no sequence"
+        await page(10, half)
+        await until(lambda: len(store.calls) == 3)
+        assert store.calls[-1] == (NAME, BLOCK_BYTES, BLOCK_BYTES)
+        await page(half, BLOCK_BYTES + half)
+        await page(BLOCK_BYTES + half, 3 * BLOCK_BYTES)
+        assert [call[1] for call in store.calls[3:]] == [2 * BLOCK_BYTES], "block 3 was there"
+        await page(3 * BLOCK_BYTES, 4 * BLOCK_BYTES)
+        await page(4 * BLOCK_BYTES, len(BYTES))
+        await until(lambda: store.calls[-1][0] == "another")
+        assert store.calls[-1] == ("another", 0, 10), "behind the last block the next object begins"
+
+    on_loop(test)
+
+
+def test_what_is_fetched_in_advance_takes_no_place_from_readers_when_the_tier_hangs() -> None:
+    async def test() -> None:
+        store = Gated()
+        tier = ColdTier(store, SystemClock(), 5000)
+        names = [f"{NAME}{n}" for n in range(IN_FLIGHT_MAX)]
+        for name in names:
+            await tier.fetch(miss(0, BLOCK_BYTES, name))
+            tier.extent(name, 0, 10, len(BYTES))
+        store.gate.clear()
+        before = len(store.calls)
+        for name in names:
+            tier.extent(name, 10, 20, len(BYTES))
+        await until(lambda: len(store.calls) == before + PREFETCH_MAX)
+        reader = asyncio.create_task(tier.fetch(miss(0, 10)))
+        await until(lambda: len(store.calls) == before + PREFETCH_MAX + 1)
+        store.gate.set()
+        await reader
 
     on_loop(test)

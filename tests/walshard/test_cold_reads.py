@@ -35,7 +35,7 @@ class Store:
     def unused(self, *_: object) -> Any:
         raise AssertionError("routers only read ranges")
 
-    put = delete = list = exists = len = unused
+    put = delete = list = exists = len = place = unused
 
 
 def failing(name: str) -> bytes:

@@ -26,9 +26,11 @@ _CODES: Final = """exit codes:
 def fill(parser: argparse.ArgumentParser) -> None:
     parser.epilog, parser.formatter_class = _CODES, argparse.RawDescriptionHelpFormatter
     parser.add_argument("data_dir", metavar="DIR", help="the service's TOPICS_DATA_DIR")
-    parser.add_argument(
+    cold = parser.add_mutually_exclusive_group()
+    cold.add_argument(
         "--cold-dir", metavar="DIR", help="the service's TOPICS_COLD_DIR: check the cold segments' data as well"
     )
+    cold.add_argument("--cold-url", metavar="URL", help="the same for TOPICS_COLD_URL: every object is read")
     parser.add_argument("--json", action="store_true", help="print one JSON object with all findings")
     parser.set_defaults(command=_run)
 
@@ -36,7 +38,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     try:
         with progress("B", 0) as bar:
-            report = verify(options.data_dir, partial(_show, bar), options.cold_dir)
+            report = verify(options.data_dir, partial(_show, bar), options.cold_dir or options.cold_url)
     except (DataDirLocked, NotADataDir) as refusal:
         print(f"topics verify: {refusal}", file=sys.stderr)
         return EXIT_USAGE

@@ -17,7 +17,7 @@ from topics.compactor.compactor import Compactor, CutTimes
 from topics.compactor.follower import Follower, LogTail, MarkedIndex, ShardLink, TailLost
 from topics.compactor.leftovers import Leftovers
 from topics.compactor.life import HEARTBEAT_MS, ClockNote, Life, Stopped
-from topics.compactor.relocation import HotRetention, Relocation
+from topics.compactor.relocation import HotRetention, Relocation, object_names
 from topics.compactor.rewriting import ColdFetch, Rewriting
 from topics.compactor.segment_building import SealAt
 from topics.compactor.snapshots import Snapshots
@@ -32,7 +32,7 @@ from topics.storage import kill_points, layout
 from topics.storage.filesystem import FileSystem, OsFileSystem, boot_id, syncfs_reports_errors
 from topics.storage.logfile import RefusedLog, WalPosition
 from topics.storage.pins import Pinned, pins_dir, read_pinned
-from topics.storage.segment_store import LocalStore
+from topics.storage.segment_store import SegmentStore, open_store
 from topics.storage.snapshot import ShardPart, UnknownSnapshotVersion, load_snapshot
 from topics.storage.wal import room_left_bytes
 
@@ -112,19 +112,22 @@ def build(
         return read_pinned(fs, pins, clock.monotonic_ms())
 
     relocation = fetch = None
-    if settings.cold_dir is not None:
+    if settings.cold_place is not None:
         retention = HotRetention(settings.hot_retain_segments, settings.hot_retain_bytes)
         topics_dir = layout.topics_dir(settings.data_dir)
-        cold_topics_dir = layout.topics_dir(settings.cold_dir)
-        has_cold = any(
-            info.flags & COLD
-            for follower in followers
-            for topic in follower.fold.topics.values()
-            for info in follower.index_of(topic).segments
+        one_cold = next(
+            (
+                object_names(topic.id, info.first_seq, info.version)[-1]
+                for follower in followers
+                for topic in follower.fold.topics.values()
+                for info in follower.index_of(topic).segments
+                if info.flags & COLD
+            ),
+            None,
         )
-        store = LocalStore(fs, cold_topics_dir, apart_from=topics_dir, new=not has_cold)
-        if has_cold:
-            helper.submit(_check_cold, fs, cold_topics_dir)
+        store = open_store(fs, settings.cold_place, apart_from=topics_dir, new=one_cold is None)
+        if one_cold is not None:
+            helper.submit(_check_cold, store, one_cold)
         wake = shared.compactor_wake.signal_always
         relocation = Relocation(fs, settings.data_dir, store, retention, helper, clock, pinned, wake)
         fetch = ColdFetch(fs, settings.data_dir, store, helper)
@@ -146,18 +149,19 @@ def build(
     return compactor
 
 
-def _check_cold(fs: FileSystem, cold_topics_dir: str) -> None:
-    """Log an error when the cold directory is empty or unreadable. On the helper's thread, because it may hang."""
+def _check_cold(store: SegmentStore, name: str) -> None:
+    """Log an error when the cold tier does not have this object. On the helper's thread, because it may hang."""
     try:
-        if fs.listdir(cold_topics_dir):
+        if store.exists(name):
             return
-        reason = "it is empty"
+        reason = f"{store.place(name)} is missing"
     except OSError as error:
         reason = str(error)
     log.error(
-        "segments are in the cold tier, and nothing is in its directory: reads of them fail",
+        "segments are in the cold tier, which is not there or does not have them: reads of them fail",
         reason=reason,
-        way_out="mount its disk or restore it, which needs no restart, or set TOPICS_COLD_DIR to where it is",
+        way_out="mount its disk, restore it or let this service in, which needs no restart,"
+        " or set TOPICS_COLD_DIR or TOPICS_COLD_URL to where it is",
     )
 
 

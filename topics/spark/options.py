@@ -6,9 +6,15 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec
 from typing import Final, Literal, TypeVar
 
 import msgspec
+
+from topics.setting_values import RefusedValueError, bucket_url
+from topics.storage.filesystem import OsFileSystem
+from topics.storage.segment_store import SegmentStore, open_store
 
 _OURS = re.compile(r"(^|\s)topics\.[\w.]+Error: ")
 _TRACEBACK = "Traceback (most recent call last):"
@@ -50,7 +56,7 @@ DefaultT = TypeVar("DefaultT", int, None)
 READ_OPTIONS: Final = (
     "url token subscribe subscribePattern startingOffsets endingOffsets startingTimestamp maxOffsetsPerTrigger "
     "minPartitions maxRecordsPerPartition failOnDataLoss tombstones node includeTags includeMeta schema mode dataDir "
-    "coldDir pushFilters"
+    "coldDir coldUrl pushFilters"
 )
 WRITE_OPTIONS: Final = "url token topic sink recordsPerStage recordsPerSecond"
 _SPARKS_OWN: Final = frozenset({"checkpointlocation", "path", "queryname"})
@@ -78,10 +84,23 @@ class Positions(msgspec.Struct, frozen=True):
 
 
 class Directories(msgspec.Struct, frozen=True):
-    """The service's directories as they are mounted where the tasks run."""
+    """The service's directories as they are mounted where the tasks run. `cold` may be the URL of a bucket."""
 
     data: str
     cold: str | None
+
+    @property
+    def cold_store(self) -> SegmentStore | None:
+        """The bucket; None for a directory."""
+        return None if self.cold is None or "://" not in self.cold else _store_of(self.cold)
+
+
+@cache
+def _store_of(url: str) -> SegmentStore:
+    """Return the bucket's store, one for each process: it keeps connections."""
+    if find_spec("obstore") is None:
+        raise OptionError(f"{url} needs the package obstore where tasks run: pip install 'topicsd[bucket]'")
+    return open_store(OsFileSystem(), url)
 
 
 class ReadOptions(msgspec.Struct, frozen=True):
@@ -171,9 +190,19 @@ def _directories(options: _GivenOptions) -> Directories | None:
     modes: tuple[Literal["http", "segments"], ...] = ("http", "segments")
     mode = options.choice("mode", modes, "http")
     data, cold = options.text("dataDir", "") or None, options.text("coldDir", "") or None
+    cold_url = options.text("coldUrl", "")
+    if cold_url:
+        if cold is not None:
+            raise OptionError("give only one of coldDir and coldUrl")
+        try:
+            cold = bucket_url("").parse(cold_url)
+        except RefusedValueError as refused:
+            raise OptionError(f"option coldUrl {refused}") from None
+        except ValueError:
+            raise OptionError(f"option coldUrl={cold_url!r} must be {bucket_url('').allowed}") from None
     if mode == "http":
         if data or cold:
-            raise OptionError("dataDir and coldDir are for mode=segments; mode=http needs no directory")
+            raise OptionError("dataDir, coldDir and coldUrl are for mode=segments; mode=http needs none of them")
         return None
     if data is None:
         raise OptionError("mode=segments needs the option dataDir: TOPICS_DATA_DIR as it is mounted where tasks run")

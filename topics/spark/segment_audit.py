@@ -62,8 +62,13 @@ def audit_segment(topic: str, segment: ManifestSegment, earliest_seq: int, direc
         found.findings.append(AuditFinding(topic, kind, path, offset, reason, segment.first_seq, segment.last_seq))
 
     contents: list[bytes] = []
+    store = directories.cold_store if cold else None
     for path in (idx_path, data_path, os.path.splitext(idx_path)[0] + ".tags"):
         try:
+            if path == data_path and store is not None:
+                name = segment.data_path.removeprefix("topics/")
+                contents.append(store.read_range(name, 0, store.len(name)))
+                continue
             with open(path, "rb") as file:
                 contents.append(file.read())
         except FileNotFoundError:

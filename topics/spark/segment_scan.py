@@ -41,7 +41,8 @@ _log = logging.getLogger("topics.spark")
 def check_directories(directories: Directories, segments: Iterable[ManifestSegment]) -> None:
     """Raise OptionError if a directory has nothing of the service, though one of `segments` should be there."""
     any_cold = any(segment.tier == "cold" for segment in segments)
-    for option, path in (("dataDir", directories.data), ("coldDir", directories.cold if any_cold else None)):
+    cold = directories.cold if any_cold and directories.cold_store is None else None
+    for option, path in (("dataDir", directories.data), ("coldDir", cold)):
         if path is not None and not os.path.isdir(os.path.join(path, "topics")):
             raise OptionError(
                 f"option {option}={path!r}: there is no directory topics in it on this machine; give the service's "
@@ -64,16 +65,22 @@ class SegmentScan:
         data_root = directories.data if segment.tier == "hot" else directories.cold
         if data_root is None:
             raise FileNotFoundError(
-                2, "it is in the cold directory, and the option coldDir is not set", segment.data_path
+                2, "it is in the cold tier, and neither coldDir nor coldUrl is set", segment.data_path
             )
         self._data_path = os.path.join(data_root, segment.data_path)
-        self._data_fd = os.open(self._data_path, os.O_RDONLY | os.O_CLOEXEC)
+        self._store = None if segment.tier == "hot" else directories.cold_store
+        self._name = segment.data_path.removeprefix("topics/")
+        if self._store is None:
+            self._data_fd = os.open(self._data_path, os.O_RDONLY | os.O_CLOEXEC)
+        elif not self._store.exists(self._name):
+            raise FileNotFoundError(2, "it is not in the bucket", self._data_path)
 
     def __enter__(self) -> SegmentScan:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._data_fd)
+        if self._store is None:
+            os.close(self._data_fd)
 
     def read(self, from_seq: int, to_seq: int) -> Iterator[Records | Gap]:
         """Yield the records and gaps of from_seq + 1..to_seq, as far as they are in this segment, in order."""
@@ -145,15 +152,25 @@ class SegmentScan:
         at = (first_seq - segment.first_seq) * ENTRY_LEN
         starts, end = segment_arrow.extent(entries, segment.data_bytes, self._idx_path, at)
         base = int(starts[0])
-        buffer = os.pread(self._data_fd, end - base, base) if end else b""
-        while len(buffer) < end - base:
-            piece = os.pread(self._data_fd, end - base - len(buffer), base + len(buffer))
-            if not piece:
-                raise CorruptSegment(self._data_path, base + len(buffer), f"the file ends there, {end} bytes are due")
-            buffer += piece
+        buffer = self._data(base, end) if end else b""
         starts = starts - base
         segment_arrow.check_frames(self._data_path, buffer, base, first_seq, entries, starts)
         return buffer, starts
+
+    def _data(self, start: int, end: int) -> bytes:
+        """Read bytes start..end of the data."""
+        if self._store is not None:
+            try:
+                return self._store.read_range(self._name, start, end - start)
+            except EOFError as short:
+                raise CorruptSegment(self._data_path, start, str(short)) from short
+        found = b""
+        while len(found) < end - start:
+            piece = os.pread(self._data_fd, end - start - len(found), start + len(found))
+            if not piece:
+                raise CorruptSegment(self._data_path, start + len(found), f"the file ends there, {end} bytes are due")
+            found += piece
+        return found
 
     def _damaged(self, first_seq: int, last_seq: int, damage: CorruptSegment) -> Gap:
         _log.error("topic %s: records %s to %s: %s", self._topic, first_seq, last_seq, damage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left
 from collections.abc import Sequence
 from enum import StrEnum
@@ -16,6 +17,7 @@ from topics.storage.filesystem import FileSystem, read_all
 from topics.storage.postings import CorruptPostings, Postings
 from topics.storage.segment import ENTRY_FLAGS_AT, ENTRY_LEN
 from topics.storage.segment_reader import SegmentReader
+from topics.storage.segment_store import SegmentStore
 
 
 class FileKind(StrEnum):
@@ -73,11 +75,11 @@ _LIVE_TABLE: Final = bytes(0 if flags & LOCATION_GONE else 1 for flags in range(
 
 
 class SegmentCheck:
-    """Checks segments. `cold_dir` has the data of cold segments; with None these are not checked."""
+    """Checks segments. `cold` has the data of cold segments; with None these are not checked."""
 
-    def __init__(self, fs: FileSystem, cold_dir: str | None, report: Report) -> None:
+    def __init__(self, fs: FileSystem, cold: SegmentStore | None, report: Report) -> None:
         self._fs = fs
-        self._cold_dir = cold_dir
+        self._cold = cold
         self._report = report
 
     def listed(
@@ -116,27 +118,30 @@ class SegmentCheck:
             self._report.damaged(FileKind.SEGMENT, idx_path, reason)
         whole: SegmentReader | None = None
         reported: set[tuple[str, int]] = set()
-        for path in self._data_paths(topic_id, directory, info):
-            reader = self._data(directory, info, idx, path, is_deleting, reported)
+        for path, name_in_cold in self._data_places(topic_id, directory, info):
+            reader = self._data(directory, info, idx, path, name_in_cold, is_deleting, reported)
             whole = whole or reader
         if is_sealed:
             self._postings(directory, whole or bare, whole is not None and is_in_time, info.version)
-        if info.flags & COLD and self._cold_dir is not None:
-            self._copies(layout.topic_dir(self._cold_dir, topic_id), directory, name, idx)
+        if info.flags & COLD and self._cold is not None:
+            self._copies(self._cold, _in_store(topic_id), directory, name, idx)
         return idx
 
-    def _data_paths(self, topic_id: int, directory: str, info: SegmentInfo) -> list[str]:
-        """Return the places where its data must be right; just after it became cold these are both directories."""
+    def _data_places(self, topic_id: int, directory: str, info: SegmentInfo) -> list[tuple[str, str | None]]:
+        """Return where its data must be right, each with its name if the cold tier has it; just after it became cold
+        these are two places.
+        """
         name = (info.first_seq, info.version)
         hot_path = layout.segment_data_path(directory, *name)
         if not info.flags & COLD:
-            return [hot_path]
-        paths = [hot_path] if self._fs.exists(hot_path) else []
-        if self._cold_dir is None:
+            return [(hot_path, None)]
+        places: list[tuple[str, str | None]] = [(hot_path, None)] if self._fs.exists(hot_path) else []
+        if self._cold is None:
             self._report.note(f"{hot_path}: is in the cold directory, which was not looked at")
         else:
-            paths.append(layout.segment_data_path(layout.topic_dir(self._cold_dir, topic_id), *name))
-        return paths
+            in_cold = layout.segment_data_path(_in_store(topic_id), *name)
+            places.append((self._cold.place(in_cold), in_cold))
+        return places
 
     def _data(
         self,
@@ -144,6 +149,7 @@ class SegmentCheck:
         info: SegmentInfo,
         idx: bytes,
         path: str,
+        name_in_cold: str | None,
         is_deleting: bool,
         reported: set[tuple[str, int]],
     ) -> SegmentReader | None:
@@ -151,9 +157,12 @@ class SegmentCheck:
         damage of its index that is reported already.
         """
         try:
-            data = self._committed(path, info.data_bytes, "of this segment", bool(info.flags & SEALED))
+            data = self._committed(path, info.data_bytes, "of this segment", bool(info.flags & SEALED), name_in_cold)
         except FileNotFoundError:
             self._report.missing(FileKind.SEGMENT, path)
+            return None
+        except OSError as error:
+            self._report.unreadable(error, path)
             return None
         if data is None:
             return None
@@ -168,27 +177,36 @@ class SegmentCheck:
                 reported.add(found)
         return reader if whole else None
 
-    def _copies(self, cold: str, directory: str, name: tuple[int, int], idx: bytes) -> None:
+    def _copies(self, cold: SegmentStore, topic: str, directory: str, name: tuple[int, int], idx: bytes) -> None:
         """Compare the copies beside cold data with their originals, where alone deletions are marked."""
         for kind, path_of in (
             (FileKind.SEGMENT, layout.segment_idx_path),
             (FileKind.POSTINGS, layout.segment_tags_path),
         ):
-            path = path_of(cold, *name)
+            in_cold = path_of(topic, *name)
+            path = cold.place(in_cold)
             try:
-                copy = read_all(self._fs, path)
+                copy = cold.read_range(in_cold, 0, cold.len(in_cold))
                 original = idx if kind == FileKind.SEGMENT else read_all(self._fs, path_of(directory, *name))
             except FileNotFoundError as error:
                 if error.filename == path:
                     self._report.missing(kind, path)
                 continue
+            except OSError as error:
+                self._report.unreadable(error, path)
+                continue
             at = _first_difference(copy, original, kind == FileKind.SEGMENT)
             if at is not None:
                 self._report.damaged(kind, path, f"is no copy of {path_of(directory, *name)}", at)
 
-    def _committed(self, path: str, length: int, what: str, is_sealed: bool) -> bytes | None:
+    def _committed(
+        self, path: str, length: int, what: str, is_sealed: bool, name_in_cold: str | None = None
+    ) -> bytes | None:
         """Read the committed bytes of a file, None if it is too short. An active segment may have more behind them."""
-        content = read_all(self._fs, path)
+        if name_in_cold is None or self._cold is None:
+            content = read_all(self._fs, path)
+        else:
+            content = self._cold.read_range(name_in_cold, 0, self._cold.len(name_in_cold))
         if len(content) < length:
             reason = f"ends there; {length} bytes are committed, {what}"
             self._report.damaged(FileKind.SEGMENT, path, reason, len(content))
@@ -239,6 +257,11 @@ class SegmentCheck:
             if list(postings.items()) != sorted(expected.items()):
                 reason = "does not list the tags that the segment's records have"
                 self._report.damaged(FileKind.POSTINGS, path, reason)
+
+
+def _in_store(topic_id: int) -> str:
+    """Return what the names of a topic's objects begin with in a store."""
+    return os.path.basename(layout.topic_dir("", topic_id))
 
 
 def _live(idx: bytes, first_seq: int, earliest_seq: int, deleted: Sequence[int]) -> int:

@@ -1,5 +1,5 @@
-"""The seam to the store of sealed segments outside of the data directory: a folder today, but six calls that an object
-store could have as well.
+"""The seam to the store of sealed segments outside of the data directory: a folder, or a bucket (`bucket_store.py`).
+Nothing above this seam knows which.
 
 An object is written once, as a whole, under a name of two parts, `<topic id, 16 hex>/<file name>`, and never changes.
 Calls block, and may take long or fail, as slow disks and networks do: only the compactor and threads of their own make
@@ -12,11 +12,16 @@ import errno
 import os
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Protocol
+from typing import Final, Protocol
 
+from topics.storage import layout
+from topics.storage.bucket_store import BucketStore
 from topics.storage.filesystem import FileSystem, make_dirs, new_file, opened, read_up_to, write_all
 from topics.storage.frame import Bytes
 from topics.storage.layout import TMP_SUFFIX
+
+WHOLE_OBJECT_MS: Final = 300_000
+"""Time-out of a request to a bucket that may carry a whole segment."""
 
 
 class SegmentStore(Protocol):
@@ -38,6 +43,20 @@ class SegmentStore(Protocol):
 
     def len(self, name: str) -> int:
         """Return the size of the object in bytes."""
+
+    def place(self, name: str) -> str:
+        """Return where the object is, for messages: a path or a URL."""
+
+
+def open_store(
+    fs: FileSystem, place: str, timeout_ms: int = WHOLE_OBJECT_MS, *, apart_from: str | None = None, new: bool = True
+) -> SegmentStore:
+    """Return the store of the segments in `place`, a directory or a bucket's URL. It is opened by its first call.
+    `timeout_ms` bounds a request to a bucket; `LocalStore` explains the others.
+    """
+    if "://" in place:
+        return BucketStore(f"{place.rstrip('/')}/{os.path.basename(layout.topics_dir(place))}", timeout_ms)
+    return LocalStore(fs, layout.topics_dir(place), apart_from, new=new)
 
 
 class LocalStore:
@@ -126,6 +145,9 @@ class LocalStore:
     def len(self, name: str) -> int:
         with opened(self._fs, self._path(name), os.O_RDONLY) as fd:
             return self._fs.size_bytes(fd)
+
+    def place(self, name: str) -> str:
+        return self._path(name)
 
     def _path(self, name: str) -> str:
         return os.path.join(self._root, name)

@@ -30,6 +30,7 @@ from topics.storage.logfile import (
 )
 from topics.storage.recovery import CorruptLog, RecoveredFile, Recovery, Start, used_bytes
 from topics.storage.segment_check import FileKind, Report, SegmentCheck
+from topics.storage.segment_store import open_store
 from topics.storage.snapshot import (
     HEADER_LEN,
     BadSnapshot,
@@ -47,24 +48,26 @@ class NotADataDir(Exception):  # noqa: N818 — named for what it is
     """The directory has nothing that a service would have made."""
 
 
-def verify(data_dir: str, progress: Callable[[int, int], None], cold_dir: str | None = None) -> Report:
-    """Check a data directory; `progress` gets the bytes that are done and those there are. Without `cold_dir`, where
-    the data of cold segments are, these are not checked, and a note says so.
+def verify(data_dir: str, progress: Callable[[int, int], None], cold_place: str | None = None) -> Report:
+    """Check a data directory; `progress` gets the bytes that are done and those there are. Without `cold_place`, the
+    directory or the URL where the data of cold segments are, these are not checked, and a note says so.
     Raise DataDirLocked if a service runs, NotADataDir.
     """
     if not any(map(os.path.isdir, (layout.wal_dir(data_dir), layout.topics_dir(data_dir), layout.meta_dir(data_dir)))):
         raise NotADataDir(f"{data_dir} is not a data directory: it holds neither logs nor segments nor snapshots")
     with inspecting(data_dir):
-        return _Check(data_dir, progress, cold_dir).run()
+        return _Check(data_dir, progress, cold_place).run()
 
 
 class _Check:
-    def __init__(self, data_dir: str, progress: Callable[[int, int], None], cold_dir: str | None) -> None:
+    def __init__(self, data_dir: str, progress: Callable[[int, int], None], cold_place: str | None) -> None:
         self._fs: FileSystem = ReadOnlyFileSystem()
         self._data_dir = data_dir
         self._progress = progress
         self._report = Report(data_dir)
-        self._segments = SegmentCheck(self._fs, cold_dir, self._report)
+        self._segments = SegmentCheck(
+            self._fs, None if cold_place is None else open_store(self._fs, cold_place), self._report
+        )
         self._parts: list[ShardPart] | None = None
         """Parts of the snapshot that counts; None if there are snapshots and none can be used."""
         self._fallbacks: list[list[ShardPart]] = []

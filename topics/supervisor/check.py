@@ -15,6 +15,7 @@ from topics.settings import Settings
 from topics.shm.instance import SharedMemory
 from topics.shm.shm_names import SHM_ROOT
 from topics.storage import layout
+from topics.storage.bucket_store import probe
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.lock import DataDirLocked, holder_pid, inspecting
 from topics.storage.logfile import RefusedLog
@@ -77,6 +78,7 @@ def raise_limits(settings: Settings) -> str | None:
 
 COLD_VARIABLE: Final = "TOPICS_COLD_DIR"
 COLD_TIMEOUT_S: Final = 5.0
+BUCKET_TIMEOUT_MS: Final = 5_000
 TOPICS_SEARCHED_MAX: Final = 10_000
 """The check searches at most this many topics for a cold segment."""
 
@@ -89,12 +91,13 @@ class CheckFinding(NamedTuple):
 
 
 def check(settings: Settings, statvfs: StatVfs = os.statvfs) -> list[CheckFinding]:
-    """Check the data directory, its lock and format, the cold directory if one is set, shared memory, address, limits.
-    The service starts with a bad cold directory all the same: only reads of records in it fail.
+    """Check the data directory, its lock and format, the cold tier if one is set, shared memory, address, limits.
+    The service starts with a bad cold tier all the same: only reads of records in it fail.
     """
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     most_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     cold = [] if settings.cold_dir is None else [_cold_dir_finding(settings.cold_dir, settings.data_dir)]
+    cold += [] if settings.cold_url is None else [_bucket_finding(settings.cold_url)]
     return [
         CheckFinding(f"data directory {settings.data_dir}", _dir_problem(settings.data_dir, "TOPICS_DATA_DIR")),
         *cold,
@@ -146,6 +149,12 @@ def _cold_dir_finding(cold_dir: str, data_dir: str) -> CheckFinding:
         f"it has not answered within {COLD_TIMEOUT_S:g} s; the service would start, but reads of records in it would"
         " fail",
     )
+
+
+def _bucket_finding(url: str) -> CheckFinding:
+    """Make, read and delete an object in the bucket. Its requests have time-outs, so this ends."""
+    problems = list(probe(url, BUCKET_TIMEOUT_MS))
+    return CheckFinding(f"cold tier {url}", "; ".join(problems) or None)
 
 
 def _same_dir_problem(cold_dir: str, data_dir: str) -> str | None:

@@ -2,7 +2,8 @@
 
 A page is made on the event loop from bytes in memory. If it needs others that only the cold tier has, `extent` raises
 ColdMissError. A caller that can wait then awaits `fetch` and makes the page again. Fetched blocks are kept for a while:
-readers that page through a cold segment fetch each once. Each read has its own thread, and there are few. One that
+readers that page through a cold segment fetch each once, and the next one is on its way before it is needed, if there
+is room: a bucket answers a while after it is asked. Each read has its own thread, and there are few. One that
 hangs keeps its place until it returns, long after its readers were told so. The end of the process waits for none.
 """
 
@@ -26,6 +27,10 @@ BLOCK_BYTES: Final = 1 << 20
 CACHE_BYTES: Final = 32 << 20
 """Size of the cache of fetched blocks. It is no less than the longest page needs at once."""
 IN_FLIGHT_MAX: Final = 8
+PREFETCH_MAX: Final = IN_FLIGHT_MAX // 2
+"""Nothing is fetched in advance while so many reads are under way: a tier that hangs leaves places for readers."""
+LAST_MAX: Final = 256
+"""The tier remembers of so many objects where they were read last."""
 FRESH_MS: Final = 1000
 """Age up to which a damaged block is not read again, however many readers meet the damage."""
 
@@ -75,11 +80,19 @@ class ColdTier:
         self._blocks_max = cache_bytes // BLOCK_BYTES
         self._reads: dict[tuple[str, int], _RangedRead] = {}
         """Reads that are waiting or under way, by each of their blocks."""
+        self._last: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        """Start and end of the last read of each object, the oldest first."""
         self._waiting: deque[_RangedRead] = deque()
         self._in_flight = 0
 
-    def extent(self, name: str, start: int, end: int, data_bytes: int) -> tuple[bytes, int]:
-        """Return bytes that include start..end of an object of `data_bytes`, and their start. Raise ColdMissError."""
+    def extent(
+        self, name: str, start: int, end: int, data_bytes: int, following: tuple[str, int] | None = None
+    ) -> tuple[bytes, int]:
+        """Return bytes that include start..end of an object of `data_bytes`, and their start. Raise ColdMissError.
+
+        Who begins within what was read last, or at its end, is taken for a sequential reader: the next block is fetched
+        in advance, and behind the last one the first of the object that is `following` (its name and size).
+        """
         pieces = []
         first, last = start // BLOCK_BYTES, (end - 1) // BLOCK_BYTES
         for number in range(first, last + 1):
@@ -89,6 +102,16 @@ class ColdTier:
             pieces.append(block[0])
         for number in range(first, last + 1):
             self._blocks.move_to_end((name, number))
+        last_start, last_end = self._last.pop(name, (end, end))
+        self._last[name] = start, end
+        is_sequential = last_start < start <= last_end
+        if is_sequential and (last + 1) * BLOCK_BYTES < data_bytes:
+            self._prefetch(name, last + 1, data_bytes)
+        elif is_sequential and following is not None:
+            self._last.setdefault(following[0], (-1, 0))
+            self._prefetch(following[0], 0, following[1])
+        while len(self._last) > LAST_MAX:
+            self._last.popitem(last=False)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces), first * BLOCK_BYTES
 
     def forget(self, name: str) -> bool:
@@ -126,6 +149,15 @@ class ColdTier:
                 raise error
             if error is not None:
                 raise _unavailable(name, str(error)) from error
+
+    def _prefetch(self, name: str, number: int, data_bytes: int) -> None:
+        """Fetch a block that a sequential reader will want, unless others wait. If it fails, that reader will ask."""
+        key = name, number
+        if number * BLOCK_BYTES >= data_bytes or key in self._blocks or key in self._reads:
+            return
+        has_room = self._blocks_max >= IN_FLIGHT_MAX  # a small cache would lose what its readers are about to read
+        if has_room and not self._waiting and self._in_flight < PREFETCH_MAX:
+            self._begin(name, range(number, number + 1), data_bytes)
 
     def _begin(self, name: str, blocks: range, data_bytes: int) -> None:
         most = limits.COLD_READS.most_count

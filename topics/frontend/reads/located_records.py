@@ -18,9 +18,9 @@ from typing import Final, TypeVar
 
 from topics.core.errors import TopicsError
 from topics.core.location import LOCATION_DELETED, LOCATION_GONE, LOCATION_IN_RAM_LOG
-from topics.core.segment_list import SegmentInfo
+from topics.core.segment_list import COLD, SegmentInfo
 from topics.frontend.reads.cold import ColdTier
-from topics.frontend.reads.files import LogFiles, OpenSegment, SegmentCache
+from topics.frontend.reads.files import LogFiles, OpenSegment, SegmentCache, object_name
 from topics.frontend.reads.records import LOG_FRAME, SEGMENT_FRAME, Run
 from topics.shm.arena import ArenaReader, TopicView
 from topics.storage.segment import Columns
@@ -158,10 +158,11 @@ class LocatedRecords:
             data = opened.local_data()
             if data is None:
                 if self._stores.cold is None:
-                    why = "is in the cold tier, and this service has none: start it with its former TOPICS_COLD_DIR"
+                    why = "is in the cold tier, and this service has none: set its former TOPICS_COLD_DIR or _URL"
                     message, detail = f"segment {opened.name} {why}", {"segment": opened.name}
                     raise TopicsError("storage_unavailable", message, detail)
-                buffer, base = self._stores.cold.extent(opened.name, base, end, info.data_bytes)
+                following = self._next_cold(info)
+                buffer, base = self._stores.cold.extent(opened.name, base, end, info.data_bytes, following)
                 self.cold_segments.add(info.first_seq)
             else:
                 buffer = data[base:end]
@@ -174,6 +175,14 @@ class LocatedRecords:
                     flags[seq - first_seq] |= LOCATION_DELETED
                 columns = columns._replace(flags=flags)
         return Run(first_seq, columns.ts, starts, columns.lengths, columns.flags, buffer, SEGMENT_FRAME)
+
+    def _next_cold(self, info: SegmentInfo) -> tuple[str, int] | None:
+        """Return name and size of the object behind a segment's, if it is in the cold tier, too."""
+        table = self._segments()
+        at = bisect_right(table, info.last_seq, key=_first_seq)
+        if at == len(table) or not table[at].flags & COLD:
+            return None
+        return object_name(self._view.topic_id, table[at]), table[at].data_bytes
 
     # -- in the log
 

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made = program.parser("audit", "Check every record of topics: files, checksums, sequence, floors.")
     program.topics_arguments(made)
     made.add_argument("--data-dir", required=True, help="TOPICS_DATA_DIR as it is mounted where tasks run")
-    made.add_argument("--cold-dir", default=None, help="TOPICS_COLD_DIR as it is mounted there")
+    made.add_argument("--cold-dir", default=None, help="TOPICS_COLD_DIR as it is mounted there, or TOPICS_COLD_URL")
     return program.run("audit", made, _work, arguments, exit_code=lambda report: EXIT_DAMAGE if report["damage"] else 0)
 
 

@@ -27,7 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     source.add_argument("--lake", help="the directory of Parquet files")
     source.add_argument("--from-topic", help="the topic to read, from its first record to its present head")
     made.add_argument("--data-dir", default=None, help="with --from-topic: TOPICS_DATA_DIR as it is mounted here")
-    made.add_argument("--cold-dir", default=None, help="with --from-topic: TOPICS_COLD_DIR as it is mounted here")
+    made.add_argument(
+        "--cold-dir", default=None, help="with --from-topic: TOPICS_COLD_DIR as it is mounted here, or TOPICS_COLD_URL"
+    )
     made.add_argument("--to-topic", required=True, help="the topic to write")
     made.add_argument("--checkpoint", required=True, help="directory for the job's position")
     made.add_argument("--rate", type=int, default=0, metavar="ROWS", help="rows a second; 0: no limit")

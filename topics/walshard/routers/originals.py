@@ -27,7 +27,7 @@ from topics.storage import layout
 from topics.storage.copies import Original, read_original, read_segment_original
 from topics.storage.filesystem import FileSystem
 from topics.storage.segment import ENTRY_LEN, entries_of_idx
-from topics.storage.segment_store import LocalStore
+from topics.storage.segment_store import open_store
 from topics.walshard.routers.cold_reads import ColdReads, UnknownError
 
 _RUN_BYTES: Final = 1 << 18
@@ -53,8 +53,8 @@ class Originals:
     ) -> None:
         self._fs = fs
         cold = None
-        if settings.cold_dir is not None:
-            cold = ColdReads(LocalStore(fs, layout.topics_dir(settings.cold_dir)), monotonic_ms)
+        if settings.cold_place is not None:
+            cold = ColdReads(open_store(fs, settings.cold_place, settings.cold_read_timeout_ms), monotonic_ms)
         self._segments = SegmentOriginals(fs, settings.data_dir, cold)
         self._shards = settings.wal_shards
         self._identity = shared.identity
@@ -250,7 +250,9 @@ class SegmentOriginals:
             if not info.flags & COLD:
                 raise
             if self._cold is None:
-                raise ValueError(f"{path} is in the cold directory, and TOPICS_COLD_DIR is not set") from None
+                raise ValueError(
+                    f"{path} is in the cold tier, and neither TOPICS_COLD_DIR nor TOPICS_COLD_URL is set"
+                ) from None
             content = self._cold.get(name, start, end, info.data_bytes)
         for seq, offset_len in enumerate(offset_lens, first_seq):
             offset = (offset_len & LOW_WORD) - start

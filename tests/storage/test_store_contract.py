@@ -1,0 +1,183 @@
+"""The contract of the segment store, on a folder, on `file://` and on an S3 server; and what only a bucket does."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.buckets import Fault, Proxy
+from topics.setting_values import RefusedValueError
+from topics.setting_values import bucket_url as bucket_url_setting
+from topics.storage.bucket_store import BucketStore, probe
+from topics.storage.filesystem import OsFileSystem
+from topics.storage.segment_store import SegmentStore, open_store
+
+TOPIC = f"{7:016x}"
+NAME = f"{TOPIC}/seg-{1:020d}.data"
+OTHER = f"{TOPIC}/seg-{11:020d}.data"
+EMPTY = f"{16:016x}/seg-{1:020d}.tags"
+CONTENT = bytes(range(256)) * 8192
+TIMEOUT_MS = 3000
+
+
+@pytest.fixture(params=["folder", "file", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "s3":
+        return str(request.getfixturevalue("s3_place"))
+    return str(tmp_path / "cold") if request.param == "folder" else f"file://{tmp_path}/cold"
+
+
+@pytest.fixture
+def s3_place(s3: Proxy, bucket_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name, value in s3.env.items():
+        monkeypatch.setenv(name, value)
+    return bucket_url
+
+
+@pytest.fixture
+def store(place: str) -> SegmentStore:
+    if "://" not in place:
+        Path(place).mkdir()
+    return open_store(OsFileSystem(), place, TIMEOUT_MS)
+
+
+def test_what_was_put_is_read_listed_and_deleted(store: SegmentStore, place: str) -> None:
+    assert store.list("") == []
+    assert not store.exists(NAME)
+    store.delete(NAME)
+    store.put(OTHER, [b"other"])
+    store.put(NAME, iter((b"some", b"thing")))
+    store.put(EMPTY, [])
+    assert store.exists(NAME)
+    assert (store.len(NAME), store.len(EMPTY)) == (9, 0)
+    assert [store.read_range(NAME, *part) for part in ((0, 9), (3, 4), (9, 0))] == [b"something", b"ethi", b""]
+    for part in ((5, 5), (9, 1), (100, 1)):
+        with pytest.raises(EOFError):
+            store.read_range(NAME, *part)
+    assert store.list("") == [NAME, OTHER, EMPTY]
+    assert store.list(f"{TOPIC}/") == [NAME, OTHER]
+    assert store.list(NAME[:-1]) == [NAME]
+    assert store.list(f"{16:016x}") == [EMPTY]
+    assert store.place(NAME) == f"{place}/topics/{NAME}"
+    store.delete(NAME)
+    missing: list[Callable[[], object]] = [lambda: store.len(NAME), lambda: store.read_range(NAME, 0, 1)]
+    for use in missing:
+        with pytest.raises(FileNotFoundError):
+            use()
+
+
+def test_what_a_killed_put_left_under_a_name_goes(store: SegmentStore) -> None:
+    for content in (b"left behind", CONTENT, CONTENT, b"new"):
+        store.put(NAME, [content])
+        assert store.read_range(NAME, 0, len(content)) == content
+        assert store.list("") == [NAME]
+
+
+def test_another_store_on_the_same_place_sees_it(store: SegmentStore, place: str) -> None:
+    store.put(NAME, [CONTENT])
+    again = open_store(OsFileSystem(), place, TIMEOUT_MS)
+    assert again.read_range(NAME, 1000, 70_000) == CONTENT[1000:71_000]
+
+
+def test_nothing_is_made_by_opening_a_store_of_a_bucket(tmp_path: Path) -> None:
+    """A process opens it before it forks: no thread, no connection, no folder."""
+    open_store(OsFileSystem(), f"file://{tmp_path}/cold")
+    open_store(OsFileSystem(), "s3://nowhere/at/all")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("fault", ["deny", "throttle", "cut", "drop", "hang"])
+def test_a_bucket_that_fails_is_an_os_error_that_says_where_and_why(fault: Fault, s3: Proxy, s3_place: str) -> None:
+    store = BucketStore(f"{s3_place}/topics", 400)
+    store.put(NAME, [CONTENT])
+    calls: list[Callable[[], object]] = [
+        lambda: store.read_range(NAME, 0, len(CONTENT)),
+        lambda: store.list(""),
+        lambda: store.put(OTHER, [b"other"]),
+    ]
+    if fault != "cut":  # what has no body cannot be cut
+        calls += [lambda: store.len(NAME), lambda: store.delete(NAME)]
+    with s3.failing(fault):
+        for call in calls:
+            with pytest.raises(OSError, match="some/prefix") as failed:
+                call()
+            assert not isinstance(failed.value, FileNotFoundError)
+            assert "test-secret-key" not in str(failed.value)
+            assert "Debug source" not in str(failed.value)
+            assert (fault == "deny") is isinstance(failed.value, PermissionError)
+            assert fault != "throttle" or re.search("SlowDown|503", str(failed.value))
+    assert store.read_range(NAME, 0, len(CONTENT)) == CONTENT
+    store.put(OTHER, [b"other"])
+    assert store.list("") == [NAME, OTHER]
+
+
+def test_a_put_that_was_done_but_not_answered_finds_its_own_object(s3: Proxy, s3_place: str) -> None:
+    store = BucketStore(f"{s3_place}/topics", TIMEOUT_MS)
+    with s3.failing("lost_answer", "PUT"), pytest.raises(OSError, match="500"):
+        store.put(NAME, [CONTENT])
+    assert store.read_range(NAME, 0, len(CONTENT)) == CONTENT, "it is there"
+    s3.reset()
+    store.put(NAME, [CONTENT])
+    assert s3.requests["POST"] == s3.requests["DELETE"] == 0, "and was not removed to be put again"
+
+
+def test_only_one_of_two_creates_an_object(s3_place: str) -> None:
+    stores = [BucketStore(f"{s3_place}/topics", TIMEOUT_MS) for _ in range(2)]
+    assert stores[0].create(NAME, b"first")
+    assert not stores[1].create(NAME, b"second")
+    assert stores[1].read_range(NAME, 0, 5) == b"first"
+
+
+def test_a_bucket_is_probed_and_nothing_stays(place: str, s3: Proxy) -> None:
+    if "://" not in place:
+        pytest.skip("a folder is looked at in another way")
+    assert list(probe(place, TIMEOUT_MS)) == []
+    assert BucketStore(f"{place}/topics", TIMEOUT_MS).list("") == []
+
+
+@pytest.mark.parametrize(
+    ("method", "what", "way_out"),
+    [
+        ("PUT", "cannot write: ", "s3:PutObject"),
+        ("GET", "cannot list: ", "s3:ListBucket"),
+        ("HEAD", "cannot read: ", "s3:GetObject"),
+        ("POST", "cannot delete: ", "s3:DeleteObject"),
+    ],
+)
+def test_the_probe_says_which_call_is_denied(method: str, what: str, way_out: str, s3: Proxy, s3_place: str) -> None:
+    with s3.failing("deny", method):
+        found = [line for line in probe(s3_place, TIMEOUT_MS) if line.startswith(what)]
+    assert len(found) == 1
+    assert "403" in found[0]
+    assert way_out in found[0]
+
+
+def test_the_probe_says_that_a_bucket_cannot_be_reached(s3: Proxy, s3_place: str) -> None:
+    with s3.failing("drop"):
+        (line,) = probe(s3_place, TIMEOUT_MS)
+    assert line.startswith("cannot write: [Errno 5] ")
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://key:secret@bucket/x", "gs://b/x?token=secret", "az://b/x#secret", "https://k:secret@h"]
+)
+def test_credentials_in_a_url_are_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(RefusedValueError, match="has credentials or options in the URL") as refused:
+        bucket_url_setting("").parse(url)
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["bucket/x", "http://h/x", "s3://", "file://relative", "s3://b/a b", 5])
+def test_what_is_no_url_of_a_bucket_is_refused(url: object) -> None:
+    with pytest.raises(ValueError, match=r"^$"):
+        bucket_url_setting("").parse(url)
+
+
+@pytest.mark.parametrize("url", ["s3://b", "s3://b/a/b/", "gs://b/x", "az://container/x", "file:///a/b"])
+def test_urls_of_buckets(url: str) -> None:
+    assert bucket_url_setting("").parse(url) == url.rstrip("/")
+    assert os.environ.get("AWS_SECRET_ACCESS_KEY") is None

@@ -1,0 +1,233 @@
+"""The store of sealed segments in a bucket (`segment_store.py` has the contract): S3, Google Cloud Storage, Azure, or a
+folder by `file://`. The library is `obstore`, loaded with the first call: who has no bucket needs no library.
+
+A bucket loses, repeats and cuts short. So an object is only ever created, never written over, and then read back: a
+segment's file leaves the data directory only after the same bytes came out of the bucket. A request that the bucket
+took, but did not answer, is made again and finds its own object.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import cached_property
+from typing import TYPE_CHECKING, Final
+from urllib.parse import unquote, urlsplit
+
+from topics.storage.frame import Bytes
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig
+
+RETRIES_MAX: Final = 3
+"""A request is made again so many times when the bucket throttles, fails or hangs up."""
+CONNECT_MS: Final = 3_000
+_REASON_CHARS_MAX: Final = 400
+_QUERY: Final = re.compile(r"(?<=://)([^\s?]+)\?\S*")
+_OUT_OF_RANGE: Final = re.compile(r"code: 416|[Rr]ange was invalid")
+_TRUE: Final = frozenset({"1", "true"})
+
+
+class BucketStore:
+    """The objects below `url`. It holds no connection before its first call, so a process that forks may have it."""
+
+    def __init__(self, url: str, timeout_ms: int) -> None:
+        """`timeout_ms` bounds each request; repeats begin within half of it."""
+        self._url = url
+        self._timeout_ms = timeout_ms
+
+    def put(self, name: str, pieces: Iterable[Bytes]) -> None:
+        """Create the object and read it back. Other bytes under its name are of a `put` that was killed, and go."""
+        content = b"".join(pieces)
+        for _ in range(2):
+            self.create(name, content)
+            if self._holds(name, content):
+                self._sync(name)
+                return
+            self.delete(name)
+        raise OSError(errno.EIO, "gives other bytes than were put there", self.place(name))
+
+    def create(self, name: str, content: Bytes) -> bool:
+        """Make the object. Return False, and leave it alone, if there is one already."""
+        from obstore import put
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+        with self._errors(name), suppress(AlreadyExistsError, PreconditionError):
+            # As one request: the parts of an upload in parts cannot be put on a condition.
+            put(self._bucket, name, content, mode="create", use_multipart=False)
+            return True
+        return False
+
+    def read_range(self, name: str, offset: int, length: int) -> bytes:
+        if not length:
+            return b""
+        from obstore import get_range
+
+        try:
+            with self._errors(name):
+                found = get_range(self._bucket, name, start=offset, length=length).to_bytes()
+        except OSError as error:
+            if _OUT_OF_RANGE.search(str(error)):
+                self._check_end(name, offset + length)
+            raise
+        if len(found) != length:
+            self._check_end(name, offset + length)
+            raise OSError(errno.EIO, f"gave {len(found)} bytes of {length} from {offset} on", self.place(name))
+        return found
+
+    def delete(self, name: str) -> None:
+        from obstore import delete
+
+        with suppress(FileNotFoundError), self._errors(name):
+            delete(self._bucket, name)
+
+    def list(self, prefix: str) -> list[str]:
+        from obstore import list as list_objects
+
+        # The library takes whole segments of paths only.
+        directory = prefix.rpartition("/")[0]
+        with self._errors(prefix):
+            chunks = list_objects(self._bucket, directory or None, chunk_size=1000)
+            names = [found["path"] for chunk in chunks for found in chunk]
+        return sorted(name for name in names if name.startswith(prefix))
+
+    def exists(self, name: str) -> bool:
+        try:
+            self.len(name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def len(self, name: str) -> int:
+        from obstore import head
+
+        with self._errors(name):
+            return head(self._bucket, name)["size"]
+
+    def place(self, name: str) -> str:
+        return f"{self._url}/{name}"
+
+    @cached_property
+    def _bucket(self) -> ObjectStore:
+        from obstore.store import from_url
+
+        if self._url.startswith("file:"):
+            return from_url(self._url, mkdir=True, automatic_cleanup=True)
+        client: ClientConfig = {
+            "connect_timeout": timedelta(milliseconds=min(CONNECT_MS, self._timeout_ms)),
+            "timeout": timedelta(milliseconds=self._timeout_ms),
+            # Options given here replace what the library would take from the environment.
+            "allow_http": any(os.environ.get(f"{of}_ALLOW_HTTP", "").lower() in _TRUE for of in ("AWS", "AZURE")),
+        }
+        retries: RetryConfig = {
+            "max_retries": RETRIES_MAX,
+            # A reader that waits so long is to hear why it failed, not that it took too long.
+            "retry_timeout": timedelta(milliseconds=self._timeout_ms / 2),
+            "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=1), "base": 2},
+        }
+        return from_url(self._url, client_options=client, retry_config=retries)
+
+    def _holds(self, name: str, content: bytes) -> bool:
+        """Read the whole object back. True if it has exactly these bytes."""
+        from obstore import get
+
+        at = 0
+        with self._errors(name):
+            found = get(self._bucket, name)
+            if found.meta["size"] != len(content):
+                return False
+            for chunk in found.stream(min_chunk_size=1 << 20):
+                piece = bytes(chunk)
+                if content[at : at + len(piece)] != piece:
+                    return False
+                at += len(piece)
+        return at == len(content)
+
+    def _check_end(self, name: str, end: int) -> None:
+        """Raise EOFError if the object ends before `end`. Else the request failed for another reason."""
+        if self.len(name) < end:
+            raise EOFError(f"{self.place(name)} ends before byte {end}")
+
+    def _sync(self, name: str) -> None:
+        """Put an object that is a file, and its name, onto the disk, which the library does not."""
+        if not self._url.startswith("file:"):
+            return
+        path = unquote(urlsplit(self.place(name)).path)
+        directory = os.path.dirname(path)
+        for found in (path, directory, os.path.dirname(directory)):
+            fd = os.open(found, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    @contextmanager
+    def _errors(self, name: str) -> Iterator[None]:
+        """Turn the library's errors into OSError, with the place and one line of why."""
+        from obstore.exceptions import (
+            AlreadyExistsError,
+            BaseError,
+            PermissionDeniedError,
+            PreconditionError,
+            UnauthenticatedError,
+        )
+
+        try:
+            yield
+        except (AlreadyExistsError, PreconditionError):
+            raise
+        except FileNotFoundError:
+            raise FileNotFoundError(errno.ENOENT, "is not in the bucket", self.place(name)) from None
+        except BaseError as error:
+            reason = _reason(error)
+            # A listing that is denied comes as any other failure.
+            denied = isinstance(error, PermissionDeniedError | UnauthenticatedError) or "code: 403" in reason
+            raise OSError(errno.EACCES if denied else errno.EIO, reason, self.place(name)) from None
+
+
+def _reason(error: Exception) -> str:
+    """Return the first paragraph, without queries of URLs: they may hold a signature."""
+    text = str(error).partition("\n\nDebug source")[0]
+    return _QUERY.sub(r"\1?…", " ".join(text.split()))[:_REASON_CHARS_MAX]
+
+
+_PROBED: Final = b"can be read"
+
+
+def probe(url: str, timeout_ms: int) -> Iterator[str]:
+    """Yield what this process cannot do in the bucket, with the reason and the way out. It leaves no object behind,
+    unless deleting is what fails.
+    """
+    store = BucketStore(f"{url}/topics", timeout_ms)
+    name = f"check/{secrets.token_hex(8)}"
+    steps: list[tuple[str, Callable[[], bool], str]] = [
+        ("write", lambda: store.create(name, _PROBED), "allow it to put objects (s3:PutObject)"),
+        ("list", lambda: name in store.list("check/"), "allow it to list the bucket (s3:ListBucket)"),
+        ("read", lambda: store.len(name) == len(_PROBED), "allow it to get objects (s3:GetObject)"),
+        ("read a range", lambda: store.read_range(name, 4, 2) == _PROBED[4:6], "use a store that knows Range"),
+        (
+            "put on a condition",
+            lambda: not store.create(name, b"other bytes"),
+            "use a store that knows If-None-Match: a second put under a name must be refused",
+        ),
+        ("delete", lambda: _is_deleted(store, name), "allow it to delete objects (s3:DeleteObject)"),
+    ]
+    for what, does, way_out in steps:
+        try:
+            reason = None if does() else "it did something else"
+        except (OSError, EOFError) as error:
+            reason = str(error)
+        if reason is not None:
+            yield f"cannot {what}: {reason}; {way_out}"
+            if what == "write":
+                return  # nothing else can be tried without an object
+
+
+def _is_deleted(store: BucketStore, name: str) -> bool:
+    store.delete(name)
+    return not store.exists(name)
