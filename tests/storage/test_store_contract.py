@@ -132,9 +132,8 @@ def test_only_one_of_two_creates_an_object(s3_place: str) -> None:
     assert stores[1].read_range(NAME, 0, 5) == b"first"
 
 
-def test_a_bucket_is_probed_and_nothing_stays(place: str, s3: Proxy) -> None:
-    if "://" not in place:
-        pytest.skip("a folder is looked at in another way")
+@pytest.mark.parametrize("place", ["file", "s3"], indirect=True)
+def test_a_bucket_is_probed_and_nothing_stays(place: str) -> None:
     assert list(probe(place, TIMEOUT_MS)) == []
     assert BucketStore(f"{place}/topics", TIMEOUT_MS).list("") == []
 
