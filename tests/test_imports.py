@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "topics.supervisor": SHARED | PROCESSES,
     "topics.cli": SHARED | {"topics.client"},
     "topics.client": {"topics.api"},
-    "topics.spark": {"topics.api", "topics.core", "topics.storage", "topics.client"},
+    "topics.spark": {"topics.api", "topics.core", "topics.setting_values", "topics.storage", "topics.client"},
 }
 
 

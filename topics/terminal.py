@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, TextIO
 
 _CODES: Final = {"head": "1", "faint": "2", "bad": "31", "good": "32", "warn": "33"}
@@ -64,6 +64,14 @@ def table(rows: Sequence[Sequence[Cell]], paint: Paint = plain, *, text_columns:
     return "".join(line(row, "" if at else "head") for at, row in enumerate(shown))
 
 
+def arguments_of(
+    parser: argparse.ArgumentParser,
+) -> Iterator[tuple[argparse.Action, Mapping[str, argparse.ArgumentParser]]]:
+    """Yield each argument of a program, and the parsers of its verbs by name if it stands for them."""
+    for action in parser._actions:
+        yield action, action.choices if isinstance(action, argparse._SubParsersAction) else {}
+
+
 def completions(parser: argparse.ArgumentParser, shell: str, commands: Mapping[str, str]) -> str:
     """Return completions of a program for one of SHELLS. `commands` are lines that print the values of an argument, by
     its name. Arguments shown as FILE or DIR are paths.
@@ -75,11 +83,10 @@ def completions(parser: argparse.ArgumentParser, shell: str, commands: Mapping[s
     }
 
     def mark(parser: argparse.ArgumentParser) -> None:
-        for action in parser._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                for below in action.choices.values():
-                    mark(below)
-            elif found := known.get(action.dest) or known.get(str(action.metavar)):
+        for action, verbs in arguments_of(parser):
+            for below in verbs.values():
+                mark(below)
+            if found := known.get(action.dest) or known.get(str(action.metavar)):
                 vars(action)["complete"] = found
 
     mark(parser)

@@ -21,7 +21,7 @@ import pytest
 from tests.harness import clean_environment
 from topics.cli.main import COMMANDS, make_parser
 from topics.supervisor.command import _parser as supervisor_parser
-from topics.terminal import SHELLS, completions
+from topics.terminal import SHELLS, arguments_of, completions
 
 ROOT = Path(__file__).parents[2]
 FETCHED = Path(sys.prefix, "shells")
@@ -134,12 +134,11 @@ def completing(request: pytest.FixtureRequest, tmp_path: Path) -> Completing:
 def words_of(parser: argparse.ArgumentParser) -> set[str]:
     """Return the commands, verbs and long options of a program."""
     words: set[str] = set()
-    for action in parser._actions:
+    for action, verbs in arguments_of(parser):
         if action.help == argparse.SUPPRESS:
             continue
         words |= {option[2:] for option in action.option_strings if option.startswith("--")}
-        if isinstance(action, argparse._SubParsersAction):
-            words |= set(action.choices).union(*map(words_of, action.choices.values()))
+        words |= set(verbs).union(*map(words_of, verbs.values()))
     return words
 
 
