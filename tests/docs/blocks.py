@@ -41,6 +41,11 @@ NOT_RUN: Final = {
     ("docs/architecture.md", "topics-supervisor"): "a picture",
     ("docs/decisions/0011-transactions.md", "POST /v0/stage/:topic        frontend   writes"): "a table of steps",
     (
+        "docs/bucket.md",
+        "$ export AWS_ACCESS_KEY_ID=…",
+    ): "a bucket of the reader; e2e/test_bucket.py runs a service on one",
+    ("docs/bucket.md", 'spark.read.format("topics")'): "a shape with `…`; tests/spark/test_bucket_scan.py",
+    (
         "docs/operations.md",
         "# /etc/topics/keys: an entry a line",
     ): "keys that are cut short; guides/security.md has whole ones",
