@@ -14,7 +14,8 @@ import pytest
 from tests.test_import_circles import imported
 from tests.test_imports import MODULES
 
-LINES_MAX = 51_300
+LINES_MAX = 54_500
+"""The engine and its commands are 51,200 lines; the archive, with standby and takeover, may add the rest."""
 COLLABORATORS_MAX = 8
 SHARED_FILE_NAMES = {"__init__.py", "main.py", "errors.py"}
 """File names that may occur in more than one folder."""
