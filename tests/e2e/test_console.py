@@ -220,9 +220,9 @@ def test_a_record_is_written_and_deleted_with_a_preview(shop: Service, tab: Brow
     fill(tab, "dialog .columns .field:nth-child(2) input", "dra*")
     assert tab.run("document.querySelector('dialog .danger').disabled") is True
     click(tab, "Show what would go")
-    shows(tab, "1 records of 4 would go", "dialog")
+    shows(tab, "1 record of 4 would go", "dialog")
     click(tab, "Delete the records")
-    shows(tab, "1 records are gone", "dialog")
+    shows(tab, "1 record is gone", "dialog")
     click(tab, "Close")
     assert shop.client.get("/v0/topics/shop.notes").json()["count"] == 3
 
