@@ -1,7 +1,7 @@
-"""What open consoles cost: the latency of writes without them and beside them, in turns.
+"""The cost of open consoles: the latency of writes without them and beside them, in turns.
 
 `python -m bench.consoles` starts a service, loads it with writers, and has ten consoles ask what open pages ask, every
-second turn. A page of tests/e2e/test_console.py holds `VIEWS` against what real pages ask. Real browsers are left out:
+second turn. A test of tests/e2e/test_console.py holds `VIEWS` against what real pages ask. Real browsers are left out:
 they would take the processors of a small machine, and that is not what a console costs the service.
 """
 
@@ -55,7 +55,7 @@ VIEWS: Final[dict[str, tuple[Asked, ...]]] = {
     "cursors": (Asked(5, "topics?sort=lag&kind=followed&page_size=1000"),),
     "routers": (Asked(5, "routers?page_size=1000"),),
 }
-"""What an open page of each view asks again and again."""
+"""The requests that an open page of each view repeats."""
 CROWD: Final = (*["overview"] * 4, "topics", "topic/log-0", "topic/log-0", "queue/queue-0", "cursors", "routers")
 """Ten people on call. Those that look at a topic have its live tail open, too."""
 
@@ -70,7 +70,7 @@ class Opened(NamedTuple):
 
 
 def fill(service: Service) -> None:
-    """Make what the views show."""
+    """Make topics, jobs, routers and cursors for the views to show."""
     for number in range(TOPICS):
         service.client.put(f"/v0/topics/log-{number}", json={}).raise_for_status()
     for number in range(QUEUES):

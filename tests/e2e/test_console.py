@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
+from bench import consoles, wire
+from bench.load import Plan, closed_loop
 from tests.contract.asking import put, write
 from tests.e2e.browser import Browser, find_browser
 from tests.e2e.fetch_axe import FETCHED
@@ -187,6 +190,36 @@ def test_topics_are_sorted_and_found_by_the_service(tab: Browser) -> None:
 
 
 @needs_browser
+def test_100_000_topics_stay_in_the_service() -> None:
+    """Each order and each search brings a page of them, whatever their number."""
+    assert COMMAND is not None
+    with Service() as crowded:
+        paths = [f"/v0/topics/crowd.{number:05}" for number in range(100_000)]
+        writes = [wire.post(f"{path}?return_seqs=false", b'{"records":[{"data":1}]}') for path in paths]
+        closed_loop(Plan(crowded.port, [writes[first::16] for first in range(16)], rounds=1))
+        crowded.client.put("/v0/topics/crowd.00777/cursors/slow", json={"from_seq": 0})
+        write(crowded.client, "crowd.31415", "x" * 9000)
+        write(crowded.client, "crowd.00042", *range(50))
+        with Browser(COMMAND, f"{crowded.url}/console#/topics?sort=topic") as tab:
+            poll("the first page", lambda: rows(tab)[:1] == ["crowd.00000"], 60)
+            shows(tab, "100 of 100,000")
+            for column, first in (("Records", "crowd.00042"), ("Size", "crowd.31415"), ("Lag", "crowd.00777")):
+                click(tab, column)
+                poll(f"the order by {column}", lambda first=first: rows(tab)[:1] == [first], 60)
+            click(tab, "Written")
+            poll("the youngest", lambda: rows(tab)[:2] == ["crowd.00042", "crowd.31415"], 60)
+            write(crowded.client, "crowd.27182", *range(500))
+            click(tab, "Rate")
+            poll("the busiest", lambda: rows(tab)[:1] == ["crowd.27182"], 60)
+            fill(tab, "input[type=search]", "0.777")
+            shows(tab, "No topic matches")
+            fill(tab, "input[type=search]", "99")
+            poll("the search", lambda: len(rows(tab)) == 100 and all("99" in name for name in rows(tab)), 60)
+            largest = "Math.max(...performance.getEntriesByType('resource').map((one) => one.decodedBodySize))"
+            assert tab.run(largest) < 200_000, "an answer has a page of topics"
+
+
+@needs_browser
 def test_a_topic_shows_what_of_it_is_there(tab: Browser) -> None:
     go(tab, "topic/shop.orders")
     shows(tab, "deleted1 – 19", ".floors")
@@ -344,6 +377,32 @@ def test_a_lost_connection_comes_back_without_a_hole(shop: Service, tab: Browser
     )
     poll("the connection", lambda: "No connection" not in tab.run("document.body.textContent"), 60)
     tab.command("Network.disable")
+
+
+# -- what it asks
+
+ASKED = "performance.getEntriesByType('resource').map((one) => one.name).filter((name) => name.includes('/v0/'))"
+
+
+@needs_browser
+def test_a_page_asks_what_the_bench_of_consoles_asks(shop: Service, tab: Browser) -> None:
+    """Nothing beside it but what it asks once: the rights of the key, and where a topic was in the last minutes."""
+    for name, config in (("log-0", {}), ("queue-0", {"type": "queue"})):
+        put(shop.client, name, **config)
+    for view, asked in consoles.VIEWS.items():
+        go(tab, "overview")
+        tab.run("performance.clearResourceTimings(); performance.setResourceTimingBufferSize(2000); true")
+        go(tab, view)
+        wanted = {f"/v0/{one.path}" for one in asked}
+        before = {f"/v0/{one.path}" for one in consoles.VIEWS["overview"]}  # it may have been about to ask
+
+        def paths() -> set[str]:
+            urls = [httpx.URL(url) for url in tab.run(ASKED)]
+            found = {f"{url.path}?{url.query.decode()}".removesuffix("?") for url in urls}
+            return {re.sub(r"from_seq=\d+", "from_seq=1", path) for path in found}
+
+        poll(f"all requests of {view}", lambda: wanted <= paths())
+        assert paths() - wanted - before <= {"/v0/key", "/v0/topics/log-0/diff"}, view
 
 
 # -- keys
