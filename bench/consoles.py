@@ -13,12 +13,13 @@ import multiprocessing
 import random
 import statistics
 from concurrent.futures import ProcessPoolExecutor
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
+import psutil
 import uvloop
 
 from bench import machine, wire
-from bench.compare import compare
+from bench.compare import RESAMPLES, compare
 from bench.crowd import Client, watch
 from bench.load import LoadError, Plan, closed_loop, pin
 from tests.harness import Service
@@ -28,8 +29,7 @@ TOPICS: Final = 500
 QUEUES: Final = 20
 ROUTERS: Final = 50
 CURSORS: Final = 20
-MOVE_MAX: Final = 0.05
-"""Write p99 may move by so much with ten consoles open (docs/console.md)."""
+IDLE_S: Final = 10.0
 
 
 class Asked(NamedTuple):
@@ -84,6 +84,11 @@ def fill(service: Service) -> None:
         service.client.put(f"/v0/topics/log-{number}/cursors/reader", json={}).raise_for_status()
 
 
+def used_s(service: Service) -> float:
+    """Return the processor time that the service has taken."""
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in service.family())
+
+
 def open_consoles(opened: Opened) -> int:
     """Ask what the pages ask; return the number of requests."""
     return uvloop.run(_open(opened))
@@ -91,13 +96,12 @@ def open_consoles(opened: Opened) -> int:
 
 async def _open(opened: Opened) -> int:
     chance, clients, streams = random.Random(0), list[Client](), []
-    until_s = asyncio.get_running_loop().time() + opened.seconds
 
     async def repeat(asked: Asked) -> None:
-        client, loop = Client(opened.port), asyncio.get_running_loop()
+        client = Client(opened.port)
         clients.append(client)
         await asyncio.sleep(chance.random() * asked.every_s)  # pages are opened at any time
-        while loop.time() < until_s:
+        while True:
             answer = await client.ask("GET" if asked.body is None else "POST", f"/v0/{asked.path}", asked.body)
             if answer.status != 200:
                 raise LoadError(f"{asked.path}: {answer.status} {answer.body[:300]!r}")
@@ -106,9 +110,14 @@ async def _open(opened: Opened) -> int:
     for view in opened.views:
         if opened.tails and view.startswith("topic/"):
             name = view.removeprefix("topic/")
-            body = {"topics": {name: {"tail": True}}, "include_tags": True, "limit": 1000, "pace_ms": 100}
+            body: dict[str, Any] = {"topics": {name: {"tail": True}}, "include_tags": True, "limit": 1000, "pace_ms": 100}
             streams.append(await watch(Client(opened.port), opened.port, name, **body))
-    await asyncio.gather(*[repeat(asked) for view in opened.views for asked in VIEWS[view]])
+    pages = [asyncio.create_task(repeat(asked)) for view in opened.views for asked in VIEWS[view]]
+    await asyncio.sleep(opened.seconds)
+    for page in pages:
+        if page.done():
+            page.result()  # it failed
+        page.cancel()
     for stream in streams:
         stream.close()
     return sum(client.asked for client in clients)
@@ -119,11 +128,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="pairs of turns (default %(default)s)")
     parser.add_argument("--seconds", type=float, default=6.0, help="length of a turn (default %(default)s)")
     parser.add_argument("--consoles", type=int, default=len(CROWD), help="open consoles (default %(default)s)")
+    parser.add_argument("--writes-per-s", type=float, default=0, help="of all writers (default: as many as they can)")
     parser.add_argument("--no-tails", action="store_true", help="nobody looks at a live tail")
     arguments = parser.parse_args()
     crowd = tuple(CROWD[number % len(CROWD)] for number in range(arguments.consoles))
     cores, found = machine.share_cores(), {False: list[dict[str, float]](), True: list[dict[str, float]]()}
-    asked, spawn = 0, multiprocessing.get_context("spawn")
+    asked, idle_ms_per_s, spawn = 0, list[float](), multiprocessing.get_context("spawn")
     with (
         ProcessPoolExecutor(2, spawn, initializer=pin, initargs=(cores.load,)) as pool,
         Service(shards=2, frontends=2, wal_file_bytes=None, cpus=cores.server) as service,
@@ -132,20 +142,35 @@ def main() -> None:
         writers = [[wire.write(f"log-{number}", 1)] for number in range(WRITERS)]
         for number in range(arguments.rounds):
             for beside in (number % 2 == 0, number % 2 == 1):
-                plan = Plan(service.port, writers, warm_up_s=0.5, duration_s=arguments.seconds)
-                opened = Opened(service.port, crowd if beside else (), not arguments.no_tails, arguments.seconds)
+                per_s = arguments.writes_per_s / WRITERS
+                plan = Plan(service.port, writers, warm_up_s=0.3, duration_s=arguments.seconds, per_s=per_s)
+                opened = Opened(service.port, crowd if beside else (), not arguments.no_tails, arguments.seconds + 0.3)
                 pages = pool.submit(open_consoles, opened)
+                cpu_s = used_s(service)
                 outcome = pool.submit(closed_loop, plan).result()
+                cpu_s = used_s(service) - cpu_s
                 asked += pages.result()
                 figures = {"p50_us": outcome.p50_us, "p99_us": outcome.p99_us, "writes_per_s": outcome.per_s}
+                figures["cpu_us"] = cpu_s * 1e6 / outcome.answers
                 found[beside].append({f"write: {name}": value for name, value in figures.items()})
+        for beside in (False, True):
+            opened = Opened(service.port, crowd if beside else (), not arguments.no_tails, IDLE_S)
+            cpu_s = used_s(service)
+            pool.submit(open_consoles, opened).result()
+            idle_ms_per_s.append((used_s(service) - cpu_s) * 1000 / IDLE_S)
+    print("nobody writes: {:.0f} ms of processor time a second, {:.0f} beside the consoles".format(*idle_ms_per_s))
     print(f"{len(crowd)} consoles, {asked / arguments.rounds / arguments.seconds:.1f} requests/s of theirs")
     print("figure                        ratio, above 1 is better beside the consoles")
     for ratio in compare(found[False], found[True]):
         print(ratio)
     pairs = zip(*[[one["write: p99_us"] for one in found[beside]] for beside in (False, True)], strict=True)
     moves = [later / earlier - 1 for earlier, later in pairs]
-    print(f"write p99 moves by {statistics.median(moves) * 100:+.1f} % in the median of {len(moves)} pairs")
+    chance = random.Random(0)
+    medians = sorted(statistics.median(chance.choices(moves, k=len(moves))) for _ in range(RESAMPLES))
+    low, high = medians[RESAMPLES // 40], medians[-1 - RESAMPLES // 40]
+    print(
+        f"write p99 moves by {statistics.median(moves):+.1%} ({low:+.1%} to {high:+.1%}), median of {len(moves)} pairs"
+    )
 
 
 if __name__ == "__main__":

@@ -34,7 +34,16 @@ needs_browser = pytest.mark.skipif(
 needs_axe = pytest.mark.skipif(not FETCHED.exists(), reason="axe-core was not fetched: python -m tests.e2e.fetch_axe")
 pytestmark = pytest.mark.long
 
-VIEWS = ("overview", "topics", "topic/shop.orders", "queues", "queue/shop.mails", "cursors", "routers")
+VIEWS = (
+    "overview",
+    "topics",
+    "topic/shop.orders",
+    "topic/shop.orders?tab=tail",
+    "queues",
+    "queue/shop.mails",
+    "cursors",
+    "routers",
+)
 LINES_MAX = 2500
 CONSOLE = VENDOR.parent
 
@@ -452,6 +461,14 @@ def test_axe_finds_nothing(tab: Browser, theme: str) -> None:
         result = tab.run(AXE)
         if json.loads(result):
             found[view] = json.loads(result)
+    go(tab, "topic/shop.orders")
+    for dialog in ("Write…", "Delete…"):
+        click(tab, dialog)
+        poll("the dialog", lambda: tab.run("document.querySelector('dialog[open]') !== null"))
+        if broken := json.loads(tab.run(AXE)):
+            found[dialog] = broken
+        click(tab, "✕")
+        poll("it to be closed", lambda: tab.run("document.querySelector('dialog') === null"))
     tab.prefer("light")
     assert not found, json.dumps(found, indent=1)
 
