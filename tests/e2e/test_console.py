@@ -474,6 +474,21 @@ def test_axe_finds_nothing(tab: Browser, theme: str) -> None:
 
 
 @needs_browser
+@needs_axe
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_nothing_on_the_page_of_the_api(shop: Service, theme: str) -> None:
+    assert COMMAND is not None
+    with Browser(COMMAND, f"{shop.url}/v0/docs") as page:
+        page.prefer(theme)
+        poll("the routes", lambda: page.run("document.querySelectorAll('details').length") > 20)
+        page.run("for (const one of [...document.querySelectorAll('details')].slice(0, 9)) one.open = true; true")
+        page.run(FETCHED.read_text() + ";true")
+        assert json.loads(page.run(AXE)) == []
+        page.resize(380, 800)
+        assert page.run("document.documentElement.scrollWidth <= innerWidth")
+
+
+@needs_browser
 def test_nothing_is_wider_than_a_phone(tab: Browser) -> None:
     tab.resize(380, 800)
     for view in VIEWS:
