@@ -110,7 +110,12 @@ async def _open(opened: Opened) -> int:
     for view in opened.views:
         if opened.tails and view.startswith("topic/"):
             name = view.removeprefix("topic/")
-            body: dict[str, Any] = {"topics": {name: {"tail": True}}, "include_tags": True, "limit": 1000, "pace_ms": 100}
+            body: dict[str, Any] = {
+                "topics": {name: {"tail": True}},
+                "include_tags": True,
+                "limit": 1000,
+                "pace_ms": 100,
+            }
             streams.append(await watch(Client(opened.port), opened.port, name, **body))
     pages = [asyncio.create_task(repeat(asked)) for view in opened.views for asked in VIEWS[view]]
     await asyncio.sleep(opened.seconds)
