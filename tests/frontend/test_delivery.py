@@ -86,15 +86,15 @@ def test_a_stream_with_a_pace_gets_what_came_meanwhile_in_one_frame(tmp_path: Pa
             await live.write("t")
         await delivered(quick, [1, 2, 3, 4])
         assert wire.seqs("t") == [1]
-        live.hub._end_pace(connection, 0)
+        live.hub.end_pace(connection, 0)
         await delivered(wire, [1, 2, 3, 4])
         assert wire.kinds() == ["record", "caught-up", "record"]
-        live.hub._end_pace(connection, 0)  # nothing came: the next record does not wait
+        live.hub.end_pace(connection, 0)  # nothing came: the next record does not wait
         await turns()
         await live.write("t")
         await delivered(wire, [1, 2, 3, 4, 5])
         live.hub.close(connection)
-        live.hub._end_pace(connection, 0)  # it is gone
+        live.hub.end_pace(connection, 0)  # it is gone
 
     on_loop(tmp_path, test)
 

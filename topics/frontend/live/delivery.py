@@ -358,7 +358,7 @@ class Hub:
         if outcome is StepOutcome.CURRENT or outcome is StepOutcome.WAITING:
             channel = self._channels[connection.state.spec.names[index]]
             if connection.pace_ms and step.data:
-                self._loop.call_later(connection.pace_ms / 1000, self._end_pace, connection, index)
+                self._loop.call_later(connection.pace_ms / 1000, self.end_pace, connection, index)
                 return
             channel.current[connection] = index
             if outcome is StepOutcome.WAITING:
@@ -372,7 +372,8 @@ class Hub:
         else:
             self._failed[connection, index] = None
 
-    def _end_pace(self, connection: StreamConnection, index: int) -> None:
+    def end_pace(self, connection: StreamConnection, index: int) -> None:
+        """Read on after the pause that a stream with a pace makes behind each frame."""
         if not connection.closed:
             self._join_backlog(connection, index)
 
