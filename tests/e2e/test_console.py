@@ -10,6 +10,7 @@ import json
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -548,6 +549,12 @@ def test_pictures(shop: Service, tab: Browser, tmp_path: Path) -> None:
                     lambda: shop.client.get("/v0/topics/shop.orders").json()["head_seq"] > seen + wanted,
                     90,
                 )
+            if "queue" in view and wanted > 50:  # a picture that is kept shows lines
+                jobs = {"records": [{"data": {"to": f"user-{at}@example.org"}} for at in range(3)]}
+                for _ in range(10):
+                    shop.client.post("/v0/topics/shop.mails", json=jobs)
+                    shop.client.post("/v0/topics/shop.mails/claim", json={"node": "worker-1", "max": 1})
+                    time.sleep(2)
             shows(tab, "live", ".top")
             grounds[theme] = tab.run("getComputedStyle(document.body).backgroundColor")
             (folder / f"{name}.png").write_bytes(tab.picture())

@@ -21,7 +21,7 @@ export const Chart = ({ label, times, series, show, height = HEIGHT, themed }) =
     const options = {
       width: host.clientWidth || 300, height, legend: { show: false }, padding: [10, 22, 0, 0],
       cursor: { y: false, points: { size: 6 } },
-      scales: { x: { time: true, range: (_, first, last) => [last === null ? first : Math.min(first, last - SPAN_MIN_S), last] }, y: { range: (_, __, most) => [0, most > 0 ? most * 1.1 : 1] } },
+      scales: { x: { time: true, range: (of) => { const all = of.data[0], last = all.at(-1) ?? 0; return [Math.min(all[0] ?? 0, last - SPAN_MIN_S), last]; } }, y: { range: (_, __, most) => [0, most > 0 ? most * 1.1 : 1] } },
       axes: [
         { ...axis, grid: { show: false }, space: 70, size: 24, values: (_, ticks) => ticks.map((tick) => new Date(tick * 1000).toTimeString().slice(0, 8)) },
         { ...axis, size: 62, space: 34, values: (_, ticks) => ticks.map(show) },
