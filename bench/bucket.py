@@ -67,6 +67,8 @@ def main(records: int) -> None:
                 read = sequential(service.client, segments * 10_000)
                 took_s = time.perf_counter() - started
                 show(f"read {read} records in order, +{delay_s * 1000:.0f} ms: {read / took_s:.0f} records/s", proxy)
+            service.restart()  # nothing is cached
+            time.sleep(1)
             proxy.delay_s = DELAY_S
             proxy.reset()
             chosen = random.Random(18)

@@ -3,7 +3,7 @@
 A page is made on the event loop from bytes in memory. If it needs others that only the cold tier has, `extent` raises
 ColdMissError. A caller that can wait then awaits `fetch` and makes the page again. Fetched blocks are kept for a while:
 readers that page through a cold segment fetch each once, in long runs, and the next runs are on their way before they
-are needed, if there is room: a bucket answers a while after it is asked. Who reads here and there gets blocks, not runs.
+are needed, if there is room: a bucket answers a while after it is asked. Who reads here and there gets single blocks.
 Each read has its own thread, and there are few. One that hangs keeps its place until it returns, long after its readers
 were told so. The end of the process waits for none.
 """
@@ -167,9 +167,7 @@ class ColdTier:
         return end
 
     def _read_ahead(self, name: str, number: int, data_bytes: int, following: tuple[str, int] | None) -> None:
-        """Fetch what a sequential reader will want from block `number` on, unless others wait. If that fails, the reader
-        will ask.
-        """
+        """Fetch what a sequential reader will want from block `number` on, unless others wait. Failed, it will ask."""
         left = AHEAD_RUNS * (RUN_BYTES // BLOCK_BYTES)
         if self._blocks_max < IN_FLIGHT_MAX * left // AHEAD_RUNS:
             return  # a small cache would lose what its readers are about to read
