@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
 import pytest
 
 from bench.peers import servers, tables
 from bench.peers.bare_redis import command
 
 DISK, FSYNC, EVERYSEC, ALWAYS, *_ = servers.CONTENDERS
+ROOT = Path(__file__).parents[1]
+DISTRIBUTIONS = {"hdrh": "hdrhistogram", "nats": "nats-py"}
+"""Distributions that are not called as their packages are."""
 ACK, RATE = "one append: p50_us", "catch-up read: records_per_s"
 
 
@@ -39,3 +48,35 @@ def test_a_server_that_is_not_here_is_left_out_with_a_word(
 
 def test_commands_are_as_redis_has_them() -> None:
     assert command(b"XADD", b"s") == b"*2\r\n$4\r\nXADD\r\n$1\r\ns\r\n"
+
+
+def test_its_environment_has_all_that_it_imports() -> None:
+    requirements = (ROOT / "bench" / "peers" / "requirements.txt").read_text().splitlines()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements += [*project["dependencies"], *project["optional-dependencies"]["server"]]
+    installed = {found[0] for line in requirements if (found := re.match(r"[A-Za-z0-9_-]+", line))}
+    assert {DISTRIBUTIONS.get(name, name) for name in imports_of("bench.peers.__main__")} <= installed
+
+
+def imports_of(entry: str) -> set[str]:
+    """Return the packages of others that a module loads when it is loaded, itself or by modules of bench and tests."""
+    found, left, seen = set(), [entry], set()
+    while left:
+        module = left.pop()
+        path = ROOT / (module.replace(".", "/") + ".py")
+        if module in seen or not path.exists():
+            continue
+        seen.add(module)
+        for node in ast.parse(path.read_text()).body:
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+            for name in names:
+                top = name.partition(".")[0]
+                if top in ("bench", "tests"):
+                    left.append(name)
+                elif top not in sys.stdlib_module_names and top != "topics":
+                    found.add(top)
+    return found

@@ -62,7 +62,7 @@ def seen(client: httpx.Client) -> Seen:
     routers = [router["router"] for router in _pages(client, "/v0/routers", "routers")]
     return {
         "topics": {name: _topic_seen(client, name) for name in names},
-        "routers": {name: _without_performance(_get(client, f"/v0/routers/{name}")) for name in routers},
+        "routers": {name: _router(_get(client, f"/v0/routers/{name}")) for name in routers},
     }
 
 
@@ -118,6 +118,11 @@ def _pages(client: httpx.Client, path: str, key: str) -> list[dict[str, Any]]:
 
 def _without_performance(answer: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in answer.items() if name != "performance"}
+
+
+def _router(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return a router without its lag, which is that of the moment."""
+    return {name: value for name, value in _without_performance(answer).items() if name != "lag"}
 
 
 # --- what is written
