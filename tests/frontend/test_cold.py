@@ -248,7 +248,7 @@ def test_the_next_runs_of_a_sequential_reader_are_on_their_way_before_they_are_n
         await page(20, RUN_BYTES + BLOCK_BYTES + 10)
         await until(lambda: len(store.calls) == 6)
         left = 3 * RUN_BYTES + BLOCK_BYTES, RUN_BYTES - BLOCK_BYTES
-        assert store.calls[-1] == (NAME, *left), "the block that is at hand is not read again"
+        assert store.calls[-1] == (NAME, *left), "the block that is there is not read again"
         await page(RUN_BYTES + 10, 3 * RUN_BYTES)
         await until(lambda: store.calls[-1][0] == "another")
         assert sorted(store.calls[6:]) == [(NAME, 4 * RUN_BYTES, 7), ("another", 0, 10)], "the next object is behind it"
