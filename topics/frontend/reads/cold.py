@@ -159,7 +159,7 @@ class ColdTier:
         return last_start < start <= last_end
 
     def _run_behind(self, name: str, first: int, data_bytes: int) -> int:
-        """Return where the run of absent blocks ends that begins with `first`: at what was fetched, or the run's end."""
+        """Return where the run of absent blocks from `first` on ends: at one that was fetched, or with the run."""
         in_run, blocks = RUN_BYTES // BLOCK_BYTES, -(-data_bytes // BLOCK_BYTES)
         end = first + 1
         while end % in_run and end < blocks and (name, end) not in self._blocks and (name, end) not in self._reads:
