@@ -28,7 +28,7 @@ _NEXT: Final = re.compile(rb'"next_from_seq":(\d+)')
 
 def main(records: int) -> None:
     server = S3Server()
-    proxy = Proxy(server.port)
+    proxy = Proxy(server)
     url = f"s3://{server.new_bucket()}/bench"
     env = proxy.env | {
         "TOPICS_COLD_URL": url,

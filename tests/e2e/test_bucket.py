@@ -8,7 +8,7 @@ from functools import partial
 import httpx
 import pytest
 
-from tests.buckets import Fault, Proxy, s3_env
+from tests.buckets import MORE, Fault, Proxy
 from tests.e2e.test_compaction import DEADLINE_S, EAGER, compactor, data_files, write
 from tests.e2e.test_kill_points import everything_left
 from tests.harness import COMMAND, Service, poll
@@ -31,7 +31,7 @@ def made(s3: Proxy, url: str, **settings: str) -> Service:
 @pytest.fixture
 def store(s3: Proxy, bucket_url: str, monkeypatch: pytest.MonkeyPatch) -> BucketStore:
     """The bucket as the test itself sees it."""
-    for name, value in s3_env(s3.upstream_port).items():
+    for name, value in s3.direct_env.items():
         monkeypatch.setenv(name, value)
     return BucketStore(f"{bucket_url}/topics", 5000)
 
@@ -68,6 +68,7 @@ def assert_clean(service: Service, url: str) -> None:
     assert "was not looked at" not in found.stdout
 
 
+@pytest.mark.parametrize("object_server", ["s3", "s3s", *MORE], indirect=True)
 def test_records_go_into_the_bucket_and_come_back(s3: Proxy, bucket_url: str, store: BucketStore) -> None:
     with made(s3, bucket_url) as service:
         values = fill(service)

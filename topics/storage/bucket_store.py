@@ -29,7 +29,8 @@ RETRIES_MAX: Final = 3
 CONNECT_MS: Final = 3_000
 _REASON_CHARS_MAX: Final = 400
 _QUERY: Final = re.compile(r"(?<=://)([^\s?]+)\?\S*")
-_OUT_OF_RANGE: Final = re.compile(r"code: 416|[Rr]ange was invalid")
+_OUT_OF_RANGE: Final = re.compile(r"code: 416|[Rr]ange was invalid|Wanted range starting")
+_HUNG_UP: Final = "error sending request"
 _TRUE: Final = frozenset({"1", "true"})
 
 
@@ -57,10 +58,15 @@ class BucketStore:
         from obstore import put
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-        with self._errors(name), suppress(AlreadyExistsError, PreconditionError):
-            # As one request: the parts of an upload in parts cannot be put on a condition.
-            put(self._bucket, name, content, mode="create", use_multipart=False)
-            return True
+        try:
+            with self._errors(name), suppress(AlreadyExistsError, PreconditionError):
+                # As one request: the parts of an upload in parts cannot be put on a condition.
+                put(self._bucket, name, content, mode="create", use_multipart=False)
+                return True
+        except OSError as error:
+            # Some stores refuse before they took the whole object, and hang up.
+            if _HUNG_UP not in str(error) or not self.exists(name):
+                raise
         return False
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
@@ -122,7 +128,9 @@ class BucketStore:
             "connect_timeout": timedelta(milliseconds=min(CONNECT_MS, self._timeout_ms)),
             "timeout": timedelta(milliseconds=self._timeout_ms),
             # Options given here replace what the library would take from the environment.
-            "allow_http": any(os.environ.get(f"{of}_ALLOW_HTTP", "").lower() in _TRUE for of in ("AWS", "AZURE")),
+            "allow_http": any(
+                os.environ.get(f"{of}_ALLOW_HTTP", "").lower() in _TRUE for of in ("AWS", "AZURE", "GOOGLE")
+            ),
         }
         retries: RetryConfig = {
             "max_retries": RETRIES_MAX,
