@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import re
 import time
 from array import array
@@ -23,13 +24,16 @@ LATENCY_MAX_US = 60_000_000
 
 
 class Plan(NamedTuple):
-    """Requests to send. Each connection goes round its own requests, for `duration_s` or `rounds` times."""
+    """Requests to send. Each connection goes round its own requests, for `duration_s` or `rounds` times: each as soon
+    as the one before is answered, or `per_s` of them a second.
+    """
 
     port: int
     connections: list[list[bytes]]
     warm_up_s: float = 0.0
     duration_s: float = 0.0
     rounds: int = 0
+    per_s: float = 0.0
 
 
 class Outcome(NamedTuple):
@@ -121,6 +125,7 @@ class _Client(asyncio.Protocol):
         self._run = run
         self._requests = requests
         self._next = 0
+        self._due_s = 0.0
         self._left = run.plan.rounds * len(requests)
         self._sent_ns = 0
         self._chunks: list[bytes] = []
@@ -137,6 +142,14 @@ class _Client(asyncio.Protocol):
         self._run.closed()
 
     def send(self) -> None:
+        if per_s := self._run.plan.per_s:
+            loop = asyncio.get_running_loop()
+            self._due_s = max(self._due_s or loop.time() + random.random() / per_s, loop.time() - 1) + 1 / per_s
+            loop.call_at(self._due_s, self._send)
+        else:
+            self._send()
+
+    def _send(self) -> None:
         self._sent_ns = time.perf_counter_ns()
         self._transport.write(self._requests[self._next])
         self._next += 1

@@ -91,6 +91,7 @@ def test_bad_watches(client: httpx.Client, body: dict[str, Any]) -> None:
         {"max_batch_bytes": 1.5},
         {"heartbeat_ms": -5},
         {"heartbeat_ms": "soon"},
+        {"pace_ms": -1},
         {"node": 7},
         {"include_meta": "no"},
         {"include_tags": 1},
@@ -107,7 +108,13 @@ def test_bad_options_are_refused_by_name(client: httpx.Client, topic: str, optio
 
 def test_clamped_options_are_never_errors(client: httpx.Client, topic: str) -> None:
     put(client, topic)
-    for option in ({"limit": 10**9}, {"max_batch_bytes": 1 << 40}, {"max_batch_bytes": 0}, {"heartbeat_ms": 10**9}):
+    for option in (
+        {"limit": 10**9},
+        {"max_batch_bytes": 1 << 40},
+        {"max_batch_bytes": 0},
+        {"heartbeat_ms": 10**9},
+        {"pace_ms": 10**9},
+    ):
         watch(client, {topic: {}}, **option)
     watch(client, {topic: {}}, heartbeat_ms=0)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
+from bench import consoles, wire
+from bench.load import Plan, closed_loop
 from tests.contract.asking import put, write
 from tests.e2e.browser import Browser, find_browser
 from tests.e2e.fetch_axe import FETCHED
@@ -31,7 +34,16 @@ needs_browser = pytest.mark.skipif(
 needs_axe = pytest.mark.skipif(not FETCHED.exists(), reason="axe-core was not fetched: python -m tests.e2e.fetch_axe")
 pytestmark = pytest.mark.long
 
-VIEWS = ("overview", "topics", "topic/shop.orders", "queues", "queue/shop.mails", "cursors", "routers")
+VIEWS = (
+    "overview",
+    "topics",
+    "topic/shop.orders",
+    "topic/shop.orders?tab=tail",
+    "queues",
+    "queue/shop.mails",
+    "cursors",
+    "routers",
+)
 LINES_MAX = 2500
 CONSOLE = VENDOR.parent
 
@@ -187,6 +199,36 @@ def test_topics_are_sorted_and_found_by_the_service(tab: Browser) -> None:
 
 
 @needs_browser
+def test_100_000_topics_stay_in_the_service() -> None:
+    """Each order and each search brings a page of them, whatever their number."""
+    assert COMMAND is not None
+    with Service() as crowded:
+        paths = [f"/v0/topics/crowd.{number:05}" for number in range(100_000)]
+        writes = [wire.post(f"{path}?return_seqs=false", b'{"records":[{"data":1}]}') for path in paths]
+        closed_loop(Plan(crowded.port, [writes[first::16] for first in range(16)], rounds=1))
+        crowded.client.put("/v0/topics/crowd.00777/cursors/slow", json={"from_seq": 0})
+        write(crowded.client, "crowd.31415", "x" * 9000)
+        write(crowded.client, "crowd.00042", *range(50))
+        with Browser(COMMAND, f"{crowded.url}/console#/topics?sort=topic") as tab:
+            poll("the first page", lambda: rows(tab)[:1] == ["crowd.00000"], 60)
+            shows(tab, "100 of 100,000")
+            for column, first in (("Records", "crowd.00042"), ("Size", "crowd.31415"), ("Lag", "crowd.00777")):
+                click(tab, column)
+                shows(tab, first, "main tbody th")
+            click(tab, "Written")
+            poll("the youngest", lambda: rows(tab)[:2] == ["crowd.00042", "crowd.31415"], 60)
+            write(crowded.client, "crowd.27182", *range(500))
+            click(tab, "Rate")
+            poll("the busiest", lambda: rows(tab)[:1] == ["crowd.27182"], 60)
+            fill(tab, "input[type=search]", "0.777")
+            shows(tab, "No topic matches")
+            fill(tab, "input[type=search]", "99")
+            poll("the search", lambda: len(rows(tab)) == 100 and all("99" in name for name in rows(tab)), 60)
+            largest = "Math.max(...performance.getEntriesByType('resource').map((one) => one.decodedBodySize))"
+            assert tab.run(largest) < 200_000, "an answer has a page of topics"
+
+
+@needs_browser
 def test_a_topic_shows_what_of_it_is_there(tab: Browser) -> None:
     go(tab, "topic/shop.orders")
     shows(tab, "deleted1 – 19", ".floors")
@@ -220,9 +262,9 @@ def test_a_record_is_written_and_deleted_with_a_preview(shop: Service, tab: Brow
     fill(tab, "dialog .columns .field:nth-child(2) input", "dra*")
     assert tab.run("document.querySelector('dialog .danger').disabled") is True
     click(tab, "Show what would go")
-    shows(tab, "1 records of 4 would go", "dialog")
+    shows(tab, "1 record of 4 would go", "dialog")
     click(tab, "Delete the records")
-    shows(tab, "1 records are gone", "dialog")
+    shows(tab, "1 record is gone", "dialog")
     click(tab, "Close")
     assert shop.client.get("/v0/topics/shop.notes").json()["count"] == 3
 
@@ -346,6 +388,32 @@ def test_a_lost_connection_comes_back_without_a_hole(shop: Service, tab: Browser
     tab.command("Network.disable")
 
 
+# -- what it asks
+
+ASKED = "performance.getEntriesByType('resource').map((one) => one.name).filter((name) => name.includes('/v0/'))"
+
+
+@needs_browser
+def test_a_page_asks_what_the_bench_of_consoles_asks(shop: Service, tab: Browser) -> None:
+    """Nothing beside it but what it asks once: the rights of the key, and where a topic was in the last minutes."""
+    for name, config in (("log-0", {}), ("queue-0", {"type": "queue"})):
+        put(shop.client, name, **config)
+    for view, asked in consoles.VIEWS.items():
+        go(tab, "overview")
+        tab.run("performance.clearResourceTimings(); performance.setResourceTimingBufferSize(2000); true")
+        go(tab, view)
+        wanted = {f"/v0/{one.path}" for one in asked}
+        before = {f"/v0/{one.path}" for one in consoles.VIEWS["overview"]}  # it may have been about to ask
+
+        def paths() -> set[str]:
+            urls = [httpx.URL(url) for url in tab.run(ASKED)]
+            found = {f"{url.path}?{url.query.decode()}".removesuffix("?") for url in urls}
+            return {re.sub(r"from_seq=\d+", "from_seq=1", path) for path in found}
+
+        poll(f"all requests of {view}", lambda: wanted <= paths())
+        assert paths() - wanted - before <= {"/v0/key", "/v0/topics/log-0/diff"}, view
+
+
 # -- keys
 
 
@@ -393,8 +461,32 @@ def test_axe_finds_nothing(tab: Browser, theme: str) -> None:
         result = tab.run(AXE)
         if json.loads(result):
             found[view] = json.loads(result)
+    go(tab, "topic/shop.orders")
+    for dialog in ("Write…", "Delete…"):
+        click(tab, dialog)
+        poll("the dialog", lambda: tab.run("document.querySelector('dialog[open]') !== null"))
+        if broken := json.loads(tab.run(AXE)):
+            found[dialog] = broken
+        click(tab, "✕")
+        poll("it to be closed", lambda: tab.run("document.querySelector('dialog') === null"))
     tab.prefer("light")
     assert not found, json.dumps(found, indent=1)
+
+
+@needs_browser
+@needs_axe
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_nothing_on_the_page_of_the_api(shop: Service, theme: str) -> None:
+    assert COMMAND is not None
+    with Browser(COMMAND, f"{shop.url}/v0/docs") as page:
+        page.prefer(theme)
+        poll("the routes", lambda: page.run("document.querySelectorAll('details').length") > 20)
+        page.run("[...document.querySelectorAll('main > details')].slice(0, 6).forEach((one) => { one.open = true; })")
+        poll("a form", lambda: page.run("document.querySelector('details[open] textarea') !== null"))
+        page.run(FETCHED.read_text() + ";true")
+        assert json.loads(page.run(AXE)) == []
+        page.resize(380, 800)
+        assert page.run("document.documentElement.scrollWidth <= innerWidth")
 
 
 @needs_browser

@@ -207,12 +207,13 @@ class Live:
         options: PageOptions = OPTIONS,
         strong: bool = False,
         heartbeat_ms: int = 15_000,
+        pace_ms: int = 0,
     ) -> tuple[Wire, StreamConnection]:
         """Opens a stream on topics that exist."""
         ids = tuple(self.reader.get(name).view.topic_id for name in starts)
         spec = self.hub.share(StreamSpec(tuple(starts), ids, options, strong))
         wire = Wire()
-        return wire, self.hub.open(wire, spec.start(dict(starts)), heartbeat_ms)
+        return wire, self.hub.open(wire, spec.start(dict(starts)), heartbeat_ms, pace_ms)
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -76,6 +76,29 @@ def test_one_stream_of_many_topics(tmp_path: Path) -> None:
     on_loop(tmp_path, test)
 
 
+def test_a_stream_with_a_pace_gets_what_came_meanwhile_in_one_frame(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        await live.write("t")
+        quick, _ = live.follow({"t": 0})
+        wire, connection = live.follow({"t": 0}, pace_ms=10**7)  # the test ends each pause itself
+        await until(lambda: wire.kinds() == ["record", "caught-up"])
+        for _ in range(3):
+            await live.write("t")
+        await delivered(quick, [1, 2, 3, 4])
+        assert wire.seqs("t") == [1]
+        live.hub.end_pace(connection, 0)
+        await delivered(wire, [1, 2, 3, 4])
+        assert wire.kinds() == ["record", "caught-up", "record"]
+        live.hub.end_pace(connection, 0)  # nothing came: the next record does not wait
+        await turns()
+        await live.write("t")
+        await delivered(wire, [1, 2, 3, 4, 5])
+        live.hub.close(connection)
+        live.hub.end_pace(connection, 0)  # it is gone
+
+    on_loop(tmp_path, test)
+
+
 @pytest.mark.parametrize("failing", ["find", "watch"])
 def test_a_stream_that_could_not_be_opened_leaves_nothing_to_those_behind_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str

@@ -191,6 +191,7 @@ class WatchBody(FollowBody, kw_only=True):
 
     topics: dict[str, StartBody]
     heartbeat_ms: Count = 15_000
+    pace_ms: Count = 0
 
 
 class ClaimBody(msgspec.Struct, gc=False, omit_defaults=True):

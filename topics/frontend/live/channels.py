@@ -34,6 +34,8 @@ class StreamConnection:
     state: StreamState
     heartbeat_ms: int
     idle_since_ms: int
+    pace_ms: int = 0
+    """Least time between two steps that send something of one topic."""
     behind: dict[int, bool] = field(default_factory=dict)
     """Topics (index in the spec) not read to the head; False for those that wait for the client or for room."""
     closed: bool = False

@@ -3,7 +3,8 @@
 A connection is, for each of its topics, in one of two places. *Current*: it has read up to the head; when the shard
 announces a change, one pass over the topic's channel writes to all of these. *Behind*: it stands in the channel's
 backlog and reads on, a page at a time and in turn with others, until it is current. A connection whose client does not
-read is behind, and nothing is read for it: the log is its queue (api §7).
+read is behind, and nothing is read for it: the log is its queue (api §7). One with a pace is in neither place for a
+while after each frame; then it reads on from the backlog.
 
 The scheduler (`core/scheduler.py`) chooses the next channel by priority. Work is done in slices of SLICE_S, in which a
 topic is looked up once (`StepCache`). A change during a slice is announced afterwards, so nothing is missed.
@@ -75,9 +76,9 @@ class Hub:
         """Return the one spec of open streams that is equal to `spec`, so that they share steps."""
         return self._specs.setdefault((spec.names, spec.topic_ids, spec.options, spec.strong, spec.wording), spec)
 
-    def open(self, push: Push, state: StreamState, heartbeat_ms: int) -> StreamConnection:
+    def open(self, push: Push, state: StreamState, heartbeat_ms: int, pace_ms: int = 0) -> StreamConnection:
         """Begin a stream, which ends with `close` or when the client goes away. `heartbeat_ms` 0: no heartbeats."""
-        connection = StreamConnection(push, state, heartbeat_ms, self._clock.monotonic_ms())
+        connection = StreamConnection(push, state, heartbeat_ms, self._clock.monotonic_ms(), pace_ms)
         push.on_writable = lambda: self._on_writable(connection)
         push.on_close = lambda: self._forget(connection)
         self._connections[connection] = None
@@ -319,7 +320,7 @@ class Hub:
                     continue
             if not work.send(connection, step):
                 self._stalled.add(connection, work.now_ms)
-            if not stays:
+            if not stays or connection.pace_ms:
                 del current[connection]
                 self._settle(connection, index, step)
         if not todo:
@@ -356,6 +357,9 @@ class Hub:
         outcome = step.outcome
         if outcome is StepOutcome.CURRENT or outcome is StepOutcome.WAITING:
             channel = self._channels[connection.state.spec.names[index]]
+            if connection.pace_ms and step.data:
+                self._loop.call_later(connection.pace_ms / 1000, self.end_pace, connection, index)
+                return
             channel.current[connection] = index
             if outcome is StepOutcome.WAITING:
                 self._undurable[channel] = None
@@ -367,6 +371,11 @@ class Hub:
             self._cold.wait(step.miss, (connection, index))
         else:
             self._failed[connection, index] = None
+
+    def end_pace(self, connection: StreamConnection, index: int) -> None:
+        """Read on after the pause that a stream with a pace makes behind each frame."""
+        if not connection.closed:
+            self._join_backlog(connection, index)
 
     def _on_fetched(self, waiter: tuple[StreamConnection, int], failure: str | None) -> None:
         """Read on after a fetch from the cold tier, or tell the client of its failure."""

@@ -20,6 +20,7 @@ from topics.frontend.entry.responses import HeaderList, weight
 from topics.shm.quotas import Counted, Quota
 
 HEARTBEAT_MAX_MS: Final = 60_000
+PACE_MAX_MS: Final = 10_000
 HIGH_WATER_BYTES: Final = 64 * 1024
 PIECE_BYTES_MAX: Final = 64 * 1024
 """Length of one message to the server."""

@@ -29,7 +29,7 @@ from topics.frontend.entry.wire import flag
 from topics.frontend.live import event_streams
 from topics.frontend.live.channels import StreamConnection
 from topics.frontend.live.delivery import Hub
-from topics.frontend.live.event_streams import HEARTBEAT_MAX_MS, StreamSlots
+from topics.frontend.live.event_streams import HEARTBEAT_MAX_MS, PACE_MAX_MS, StreamSlots
 from topics.frontend.live.following import check_starts, follow
 from topics.frontend.live.stream import StreamSpec, StreamState
 from topics.frontend.live.wording import EVENT_STREAM, decode_cursor
@@ -70,6 +70,7 @@ class Session(msgspec.Struct, array_like=True, frozen=True):
     strong: bool
     key_digest: bytes
     """Digest of the creating key, which alone may stream the session; empty if none was needed."""
+    pace_ms: int = 0
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -212,7 +213,8 @@ class WatchRoutes:
         follows = {name: Follow(one.ref.view.topic_id, one.from_seq) for name, one in found.items()}
         options = page_options(body, self.settings)
         heartbeat_ms = max(self.settings.test_min_heartbeat_ms, min(body.heartbeat_ms, HEARTBEAT_MAX_MS))
-        session = Session(follows, options, heartbeat_ms, body.strong, request.caller.digest)
+        pace_ms = min(body.pace_ms, PACE_MAX_MS)
+        session = Session(follows, options, heartbeat_ms, body.strong, request.caller.digest, pace_ms)
         wid = await self.sessions.create(session)
         url, states = f"/v0/watch/{wid}", {name: one.state for name, one in found.items()}
         return JsonReply({"wid": wid, "stream_url": url, "session_ttl_ms": SESSION_TTL_MS, "topics": states})
@@ -243,7 +245,7 @@ class WatchRoutes:
             if self.hub.draining:
                 raise stopping()
             push = await event_streams.begin_stream(scope, send)
-            connection = self.hub.open(push, state, session.heartbeat_ms)
+            connection = self.hub.open(push, state, session.heartbeat_ms, session.pace_ms)
             end_if_forbidden = partial(self._end_if_forbidden, connection, session)
             self.access.on_change(end_if_forbidden)
             end_if_forbidden()  # the keys may have changed since it was admitted

@@ -52,7 +52,7 @@ class TopicRoutes:
     ranking: TopicRanking
 
     @api.json_route("GET", "/v0/topics", Route.LIST_TOPICS, KeyScope.READ, "topics")
-    @api.describe("List topics by name", api.ok("A page of topics", answers.TopicList))
+    @api.describe("List topics by name, or in the order of a figure", api.ok("A page of topics", answers.TopicList))
     @api.takes(
         api.Query("prefix", api.STRING, "only names that begin with it"),
         *api.PAGED,

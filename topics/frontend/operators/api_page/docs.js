@@ -53,7 +53,7 @@ const tryOut = (path, method, operation) => {
     inputs.set(parameter, input);
     form.append(make("label", {}, `${parameter.name} `, input), " ");
   }
-  const body = make("textarea", { rows: "4" });
+  const body = make("textarea", { rows: "4", "aria-label": "Body, JSON" });
   if (operation.requestBody) form.append(body);
   const answer = make("pre");
   const button = make("button", {}, "Send");

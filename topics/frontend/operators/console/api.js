@@ -3,6 +3,7 @@
 const BASE = new URL("../../v0/", import.meta.url);
 const RETRY_MS = [500, 1000, 2000, 5000];
 const TIMEOUT_MS = 15000;
+const PACE_MS = 100; // a tail draws ten times a second: more frames would cost the service, and show nothing
 
 let key = "";
 
@@ -76,7 +77,7 @@ export const follow = async (topic, start, on, state, signal) => {
   while (!signal.aborted) {
     try {
       if (stream === null) {
-        const body = { topics: { [topic]: position }, include_tags: true, limit: 1000 };
+        const body = { topics: { [topic]: position }, include_tags: true, limit: 1000, pace_ms: PACE_MS };
         stream = (await call("POST", "watch", { body, signal })).wid;
         id = null;
       }

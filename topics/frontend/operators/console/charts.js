@@ -5,6 +5,7 @@ import "./locale.js";
 import uPlot from "./vendor/uplot.js";
 
 const HEIGHT = 132;
+const SPAN_MIN_S = 60; // a chart that has just begun shows a minute, not one point that fills it
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -18,9 +19,9 @@ export const Chart = ({ label, times, series, show, height = HEIGHT, themed }) =
     const host = own.current;
     const axis = { stroke: colour("--dim"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
     const options = {
-      width: host.clientWidth || 300, height, legend: { show: false }, padding: [10, 8, 0, 0],
+      width: host.clientWidth || 300, height, legend: { show: false }, padding: [10, 22, 0, 0],
       cursor: { y: false, points: { size: 6 } },
-      scales: { x: { time: true }, y: { range: (_, __, most) => [0, most > 0 ? most * 1.1 : 1] } },
+      scales: { x: { time: true, range: (_, first, last) => [last === null ? first : Math.min(first, last - SPAN_MIN_S), last] }, y: { range: (_, __, most) => [0, most > 0 ? most * 1.1 : 1] } },
       axes: [
         { ...axis, grid: { show: false }, space: 70, size: 24, values: (_, ticks) => ticks.map((tick) => new Date(tick * 1000).toTimeString().slice(0, 8)) },
         { ...axis, size: 62, space: 34, values: (_, ticks) => ticks.map(show) },

@@ -55,10 +55,10 @@ export const Dialog = ({ title, onClose, children, wide }) => {
   useEffect(() => {
     const dialog = own.current;
     dialog.showModal();
-    return () => dialog.close();
+    return () => { own.isGone = true; dialog.close(); }; // its event comes later, when the next dialog may be open
   }, []);
   return html`
-    <dialog ref=${own} class=${wide ? "wide" : ""} aria-labelledby="dialog-title" onClose=${onClose} onCancel=${(event) => { if (!onClose) event.preventDefault(); }}>
+    <dialog ref=${own} class=${wide ? "wide" : ""} aria-labelledby="dialog-title" onClose=${() => { if (onClose && !own.isGone) onClose(); }} onCancel=${(event) => { if (!onClose) event.preventDefault(); }}>
       <header><h2 id="dialog-title">${title}</h2>${onClose && html`<button class="quiet" aria-label="Close" onClick=${onClose}>✕</button>`}</header>
       ${children}
     </dialog>`;

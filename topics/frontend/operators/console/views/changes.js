@@ -2,7 +2,7 @@
 
 import { html, useState } from "../vendor/preact-htm.js";
 import { call, post, topicPath } from "../api.js";
-import { clock, count } from "../format.js";
+import { clock, count, plural } from "../format.js";
 import { Dialog, Field, Problem, Tabs, oneLine, useAction } from "../ui.js";
 
 const LOOKED_AT_MAX = 5000;
@@ -64,7 +64,7 @@ export const DeleteRecords = ({ name, state, onClose }) => {
   })));
   const [looked, setLooked] = useState(null);
   const isShown = found && looked === wanted;
-  const gone = answer && (kind === "topic" ? "The topic is gone." : `${count(answer.deleted)} records are gone.`);
+  const gone = answer && (kind === "topic" ? "The topic is gone." : `${plural(answer.deleted, "record")} ${answer.deleted === 1 ? "is" : "are"} gone.`);
   return html`
     <${Dialog} title="Delete from ${name}" onClose=${onClose}>
       <${Tabs} label="What to delete" now=${kind} onPick=${setKind} of=${[["records", "Records"], ["topic", "The whole topic"]]} />
@@ -78,7 +78,7 @@ export const DeleteRecords = ({ name, state, onClose }) => {
         </form>
         <${Problem} error=${lookError} />
         ${isShown && html`<div class="preview" role="status">
-          <p><b>${found.ended ? count(found.taken) : `${count(found.taken)} to ${count(found.most)}`} records</b> of ${count(state.count)} would go, for good.
+          <p><b>${found.ended ? plural(found.taken, "record") : `${count(found.taken)} to ${count(found.most)} records`}</b> of ${count(state.count)} would go, for good.
             ${!found.ended && html` <span class="dim">The oldest ${count(found.looked)} were looked at.</span>`}</p>
           ${found.shown.length > 0 && html`<table class="records"><caption class="unseen">The first that would go</caption><tbody>${found.shown.map((record) => html`
             <tr key=${record.$seq}><th scope="row" class="number mono">${count(record.$seq)}</th><td class="mono nowrap">${clock(record.$ts)}</td><td class="mono cut">${record.$tag || ""}</td><td class="mono data"><span>${oneLine(record.data, 120)}</span></td></tr>`)}</tbody></table>

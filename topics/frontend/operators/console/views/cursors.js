@@ -2,7 +2,7 @@
 
 import { html } from "../vendor/preact-htm.js";
 import { get } from "../api.js";
-import { count } from "../format.js";
+import { count, plural } from "../format.js";
 import { href, usePoll } from "../store.js";
 import { Badge, Loading, Panel, Problem, Table } from "../ui.js";
 import { useTyped } from "./topics.js";
@@ -34,7 +34,7 @@ export const Cursors = () => {
   const [result, error] = usePoll((signal) => load(text, signal), INTERVAL_MS, [text]);
   return html`
     <h1 class="unseen">Cursors</h1>
-    <${Panel} id="all-cursors" title="Cursors" aside=${result && html`<span class="dim">${count(result.cursors.length)} of ${count(result.topics)} topics</span>`}>
+    <${Panel} id="all-cursors" title="Cursors" aside=${result && html`<span class="dim">${plural(result.cursors.length, "cursor")} of ${plural(result.topics, "topic")}</span>`}>
       <div class="bar"><input type="search" placeholder="Search topics  /" aria-label="Search cursors by the name of their topic" onInput=${(event) => setText(event.target.value)} /></div>
       <${Problem} error=${error} />
       ${result ? html`<${Table} label="Cursors" columns=${columns(Math.max(0, ...result.cursors.map((one) => one.lag)))} rows=${result.cursors} keyOf=${(one) => `${one.topic}/${one.cursor}`}

@@ -138,7 +138,7 @@ export const Overview = ({ themed }) => {
     <${Figures} label="Totals" of=${[
       ["Written", rate(figures.written), "records"], ["Delivered", rate(figures.delivered), "records"], ["Requests", rate(figures.requests), plural(found.topics_sse_connections, "stream")],
       ["Write p99", ms(figures.write99 === null ? null : figures.write99 * 1000), `p50 ${ms(figures.write50 === null ? null : figures.write50 * 1000)}`],
-      ["Sync p99", ms(figures.sync99 === null ? null : figures.sync99 / 1000), `p50 ${ms(figures.sync50 === null ? null : figures.sync50 / 1000)}`],
+      ["Sync p99", ms(figures.sync99 === null ? null : figures.sync99 / 1000), figures.sync50 === null ? "no write waits" : `p50 ${ms(figures.sync50 / 1000)}`],
       ["Pressure", percent(found.topics_pressure), null, found.topics_pressure > PRESSURE_WARNED ? "warn" : ""],
       ["Topics", count(found.topics_topics), plural(found.topics_queue_topics, "queue")], ["Live records", short(found.topics_records_live), bytes(found.topics_bytes_live)],
       ["Leased jobs", count(found.topics_queue_leases_in_flight), null], ["Router lag", count(found.topics_router_lag_records), plural(found.topics_routers, "router")],

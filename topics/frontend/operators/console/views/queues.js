@@ -47,7 +47,7 @@ export const Queues = () => {
 
 const load = async (name, memory, signal) => {
   const state = await get(topicPath(name), { touch: false }, signal);
-  if (state.queue) memory.history.add(Date.now(), [state.queue.ready, state.queue.in_flight, later(state)], INTERVAL_MS);
+  if (state.queue) memory.history.add(Date.now(), [state.queue.ready, state.queue.in_flight, later(state), state.queue.dead_lettered], INTERVAL_MS);
   return state;
 };
 
@@ -125,10 +125,10 @@ export const Queue = ({ name, themed }) => {
     <${Problem} error=${error} what="This is not up to date" />
     <${Figures} label="Jobs" of=${[
       ["Ready", count(state.queue.ready), "a claim gets these"], ["Leased", count(state.queue.in_flight), `${duration(config.lease_ms)} each`],
-      ["Later", count(later(state)), config.on_ack === "keep" ? "scheduled, behind, done" : "scheduled or behind"], ["Dead", count(state.queue.dead_lettered), config.max_deliveries ? `after ${config.max_deliveries} deliveries` : "no limit of deliveries"],
+      ["Later", count(later(state)), config.on_ack === "keep" ? "scheduled, behind, done" : "scheduled or behind"], ["Dead", count(state.queue.dead_lettered), config.max_deliveries ? `after ${config.max_deliveries} ${config.max_deliveries === 1 ? "delivery" : "deliveries"}` : "no limit of deliveries"],
       ["Jobs", count(state.count), null], ["Written", ago(state.last_write_ts), null],
     ]} />
-    <div class="charts"><${Chart} label="Depth" show=${short} themed=${themed} times=${history.times} series=${[["ready", "--one", history.column(0)], ["leased", "--two", history.column(1)], ["later", "--three", history.column(2)]]} /></div>
+    <div class="charts"><${Chart} label="Depth" show=${short} themed=${themed} times=${history.times} series=${[["ready", "--one", history.column(0)], ["leased", "--two", history.column(1)], ["later", "--three", history.column(2)], ["dead", "--bad", history.column(3)]]} /></div>
     ${config.dead_letter && html`<${Redrive} name=${name} from=${config.dead_letter} />`}
     <${Jobs} name=${name} />`;
 };

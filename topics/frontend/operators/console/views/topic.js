@@ -4,7 +4,7 @@ import { html, useEffect, useMemo, useState } from "../vendor/preact-htm.js";
 import { get, post, topicPath } from "../api.js";
 import { Chart, History } from "../charts.js";
 import { ago, bytes, count, duration, moment, rate, short } from "../format.js";
-import { can, href, refreshNow, usePoll, useStore } from "../store.js";
+import { can, href, keepInHash, refreshNow, usePoll, useStore } from "../store.js";
 import { Badge, Figures, Loading, Panel, Problem, Tabs } from "../ui.js";
 import { DeleteRecords, WriteRecord } from "./changes.js";
 import { Records } from "./records.js";
@@ -16,7 +16,7 @@ const PAST_MIN = [10, 8, 6, 5, 4, 3, 2.5, 2, 1.5, 1, 0.5];
 const CONFIG_SHOWN = [
   ["ttl_ms", (value) => (value ? duration(value) : null)], ["cap_records", (value) => (value ? count(value) : null)], ["cap_bytes", (value) => (value ? bytes(value) : null)],
   ["discard", (value) => value], ["durability", (value) => value], ["priority", (value) => (value === null ? null : String(value))],
-  ["idempotency_window_ms", (value) => duration(value)], ["dedupe_node", (value) => (value ? null : "no")],
+  ["idempotency_window_ms", (value) => duration(value)], ["dedupe_node", (value) => (value ? "yes" : "no")],
 ];
 const QUEUE_CONFIG = [
   ["lease_ms", (value) => duration(value)], ["max_deliveries", (value) => (value ? count(value) : null)],
@@ -47,6 +47,7 @@ const load = async (name, memory, signal) => {
       const passed_s = (point.at_ms - points[index].at_ms) / 1000;
       memory.history.push((point.at_ms - passed_s * 500) / 1000, [Math.max(0, point.seq - points[index].seq) / passed_s]);
     });
+    memory.rate = memory.history.column(0).at(-1);
   }
   if (memory.polls++ % FLOOR_EVERY === 0) memory.floor = (await get(topicPath(name, "/segments"), { from_seq: state.head_seq }, signal)).evict_floor;
   if (memory.last) {
@@ -88,6 +89,7 @@ export const Topic = ({ name, query, themed }) => {
   const [state, error] = usePoll((signal) => load(name, memory, signal), INTERVAL_MS, [name]);
   const [cursors] = usePoll((signal) => get(topicPath(name, "/cursors"), { page_size: 20 }, signal), 10000, [name]);
   useEffect(() => setTab(query.get("tab") || "records"), [query]);
+  const pick = (one) => { setTab(one); keepInHash("topic", name, { tab: one === "tail" ? one : null }); };
   const head = html`<div class="title"><h1 class="mono">${name}</h1>
     ${state && html`<${Badge}>${state.type}<//> ${state.config.durability !== "disk" && html`<${Badge}>${state.config.durability}<//>`}`}
     ${state && html`<div class="actions">
@@ -118,7 +120,7 @@ export const Topic = ({ name, query, themed }) => {
         ${cursors && cursors.cursors.length > 0 && html`<h3>Cursors</h3><dl class="config">${cursors.cursors.map((one) => html`<div key=${one.cursor}><dt class="mono">${one.cursor}</dt><dd>${count(Math.max(0, state.head_seq - one.cursor_seq))} behind</dd></div>`)}</dl>`}
       <//>
     </div>
-    <${Panel} id="records" title="Records" aside=${html`<${Tabs} label="Records" now=${tab} onPick=${setTab} of=${[["records", "Stored"], ["tail", "Live tail"]]} />`}>
+    <${Panel} id="records" title="Records" aside=${html`<${Tabs} label="Records" now=${tab} onPick=${pick} of=${[["records", "Stored"], ["tail", "Live tail"]]} />`}>
       ${tab === "tail" ? html`<${Tail} name=${name} />` : html`<${Records} name=${name} head=${state.head_seq} earliest=${state.earliest_seq} />`}
     <//>
     ${dialog === "write" && html`<${WriteRecord} name=${name} queue=${state.type === "queue"} onClose=${() => { setDialog(null); refreshNow(); }} />`}
