@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 from functools import partial
+from pathlib import Path
 
 import httpx
 import pytest
@@ -212,6 +215,42 @@ def test_a_bucket_that_fails_costs_reads_of_cold_records_only(
         assert everything_left(client, "t") == values
 
 
+def test_another_service_is_refused_and_a_copy_elsewhere_goes_on(
+    s3: Proxy, bucket_url: str, store: BucketStore, tmp_path: Path
+) -> None:
+    with made(s3, bucket_url) as first, made(s3, bucket_url) as second:
+        values = fill(first)
+        all_cold(first, store)
+        owner = BucketStore(bucket_url, 5000)
+        first_id, _, place = owner.read_range("owner", 0, owner.len("owner")).decode().partition(" ")
+        assert str(first.data_dir) in place
+        objects = store.list("")
+        fill(second)
+        sentence = f"belongs to service {first_id} ("
+        poll("the refusal", lambda: sentence in second.log_path.read_text(), DEADLINE_S)
+        second_id = (second.data_dir / "meta" / "service-id").read_text()
+        assert first_id != second_id
+        assert re.search(
+            rf"this is service {second_id} \(.*: give each service a prefix of its own in TOPICS_COLD_URL",
+            second.log_path.read_text(),
+        )
+        assert len(everything_left(second.client, "t")) == RECORDS, "it keeps all in its own directory"
+        found = checked(second)
+        assert found.returncode != 0
+        assert sentence in found.stdout
+        assert store.list("") == objects
+        first.stop()
+        assert sentence not in checked(first).stdout
+        shutil.copytree(first.data_dir, tmp_path / "moved")
+        settings = EAGER | s3.env | {"TOPICS_COLD_URL": bucket_url, "TOPICS_HOT_RETAIN_SEGMENTS": "1"}
+        with Service(shards=1, frontends=2, env=settings, data_dir=tmp_path / "moved") as moved:
+            assert everything_left(moved.client, "t") == values
+            values += fill(moved, 200, len(values))
+            poll("more relocation", lambda: len(data_objects(store)) > 9, DEADLINE_S)
+            assert everything_left(moved.client, "t") == values
+            assert "belongs to service" not in moved.log_path.read_text()
+
+
 def test_the_service_stops_though_the_bucket_hangs(s3: Proxy, bucket_url: str, store: BucketStore) -> None:
     with made(s3, bucket_url, TOPICS_COLD_READ_TIMEOUT_MS=str(TIMEOUT_MS)) as service:
         values = fill(service)
@@ -227,22 +266,22 @@ def test_the_service_stops_though_the_bucket_hangs(s3: Proxy, bucket_url: str, s
 
 def test_check_says_what_the_bucket_does_not_let_it_do(s3: Proxy, bucket_url: str) -> None:
     service = made(s3, bucket_url)
-
-    def check() -> subprocess.CompletedProcess[str]:
-        command = [str(COMMAND), "check"]
-        return subprocess.run(command, check=False, env=service.environment(), capture_output=True, text=True)
-
     try:
-        found = check()
+        found = checked(service)
         assert f"cold tier {bucket_url}" in found.stdout
         assert found.returncode == 0, found.stdout
         with s3.failing("deny", "POST"):
-            found = check()
+            found = checked(service)
         assert found.returncode != 0
         assert "cannot delete: " in found.stdout + found.stderr
         assert "test-secret-key" not in found.stdout + found.stderr
     finally:
         service.close()
+
+
+def checked(service: Service) -> subprocess.CompletedProcess[str]:
+    command = [str(COMMAND), "check"]
+    return subprocess.run(command, check=False, env=service.environment(), capture_output=True, text=True)
 
 
 def cause(fault: Fault) -> str:

@@ -180,6 +180,28 @@ def test_a_listing_that_lags_costs_no_object(s3: Proxy, s3_place: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["file", *SERVED], indirect=True)
+def test_a_prefix_belongs_to_the_service_that_used_it_first(place: str) -> None:
+    def made(owner: str | None) -> BucketStore:
+        return BucketStore(f"{place}/topics", TIMEOUT_MS, None if owner is None else lambda: owner)
+
+    assert made("one").owner_problem("one") is None
+    made("one (here)").put(NAME, [b"of one"])
+    calls: list[Callable[[BucketStore], object]] = [
+        lambda store: store.put(OTHER, [b"other"]),
+        lambda store: store.delete(NAME),
+    ]
+    for call in calls:
+        with pytest.raises(
+            PermissionError, match=r"belongs to service one \(here\), and this is service two \(there\): "
+        ):
+            call(made("two (there)"))
+    assert made(None).owner_problem(None) is not None
+    assert made("two").list("") == [NAME], "the owner is no object of a topic"
+    made("one (elsewhere)").delete(NAME)
+    assert made(None).list("") == []
+
+
+@pytest.mark.parametrize("place", ["file", *SERVED], indirect=True)
 def test_a_bucket_is_probed_and_nothing_stays(place: str) -> None:
     assert list(probe(place, TIMEOUT_MS)) == []
     assert BucketStore(f"{place}/topics", TIMEOUT_MS).list("") == []

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 RETRIES_MAX: Final = 3
 """A request is made again so many times when the bucket throttles, fails or hangs up."""
+OWNER_NAME: Final = "owner"
 CONNECT_MS: Final = 3_000
 _REASON_CHARS_MAX: Final = 400
 _QUERY: Final = re.compile(r"(?<=://)([^\s?]+)\?\S*")
@@ -37,10 +38,13 @@ _TRUE: Final = frozenset({"1", "true"})
 class BucketStore:
     """The objects below `url`. It holds no connection before its first call, so a process that forks may have it."""
 
-    def __init__(self, url: str, timeout_ms: int) -> None:
-        """`timeout_ms` bounds each request; repeats begin within half of it."""
+    def __init__(self, url: str, timeout_ms: int, owner: Callable[[], str] | None = None) -> None:
+        """`timeout_ms` bounds each request; repeats begin within half of it. `owner` returns the id of the service that
+        this store puts and deletes for, and behind a blank what people call it. Who only reads has none.
+        """
         self._url = url
         self._timeout_ms = timeout_ms
+        self._owner = owner
 
     def put(self, name: str, pieces: Iterable[Bytes]) -> None:
         """Create the object and read it back. Other bytes under its name are of a `put` that was killed, and go."""
@@ -55,6 +59,7 @@ class BucketStore:
 
     def create(self, name: str, content: Bytes) -> bool:
         """Make the object. Return False, and leave it alone, if there is one already."""
+        self._claim()
         from obstore import put
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
@@ -89,6 +94,7 @@ class BucketStore:
     def delete(self, name: str) -> None:
         from obstore import delete
 
+        self._claim()
         with suppress(FileNotFoundError), self._errors(name):
             delete(self._bucket, name)
 
@@ -117,6 +123,37 @@ class BucketStore:
 
     def place(self, name: str) -> str:
         return f"{self._url}/{name}"
+
+    def owner_problem(self, own: str | None) -> str | None:
+        """Return a sentence if the prefix belongs to another service than `own`; None says that this is none yet."""
+        root = self._root()
+        try:
+            owner = root.read_range(OWNER_NAME, 0, root.len(OWNER_NAME)).decode(errors="replace")
+        except FileNotFoundError:
+            return None
+        if own is not None and owner.partition(" ")[0] == own.partition(" ")[0]:
+            return None
+        return (
+            f"belongs to service {owner}, and this is {'a new service' if own is None else f'service {own}'}: give each"
+            " service a prefix of its own in TOPICS_COLD_URL; only if the other is gone for good and this one has its"
+            " data, delete this object"
+        )
+
+    def _claim(self) -> None:
+        """Make the service the owner of the prefix, by an object beside `topics/`, before it changes anything there.
+        Raise PermissionError if another one is.
+        """
+        if self._owner is None:
+            return
+        own, root = self._owner(), self._root()
+        if not root.create(OWNER_NAME, own.encode()):
+            problem = self.owner_problem(own)
+            if problem is not None:
+                raise OSError(errno.EPERM, problem, root.place(OWNER_NAME))
+        self._owner = None
+
+    def _root(self) -> BucketStore:
+        return BucketStore(self._url.rpartition("/")[0], self._timeout_ms)
 
     @cached_property
     def _bucket(self) -> ObjectStore:
