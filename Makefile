@@ -8,7 +8,7 @@ PROMTOOL := $(VENV)/.promtool
 SUITE  := $(BIN)/python -m tests.suite $(if $(UNSTEADY),--again $(UNSTEADY))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-pythons dist check lint types bench compare crash attack soak lock clean spark oldspark fuzz browser screenshots peers mutants eager docs
+.PHONY: help setup run test test-all test-pythons dist check lint types bench compare crash attack soak lock clean spark oldspark fuzz browser screenshots peers mutants eager docs buckets
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -57,6 +57,20 @@ $(HADOLINT): $(STAMP)
 	  || echo "there is no hadolint: the test that needs it will be skipped"
 	@touch $(HADOLINT)
 
+# A second S3, unrelated to moto, is built here: two minutes on two cores. It needs cargo.
+S3S := $(VENV)/servers/.s3s-fs
+$(S3S): $(STAMP)
+	cargo install --quiet --locked --debug s3s-fs --version 0.14.1 --features binary --root $(VENV)/servers \
+	  || echo "there is no s3s-fs: the tests that need it will be skipped"
+	@mkdir -p $(VENV)/servers && touch $(S3S)
+
+# Microsoft's emulator of Azure, for `make buckets`. It needs node.
+AZURITE := $(VENV)/servers/bin/azurite-blob
+$(AZURITE): $(STAMP)
+	@mkdir -p $(VENV)/servers/bin
+	npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(VENV)/servers azurite@3.37.0
+	ln -sf ../node_modules/.bin/azurite-blob $(AZURITE)
+
 setup: $(STAMP) ## make .venv with the pinned dependencies
 
 run: $(STAMP) ## serve on 127.0.0.1:4000 with ./topics-data
@@ -65,7 +79,7 @@ run: $(STAMP) ## serve on 127.0.0.1:4000 with ./topics-data
 test: check $(PROMTOOL) $(HADOLINT) $(SHELLS) ## lint, types and the tests that are not marked `long`: five minutes on two cores
 	$(SUITE) short
 
-test-all: test $(BROWSER) $(DEBIAN) $(DOCS)/.installed ## all tests: `make test`, then those marked `long`
+test-all: test $(BROWSER) $(DEBIAN) $(S3S) $(DOCS)/.installed ## all tests: `make test`, then those marked `long`
 	$(SUITE) long
 
 PYTHONS := 3.11 3.12 3.13
@@ -131,6 +145,9 @@ oldspark: $(STAMP) ## the tests of batches on PySpark 4.0 and 4.1, each in an en
 
 fuzz: $(STAMP) ## a long fuzz of every route: no 500, no hang, nothing left behind
 	TOPICS_FUZZ_REQUESTS=30000 TOPICS_FUZZ_EXAMPLES=1000 $(BIN)/pytest --timeout 3600 tests/e2e/test_fuzz.py tests/contract/test_openapi.py
+
+buckets: $(STAMP) $(S3S) $(AZURITE) ## the store and the cold tier on each object store that runs here: moto, s3s-fs, Azurite
+	TOPICS_REQUIRE_BUCKETS=1 $(BIN)/pytest tests/storage/test_store_contract.py tests/e2e/test_bucket.py
 
 browser: $(STAMP) $(BROWSER) ## the tests in a real Chromium, none of them skipped
 	TOPICS_REQUIRE_BROWSER=1 $(BIN)/pytest tests/e2e/test_browser.py tests/e2e/test_console.py

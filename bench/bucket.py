@@ -28,7 +28,7 @@ _NEXT: Final = re.compile(rb'"next_from_seq":(\d+)')
 
 def main(records: int) -> None:
     server = S3Server()
-    proxy = Proxy(server.port)
+    proxy = Proxy(server)
     url = f"s3://{server.new_bucket()}/bench"
     env = proxy.env | {
         "TOPICS_COLD_URL": url,
@@ -67,6 +67,8 @@ def main(records: int) -> None:
                 read = sequential(service.client, segments * 10_000)
                 took_s = time.perf_counter() - started
                 show(f"read {read} records in order, +{delay_s * 1000:.0f} ms: {read / took_s:.0f} records/s", proxy)
+            service.restart()  # nothing is cached
+            time.sleep(1)
             proxy.delay_s = DELAY_S
             proxy.reset()
             chosen = random.Random(18)

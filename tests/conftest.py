@@ -6,7 +6,7 @@ import functools
 import itertools
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import httpx
@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 from httpx._transports import default as transports
 
-from tests.buckets import Proxy, S3Server
+from tests.buckets import SERVERS, ObjectServer, Proxy
 from tests.harness import Service, open_services
 
 # Its deadline of 200 ms for an example is one for the machine, which may stand still for longer.
@@ -67,18 +67,30 @@ def pytest_configure(config: Any) -> None:
 
 
 @pytest.fixture(scope="session")
-def s3_server() -> Iterator[S3Server]:
-    server = S3Server()
-    try:
-        yield server
-    finally:
-        server.close()
+def object_servers() -> Iterator[Callable[[str], ObjectServer]]:
+    """A function that returns the one server of a kind (`buckets.SERVERS`), started when it is first asked for."""
+    started: dict[str, ObjectServer] = {}
+
+    def server(kind: str) -> ObjectServer:
+        if kind not in started:
+            started[kind] = SERVERS[kind]()
+        return started[kind]
+
+    yield server
+    for running in started.values():
+        running.close()
 
 
 @pytest.fixture
-def s3(s3_server: S3Server) -> Iterator[Proxy]:
-    """A proxy before the S3 server."""
-    proxy = Proxy(s3_server.port)
+def object_server(request: pytest.FixtureRequest, object_servers: Callable[[str], ObjectServer]) -> ObjectServer:
+    """The server of the kind that the test is given by `parametrize(…, indirect=…)`, else moto."""
+    return object_servers(getattr(request, "param", "s3"))
+
+
+@pytest.fixture
+def s3(object_server: ObjectServer) -> Iterator[Proxy]:
+    """A proxy before the server."""
+    proxy = Proxy(object_server)
     try:
         yield proxy
     finally:
@@ -86,6 +98,6 @@ def s3(s3_server: S3Server) -> Iterator[Proxy]:
 
 
 @pytest.fixture
-def bucket_url(s3_server: S3Server) -> str:
+def bucket_url(object_server: ObjectServer) -> str:
     """A bucket and a prefix that no other test uses."""
-    return f"s3://{s3_server.new_bucket()}/some/prefix"
+    return f"{object_server.scheme}://{object_server.new_bucket()}/some/prefix"

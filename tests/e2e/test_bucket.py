@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 from functools import partial
+from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.buckets import Fault, Proxy, s3_env
+from tests.buckets import MORE, Fault, Proxy
 from tests.e2e.test_compaction import DEADLINE_S, EAGER, compactor, data_files, write
 from tests.e2e.test_kill_points import everything_left
 from tests.harness import COMMAND, Service, poll
@@ -31,7 +34,7 @@ def made(s3: Proxy, url: str, **settings: str) -> Service:
 @pytest.fixture
 def store(s3: Proxy, bucket_url: str, monkeypatch: pytest.MonkeyPatch) -> BucketStore:
     """The bucket as the test itself sees it."""
-    for name, value in s3_env(s3.upstream_port).items():
+    for name, value in s3.direct_env.items():
         monkeypatch.setenv(name, value)
     return BucketStore(f"{bucket_url}/topics", 5000)
 
@@ -68,6 +71,7 @@ def assert_clean(service: Service, url: str) -> None:
     assert "was not looked at" not in found.stdout
 
 
+@pytest.mark.parametrize("object_server", ["s3", "s3s", *MORE], indirect=True)
 def test_records_go_into_the_bucket_and_come_back(s3: Proxy, bucket_url: str, store: BucketStore) -> None:
     with made(s3, bucket_url) as service:
         values = fill(service)
@@ -211,6 +215,42 @@ def test_a_bucket_that_fails_costs_reads_of_cold_records_only(
         assert everything_left(client, "t") == values
 
 
+def test_another_service_is_refused_and_a_copy_elsewhere_goes_on(
+    s3: Proxy, bucket_url: str, store: BucketStore, tmp_path: Path
+) -> None:
+    with made(s3, bucket_url) as first, made(s3, bucket_url) as second:
+        values = fill(first)
+        all_cold(first, store)
+        owner = BucketStore(bucket_url, 5000)
+        first_id, _, place = owner.read_range("owner", 0, owner.len("owner")).decode().partition(" ")
+        assert str(first.data_dir) in place
+        objects = store.list("")
+        fill(second)
+        sentence = f"belongs to service {first_id} ("
+        poll("the refusal", lambda: sentence in second.log_path.read_text(), DEADLINE_S)
+        second_id = (second.data_dir / "meta" / "service-id").read_text()
+        assert first_id != second_id
+        assert re.search(
+            rf"this is service {second_id} \(.*: give each service a prefix of its own in TOPICS_COLD_URL",
+            second.log_path.read_text(),
+        )
+        assert len(everything_left(second.client, "t")) == RECORDS, "it keeps all in its own directory"
+        found = checked(second)
+        assert found.returncode != 0
+        assert sentence in found.stdout
+        assert store.list("") == objects
+        first.stop()
+        assert sentence not in checked(first).stdout
+        shutil.copytree(first.data_dir, tmp_path / "moved")
+        settings = EAGER | s3.env | {"TOPICS_COLD_URL": bucket_url, "TOPICS_HOT_RETAIN_SEGMENTS": "1"}
+        with Service(shards=1, frontends=2, env=settings, data_dir=tmp_path / "moved") as moved:
+            assert everything_left(moved.client, "t") == values
+            values += fill(moved, 200, len(values))
+            poll("more relocation", lambda: len(data_objects(store)) > 9, DEADLINE_S)
+            assert everything_left(moved.client, "t") == values
+            assert "belongs to service" not in moved.log_path.read_text()
+
+
 def test_the_service_stops_though_the_bucket_hangs(s3: Proxy, bucket_url: str, store: BucketStore) -> None:
     with made(s3, bucket_url, TOPICS_COLD_READ_TIMEOUT_MS=str(TIMEOUT_MS)) as service:
         values = fill(service)
@@ -226,22 +266,22 @@ def test_the_service_stops_though_the_bucket_hangs(s3: Proxy, bucket_url: str, s
 
 def test_check_says_what_the_bucket_does_not_let_it_do(s3: Proxy, bucket_url: str) -> None:
     service = made(s3, bucket_url)
-
-    def check() -> subprocess.CompletedProcess[str]:
-        command = [str(COMMAND), "check"]
-        return subprocess.run(command, check=False, env=service.environment(), capture_output=True, text=True)
-
     try:
-        found = check()
+        found = checked(service)
         assert f"cold tier {bucket_url}" in found.stdout
         assert found.returncode == 0, found.stdout
         with s3.failing("deny", "POST"):
-            found = check()
+            found = checked(service)
         assert found.returncode != 0
         assert "cannot delete: " in found.stdout + found.stderr
         assert "test-secret-key" not in found.stdout + found.stderr
     finally:
         service.close()
+
+
+def checked(service: Service) -> subprocess.CompletedProcess[str]:
+    command = [str(COMMAND), "check"]
+    return subprocess.run(command, check=False, env=service.environment(), capture_output=True, text=True)
 
 
 def cause(fault: Fault) -> str:

@@ -12,11 +12,12 @@ import pytest
 from topics.core.clock import SystemClock
 from topics.core.errors import TopicsError
 from topics.frontend.entry.limits import COLD_READS
-from topics.frontend.reads.cold import BLOCK_BYTES, IN_FLIGHT_MAX, PREFETCH_MAX, ColdMissError, ColdTier
+from topics.frontend.reads.cold import BLOCK_BYTES, IN_FLIGHT_MAX, PREFETCH_MAX, RUN_BYTES, ColdMissError, ColdTier
 
 DEADLINE_S = 20.0
 NAME = "0000000000000007/seg-00000000000000000001.data"
 BYTES = bytes(range(256)) * (4 * BLOCK_BYTES // 256) + b"the end"
+LONG = bytes(range(256)) * (4 * RUN_BYTES // 256) + b"the end"
 
 
 class Gated:
@@ -24,6 +25,7 @@ class Gated:
 
     def __init__(self, is_open: bool = True) -> None:
         self.gate = threading.Event()
+        self.content = BYTES
         self.outcome: Callable[[bytes], bytes] = lambda data: data
         self.calls: list[tuple[str, int, int]] = []
         self.threads: list[threading.Thread] = []
@@ -34,7 +36,7 @@ class Gated:
         self.threads.append(threading.current_thread())
         self.calls.append((name, offset, length))
         assert self.gate.wait(DEADLINE_S)
-        return self.outcome(BYTES[offset : offset + length])
+        return self.outcome(self.content[offset : offset + length])
 
     def unused(self, *_: object) -> Any:
         raise AssertionError("a frontend only reads ranges")
@@ -225,30 +227,46 @@ def test_reads_for_which_no_thread_can_be_started_fail_and_keep_no_place() -> No
     on_loop(test)
 
 
-def test_the_next_block_of_a_sequential_reader_is_on_its_way_before_it_is_needed() -> None:
+def test_the_next_runs_of_a_sequential_reader_are_on_their_way_before_they_are_needed() -> None:
     async def test() -> None:
         store = Gated()
+        store.content = LONG
         tier = ColdTier(store, SystemClock(), 5000)
         following = ("another", 10)
 
         async def page(start: int, end: int) -> None:
-            await tier.fetch(miss(start, end))
-            tier.extent(NAME, start, end, len(BYTES), following)
+            await tier.fetch(ColdMissError(NAME, start, end, len(LONG)))
+            tier.extent(NAME, start, end, len(LONG), following)
 
-        half = BLOCK_BYTES // 2
-        await page(3 * BLOCK_BYTES, 3 * BLOCK_BYTES + 10)
+        await page(3 * RUN_BYTES, 3 * RUN_BYTES + 10)
         await page(0, 10)
-        assert len(store.calls) == 2, "one page here and there is no sequence"
-        await page(10, half)
-        await until(lambda: len(store.calls) == 3)
-        assert store.calls[-1] == (NAME, BLOCK_BYTES, BLOCK_BYTES)
-        await page(half, BLOCK_BYTES + half)
-        await page(BLOCK_BYTES + half, 3 * BLOCK_BYTES)
-        assert [call[1] for call in store.calls[3:]] == [2 * BLOCK_BYTES], "block 3 was there"
-        await page(3 * BLOCK_BYTES, 4 * BLOCK_BYTES)
-        await page(4 * BLOCK_BYTES, len(BYTES))
+        assert [length for _, _, length in store.calls] == [BLOCK_BYTES] * 2, "a page here and there is no sequence"
+        await page(10, 20)
+        await until(lambda: len(store.calls) == 5)
+        ahead = [(BLOCK_BYTES, RUN_BYTES - BLOCK_BYTES), (RUN_BYTES, RUN_BYTES), (2 * RUN_BYTES, RUN_BYTES)]
+        assert sorted(store.calls[2:]) == [(NAME, *part) for part in ahead]
+        await page(20, RUN_BYTES + BLOCK_BYTES + 10)
+        await until(lambda: len(store.calls) == 6)
+        left = 3 * RUN_BYTES + BLOCK_BYTES, RUN_BYTES - BLOCK_BYTES
+        assert store.calls[-1] == (NAME, *left), "the block that is there is not read again"
+        await page(RUN_BYTES + 10, 3 * RUN_BYTES)
         await until(lambda: store.calls[-1][0] == "another")
-        assert store.calls[-1] == ("another", 0, 10), "behind the last block the next object begins"
+        assert sorted(store.calls[6:]) == [(NAME, 4 * RUN_BYTES, 7), ("another", 0, 10)], "the next object is behind it"
+        await page(3 * RUN_BYTES, len(LONG))
+        assert len(store.calls) == 8
+
+    on_loop(test)
+
+
+def test_a_sequential_reader_who_was_not_waited_for_fetches_a_run() -> None:
+    async def test() -> None:
+        store = Gated()
+        store.content = LONG
+        tier = ColdTier(store, SystemClock(), 5000, cache_bytes=2 * RUN_BYTES)
+        for start, end in ((0, 10), (10, BLOCK_BYTES), (BLOCK_BYTES, BLOCK_BYTES + 10)):
+            await tier.fetch(ColdMissError(NAME, start, end, len(LONG)))
+            tier.extent(NAME, start, end, len(LONG))
+        assert store.calls == [(NAME, 0, BLOCK_BYTES), (NAME, BLOCK_BYTES, RUN_BYTES - BLOCK_BYTES)]
 
     on_loop(test)
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.frontend.live import COLD_TIMEOUT_MS, DEADLINE_S, OPTIONS, Live, Wire, delivered, on_loop, until
 from topics.core.errors import TopicsError
-from topics.frontend.reads.cold import BLOCK_BYTES, ColdTier
+from topics.frontend.reads.cold import RUN_BYTES, ColdTier
 
 RECORDS = 90
 SHORT_MS = 200
@@ -186,9 +186,9 @@ def test_a_page_is_refused_when_the_tier_hangs(tmp_path: Path) -> None:
 
 def test_a_stream_gets_past_own_records_that_are_more_than_what_is_kept_of_the_tier(tmp_path: Path) -> None:
     async def test(live: Live) -> None:
-        live.reader.stores.cold = ColdTier(live.store, live.clock, COLD_TIMEOUT_MS, 3 * BLOCK_BYTES)
+        live.reader.stores.cold = ColdTier(live.store, live.clock, COLD_TIMEOUT_MS, 3 * RUN_BYTES)
         await live.put("old", dedupe_node=True)
-        await live.write("old", 48, node=b"me", data=b'"%b"' % (b"x" * (BLOCK_BYTES // 8)))
+        await live.write("old", 48, node=b"me", data=b'"%b"' % (b"x" * (RUN_BYTES // 8)))
         await live.write("old")
         await live.checkpoint("old", records_max=64)
         await live.relocate("old")

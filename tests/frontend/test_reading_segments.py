@@ -19,7 +19,7 @@ from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_LOST
 from topics.core.segment_list import COLD, SEALED
 from topics.frontend.reads import files
-from topics.frontend.reads.cold import BLOCK_BYTES, FRESH_MS, ColdMissError, ColdTier
+from topics.frontend.reads.cold import FRESH_MS, RUN_BYTES, ColdMissError, ColdTier
 from topics.frontend.reads.reading import RecordPage
 from topics.frontend.reads.records import PageOptions
 from topics.storage.filesystem import OsFileSystem
@@ -691,7 +691,7 @@ class Counted(LocalStore):
 def cold_blocks(hosting: Hosting, blocks: int) -> Counted:
     """From now on so much is kept of what is fetched."""
     store = Counted(hosting)
-    hosting.reader.stores.cold = ColdTier(store, hosting.clock, COLD_TIMEOUT_MS, blocks * BLOCK_BYTES)
+    hosting.reader.stores.cold = ColdTier(store, hosting.clock, COLD_TIMEOUT_MS, blocks * RUN_BYTES)
     return store
 
 
@@ -705,7 +705,7 @@ def all_pages(hosting: Hosting, options: PageOptions) -> list[RecordPage]:
 
 def test_a_stretch_of_own_records_is_longer_than_what_is_kept_of_the_cold_tier(hosting: Hosting) -> None:
     hosting.make("t", TopicConfig(dedupe_node=True))
-    own = Written(b'"%b"' % (b"x" * (BLOCK_BYTES // 8)), node=b"me")
+    own = Written(b'"%b"' % (b"x" * (RUN_BYTES // 8)), node=b"me")
     hosting.write("t", [own] * 64)
     hosting.write("t", [Written(b'"theirs"')])
     hosting.checkpoint("t", records_max=65)
@@ -713,7 +713,7 @@ def test_a_stretch_of_own_records_is_longer_than_what_is_kept_of_the_cold_tier(h
     store = cold_blocks(hosting, 3)
     pages = all_pages(hosting, ALL._replace(nodes=frozenset([b"me"])))
     assert [seqs(page) for page in pages if page.count] == [[65]]
-    assert sum(end - start for start, end in store.ranges) < 3 * 8 * BLOCK_BYTES, "each about once"
+    assert sum(end - start for start, end in store.ranges) < 3 * 8 * RUN_BYTES, "each about once"
 
 
 def test_a_damaged_object_of_the_cold_tier_is_read_again_after_it_was_restored(hosting: Hosting) -> None:
@@ -742,7 +742,7 @@ def test_a_damaged_object_of_the_cold_tier_is_read_again_after_it_was_restored(h
 @pytest.mark.parametrize("live", [[], [64], [1, 64]])
 def test_nothing_is_fetched_for_deleted_records(hosting: Hosting, live: list[int]) -> None:
     hosting.make("t")
-    hosting.write("t", [Written(b'"%b"' % (b"x" * (BLOCK_BYTES // 8)))] * 64)
+    hosting.write("t", [Written(b'"%b"' % (b"x" * (RUN_BYTES // 8)))] * 64)
     hosting.checkpoint("t", records_max=64)
     for seq in range(1, 65):
         if seq not in live:

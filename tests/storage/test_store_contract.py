@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.buckets import Fault, Proxy
+from tests.buckets import MORE, Fault, ObjectServer, Proxy
 from topics.setting_values import RefusedValueError
 from topics.setting_values import bucket_url as bucket_url_setting
 from topics.storage.bucket_store import BucketStore, probe
@@ -24,11 +25,24 @@ CONTENT = bytes(range(256)) * 8192
 TIMEOUT_MS = 3000
 
 
-@pytest.fixture(params=["folder", "file", "s3"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "s3":
-        return str(request.getfixturevalue("s3_place"))
-    return str(tmp_path / "cold") if request.param == "folder" else f"file://{tmp_path}/cold"
+SERVED = ["s3", pytest.param("s3s", marks=pytest.mark.long), *MORE]
+
+
+@pytest.fixture(params=["folder", "file", *SERVED])
+def place(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    object_servers: Callable[[str], ObjectServer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> str:
+    if request.param == "folder":
+        return str(tmp_path / "cold")
+    if request.param == "file":
+        return f"file://{tmp_path}/cold"
+    server = object_servers(request.param)
+    for name, value in server.env(server.port).items():
+        monkeypatch.setenv(name, value)
+    return f"{server.scheme}://{server.new_bucket()}/some/prefix"
 
 
 @pytest.fixture
@@ -132,7 +146,62 @@ def test_only_one_of_two_creates_an_object(s3_place: str) -> None:
     assert stores[1].read_range(NAME, 0, 5) == b"first"
 
 
-@pytest.mark.parametrize("place", ["file", "s3"], indirect=True)
+def test_a_bucket_that_refuses_before_it_took_the_object(s3: Proxy, s3_place: str) -> None:
+    store = BucketStore(f"{s3_place}/topics", TIMEOUT_MS)
+    store.put(NAME, [CONTENT])
+    with s3.failing("refuse_early"):
+        assert not store.create(NAME, CONTENT * 4), "it hangs up on who still sends"
+    assert store.len(NAME) == len(CONTENT)
+
+
+def test_of_many_racing_creators_one_makes_the_object(s3_place: str) -> None:
+    def create(number: int) -> bool:
+        return BucketStore(f"{s3_place}/topics", TIMEOUT_MS).create(NAME, f"{number:08d}".encode())
+
+    with ThreadPoolExecutor(8) as creators:
+        won = [number for number, made in enumerate(creators.map(create, range(8))) if made]
+    assert [f"{number:08d}".encode() for number in won] == [
+        BucketStore(f"{s3_place}/topics", 400).read_range(NAME, 0, 8)
+    ]
+
+
+def test_a_listing_that_lags_costs_no_object(s3: Proxy, s3_place: str) -> None:
+    store = BucketStore(f"{s3_place}/topics", TIMEOUT_MS)
+    store.put(NAME, [b"one"])
+    assert store.list("") == [NAME]
+    with s3.failing("lag"):
+        store.put(OTHER, [b"other"])
+        store.delete(NAME)
+        assert store.list("") == [NAME], "as it was"
+        assert (store.exists(NAME), store.exists(OTHER)) == (False, True)
+        store.delete(NAME)  # as the sweep does for what is listed and gone
+        store.put(NAME, [b"again"])
+    assert store.list("") == [NAME, OTHER]
+
+
+@pytest.mark.parametrize("place", ["file", *SERVED], indirect=True)
+def test_a_prefix_belongs_to_the_service_that_used_it_first(place: str) -> None:
+    def made(owner: str | None) -> BucketStore:
+        return BucketStore(f"{place}/topics", TIMEOUT_MS, None if owner is None else lambda: owner)
+
+    assert made("one").owner_problem("one") is None
+    made("one (here)").put(NAME, [b"of one"])
+    calls: list[Callable[[BucketStore], object]] = [
+        lambda store: store.put(OTHER, [b"other"]),
+        lambda store: store.delete(NAME),
+    ]
+    for call in calls:
+        with pytest.raises(
+            PermissionError, match=r"belongs to service one \(here\), and this is service two \(there\): "
+        ):
+            call(made("two (there)"))
+    assert made(None).owner_problem(None) is not None
+    assert made("two").list("") == [NAME], "the owner is no object of a topic"
+    made("one (elsewhere)").delete(NAME)
+    assert made(None).list("") == []
+
+
+@pytest.mark.parametrize("place", ["file", *SERVED], indirect=True)
 def test_a_bucket_is_probed_and_nothing_stays(place: str) -> None:
     assert list(probe(place, TIMEOUT_MS)) == []
     assert BucketStore(f"{place}/topics", TIMEOUT_MS).list("") == []

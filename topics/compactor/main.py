@@ -28,7 +28,7 @@ from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.control import ProcessState, Role
 from topics.shm.instance import SharedMemory
-from topics.storage import kill_points, layout
+from topics.storage import kill_points, layout, service_id
 from topics.storage.filesystem import FileSystem, OsFileSystem, boot_id, syncfs_reports_errors
 from topics.storage.logfile import RefusedLog, WalPosition
 from topics.storage.pins import Pinned, pins_dir, read_pinned
@@ -125,7 +125,11 @@ def build(
             ),
             None,
         )
-        store = open_store(fs, settings.cold_place, apart_from=topics_dir, new=one_cold is None)
+
+        def owner() -> str:
+            return service_id.describe(service_id.keep_id(fs, settings.data_dir), settings.data_dir)
+
+        store = open_store(fs, settings.cold_place, apart_from=topics_dir, new=one_cold is None, owner=owner)
         if one_cold is not None:
             helper.submit(_check_cold, store, one_cold)
         wake = shared.compactor_wake.signal_always

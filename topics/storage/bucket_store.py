@@ -26,20 +26,25 @@ if TYPE_CHECKING:
 
 RETRIES_MAX: Final = 3
 """A request is made again so many times when the bucket throttles, fails or hangs up."""
+OWNER_NAME: Final = "owner"
 CONNECT_MS: Final = 3_000
 _REASON_CHARS_MAX: Final = 400
 _QUERY: Final = re.compile(r"(?<=://)([^\s?]+)\?\S*")
-_OUT_OF_RANGE: Final = re.compile(r"code: 416|[Rr]ange was invalid")
+_OUT_OF_RANGE: Final = re.compile(r"code: 416|[Rr]ange was invalid|Wanted range starting")
+_HUNG_UP: Final = "error sending request"
 _TRUE: Final = frozenset({"1", "true"})
 
 
 class BucketStore:
     """The objects below `url`. It holds no connection before its first call, so a process that forks may have it."""
 
-    def __init__(self, url: str, timeout_ms: int) -> None:
-        """`timeout_ms` bounds each request; repeats begin within half of it."""
+    def __init__(self, url: str, timeout_ms: int, owner: Callable[[], str] | None = None) -> None:
+        """`timeout_ms` bounds each request; repeats begin within half of it. `owner` returns the id of the service that
+        this store puts and deletes for, and behind a blank what people call it. Who only reads has none.
+        """
         self._url = url
         self._timeout_ms = timeout_ms
+        self._owner = owner
 
     def put(self, name: str, pieces: Iterable[Bytes]) -> None:
         """Create the object and read it back. Other bytes under its name are of a `put` that was killed, and go."""
@@ -54,13 +59,19 @@ class BucketStore:
 
     def create(self, name: str, content: Bytes) -> bool:
         """Make the object. Return False, and leave it alone, if there is one already."""
+        self._claim()
         from obstore import put
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-        with self._errors(name), suppress(AlreadyExistsError, PreconditionError):
-            # As one request: the parts of an upload in parts cannot be put on a condition.
-            put(self._bucket, name, content, mode="create", use_multipart=False)
-            return True
+        try:
+            with self._errors(name), suppress(AlreadyExistsError, PreconditionError):
+                # As one request: the parts of an upload in parts cannot be put on a condition.
+                put(self._bucket, name, content, mode="create", use_multipart=False)
+                return True
+        except OSError as error:
+            # Some stores refuse before they took the whole object, and hang up.
+            if _HUNG_UP not in str(error) or not self.exists(name):
+                raise
         return False
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
@@ -83,6 +94,7 @@ class BucketStore:
     def delete(self, name: str) -> None:
         from obstore import delete
 
+        self._claim()
         with suppress(FileNotFoundError), self._errors(name):
             delete(self._bucket, name)
 
@@ -112,6 +124,37 @@ class BucketStore:
     def place(self, name: str) -> str:
         return f"{self._url}/{name}"
 
+    def owner_problem(self, own: str | None) -> str | None:
+        """Return a sentence if the prefix belongs to another service than `own`; None says that this is none yet."""
+        root = self._root()
+        try:
+            owner = root.read_range(OWNER_NAME, 0, root.len(OWNER_NAME)).decode(errors="replace")
+        except FileNotFoundError:
+            return None
+        if own is not None and owner.partition(" ")[0] == own.partition(" ")[0]:
+            return None
+        return (
+            f"belongs to service {owner}, and this is {'a new service' if own is None else f'service {own}'}: give each"
+            " service a prefix of its own in TOPICS_COLD_URL; only if the other is gone for good and this one has its"
+            " data, delete this object"
+        )
+
+    def _claim(self) -> None:
+        """Make the service the owner of the prefix, by an object beside `topics/`, before it changes anything there.
+        Raise PermissionError if another one is.
+        """
+        if self._owner is None:
+            return
+        own, root = self._owner(), self._root()
+        if not root.create(OWNER_NAME, own.encode()):
+            problem = self.owner_problem(own)
+            if problem is not None:
+                raise OSError(errno.EPERM, problem, root.place(OWNER_NAME))
+        self._owner = None
+
+    def _root(self) -> BucketStore:
+        return BucketStore(self._url.rpartition("/")[0], self._timeout_ms)
+
     @cached_property
     def _bucket(self) -> ObjectStore:
         from obstore.store import from_url
@@ -122,7 +165,9 @@ class BucketStore:
             "connect_timeout": timedelta(milliseconds=min(CONNECT_MS, self._timeout_ms)),
             "timeout": timedelta(milliseconds=self._timeout_ms),
             # Options given here replace what the library would take from the environment.
-            "allow_http": any(os.environ.get(f"{of}_ALLOW_HTTP", "").lower() in _TRUE for of in ("AWS", "AZURE")),
+            "allow_http": any(
+                os.environ.get(f"{of}_ALLOW_HTTP", "").lower() in _TRUE for of in ("AWS", "AZURE", "GOOGLE")
+            ),
         }
         retries: RetryConfig = {
             "max_retries": RETRIES_MAX,

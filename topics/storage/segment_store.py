@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Final, Protocol
 
@@ -49,13 +49,19 @@ class SegmentStore(Protocol):
 
 
 def open_store(
-    fs: FileSystem, place: str, timeout_ms: int = WHOLE_OBJECT_MS, *, apart_from: str | None = None, new: bool = True
+    fs: FileSystem,
+    place: str,
+    timeout_ms: int = WHOLE_OBJECT_MS,
+    *,
+    apart_from: str | None = None,
+    new: bool = True,
+    owner: Callable[[], str] | None = None,
 ) -> SegmentStore:
     """Return the store of the segments in `place`, a directory or a bucket's URL. It is opened by its first call.
-    `timeout_ms` bounds a request to a bucket; `LocalStore` explains the others.
+    `timeout_ms` bounds a request to a bucket, `owner` is the `BucketStore`'s; `LocalStore` explains the others.
     """
     if "://" in place:
-        return BucketStore(f"{place.rstrip('/')}/{os.path.basename(layout.topics_dir(place))}", timeout_ms)
+        return BucketStore(f"{place.rstrip('/')}/{os.path.basename(layout.topics_dir(place))}", timeout_ms, owner)
     return LocalStore(fs, layout.topics_dir(place), apart_from, new=new)
 
 

@@ -14,8 +14,8 @@ from topics.setting_values import MIB
 from topics.settings import Settings
 from topics.shm.instance import SharedMemory
 from topics.shm.shm_names import SHM_ROOT
-from topics.storage import layout
-from topics.storage.bucket_store import probe
+from topics.storage import layout, service_id
+from topics.storage.bucket_store import BucketStore, probe
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.lock import DataDirLocked, holder_pid, inspecting
 from topics.storage.logfile import RefusedLog
@@ -97,7 +97,7 @@ def check(settings: Settings, statvfs: StatVfs = os.statvfs) -> list[CheckFindin
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     most_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     cold = [] if settings.cold_dir is None else [_cold_dir_finding(settings.cold_dir, settings.data_dir)]
-    cold += [] if settings.cold_url is None else [_bucket_finding(settings.cold_url)]
+    cold += [] if settings.cold_url is None else [_bucket_finding(settings.cold_url, settings.data_dir)]
     return [
         CheckFinding(f"data directory {settings.data_dir}", _dir_problem(settings.data_dir, "TOPICS_DATA_DIR")),
         *cold,
@@ -151,9 +151,17 @@ def _cold_dir_finding(cold_dir: str, data_dir: str) -> CheckFinding:
     )
 
 
-def _bucket_finding(url: str) -> CheckFinding:
-    """Make, read and delete an object in the bucket. Its requests have time-outs, so this ends."""
+def _bucket_finding(url: str, data_dir: str) -> CheckFinding:
+    """Make, read and delete an object in the bucket, and see whose it is. Its requests have time-outs, so this ends."""
     problems = list(probe(url, BUCKET_TIMEOUT_MS))
+    if not problems:
+        try:
+            known = service_id.known_id(OsFileSystem(), data_dir)
+            own = None if known is None else service_id.describe(known, data_dir)
+            problem = BucketStore(f"{url}/topics", BUCKET_TIMEOUT_MS).owner_problem(own)
+        except (OSError, EOFError) as error:
+            problem = f"its owner cannot be read: {error}"
+        problems += [] if problem is None else [problem]
     return CheckFinding(f"cold tier {url}", "; ".join(problems) or None)
 
 

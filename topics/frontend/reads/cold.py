@@ -2,9 +2,10 @@
 
 A page is made on the event loop from bytes in memory. If it needs others that only the cold tier has, `extent` raises
 ColdMissError. A caller that can wait then awaits `fetch` and makes the page again. Fetched blocks are kept for a while:
-readers that page through a cold segment fetch each once, and the next one is on its way before it is needed, if there
-is room: a bucket answers a while after it is asked. Each read has its own thread, and there are few. One that
-hangs keeps its place until it returns, long after its readers were told so. The end of the process waits for none.
+readers that page through a cold segment fetch each once, in long runs, and the next runs are on their way before they
+are needed, if there is room: a bucket answers a while after it is asked. Who reads here and there gets single blocks.
+Each read has its own thread, and there are few. One that hangs keeps its place until it returns, long after its readers
+were told so. The end of the process waits for none.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from topics.frontend.entry import limits
 from topics.log import get_logger
 from topics.storage.segment_store import SegmentStore
 
-BLOCK_BYTES: Final = 1 << 20
+BLOCK_BYTES: Final = 1 << 16
+RUN_BYTES: Final = 1 << 20
+"""A sequential reader fetches so much at once, and is ahead by `AHEAD_RUNS` of them."""
+AHEAD_RUNS: Final = 2
 CACHE_BYTES: Final = 32 << 20
 """Size of the cache of fetched blocks. It is no less than the longest page needs at once."""
 IN_FLIGHT_MAX: Final = 8
@@ -90,8 +94,8 @@ class ColdTier:
     ) -> tuple[bytes, int]:
         """Return bytes that include start..end of an object of `data_bytes`, and their start. Raise ColdMissError.
 
-        Who begins within what was read last, or at its end, is taken for a sequential reader: the next block is fetched
-        in advance, and behind the last one the first of the object that is `following` (its name and size).
+        Who begins within what was read last, or at its end, is taken for a sequential reader: the next runs are fetched
+        in advance, behind the last one those of the object that is `following` (its name and size).
         """
         pieces = []
         first, last = start // BLOCK_BYTES, (end - 1) // BLOCK_BYTES
@@ -102,14 +106,11 @@ class ColdTier:
             pieces.append(block[0])
         for number in range(first, last + 1):
             self._blocks.move_to_end((name, number))
-        last_start, last_end = self._last.pop(name, (end, end))
+        is_sequential = self._is_sequential(name, start)
         self._last[name] = start, end
-        is_sequential = last_start < start <= last_end
-        if is_sequential and (last + 1) * BLOCK_BYTES < data_bytes:
-            self._prefetch(name, last + 1, data_bytes)
-        elif is_sequential and following is not None:
-            self._last.setdefault(following[0], (-1, 0))
-            self._prefetch(following[0], 0, following[1])
+        self._last.move_to_end(name)
+        if is_sequential:
+            self._read_ahead(name, last + 1, data_bytes, following)
         while len(self._last) > LAST_MAX:
             self._last.popitem(last=False)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces), first * BLOCK_BYTES
@@ -128,7 +129,10 @@ class ColdTier:
         wanted = range(miss.start // BLOCK_BYTES, (miss.end - 1) // BLOCK_BYTES + 1)
         absent = [n for n in wanted if (name, n) not in self._blocks and (name, n) not in self._reads]
         if absent:
-            self._begin(name, range(absent[0], absent[-1] + 1), miss.data_bytes)
+            end = absent[-1] + 1
+            if self._is_sequential(name, miss.start):
+                end = self._run_behind(name, end - 1, miss.data_bytes)
+            self._begin(name, range(absent[0], end), miss.data_bytes)
         reads = {read for n in wanted if (read := self._reads.get((name, n))) is not None}
         for read in reads:
             read.waiters += 1
@@ -150,14 +154,37 @@ class ColdTier:
             if error is not None:
                 raise _unavailable(name, str(error)) from error
 
-    def _prefetch(self, name: str, number: int, data_bytes: int) -> None:
-        """Fetch a block that a sequential reader will want, unless others wait. If it fails, that reader will ask."""
-        key = name, number
-        if number * BLOCK_BYTES >= data_bytes or key in self._blocks or key in self._reads:
-            return
-        has_room = self._blocks_max >= IN_FLIGHT_MAX  # a small cache would lose what its readers are about to read
-        if has_room and not self._waiting and self._in_flight < PREFETCH_MAX:
-            self._begin(name, range(number, number + 1), data_bytes)
+    def _is_sequential(self, name: str, start: int) -> bool:
+        last_start, last_end = self._last.get(name, (start, start))
+        return last_start < start <= last_end
+
+    def _run_behind(self, name: str, first: int, data_bytes: int) -> int:
+        """Return where the run of absent blocks from `first` on ends: at one that was fetched, or with the run."""
+        in_run, blocks = RUN_BYTES // BLOCK_BYTES, -(-data_bytes // BLOCK_BYTES)
+        end = first + 1
+        while end % in_run and end < blocks and (name, end) not in self._blocks and (name, end) not in self._reads:
+            end += 1
+        return end
+
+    def _read_ahead(self, name: str, number: int, data_bytes: int, following: tuple[str, int] | None) -> None:
+        """Fetch what a sequential reader will want from block `number` on, unless others wait. Failed, it will ask."""
+        left = AHEAD_RUNS * (RUN_BYTES // BLOCK_BYTES)
+        if self._blocks_max < IN_FLIGHT_MAX * left // AHEAD_RUNS:
+            return  # a small cache would lose what its readers are about to read
+        while left > 0:
+            if number * BLOCK_BYTES >= data_bytes:
+                if following is None:
+                    return
+                (name, data_bytes), number, following = following, 0, None
+                self._last.setdefault(name, (-1, 0))
+            elif (name, number) in self._blocks or (name, number) in self._reads:
+                number, left = number + 1, left - 1
+            elif self._waiting or self._in_flight >= PREFETCH_MAX:
+                return
+            else:
+                end = self._run_behind(name, number, data_bytes)
+                self._begin(name, range(number, end), data_bytes)
+                number, left = end, left - (end - number)
 
     def _begin(self, name: str, blocks: range, data_bytes: int) -> None:
         most = limits.COLD_READS.most_count
