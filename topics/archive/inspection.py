@@ -17,7 +17,6 @@ from topics.archive.objects import (
     piece_name,
     read_whole,
 )
-from topics.storage.logfile import WalPosition
 
 Told = Callable[[int, int], None]
 
@@ -140,14 +139,13 @@ def _check_generation(archive: Archive, number: int, base_numbers: list[int], pr
 
 def _gap(base: Base, pieces: Iterable[tuple[int, list[LogPart]]]) -> int | None:
     """Return the first piece behind which a log cannot be put together from this base, None if there is none."""
-    ends = {shard: WalPosition(file_no, 0) for shard, file_no in enumerate(base.first_files)}
+    ends = {start.shard: start.position for start in base.logs}
     for number, parts in pieces:
         for part in parts:
-            if part.file_no >= base.first_files[part.shard]:
-                end = joined(ends[part.shard], part)
-                if end is None:
-                    return number
-                ends[part.shard] = end
+            end = joined(ends[part.shard], part)
+            if end is None:
+                return number
+            ends[part.shard] = end
     return None
 
 

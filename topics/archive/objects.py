@@ -108,12 +108,12 @@ class TxnFile(msgspec.Struct, frozen=True):
     digest: int
 
 
-class FirstPiece(msgspec.Struct, frozen=True):
-    """The piece that has the first byte of a log file."""
+class LogStart(msgspec.Struct, frozen=True):
+    """The place from which a restored log goes on, and the frame with which its first file begins."""
 
     shard: int
-    file_no: int
-    piece: int
+    position: WalPosition
+    file_start: bytes
 
 
 class Generation(msgspec.Struct, frozen=True):
@@ -132,8 +132,8 @@ class Generation(msgspec.Struct, frozen=True):
 
 class Piece(msgspec.Struct, frozen=True):
     """The next bytes of the logs. One that `is_moment` ends a moment: a state of all logs and transactions that the
-    service had at `taken_ms`, to which it can be restored. `ends` are those of all logs behind this piece. `starts`
-    are the beginnings of log files that a base may need. Without `has_end` the logs may lack what was written last.
+    service had at `taken_ms`, to which it can be restored. `ends` are those of all logs behind this piece, and never go
+    back in a generation. Without `has_end` the logs may lack what was written last.
     """
 
     number: int
@@ -141,7 +141,6 @@ class Piece(msgspec.Struct, frozen=True):
     nonce: str
     parts: list[LogPart]
     ends: list[LogEnd]
-    starts: list[FirstPiece]
     is_moment: bool = False
     has_end: bool = True
     txn: list[TxnFile] = []
@@ -149,14 +148,14 @@ class Piece(msgspec.Struct, frozen=True):
 
 class Base(msgspec.Struct, frozen=True):
     """A snapshot (the payload is its body) and the segments that it lists. With the pieces from `first_piece` on it
-    gives every moment from piece `number` on: its indexes have deletions of that moment. `first_files` are the log
-    files, by shard, with which a restored log begins.
+    gives every moment from piece `number` on: its indexes have deletions of that moment. `logs` say, by shard, where
+    the snapshot ends. `files` have an index before its data.
     """
 
     number: int
     taken_ms: int
     first_piece: int
-    first_files: list[int]
+    logs: list[LogStart]
     files: list[FileRef]
     snapshot_bytes: int
 
@@ -220,11 +219,15 @@ def read_whole(store: ArchiveStore, name: str) -> bytes:
 
 
 def joined(end: WalPosition, part: LogPart) -> WalPosition | None:
-    """Return the end of a log with this part behind `end`; None if it does not follow there."""
-    begins_file = part.offset == 0 and part.file_no in (end.file_no, end.file_no + 1)
-    if not begins_file and WalPosition(part.file_no, part.offset) != end:
-        return None
-    return WalPosition(part.file_no, part.offset + part.size_bytes)
+    """Return the end of a log that ended at `end`, with this part, whose beginning it may have already; None if bytes
+    are missing between the two.
+    """
+    start, behind = WalPosition(part.file_no, part.offset), WalPosition(part.file_no, part.offset + part.size_bytes)
+    if behind <= end:
+        return end
+    if start <= end or (part.offset == 0 and part.file_no == end.file_no + 1):
+        return behind
+    return None
 
 
 class Archive:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple, Protocol
 
+from topics.archive.objects import LogStart
 from topics.core.segment_list import COLD, SEALED
 from topics.shm.control import ControlPage, ProcessState, Role
 from topics.storage import layout
@@ -198,13 +199,22 @@ class Origin:
 
     # -- logs
 
-    def first_file(self, log: LogPlace, snapshot: Snapshot | None) -> int:
-        """Return the number of the file with which a start begins to read this log."""
+    def start(self, log: LogPlace, snapshot: Snapshot | None) -> LogStart:
+        """Return where a start begins to read this log."""
         part = None if snapshot is None else snapshot.part_of(log.log_id)
         numbers = layout.list_log_files(self.fs, log.directory)
         if part is None and not numbers:
             raise OriginGoneError(f"{log.directory}: has no file")
-        return numbers[0] if part is None else part.position.file_no
+        file_no = numbers[0] if part is None else part.position.file_no
+        path = layout.log_path(log.directory, file_no)
+        try:
+            _, start_len = read_file_start(self.fs, path)
+            with opened(self.fs, path, os.O_RDONLY) as fd:
+                file_start = read_up_to(self.fs, fd, start_len, 0)
+        except FileNotFoundError as error:
+            raise OriginGoneError(f"{path}: was removed") from error
+        offset = max(start_len, 0 if part is None else part.position.offset)
+        return LogStart(log.shard, WalPosition(file_no, offset), file_start)
 
     def has_log_file(self, log: LogPlace, file_no: int) -> bool:
         return self.fs.exists(layout.log_path(log.directory, file_no))

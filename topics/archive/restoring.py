@@ -21,6 +21,7 @@ from topics.archive.objects import (
     Base,
     Generation,
     LogPart,
+    LogStart,
     Piece,
     joined,
     piece_name,
@@ -30,14 +31,26 @@ from topics.core.ceilings import RAM_STEP, TAIL_STEP
 from topics.core.clock import Clock
 from topics.core.control_bodies import HeadFrameBody, MarkFrameBody, decode_mark, encode_body
 from topics.core.floors import EvictReason
+from topics.core.location import LOCATION_DELETED
 from topics.core.segment_list import COLD
 from topics.core.shard_state import FoldedTopic, ShardState
 from topics.storage import layout, service_id
 from topics.storage.filesystem import FileSystem, boot_id, make_dirs, opened, read_all, write_all
-from topics.storage.frame import CHECKSUM, CHECKSUM_LEN, HEADER_LEN, TYPE_AT, Bytes, FrameType, encode, scan
+from topics.storage.frame import (
+    CHECKSUM,
+    CHECKSUM_LEN,
+    HEADER_LEN,
+    OVERHEAD_LEN,
+    TYPE_AT,
+    Bytes,
+    FrameType,
+    encode,
+    scan,
+)
 from topics.storage.log_fold import OfflineFold
 from topics.storage.logfile import WalIdentity, WalPosition, note_committed, read_first_start, write_current
 from topics.storage.recovery import Recovery
+from topics.storage.segment import DELETED, ENTRY_LEN, read_columns
 from topics.storage.snapshot import ShardPart, decode_parts, encode_part, encode_parts, save_snapshot
 from topics.storage.upgrade import write_mark
 
@@ -224,24 +237,30 @@ class Restore:
     # -- objects
 
     def _fetch_segments(self) -> None:
+        idx = b""
         for ref in self._plan.base.files:
             content = read_whole(self._archive.store, ref.name)
             self._archive.check_file(ref, content)
+            if ref.path.endswith(".idx"):
+                idx = content
+            elif ref.path.endswith(".data"):
+                content = _marked(content, idx)
             self._write(ref.path, content)
             self._fetched(len(content))
 
     def _fetch_pieces(self) -> None:
         """Lay the logs out again, and the files of transactions."""
         plan, wanted = self._plan, {(file.piece, file.path): file for file in self._plan.moment.txn}
-        ends = {shard: WalPosition(file_no, 0) for shard, file_no in enumerate(plan.base.first_files)}
+        ends = {start.shard: start.position for start in plan.base.logs}
+        for start in plan.base.logs:
+            self._begin_log(start)
         for number in plan.pieces:
             piece, payload = self._archive.piece(plan.generation.number, number)
             at = 0
             for part in piece.parts:
                 content = payload[at : at + part.size_bytes]
                 at += part.size_bytes
-                if part.file_no >= plan.base.first_files[part.shard]:
-                    ends[part.shard] = self._lay_out(number, part, content, ends[part.shard])
+                ends[part.shard] = self._lay_out(number, part, content, ends[part.shard])
             for file in piece.txn:
                 if (number, file.path) in wanted:
                     self._write(file.path, payload[file.offset : file.offset + file.size_bytes])
@@ -253,6 +272,18 @@ class Restore:
                     f" {end.shard} up to {ends[end.shard]}, it should go to {end.position}"
                 )
 
+    def _begin_log(self, start: LogStart) -> None:
+        """Lay out the beginning of a log's first file. One frame that says nothing fills the place of those that the
+        snapshot covers.
+        """
+        file_no, offset = start.position.file_no, start.position.offset
+        start_len = len(start.file_start)
+        content = start.file_start
+        if offset > start_len:
+            room = bytes(offset - start_len - OVERHEAD_LEN)
+            content += encode(FrameType.SYNC_MARK, 0, file_no, start_len, 0, b"", b"", room)
+        self._write(os.path.relpath(layout.log_path(self._group(start.shard), file_no), self._making), content)
+
     def _lay_out(self, number: int, part: LogPart, content: memoryview, end: WalPosition) -> WalPosition:
         """Write the next bytes of a log; return where it ends now."""
         behind = joined(end, part)
@@ -261,10 +292,11 @@ class Restore:
                 f"{self._archive.store.place(piece_name(self._plan.generation.number, number))}: log {part.shard} goes"
                 f" on at {part.offset} of file {part.file_no}, the pieces before end at {end}"
             )
+        known = end.offset - part.offset if part.file_no == end.file_no else 0 if behind > end else len(content)
         path = layout.log_path(self._group(part.shard), part.file_no)
-        make_dirs(self._fs, os.path.dirname(path))
-        with opened(self._fs, path, os.O_RDWR | os.O_CREAT) as fd:
-            write_all(self._fs, fd, content, part.offset)
+        if known < len(content):
+            with opened(self._fs, path, os.O_RDWR | os.O_CREAT) as fd:
+                write_all(self._fs, fd, content[known:], part.offset + known)
         return behind
 
     def _write(self, path: str, content: Bytes) -> None:
@@ -339,6 +371,24 @@ def _lost_tail_frame(topic: FoldedTopic, lost_seqs: int, now_ms: int) -> bytes:
         body = HeadFrameBody(True, EvictReason.RESTORED)
         seq = max(topic.head_seq + lost_seqs, topic.head_ceiling)
     return encode(FrameType.HEAD_WATERMARK, 0, topic.id, seq, now_ms, b"", b"", encode_body(body))
+
+
+def _marked(data: bytes, idx: bytes) -> bytes:
+    """Return the data of a segment with the deletions that its index has: data are shipped once, an index with each
+    base.
+    """
+    _, offsets, lengths, flags = read_columns(idx, 0, len(idx) // ENTRY_LEN)
+    ends = [
+        offset + length
+        for offset, length, flag in zip(offsets, lengths, flags, strict=True)
+        if flag & LOCATION_DELETED and length
+    ]
+    if not ends:
+        return data
+    marked = bytearray(data)
+    for end in ends:
+        marked[end - 1] = DELETED
+    return bytes(marked)
 
 
 def _forget_segments(fs: FileSystem, path: str, start: int) -> None:

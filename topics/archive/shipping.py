@@ -11,7 +11,7 @@ indexes have no deletion that this moment's logs lack, and a deletion that they 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
@@ -20,10 +20,10 @@ from topics.archive.objects import (
     Archive,
     Base,
     FileRef,
-    FirstPiece,
     Generation,
     LogEnd,
     LogPart,
+    LogStart,
     Piece,
     TxnFile,
     base_name,
@@ -89,10 +89,10 @@ class Shipper:
         """Files of the newest base, by the names of their objects."""
         self._number = 0
         self._ends: dict[int, LogEnd] = {}
-        self._starts: dict[tuple[int, int], int] = {}
-        """(shard, file number) → piece with the file's first byte."""
         self._txn: dict[str, TxnFile] = {}
         self._taken_ms = 0
+        self._has_part = False
+        """True if the last piece ends no moment."""
         self._bytes = self._objects = 0
 
     def begin(self) -> None:
@@ -120,7 +120,7 @@ class Shipper:
             return self.base()
         logs, txn = self._moment()
         try:
-            return self._ship(logs, txn)
+            return self._ship(logs, txn, self._ends)
         except OriginGoneError:
             return self.base()
 
@@ -151,14 +151,15 @@ class Shipper:
             return
         last, _ = self._archive.piece(generation.number, self._number)
         self._ends = {end.shard: end for end in last.ends}
-        self._starts = {(start.shard, start.file_no): start.piece for start in last.starts}
         self._txn = {file.path: file for file in last.txn}
         self._taken_ms = last.taken_ms
+        self._has_part = not last.is_moment
 
     def _forget(self) -> None:
         self._generation, self._base = None, None
-        self._files, self._ends, self._starts, self._txn = {}, {}, {}, {}
+        self._files, self._ends, self._txn = {}, {}, {}
         self._number = self._taken_ms = 0
+        self._has_part = False
 
     def _goes_on(self, logs: list[LogPlace]) -> bool:
         """True if the logs are those that were shipped, and more of them."""
@@ -196,15 +197,15 @@ class Shipper:
             raise NoMomentError("a shard recovers, or transactions follow each other too fast to be copied; try again")
         return found
 
-    def _ship(self, logs: list[LogPlace], txn: dict[str, bytes]) -> Shipped:
-        """Put all bytes between the former moment and this one."""
+    def _ship(self, logs: list[LogPlace], txn: dict[str, bytes], starts: Mapping[int, LogEnd]) -> Shipped:
+        """Put all bytes of the logs from `starts` to this moment."""
         assert self._generation is not None
         if self._generation.log_ids != [log.log_id for log in logs]:
             raise NoMomentError("the logs were made anew for another count of shards; begin again")
         if self._is_shipped(logs, txn):
             return self._shipped()
         self._taken_ms = max(self._taken_ms, self._clock.now_ms())
-        ends = dict(self._ends)
+        ends = dict(starts)
         parts: list[LogPart] = []
         payload: list[bytes] = []
         room = PIECE_BYTES
@@ -216,8 +217,6 @@ class Shipper:
                 parts.append(LogPart(log.shard, file_no, offset, len(content)))
                 payload.append(content)
                 room -= len(content)
-                if not offset:
-                    self._starts[log.shard, file_no] = self._number + 1
                 position = WalPosition(file_no, offset + len(content))
                 last_bytes = (ends[log.shard].last_bytes + content)[-CHECKSUM_LEN:]
                 ends[log.shard] = LogEnd(log.shard, log.log_id, position, last_bytes)
@@ -225,9 +224,12 @@ class Shipper:
         return self._shipped()
 
     def _is_shipped(self, logs: list[LogPlace], txn: dict[str, bytes]) -> bool:
-        return all(self._ends[log.shard].position == log.end for log in logs) and {
-            path: file.digest for path, file in self._txn.items()
-        } == {path: xxh3_64_intdigest(content) for path, content in txn.items()}
+        digests = {path: xxh3_64_intdigest(content) for path, content in txn.items()}
+        return (
+            [log.end for log in logs] == [end.position for end in self._ends.values()]
+            and {path: file.digest for path, file in self._txn.items()} == digests
+            and not self._has_part
+        )
 
     def _shipped(self) -> Shipped:
         return Shipped(self._number, self._bytes, self._objects, self._taken_ms)
@@ -240,20 +242,18 @@ class Shipper:
         if txn is not None:
             self._txn = self._txn_files(number, sum(map(len, payload)), txn)
             payload = payload + [txn[path] for path, file in self._txn.items() if file.piece == number]
-        starts = [FirstPiece(*at, piece) for at, piece in sorted(self._starts.items())]
         piece = Piece(
             number,
             self._taken_ms,
             self._nonce,
             parts,
             [ends[shard] for shard in sorted(ends)],
-            starts,
             txn is not None,
             self._origin.ends.has_end,
             list(self._txn.values()),
         )
         self._create(piece_name(self._generation.number, number), encode(piece, payload))
-        self._number, self._ends = number, dict(ends)
+        self._number, self._ends, self._has_part = number, dict(ends), txn is None
 
     def _txn_files(self, number: int, at: int, txn: dict[str, bytes]) -> dict[str, TxnFile]:
         """Return where the bytes of each file are: in this piece, or in an earlier one since the last base."""
@@ -285,9 +285,9 @@ class Shipper:
         assert self._generation is not None
         snapshot = self._origin.snapshot()
         logs, _ = self._moment()
+        starts = [self._origin.start(log, snapshot) for log in logs]
         files: dict[str, FileRef] = {}
         body = b""
-        first_files = [self._origin.first_file(log, snapshot) for log in logs]
         if snapshot is not None:
             body = self._origin.snapshot_body(snapshot.number)
             segments = list(listed_segments(snapshot))
@@ -298,29 +298,39 @@ class Shipper:
                     files[ref.name] = ref
                 done += segment.data.size_bytes or 0
                 self._told(done, total)
-        self._go_back_to(logs, first_files)
+        ends = self._ends_to_go_on(logs, starts)
         logs, txn = self._moment()
         self._txn = {}  # so that no restore from this base needs pieces before it
-        self._ship(logs, txn)
+        self._ship(logs, txn, ends)
         if self._base is not None and self._base.number == self._number:
             return self._shipped()  # nothing has happened since
-        first_piece = min([self._starts[shard, file_no] for shard, file_no in enumerate(first_files)])
-        base = Base(self._number, self._taken_ms, first_piece, first_files, list(files.values()), len(body))
+        first_piece = min(self._piece_of(start) for start in starts)
+        base = Base(self._number, self._taken_ms, first_piece, starts, list(files.values()), len(body))
         self._create(base_name(self._generation.number, base.number), encode(base, [body]))
         self._base, self._files = base, files
-        self._starts = {at: piece for at, piece in self._starts.items() if at[1] >= first_files[at[0]]}
         return self._shipped()
 
-    def _go_back_to(self, logs: list[LogPlace], first_files: list[int]) -> None:
-        """Have each log shipped from the first byte of its first file on, again if pieces lack it or what follows."""
-        for log in logs:
-            first = first_files[log.shard]
+    def _ends_to_go_on(self, logs: list[LogPlace], starts: list[LogStart]) -> dict[int, LogEnd]:
+        """Return where to go on with each log: where the archive ends, or at the snapshot if that is gone."""
+        ends = {}
+        for log, start in zip(logs, starts, strict=True):
             shipped = self._ends.get(log.shard)
-            is_known = (log.shard, first) in self._starts
-            if shipped and is_known and self._origin.has_log_file(log, shipped.position.file_no):
-                continue
-            self._ends[log.shard] = LogEnd(log.shard, log.log_id, WalPosition(first, 0))
-            self._starts = {at: piece for at, piece in self._starts.items() if at[0] != log.shard}
+            if shipped is None or not self._origin.has_log_file(log, shipped.position.file_no):
+                last_bytes = self._origin.bytes_before(log, start.position) or b""
+                shipped = LogEnd(log.shard, log.log_id, start.position, last_bytes)
+            ends[log.shard] = shipped
+        return ends
+
+    def _piece_of(self, start: LogStart) -> int:
+        """Return the first piece with anything behind this place of a log, the last piece if none has."""
+        assert self._generation is not None
+        low, high = 0 if self._base is None else self._base.first_piece - 1, self._number
+        while high - low > 1:
+            middle = (low + high) // 2
+            piece, _ = self._archive.piece(self._generation.number, middle)
+            is_behind = any(end.shard == start.shard and end.position > start.position for end in piece.ends)
+            low, high = (low, middle) if is_behind else (middle, high)
+        return high
 
     def _ship_segment(self, segment: ListedSegment) -> list[FileRef]:
         idx = self._origin.read_segment_file(segment.idx)
@@ -331,8 +341,7 @@ class Shipper:
             refs.append(self._ship_file(segment.tags, identity))
         # Data before the index: a deletion marks the frame, then the index.
         idx = self._origin.read_segment_file(segment.idx)
-        refs.append(self._ship_file(segment.idx, xxh3_64_intdigest(idx), idx))
-        return refs
+        return [self._ship_file(segment.idx, xxh3_64_intdigest(idx), idx), *refs]
 
     def _ship_file(self, file: SegmentFile, identity: int, content: bytes | None = None) -> FileRef:
         assert self._generation is not None
