@@ -23,6 +23,7 @@ def delete(service: Service, topic: str, **what: object) -> None:
     ok(service.client.post(f"/v0/topics/{topic}/delete", json=what))
 
 
+@pytest.mark.long
 def test_deleted_records_stay_deleted_and_those_of_an_earlier_moment_are_back(tmp_path: Path) -> None:
     """Deletions are marked in sealed segments in place: a moment has those before it, and none after it."""
     place = tmp_path / "archive"
@@ -54,6 +55,7 @@ def test_deleted_records_stay_deleted_and_those_of_an_earlier_moment_are_back(tm
             other.start()
 
 
+@pytest.mark.long
 def test_the_first_moment_with_a_record(tmp_path: Path) -> None:
     place = tmp_path / "archive"
     with Service(env=SMALL) as service:
@@ -117,6 +119,7 @@ def _more(committed: list[int], count: int) -> bool:
     return len(committed) > count
 
 
+@pytest.mark.long
 def test_every_damaged_or_missing_object_is_found(tmp_path: Path) -> None:
     place = tmp_path / "archive"
     with Service(env=SMALL, shards=1) as service:
@@ -138,9 +141,9 @@ def test_every_damaged_or_missing_object_is_found(tmp_path: Path) -> None:
                 assert str(path) in problem or "no archive here" in problem
                 path.write_bytes(original)
     run("archive", "verify", place)
-    first = next(path for path in objects if path.parent.name.endswith("files") and path.name.endswith(".data"))
-    first.write_bytes(_flipped(first.read_bytes()))
-    assert str(first) in run("restore", place, "--data-dir", tmp_path / "new", code=1)
+    largest = max((path for path in objects if path.suffix == ".data"), key=lambda path: path.stat().st_size)
+    largest.write_bytes(_flipped(largest.read_bytes()))
+    assert str(largest) in run("restore", place, "--data-dir", tmp_path / "new", code=1)
     assert not (tmp_path / "new").exists()
     assert not (tmp_path / "new.restoring").exists()
 
@@ -150,6 +153,7 @@ def _flipped(content: bytes) -> bytes:
     return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
 
 
+@pytest.mark.long
 def test_a_directory_that_went_back_begins_a_new_generation(tmp_path: Path) -> None:
     place = tmp_path / "archive"
     with Service(env=SMALL) as service:
@@ -173,6 +177,7 @@ def test_a_directory_that_went_back_begins_a_new_generation(tmp_path: Path) -> N
         assert list(read(other.client, "orders")[0].values()) == ["a", "b"]
 
 
+@pytest.mark.long
 def test_an_archive_has_one_service(tmp_path: Path) -> None:
     place = tmp_path / "archive"
     with Service() as service:
