@@ -61,7 +61,7 @@ LOST_SEQS_TOTAL: Final = 1 << 20
 _PAD_KEY: Final = b"\xa3pad"
 
 
-class Wanted(NamedTuple):
+class WantedMoment(NamedTuple):
     """The moment to restore: the last one, the last one at or before `ts_ms`, or the first one with a record."""
 
     ts_ms: int | None = None
@@ -94,7 +94,7 @@ class Restored(NamedTuple):
     size_bytes: int
 
 
-def plan(archive: Archive, wanted: Wanted) -> Plan:
+def plan(archive: Archive, wanted: WantedMoment) -> Plan:
     """Find the way to a moment. Raise NotThereError, ArchiveDamagedError, OSError."""
     numbers = archive.generations()
     if not numbers:
@@ -120,7 +120,7 @@ def plan(archive: Archive, wanted: Wanted) -> Plan:
     raise NotThereError(f"{archive.store.place('')}: {what} is before the first moment, which is of {earliest_ms}")
 
 
-def _moment(archive: Archive, generation: Generation, base: Base, wanted: Wanted) -> Piece | None:
+def _moment(archive: Archive, generation: Generation, base: Base, wanted: WantedMoment) -> Piece | None:
     """Return the last moment from this base on that is wanted, None without one."""
     last = archive.last_piece(generation.number, base.number)
     if wanted.topic is not None:
@@ -144,7 +144,9 @@ def _moment(archive: Archive, generation: Generation, base: Base, wanted: Wanted
     return None
 
 
-def _is_behind(archive: Archive, generation: Generation, base: Base, snapshot: memoryview, wanted: Wanted) -> bool:
+def _is_behind(
+    archive: Archive, generation: Generation, base: Base, snapshot: memoryview, wanted: WantedMoment
+) -> bool:
     """True if the topic had not got the wanted record at the moment of the base, or if there is no earlier base."""
     if base.number == archive.bases(generation.number)[0]:
         return True
@@ -154,7 +156,7 @@ def _is_behind(archive: Archive, generation: Generation, base: Base, snapshot: m
     return _piece_with(archive, generation, base, wanted, base.number - 1) is None
 
 
-def _piece_with(archive: Archive, generation: Generation, base: Base, wanted: Wanted, last: int) -> int | None:
+def _piece_with(archive: Archive, generation: Generation, base: Base, wanted: WantedMoment, last: int) -> int | None:
     """Return the first piece, from the base's on, that has the wanted record, None if none up to `last` has."""
     _, snapshot = archive.base(generation.number, base.number)
     ids = {topic.id: topic.head_seq for topic in _topics_of(bytes(snapshot)) if topic.name == wanted.topic}

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from topics.archive.objects import Archive, open_archive
-from topics.archive.restoring import Restore, Wanted, plan
+from topics.archive.restoring import Restore, WantedMoment, plan
 from topics.cli.archive_shared import PLACE, fill_command, iso, mebibytes, show, time_ms
 from topics.cli.progress import progress
 from topics.core.clock import SystemClock
@@ -45,7 +45,7 @@ def _run(options: argparse.Namespace) -> int:
     fs = OsFileSystem()
     archive = Archive(open_archive(fs, options.place))
     topic, seq = options.to_seq or (None, 0)
-    found = plan(archive, Wanted(options.to_ts, topic, seq))
+    found = plan(archive, WantedMoment(options.to_ts, topic, seq))
     with progress("object", len(found.base.files) + len(found.pieces)) as bar:
         done = Restore(archive, found, fs, options.data_dir, partial(show, bar)).run(SystemClock())
     if options.json:
