@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,31 +20,35 @@ SMALL = {"TOPICS_CHECKPOINT_INTERVAL_MS": "100", "TOPICS_SEGMENT_MAX_EVENTS": "4
 """Settings with which records are in segments soon."""
 
 
-def run(*arguments: object, code: int = 0) -> str:
-    """Run `topics …`; return its output, or its errors if it should fail."""
+def run(*arguments: object, code: int | None = 0, env: Mapping[str, str] | None = None) -> str:
+    """Run `topics …`; return its output, or its errors if it should fail. `code` None: it may do either."""
     done = subprocess.run(
         [str(COMMAND), *map(str, arguments)],
-        env=clean_environment({}),
+        env=clean_environment(env or {}),
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    assert done.returncode == code, f"exit {done.returncode}: {done.stdout}{done.stderr}"
+    assert code is None or done.returncode == code, f"exit {done.returncode}: {done.stdout}{done.stderr}"
     return done.stdout if code == 0 else done.stderr
 
 
-def backup(service: Service, place: Path, *more: object) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run("backup", "--data-dir", service.data_dir, "--to", place, "--json", *more))
+def backup(service: Service, place: object, *more: object, env: Mapping[str, str] | None = None) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(
+        run("backup", "--data-dir", service.data_dir, "--to", place, "--json", *more, env=env)
+    )
     return found
 
 
 @contextmanager
-def restored(place: Path, data_dir: Path, *to: object, **settings: Any) -> Iterator[Service]:
+def restored(
+    place: object, data_dir: Path, *to: object, env: Mapping[str, str] | None = None, shards: int = 2
+) -> Iterator[Service]:
     """Restore, check the directory byte for byte, and run a service on it."""
-    run("restore", place, "--data-dir", data_dir, *to)
+    run("restore", place, "--data-dir", data_dir, *to, env=env)
     run("verify", data_dir)
-    with Service(data_dir=data_dir, **settings) as service:
+    with Service(data_dir=data_dir, env=env, shards=shards) as service:
         yield service
 
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.archive.services import SMALL, backup, cut, read, restored, run
+from tests.buckets import Fault, Proxy
+from tests.cases import case
 from tests.contract.asking import ok, put, state, write
-from tests.harness import Service
+from tests.harness import Service, poll
 
 
+@pytest.mark.long
 def test_a_running_service_is_backed_up_and_restored(tmp_path: Path) -> None:
     place = tmp_path / "archive"
     with Service(env=SMALL) as service:
@@ -66,6 +71,7 @@ def test_a_killed_service_is_backed_up_and_restored(tmp_path: Path) -> None:
         assert list(read(other.client, "orders")[0].values()) == list(range(100))
 
 
+@pytest.mark.long
 def test_every_kind_of_state_comes_back(tmp_path: Path) -> None:
     place = tmp_path / "archive"
     with Service(env=SMALL) as service:
@@ -114,3 +120,40 @@ def test_a_place_without_an_archive(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
     assert "no archive here" in run("archive", "list", tmp_path)
     assert "no archive here" in run("archive", "verify", tmp_path, code=1)
+
+
+@pytest.mark.long
+def test_segments_in_the_cold_tier_are_copied_too(tmp_path: Path) -> None:
+    place = tmp_path / "archive"
+    env = SMALL | {"TOPICS_COLD_DIR": str(tmp_path / "cold"), "TOPICS_HOT_RETAIN_SEGMENTS": "1"}
+    with Service(env=env) as service:
+        for _ in range(20):
+            write(service.client, "orders", *range(20))
+        poll("cold segments", lambda: len(list((tmp_path / "cold").rglob("*.data"))) > 4)
+        cut(service)
+        expected = read(service.client, "orders")[0]
+        missing = run("backup", "--data-dir", service.data_dir, "--to", place, code=1)
+        assert "name it (--cold-dir, --cold-url)" in missing
+        backup(service, place, "--cold-dir", tmp_path / "cold")
+    (tmp_path / "cold").rename(tmp_path / "lost")
+    with restored(place, tmp_path / "restored") as other:
+        assert read(other.client, "orders")[0] == expected
+
+
+@pytest.mark.long
+def test_an_archive_in_a_bucket(tmp_path: Path, s3: Proxy, bucket_url: str) -> None:
+    with Service(env=SMALL) as service:
+        write(service.client, "orders", *range(100))
+        cut(service)
+        backup(service, bucket_url, env=s3.env)
+        faults: tuple[Fault, ...] = ("deny", "throttle", "drop", "lost_answer", "refuse_early")
+        for fault in faults:
+            with case(fault):
+                write(service.client, "orders", fault)
+                with s3.failing(fault):
+                    run("backup", "--data-dir", service.data_dir, "--to", bucket_url, code=None, env=s3.env)
+                backup(service, bucket_url, env=s3.env)
+        expected = read(service.client, "orders")[0]
+    run("archive", "verify", bucket_url, env=s3.env)
+    with restored(bucket_url, tmp_path / "restored", env=s3.env) as other:
+        assert read(other.client, "orders")[0] == expected

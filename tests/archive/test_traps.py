@@ -1,4 +1,4 @@
-"""What a copy of a running service may get wrong: deletions made in place, moments between bases, batches over topics,
+"""Traps for a copy of a running service: deletions made in place, moments between bases, batches over topics,
 damage, directories that went back.
 """
 
@@ -196,6 +196,7 @@ def test_an_archive_has_one_service(tmp_path: Path) -> None:
         assert read(other.client, "orders")[0] == {1: 1}
 
 
+@pytest.mark.long
 def test_pruning_removes_what_only_older_moments_need(tmp_path: Path) -> None:
     place = tmp_path / "archive"
     with Service(env=SMALL) as service:

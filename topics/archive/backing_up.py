@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,7 +41,7 @@ def backup(
 
     def open_cold() -> SegmentStore:
         if cold_place is None:
-            raise OSError(2, "has segments in its cold tier: name it (--cold-dir, --cold-url)", data_dir)
+            raise OSError(errno.EINVAL, "has segments in its cold tier: name it (--cold-dir, --cold-url)", data_dir)
         return open_store(fs, cold_place)
 
     while True:

@@ -6,6 +6,7 @@ never change, but for marks of deletions. A file that is not there any more is i
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple, Protocol
@@ -255,7 +256,7 @@ class Origin:
                 if type_ == FrameType.FILE_END:
                     return frame_at + total_len
             if not found.frames:
-                raise OSError(5, f"has no frame at offset {offset}: {found.defect}", path)
+                raise OSError(errno.EIO, f"has no frame at offset {offset}: {found.defect}", path)
             offset = found.end
 
     def _bytes(self, log: LogPlace, file_no: int, offset: int, end: int, most: int) -> Iterator[tuple[int, int, bytes]]:

@@ -7,6 +7,7 @@ another name and gets its own once it is whole and on the disk.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -209,7 +210,7 @@ class Restore:
     def run(self, clock: Clock) -> Restored:
         """Make the directory. Raise ArchiveDamagedError, OSError (FileExistsError if there is something in it)."""
         if os.path.isdir(self._data_dir) and os.listdir(self._data_dir):
-            raise FileExistsError(17, "is not empty: name a directory that does not exist", self._data_dir)
+            raise FileExistsError(errno.EEXIST, "is not empty: name a directory that does not exist", self._data_dir)
         shutil.rmtree(self._making, ignore_errors=True)  # of a restore that was killed
         try:
             topics = self._make(clock.now_ms())

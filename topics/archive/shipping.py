@@ -10,6 +10,7 @@ indexes have no deletion that this moment's logs lack, and a deletion that they 
 
 from __future__ import annotations
 
+import errno
 import secrets
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
@@ -132,7 +133,8 @@ class Shipper:
             except OriginGoneError as gone:
                 last = gone  # a newer snapshot has other files
         raise OSError(
-            5, f"segments are removed faster than they are copied ({last}); try again when fewer records are written"
+            errno.EIO,
+            f"segments are removed faster than they are copied ({last}); try again when fewer records are written",
         )
 
     # -- the end of the archive

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 from functools import partial
 from typing import Final
@@ -34,7 +35,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     cold_place = options.cold_dir or options.cold_url
     if not os.path.isdir(options.data_dir):
-        raise FileNotFoundError(2, "is no data directory", options.data_dir)
+        raise FileNotFoundError(errno.ENOENT, "is no data directory", options.data_dir)
     with progress("B", 0) as bar:
         done = backup(
             OsFileSystem(), options.data_dir, options.to, cold_place, SystemClock(), PATIENCE_MS, partial(show, bar)
