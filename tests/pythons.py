@@ -16,7 +16,7 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 SUITES: Final = ("core", "shm", "storage", "walshard", "supervisor")
 """Suites that need no browser, no Spark and no tool from elsewhere."""
-TOOLS: Final = ("hypothesis", "pytest", "pytest-timeout", "setuptools")
+TOOLS: Final = ("httpx", "hypothesis", "pytest", "pytest-timeout", "setuptools")
 BUILDS: Final = Path("~/.pyenv/versions").expanduser()
 
 
