@@ -127,7 +127,7 @@ def measure(phase: str, works: Sequence[Work], options: argparse.Namespace) -> d
                 samples.append(((ended_s - began_s) * 1000, records))
         return samples
 
-    style = {"desc": phase, "bar_format": "{desc} {bar}| {remaining} left"}
+    style: dict[str, Any] = {"desc": phase, "bar_format": "{desc} {bar}| {remaining} left"}
     with ThreadPoolExecutor(len(works)) as pool, progress("s", span_s, **style) as bar:
         try:
             threads = [pool.submit(repeat, work) for work in works]

@@ -60,7 +60,7 @@ def _delete_records(client: Client, options: argparse.Namespace) -> DeleteRecord
     ended = Event()
 
     def watch() -> None:
-        with suppress(ClientError), progress(" records", disable=False) as bar:
+        with suppress(ClientError), progress(" records") as bar:
             before = client.get_topic(options.topic, touch=False).count
             while not ended.wait(LOOK_EVERY_S):
                 bar.update(max(0, before - client.get_topic(options.topic, touch=False).count - bar.n))

@@ -108,8 +108,8 @@ class _Writing:
         self._lines_done = 0
         self._in_progress: str | None = None
         self._class_checked = False
-        self._input_bytes = stdin_bytes()
-        self.progress = progress(" records") if self._input_bytes is None else progress("B", self._input_bytes)
+        self._input_bytes = given = stdin_bytes()
+        self.progress = progress(" records", typed=True) if given is None else progress("B", given)
 
     def write(self, batch: LineBatch) -> None:
         """Write a batch; BadLineError after the lines before the bad one were written."""
