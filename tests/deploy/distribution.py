@@ -34,17 +34,22 @@ def build(directory: Path) -> tuple[Path, Path]:
     directory.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as name:
         copy = Path(name)
-        for source in SOURCES:
-            path = ROOT / source
-            if path.is_dir():
-                shutil.copytree(path, copy / source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-            else:
-                shutil.copy(path, copy)
+        copy_sources(copy)
         for kind in ("sdist", "wheel"):
             program = f"from setuptools import build_meta; build_meta.build_{kind}({str(directory)!r})"
             run([sys.executable, "-c", program], cwd=copy)
     (wheel,), (sdist,) = directory.glob("*.whl"), directory.glob("*.tar.gz")
     return wheel, sdist
+
+
+def copy_sources(folder: Path) -> None:
+    """Copy what the package is built from into a folder."""
+    for source in SOURCES:
+        path = ROOT / source
+        if path.is_dir():
+            shutil.copytree(path, folder / source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        else:
+            shutil.copy(path, folder)
 
 
 def run(command: Sequence[str | Path], *, cwd: Path | None = None, given: str | None = None) -> str:
