@@ -163,7 +163,7 @@ def test_bench_removes_its_topic(shell: Shell, topics: Client) -> None:
     assert not [one.topic for one in topics.list_topics("topics-bench-")]
 
 
-AT_ONCE = "import sys, topics.cli.progress as bars, topics.cli.main as cli; bars.AFTER_S = 0; sys.exit(cli.main())"
+AT_ONCE = "import sys, topics.progress as bars, topics.cli.main as cli; bars.AFTER_S = 0; sys.exit(cli.main())"
 
 
 @pytest.mark.parametrize(

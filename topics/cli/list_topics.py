@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from topics.cli import shared
-from topics.cli.progress import counted
 from topics.cli.shared import print_answer, print_table, put
 from topics.client import Client, NotFoundError, TopicState
+from topics.progress import counted
 
 AT_ONCE: Final = 4
 HEADINGS: Final = ("TOPIC", "TYPE", "CLASS", "RECORDS", "BYTES", "HEAD", "OLDEST")

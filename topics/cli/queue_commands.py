@@ -15,7 +15,6 @@ import msgspec
 
 from topics.api.requests import State
 from topics.cli import shared
-from topics.cli.progress import counted, progress
 from topics.cli.shared import (
     EXIT_REFUSED,
     BadLineError,
@@ -30,6 +29,7 @@ from topics.cli.shared import (
 from topics.client import ApiError, ClaimedJob, Client, TopicState, calls
 from topics.client.calls import Call
 from topics.client.errors import api_error
+from topics.progress import counted, progress
 
 CLAIM_EVERY_S: Final = 0.5
 SETTLE_MAX_JOBS: Final = 1000

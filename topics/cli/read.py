@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from topics.cli import shared
-from topics.cli.progress import progress
 from topics.cli.shared import RecordPrinter
 from topics.client import Client, Page
+from topics.progress import progress
 
 PAGE_MAX_RECORDS: Final = 1000
 _EXAMPLES: Final = """  topics read orders --from 41 --limit 10

@@ -9,9 +9,9 @@ from typing import Any, Final
 import msgspec
 
 from topics.cli import shared
-from topics.cli.progress import progress, stdin_bytes
 from topics.cli.shared import BadLineError, LineBatch, UsageError, print_line, say, stdin_batches
 from topics.client import ApiError, Client, ClientError, NewRecord, ServiceBusyError
+from topics.progress import progress, stdin_bytes
 
 BATCH_MAX_BYTES: Final = 1 << 20
 BATCH_MAX_RECORDS: Final = 10_000
