@@ -36,14 +36,14 @@ PARTS: Final = {
         "frontend",
         "walshard",
         "e2e spark",
-        "storage compactor",
+        "storage compactor archive",
         "test_*.py cli client core deploy docs shm supervisor",
     ),
     "long": (
         "e2e attack",
         "contract",
         "spark",
-        "walshard compactor storage frontend test_*.py client cli core supervisor deploy docs",
+        "archive walshard compactor storage frontend test_*.py client cli core supervisor deploy docs",
     ),
 }
 """Folders and files of `tests` that a run of pytest is given, the part that takes longest first."""

@@ -27,11 +27,12 @@ MAY_IMPORT = {
     "topics.progress": set[str](),
     "topics.storage": {"topics.core"},
     "topics.shm": {"topics.core"},
+    "topics.archive": SHARED,
     "topics.walshard": SHARED,
     "topics.frontend": SHARED,
     "topics.compactor": SHARED,
     "topics.supervisor": SHARED | PROCESSES,
-    "topics.cli": SHARED | {"topics.client"},
+    "topics.cli": SHARED | {"topics.client", "topics.archive"},
     "topics.client": {"topics.api"},
     "topics.spark": {"topics.api", "topics.core", "topics.setting_values", "topics.storage", "topics.client"},
 }

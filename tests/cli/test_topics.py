@@ -17,6 +17,7 @@ from topics.cli.main import COMMANDS
 from topics.client import Client, NewRecord, NotFoundError, Record
 
 OF_CLIENT = ("write", "read", "tail", "list", "delete", "create", "apply", "lag", "top", "bench", "doctor")
+OF_FILES = ("verify", "backup", "restore", "archive")
 WITH_VERBS = {"queue": ("t", "claim"), "router": ("list",), "cursor": ("t", "list")}
 
 
@@ -203,5 +204,5 @@ def test_verify_has_no_use_for_the_http_library(tmp_path: Path) -> None:
 
 def test_every_command_is_there(shell: Shell) -> None:
     help = shell.ok("--help")
-    assert {*OF_CLIENT, *WITH_VERBS, "verify", "spark", "completion"} == set(COMMANDS)
+    assert {*OF_CLIENT, *WITH_VERBS, *OF_FILES, "spark", "completion"} == set(COMMANDS)
     assert all(re.search(rf"^    {name}\b", help, re.MULTILINE) for name in COMMANDS)

@@ -17,6 +17,7 @@ _TITLE: Final = re.compile(r'title="([^"]+)"')
 RUN_HERE: Final = frozenset(
     {
         "docs/quickstart.md",
+        "docs/archive.md",
         "docs/commands.md",
         "docs/queues.md",
         "docs/guides/publish-subscribe.md",

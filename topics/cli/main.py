@@ -29,6 +29,9 @@ COMMANDS: Final = {
     "doctor": ("doctor", "say what is wrong with this installation or its service, and the way out"),
     "completion": ("completion", "print completions for bash, zsh or fish"),
     "verify": ("verify_command", "check every byte of a data directory that no service uses; changes nothing"),
+    "backup": ("backup", "copy the state of a data directory, whose service may run, into a folder or a bucket"),
+    "restore": ("restore", "make a data directory from an archive, as it was at any moment there"),
+    "archive": ("archive", "list, verify and prune an archive"),
     "spark": ("spark", "run a pipeline on Spark: export, rollup, replay or audit"),
 }
 """Name → (module, help text). Only the given command is imported: `verify` needs no HTTP, a client no storage."""

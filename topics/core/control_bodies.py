@@ -15,7 +15,7 @@ import msgspec
 
 from topics.core.config import TopicConfig
 from topics.core.cursors import CursorFrameBody
-from topics.core.floors import Deletion, Floors
+from topics.core.floors import Deletion, EvictReason, Floors
 from topics.core.job import ConsumerState, LeaseFrameBody
 from topics.core.segment_list import SegmentInfo
 from topics.core.seq_set import Run, runs_of, seqs_of
@@ -54,8 +54,11 @@ class MarkFrameBody(msgspec.Struct):
     floors: Floors
 
 
-class HeadFrameBody(msgspec.Struct):
+class HeadFrameBody(msgspec.Struct, omit_defaults=True):
+    """`reason`: why the seqs up to an exact mark of a durable topic are lost (`EvictReason`)."""
+
     exact: bool
+    reason: EvictReason = EvictReason.LOST_TAIL
 
 
 class SessionFrameBody(msgspec.Struct):

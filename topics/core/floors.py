@@ -21,6 +21,8 @@ class EvictReason(IntEnum):
     """A router's source lost the records before they were copied."""
     LOST_TAIL = 6
     """The log may have lost its end (a power loss): seqs up to the ceiling may have been given out."""
+    RESTORED = 7
+    """The data were restored from an archive: seqs behind its last moment may have been given out."""
 
 
 def run_after(reason: EvictReason, last_reason: int, evict_floor: int, evict_run_seq: int) -> int:

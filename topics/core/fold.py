@@ -226,14 +226,14 @@ class Fold:
         topic = self._topic(topic_id)
         if topic is None:
             return
-        exact = control_bodies.decode_head(data).exact
+        body = control_bodies.decode_head(data)
         if topic.config.durability == "ephemeral":
-            self._ram.head(topic_id, seq, exact)
+            self._ram.head(topic_id, seq, body.exact)
             return
         self._ceilings[topic_id] = max(seq, self._ceilings.get(topic_id, 0))
-        if exact:
+        if body.exact:
             self._apply_pending(topic)
-            _lose_tail(topic, seq)
+            _lose_tail(topic, seq, body.reason)
 
     def idempotency(self, topic_id: int, seq: int, ts: int, data: bytes) -> None:
         count, key = control_bodies.decode_idempotency(data)
@@ -459,10 +459,10 @@ class Fold:
             topic.lost_below(last_seq + 1, EvictReason.RESTART)
 
 
-def _lose_tail(topic: Topic, last_seq: int) -> None:
+def _lose_tail(topic: Topic, last_seq: int, reason: EvictReason = EvictReason.LOST_TAIL) -> None:
     """Take the seqs up to `last_seq` for lost with the end of the log."""
     if last_seq > topic.head_seq:
-        topic.skipped(last_seq, EvictReason.LOST_TAIL)
+        topic.skipped(last_seq, reason)
         topic.lost_tail_seq = last_seq
 
 

@@ -44,6 +44,7 @@ from topics.shm.control import ProcessCell, Role
 from topics.shm.instance import SharedMemory
 from topics.shm.quotas import KeyCounts, Quota
 from topics.shm.recency import Recency, RecencyWriter
+from topics.storage import service_id
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.pins import PinFiles, pins_dir
 from topics.storage.segment_store import SegmentStore
@@ -104,7 +105,9 @@ def build_app(process: Process, keys: KeyRing, store: SegmentStore | None) -> Fr
     gateway = Gateway(shared, index, process.incarnation, arenas, cell, settings.shard_wait_ms)
     expiry = ExpiryClock(clock, _log.warning, shared.control.trusted_offset_ms(Role.FRONTEND, index))
     cold = None if store is None else ColdTier(store, clock, settings.cold_read_timeout_ms)
-    reader = TopicReader(arenas, LogFiles(settings.data_dir, shared.ram_dir, shards), shards, expiry, cold)
+    fs, pins = OsFileSystem(), pins_dir(shared.ram_dir)
+    files = LogFiles(settings.data_dir, shared.ram_dir, shards)
+    reader = TopicReader(arenas, files, shards, expiry, cold, service_id.epoch_mask(fs, settings.data_dir))
     recency_writer = RecencyWriter(shared.identity, index, shards)
     router_sight = RouterSight(shared)
     catching_up = CatchingUp(router_sight, reader, gateway)
@@ -128,7 +131,6 @@ def build_app(process: Process, keys: KeyRing, store: SegmentStore | None) -> Fr
     figures = ServiceFigures(shared.control, shared.durations, clock.now_ms)
     metrics = MetricsRoute(figures, arenas, shards, settings.max_metric_topics)
     coordinator = TxnCoordinator(gateway, Stages(settings.data_dir, settings.stage_ttl_ms))
-    fs, pins = OsFileSystem(), pins_dir(shared.ram_dir)
     probes = ProbeRoutes(shared.control, clock)
     console = ConsoleRoutes(access)
     routes = [

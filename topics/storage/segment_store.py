@@ -9,6 +9,7 @@ them, never an event loop.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -106,6 +107,16 @@ class LocalStore:
         # All directories, also those that exist: another `put` may have been killed before its sync.
         for parent in (directory, self._root, os.path.dirname(self._root)):
             fs.fsync_dir(parent)
+
+    def create(self, name: str, content: Bytes) -> bool:
+        """Make the object durably. Return False, and leave it alone, if there is one already."""
+        make_dirs(self._fs, self._root)
+        with opened(self._fs, self._root, os.O_RDONLY | os.O_DIRECTORY) as fd:
+            fcntl.flock(fd, fcntl.LOCK_EX)  # of two that make the same object one is first
+            if self.exists(name):
+                return False
+            self.put(name, [content])
+            return True
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
         path = self._path(name)

@@ -9,13 +9,18 @@ from __future__ import annotations
 import errno
 import os
 import re
+import secrets
 from typing import Final
+
+import msgspec
 
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, make_dirs, read_all, replace_file
 from topics.storage.snapshot import present_log_ids
 
 NAME: Final = "service-id"
+RESTORED_NAME: Final = "restored.json"
+RESTORED_VERSION: Final = 1
 _ID: Final = re.compile(rb"[0-9a-f]{16}")
 
 
@@ -41,6 +46,39 @@ def keep_id(fs: FileSystem, data_dir: str) -> str:
         make_dirs(fs, layout.meta_dir(data_dir))
         replace_file(fs, path, found.encode())
     return found
+
+
+class _RestoredNote(msgspec.Struct):
+    version: int
+    restored_ms: int
+    epoch_mask: str
+
+
+def make_restored(fs: FileSystem, data_dir: str, now_ms: int) -> None:
+    """Make a directory that was restored from an archive a service of its own: it gets another id, and its topics
+    other epochs. Raise OSError.
+    """
+    meta_dir = layout.meta_dir(data_dir)
+    make_dirs(fs, meta_dir)
+    replace_file(fs, os.path.join(meta_dir, NAME), secrets.token_hex(8).encode())
+    note = _RestoredNote(RESTORED_VERSION, now_ms, secrets.token_hex(8))
+    replace_file(fs, os.path.join(meta_dir, RESTORED_NAME), msgspec.json.encode(note))
+
+
+def epoch_mask(fs: FileSystem, data_dir: str) -> int:
+    """Return what makes epochs of topic ids (`epoch = id ^ mask`): 0 unless the directory was restored. Raise OSError,
+    also for a damaged file: without it readers would take restored topics for those that they knew.
+    """
+    path = os.path.join(layout.meta_dir(data_dir), RESTORED_NAME)
+    if not fs.exists(path):
+        return 0
+    try:
+        note = msgspec.json.decode(read_all(fs, path), type=_RestoredNote)
+        if note.version != RESTORED_VERSION or not _ID.fullmatch(note.epoch_mask.encode()):
+            raise ValueError(f"version {note.version}, epoch_mask {note.epoch_mask!r}")
+    except (msgspec.DecodeError, ValueError) as error:
+        raise OSError(errno.EIO, f"is damaged ({error}): restore the directory again", path) from error
+    return int(note.epoch_mask, 16)
 
 
 def describe(service_id: str, data_dir: str) -> str:

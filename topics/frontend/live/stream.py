@@ -155,7 +155,7 @@ class StreamState:
         if page.tombstone is not None:
             after_gap = self._moved(index, page.after_tombstone_seq, TopicPhase.BACKLOG)
             reason = page.tombstone.reason
-            if phase == TopicPhase.CONNECTING and reason not in ("recreated", "lost_tail"):
+            if phase == TopicPhase.CONNECTING and reason not in ("recreated", "lost_tail", "restored"):
                 reason = "from_seq_too_old"
             frames.append(wording.tombstone(page.topic, page.tombstone, reason) + after_gap.frame_end)
         if page.record:

@@ -92,6 +92,7 @@ class DeadLetters:
         unreadable: list[int] = []
         try:
             ref = self._reader.get(name)
+            epoch = self._reader.epoch_of(ref.view.topic_id)
             copies = []
             # All at once: if the cold directory does not answer, one read takes as long as all of them.
             found = await asyncio.gather(*[self._read(name, seq) for seq in dealt.dead], return_exceptions=True)
@@ -103,7 +104,7 @@ class DeadLetters:
                     unreadable.append(seq)
                     continue
                 for record in records:
-                    meta = dead_letter_meta(record.meta, name, ref.view.topic_id, seq, deliveries, order_key)
+                    meta = dead_letter_meta(record.meta, name, epoch, seq, deliveries, order_key)
                     key = KeyMark.CARRIED + b"dead-letter:%d:%d" % (ref.view.topic_id, seq)
                     copies.append(DeadLetter(record, meta, key))
             config = TopicConfig(durability=ref.config.durability)

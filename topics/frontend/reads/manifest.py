@@ -78,7 +78,7 @@ class ManifestRoutes:
         return JsonReply(
             {
                 "topic": name,
-                "epoch": f"{view.topic_id:016x}",
+                "epoch": f"{self.reader.epoch_of(view.topic_id):016x}",
                 "head_seq": view.head_seq,
                 "earliest_seq": view.earliest_seq,
                 "evict_floor": view.evict_floor,

@@ -110,7 +110,7 @@ class RecordPage(msgspec.Struct, frozen=True):
     durable_seq: int
     tombstone: Tombstone | None
     scanned: int
-    topic_id: int
+    epoch: int
     cold_segments: int = 0
     """Number of segments in the cold tier that records were taken from."""
 
@@ -128,14 +128,27 @@ class TopicReader:
     """Finds and reads the topics of all shards."""
 
     def __init__(
-        self, arenas: Arenas, files: LogFiles, shards: int, clock: Clock, cold: ColdTier | None = None
+        self,
+        arenas: Arenas,
+        files: LogFiles,
+        shards: int,
+        clock: Clock,
+        cold: ColdTier | None = None,
+        epoch_mask: int = 0,
     ) -> None:
-        """Records expire by `clock`. `cold` has the segments outside the data directory; None if none ever left it."""
+        """Records expire by `clock`. `cold` has the segments outside the data directory; None if none ever left it.
+        `epoch_mask` is that of `service_id.py`.
+        """
         self._arenas = arenas
         self.stores = RecordStores(files, SegmentCache(files.data_dir), cold)
         self._shards = shards
         self._clock = clock
+        self._epoch_mask = epoch_mask
         self._now_ms = 0
+
+    def epoch_of(self, topic_id: int) -> int:
+        """Return what names this instance of a topic to clients: another one after a restore from an archive."""
+        return topic_id ^ self._epoch_mask
 
     def sweep(self) -> None:
         """Close files that were removed. Call this now and then."""
@@ -315,7 +328,7 @@ class TopicReader:
             view.durable_seq,
             tombstone,
             cursor - start,
-            view.topic_id,
+            self.epoch_of(view.topic_id),
             len(records.cold_segments),
         )
 
@@ -376,7 +389,7 @@ def page_values(page: RecordPage) -> tuple[bytes | int, ...]:
         page.head_seq,
         page.earliest_seq,
         page.durable_seq,
-        page.topic_id,
+        page.epoch,
         b"true" if page.caught_up else b"false",
         b"null" if page.tombstone is None else encode_json(page.tombstone),
         page.head_seq - page.next_from_seq,

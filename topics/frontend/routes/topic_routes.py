@@ -101,7 +101,7 @@ class TopicRoutes:
         answer = self._shown(ref, touch) | {
             "next_seq": view.head_seq + 1,
             "durable_seq": view.durable_seq,
-            "epoch": f"{view.topic_id:016x}",
+            "epoch": f"{self.known.reader.epoch_of(view.topic_id):016x}",
             "config": ref.config.echo(),
             "last_read_ts": self.known.last_read_ms(ref) or None,
         }

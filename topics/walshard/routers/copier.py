@@ -203,7 +203,7 @@ class Copier:
         if min(room(feed.topic)) <= 0:
             self.wait(feed, Hindrance.NONE)  # more may follow until there is room
             return None
-        is_unknown = reason in (EvictReason.RESTART, EvictReason.LOST_TAIL)
+        is_unknown = reason in (EvictReason.RESTART, EvictReason.LOST_TAIL, EvictReason.RESTORED)
         count = 1 if is_unknown else last_source_seq - feed.source_seq
         log.warning("a router's source lost records before they were copied", topic=feed.topic.name, records=count)
         return self._gap(feed, last_source_seq, count, EvictReason.SOURCE_TRIM)

@@ -9,7 +9,7 @@ import { Badge, Field, Json, Loading, Problem, oneLine } from "../ui.js";
 const PAGE = 50;
 
 const REASONS = {
-  cap: "evicted by a cap", ttl: "expired", mixed: "evicted or expired", restart: "lost with a restart", lost_tail: "lost with the power",
+  cap: "evicted by a cap", ttl: "expired", mixed: "evicted or expired", restart: "lost with a restart", lost_tail: "lost with the power", restored: "not in the backup",
   source_trim: "lost before a router could copy it", recreated: "of a former topic of this name", from_seq_too_old: "no longer there",
 };
 export const Gap = ({ of }) => html`<p class="gap"><b>${count(of.gap_from)} – ${count(of.gap_to)}</b> ${REASONS[of.reason] || of.reason}</p>`;

@@ -1,0 +1,159 @@
+"""Backups of real services, running and stopped, and what a restored service has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.archive.services import SMALL, backup, cut, read, restored, run
+from tests.buckets import Fault, Proxy
+from tests.cases import case
+from tests.contract.asking import ok, put, state, write
+from tests.harness import Service, poll
+
+
+@pytest.mark.long
+def test_a_running_service_is_backed_up_and_restored(tmp_path: Path) -> None:
+    place = tmp_path / "archive"
+    with Service(env=SMALL) as service:
+        client = service.client
+        for number in range(20):
+            write(client, "orders", *[f"{number}/{one}" for one in range(10)])
+        cut(service)
+        write(client, "orders", "behind the snapshot")
+        write(client, "new", "only in the log")
+        before = state(client, "orders")
+        first = backup(service, place)
+        assert first["objects"] > 3
+        again = backup(service, place)
+        assert again["objects"] < first["objects"], "segments are copied once"
+        expected = read(client, "orders")[0]
+        assert len(expected) == 201
+    with restored(place, tmp_path / "restored", env=SMALL) as other:
+        client = other.client
+        records, tombstones = read(client, "orders")
+        assert records == expected
+        now = state(client, "orders")
+        assert now["epoch"] != before["epoch"]
+        [tombstone] = tombstones
+        assert (tombstone["gap_from"], tombstone["gap_to"], tombstone["reason"]) == (202, now["head_seq"], "restored")
+        assert now["head_seq"] > 201
+        assert write(client, "orders", "goes on")["last_seq"] == now["head_seq"] + 1
+        assert read(client, "new")[0] == {1: "only in the log"}
+        other.restart()
+        assert read(other.client, "orders")[0] == expected | {now["head_seq"] + 1: "goes on"}
+
+
+def test_a_stopped_service_is_backed_up_and_restored(tmp_path: Path) -> None:
+    place = tmp_path / "archive"
+    with Service(env=SMALL, shards=1) as service:
+        write(service.client, "orders", *range(100))
+        cut(service)
+        write(service.client, "orders", *range(5))
+        expected = read(service.client, "orders")[0]
+        service.stop()
+        backup(service, place)
+        assert json.loads(run("archive", "verify", place, "--json")) == {"problems": []}
+    with restored(place, tmp_path / "restored", shards=3) as other:  # another count of shards
+        assert read(other.client, "orders")[0] == expected
+
+
+def test_a_killed_service_is_backed_up_and_restored(tmp_path: Path) -> None:
+    place = tmp_path / "archive"
+    with Service(env=SMALL) as service:
+        write(service.client, "orders", *range(100))
+        service.kill_group()
+        backup(service, place)
+        service.start()
+    with restored(place, tmp_path / "restored") as other:
+        assert list(read(other.client, "orders")[0].values()) == list(range(100))
+
+
+@pytest.mark.long
+def test_every_kind_of_state_comes_back(tmp_path: Path) -> None:
+    place = tmp_path / "archive"
+    with Service(env=SMALL) as service:
+        client = service.client
+        put(client, "mails", type="queue", dead_letter="dead")
+        write(client, "mails", "a", "b", "c")
+        assert len(ok(client.post("/v0/topics/mails/claim", json={"node": "n", "max": 1}))["claimed"]) == 1
+        ok(client.post("/v0/topics/mails/ack", json={"node": "n", "seqs": [1]}))
+        write(client, "source", "zero")
+        ok(client.put("/v0/topics/source/cursors/reader", json={"consistency": "at_least_once"}))
+        ok(client.post("/v0/topics/source/cursors/reader/read", json={"limit": 1}))
+        cursor = ok(client.get("/v0/topics/source/cursors/reader"))["persisted_seq"]
+        ok(client.put("/v0/routers/copies", json={"source": "source", "dest": "dest"}))
+        write(client, "source", "one", "two")
+        assert list(read(client, "dest")[0].values())[-2:] == ["one", "two"]
+        copies = read(client, "dest")[0]
+        write(client, "keyed", "x", idempotency_key="once")
+        put(client, "memory", durability="ephemeral")
+        write(client, "memory", "in RAM")
+        backup(service, place)
+    with restored(place, tmp_path / "restored") as other:
+        client = other.client
+        assert sorted(read(client, "mails")[0].values()) == ["b", "c"]
+        assert read(client, "dest")[0] == copies
+        write(client, "source", "three")
+        assert list(read(client, "dest")[0].values()) == [*copies.values(), "three"]
+        assert ok(client.get("/v0/topics/source/cursors/reader"))["persisted_seq"] == cursor
+        assert write(client, "keyed", "x", idempotency_key="once")["last_seq"] == 1
+        records, [tombstone] = read(client, "memory")
+        assert (records, tombstone["reason"]) == ({}, "restart")
+
+
+def test_a_restore_needs_an_empty_directory(tmp_path: Path) -> None:
+    place = tmp_path / "archive"
+    with Service() as service:
+        write(service.client, "orders", 1)
+        backup(service, place)
+        assert "is not empty" in run("restore", place, "--data-dir", service.data_dir, code=1)
+    (tmp_path / "empty").mkdir()
+    with restored(place, tmp_path / "empty") as other:
+        assert read(other.client, "orders")[0] == {1: 1}
+
+
+def test_a_place_without_an_archive(tmp_path: Path) -> None:
+    assert "no archive here" in run("restore", tmp_path, "--data-dir", tmp_path / "new", code=2)
+    assert not (tmp_path / "new").exists()
+    assert "no archive here" in run("archive", "list", tmp_path)
+    assert "no archive here" in run("archive", "verify", tmp_path, code=1)
+
+
+@pytest.mark.long
+def test_segments_in_the_cold_tier_are_copied_too(tmp_path: Path) -> None:
+    place = tmp_path / "archive"
+    env = SMALL | {"TOPICS_COLD_DIR": str(tmp_path / "cold"), "TOPICS_HOT_RETAIN_SEGMENTS": "1"}
+    with Service(env=env) as service:
+        for _ in range(20):
+            write(service.client, "orders", *range(20))
+        poll("cold segments", lambda: len(list((tmp_path / "cold").rglob("*.data"))) > 4)
+        cut(service)
+        expected = read(service.client, "orders")[0]
+        missing = run("backup", "--data-dir", service.data_dir, "--to", place, code=1)
+        assert "name it (--cold-dir, --cold-url)" in missing
+        backup(service, place, "--cold-dir", tmp_path / "cold")
+    (tmp_path / "cold").rename(tmp_path / "lost")
+    with restored(place, tmp_path / "restored") as other:
+        assert read(other.client, "orders")[0] == expected
+
+
+@pytest.mark.long
+def test_an_archive_in_a_bucket(tmp_path: Path, s3: Proxy, bucket_url: str) -> None:
+    with Service(env=SMALL) as service:
+        write(service.client, "orders", *range(100))
+        cut(service)
+        backup(service, bucket_url, env=s3.env)
+        faults: tuple[Fault, ...] = ("deny", "throttle", "drop", "lost_answer", "refuse_early")
+        for fault in faults:
+            with case(fault):
+                write(service.client, "orders", fault)
+                with s3.failing(fault):
+                    run("backup", "--data-dir", service.data_dir, "--to", bucket_url, code=None, env=s3.env)
+                backup(service, bucket_url, env=s3.env)
+        expected = read(service.client, "orders")[0]
+    run("archive", "verify", bucket_url, env=s3.env)
+    with restored(bucket_url, tmp_path / "restored", env=s3.env) as other:
+        assert read(other.client, "orders")[0] == expected

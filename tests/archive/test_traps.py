@@ -1,0 +1,220 @@
+"""Traps for a copy of a running service: deletions made in place, moments between bases, batches over topics,
+damage, directories that went back.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from functools import partial
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.archive.services import SMALL, backup, cut, read, restored, run
+from tests.cases import case
+from tests.contract.asking import ok, put, state, write
+from tests.harness import Service, poll
+
+
+def delete(service: Service, topic: str, **what: object) -> None:
+    ok(service.client.post(f"/v0/topics/{topic}/delete", json=what))
+
+
+@pytest.mark.long
+def test_deleted_records_stay_deleted_and_those_of_an_earlier_moment_are_back(tmp_path: Path) -> None:
+    """Deletions are marked in sealed segments in place: a moment has those before it, and none after it."""
+    place = tmp_path / "archive"
+    moments: list[tuple[int, dict[int, object]]] = []
+    with Service(env=SMALL) as service:
+        client = service.client
+        for number in range(20):
+            tagged = [{"data": f"{number}/{one}", "tag": f"{number}-{one}"} for one in range(10)]
+            ok(client.post("/v0/topics/orders", json={"records": tagged}))
+            if number % 5 == 4:
+                cut(service)
+                delete(service, "orders", match=f"{number // 2}-*")
+            if number % 5 == 2:
+                delete(service, "orders", match=f"{number - 1}-3")
+            if number % 5 == 0:
+                moments.append((backup(service, place)["taken_ms"], read(client, "orders")[0]))
+        delete(service, "orders", before_seq=60)
+        moments.append((backup(service, place)["taken_ms"], read(client, "orders")[0]))
+        cut(service)
+        moments.append((backup(service, place)["taken_ms"], read(client, "orders")[0]))
+    run("archive", "verify", place)
+    for at, (taken_ms, expected) in enumerate(moments):
+        with case(at), restored(place, tmp_path / f"restored-{at}", "--to-ts", taken_ms, env=SMALL) as other:
+            assert read(other.client, "orders")[0] == expected
+            cut(other)
+            assert read(other.client, "orders")[0] == expected
+            other.stop()
+            run("verify", other.data_dir)
+            other.start()
+
+
+@pytest.mark.long
+def test_the_first_moment_with_a_record(tmp_path: Path) -> None:
+    place = tmp_path / "archive"
+    with Service(env=SMALL) as service:
+        for number in range(1, 6):
+            write(service.client, "orders", *range(10))
+            if number == 3:
+                cut(service)
+            backup(service, place)
+    for seq, head_seq in ((1, 10), (10, 10), (11, 20), (35, 40), (50, 50)):
+        directory = tmp_path / f"restored-{seq}"
+        with case(seq), restored(place, directory, "--to-seq", f"orders={seq}") as other:
+            assert max(read(other.client, "orders")[0]) == head_seq
+    for wanted, problem in (("orders=51", "has no record 51"), ("other=1", "has no record 1")):
+        assert problem in run("restore", place, "--data-dir", tmp_path / "no", "--to-seq", wanted, code=2)
+    assert "is before the first moment" in run("restore", place, "--data-dir", tmp_path / "no", "--to-ts", 1, code=2)
+
+
+@pytest.mark.long
+def test_a_batch_over_topics_is_in_a_backup_with_all_of_its_records_or_none(tmp_path: Path) -> None:
+    place = tmp_path / "archive"
+    topics = [f"out-{number}" for number in range(4)]
+    with Service(shards=2, env=SMALL) as service:
+        done = threading.Event()
+        committed: list[int] = []
+
+        def commit() -> None:
+            with httpx.Client(base_url=service.url, timeout=30) as client:
+                while not done.is_set():
+                    batch = len(committed)
+                    stages = [
+                        ok(client.post(f"/v0/stage/{topic}", json={"txn": f"b{batch}", "records": [{"data": batch}]}))[
+                            "stage"
+                        ]
+                        for topic in topics
+                    ]
+                    ok(client.post("/v0/txn/sink/commit", json={"batch": batch, "stages": stages}))
+                    committed.append(batch)
+
+        writer = threading.Thread(target=commit)
+        writer.start()
+        taken = []
+        for _ in range(8):
+            at = len(committed)
+            poll("more batches", partial(_more, committed, at + 3))
+            taken.append(backup(service, place)["taken_ms"])
+        done.set()
+        writer.join()
+    for at, taken_ms in enumerate(taken):
+        with case(at), restored(place, tmp_path / f"restored-{at}", "--to-ts", taken_ms) as other:
+            expected = list(range(ok(other.client.get("/v0/txn/sink"))["last_batch"] + 1))
+            # A start publishes what is left of a batch that was decided.
+            for topic in topics:
+                poll(topic, partial(_has, other, topic, expected))
+
+
+def _has(service: Service, topic: str, expected: list[int]) -> bool:
+    return list(read(service.client, topic)[0].values()) == expected
+
+
+def _more(committed: list[int], count: int) -> bool:
+    return len(committed) > count
+
+
+@pytest.mark.long
+def test_every_damaged_or_missing_object_is_found(tmp_path: Path) -> None:
+    place = tmp_path / "archive"
+    with Service(env=SMALL, shards=1) as service:
+        write(service.client, "orders", *[{"data": one} for one in range(100)])
+        cut(service)
+        backup(service, place)
+        write(service.client, "orders", 1)
+        backup(service, place)
+    objects = sorted(path for path in (place / "archive").rglob("*") if path.is_file())
+    assert len(objects) > 6
+    for path in objects:
+        original = path.read_bytes()
+        for what, content in (("missing", None), ("cut", original[:-1]), ("changed", _flipped(original))):
+            if content is None and path.parent.name.endswith("bases"):
+                continue  # the base before it counts then, or none does
+            with case(what, path.name):
+                path.unlink() if content is None else path.write_bytes(content)
+                problem = run("archive", "verify", place, code=1)
+                assert str(path) in problem or "no archive here" in problem
+                path.write_bytes(original)
+    run("archive", "verify", place)
+    largest = max((path for path in objects if path.suffix == ".data"), key=lambda path: path.stat().st_size)
+    largest.write_bytes(_flipped(largest.read_bytes()))
+    assert str(largest) in run("restore", place, "--data-dir", tmp_path / "new", code=1)
+    assert not (tmp_path / "new").exists()
+    assert not (tmp_path / "new.restoring").exists()
+
+
+def _flipped(content: bytes) -> bytes:
+    at = len(content) // 2
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+@pytest.mark.long
+def test_a_directory_that_went_back_begins_a_new_generation(tmp_path: Path) -> None:
+    place = tmp_path / "archive"
+    with Service(env=SMALL) as service:
+        write(service.client, "orders", "a")
+        service.stop()
+        shutil.copytree(service.data_dir, tmp_path / "copy")
+        service.start()
+        write(service.client, "orders", "b")
+        taken_ms = backup(service, place)["taken_ms"]
+        service.stop()
+        shutil.rmtree(service.data_dir)
+        shutil.copytree(tmp_path / "copy", service.data_dir)
+        service.start()
+        write(service.client, "orders", "c")
+        backup(service, place)
+    found = json.loads(run("archive", "list", place, "--json"))["generations"]
+    assert [one["number"] for one in found] == [1, 2]
+    with restored(place, tmp_path / "newest") as other:
+        assert list(read(other.client, "orders")[0].values()) == ["a", "c"]
+    with restored(place, tmp_path / "former", "--to-ts", taken_ms) as other:
+        assert list(read(other.client, "orders")[0].values()) == ["a", "b"]
+
+
+@pytest.mark.long
+def test_an_archive_has_one_service(tmp_path: Path) -> None:
+    place = tmp_path / "archive"
+    with Service() as service:
+        write(service.client, "orders", 1)
+        backup(service, place)
+    with Service() as service:
+        write(service.client, "orders", 1)
+        problem = run("backup", "--data-dir", service.data_dir, "--to", place, code=1)
+        assert "give each service a place of its own" in problem
+    with restored(place, tmp_path / "restored") as other:
+        assert "a place of its own" in run("backup", "--data-dir", other.data_dir, "--to", place, code=1)
+        backup(other, tmp_path / "next")
+        epoch = state(other.client, "orders")["epoch"]
+    with restored(tmp_path / "next", tmp_path / "again") as other:
+        assert state(other.client, "orders")["epoch"] != epoch
+        assert read(other.client, "orders")[0] == {1: 1}
+
+
+@pytest.mark.long
+def test_pruning_removes_what_only_older_moments_need(tmp_path: Path) -> None:
+    place = tmp_path / "archive"
+    with Service(env=SMALL) as service:
+        put(service.client, "orders")
+        for number in range(5):
+            write(service.client, "orders", *[f"secret-{number}-{one}" for one in range(60)])
+            cut(service)
+            backup(service, place)
+        delete(service, "orders", before_seq=200)
+        backup(service, place)
+        cut(service)
+        backup(service, place)
+        expected = read(service.client, "orders")[0]
+    run("archive", "prune", place, "--keep", "1h")
+    assert any(b"secret-0-" in path.read_bytes() for path in place.rglob("*") if path.is_file())
+    removed = json.loads(run("archive", "prune", place, "--keep", "0s", "--json"))
+    assert removed["bases"] >= 5
+    assert not any(b"secret-0-" in path.read_bytes() for path in place.rglob("*") if path.is_file())
+    run("archive", "verify", place)
+    with restored(place, tmp_path / "restored") as other:
+        assert read(other.client, "orders")[0] == expected

@@ -1,0 +1,75 @@
+"""A backup: one moment of a service, running or not, shipped into an archive."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from topics.archive.objects import Archive, open_archive
+from topics.archive.origin import LogEnds, Origin, RestingEnds, RunningEnds
+from topics.archive.shipping import NoMomentError, Shipped, Shipper
+from topics.core.clock import Clock
+from topics.shm import shm_names
+from topics.shm.control import ControlPage
+from topics.storage import service_id
+from topics.storage.filesystem import FileSystem
+from topics.storage.lock import DataDirLocked, inspecting
+from topics.storage.segment_store import SegmentStore, open_store
+
+_RETRY_S: Final = 0.1
+
+
+def backup(
+    fs: FileSystem,
+    data_dir: str,
+    to: str,
+    cold_place: str | None,
+    clock: Clock,
+    patience_ms: int,
+    told: Callable[[int, int], None],
+) -> Shipped:
+    """Ship the present moment of a data directory to `to`, a directory or a bucket's URL. A new base comes with it
+    when the logs behind the last one are larger than its files.
+
+    Raise OSError, RefusedLog, OtherShipperError, ArchiveDamagedError, and NoMomentError after `patience_ms`.
+    """
+    until_ms = clock.monotonic_ms() + patience_ms
+    archive = Archive(open_archive(fs, to))
+
+    def open_cold() -> SegmentStore:
+        if cold_place is None:
+            raise OSError(errno.EINVAL, "has segments in its cold tier: name it (--cold-dir, --cold-url)", data_dir)
+        return open_store(fs, cold_place)
+
+    while True:
+        try:
+            with _ends(data_dir) as ends:
+                origin = Origin(fs, data_dir, ends, open_cold)
+                shipper = Shipper(archive, origin, service_id.keep_id(fs, data_dir), clock, told)
+                shipper.begin()
+                return shipper.base()
+        except NoMomentError:
+            if clock.monotonic_ms() >= until_ms:
+                raise
+        time.sleep(_RETRY_S)
+
+
+@contextmanager
+def _ends(data_dir: str) -> Iterator[LogEnds]:
+    """Yield the ends of the logs: of a running service by its control page, else by the logs, which nobody may change
+    meanwhile.
+    """
+    try:
+        with inspecting(data_dir):
+            yield RestingEnds(data_dir)
+            return
+    except DataDirLocked:
+        pass
+    try:
+        page = ControlPage.attach(shm_names.shm_name(shm_names.identity(data_dir), "control"))
+    except FileNotFoundError as error:
+        raise NoMomentError(f"{data_dir}: its service starts or stops; try again") from error
+    yield RunningEnds(page)

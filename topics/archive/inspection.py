@@ -1,0 +1,184 @@
+"""Looking at an archive: what it has, whether it is whole, and the removal of what nobody needs any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from topics.archive.objects import (
+    Archive,
+    ArchiveDamagedError,
+    Base,
+    LogPart,
+    base_name,
+    generation_name,
+    joined,
+    piece_name,
+    read_whole,
+)
+
+Told = Callable[[int, int], None]
+
+
+class BaseFigures(msgspec.Struct, frozen=True):
+    """A base: from its moment (`taken_ms`) on a service can be restored without any base before it."""
+
+    number: int
+    taken_ms: int
+    files: int
+    size_bytes: int
+
+
+class GenerationFigures(msgspec.Struct, frozen=True):
+    """One generation: any time from `first_ms` to `last_ms` can be restored. Both are None before its first base."""
+
+    number: int
+    service_id: str
+    shards: int
+    begun_ms: int
+    first_ms: int | None
+    last_ms: int | None
+    pieces: int
+    bases: list[BaseFigures]
+
+
+class Pruned(msgspec.Struct, frozen=True):
+    """The objects that were removed, by kind."""
+
+    generations: int = 0
+    bases: int = 0
+    pieces: int = 0
+    files: int = 0
+
+
+def figures(archive: Archive) -> list[GenerationFigures]:
+    """Return what the archive has, the oldest generation first. Raise ArchiveDamagedError, OSError."""
+    found = []
+    for number in archive.generations():
+        generation = archive.generation(number)
+        bases = [archive.base(number, base_no)[0] for base_no in archive.bases(number)]
+        shown = [
+            BaseFigures(base.number, base.taken_ms, len(base.files), sum(ref.size_bytes for ref in base.files))
+            for base in bases
+        ]
+        first_ms = last_ms = None
+        pieces = 0
+        if bases:
+            last = archive.last_piece(number, bases[-1].number)
+            first_ms, last_ms = bases[0].taken_ms, archive.piece(number, last)[0].taken_ms
+            pieces = last - bases[0].first_piece + 1
+        found.append(
+            GenerationFigures(
+                number, generation.service_id, generation.shards, generation.begun_ms, first_ms, last_ms, pieces, shown
+            )
+        )
+    return found
+
+
+def check(archive: Archive, told: Told) -> list[str]:
+    """Read every object that a restore may need. Return what is wrong, a sentence each. Raise OSError.
+
+    `told` hears how many objects of how many were read.
+    """
+    problems: list[str] = []
+    try:
+        numbers = archive.generations()
+        work = [(number, archive.bases(number)) for number in numbers]
+        if not numbers:
+            problems.append(f"{archive.store.place('')}: there is no archive here")
+    except ArchiveDamagedError as damage:
+        return [str(damage)]
+    for number, base_numbers in work:
+        try:
+            archive.generation(number)
+        except ArchiveDamagedError as damage:
+            problems.append(str(damage))
+        if base_numbers:
+            _check_generation(archive, number, base_numbers, problems, told)
+        elif number == numbers[-1]:
+            problems.append(f"{archive.store.place(generation_name(number))}: its first base is not complete")
+    return problems
+
+
+def _check_generation(archive: Archive, number: int, base_numbers: list[int], problems: list[str], told: Told) -> None:
+    bases: list[Base] = []
+    for base_no in base_numbers:
+        try:
+            bases.append(archive.base(number, base_no)[0])
+        except ArchiveDamagedError as damage:
+            problems.append(str(damage))
+    if not bases:
+        return
+    refs = {ref.name: ref for base in bases for ref in base.files}
+    first, last = bases[0].first_piece, archive.last_piece(number, base_numbers[-1])
+    total, done = len(refs) + last - first + 1, 0
+    for name, ref in refs.items():
+        try:
+            archive.check_file(ref, read_whole(archive.store, name))
+        except ArchiveDamagedError as damage:
+            problems.append(str(damage))
+        done += 1
+        told(done, total)
+    parts: dict[int, list[LogPart]] = {}
+    for piece_no in range(first, last + 1):
+        try:
+            parts[piece_no] = archive.piece(number, piece_no)[0].parts
+        except ArchiveDamagedError as damage:
+            problems.append(str(damage))
+        done += 1
+        told(done, total)
+    for at, base in enumerate(bases):
+        until = bases[at + 1].number if at + 1 < len(bases) else last
+        gap = _gap(base, ((no, parts.get(no, [])) for no in range(base.first_piece, until + 1)))
+        if gap is not None:
+            problems.append(
+                f"{archive.store.place(piece_name(number, gap))}: does not go on where piece {gap - 1} ends"
+            )
+
+
+def _gap(base: Base, pieces: Iterable[tuple[int, list[LogPart]]]) -> int | None:
+    """Return the first piece behind which a log cannot be put together from this base, None if there is none."""
+    ends = {start.shard: start.position for start in base.logs}
+    for number, parts in pieces:
+        for part in parts:
+            end = joined(ends[part.shard], part)
+            if end is None:
+                return number
+            ends[part.shard] = end
+    return None
+
+
+def prune(archive: Archive, before_ms: int) -> Pruned:
+    """Remove what only moments before `before_ms` need; the last moment of the newest generation always stays. It may
+    run beside a backup. Raise ArchiveDamagedError, OSError: what was not removed goes next time.
+    """
+    removed = Pruned()
+    shown = figures(archive)
+    for found in shown:
+        is_newest = found is shown[-1]
+        bases = [archive.base(found.number, base.number)[0] for base in found.bases]
+        keep_from = next((at for at in range(len(bases) - 1, -1, -1) if bases[at].taken_ms <= before_ms), 0)
+        if not is_newest and (found.last_ms or 0) < before_ms:
+            keep_from = len(bases)
+        kept, superfluous = bases[keep_from:], bases[:keep_from]
+        kept_names = {ref.name for base in kept for ref in base.files}
+        first_kept = kept[0].first_piece if kept else (bases[0].first_piece + found.pieces if bases else 1)
+        pieces = range(bases[0].first_piece, first_kept) if bases else range(0)
+        names = sorted({ref.name for base in superfluous for ref in base.files} - kept_names)
+        # Bases first: no restore may begin with what is about to go.
+        for base in superfluous:
+            archive.store.delete(base_name(found.number, base.number))
+        for piece_no in pieces:
+            archive.store.delete(piece_name(found.number, piece_no))
+        for name in names:
+            archive.store.delete(name)
+        if not kept and not is_newest:
+            archive.store.delete(generation_name(found.number))
+        removed = Pruned(
+            removed.generations + (not kept and not is_newest),
+            removed.bases + len(superfluous),
+            removed.pieces + len(pieces),
+            removed.files + len(names),
+        )
+    return removed

@@ -1,0 +1,285 @@
+"""The objects of an archive, and the store that has them. docs/storage-format.md ("Archive") is this page for readers
+in other languages.
+
+    generations/<8 digits>             one unbroken history of a service; the newest counts
+    g<8 digits>.pieces/<12 digits>     the next bytes of all logs, in the order in which they were shipped
+    g<8 digits>.bases/<12 digits>      a snapshot and the segments that it lists; its number is that of a piece
+    g<8 digits>.files/<name>           a file of a segment, byte for byte
+
+Every object is created once and never written over. So two services that ship into one generation cannot both succeed:
+the second one finds the number of its piece taken.
+
+A generation, a piece and a base are laid out as
+
+  0       8         12           16                                       -8
+  ┌───────┬─────────┬────────────┬─────────────────────┬─────────┬──────────┐
+  │ magic │ version │ header_len │ header, msgpack map │ payload │ checksum │
+  │ 8     │ u32     │ u32        │ header_len bytes    │         │ u64      │
+  └───────┴─────────┴────────────┴─────────────────────┴─────────┴──────────┘
+    magic    = "topicARC"
+    checksum = XXH3-64 of everything before it
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from struct import Struct
+from typing import Final, Protocol, TypeVar
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from topics.storage.bucket_store import BucketStore
+from topics.storage.filesystem import FileSystem
+from topics.storage.frame import Bytes
+from topics.storage.logfile import WalPosition
+from topics.storage.segment_store import WHOLE_OBJECT_MS, LocalStore
+
+MAGIC: Final = b"topicARC"
+VERSION: Final = 1
+_PREFIX: Final = Struct("<8sII")
+_CHECKSUM: Final = Struct("<Q")
+_GENERATIONS: Final = "generations"
+
+
+class ArchiveDamagedError(Exception):
+    """The archive is damaged or incomplete; the message names the object and says what is wrong with it."""
+
+
+class ArchiveStore(Protocol):
+    """The calls of a `SegmentStore` that an archive needs. They raise OSError; a failed one may be repeated."""
+
+    def create(self, name: str, content: Bytes) -> bool:
+        """Make the object durably. Return False, and leave it alone, if there is one already."""
+
+    def put(self, name: str, pieces: Iterable[Bytes]) -> None: ...
+    def read_range(self, name: str, offset: int, length: int) -> bytes: ...
+    def delete(self, name: str) -> None: ...
+    def list(self, prefix: str) -> list[str]: ...
+    def exists(self, name: str) -> bool: ...
+    def len(self, name: str) -> int: ...
+    def place(self, name: str) -> str: ...
+
+
+def open_archive(fs: FileSystem, place: str) -> ArchiveStore:
+    """Return the store below `<place>/archive`; `place` is a directory or a bucket's URL."""
+    if "://" in place:
+        return BucketStore(f"{place.rstrip('/')}/archive", WHOLE_OBJECT_MS)
+    return LocalStore(fs, os.path.join(place, "archive"))
+
+
+class FileRef(msgspec.Struct, frozen=True):
+    """A file of the data directory: `path` in there, `name` of the object, its length and XXH3-64."""
+
+    path: str
+    name: str
+    size_bytes: int
+    digest: int
+
+
+class LogEnd(msgspec.Struct, frozen=True):
+    """The place up to which a log was shipped. `last_bytes` are those just before `position`: the checksum of a frame,
+    by which a log is known again.
+    """
+
+    shard: int
+    log_id: int
+    position: WalPosition
+    last_bytes: bytes = b""
+
+
+class LogPart(msgspec.Struct, frozen=True):
+    """Bytes of a log file; parts lie in the payload one after the other."""
+
+    shard: int
+    file_no: int
+    offset: int
+    size_bytes: int
+
+
+class TxnFile(msgspec.Struct, frozen=True):
+    """A stage or a sink as it was: its bytes are in the payload of piece `piece`, from `offset` on."""
+
+    path: str
+    piece: int
+    offset: int
+    size_bytes: int
+    digest: int
+
+
+class LogStart(msgspec.Struct, frozen=True):
+    """The place from which a restored log goes on, and the frame with which its first file begins."""
+
+    shard: int
+    position: WalPosition
+    file_start: bytes
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """One unbroken history of one service. `shards` and `log_ids` (by shard) never change within it."""
+
+    number: int
+    service_id: str
+    begun_ms: int
+    log_ids: list[int]
+    nonce: str
+
+    @property
+    def shards(self) -> int:
+        return len(self.log_ids)
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """The next bytes of the logs. One that `is_moment` ends a moment: a state of all logs and transactions that the
+    service had at `taken_ms`, to which it can be restored. `ends` are those of all logs behind this piece, and never go
+    back in a generation. Without `has_end` the logs may lack what was written last.
+    """
+
+    number: int
+    taken_ms: int
+    nonce: str
+    parts: list[LogPart]
+    ends: list[LogEnd]
+    is_moment: bool = False
+    has_end: bool = True
+    txn: list[TxnFile] = []
+
+
+class Base(msgspec.Struct, frozen=True):
+    """A snapshot (the payload is its body) and the segments that it lists. With the pieces from `first_piece` on it
+    gives every moment from piece `number` on: its indexes have deletions of that moment. `logs` say, by shard, where
+    the snapshot ends. `files` have an index before its data.
+    """
+
+    number: int
+    taken_ms: int
+    first_piece: int
+    logs: list[LogStart]
+    files: list[FileRef]
+    snapshot_bytes: int
+
+
+_Header = TypeVar("_Header", Generation, Piece, Base)
+
+
+def generation_name(number: int) -> str:
+    return f"{_GENERATIONS}/{number:08d}"
+
+
+def piece_name(generation: int, number: int) -> str:
+    return f"g{generation:08d}.pieces/{number:012d}"
+
+
+def base_name(generation: int, number: int) -> str:
+    return f"g{generation:08d}.bases/{number:012d}"
+
+
+def file_name(generation: int, name: str) -> str:
+    return f"g{generation:08d}.files/{name}"
+
+
+def encode(header: msgspec.Struct, payload: Iterable[Bytes] = ()) -> bytes:
+    """Lay out an object."""
+    head = msgspec.msgpack.encode(header)
+    content = b"".join((_PREFIX.pack(MAGIC, VERSION, len(head)), head, *payload))
+    return content + _CHECKSUM.pack(xxh3_64_intdigest(content))
+
+
+def decode(content: bytes, kind: type[_Header], place: str) -> tuple[_Header, memoryview]:
+    """Return (header, payload). Raise ArchiveDamagedError with `place` for anything but a whole object of this kind."""
+    view = memoryview(content)
+    if len(content) < _PREFIX.size + _CHECKSUM.size:
+        raise ArchiveDamagedError(f"{place}: has only {len(content)} bytes")
+    magic, version, head_len = _PREFIX.unpack_from(content)
+    if magic != MAGIC:
+        raise ArchiveDamagedError(f"{place}: begins with {magic!r} instead of {MAGIC!r}")
+    end = len(content) - _CHECKSUM.size
+    if _CHECKSUM.unpack_from(content, end)[0] != xxh3_64_intdigest(view[:end]):
+        raise ArchiveDamagedError(f"{place}: checksum does not match")
+    if version != VERSION:
+        raise ArchiveDamagedError(
+            f"{place}: version {version} is unknown (this release reads {VERSION}); use the release that wrote it"
+        )
+    body_at = _PREFIX.size + head_len
+    try:
+        return msgspec.msgpack.decode(view[_PREFIX.size : body_at], type=kind), view[body_at:end]
+    except msgspec.DecodeError as error:
+        raise ArchiveDamagedError(f"{place}: its header does not decode: {error}") from error
+
+
+def read_whole(store: ArchiveStore, name: str) -> bytes:
+    """Read an object. Raise ArchiveDamagedError if it is missing or cut short, OSError if the store fails."""
+    try:
+        return store.read_range(name, 0, store.len(name))
+    except FileNotFoundError:
+        raise ArchiveDamagedError(f"{store.place(name)}: is missing") from None
+    except EOFError as error:
+        raise ArchiveDamagedError(str(error)) from error
+
+
+def joined(end: WalPosition, part: LogPart) -> WalPosition | None:
+    """Return the end of a log that ended at `end`, with this part, whose beginning it may have already; None if bytes
+    are missing between the two.
+    """
+    start, behind = WalPosition(part.file_no, part.offset), WalPosition(part.file_no, part.offset + part.size_bytes)
+    if behind <= end:
+        return end
+    if start <= end or (part.offset == 0 and part.file_no == end.file_no + 1):
+        return behind
+    return None
+
+
+class Archive:
+    """The objects of one archive as they are now. Owns nothing but the way to the store."""
+
+    def __init__(self, store: ArchiveStore) -> None:
+        self.store = store
+
+    def generations(self) -> list[int]:
+        """Return the numbers of all generations, ascending."""
+        return self._numbers(f"{_GENERATIONS}/")
+
+    def generation(self, number: int) -> Generation:
+        return self._header(generation_name(number), Generation)[0]
+
+    def bases(self, generation: int) -> list[int]:
+        """Return the numbers of the bases of a generation, ascending."""
+        return self._numbers(base_name(generation, 0)[:-12])
+
+    def base(self, generation: int, number: int) -> tuple[Base, memoryview]:
+        """Return (base, body of the snapshot; empty for a service that had none yet)."""
+        return self._header(base_name(generation, number), Base)
+
+    def piece(self, generation: int, number: int) -> tuple[Piece, memoryview]:
+        return self._header(piece_name(generation, number), Piece)
+
+    def last_piece(self, generation: int, known: int) -> int:
+        """Return the number of the last piece, when there is one of number `known` (0: there may be none)."""
+        step = 1
+        while self._has_piece(generation, known + step):
+            step *= 2
+        low, high = known + step // 2, known + step
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._has_piece(generation, middle) else (low, middle)
+        return low
+
+    def check_file(self, ref: FileRef, content: bytes) -> None:
+        """Raise ArchiveDamagedError if these are not the bytes of the file."""
+        if len(content) != ref.size_bytes or xxh3_64_intdigest(content) != ref.digest:
+            raise ArchiveDamagedError(f"{self.store.place(ref.name)}: is not what was shipped, its checksum differs")
+
+    def _has_piece(self, generation: int, number: int) -> bool:
+        return self.store.exists(piece_name(generation, number))
+
+    def _header(self, name: str, kind: type[_Header]) -> tuple[_Header, memoryview]:
+        found = decode(read_whole(self.store, name), kind, self.store.place(name))
+        number = int(name.rpartition("/")[2])
+        if found[0].number != number:
+            raise ArchiveDamagedError(f"{self.store.place(name)}: is object {found[0].number} under another name")
+        return found
+
+    def _numbers(self, prefix: str) -> list[int]:
+        names = (name.removeprefix(prefix) for name in self.store.list(prefix))
+        return sorted(int(name) for name in names if name.isdecimal())

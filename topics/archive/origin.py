@@ -1,0 +1,301 @@
+"""The data directory that is being archived, read only: how far its logs go, and the files that a snapshot needs.
+
+Nothing here stops the service: it goes on writing, cutting and removing files. Committed bytes of a log or a segment
+never change, but for marks of deletions. A file that is not there any more is in no newer snapshot.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple, Protocol
+
+from topics.archive.objects import LogStart
+from topics.core.segment_list import COLD, SEALED
+from topics.shm.control import ControlPage, ProcessState, Role
+from topics.storage import layout
+from topics.storage.filesystem import FileSystem, ReadOnlyFileSystem, boot_id, names_in, opened, read_all, read_up_to
+from topics.storage.frame import CHECKSUM_LEN, FrameType, scan
+from topics.storage.logfile import NotALogFile, WalIdentity, WalPosition, read_file_start, read_first_start
+from topics.storage.recovery import Recovery
+from topics.storage.segment import ENTRY_LEN
+from topics.storage.segment_store import SegmentStore
+from topics.storage.snapshot import Snapshot, load_snapshot, read_snapshot
+from topics.storage.txn_files import SINK_HEAD_LEN, is_sink_name, stage_of_name
+
+TRIES_MAX: Final = 200
+
+
+class OriginGoneError(Exception):
+    """Bytes that were there are not there any more: another process of the service removed them. Begin again."""
+
+
+class LogPlace(NamedTuple):
+    """One log: its directory, and the end of what it has for good."""
+
+    shard: int
+    log_id: int
+    directory: str
+    end: WalPosition
+
+
+class LogEnds(Protocol):
+    """Tells how far the logs of a directory go. Every position is the end of a write."""
+
+    has_end: bool
+    """False if a log may lack what was written last."""
+
+    def read(self) -> list[WalPosition] | None:
+        """Return the ends of the logs, by shard, as they all were at one time; None if that cannot be told now."""
+
+
+class RunningEnds:
+    """The ends of a running service's logs, by its control page. A shard notes an end before anybody sees what it
+    wrote, so if two readings in a row are the same, nothing in one log is the effect of anything that another lacks.
+    """
+
+    has_end = True
+
+    def __init__(self, page: ControlPage) -> None:
+        self._cells = [page.cell(Role.WALSHARD, shard) for shard in range(page.shards)]
+
+    def read(self) -> list[WalPosition] | None:
+        words = self._words()
+        for _ in range(TRIES_MAX):
+            before, words = words, self._words()
+            if before == words:
+                if not all(words) or any(self._is_unsettled()):
+                    return None
+                return [WalPosition(word >> 32, word & 0xFFFF_FFFF) for word in words]
+        return None
+
+    def _words(self) -> list[int]:
+        return [cell.get("committed") for cell in self._cells]
+
+    def _is_unsettled(self) -> Iterator[bool]:
+        """A shard that has lost its tail and not logged it yet would be restored as if it had lost nothing."""
+        for cell in self._cells:
+            yield cell.get("state") == ProcessState.RECOVERING or cell.get("lost_tails") > 0
+
+
+class RestingEnds:
+    """The ends of the logs of a directory that no service uses, found as a start finds them. The caller holds the
+    lock. Raise RefusedLog, OSError.
+    """
+
+    def __init__(self, data_dir: str) -> None:
+        fs = ReadOnlyFileSystem()
+        self.has_end = True
+        self._ends: list[WalPosition] = []
+        for group in layout.discover_groups(fs, layout.wal_dir(data_dir)):
+            first = read_first_start(fs, group.path)
+            if first is None:
+                continue
+            recovery = Recovery(fs, group.path, WalIdentity(group.shard, first.shards, boot_id()), start="lowest")
+            for _ in recovery:
+                pass
+            if recovery.end is not None:
+                self.has_end &= recovery.has_end
+                self._ends.append(WalPosition(recovery.end.file_no, recovery.end.offset))
+
+    def read(self) -> list[WalPosition] | None:
+        return self._ends
+
+
+class Origin:
+    """A data directory as an archive sees it. Owns no file."""
+
+    def __init__(self, fs: FileSystem, data_dir: str, ends: LogEnds, open_cold: Callable[[], SegmentStore]) -> None:
+        self.fs = fs
+        self.data_dir = data_dir
+        self.ends = ends
+        self._open_cold = open_cold
+
+    def logs(self, ends: list[WalPosition]) -> list[LogPlace]:
+        """Return the logs with these ends, by shard. Raise OriginGoneError while another shard count is being made."""
+        groups = layout.discover_groups(self.fs, layout.wal_dir(self.data_dir))
+        if [group.shard for group in groups] != list(range(len(ends))):
+            raise OriginGoneError(f"{self.data_dir}: the logs are being made anew for another count of shards")
+        found = []
+        for group, end in zip(groups, ends, strict=True):
+            try:
+                start = read_first_start(self.fs, group.path)
+            except (NotALogFile, FileNotFoundError) as error:
+                raise OriginGoneError(f"{group.path}: {error}") from error
+            if start is None:
+                raise OriginGoneError(f"{group.path}: has no file")
+            found.append(LogPlace(group.shard, start.log_id, group.path, end))
+        return found
+
+    def moment(self) -> tuple[list[LogPlace], dict[str, bytes]] | None:
+        """Return (logs, files of transactions by path) as they all were at one time; None if nobody can tell now.
+
+        A batch over topics is decided by its sink's file and published by the logs. If no such file changed while the
+        ends were read, the logs have no part of a batch that the files do not know.
+        """
+        for _ in range(TRIES_MAX):
+            before = self._txn_heads()
+            ends = self.ends.read()
+            if ends is None:
+                return None
+            try:
+                files = {path: read_all(self.fs, os.path.join(self.data_dir, path)) for path in before}
+            except FileNotFoundError:
+                continue
+            if self._txn_heads() == before:
+                return self.logs(ends), files
+        return None
+
+    def snapshot(self) -> Snapshot | None:
+        return load_snapshot(self.fs, self.data_dir)
+
+    def snapshot_body(self, number: int) -> bytes:
+        """Return the body of a snapshot. Raise OriginGoneError if a newer one took its place."""
+        try:
+            return read_snapshot(self.fs, self.data_dir, number)
+        except FileNotFoundError as error:
+            raise OriginGoneError(f"snapshot {number} was replaced") from error
+
+    def read_segment_file(self, file: SegmentFile) -> bytes:
+        """Read the committed bytes of a file, from the cold tier if it went there. Raise OriginGoneError if the
+        compactor has removed it: a newer snapshot does without it then. Raise OSError, EOFError.
+        """
+        path = os.path.join(self.data_dir, file.path)
+        try:
+            if file.size_bytes is None:
+                return read_all(self.fs, path)
+            with opened(self.fs, path, os.O_RDONLY) as fd:
+                found = read_up_to(self.fs, fd, file.size_bytes, 0)
+        except FileNotFoundError as error:
+            if not file.is_cold or file.size_bytes is None:
+                raise OriginGoneError(f"{path}: was replaced or removed") from error
+            try:
+                return self._open_cold().read_range(file.path.partition("/")[2], 0, file.size_bytes)
+            except FileNotFoundError as missing:
+                raise OriginGoneError(f"{missing.filename}: was replaced or removed") from missing
+        if len(found) != file.size_bytes:
+            raise EOFError(f"{path} has {len(found)} bytes, {file.size_bytes} are committed")
+        return found
+
+    def _txn_heads(self) -> dict[str, bytes]:
+        """Return the path of each stage and sink with what tells whether it changed: a stage never does."""
+        heads: dict[str, bytes] = {}
+        for directory, is_file in (
+            (layout.stages_dir(self.data_dir), lambda name: stage_of_name(name) is not None),
+            (layout.sinks_dir(self.data_dir), is_sink_name),
+        ):
+            below = os.path.relpath(directory, self.data_dir)
+            for name in names_in(self.fs, directory):
+                if is_file(name):
+                    heads[f"{below}/{name}"] = self._head(os.path.join(directory, name)) if is_sink_name(name) else b""
+        return heads
+
+    def _head(self, path: str) -> bytes:
+        try:
+            with opened(self.fs, path, os.O_RDONLY) as fd:
+                return read_up_to(self.fs, fd, SINK_HEAD_LEN, 0)
+        except FileNotFoundError:
+            return b""
+
+    # -- logs
+
+    def start(self, log: LogPlace, snapshot: Snapshot | None) -> LogStart:
+        """Return where a start begins to read this log."""
+        part = None if snapshot is None else snapshot.part_of(log.log_id)
+        numbers = layout.list_log_files(self.fs, log.directory)
+        if part is None and not numbers:
+            raise OriginGoneError(f"{log.directory}: has no file")
+        file_no = numbers[0] if part is None else part.position.file_no
+        path = layout.log_path(log.directory, file_no)
+        try:
+            _, start_len = read_file_start(self.fs, path)
+            with opened(self.fs, path, os.O_RDONLY) as fd:
+                file_start = read_up_to(self.fs, fd, start_len, 0)
+        except FileNotFoundError as error:
+            raise OriginGoneError(f"{path}: was removed") from error
+        offset = max(start_len, 0 if part is None else part.position.offset)
+        return LogStart(log.shard, WalPosition(file_no, offset), file_start)
+
+    def has_log_file(self, log: LogPlace, file_no: int) -> bool:
+        return self.fs.exists(layout.log_path(log.directory, file_no))
+
+    def log_bytes(self, log: LogPlace, start: WalPosition, most: int) -> Iterator[tuple[int, int, bytes]]:
+        """Yield (file number, offset, bytes) from `start` to the end of the log, at most `most` bytes at a time.
+
+        Raise OriginGoneError if the service has removed a file.
+        """
+        file_no, offset = start.file_no, start.offset
+        try:
+            while file_no < log.end.file_no:
+                end = self._end_of_file(log, file_no, offset)
+                yield from self._bytes(log, file_no, offset, end, most)
+                file_no, offset = file_no + 1, 0
+            yield from self._bytes(log, file_no, offset, log.end.offset, most)
+        except FileNotFoundError as error:
+            raise OriginGoneError(f"{error.filename}: was removed") from error
+
+    def bytes_before(self, log: LogPlace, position: WalPosition) -> bytes | None:
+        """Return the last bytes before a position, None if the file is gone."""
+        try:
+            with opened(self.fs, layout.log_path(log.directory, position.file_no), os.O_RDONLY) as fd:
+                return read_up_to(self.fs, fd, CHECKSUM_LEN, max(0, position.offset - CHECKSUM_LEN))
+        except FileNotFoundError:
+            return None
+
+    def _end_of_file(self, log: LogPlace, file_no: int, offset: int) -> int:
+        """Return where the frames of a finished file end: behind its FILE_END, or where the next file goes on."""
+        following, _ = read_file_start(self.fs, layout.log_path(log.directory, file_no + 1))
+        if following.previous_end is not None:
+            return max(offset, following.previous_end)
+        path = layout.log_path(log.directory, file_no)
+        content = read_all(self.fs, path)
+        while True:
+            found = scan(content, offset, len(content))
+            for frame_at, total_len, type_, *_ in found.frames:
+                if type_ == FrameType.FILE_END:
+                    return frame_at + total_len
+            if not found.frames:
+                raise OSError(errno.EIO, f"has no frame at offset {offset}: {found.defect}", path)
+            offset = found.end
+
+    def _bytes(self, log: LogPlace, file_no: int, offset: int, end: int, most: int) -> Iterator[tuple[int, int, bytes]]:
+        path = layout.log_path(log.directory, file_no)
+        with opened(self.fs, path, os.O_RDONLY) as fd:
+            while offset < end:
+                found = read_up_to(self.fs, fd, min(most, end - offset), offset)
+                if not found:
+                    raise OriginGoneError(f"{path}: ends at {offset}, {end} bytes of it were committed")
+                yield file_no, offset, found
+                offset += len(found)
+
+
+class SegmentFile(NamedTuple):
+    """A file of a segment: `path` below the data directory, how much of it is committed, None for all of it."""
+
+    path: str
+    size_bytes: int | None
+    is_cold: bool
+
+
+class ListedSegment(NamedTuple):
+    """A segment that a snapshot lists; `tags` is None unless it is sealed."""
+
+    data: SegmentFile
+    idx: SegmentFile
+    tags: SegmentFile | None
+
+
+def listed_segments(snapshot: Snapshot) -> Iterator[ListedSegment]:
+    """Yield the segments of a snapshot that have records."""
+    for part in snapshot.parts:
+        for topic in part.decoded().topics:
+            for info in topic.segments:
+                if info.last_seq < topic.floors.earliest_seq:
+                    continue
+                paths = layout.segment_paths(layout.topic_dir("", topic.id), info.first_seq, info.version)
+                yield ListedSegment(
+                    SegmentFile(paths["data"], info.data_bytes, bool(info.flags & COLD)),
+                    SegmentFile(paths["idx"], info.records * ENTRY_LEN, False),
+                    SegmentFile(paths["tags"], None, False) if info.flags & SEALED else None,
+                )

@@ -1,0 +1,362 @@
+"""The shipper: it brings an archive up to date with a data directory.
+
+One shipper at a time ships for a service. It keeps nothing of its own: the last piece and the last base say how far it
+is, so it may be killed at any time and another one goes on.
+
+A moment is shipped as one or more pieces with the bytes of all logs since the moment before. A base makes the pieces
+before it superfluous for later moments. The files of a base are read before the moment that it is named by: so its
+indexes have no deletion that this moment's logs lack, and a deletion that they lack is in the logs behind the snapshot.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple
+
+from xxhash import xxh3_64_intdigest
+
+from topics.archive.objects import (
+    Archive,
+    Base,
+    FileRef,
+    Generation,
+    LogEnd,
+    LogPart,
+    LogStart,
+    Piece,
+    TxnFile,
+    base_name,
+    encode,
+    file_name,
+    generation_name,
+    piece_name,
+)
+from topics.archive.origin import ListedSegment, LogPlace, Origin, OriginGoneError, SegmentFile, listed_segments
+from topics.core.clock import Clock
+from topics.storage.frame import CHECKSUM_LEN
+from topics.storage.logfile import WalPosition
+from topics.storage.segment import index_digest
+
+PIECE_BYTES: Final = 4 << 20
+"""The most bytes of logs in a piece. Files of transactions come on top."""
+BASE_TRIES: Final = 20
+
+
+class OtherShipperError(Exception):
+    """Somebody else ships into this archive; the message says who, and the way out."""
+
+
+class NoMomentError(Exception):
+    """No moment can be told: a shard recovers, or transactions follow each other too fast. Try again later."""
+
+
+class Shipped(NamedTuple):
+    """The end of the archive: its last piece, the bytes and objects that were put, and the time of the last moment."""
+
+    piece: int
+    size_bytes: int
+    objects: int
+    taken_ms: int
+
+
+class Shipper:
+    """Ships one directory. Owns the end of the archive's newest generation.
+
+    Methods raise OSError (the archive or the directory cannot be used now: repeat), RefusedLog, OtherShipperError,
+    ArchiveDamagedError, NoMomentError. After any error, `begin` again.
+    """
+
+    def __init__(
+        self,
+        archive: Archive,
+        origin: Origin,
+        service_id: str,
+        clock: Clock,
+        told: Callable[[int, int], None] = lambda _done, _total: None,
+    ) -> None:
+        """`told` hears how many bytes of how many were looked at for a base."""
+        self._archive = archive
+        self._store = archive.store
+        self._origin = origin
+        self._service_id = service_id
+        self._clock = clock
+        self._told = told
+        self._nonce = secrets.token_hex(8)
+        self._generation: Generation | None = None
+        self._base: Base | None = None
+        self._files: dict[str, FileRef] = {}
+        """Files of the newest base, by the names of their objects."""
+        self._number = 0
+        self._ends: dict[int, LogEnd] = {}
+        self._txn: dict[str, TxnFile] = {}
+        self._taken_ms = 0
+        self._has_part = False
+        """True if the last piece ends no moment."""
+        self._bytes = self._objects = 0
+
+    def begin(self) -> None:
+        """Find where the archive ends, and whether it goes on from there. A new generation begins if the directory
+        went back, or its logs are others now.
+        """
+        logs, _ = self._moment()
+        numbers = self._archive.generations()
+        if numbers:
+            self._load(self._archive.generation(numbers[-1]))
+            assert self._generation is not None
+            if self._generation.service_id != self._service_id:
+                raise OtherShipperError(
+                    f"{self._store.place('')} has the archive of service {self._generation.service_id}, this is"
+                    f" service {self._service_id}: give each service a place of its own (a restored directory is a"
+                    " service of its own)"
+                )
+            if self._goes_on(logs):
+                return
+        self._new_generation((numbers or [0])[-1] + 1, logs)
+
+    def ship(self) -> Shipped:
+        """Ship the present moment, with a new base if no restore could get here from the last one."""
+        if self._base is None:
+            return self.base()
+        logs, txn = self._moment()
+        try:
+            return self._ship(logs, txn, self._ends)
+        except OriginGoneError:
+            return self.base()
+
+    def base(self) -> Shipped:
+        """Ship a snapshot with its segments, and the moment that it is named by."""
+        for _ in range(BASE_TRIES):
+            try:
+                return self._ship_base()
+            except OriginGoneError as gone:
+                last = gone  # a newer snapshot has other files
+        raise OSError(
+            errno.EIO,
+            f"segments are removed faster than they are copied ({last}); try again when fewer records are written",
+        )
+
+    # -- the end of the archive
+
+    def _load(self, generation: Generation) -> None:
+        self._forget()
+        self._generation = generation
+        bases = self._archive.bases(generation.number)
+        known = 0
+        if bases:
+            self._base, _ = self._archive.base(generation.number, bases[-1])
+            self._files = {ref.name: ref for ref in self._base.files}
+            known = self._base.number
+        self._number = self._archive.last_piece(generation.number, known)
+        if not self._number:
+            return
+        last, _ = self._archive.piece(generation.number, self._number)
+        self._ends = {end.shard: end for end in last.ends}
+        self._txn = {file.path: file for file in last.txn}
+        self._taken_ms = last.taken_ms
+        self._has_part = not last.is_moment
+
+    def _forget(self) -> None:
+        self._generation, self._base = None, None
+        self._files, self._ends, self._txn = {}, {}, {}
+        self._number = self._taken_ms = 0
+        self._has_part = False
+
+    def _goes_on(self, logs: list[LogPlace]) -> bool:
+        """True if the logs are those that were shipped, and more of them."""
+        assert self._generation is not None
+        if self._generation.log_ids != [log.log_id for log in logs]:
+            return False
+        for log in logs:
+            shipped = self._ends.get(log.shard)
+            if shipped is None:
+                continue
+            if log.end < shipped.position:
+                return False
+            if not shipped.position.offset:
+                continue
+            last_bytes = self._origin.bytes_before(log, shipped.position)
+            if last_bytes is not None and last_bytes != shipped.last_bytes:
+                return False
+        return True
+
+    def _new_generation(self, number: int, logs: list[LogPlace]) -> None:
+        self._forget()
+        log_ids = [log.log_id for log in logs]
+        generation = Generation(number, self._service_id, self._clock.now_ms(), log_ids, self._nonce)
+        self._create(generation_name(number), encode(generation))
+        self._generation = generation
+
+    # -- a moment
+
+    def _moment(self) -> tuple[list[LogPlace], dict[str, bytes]]:
+        try:
+            found = self._origin.moment()
+        except OriginGoneError as gone:
+            raise NoMomentError(str(gone)) from gone
+        if found is None:
+            raise NoMomentError("a shard recovers, or transactions follow each other too fast to be copied; try again")
+        return found
+
+    def _ship(self, logs: list[LogPlace], txn: dict[str, bytes], starts: Mapping[int, LogEnd]) -> Shipped:
+        """Put all bytes of the logs from `starts` to this moment."""
+        assert self._generation is not None
+        if self._generation.log_ids != [log.log_id for log in logs]:
+            raise NoMomentError("the logs were made anew for another count of shards; begin again")
+        if self._is_shipped(logs, txn):
+            return self._shipped()
+        self._taken_ms = max(self._taken_ms, self._clock.now_ms())
+        ends = dict(starts)
+        parts: list[LogPart] = []
+        payload: list[bytes] = []
+        room = PIECE_BYTES
+        for log in logs:
+            for file_no, offset, content in self._origin.log_bytes(log, ends[log.shard].position, PIECE_BYTES):
+                if len(content) > room:
+                    self._put_piece(parts, payload, ends)
+                    parts, payload, room = [], [], PIECE_BYTES
+                parts.append(LogPart(log.shard, file_no, offset, len(content)))
+                payload.append(content)
+                room -= len(content)
+                position = WalPosition(file_no, offset + len(content))
+                last_bytes = (ends[log.shard].last_bytes + content)[-CHECKSUM_LEN:]
+                ends[log.shard] = LogEnd(log.shard, log.log_id, position, last_bytes)
+        self._put_piece(parts, payload, ends, txn)
+        return self._shipped()
+
+    def _is_shipped(self, logs: list[LogPlace], txn: dict[str, bytes]) -> bool:
+        digests = {path: xxh3_64_intdigest(content) for path, content in txn.items()}
+        return (
+            [log.end for log in logs] == [end.position for end in self._ends.values()]
+            and {path: file.digest for path, file in self._txn.items()} == digests
+            and not self._has_part
+        )
+
+    def _shipped(self) -> Shipped:
+        return Shipped(self._number, self._bytes, self._objects, self._taken_ms)
+
+    def _put_piece(
+        self, parts: list[LogPart], payload: list[bytes], ends: dict[int, LogEnd], txn: dict[str, bytes] | None = None
+    ) -> None:
+        assert self._generation is not None
+        number = self._number + 1
+        if txn is not None:
+            self._txn = self._txn_files(number, sum(map(len, payload)), txn)
+            payload = payload + [txn[path] for path, file in self._txn.items() if file.piece == number]
+        piece = Piece(
+            number,
+            self._taken_ms,
+            self._nonce,
+            parts,
+            [ends[shard] for shard in sorted(ends)],
+            txn is not None,
+            self._origin.ends.has_end,
+            list(self._txn.values()),
+        )
+        self._create(piece_name(self._generation.number, number), encode(piece, payload))
+        self._number, self._ends, self._has_part = number, dict(ends), txn is None
+
+    def _txn_files(self, number: int, at: int, txn: dict[str, bytes]) -> dict[str, TxnFile]:
+        """Return where the bytes of each file are: in this piece, or in an earlier one since the last base."""
+        found: dict[str, TxnFile] = {}
+        for path, content in sorted(txn.items()):
+            digest = xxh3_64_intdigest(content)
+            known = self._txn.get(path)
+            if known is None or known.digest != digest:
+                known = TxnFile(path, number, at, len(content), digest)
+                at += len(content)
+            found[path] = known
+        return found
+
+    def _create(self, name: str, content: bytes) -> None:
+        if not self._store.create(name, content) and self._store.read_range(name, 0, len(content)) != content:
+            raise OtherShipperError(
+                f"{self._store.place(name)}: somebody else made this object: two services, or two backups, use one"
+                " archive at a time; end one of them"
+            )
+        self._count(content)
+
+    def _count(self, content: bytes) -> None:
+        self._bytes += len(content)
+        self._objects += 1
+
+    # -- a base
+
+    def _ship_base(self) -> Shipped:
+        assert self._generation is not None
+        snapshot = self._origin.snapshot()
+        logs, _ = self._moment()
+        starts = [self._origin.start(log, snapshot) for log in logs]
+        files: dict[str, FileRef] = {}
+        body = b""
+        if snapshot is not None:
+            body = self._origin.snapshot_body(snapshot.number)
+            segments = list(listed_segments(snapshot))
+            total = sum(segment.data.size_bytes or 0 for segment in segments)
+            done = 0
+            for segment in segments:
+                for ref in self._ship_segment(segment):
+                    files[ref.name] = ref
+                done += segment.data.size_bytes or 0
+                self._told(done, total)
+        ends = self._ends_to_go_on(logs, starts)
+        logs, txn = self._moment()
+        self._txn = {}  # so that no restore from this base needs pieces before it
+        self._ship(logs, txn, ends)
+        if self._base is not None and self._base.number == self._number:
+            return self._shipped()  # nothing has happened since
+        first_piece = min(self._piece_of(start) for start in starts)
+        base = Base(self._number, self._taken_ms, first_piece, starts, list(files.values()), len(body))
+        self._create(base_name(self._generation.number, base.number), encode(base, [body]))
+        self._base, self._files = base, files
+        return self._shipped()
+
+    def _ends_to_go_on(self, logs: list[LogPlace], starts: list[LogStart]) -> dict[int, LogEnd]:
+        """Return where to go on with each log: where the archive ends, or at the snapshot if that is gone."""
+        ends = {}
+        for log, start in zip(logs, starts, strict=True):
+            shipped = self._ends.get(log.shard)
+            if shipped is None or not self._origin.has_log_file(log, shipped.position.file_no):
+                last_bytes = self._origin.bytes_before(log, start.position) or b""
+                shipped = LogEnd(log.shard, log.log_id, start.position, last_bytes)
+            ends[log.shard] = shipped
+        return ends
+
+    def _piece_of(self, start: LogStart) -> int:
+        """Return the first piece with anything behind this place of a log, the last piece if none has."""
+        assert self._generation is not None
+        low, high = 0 if self._base is None else self._base.first_piece - 1, self._number
+        while high - low > 1:
+            middle = (low + high) // 2
+            piece, _ = self._archive.piece(self._generation.number, middle)
+            is_behind = any(end.shard == start.shard and end.position > start.position for end in piece.ends)
+            low, high = (low, middle) if is_behind else (middle, high)
+        return high
+
+    def _ship_segment(self, segment: ListedSegment) -> list[FileRef]:
+        idx = self._origin.read_segment_file(segment.idx)
+        # Data and tags never change: offsets, lengths and times of all records tell whether they are those.
+        identity = index_digest(idx)
+        refs = [self._ship_file(segment.data, identity)]
+        if segment.tags is not None:
+            refs.append(self._ship_file(segment.tags, identity))
+        # Data before the index: a deletion marks the frame, then the index.
+        idx = self._origin.read_segment_file(segment.idx)
+        return [self._ship_file(segment.idx, xxh3_64_intdigest(idx), idx), *refs]
+
+    def _ship_file(self, file: SegmentFile, identity: int, content: bytes | None = None) -> FileRef:
+        assert self._generation is not None
+        _, topic, own = file.path.split("/")
+        size = "" if file.size_bytes is None else f"-{file.size_bytes}"
+        name = file_name(self._generation.number, f"{topic}-{identity:016x}{size}-{own}")
+        known = self._files.get(name)
+        if known is not None:
+            return known
+        if content is None:
+            content = self._origin.read_segment_file(file)
+        self._store.put(name, [content])
+        self._count(content)
+        ref = FileRef(file.path, name, len(content), xxh3_64_intdigest(content))
+        self._files[name] = ref
+        return ref

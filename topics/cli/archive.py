@@ -1,0 +1,89 @@
+"""`topics archive`: what an archive has, whether it is whole, and what of it is not needed any more."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+
+from topics.archive.inspection import check, figures, prune
+from topics.archive.objects import Archive, open_archive
+from topics.cli.archive_shared import EXIT_FAILED, PLACE, Work, duration_ms, fill_command, iso, mebibytes, show
+from topics.cli.progress import progress
+from topics.core.clock import SystemClock
+from topics.storage.filesystem import OsFileSystem
+
+_LIST: Final = """List what can be restored: each generation (one unbroken history of a service) with its bases."""
+_VERIFY: Final = """Read every object that a restore may need, and check it. Changes nothing."""
+_PRUNE: Final = """Remove what only older moments need; the last moment always stays. Records that were deleted in the
+service are gone from the archive once it has no moment from before the deletion."""
+
+
+def fill(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    _verb(verbs, "list", _run_list, _LIST, "  topics archive list /mnt/backup/topics")
+    _verb(verbs, "verify", _run_verify, _VERIFY, "  topics archive verify s3://my-bucket/topics")
+    pruned = _verb(verbs, "prune", _run_prune, _PRUNE, "  topics archive prune /mnt/backup/topics --keep 7d")
+    pruned.add_argument(
+        "--keep", metavar="TIME", type=duration_ms, required=True, help="how far back a restore must reach: 7d, 12h, …"
+    )
+
+
+def _verb(verbs: Any, name: str, work: Work, about: str, examples: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = verbs.add_parser(name, help=about.partition(".")[0].partition(":")[0].lower())
+    fill_command(parser, f"archive {name}", work, about=about, examples=examples)
+    parser.add_argument("place", metavar="PLACE", help=PLACE)
+    return parser
+
+
+def _opened(options: argparse.Namespace) -> Archive:
+    return Archive(open_archive(OsFileSystem(), options.place))
+
+
+def _run_list(options: argparse.Namespace) -> int:
+    found = figures(_opened(options))
+    if options.json:
+        print(msgspec.json.encode({"generations": found}).decode())
+        return 0
+    if not found:
+        print(f"{options.place}: there is no archive here")
+    for generation in found:
+        reach = "nothing can be restored: its first base is not complete"
+        if generation.first_ms is not None and generation.last_ms is not None:
+            reach = f"any time from {iso(generation.first_ms)} to {iso(generation.last_ms)}"
+        print(
+            f"generation {generation.number} of service {generation.service_id}, {generation.shards} shards: {reach}"
+            f" ({generation.pieces} pieces)"
+        )
+        for base in generation.bases:
+            print(f"  base {base.number}  {iso(base.taken_ms)}  {mebibytes(base.size_bytes)} in {base.files} files")
+    return 0
+
+
+def _run_verify(options: argparse.Namespace) -> int:
+    with progress("object", 0) as bar:
+        problems = check(_opened(options), partial(show, bar))
+    if options.json:
+        print(msgspec.json.encode({"problems": problems}).decode())
+    elif problems:
+        print("\n".join(problems))
+    else:
+        print(f"{options.place}: whole")
+    if problems:
+        print(f"topics archive verify: {problems[0]}", file=sys.stderr)
+    return EXIT_FAILED if problems else 0
+
+
+def _run_prune(options: argparse.Namespace) -> int:
+    removed = prune(_opened(options), SystemClock().now_ms() - options.keep)
+    if options.json:
+        print(msgspec.json.encode(removed).decode())
+    else:
+        print(
+            f"{options.place}: removed {removed.generations} generations, {removed.bases} bases, {removed.pieces}"
+            f" pieces, {removed.files} files"
+        )
+    return 0

@@ -1,0 +1,101 @@
+"""The common parts of the commands for archives: options, times, and errors."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from tqdm import tqdm
+
+from topics.archive.objects import ArchiveDamagedError
+from topics.archive.restoring import NotThereError
+from topics.archive.shipping import NoMomentError, OtherShipperError
+from topics.cli import EXIT_USAGE
+from topics.setting_values import MIB
+from topics.storage.lock import DataDirLocked
+from topics.storage.logfile import RefusedLog
+from topics.storage.snapshot import UnknownSnapshotVersion
+
+EXIT_FAILED: Final = 1
+EXIT_LATER: Final = 4
+CODES: Final = """exit codes:
+  0  done
+  1  the archive or the directory is damaged, incomplete, not writable, or of another service
+  2  usage, or there is no such moment in the archive
+  4  not now: the service starts, stops or recovers, or the store does not answer; nothing was lost, try again"""
+PLACE: Final = "a directory, or the URL of a bucket: s3://bucket/prefix, gs://…, az://…, file:///…"
+_DURATION: Final = re.compile(r"(\d+)(ms|s|m|h|d)?")
+_UNIT_MS: Final = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+
+Work = Callable[[argparse.Namespace], int]
+
+
+def fill_command(parser: argparse.ArgumentParser, name: str, work: Work, *, about: str, examples: str) -> None:
+    """Make `parser` that of a command which does `work`; `name` begins its errors."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = about
+    parser.epilog = f"examples:\n{examples}\n\n{CODES}"
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(command=lambda options: _run(name, work, options))
+
+
+def _run(name: str, work: Work, options: argparse.Namespace) -> int:
+    try:
+        return work(options)
+    except NotThereError as error:
+        code, problem = EXIT_USAGE, str(error)
+    except (NoMomentError, TimeoutError) as error:
+        code, problem = EXIT_LATER, str(error)
+    except (
+        ArchiveDamagedError,
+        OtherShipperError,
+        DataDirLocked,
+        RefusedLog,
+        UnknownSnapshotVersion,
+        EOFError,
+    ) as error:
+        code, problem = EXIT_FAILED, str(error)
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        code, problem = EXIT_FAILED, f"{place}{error.strerror or error}"
+    print(f"topics {name}: {problem}", file=sys.stderr)
+    return code
+
+
+def mebibytes(size_bytes: int) -> str:
+    return f"{size_bytes / MIB:,.1f} MiB"
+
+
+def show(bar: tqdm[Any], done: int, total: int) -> None:
+    bar.total = total
+    bar.update(done - bar.n)
+
+
+def iso(ts_ms: int) -> str:
+    """Return a time as people and `--to-ts` write it, in UTC."""
+    return datetime.fromtimestamp(ts_ms / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
+
+
+def time_ms(text: str) -> int:
+    """Read a time: ms since the epoch, or ISO 8601 (UTC unless it names an offset)."""
+    if text.isdecimal():
+        return int(text)
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no time: write 2026-11-22T14:00:00Z, or milliseconds since 1970"
+        ) from None
+    return int((found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp() * 1000)
+
+
+def duration_ms(text: str) -> int:
+    """Read a duration such as 7d, 12h, 30m, 10s or 500ms; a bare number is ms."""
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration: write 7d, 12h, 30m or 10s")
+    return int(match[1]) * _UNIT_MS[match[2] or "ms"]

@@ -1,0 +1,58 @@
+"""`topics restore`: make a data directory from an archive."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from typing import Final
+
+import msgspec
+
+from topics.archive.objects import Archive, open_archive
+from topics.archive.restoring import Restore, WantedMoment, plan
+from topics.cli.archive_shared import PLACE, fill_command, iso, mebibytes, show, time_ms
+from topics.cli.progress import progress
+from topics.core.clock import SystemClock
+from topics.storage.filesystem import OsFileSystem
+
+_ABOUT: Final = """Make a data directory from an archive, as the service was at the last moment there, or at an earlier
+one. The restored service is one of its own: every topic has a new epoch, and behind its last record a gap whose reason
+is "restored", for seqs that may have been given out later."""
+_EXAMPLES: Final = """  topics restore /mnt/backup/topics --data-dir ./restored
+  topics restore s3://my-bucket/topics --data-dir ./restored --to-ts 2026-11-22T14:00:00Z
+  topics restore /mnt/backup/topics --data-dir ./restored --to-seq orders=1200"""
+
+
+def fill(parser: argparse.ArgumentParser) -> None:
+    fill_command(parser, "restore", _run, about=_ABOUT, examples=_EXAMPLES)
+    parser.add_argument("place", metavar="FROM", help=PLACE)
+    parser.add_argument(
+        "--data-dir", metavar="DIR", required=True, help="the directory to make; it must not exist, or be empty"
+    )
+    to = parser.add_mutually_exclusive_group()
+    to.add_argument("--to-ts", metavar="TIME", type=time_ms, help="the last moment at or before this time")
+    to.add_argument("--to-seq", metavar="TOPIC=N", type=_topic_seq, help="the first moment with record N of the topic")
+
+
+def _topic_seq(text: str) -> tuple[str, int]:
+    topic, _, seq = text.rpartition("=")
+    if not topic or not seq.isdecimal() or not int(seq):
+        raise argparse.ArgumentTypeError(f"{text!r} is no TOPIC=N: write for example orders=1200")
+    return topic, int(seq)
+
+
+def _run(options: argparse.Namespace) -> int:
+    fs = OsFileSystem()
+    archive = Archive(open_archive(fs, options.place))
+    topic, seq = options.to_seq or (None, 0)
+    found = plan(archive, WantedMoment(options.to_ts, topic, seq))
+    with progress("object", len(found.base.files) + len(found.pieces)) as bar:
+        done = Restore(archive, found, fs, options.data_dir, partial(show, bar)).run(SystemClock())
+    if options.json:
+        print(msgspec.json.encode({**done._asdict(), "data_dir": options.data_dir}).decode())
+    else:
+        print(
+            f"{options.data_dir}: is as it was at {iso(done.taken_ms)}; {done.topics} topics,"
+            f" {mebibytes(done.size_bytes)} were fetched"
+        )
+    return 0
