@@ -35,10 +35,7 @@ RUN_ELSEWHERE: Final = {
     "docs/operations.md": ("tests/cli/test_handbook.py", {"console"}),
 }
 NOT_RUN: Final = {
-    (
-        "README.md",
-        "make run       # serves on 127.0.0.1:4000 with ./topics-data",
-    ): "targets, which test_readme.py finds",
+    ("README.md", "python3 -m venv topics-demo"): "the quickstart's first commands, which test_pages.py compares",
     ("docs/architecture.md", "topics-supervisor"): "a picture",
     ("docs/decisions/0011-transactions.md", "POST /v0/stage/:topic        frontend   writes"): "a table of steps",
     (
