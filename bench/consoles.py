@@ -40,7 +40,7 @@ class Asked(NamedTuple):
     body: bytes | None = None
 
 
-VIEWS: Final[dict[str, tuple[Asked, ...]]] = {
+_EVERY_VIEW: Final[dict[str, tuple[Asked, ...]]] = {
     "overview": (Asked(2, "metrics?topic_series=false"), Asked(2, "ready")),
     "topics": (Asked(5, "topics?sort=rate&order=desc&page_size=100"),),
     "topic/log-0": (
@@ -55,6 +55,9 @@ VIEWS: Final[dict[str, tuple[Asked, ...]]] = {
     "cursors": (Asked(5, "topics?sort=lag&kind=followed&page_size=1000"),),
     "routers": (Asked(5, "routers?page_size=1000"),),
 }
+_BEHIND: Final = (Asked(10, "metrics?topic_series=false"), Asked(10, "ready"))
+"""With these the charts of the overview go on while another view is open."""
+VIEWS: Final = {view: asked if view == "overview" else asked + _BEHIND for view, asked in _EVERY_VIEW.items()}
 """The requests that an open page of each view repeats."""
 CROWD: Final = (*["overview"] * 4, "topics", "topic/log-0", "topic/log-0", "queue/queue-0", "cursors", "routers")
 """Ten people on call. Those that look at a topic have its live tail open, too."""

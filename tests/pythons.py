@@ -15,8 +15,8 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 SUITES: Final = ("core", "shm", "storage", "walshard", "supervisor")
-"""Suites that need no browser, no Spark and no tool from elsewhere."""
-TOOLS: Final = ("hypothesis", "pytest", "pytest-timeout", "setuptools")
+"""Suites that need no browser and no Spark."""
+TOOLS: Final = ("httpx", "hypothesis", "moto[server]", "pytest", "pytest-timeout", "setuptools")
 BUILDS: Final = Path("~/.pyenv/versions").expanduser()
 
 
@@ -59,7 +59,7 @@ def run_on(python: Path, directory: Path) -> bool:
         "--disable-pip-version-check",
     ]
     subprocess.run([*pip, "--constraint", pins, *TOOLS], check=True)
-    subprocess.run([*pip, "--constraint", pins, "--editable", f"{ROOT}[server]"], check=True)
+    subprocess.run([*pip, "--constraint", pins, "--editable", f"{ROOT}[server,bucket]"], check=True)
     suites = [f"tests/{name}" for name in SUITES]
     return not subprocess.run(
         [directory / "bin" / "pytest", "-m", "not long", *suites], cwd=ROOT, check=False

@@ -13,7 +13,7 @@ import topics
 
 ROOT = Path(topics.__file__).parent
 # Modules that everybody above them may use and that use nothing of ours but each other's betters.
-BASE = {"topics", "topics.settings", "topics.setting_values", "topics.log", "topics.terminal"}
+BASE = {"topics", "topics.settings", "topics.setting_values", "topics.log", "topics.terminal", "topics.progress"}
 PROCESSES = {"topics.walshard", "topics.frontend", "topics.compactor"}
 SHARED = BASE | {"topics.api", "topics.core", "topics.storage", "topics.shm"}
 MAY_IMPORT = {
@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "topics.settings": {"topics.core", "topics.setting_values"},
     "topics.log": set[str](),
     "topics.terminal": set[str](),
+    "topics.progress": set[str](),
     "topics.storage": {"topics.core"},
     "topics.shm": {"topics.core"},
     "topics.archive": SHARED,

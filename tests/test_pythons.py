@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -45,3 +49,36 @@ def test_what_is_missing_is_said_and_the_running_one_alone_is_not_enough(
     missing = "3.100" if others else "3.99, 3.100"
     assert f"not here: {missing}\n" in said
     assert bool(re.search("no Python here but the running one", said)) is not bool(others)
+
+
+def imported(paths: list[Path]) -> Iterator[str]:
+    """Yield the foreign packages that modules import, with what they import of `tests` and `bench`."""
+    seen: set[Path] = set()
+    while paths:
+        path = paths.pop()
+        if path in seen or not path.exists():
+            continue
+        seen.add(path)
+        for node in ast.parse(path.read_text()).body:
+            named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                named = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            for name in named:
+                first = name.partition(".")[0]
+                if first in ("tests", "bench"):
+                    folder = pythons.ROOT / name.replace(".", "/")
+                    paths += [folder.with_suffix(".py"), folder / "__init__.py"]
+                elif first not in sys.stdlib_module_names and first not in ("topics", "topicsd"):
+                    yield first
+
+
+def test_each_environment_has_what_its_suites_import() -> None:
+    project = tomllib.loads((pythons.ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["server"], *pythons.TOOLS]
+    installed = {re.split(r"[^\w.-]", one)[0].lower().replace("_", "-") for one in wanted}
+    modules = [path for name in pythons.SUITES for path in (pythons.ROOT / "tests" / name).rglob("*.py")]
+    packages = set(imported([pythons.ROOT / "tests" / "conftest.py", *modules]))
+    assert "pytest" in packages
+    owners = packages_distributions()
+    for package in packages:
+        assert {one.lower().replace("_", "-") for one in owners[package]} & installed, f"{package}: add it to TOOLS"

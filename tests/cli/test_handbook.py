@@ -1,4 +1,6 @@
-"""The examples of `docs/operations.md` "At a shell" are run as they stand."""
+"""The examples of `docs/operations.md` "At a shell" are run as they stand; so are commands that look at one directory,
+on these and other pages.
+"""
 
 from __future__ import annotations
 
@@ -67,3 +69,38 @@ def test_the_examples_print_what_they_say(tmp_path: Path) -> None:
                 check=False,
             )
             assert timeless(done.stdout.decode()) == timeless(printed), command
+
+
+LOOKS = ("topics-supervisor check ", "topics verify ")
+FOLDER = re.compile(r"/var/lib/topics|\./topics-data")
+
+
+def looks() -> list[tuple[str, str]]:
+    """Return the (command, output) of examples outside of the handbook that look at a data directory."""
+    operations = (ROOT / "docs" / "operations.md").read_text().replace(handbook(), "")
+    found = [*examples(operations), *examples((ROOT / "docs" / "storage-format.md").read_text())]
+    return [(command, printed) for command, printed in found if any(look in command for look in LOOKS)]
+
+
+@pytest.mark.parametrize(("command", "printed"), looks())
+def test_a_command_that_looks_at_a_directory_prints_what_its_page_says(
+    command: str, printed: str, tmp_path: Path
+) -> None:
+    """All but the figures, which are those of the page's directory."""
+    with Service(data_dir=tmp_path / "data", shards=1, frontends=1) as service:
+        service.client.post("/v0/topics/t", json={"records": [{"data": 1}]}).raise_for_status()
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        FOLDER.sub(str(tmp_path / "data"), command),
+        shell=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=clean_environment({"TOPICS_PORT": "0", "PATH": path}),
+        cwd=tmp_path,
+        timeout=60,
+        check=False,
+    )
+    expected = FOLDER.sub(str(tmp_path / "data"), printed).replace("127.0.0.1:4000", "127.0.0.1:0")
+    assert re.sub(r"\d+", "0", done.stdout) == re.sub(r"\d+", "0", expected)

@@ -28,7 +28,7 @@ def test_claim_work_ack_is_a_pipeline(shell: Shell, mails: str) -> None:
     assert (first["$seq"], first["data"], first["deliveries"]) == (1, "ann", 1)
     assert first["lease_id"] != second["lease_id"]
     assert first["deadline"] > first["$ts"]
-    assert counts(shell, mails) == {"ready": 1, "in_flight": 2, "dead_lettered": 0}
+    assert counts(shell, mails) == {"ready": 1, "in_flight": 2, "dead_lettered": 0, "scheduled": 0}
     assert values(shell.ok("queue", mails, "ack", given=claimed)) == [{"acked": 2, "skipped": []}]
     assert [one["data"] for one in values(shell.ok("queue", mails, "peek"))] == ["cy"]
 
@@ -65,7 +65,7 @@ def test_extend_and_nack(shell: Shell, topics: Client, mails: str) -> None:
     claimed = shell.ok("queue", f"{mails}.b", "claim")
     assert values(claimed)[0]["deliveries"] == 2
     shell.ok("queue", f"{mails}.b", "nack", "--delay-ms", "3600000", given=claimed)
-    assert counts(shell, f"{mails}.b") == {"ready": 0, "in_flight": 0, "dead_lettered": 0}
+    assert counts(shell, f"{mails}.b") == {"ready": 0, "in_flight": 0, "dead_lettered": 0, "scheduled": 0}
     assert shell.ok("queue", f"{mails}.b", "claim") == ""
 
 

@@ -163,25 +163,49 @@ def test_bench_removes_its_topic(shell: Shell, topics: Client) -> None:
     assert not [one.topic for one in topics.list_topics("topics-bench-")]
 
 
+AT_ONCE = "import sys, topics.progress as bars, topics.cli.main as cli; bars.AFTER_S = 0; sys.exit(cli.main())"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "unit"),
-    [(["read"], "records"), (["delete", "--before", "2", "--yes"], "records"), (["list", "--json"], "topics")],
+    ("arguments", "bar", "lines"),
+    [
+        (["read", "TOPIC"], "records", 5),
+        (["tail", "TOPIC", "-n", "5"], "records", 5),
+        (["delete", "TOPIC", "--before", "2", "--yes"], "records", 1),
+        (["list", "TOPIC"], "topics", 3),
+        (["list", "TOPIC", "--json"], "topics", 2),
+        (["list", "TOPIC", "--names"], "topics", 2),
+        (["lag", "TOPIC"], "topics", 2),
+        (["queue", "TOPIC.q", "peek"], "jobs", 2),
+        (["queue", "TOPIC.q", "redrive", "--from", "TOPIC"], "jobs", 1),
+        (["queue", "TOPIC.q", "claim", "--wait-s", "0.1", "--max", "2"], "waiting for a job", 2),
+    ],
 )
-def test_long_work_has_a_bar(service: Service, topics: Client, topic: str, arguments: list[str], unit: str) -> None:
+def test_long_work_has_a_bar(
+    service: Service, topics: Client, topic: str, arguments: list[str], bar: str, lines: int
+) -> None:
     """A bar that begins at once instead of after a second, on a terminal, while the output goes to a pipe."""
     topics.append(topic, range(5))
-    program = "import sys, topics.cli.progress as bars, topics.cli.main as cli; bars.AFTER_S = 0; sys.exit(cli.main())"
-    command = [sys.executable, "-c", program, arguments[0], topic, *arguments[1:], "--url", service.url]
+    topics.put_topic(f"{topic}.q", type="queue")
+    topics.append(f"{topic}.q", range(2))
+    arguments = [one.replace("TOPIC", topic) for one in arguments]
+    command = [sys.executable, "-c", AT_ONCE, *arguments, "--url", service.url]
     ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 80))
+    termios.tcsetwinsize(theirs, (24, 100))
     try:
         done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=theirs, env=clean_environment({}), timeout=60, check=False
+            command,
+            stdin=theirs,
+            stdout=subprocess.PIPE,
+            stderr=theirs,
+            env=clean_environment({}),
+            timeout=60,
+            check=False,
         )
         assert done.returncode == 0
-        assert done.stdout.count(b"\n") == (5 if arguments == ["read"] else 1)
+        assert done.stdout.count(b"\n") == lines
         os.set_blocking(ours, False)
-        assert re.search(rf"\d.*{unit}".encode(), os.read(ours, 10_000))
+        assert re.search(bar.encode(), os.read(ours, 100_000))
     finally:
         os.close(ours)
         os.close(theirs)

@@ -10,7 +10,8 @@ import pytest
 
 from topics.client.attempts import Attempts, Retry
 from topics.client.errors import ApiError, NotFoundError, ServiceBusyError, ServiceFaultError, UnreachableError
-from topics.client.http import NotSentError, TransportError
+from topics.client.http import Event, NotSentError, TransportError
+from topics.client.walks import Following
 
 RETRY = Retry(total_s=10.0, pause_first_s=0.1, pause_max_s=1.0)
 
@@ -80,3 +81,18 @@ def test_other_refusals_are_final(status: int, kind: type[ApiError]) -> None:
 def test_an_answer_of_something_else_says_so() -> None:
     with pytest.raises(ServiceFaultError, match=r"did not come from a topics service.*<html>"):
         attempts(True).pause_after_refusal(502, {}, b"<html>bad gateway")
+
+
+def test_a_stop_that_a_stream_announced_is_no_failure_and_the_next_end_is_one() -> None:
+    """With no time for repeats a failure ends the follower at once."""
+    following = Following("t", "raise", {}, lambda path: Attempts(Retry(total_s=0.0), True, path))
+    data = b'{"code":"server_shutting_down","error":"the service is stopping"}'
+    assert not list(following.take(Event("error", data, "")))
+    assert 0 < following.pause_s(None) <= 0.05
+    with pytest.raises(UnreachableError, match="the stream ended"):
+        following.pause_s(None)
+    assert not list(following.take(Event("error", data, "")))
+    assert following.pause_s(TransportError("reset")) > 0, "the end may come with a broken connection"
+    assert not list(following.take(Event("error", b'{"code":429}', "")))
+    with pytest.raises(UnreachableError):
+        following.pause_s(None)

@@ -323,6 +323,10 @@ def test_the_json_has_the_same_names_and_numbers(own: Service, topic: str) -> No
     assert body["topics_topic_head_seq"][topic] == 2
     assert body["topics_topics_by_class"]["disk"] == value(as_text, "topics_topics_by_class", **{"class": "disk"})
     assert body["topics_process_restarts_total"]["walshard"]["1"] == 0
+    assert (body["topics"], body["queue_topics"]) == (body["topics_topics"], body["topics_queue_topics"])
+    written = {"frames": "frames", "bytes": "bytes_written", "fsyncs": "fsyncs"}
+    assert body["wal"] == {short: body[f"topics_wal_{name}_total"] for short, name in written.items()}
+    assert body["wal"]["frames"] > 0
     latency = body["topics_wal_fsync_latency_us"]
     assert latency["buckets"]["+Inf"] == latency["count"]
 

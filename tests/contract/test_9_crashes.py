@@ -8,8 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
+from websockets.exceptions import ConnectionClosed
 
 from tests.contract.asking import diff_records, ok, put, state, write
+from tests.contract.socket_client import Socket
 from tests.contract.stream import follow
 from tests.contract.test_9_queues import FOREVER_MS
 from tests.contract.working import Work, ask, claim, counts, queue, seqs, until_counts
@@ -230,10 +232,17 @@ def test_a_stop_ends_streams_with_a_last_error_that_says_so() -> None:
     with Service(shards=1, frontends=1) as service:
         queue(service.client, "q", 1)
         put(service.client, "t")
-        with Work(service.url, "q", max=1) as work, follow(service, {"t": {}}) as stream:
+        with Work(service.url, "q", max=1) as work, follow(service, {"t": {}}) as stream, Socket(service) as ws:
             work.jobs(1)
             stream.until_caught_up(1)
+            assert ws.ask("subscribe", request_id=1, topic="t")["op"] == "subscribed"
             service.stop()
+            message = ws.next()
+            while message["op"] != "error":
+                message = ws.next()
+            assert (message["code"], message["request_id"]) == ("server_shutting_down", None)
+            with pytest.raises(ConnectionClosed):
+                ws.next()
             for last in (work.event("error"), stream.event("error")):
                 assert last.json["code"] == "server_shutting_down"
             for over in (work, stream):

@@ -853,6 +853,7 @@ def test_a_peek_says_of_every_job_where_it_stands_and_touches_no_lease(client: h
     ask(client, topic, "nack", 2, node='a "worker"')
     ask(client, topic, "nack", 3, node='a "worker"', delay_ms=FOREVER_MS)
     before = counts(client, topic)
+    assert state(client, topic)["queue"]["scheduled"] == 3
     answer = peek(client, topic)
     seen = {job["$seq"]: job for job in answer["jobs"]}
     assert list(seen) == [2, 3, 4, 5, 6, 7, 8, 9]

@@ -39,7 +39,7 @@ def ask(client: httpx.Client, topic: str, verb: str, *named: int, node: str = "w
 def counts(client: httpx.Client, topic: str) -> tuple[int, int, int]:
     """(ready, in_flight, dead_lettered) as the topic's state says."""
     block = state(client, topic)["queue"]
-    assert set(block) == {"ready", "in_flight", "dead_lettered"}
+    assert set(block) == {"ready", "in_flight", "dead_lettered", "scheduled"}
     return block["ready"], block["in_flight"], block["dead_lettered"]
 
 

@@ -64,6 +64,9 @@ class ModelJob:
     def until(self, now: Now, wait_ms: int) -> None:
         self.until_ms, self.deadline_ms = now.mono_ms + wait_ms, now.wall_ms + wait_ms
 
+    def its_time_has_come(self, now: Now) -> bool:
+        return self.due_ms <= now.mono_ms if self.due_ms else self.deliver_at_ms <= now.wall_ms
+
 
 @dataclass
 class Model:
@@ -82,13 +85,14 @@ class Model:
         free = [job for job in self.jobs.values() if not job.held and not job.node and not job.until_ms]
         again = sorted(job.seq for job in free if job.returned)
         rest = [
-            job.seq
-            for job in free
-            if not job.returned
-            and (job.due_ms <= now.mono_ms if job.due_ms else job.deliver_at_ms <= now.wall_ms)
-            and self.first_of_its_key(job)
+            job.seq for job in free if not job.returned and job.its_time_has_come(now) and self.first_of_its_key(job)
         ]
         return again + sorted(rest)
+
+    def scheduled(self, now: Now) -> int:
+        free = [job for job in self.jobs.values() if not job.held and not job.node]
+        later = [job for job in free if not job.until_ms and not job.returned and not job.its_time_has_come(now)]
+        return sum(bool(job.until_ms) for job in free) + sum(map(self.first_of_its_key, later))
 
     def leased(self) -> list[int]:
         return sorted(job.seq for job in self.jobs.values() if job.node and not job.held)
@@ -386,6 +390,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.advance()
         assert self.leases.ready == len(self.model.ready(self.now))
         assert self.leases.in_flight == len(self.model.leased())
+        assert self.leases.scheduled == self.model.scheduled(self.now)
         assert self.topic.records == len(self.model.jobs) + len(self.done)
         assert self.leases.done.count == len(self.done)
 

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import venv
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -33,17 +34,22 @@ def build(directory: Path) -> tuple[Path, Path]:
     directory.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as name:
         copy = Path(name)
-        for source in SOURCES:
-            path = ROOT / source
-            if path.is_dir():
-                shutil.copytree(path, copy / source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-            else:
-                shutil.copy(path, copy)
+        copy_sources(copy)
         for kind in ("sdist", "wheel"):
             program = f"from setuptools import build_meta; build_meta.build_{kind}({str(directory)!r})"
             run([sys.executable, "-c", program], cwd=copy)
     (wheel,), (sdist,) = directory.glob("*.whl"), directory.glob("*.tar.gz")
     return wheel, sdist
+
+
+def copy_sources(folder: Path) -> None:
+    """Copy what the package is built from into a folder."""
+    for source in SOURCES:
+        path = ROOT / source
+        if path.is_dir():
+            shutil.copytree(path, folder / source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        else:
+            shutil.copy(path, folder)
 
 
 def run(command: Sequence[str | Path], *, cwd: Path | None = None, given: str | None = None) -> str:
@@ -93,10 +99,8 @@ def check(supervisor: Sequence[str | Path], programs: Path, scratch: Path) -> No
 
         found = poll("the service", url, INSTALL_TIMEOUT_S)
         command: list[str | Path] = [programs / "topics-supervisor", "status", "--data-dir", scratch / "data"]
-        poll(
-            "all processes to be ready",
-            lambda: subprocess.run(command, capture_output=True, check=False).returncode == 0,
-        )
+        ask = partial(subprocess.run, command, env=clean_environment({}), stdout=subprocess.DEVNULL, check=False)
+        poll("all processes to be ready", lambda: ask().returncode == 0)
         written = run([programs / "topics", "write", "shop", "--url", found], cwd=scratch, given=RECORDS)
         assert '"count":2' in written
         read = run([programs / "topics", "read", "shop", "--url", found], cwd=scratch)

@@ -33,12 +33,10 @@ RUN_ELSEWHERE: Final = {
     "docs/api.md": ("tests/contract/test_api_page.py", {"http", "websocket", "sh"}),
     "docs/install.md": ("tests/deploy/test_systemd.py", {"console"}),
     "docs/operations.md": ("tests/cli/test_handbook.py", {"console"}),
+    "docs/storage-format.md": ("tests/cli/test_handbook.py", {"console"}),
 }
 NOT_RUN: Final = {
-    (
-        "README.md",
-        "make run       # serves on 127.0.0.1:4000 with ./topics-data",
-    ): "targets, which test_readme.py finds",
+    ("README.md", "python3 -m venv topics-demo"): "the quickstart's first commands, which test_pages.py compares",
     ("docs/architecture.md", "topics-supervisor"): "a picture",
     ("docs/decisions/0011-transactions.md", "POST /v0/stage/:topic        frontend   writes"): "a table of steps",
     (
@@ -50,12 +48,10 @@ NOT_RUN: Final = {
         "docs/operations.md",
         "# /etc/topics/keys: an entry a line",
     ): "keys that are cut short; guides/security.md has whole ones",
-    ("docs/operations.md", "$ topics-supervisor check --data-dir /var/lib/topics"): "guides/deployment.md runs it",
     (
         "docs/operations.md",
         "$ curl -s localhost:4000/v0/topics -H 'Auth",
     ): "a key cut short; guides/security.md runs it",
-    ("docs/storage-format.md", "$ topics verify ./topics-data"): "guides/deployment.md runs it",
     ("docs/commands.md", "topics completion bash >"): "files of the reader; test_service_commands.py runs the commands",
     ("docs/spark.md", 'frame = spark.read.format("topics")'): "a shape with `…`; guides/spark.md runs a whole program",
     ("docs/spark.md", 'frame.select("data", "tag").write'): "a shape with `…`; guides/spark.md runs a whole program",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.cli.test_handbook import examples, handbook, looks
 from tests.docs.blocks import (
     NOT_RUN,
     ROOT,
@@ -25,6 +26,14 @@ def test_no_block_slips_through() -> None:
     assert len(ALL) > 90
     unseen = [f"{block.page}:{block.line} {block.language}" for block in ALL if runner(block) is None]
     assert not unseen, "run it in a page of tests/docs/blocks.py:RUN_HERE, or say in NOT_RUN why not"
+
+
+def test_each_example_of_the_handbook_s_pages_is_one_that_its_test_runs() -> None:
+    run = {command for command, _ in [*looks(), *examples(handbook())]}
+    for page in ("docs/operations.md", "docs/storage-format.md"):
+        claimed = [block for block in of_page(page) if "test_handbook" in (runner(block) or "")]
+        assert claimed
+        assert {command for block in claimed for command, _ in examples(f"```console\n{block.text}```\n")} <= run
 
 
 def test_what_is_named_is_there() -> None:

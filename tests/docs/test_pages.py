@@ -8,7 +8,7 @@ import pytest
 
 from tests.deploy import distribution
 from tests.docs.blocks import RUN_HERE, Block, of_page
-from tests.docs.page_runner import SERVICE, PageRunner
+from tests.docs.page_runner import SERVICE, PageRunner, commands
 from tests.spark.conftest import make_java_home, spark_environment
 
 QUICKSTART = "docs/quickstart.md"
@@ -55,10 +55,15 @@ def test_a_guide_does_what_it_shows(page: str, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_the_quickstart_leads_from_nothing_to_a_worker(tmp_path: Path) -> None:
-    """In a bare environment, with the wheel of this checkout."""
-    wheel, _ = distribution.build(tmp_path / "dist")
-    (tmp_path / "reader").mkdir()
-    run(QUICKSTART, tmp_path / "reader", {"PIP_FIND_LINKS": str(wheel.parent), "PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+    """In a bare environment, in a folder with the sources of this checkout."""
+    distribution.copy_sources(tmp_path)
+    run(QUICKSTART, tmp_path, {"PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+
+
+def test_the_first_page_begins_as_the_quickstart_does() -> None:
+    readme = next(block.text for block in of_page("README.md"))
+    shown = [command for block in of_page(QUICKSTART)[:2] for command, _ in commands(block.text)]
+    assert readme.splitlines() == shown
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 
 from topics.core.location import LOCATION_DELETED, LOCATION_LOST, offsets_of
 from topics.storage import segment_convert
-from topics.storage.frame import LOCATION_FLAGS, encode, lay_out, scan, stamp
+from topics.storage.frame import LENGTH_FIELD_LEN, LOCATION_FLAGS, encode, lay_out, scan, stamp
 from topics.storage.segment import ENTRY, HEADER, TAIL
 from topics.storage.segment_convert import convert
 
@@ -132,6 +132,18 @@ def test_a_damaged_frame_is_not_given_a_new_checksum(rows: int) -> None:
     damaged[offsets_of(entries)[rows // 2] + 45] ^= 1  # in the payload
     with pytest.raises(ValueError, match=f"frame of record {5 + rows // 2} .* is damaged"):
         convert(damaged, TOPIC_ID, entries, DATA_BYTES)
+
+
+@pytest.mark.parametrize("rows", [5, 100])
+def test_no_flipped_bit_is_given_a_new_checksum(rows: int) -> None:
+    log, entries = log_of([([(b"n", b"t", b"123", b"")] * rows, 0)])
+    offset, total_len = offsets_of(entries)[rows // 2], entries[2] >> 32
+    for at in range(LENGTH_FIELD_LEN, total_len):
+        for bit in range(8):
+            damaged = bytearray(log)
+            damaged[offset + at] ^= 1 << bit
+            with pytest.raises(ValueError, match="not those of topic 0x9" if 6 <= at < 22 else "is damaged"):
+                convert(damaged, TOPIC_ID, entries, DATA_BYTES)
 
 
 def test_a_table_is_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,12 @@ def _assert_topic_shown(reader: ArenaReader, hosted: Hosted) -> None:
     for field in _SHOWN:
         assert getattr(view, field) == getattr(topic, field), f"{field} of {topic.name} is not what the shard knows"
     assert (view.base_seq, view.ring_word, view.ring_capacity) == (ring.base_seq, ring.word, ring.capacity)
-    assert (view.jobs_ready, view.jobs_in_flight, view.jobs_dead_lettered) == hosted.job_counts(), topic.name
+    assert (
+        view.jobs_ready,
+        view.jobs_in_flight,
+        view.jobs_scheduled,
+        view.jobs_dead_lettered,
+    ) == hosted.job_counts(), topic.name
     assert reader.config(slot, view) == topic.config
     segments = reader.segments(slot, view)
     assert segments is not None

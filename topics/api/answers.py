@@ -107,11 +107,14 @@ class PutTopicAnswer(TopicAnswer, frozen=True, kw_only=True):
 
 
 class QueueCounts(msgspec.Struct, frozen=True):
-    """The jobs of a queue: what a claim would get now, what is leased, what went to the dead letters so far."""
+    """The jobs of a queue: what a claim would get now, what is leased, what went to the dead letters so far, and what
+    waits for a time. A job behind another one of its `order_key` is in none of them.
+    """
 
     ready: int
     in_flight: int
     dead_lettered: int
+    scheduled: int = 0
 
 
 class TopicState(TopicAnswer, frozen=True, kw_only=True):

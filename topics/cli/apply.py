@@ -16,13 +16,13 @@ import msgspec
 
 from topics.api.requests import Consistency
 from topics.cli import shared
-from topics.cli.progress import counted
 from topics.cli.shared import EXIT_FOUND, EXIT_REFUSED, UsageError, agreed, print_line, say
 from topics.client import Client, NotFoundError, calls
 from topics.client.calls import Call
 from topics.core.config import TopicConfig, incompatible_type, parse_config
 from topics.core.errors import TopicsError
 from topics.core.routers import RouterSpec, parse_router
+from topics.progress import counted
 from topics.terminal import Paint, paint_for
 
 BOUNDS: Final = ("ttl_ms", "cap_records", "cap_bytes")

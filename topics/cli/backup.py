@@ -12,8 +12,8 @@ import msgspec
 
 from topics.archive.backing_up import backup
 from topics.cli.archive_shared import PLACE, fill_command, iso, mebibytes, show
-from topics.cli.progress import progress
 from topics.core.clock import SystemClock
+from topics.progress import progress
 from topics.storage.filesystem import OsFileSystem
 
 PATIENCE_MS: Final = 30_000

@@ -17,9 +17,9 @@ from typing import Any, Final
 import msgspec
 
 from topics.cli import shared
-from topics.cli.progress import progress
 from topics.cli.shared import print_line, print_table, put, say
 from topics.client import Client, NewRecord, calls
+from topics.progress import progress
 
 QUANTILES: Final = {"p50_ms": 0.5, "p90_ms": 0.9, "p99_ms": 0.99, "p999_ms": 0.999, "max_ms": 1.0}
 READ_PAGE: Final = 1000
@@ -127,7 +127,7 @@ def measure(phase: str, works: Sequence[Work], options: argparse.Namespace) -> d
                 samples.append(((ended_s - began_s) * 1000, records))
         return samples
 
-    style = {"desc": phase, "bar_format": "{desc} {bar}| {remaining} left"}
+    style: dict[str, Any] = {"desc": phase, "bar_format": "{desc} {bar}| {remaining} left"}
     with ThreadPoolExecutor(len(works)) as pool, progress("s", span_s, **style) as bar:
         try:
             threads = [pool.submit(repeat, work) for work in works]

@@ -11,9 +11,9 @@ from typing import Final
 
 from topics.api.answers import DeleteRecordsAnswer
 from topics.cli import shared
-from topics.cli.progress import progress
 from topics.cli.shared import EXIT_REFUSED, UsageError, print_answer, say
 from topics.client import Client, ClientError, NotAllowedError
+from topics.progress import progress
 
 LOOK_EVERY_S: Final = 0.5
 _EXAMPLES: Final = """  topics delete orders --before 1000
@@ -60,7 +60,7 @@ def _delete_records(client: Client, options: argparse.Namespace) -> DeleteRecord
     ended = Event()
 
     def watch() -> None:
-        with suppress(ClientError), progress(" records", disable=False) as bar:
+        with suppress(ClientError), progress(" records") as bar:
             before = client.get_topic(options.topic, touch=False).count
             while not ended.wait(LOOK_EVERY_S):
                 bar.update(max(0, before - client.get_topic(options.topic, touch=False).count - bar.n))

@@ -29,7 +29,12 @@ from topics.client import Client, ClientError, NotAllowedError, ServiceBusyError
 from topics.terminal import Cell, Styled
 
 DISTRIBUTION: Final = "topicsd"
-EXTRAS: Final = {"server": sorted(topicsd.SERVER_MODULES), "spark": ["pyspark", "pyarrow"], "delta": ["deltalake"]}
+EXTRAS: Final = {
+    "server": sorted(topicsd.SERVER_MODULES),
+    "spark": ["pyspark", "pyarrow"],
+    "delta": ["deltalake"],
+    "bucket": ["obstore"],
+}
 FREE_SHARE_MIN, FREE_BYTES_MIN = 0.05, 1 << 30
 AHEAD_MAX_S: Final = 60
 UNITS: Final = ("/etc/systemd/system/topics.service", "/usr/lib/systemd/system/topics.service")

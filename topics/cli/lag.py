@@ -11,9 +11,9 @@ import msgspec
 
 from topics.cli import shared
 from topics.cli.list_topics import AT_ONCE
-from topics.cli.progress import progress
 from topics.cli.shared import EXIT_FOUND, print_items
 from topics.client import Client, CursorState, NotFoundError, TopicEntry
+from topics.progress import progress
 from topics.terminal import Cell, Styled
 
 _EXAMPLES: Final = """  topics lag

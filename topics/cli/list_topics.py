@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from topics.cli import shared
-from topics.cli.progress import counted
 from topics.cli.shared import print_answer, print_table, put
 from topics.client import Client, NotFoundError, TopicState
+from topics.progress import counted
 
 AT_ONCE: Final = 4
 HEADINGS: Final = ("TOPIC", "TYPE", "CLASS", "RECORDS", "BYTES", "HEAD", "OLDEST")
@@ -34,17 +34,17 @@ def fill(parser: argparse.ArgumentParser) -> None:
 def _list(client: Client, options: argparse.Namespace) -> int:
     names = (entry.topic for entry in client.list_topics(options.prefix))
     if options.names:
-        for name in names:
+        for name in counted(names, " topics", shown=True):
             put(name.encode() + b"\n")
     elif options.json:
-        for state in _states(client, names):
+        for state in _states(client, names, shown=True):
             print_answer(state)
     else:
         print_table([HEADINGS, *map(cells, _states(client, names))], options, text_columns=3)
     return 0
 
 
-def _states(client: Client, names: Iterable[str]) -> Iterator[TopicState]:
+def _states(client: Client, names: Iterable[str], *, shown: bool = False) -> Iterator[TopicState]:
     """Yield the state of each topic, without those that are deleted meanwhile."""
 
     def state(name: str) -> TopicState | None:
@@ -54,7 +54,7 @@ def _states(client: Client, names: Iterable[str]) -> Iterator[TopicState]:
             return None
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield from (found for found in counted(pool.map(state, names), " topics") if found is not None)
+        yield from (found for found in counted(pool.map(state, names), " topics", shown=shown) if found is not None)
 
 
 def cells(state: TopicState) -> Sequence[str]:

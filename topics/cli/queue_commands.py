@@ -9,13 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Final, get_args
+from typing import Any, Final, get_args
 
 import msgspec
 
 from topics.api.requests import State
 from topics.cli import shared
-from topics.cli.progress import counted, progress
 from topics.cli.shared import (
     EXIT_REFUSED,
     BadLineError,
@@ -30,6 +29,7 @@ from topics.cli.shared import (
 from topics.client import ApiError, ClaimedJob, Client, TopicState, calls
 from topics.client.calls import Call
 from topics.client.errors import api_error
+from topics.progress import counted, progress
 
 CLAIM_EVERY_S: Final = 0.5
 SETTLE_MAX_JOBS: Final = 1000
@@ -111,12 +111,15 @@ def _add_node(parser: argparse.ArgumentParser) -> None:
 
 
 def _claim(client: Client, options: argparse.Namespace) -> int:
-    queue, until_s = client.queue(options.topic, node=options.node), time.monotonic() + options.wait_s
-    while not (jobs := queue.claim(options.max_jobs, options.lease_ms).claimed):
-        left_s = until_s - time.monotonic()
-        if left_s <= 0:
-            break
-        time.sleep(min(CLAIM_EVERY_S, left_s))
+    queue, begun_s = client.queue(options.topic, node=options.node), time.monotonic()
+    style: dict[str, Any] = {"desc": "waiting for a job", "bar_format": "{desc} {bar}| {remaining} left"}
+    with progress("s", options.wait_s, **style) as bar:
+        while not (jobs := queue.claim(options.max_jobs, options.lease_ms).claimed):
+            waited_s = time.monotonic() - begun_s
+            if waited_s >= options.wait_s:
+                break
+            bar.update(waited_s - bar.n)
+            time.sleep(min(CLAIM_EVERY_S, options.wait_s - waited_s))
     put(record_lines([JobLine(claimed_by=options.node, **msgspec.structs.asdict(job)) for job in jobs]))
     return 0
 
@@ -127,7 +130,7 @@ def _settle(
     """Settle jobs, a request for each batch of the same node, and print how many were settled."""
     settled, skipped = 0, list[int]()
     try:
-        for jobs in counted(_given_jobs(options), " batches"):
+        for jobs in counted(_given_jobs(options), " batches", typed=True):
             for node, group in groupby(jobs, lambda job: job.node or options.node):
                 leases = list(group)
                 lost = client.call(build(options)(options.topic, node, leases))
@@ -218,11 +221,13 @@ def _redrive(client: Client, options: argparse.Namespace) -> int:
 def _peek(client: Client, options: argparse.Namespace) -> int:
     queue = client.queue(options.topic)
     left, from_seq = options.count, options.from_seq
-    while left > 0 and from_seq is not None:
-        page = queue.peek(options.state, min(left, SETTLE_MAX_JOBS), from_seq)
-        put(record_lines(page.jobs))
-        left -= len(page.jobs)
-        from_seq = page.next_from_seq
+    with progress(" jobs", left, shown=True) as bar:
+        while left > 0 and from_seq is not None:
+            page = queue.peek(options.state, min(left, SETTLE_MAX_JOBS), from_seq)
+            put(record_lines(page.jobs))
+            left -= len(page.jobs)
+            from_seq = page.next_from_seq
+            bar.update(len(page.jobs))
     return 0
 
 

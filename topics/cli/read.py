@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Any, Final
 
 from topics.cli import shared
-from topics.cli.progress import progress
 from topics.cli.shared import RecordPrinter
 from topics.client import Client, Page
+from topics.progress import progress
 
 PAGE_MAX_RECORDS: Final = 1000
 _EXAMPLES: Final = """  topics read orders --from 41 --limit 10
@@ -71,10 +70,10 @@ def read_pages(
         left = None if left is None else left - len(page.records)
 
 
-def counted_pages(pages: Iterable[Page], limit: int | None) -> Iterator[Page]:
-    """Yield pages, with a bar that counts seqs up to the head; on a terminal the records themselves are shown."""
+def counted_pages(pages: Iterable[Page], limit: int | None, *, shown: bool = True) -> Iterator[Page]:
+    """Yield pages, with a bar that counts seqs up to the head; not beside records that are `shown` on a terminal."""
     start: int | None = None
-    with progress(" records", 0, disable=sys.stdout.isatty() or not sys.stderr.isatty()) as bar:
+    with progress(" records", 0, shown=shown) as bar:
         for page in pages:
             yield page
             start = page.next_from_seq - len(page.records) if start is None else start

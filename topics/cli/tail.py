@@ -11,7 +11,7 @@ from collections import deque
 from typing import Final
 
 from topics.cli import EXIT_BROKEN_PIPE, shared
-from topics.cli.read import read_pages
+from topics.cli.read import counted_pages, read_pages
 from topics.cli.shared import RecordPrinter, say
 from topics.client import Client, Record, Tombstone, TopicGone
 
@@ -65,7 +65,7 @@ def _print_last(client: Client, topic: str, count: int, printer: RecordPrinter) 
         from_seq = max(state.earliest_seq - 1, state.head_seq - back, 0)
         last: deque[Record] = deque(maxlen=count)
         gaps, position = [], from_seq
-        for page in read_pages(client, topic, from_seq):
+        for page in counted_pages(read_pages(client, topic, from_seq), None, shown=False):
             gaps += [page.tombstone] if page.tombstone is not None else []
             last.extend(page.records)
             position = page.next_from_seq

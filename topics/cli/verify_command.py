@@ -11,7 +11,7 @@ import msgspec
 from tqdm import tqdm
 
 from topics.cli import EXIT_USAGE
-from topics.cli.progress import progress
+from topics.progress import progress
 from topics.storage.lock import DataDirLocked
 from topics.storage.segment_check import Report
 from topics.storage.verify import NotADataDir, verify

@@ -9,9 +9,9 @@ from typing import Any, Final
 import msgspec
 
 from topics.cli import shared
-from topics.cli.progress import progress, stdin_bytes
 from topics.cli.shared import BadLineError, LineBatch, UsageError, print_line, say, stdin_batches
 from topics.client import ApiError, Client, ClientError, NewRecord, ServiceBusyError
+from topics.progress import progress, stdin_bytes
 
 BATCH_MAX_BYTES: Final = 1 << 20
 BATCH_MAX_RECORDS: Final = 10_000
@@ -108,8 +108,8 @@ class _Writing:
         self._lines_done = 0
         self._in_progress: str | None = None
         self._class_checked = False
-        self._input_bytes = stdin_bytes()
-        self.progress = progress(" records") if self._input_bytes is None else progress("B", self._input_bytes)
+        self._input_bytes = given = stdin_bytes()
+        self.progress = progress(" records", typed=True) if given is None else progress("B", given)
 
     def write(self, batch: LineBatch) -> None:
         """Write a batch; BadLineError after the lines before the bad one were written."""

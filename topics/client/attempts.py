@@ -44,6 +44,8 @@ class Retry(msgspec.Struct, frozen=True):
 
 
 RETRY: Final = Retry()
+STOPPING: Final = "server_shutting_down"
+"""The code of the last event of a stream that ends because its service stops."""
 
 _decode_error = msgspec.json.Decoder(Error).decode
 
@@ -66,6 +68,10 @@ class Attempts:
         self._draw = draw
         self._until_s = clock() + retry.total_s
         self._pause_s = retry.pause_first_s
+
+    def pause_after_announced_end(self) -> float:
+        """Return the pause after a stream whose service said that it stops: that is no failure."""
+        return self._retry.pause_first_s * (0.5 + self._draw() / 2)
 
     def pause_after_failure(self, error: Exception) -> float:
         """Return the pause before the next attempt when there was no answer; UnreachableError when there is none."""

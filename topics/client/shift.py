@@ -19,7 +19,7 @@ import msgspec
 
 from topics.api.answers import JobAnswer
 from topics.client import calls
-from topics.client.attempts import NOT_CARRIED_OUT, Attempts, Retry, describe
+from topics.client.attempts import NOT_CARRIED_OUT, STOPPING, Attempts, Retry, describe
 from topics.client.calls import Call, path_of
 from topics.client.commands import AsyncService
 from topics.client.errors import LeaseLostError, ServiceBusyError, ServiceFaultError, UnreachableError
@@ -193,6 +193,7 @@ class Shift:
         self._reached = False
         """True once the service has answered."""
         self._heard = False
+        self._end_announced = False
         """True once something has come over the current stream."""
 
     async def __aenter__(self) -> Self:
@@ -298,7 +299,7 @@ class Shift:
         attempts: Attempts | None = None
         while True:
             trouble: Exception = TransportError("the stream ended")
-            self._heard = False
+            self._heard = self._end_announced = False
             try:
                 await self._receive_stream()
             except TransportError as error:
@@ -311,6 +312,9 @@ class Shift:
                 self._forget_stream()
             if attempts is None or self._heard:
                 attempts = Attempts(FOR_EVER, True, f"GET work of {self._topic}")
+            if self._end_announced:
+                await asyncio.sleep(attempts.pause_after_announced_end())
+                continue
             pause_s = attempts.pause_after_failure(trouble)
             log.warning("the stream of jobs of %s broke (%s), again in %.1f s", self._topic, describe(trouble), pause_s)
             await asyncio.sleep(pause_s)
@@ -343,6 +347,8 @@ class Shift:
                     self._waiting.append(StreamedJob(job, epoch))
                     self._dealt.set()
                     self._changed.set()
+                elif event.event == "error":
+                    self._end_announced = msgspec.json.decode(event.data)["code"] == STOPPING
 
     async def _confirm(self, epoch: str) -> bool:
         """Let the stream's jobs begin if the topic is the same instance as before it; return whether it is."""

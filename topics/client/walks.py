@@ -9,7 +9,7 @@ import msgspec
 
 from topics.api.answers import CursorState, DiffAnswer, Record, RouterEntry, TombstoneAnswer, TopicEntry, WatchAnswer
 from topics.client import calls
-from topics.client.attempts import Attempts
+from topics.client.attempts import STOPPING, Attempts
 from topics.client.calls import Call
 from topics.client.errors import GapError, NotFoundError
 from topics.client.http import Event, TransportError
@@ -142,6 +142,7 @@ class Following:
         self._began = False
         self._make_attempts = attempts
         self._attempts: Attempts | None = None
+        self._end_announced = False
 
     def ended(self) -> bool:
         """Return whether every topic was deleted."""
@@ -174,6 +175,9 @@ class Following:
             self.wid = None
             return 0.0
         self._attempts = self._attempts or self._make_attempts(self.path)
+        announced, self._end_announced = self._end_announced, False
+        if announced:
+            return self._attempts.pause_after_announced_end()
         return self._attempts.pause_after_failure(trouble or TransportError("the stream ended"))
 
     def take(self, frame: Event) -> Iterator[tuple[str, Item | TopicGone]]:
@@ -196,8 +200,11 @@ class Following:
             end = _end_frame(data)
             del self.positions[end.topic]
             yield end.topic, TopicGone(end.head_seq)
-        elif event == "error" and msgspec.json.decode(data)["code"] == 410:
-            self.wid = None
-            return
+        elif event == "error":
+            code = msgspec.json.decode(data)["code"]
+            if code == 410:
+                self.wid = None
+                return
+            self._end_announced = code == STOPPING
         if id:
             self._last_event_id = id

@@ -6,7 +6,8 @@
                      ├──claim──▶ LEASED                                   ▲          │
     fresh ───────────┘     RETURNED ──claim (first of all)────────────────┘          └─▶ LEASED again, or RETURNED
 
-    BEHIND     scheduled for later (`deliver_at_ms`), or not the first of its `order_key`
+    BEHIND     not the first of its `order_key`
+    SCHEDULED  between BEHIND and READY, of a job that has a time (`deliver_at_ms`)
     HELD       its end is being committed to the log, or a frontend is carrying it to the dead letters
 
 Time is passed in. Leases and delays run on the monotonic clock. Clients and the log get the wall clock of the same
@@ -44,6 +45,7 @@ class JobPhase(IntEnum):
     DELAYED = 3
     LEASED = 4
     HELD = 5
+    SCHEDULED = 6
 
 
 class JobView(NamedTuple):
@@ -60,7 +62,8 @@ class JobView(NamedTuple):
 @dataclass(slots=True, eq=False)
 class TrackedJob:
     """One job that is not fresh. `due_ms` (monotonic) is when its lease or delay ends, `deadline_ms` the same instant
-    on the wall clock. A BEHIND job has a `due_ms` if it was written with a delay; then `deliver_at_ms` is that instant.
+    on the wall clock. A job that was written with a delay has a `due_ms`, too; then `deliver_at_ms` is that
+    instant.
     """
 
     deliver_at_ms: int = 0

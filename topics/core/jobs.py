@@ -149,6 +149,11 @@ class QueueJobs:
         """Number of leased jobs."""
         return self._counts[JobPhase.LEASED]
 
+    @property
+    def scheduled(self) -> int:
+        """Number of jobs that wait for a time: their own, or the end of a nack's delay."""
+        return self._counts[JobPhase.SCHEDULED] + self._counts[JobPhase.DELAYED]
+
     def take_freed(self) -> Iterable[Holder]:
         """Return the holders that have fewer jobs than at the last call."""
         freed, self._freed = self._freed, {}
@@ -181,7 +186,7 @@ class QueueJobs:
             while waiting and waiting[0][0] <= until_ms:
                 _, seq = heappop(waiting)
                 job = jobs.get(seq)
-                if job is not None and job.phase == JobPhase.BEHIND:
+                if job is not None and job.phase == JobPhase.SCHEDULED:
                     self._set(seq, job, JobPhase.READY)
                     heappush(self._ready, seq)
         return self._counts[JobPhase.READY] + self._counts[JobPhase.RETURNED] > before
@@ -307,8 +312,10 @@ class QueueJobs:
     def _enqueue(self, seq: int, job: TrackedJob) -> None:
         """Let a job that no other is in front of wait for its time, or ready it if it has none."""
         if job.due_ms:
+            self._set(seq, job, JobPhase.SCHEDULED)
             heappush(self._delayed, (job.due_ms, seq))
         elif job.deliver_at_ms:
+            self._set(seq, job, JobPhase.SCHEDULED)
             heappush(self._scheduled, (job.deliver_at_ms, seq))
         else:
             self._set(seq, job, JobPhase.READY)
@@ -331,8 +338,8 @@ class QueueJobs:
         if len(self._returned) > _entries_max(counts[JobPhase.RETURNED]):
             self._returned = self._in_phase(self._returned, JobPhase.RETURNED)
         for waiting in (self._scheduled, self._delayed):
-            if len(waiting) > _entries_max(counts[JobPhase.BEHIND]):
-                seqs = set(self._in_phase([seq for _, seq in waiting], JobPhase.BEHIND))
+            if len(waiting) > _entries_max(counts[JobPhase.SCHEDULED]):
+                seqs = set(self._in_phase([seq for _, seq in waiting], JobPhase.SCHEDULED))
                 waiting[:] = sorted((at, seq) for at, seq in waiting if seq in seqs)
         if len(self._tracked) > _entries_max(len(jobs)):
             self._tracked = sorted(jobs)

@@ -285,9 +285,9 @@ class Leases(QueueJobs):
                 state, at_ms, node = "leased", job.deadline_ms, job.node
             case JobPhase.DELAYED:
                 state, at_ms = "scheduled", job.deadline_ms
-            case JobPhase.BEHIND if job.order_key and self._lines[job.order_key][0] != seq:
-                state = "behind"
             case JobPhase.BEHIND:
+                state = "behind"
+            case JobPhase.SCHEDULED:
                 state, at_ms = "scheduled", job.deliver_at_ms
         return JobView(seq, state, at_ms, job.deliveries, node, job.order_key)
 

@@ -10,13 +10,13 @@ import mmap
 import struct
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import accumulate, compress, repeat
 from struct import Struct
 from typing import Final, NamedTuple
 
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 from topics.core.location import (
     ENTRY_WORDS,
@@ -34,7 +34,6 @@ from topics.storage.frame import LENGTH_FIELD_LEN, OVERHEAD_LEN, Bytes
 from topics.storage.frame_columns import body_parts
 from topics.storage.segment import ENTRY_FLAGS_AT, ENTRY_LEN, KEPT_FLAGS, LOG_FRAME_EXTRA_LEN, TAIL_LEN
 
-_WAL_IDENTITY_LEN: Final = 16  # topic_id, seq
 _WAL_SEQ_AT: Final = WAL_IDS_AT + 8
 _TABLE_ROWS_MIN: Final = 32
 _TABLE_ROWS_MAX: Final = 512
@@ -83,7 +82,7 @@ def convert(buffer: Bytes | mmap.mmap, topic_id: int, entries: array[int], data_
     else:
         data, lengths = _frames(buffer, topic_id, entries)
         if lengths and _are_alike(lengths, 0, count):
-            offsets = array("I", range(data_bytes, data_bytes + len(data), lengths[0]))
+            offsets = _steps(data_bytes, lengths[0], count)
         else:
             offsets = array("I", accumulate(lengths, initial=data_bytes))
             offsets.pop()
@@ -96,6 +95,22 @@ def convert(buffer: Bytes | mmap.mmap, topic_id: int, entries: array[int], data_
     idx_bytes = bytearray(idx.tobytes())
     idx_bytes[ENTRY_FLAGS_AT::ENTRY_LEN] = flags.translate(_IDX_FLAGS)
     return data, bytes(idx_bytes)
+
+
+def _steps(first: int, step: int, count: int) -> array[int]:
+    """Return `count` numbers (u32) from `first` on: as one number, for a range costs an object each."""
+    whole = _ones(count) * first + _naturals(count) * step
+    return array("I", whole.to_bytes(4 * count, "little"))
+
+
+@lru_cache(4)
+def _ones(count: int) -> int:
+    return int.from_bytes(array("I", (1,)) * count, "little")
+
+
+@lru_cache(4)
+def _naturals(count: int) -> int:
+    return int.from_bytes(array("I", range(count)), "little")
 
 
 def _frames(buffer: Bytes | mmap.mmap, topic_id: int, entries: array[int]) -> tuple[bytes, array[int]]:
@@ -118,7 +133,7 @@ def _frames(buffer: Bytes | mmap.mmap, topic_id: int, entries: array[int]) -> tu
         parts.append(_one_by_one(buffer, topic_id, seqs[loose:], offsets[loose:], total_lens[loose:]))
     if total_lens and _are_alike(total_lens, 0, len(total_lens)):
         return b"".join(parts), array("I", (total_lens[0] - LOG_FRAME_EXTRA_LEN,)) * len(total_lens)
-    return b"".join(parts), array("I", [total_len - LOG_FRAME_EXTRA_LEN for total_len in total_lens])
+    return b"".join(parts), _less(total_lens, LOG_FRAME_EXTRA_LEN)
 
 
 def _tables(lengths: array[int]) -> Iterator[tuple[int, int]]:
@@ -185,12 +200,10 @@ def _gathered(buffer: Bytes | mmap.mmap, offsets: array[int], total_len: int) ->
 
 
 class _Columns(NamedTuple):
-    """Structs for a table of log frames: `identities` unpacks topic_id and seq of each, `logged` the hashed bytes and
-    the checksum. Once the columns are moved, `bodies` unpacks the hashed bytes of each, and `frames` the segment's
-    frames.
+    """Structs for a table of log frames: `logged` unpacks the hashed bytes of each. Once the columns are moved,
+    `bodies` unpacks the hashed bytes of each, and `frames` the segment's frames.
     """
 
-    identities: Struct
     logged: Struct
     bodies: Struct
     frames: Struct
@@ -201,11 +214,9 @@ class _Columns(NamedTuple):
 def _columns_of(total_len: int, rows: int) -> _Columns:
     begin = _WAL_SEQ_AT - 1  # place of the flags
     frame_len = total_len - LOG_FRAME_EXTRA_LEN
-    rest = total_len - WAL_IDS_AT - _WAL_IDENTITY_LEN
     hashed_len = total_len - WAL_CHECKSUM_LEN - begin
     return _Columns(
-        Struct(f"{WAL_IDS_AT}x{_WAL_IDENTITY_LEN}s{rest}x" * rows),
-        Struct("<" + f"{LENGTH_FIELD_LEN}x{total_len - LENGTH_FIELD_LEN - WAL_CHECKSUM_LEN}sQ" * rows),
+        Struct(f"{LENGTH_FIELD_LEN}x{total_len - LENGTH_FIELD_LEN - WAL_CHECKSUM_LEN}s{WAL_CHECKSUM_LEN}x" * rows),
         Struct(f"{begin}x{hashed_len}s{WAL_CHECKSUM_LEN}x" * rows),
         Struct(f"{begin - LENGTH_FIELD_LEN}x" + f"{LOG_FRAME_EXTRA_LEN}x".join([f"{frame_len}s"] * rows)),
         [bytes((byte,)) * rows for byte in (frame_len - LENGTH_FIELD_LEN).to_bytes(LENGTH_FIELD_LEN, "little")],
@@ -220,16 +231,22 @@ def _converted(table: bytearray, topic_id: int, seqs: array[int], total_len: int
     if len(table) != rows * total_len or total_len < OVERHEAD_LEN:
         return None
     columns = _columns_of(total_len, rows)
-    if b"".join(columns.identities.unpack(table)) != _identities(topic_id, seqs):
-        return None
-    logged = columns.logged.unpack(table)
-    if tuple(map(xxh3_64_intdigest, logged[0::2])) != logged[1::2]:
-        return None
+    id_bytes, seq_bytes = topic_id.to_bytes(8, "little"), seqs.tobytes()
+    for at in range(8):
+        if table[WAL_IDS_AT + at :: total_len] != id_bytes[at : at + 1] * rows:
+            return None
+        if table[_WAL_SEQ_AT + at :: total_len] != seq_bytes[at::8]:
+            return None
+    checksum_at = total_len - WAL_CHECKSUM_LEN
+    checksums = _checksums(columns.logged.unpack(table))
+    for at in range(WAL_CHECKSUM_LEN):
+        if table[checksum_at + at :: total_len] != checksums[at::WAL_CHECKSUM_LEN]:
+            return None
     begin = _WAL_SEQ_AT - 1
     table[begin::total_len] = table[WAL_FLAGS_AT::total_len]
-    checksums = array("Q", list(map(xxh3_64_intdigest, columns.bodies.unpack(table)))).tobytes()
+    checksums = _checksums(columns.bodies.unpack(table))
     for at in range(WAL_CHECKSUM_LEN):
-        table[total_len - WAL_CHECKSUM_LEN + at :: total_len] = checksums[at::WAL_CHECKSUM_LEN]
+        table[checksum_at + at :: total_len] = checksums[at::WAL_CHECKSUM_LEN]
     for at, column in enumerate(columns.frame_len, begin - LENGTH_FIELD_LEN):
         table[at::total_len] = column
     table.append(0)
@@ -244,13 +261,17 @@ def _one_by_one(
         logged = [body_parts[length](buffer, offset) for offset, length in zip(offsets, total_lens, strict=True)]
     except struct.error as error:
         raise ValueError(f"the log has no frames of topic {topic_id:#x} where the entries say") from error
-    if b"".join([body[_IDENTITY_IN_BODY] for body, _ in logged]) != _identities(topic_id, seqs):
+    hashed, checksums = zip(*logged, strict=True)
+    if b"".join([body[_IDENTITY_IN_BODY] for body in hashed]) != _identities(topic_id, seqs):
         raise ValueError(f"the log's frames are not those of topic {topic_id:#x} that the entries name")
-    for (body, checksum), seq, offset in zip(logged, seqs, offsets, strict=True):
-        if checksum != xxh3_64_intdigest(body):
-            raise ValueError(f"the frame of record {seq} of topic {topic_id:#x}, at offset {offset}, is damaged")
-    bodies = [_FLAG_BYTES[body[_FLAGS_IN_BODY]] + body[_SEQ_IN_BODY:] for body, _ in logged]
-    frame_lens = [total_len - LOG_FRAME_EXTRA_LEN - LENGTH_FIELD_LEN for total_len in total_lens]
+    digests = tuple(map(xxh3_64_intdigest, hashed))
+    if digests != checksums:
+        damaged = next(at for at, digest in enumerate(digests) if digest != checksums[at])
+        seq, offset = seqs[damaged], offsets[damaged]
+        raise ValueError(f"the frame of record {seq} of topic {topic_id:#x}, at offset {offset}, is damaged")
+    flag_bytes = _FLAG_BYTES
+    bodies = [flag_bytes[body[_FLAGS_IN_BODY]] + body[_SEQ_IN_BODY:] for body in hashed]
+    frame_lens = _less(total_lens, LOG_FRAME_EXTRA_LEN + LENGTH_FIELD_LEN).tolist()
     parts: list[bytes] = [b""] * (2 * len(bodies) + 1)
     parts[0] = _FRAME_LEN.pack(frame_lens[0])
     parts[1::2] = bodies
@@ -258,6 +279,20 @@ def _one_by_one(
     parts[2::2] = map(_TAIL_AND_NEXT.pack, map(xxh3_64_intdigest, bodies), repeat(0), next_frame_lens)
     parts[-1] = parts[-1][:TAIL_LEN]  # nothing is behind the last one
     return b"".join(parts)
+
+
+def _checksums(bodies: Iterable[bytes]) -> bytes:
+    """Return the checksums as frames have them, back to back."""
+    words = array("Q", b"".join(map(xxh3_64_digest, bodies)))
+    words.byteswap()
+    return words.tobytes()
+
+
+def _less(lengths: array[int], extra: int) -> array[int]:
+    """Return lengths (u32), each less by `extra`, which none is below: one subtraction of all of them as one number."""
+    size_bytes = 4 * len(lengths)
+    fewer = int.from_bytes(lengths, "little") - _ones(len(lengths)) * extra
+    return array("I", fewer.to_bytes(size_bytes, "little"))
 
 
 def _identities(topic_id: int, seqs: array[int]) -> bytes:

@@ -34,7 +34,7 @@ from topics.storage.segment import (
 _LENGTH_FIELD_LEN: Final = 4
 _FLAGS_AT: Final = 4
 _PAD_AT: Final = 17
-_WINDOW_BYTES: Final = 1 << 20
+_WINDOW_BYTES: Final = 1 << 16  # in the cache, and more would be new pages each time
 _REASONS: Final = frozenset(map(int, EvictReason)) - {EvictReason.NONE}
 
 
@@ -101,21 +101,27 @@ class SegmentReader:
             return
         entries = entries_of_idx(idx, first_seq)
         data, unpack = self.data, HEADER.unpack_from
-        window, window_at = b"", 0
+        size_bytes = len(data)
+        window, window_at, window_end = b"", 0, 0
         has_tag = [flags & LOCATION_HAS_TAG for flags in flags_of(entries)]
         for seq, offset, length in compress(
             zip(entries[0::ENTRY_WORDS], offsets_of(entries), lengths_of(entries), strict=True), has_tag
         ):
             if not length:
                 continue
-            if offset + length > len(data) or length < HEADER_LEN + TAIL_LEN:
+            end = offset + length
+            if end > size_bytes or length < HEADER_LEN + TAIL_LEN:
                 self.frame(seq)  # raises the exact error
-            if not window_at <= offset <= offset + length <= window_at + len(window):
+            if offset < window_at or end > window_end:
                 window, window_at = bytes(data[offset : offset + max(length, _WINDOW_BYTES)]), offset
+                window_end = window_at + len(window)
             at = offset - window_at
             frame_len, _, frame_seq, _, node_len, tag_len, data_len = unpack(window, at)
-            lengths_agree = frame_len == length - _LENGTH_FIELD_LEN
-            if frame_seq != seq or not lengths_agree or HEADER_LEN + node_len + tag_len + data_len + TAIL_LEN != length:
+            if (
+                frame_seq != seq
+                or frame_len != length - _LENGTH_FIELD_LEN
+                or node_len + tag_len + data_len != length - (HEADER_LEN + TAIL_LEN)
+            ):
                 self.frame(seq)
             start = at + HEADER_LEN + node_len
             yield seq, window[start : start + tag_len]

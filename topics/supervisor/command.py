@@ -115,10 +115,19 @@ def _run(settings: Settings, options: argparse.Namespace) -> int:
         for name in SECRET:
             # The settings hold its digest; the children must not inherit the secret itself.
             os.environ.pop(PREFIX + name.upper(), None)
-        return serve(settings, _child_mains(), Notify.of(os.environ, SystemClock()), inherited=listeners)
+        return serve(settings, _child_mains(), _make_notify(), inherited=listeners)
     except (AddressError, StartError) as refusal:
         print(f"topics-supervisor: cannot start: {refusal}", file=sys.stderr)
         return EXIT_CANNOT_START
+
+
+def _make_notify() -> Notify:
+    bar = None
+    if sys.stderr.isatty():
+        from topics.supervisor.start_bar import StartBar
+
+        bar = StartBar()
+    return Notify.of(os.environ, SystemClock(), bar)
 
 
 def _child_mains() -> ChildMains:

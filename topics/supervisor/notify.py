@@ -16,11 +16,14 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import MutableMapping
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from topics.core.clock import Clock
 from topics.log import get_logger
 from topics.shm.control import HEARTBEAT_STALE_MS, ControlPage, ProcessCell, ProcessState, Role
+
+if TYPE_CHECKING:
+    from topics.supervisor.start_bar import StartBar  # with its library, which only a terminal needs
 
 EVERY_MS: Final = 1000
 WATCHDOG_SHARE: Final = 3
@@ -39,7 +42,7 @@ class Announcements:
 
     def __init__(self, watched: bool) -> None:
         self._watched = watched
-        self._ready = False
+        self.is_ready = False
         self._draining = False
         self.reloading = False
         self._status = ""
@@ -52,7 +55,7 @@ class Announcements:
 
     def reload(self, now_ms: int) -> list[str]:
         """Return the lines for the begin of a reload, at `now_ms` (monotonic). None before the service is ready."""
-        if self._draining or not self._ready:
+        if self._draining or not self.is_ready:
             return []
         self.reloading = True
         # systemd ignores times before its signal: rounded down, the time of a quick reload would be one.
@@ -66,11 +69,11 @@ class Announcements:
             lines.append("WATCHDOG=1")
         if self._draining:
             return lines
-        if not self._ready:
-            self._ready = all(
+        if not self.is_ready:
+            self.is_ready = all(
                 state is ProcessState.READY for (role, _), state in states.items() if role is not Role.COMPACTOR
             )
-            if self._ready:
+            if self.is_ready:
                 lines.append("READY=1")
             elif (progress := _progress(page, states)) != self._progress:
                 self._progress = progress
@@ -86,9 +89,11 @@ class Announcements:
 
 
 class Notify:
-    """Sends the lines to the service manager; does nothing without one. `due_ms` (monotonic): when to `tell` again."""
+    """Sends the lines to the service manager, and has a start's `bar` drawn at a terminal; does nothing without either.
+    `due_ms` (monotonic): when to `tell` again.
+    """
 
-    def __init__(self, address: str | None, watchdog_ms: int | None, clock: Clock) -> None:
+    def __init__(self, address: str | None, watchdog_ms: int | None, clock: Clock, bar: StartBar | None = None) -> None:
         self._address = f"\0{address[1:]}" if address and address.startswith("@") else address
         self._clock = clock
         self._announcements = Announcements(watched=watchdog_ms is not None)
@@ -96,17 +101,18 @@ class Notify:
         self._refused = False
         self._unsaid: dict[str, str] = {}
         """Lines that could not be sent, by their names. They are sent with the next ones."""
-        self.due_ms: int | None = clock.monotonic_ms() if address else None
+        self._bar = bar
+        self.due_ms: int | None = clock.monotonic_ms() if address or bar else None
 
     @classmethod
-    def of(cls, environ: MutableMapping[str, str], clock: Clock) -> Notify:
+    def of(cls, environ: MutableMapping[str, str], clock: Clock, bar: StartBar | None = None) -> Notify:
         """Create it from the environment, and remove the manager's variables from there: children must not notify."""
         address = environ.pop("NOTIFY_SOCKET", None)
         watchdog_us, watched_pid = environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", "")
         watchdog_ms = None
         if watchdog_us.isdecimal() and int(watchdog_us) and watched_pid in ("", str(os.getpid())):
             watchdog_ms = int(watchdog_us) // 1000
-        return cls(address, watchdog_ms, clock)
+        return cls(address, watchdog_ms, clock, bar)
 
     def tell(self, page: ControlPage) -> None:
         now_ms = self._clock.monotonic_ms()
@@ -115,8 +121,20 @@ class Notify:
         lines = self._announcements.lines(page, self._clock.now_ms())
         self.due_ms = now_ms + (RELOAD_EVERY_MS if self._announcements.reloading else self._every_ms)
         self._send(lines)
+        if self._bar is not None:
+            self._bar.show(page)
+            if self._announcements.is_ready:
+                self._end_bar()
+
+    def _end_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+            if self._address is None:
+                self.due_ms = None
 
     def stopping(self) -> None:
+        self._end_bar()
         if self.due_ms is not None:
             self._send(self._announcements.stopping())
 
@@ -127,7 +145,8 @@ class Notify:
             self._send(self._announcements.reload(self.due_ms))
 
     def _send(self, lines: list[str]) -> None:
-        assert self._address is not None
+        if self._address is None:
+            return
         by_name = self._unsaid | {line.partition("=")[0]: line for line in lines}
         if not by_name:
             return

@@ -179,6 +179,7 @@ class TopicRoutes:
             shown["queue"] = {
                 "ready": view.jobs_ready,
                 "in_flight": view.jobs_in_flight,
+                "scheduled": view.jobs_scheduled,
                 "dead_lettered": view.jobs_dead_lettered,
             }
         return shown

@@ -28,7 +28,7 @@ class Hosted:
     watchers: dict[int, int] = field(default_factory=dict)
     _shown_records: int = 0
     _shown_bytes: int = 0
-    _shown_jobs: tuple[int, int, int] = (0, 0, 0)
+    _shown_jobs: tuple[int, int, int, int] = (0, 0, 0, 0)
     _descriptor: tuple[int, int] = field(init=False)
     _version: int = 1
     _table: tuple[int, int] = (0, 0)
@@ -149,9 +149,11 @@ class Hosted:
         if self.job_counts() != self._shown_jobs:
             self.publish()
 
-    def job_counts(self) -> tuple[int, int, int]:
+    def job_counts(self) -> tuple[int, int, int, int]:
         queue = self.topic.queue
-        return (0, 0, 0) if queue is None else (queue.ready, queue.in_flight, queue.dead_lettered)
+        if queue is None:
+            return (0, 0, 0, 0)
+        return (queue.ready, queue.in_flight, queue.scheduled, queue.dead_lettered)
 
     def prepare_config(self, config: TopicConfig) -> tuple[int, int]:
         """Return a new descriptor, for `configured` or `release`. Raise ArenaFullError."""

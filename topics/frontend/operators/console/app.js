@@ -5,7 +5,7 @@ import { hasKey, setKey } from "./api.js";
 import { change, href, learnRights, refreshNow, state, useRoute, useStore } from "./store.js";
 import { Dialog, Field } from "./ui.js";
 import { Cursors } from "./views/cursors.js";
-import { Overview } from "./views/overview.js";
+import { Behind, Overview } from "./views/overview.js";
 import { Queue, Queues } from "./views/queues.js";
 import { Routers } from "./views/routers.js";
 import { Topic } from "./views/topic.js";
@@ -107,6 +107,7 @@ const App = () => {
       ${link === "lost" && html`<div class="problem" role="alert"><b>No connection.</b> What you see is old. Trying again…</div>`}
       ${unreadable ? html`<div class="problem"><b>This key cannot read.</b> The console needs a key with the scope read.</div>` : html`<${View} name=${route.name} query=${route.query} themed=${themed} />`}
     </main>
+    ${View !== Overview && rights && !unreadable && html`<${Behind} />`}
     ${(needsKey || dialog === "key") && html`<${KeyDialog} onClose=${close} />`}
     ${dialog === "help" && !needsKey && html`<${Shortcuts} onClose=${close} />`}`;
 };

@@ -52,13 +52,13 @@ export const Chart = ({ label, times, series, show, height = HEIGHT, themed }) =
     </figure>`;
 };
 
-// A history that a view adds to. A gap longer than three intervals is a hole in the line.
+// A history that a view adds to. Looks that are further apart than three times `interval_ms` have a hole between them.
 export class History {
-  constructor(most = 300) { this.most = most; this.times = []; this.columns = []; this.added_ms = 0; }
+  constructor(most, interval_ms) { this.most = most; this.interval_ms = interval_ms; this.times = []; this.columns = []; this.added_ms = 0; }
 
-  add(at_ms, values, interval_ms) {
+  add(at_ms, values) {
     if (at_ms === this.added_ms) return;
-    if (this.added_ms && at_ms - this.added_ms > 3 * interval_ms) this.push(this.added_ms / 1000 + 0.001, values.map(() => null));
+    if (this.added_ms && at_ms - this.added_ms > 3 * this.interval_ms) this.push(this.added_ms / 1000 + 0.001, values.map(() => null));
     this.push(at_ms / 1000, values);
     this.added_ms = at_ms;
   }

@@ -4,15 +4,18 @@ import { html, useMemo } from "../vendor/preact-htm.js";
 import { get, metrics } from "../api.js";
 import { Chart, History } from "../charts.js";
 import { ago, bytes, count, duration, exitReason, ms, percent, plural, quantile, rate, short } from "../format.js";
-import { usePoll } from "../store.js";
+import { HIDDEN_TIMES, usePoll } from "../store.js";
 import { Badge, Figures, Loading, Panel, Problem, Table } from "../ui.js";
 
 const INTERVAL_MS = 2000;
+const BEHIND_MS = 10_000; // while another view is open
+const APART_MS = 1000; // looks that are closer say little about rates
 const RECENT_MS = 15 * 60 * 1000;
 const LAG_WARNED_S = 120;
 const PRESSURE_WARNED = 0.7;
 
-const history = new History(300); // of this tab; it goes on while other views are open, with a hole
+// Of this tab, over all views. What it adds are means since the look before, so a line is true however far these are apart.
+export const history = new History(600, BEHIND_MS * HIDDEN_TIMES);
 let before = null;
 
 const series = (found, name) => found[`topics_${name}`];
@@ -38,8 +41,10 @@ const load = async (signal) => {
     failed: old ? found.topics_error_responses_total["5xx"] - old.topics_error_responses_total["5xx"] : 0,
   };
   const scaled = (value, by) => (value === null ? null : value * by);
-  history.add(at_ms, [figures.written, figures.delivered, scaled(figures.sync50, 1e-3), scaled(figures.sync99, 1e-3), scaled(figures.write50, 1e3), scaled(figures.write99, 1e3), found.topics_pressure], INTERVAL_MS);
-  before = { found, at_ms };
+  if (!before || at_ms - before.at_ms >= APART_MS) {
+    history.add(at_ms, [figures.written, figures.delivered, scaled(figures.sync50, 1e-3), scaled(figures.sync99, 1e-3), scaled(figures.write50, 1e3), scaled(figures.write99, 1e3), found.topics_pressure]);
+    before = { found, at_ms };
+  }
   return { found, ready, old, figures, at_ms };
 };
 
@@ -120,6 +125,9 @@ const FRONTEND_COLUMNS = ({ found, old }) => {
     { name: "Delivery wait", number: true, of: (index) => ms(found.topics_scheduler_wait_seconds[index] * 1000) },
   ];
 };
+
+// Goes on with the history while another view is open.
+export const Behind = () => { usePoll(load, BEHIND_MS, []); return null; };
 
 export const Overview = ({ themed }) => {
   const [result, error] = usePoll(load, INTERVAL_MS, []);

@@ -4,7 +4,7 @@ import { html, useMemo, useState } from "../vendor/preact-htm.js";
 import { get, post, topicPath } from "../api.js";
 import { Chart, History } from "../charts.js";
 import { ago, count, duration, moment, rate, short } from "../format.js";
-import { can, href, refreshNow, usePoll, useStore } from "../store.js";
+import { HIDDEN_TIMES, can, href, refreshNow, usePoll, useStore } from "../store.js";
 import { Badge, Field, Figures, Loading, Panel, Problem, Table, Tabs, useAction } from "../ui.js";
 import { RecordRow, useOpen } from "./records.js";
 import { useTyped } from "./topics.js";
@@ -19,13 +19,13 @@ const MEANS = {
   behind: "Another job with the same order key comes first.", dead: "Being carried to the dead letters, or back.",
 };
 
-const later = (one) => Math.max(0, one.count - one.queue.ready - one.queue.in_flight);
+const rest = ({ count: all, queue }) => Math.max(0, all - queue.ready - queue.in_flight - queue.scheduled);
 
 const COLUMNS = [
   { name: "Queue", sort: "topic", class: "mono", of: (one) => html`<a href=${href("queue", one.topic)}>${one.topic}</a>` },
   { name: "Ready", number: true, sort: "lag", of: (one) => html`<b>${count(one.queue.ready)}</b>`, hint: "what a claim would get now" },
   { name: "Leased", number: true, of: (one) => count(one.queue.in_flight) },
-  { name: "Later", number: true, of: (one) => count(later(one)), hint: "scheduled, behind an order key, or done and kept" },
+  { name: "Scheduled", number: true, of: (one) => count(one.queue.scheduled), hint: "not before their time" },
   { name: "Dead", number: true, of: (one) => (one.queue.dead_lettered ? html`<${Badge} tone="bad">${count(one.queue.dead_lettered)}<//>` : "0"), hint: "went to the dead letters so far" },
   { name: "In", number: true, sort: "rate", of: (one) => rate(one.rate) },
   { name: "Written", number: true, sort: "last_write_ts", of: (one) => ago(one.last_write_ts) },
@@ -47,7 +47,7 @@ export const Queues = () => {
 
 const load = async (name, memory, signal) => {
   const state = await get(topicPath(name), { touch: false }, signal);
-  if (state.queue) memory.history.add(Date.now(), [state.queue.ready, state.queue.in_flight, later(state), state.queue.dead_lettered], INTERVAL_MS);
+  if (state.queue) memory.history.add(Date.now(), [state.queue.ready, state.queue.in_flight, state.queue.scheduled, state.queue.dead_lettered]);
   return state;
 };
 
@@ -114,7 +114,7 @@ const Redrive = ({ name, from }) => {
 
 export const Queue = ({ name, themed }) => {
   useStore();
-  const memory = useMemo(() => ({ history: new History(400) }), [name]);
+  const memory = useMemo(() => ({ history: new History(400, INTERVAL_MS * HIDDEN_TIMES) }), [name]);
   const [state, error] = usePoll((signal) => load(name, memory, signal), INTERVAL_MS, [name]);
   const head = html`<div class="title"><h1 class="mono">${name}</h1><${Badge}>queue<//><div class="actions"><a class="button" href=${href("topic", name)}>Records and configuration</a></div></div>`;
   if (!state) return html`${head}${error ? html`<${Problem} error=${error} />` : html`<${Loading} />`}`;
@@ -125,10 +125,10 @@ export const Queue = ({ name, themed }) => {
     <${Problem} error=${error} what="This is not up to date" />
     <${Figures} label="Jobs" of=${[
       ["Ready", count(state.queue.ready), "a claim gets these"], ["Leased", count(state.queue.in_flight), `${duration(config.lease_ms)} each`],
-      ["Later", count(later(state)), config.on_ack === "keep" ? "scheduled, behind, done" : "scheduled or behind"], ["Dead", count(state.queue.dead_lettered), config.max_deliveries ? `after ${config.max_deliveries} ${config.max_deliveries === 1 ? "delivery" : "deliveries"}` : "no limit of deliveries"],
-      ["Jobs", count(state.count), null], ["Written", ago(state.last_write_ts), null],
+      ["Scheduled", count(state.queue.scheduled), "not before their time"], ["Dead", count(state.queue.dead_lettered), config.max_deliveries ? `after ${config.max_deliveries} ${config.max_deliveries === 1 ? "delivery" : "deliveries"}` : "no limit of deliveries"],
+      ["Jobs", count(state.count), `${count(rest(state))} ${config.on_ack === "keep" ? "behind others, or done" : "behind others"}`], ["Written", ago(state.last_write_ts), null],
     ]} />
-    <div class="charts"><${Chart} label="Depth" show=${short} themed=${themed} times=${history.times} series=${[["ready", "--one", history.column(0)], ["leased", "--two", history.column(1)], ["later", "--three", history.column(2)], ["dead", "--bad", history.column(3)]]} /></div>
+    <div class="charts"><${Chart} label="Depth" show=${short} themed=${themed} times=${history.times} series=${[["ready", "--one", history.column(0)], ["leased", "--two", history.column(1)], ["scheduled", "--three", history.column(2)], ["dead", "--bad", history.column(3)]]} /></div>
     ${config.dead_letter && html`<${Redrive} name=${name} from=${config.dead_letter} />`}
     <${Jobs} name=${name} />`;
 };

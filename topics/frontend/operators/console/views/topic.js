@@ -4,7 +4,7 @@ import { html, useEffect, useMemo, useState } from "../vendor/preact-htm.js";
 import { get, post, topicPath } from "../api.js";
 import { Chart, History } from "../charts.js";
 import { ago, bytes, count, duration, moment, rate, short } from "../format.js";
-import { can, href, keepInHash, refreshNow, usePoll, useStore } from "../store.js";
+import { HIDDEN_TIMES, can, href, keepInHash, refreshNow, usePoll, useStore } from "../store.js";
 import { Badge, Figures, Loading, Panel, Problem, Tabs } from "../ui.js";
 import { DeleteRecords, WriteRecord } from "./changes.js";
 import { Records } from "./records.js";
@@ -42,7 +42,7 @@ const load = async (name, memory, signal) => {
   const at_ms = Date.now();
   if (memory.epoch !== state.epoch) {
     const points = state.last_write_ts && at_ms - state.last_write_ts < PAST_MIN[0] * 60000 ? await past(name, state, signal) : [];
-    Object.assign(memory, { epoch: state.epoch, polls: 0, last: null, history: new History(400), floor: null });
+    Object.assign(memory, { epoch: state.epoch, polls: 0, last: null, history: new History(400, INTERVAL_MS * HIDDEN_TIMES), floor: null });
     points.slice(1).forEach((point, index) => {
       const passed_s = (point.at_ms - points[index].at_ms) / 1000;
       memory.history.push((point.at_ms - passed_s * 500) / 1000, [Math.max(0, point.seq - points[index].seq) / passed_s]);
@@ -52,7 +52,7 @@ const load = async (name, memory, signal) => {
   if (memory.polls++ % FLOOR_EVERY === 0) memory.floor = (await get(topicPath(name, "/segments"), { from_seq: state.head_seq }, signal)).evict_floor;
   if (memory.last) {
     memory.rate = Math.max(0, state.head_seq - memory.last.head_seq) / ((at_ms - memory.last.at_ms) / 1000);
-    memory.history.add(at_ms, [memory.rate], INTERVAL_MS);
+    memory.history.add(at_ms, [memory.rate]);
   }
   memory.last = { at_ms, head_seq: state.head_seq };
   return state;

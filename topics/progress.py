@@ -14,18 +14,23 @@ AFTER_S: Final = 1.0
 T = TypeVar("T")
 
 
-def progress(unit: str, total: float | None = None, **style: Any) -> tqdm[Any]:
+def progress(
+    unit: str, total: float | None = None, *, shown: bool = False, typed: bool = False, **style: Any
+) -> tqdm[Any]:
     """Return a bar with rate and ETA for work on a terminal that lasts longer than a second. Elsewhere it is silent.
-    So is one without a `total` where somebody types the input.
+    So is one beside output that is `shown` on a terminal, and one for input that somebody has `typed` there.
     """
-    quiet = not sys.stderr.isatty() or (total is None and sys.stdin is not None and sys.stdin.isatty())
+    at_terminal = typed and sys.stdin is not None and sys.stdin.isatty()
+    quiet = not sys.stderr.isatty() or (shown and sys.stdout.isatty()) or at_terminal
     style = {"unit_scale": True, "leave": False, "disable": quiet} | style
     return tqdm(total=total, unit=unit, delay=AFTER_S, **style)
 
 
-def counted(items: Iterable[T], unit: str, total: float | None = None) -> Iterator[T]:
+def counted(
+    items: Iterable[T], unit: str, total: float | None = None, *, shown: bool = False, typed: bool = False
+) -> Iterator[T]:
     """Yield the items with a bar."""
-    with progress(unit, total) as bar:
+    with progress(unit, total, shown=shown, typed=typed) as bar:
         for item in items:
             yield item
             bar.update()
