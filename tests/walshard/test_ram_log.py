@@ -387,15 +387,19 @@ def test_what_is_deleted_while_a_full_dev_shm_is_relieved_gives_its_room_back(tm
 
 def fill_up(rig: Rig, block: bytes = BLOCK) -> int:
     """Append to "old" and "kept" in turns until /dev/shm is full; return how many records "kept" has."""
-    kept = 1
-    try:
+    kept = 0
+
+    def fill() -> None:
+        nonlocal kept
         while True:
+            kept += 1
             rig.append("old", block)
             rig.append("kept", block)
-            kept += 1
-    except TopicsError as refused:
-        assert refused.code == "storage_unavailable"
-        assert (refused.detail or {})["cause"] == "ENOSPC"
+
+    with pytest.raises(TopicsError) as refused:
+        fill()
+    assert refused.value.code == "storage_unavailable"
+    assert (refused.value.detail or {})["cause"] == "ENOSPC"
     return kept
 
 
