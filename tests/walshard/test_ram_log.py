@@ -24,6 +24,7 @@ from topics.walshard.commit.log_trim import RamTrim
 FILE_BYTES = 64 * 1024
 EPHEMERAL = TopicConfig(durability="ephemeral")
 CAPPED = TopicConfig(durability="ephemeral", cap_records=20)
+LARGE = b'"%b"' % (b"x" * 5000)
 BLOCK = b'"' + b"x" * 998 + b'"'
 
 
@@ -357,6 +358,51 @@ def test_a_kill_at_every_line_of_a_trimming(tmp_path: Path) -> None:
     at_every_line(tmp_path, 31, 500, check_kill_at)
 
 
+@pytest.mark.parametrize("turns", range(0, 15, 3))
+def test_what_is_deleted_while_a_full_dev_shm_is_relieved_gives_its_room_back(tmp_path: Path, turns: int) -> None:
+    """The relief goes file by file, and may have passed those in which records die meanwhile."""
+    fs = SmallFileSystem(12 * FILE_BYTES)
+    rig = Rig(str(tmp_path), fs)
+    fs.directory = rig.shared.ram_dir
+    try:
+        rig.append("kept", LARGE, config=EPHEMERAL)
+        rig.append("old", LARGE, config=EPHEMERAL)
+        rig.shard.sweep()
+        kept = fill_up(rig, LARGE)
+        rig.shard.sweep()
+        for _ in range(turns):
+            rig.shard.serve()
+        rig.call(DeleteRecords("old", kept + 2, None, b""))
+        refusals = 0
+        while rig.view("kept").head_seq < kept + kept // 2:
+            try:
+                rig.append("kept", LARGE)
+            except TopicsError:
+                refusals += 1
+                assert refusals < 20, rig.view("kept").head_seq - kept
+                rig.shard.sweep()
+    finally:
+        rig.close()
+
+
+def fill_up(rig: Rig, block: bytes = BLOCK) -> int:
+    """Append to "old" and "kept" in turns until /dev/shm is full; return how many records "kept" has."""
+    kept = 0
+
+    def fill() -> None:
+        nonlocal kept
+        while True:
+            kept += 1
+            rig.append("old", block)
+            rig.append("kept", block)
+
+    with pytest.raises(TopicsError) as refused:
+        fill()
+    assert refused.value.code == "storage_unavailable"
+    assert (refused.value.detail or {})["cause"] == "ENOSPC"
+    return kept
+
+
 @pytest.mark.parametrize("how", ["topic", "records", "ttl"])
 def test_on_a_full_dev_shm_deleted_records_give_their_room_back_at_once(tmp_path: Path, how: str) -> None:
     """Though they share every file with records that stay, and without room for these to be repeated in."""
@@ -367,19 +413,7 @@ def test_on_a_full_dev_shm_deleted_records_give_their_room_back_at_once(tmp_path
         rig.append("kept", BLOCK, config=EPHEMERAL)
         rig.append("old", BLOCK, config=TopicConfig(durability="ephemeral", ttl_ms=60_000))
         rig.shard.sweep()
-        kept = 1
-
-        def fill() -> None:
-            nonlocal kept
-            while True:
-                rig.append("old", BLOCK)
-                rig.append("kept", BLOCK)
-                kept += 1
-
-        with pytest.raises(TopicsError) as refused:
-            fill()
-        assert refused.value.code == "storage_unavailable"
-        assert (refused.value.detail or {})["cause"] == "ENOSPC"
+        kept = fill_up(rig)
         before = fs.free_bytes("")
         for _ in range(3):
             rig.shard.sweep()  # nothing is dead: no room comes of it

@@ -115,8 +115,10 @@ class RamTrim:
     _repeated_bytes: int = 0
     _repeated_total: int = 0
     _files_to_relieve: int = 0
+    _dead_bytes_begun: int = 0
+    """Bytes that were dead when the last relief began: it may pass over what died later."""
     _dead_bytes_kept: int | None = None
-    """Bytes that were dead after the last relief, frame headers of live records among them; None before one."""
+    """The same of the last relief that was completed, frame headers of live records among them; None before one."""
 
     def __post_init__(self) -> None:
         self._file_bytes = self._next_after_bytes = self._reserve.size_bytes
@@ -138,6 +140,7 @@ class RamTrim:
         kept = self._dead_bytes_kept
         if kept is None or self._dead_bytes - kept >= max(RELIEF_BYTES_MIN, live_bytes // LIVE_SHARE):
             self._files_to_relieve = len(layout.list_log_files(self._fs, self._directory))
+            self._dead_bytes_begun = self._dead_bytes
             wal.end_file()
 
     def trim(self, now_ms: int) -> Steps[None]:
@@ -205,7 +208,8 @@ class RamTrim:
         self._next_after_bytes = max(self._file_bytes, self._repeated_bytes, self._live_bytes() // LIVE_SHARE)
         if self._files_to_relieve:
             self._files_to_relieve -= 1
-            self._dead_bytes_kept = self._dead_bytes
+            if not self._files_to_relieve:
+                self._dead_bytes_kept = self._dead_bytes_begun
             self._reserve.fill()
 
     @property
