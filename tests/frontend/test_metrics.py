@@ -20,7 +20,7 @@ from topics.frontend.operators import service_routes as module
 from topics.frontend.operators.exposition import Family
 from topics.frontend.operators.figures import ServiceFigures
 from topics.frontend.operators.service_routes import MetricsRoute
-from topics.frontend.routes import topic_ranking
+from topics.frontend.shards import arenas
 from topics.settings import load
 from topics.shm.control import Role
 from topics.shm.durations import Route
@@ -78,7 +78,7 @@ def test_series_of_topics_are_bounded_by_name_and_the_bound_is_told(hosting: Hos
 
 def test_few_scrapes_are_made_at_once(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound holds however many ask: each scrape has all its series in memory, and takes slices of a millisecond."""
-    monkeypatch.setattr(topic_ranking, "SLICE_S", 0.0)
+    monkeypatch.setattr(arenas, "SLICE_S", 0.0)
     for n in range(3 * module.PAGE_TOPICS):
         hosting.make(f"t{n}")
     metrics = route(hosting, 1000)
@@ -114,7 +114,7 @@ def test_so_many_scrapes_may_wait_and_the_next_one_is_refused(
 ) -> None:
     at_once = limits.SCRAPES.most_bytes // module.ANSWER_BYTES
     monkeypatch.setattr(limits, "SCRAPES", limits.SCRAPES._replace(most_count=at_once + 3))
-    monkeypatch.setattr(topic_ranking, "SLICE_S", 0.0)
+    monkeypatch.setattr(arenas, "SLICE_S", 0.0)
     hosting.make("t")
     metrics = route(hosting, 1000)
 
@@ -154,7 +154,7 @@ def test_a_scrape_of_ten_thousand_topics_lets_others_have_their_turn(hosting: Ho
         return body
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(topic_ranking, "SLICE_S", 0.0)
+        patched.setattr(arenas, "SLICE_S", 0.0)
         body = asyncio.run(main())
     pages = topics / module.PAGE_TOPICS
     pieces = 4 * topics / exposition.PIECE_SAMPLES
@@ -178,7 +178,7 @@ def test_topics_that_come_and_go_meanwhile_disturb_no_others(
     hosting: Hosting, act: Callable[[Hosting], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PAGE_TOPICS", 7)
-    monkeypatch.setattr(topic_ranking, "SLICE_S", 0.0)
+    monkeypatch.setattr(arenas, "SLICE_S", 0.0)
     for n in range(101):
         hosting.make(f"topic-{n:02}")
 

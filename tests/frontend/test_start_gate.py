@@ -27,6 +27,39 @@ async def nothing(*_: Any) -> Any:
     raise AssertionError("nobody asks for more")
 
 
+async def learned() -> None:
+    """There are no topics to learn of."""
+
+
+def test_requests_wait_until_the_topics_are_learned_which_is_done_once() -> None:
+    async def test() -> None:
+        served: list[str] = []
+        begun: list[None] = []
+        known = asyncio.Event()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            served.append(scope["path"])
+
+        async def learn() -> None:
+            begun.append(None)
+            await known.wait()
+
+        shard = Shard()
+        shard.generation = 1
+        gate = StartGate(app, cast(list[ProcessCell], [shard]), wait_s=3600, learn=learn)
+        gone, stays = (asyncio.ensure_future(gate({"path": "/v0/topics/a"}, nothing, nothing)) for _ in range(2))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        assert (served, len(begun)) == ([], 1)
+        known.set()
+        await stays
+        assert (served, len(begun)) == (["/v0/topics/a"], 1)
+
+    asyncio.run(test())
+
+
 def test_requests_wait_until_all_shards_have_read_their_logs() -> None:
     async def test() -> None:
         served: list[str] = []
@@ -35,7 +68,7 @@ def test_requests_wait_until_all_shards_have_read_their_logs() -> None:
             served.append(scope["path"])
 
         shards = [Shard(), Shard()]
-        gate = StartGate(app, cast(list[ProcessCell], shards), wait_s=3600)
+        gate = StartGate(app, cast(list[ProcessCell], shards), wait_s=3600, learn=learned)
         waiting = [asyncio.ensure_future(gate({"path": path}, nothing, nothing)) for path in ("/v0/topics/a", "/v0/ws")]
         probes = ["/v0/health", "/readyz", "/v0/metrics"]
         for path in probes:
@@ -62,7 +95,7 @@ def test_a_long_recovery_is_waited_for_no_further(wait_s: float) -> None:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             served.append(scope["path"])
 
-        gate = StartGate(app, cast(list[ProcessCell], [Shard()]), wait_s)
+        gate = StartGate(app, cast(list[ProcessCell], [Shard()]), wait_s, learned)
         await gate({"path": "/v0/topics/a"}, nothing, nothing)
         assert served == ["/v0/topics/a"], "the app says that it is not ready"
 

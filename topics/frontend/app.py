@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
-from typing import Final
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Final
 from urllib.parse import unquote
 
 from starlette.routing import Route as Path
@@ -182,14 +182,19 @@ _POLL_S: Final = 0.01
 
 
 class StartGate:
-    """Lets requests through to `app` as soon as every shard has read its log. After `wait_s` it opens in any case: then
-    `app` answers `not_ready`, with the progress of the recovery. Once open, it stays open.
+    """Lets requests through to `app` as soon as every shard has read its log, and this process has learned of all
+    topics (`learn`). After `wait_s` it waits for no shard any more: then `app` answers `not_ready`, with the progress
+    of the recovery. Once open, it stays open.
     """
 
-    def __init__(self, app: AsgiApp, shards: Sequence[ProcessCell], wait_s: float):
+    def __init__(
+        self, app: AsgiApp, shards: Sequence[ProcessCell], wait_s: float, learn: Callable[[], Coroutine[Any, Any, None]]
+    ):
         self._app = app
         self._shards = shards
         self._opens_s = asyncio.get_running_loop().time() + wait_s
+        self._learn = learn
+        self._learning: asyncio.Task[None] | None = None
         self._is_open = False
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
@@ -201,5 +206,8 @@ class StartGate:
         loop = asyncio.get_running_loop()
         while loop.time() < self._opens_s and any(cell.get("generation") == 0 for cell in self._shards):
             await asyncio.sleep(_POLL_S)
+        if self._learning is None:
+            self._learning = asyncio.create_task(self._learn())
+        await asyncio.shield(self._learning)
         self._is_open = True
         await self._app(scope, receive, send)

@@ -20,6 +20,7 @@ from topics.frontend.http.deadlines import HttpLimits, RunningClock
 from topics.frontend.http.serve import serve
 from topics.frontend.live.wording import cursor_max_bytes
 from topics.frontend.operators.frontend_pressure import FrontendPressure
+from topics.frontend.shards.arenas import Slices
 from topics.frontend.wiring import Process, build_app
 from topics.settings import Settings
 from topics.shm.control import ProcessState, Role
@@ -81,7 +82,7 @@ async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, l
     gc.collect()
     gc.freeze()
     shards = [control.cell(Role.WALSHARD, shard) for shard in range(process.shared.shards)]
-    app = StartGate(frontend.app, shards, settings.shard_wait_ms / 1000)
+    app = StartGate(frontend.app, shards, settings.shard_wait_ms / 1000, lambda: frontend.arenas.learn(Slices()))
     try:
         await serve(
             app if settings.cors_origins is None else Cors(app, settings.cors_origins),

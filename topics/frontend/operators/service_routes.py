@@ -29,8 +29,7 @@ from topics.frontend.operators.exposition import TEXT_TYPE, Family, Sample, sing
 from topics.frontend.operators.figures import ServiceFigures
 from topics.frontend.routes import operations as api
 from topics.frontend.routes.operations import ApiOperation, ApiRequest, JsonReply
-from topics.frontend.routes.topic_ranking import Slices
-from topics.frontend.shards.arenas import Arenas, live_names
+from topics.frontend.shards.arenas import Arenas, Slices, live_names
 from topics.shm.control import ControlPage, ProcessState, Role, replay_progress
 from topics.shm.durations import Route
 
@@ -157,9 +156,7 @@ class MetricsRoute:
     async def _topic_families(self, prefixes: tuple[str, ...], slices: Slices, topics_max: int) -> list[Family]:
         """Return the series of the topics that begin with one of `prefixes`: a key learns of no others."""
         columns: dict[str, list[Sample]] = {name: [] for name, _, _ in _QUEUE_SERIES}
-        for shard in range(self._shards):
-            while (arena := self._arenas.of(shard)) is not None and not arena.learn(PAGE_TOPICS):
-                await slices.yield_if_over()
+        await self._arenas.learn(slices)
         after, room = "", topics_max
         while names := list(itertools.islice(self._names(prefixes, after), min(room, PAGE_TOPICS))):
             for name in names:

@@ -15,7 +15,7 @@ from topics.frontend.asgi import Receive, disconnected_before
 from topics.frontend.entry.bodies import ClientGoneError
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.reads.records import PageOptions
-from topics.frontend.routes.topic_ranking import Slices
+from topics.frontend.shards.arenas import Slices
 from topics.frontend.shards.gateway import Gateway
 from topics.frontend.shards.notices import JobListener
 from topics.log import get_logger

@@ -24,7 +24,7 @@ from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.routes import operations as api
 from topics.frontend.routes.operations import ApiRequest, JsonReply
-from topics.frontend.routes.topic_ranking import Slices
+from topics.frontend.shards.arenas import Slices
 from topics.shm.durations import Route
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem

@@ -17,14 +17,12 @@ from starlette.datastructures import QueryParams
 
 from topics.core.errors import TopicsError, invalid
 from topics.core.names import owner_shard
-from topics.frontend.shards.arenas import Arenas, live_names
+from topics.frontend.shards.arenas import SLICE_TOPICS, Arenas, Slices, live_names
 from topics.frontend.shards.gateway import Gateway
 from topics.shm.queue_messages import CursorGet, CursorReply
 
 KEPT_MIN_S: Final = 2.0
 KEPT_TIMES: Final = 50
-SLICE_S: Final = 0.001
-SLICE_TOPICS: Final = 64
 FOLLOWED_MAX: Final = 1000
 """The most topics whose cursors a pass reads, the first ones by name."""
 CURSORS_MAX: Final = 100
@@ -35,18 +33,6 @@ ALLOWED: Final = {
     "order": ("asc", "desc"),
     "kind": ("any", "log", "queue", "followed"),
 }
-
-
-class Slices:
-    """The slices of time in which long work is done. Other tasks run between two of them."""
-
-    def __init__(self) -> None:
-        self._until_s = time.monotonic() + SLICE_S
-
-    async def yield_if_over(self) -> None:
-        if time.monotonic() >= self._until_s:
-            await asyncio.sleep(0)
-            self._until_s = time.monotonic() + SLICE_S
 
 
 class RankedTopic(msgspec.Struct, frozen=True):
@@ -122,10 +108,8 @@ class TopicRanking:
     async def _look(self, before: TopicPass | None) -> TopicPass:
         slices, began_s, work_s, after = Slices(), time.monotonic(), 0.0, ""
         topics, heads, followed = list[RankedTopic](), dict[int, int](), 0
+        await self._arenas.learn(slices)
         arenas = [self._arenas.require(shard) for shard in range(self._gateway.shards)]
-        for arena in arenas:
-            while not arena.learn(SLICE_TOPICS):
-                await slices.yield_if_over()
         while names := list(itertools.islice(live_names(arenas, ("",), after), SLICE_TOPICS)):
             slice_s = time.monotonic()
             for after in names:

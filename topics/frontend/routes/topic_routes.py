@@ -26,7 +26,7 @@ from topics.frontend.routes import operations as api
 from topics.frontend.routes.operations import ApiRequest, JsonReply
 from topics.frontend.routes.router_routes import RouterRoutes
 from topics.frontend.routes.topic_ranking import ALLOWED, TopicRanking
-from topics.frontend.shards.arenas import Arenas, live_names
+from topics.frontend.shards.arenas import Arenas, Slices, live_names
 from topics.frontend.shards.gateway import Gateway, stopping
 from topics.settings import Settings
 from topics.shm.durations import Route
@@ -64,6 +64,7 @@ class TopicRoutes:
         query = request.query
         touch = flag(query, "touch", False)
         prefixes = request.caller.narrowed(query.get("prefix", ""))
+        await self.arenas.learn(Slices())
         arenas = [self.arenas.require(shard) for shard in range(self.gateway.shards)]
         size, after = await request.list_page(check_topic_name)
         if "sort" in query:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import itertools
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
 from topics.core.errors import TopicsError
 from topics.core.names import owner_shard
@@ -12,7 +15,21 @@ from topics.shm.arena import ArenaReader, TopicView
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
 
+SLICE_S: Final = 0.001
+SLICE_TOPICS: Final = 64
 _ATTACH_TRIES = 10
+
+
+class Slices:
+    """The slices of time in which long work is done. Other tasks run between two of them."""
+
+    def __init__(self) -> None:
+        self._until_s = time.monotonic() + SLICE_S
+
+    async def yield_if_over(self) -> None:
+        if time.monotonic() >= self._until_s:
+            await asyncio.sleep(0)
+            self._until_s = time.monotonic() + SLICE_S
 
 
 def live_names(arenas: Sequence[ArenaReader], prefixes: Iterable[str], after: str) -> Iterator[str]:
@@ -55,6 +72,14 @@ class Arenas:
         arena = self.of(owner_shard(name, len(self._readers)))
         found = None if arena is None else arena.look_up(name)
         return None if found is None else found[1]
+
+    async def learn(self, slices: Slices) -> None:
+        """Learn of all topics of all shards in slices. A look for a name learns what is new at one go, which would
+        hold up the loop where these are thousands of topics, as after a start.
+        """
+        for shard in range(len(self._readers)):
+            while (arena := self.of(shard)) is not None and not arena.learn(SLICE_TOPICS):
+                await slices.yield_if_over()
 
     def _attach(self, shard: int) -> ArenaReader:
         for _ in range(_ATTACH_TRIES):
