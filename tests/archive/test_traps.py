@@ -5,15 +5,19 @@ damage, directories that went back.
 from __future__ import annotations
 
 import json
+import os
+import random
 import shutil
+import subprocess
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.archive.services import SMALL, backup, cut, read, restored, run
+from tests.archive.services import COMMAND, SMALL, backup, cut, read, restored, run
 from tests.cases import case
 from tests.contract.asking import ok, put, state, write
 from tests.harness import Service, poll
@@ -218,3 +222,35 @@ def test_pruning_removes_what_only_older_moments_need(tmp_path: Path) -> None:
     run("archive", "verify", place)
     with restored(place, tmp_path / "restored") as other:
         assert read(other.client, "orders")[0] == expected
+
+
+@pytest.mark.long
+def test_a_backup_that_is_killed_leaves_the_archive_whole(tmp_path: Path) -> None:
+    place = tmp_path / "archive"
+    seed = int(os.environ.get("TOPICS_SEED", str(random.randrange(2**32))))
+    print(f"TOPICS_SEED={seed}")
+    chance = random.Random(seed)
+    with Service(env=SMALL) as service:
+        write(service.client, "orders", *range(100))
+        backup(service, place)
+        for number in range(12):
+            write(service.client, "orders", *[f"{number}-{one}" * 50 for one in range(100)])
+            killed = subprocess.Popen([COMMAND, "backup", "--data-dir", service.data_dir, "--to", place])
+            poll("the backup", partial(_has_begun, killed, place, _objects(place)))
+            time.sleep(chance.random() * 0.02)  # anywhere in what follows
+            killed.kill()
+            killed.wait()
+            run("archive", "verify", place)
+        backup(service, place)
+        expected = read(service.client, "orders")[0]
+    run("archive", "verify", place)
+    with restored(place, tmp_path / "restored") as other:
+        assert read(other.client, "orders")[0] == expected
+
+
+def _has_begun(backup: subprocess.Popen[bytes], place: Path, known: int) -> bool:
+    return _objects(place) > known or backup.poll() is not None
+
+
+def _objects(place: Path) -> int:
+    return sum(1 for path in place.rglob("*") if path.is_file())
