@@ -65,7 +65,7 @@ def test_extend_and_nack(shell: Shell, topics: Client, mails: str) -> None:
     claimed = shell.ok("queue", f"{mails}.b", "claim")
     assert values(claimed)[0]["deliveries"] == 2
     shell.ok("queue", f"{mails}.b", "nack", "--delay-ms", "3600000", given=claimed)
-    assert counts(shell, f"{mails}.b") == {"ready": 0, "in_flight": 0, "dead_lettered": 0, "scheduled": 0}
+    assert counts(shell, f"{mails}.b") == {"ready": 0, "in_flight": 0, "dead_lettered": 0, "scheduled": 1}
     assert shell.ok("queue", f"{mails}.b", "claim") == ""
 
 
