@@ -74,7 +74,7 @@ class Arenas:
         return None if found is None else found[1]
 
     async def learn(self, slices: Slices) -> None:
-        """Learn of all topics of all shards in slices. A look for a name learns what is new at one go, which would
+        """Learn of all topics of all shards in slices. A look for a name learns all that is new, which would
         hold up the loop where these are thousands of topics, as after a start.
         """
         for shard in range(len(self._readers)):
