@@ -123,6 +123,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     cold_read_timeout_ms: Annotated[
         int, integer(1, 600_000, "how long a read waits for the cold tier before it is refused")
     ] = 5000
+    archive_url: Annotated[
+        str | None, bucket_url("where a process ships all logs and segments; without it there is no such process")
+    ] = None
+    archive_interval_ms: Annotated[
+        int, integer(50, 3_600_000, "longest time from a write to the archive while that can be reached")
+    ] = 1000
+    archive_keep_ms: Annotated[
+        int, integer(0, 3660 * DAY_MS, "history in the archive to which it can be restored; 0 = all, for ever")
+    ] = 7 * DAY_MS
+    archive_backlog_bytes: Annotated[
+        int, byte_size(0, PIB, "logs that are kept until they are in the archive, of all shards together")
+    ] = 4 * GIB
     ring_bytes: Annotated[
         int, byte_size(64 * KIB, 1 * GIB, "request ring between a frontend and a shard; the reply ring has a quarter")
     ]
@@ -267,10 +279,13 @@ def load(
         )
     if settings.cold_dir is not None and settings.cold_url is not None:
         problems.append(f"{given['cold_url'].place}: {given['cold_dir'].place} is set as well; set one of them")
-    if settings.cold_url is not None and find_spec("obstore") is None:
-        problems.append(
-            f"{given['cold_url'].place}: needs the package obstore; install it with pip install 'topicsd[bucket]'"
-        )
+    needs_library = [("cold_url", settings.cold_url)]
+    if settings.archive_url is not None and not settings.archive_url.startswith("file:"):
+        needs_library.append(("archive_url", settings.archive_url))
+    for name, url in needs_library:
+        if url is not None and find_spec("obstore") is None:
+            way_out = "install it with pip install 'topicsd[bucket]'"
+            problems.append(f"{given[name].place}: needs the package obstore; {way_out}")
     if problems:
         raise SettingsError(problems)
     return settings

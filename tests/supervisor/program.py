@@ -140,6 +140,12 @@ def compactor(settings: Settings, shared: SharedMemory, incarnation: int) -> int
     return 0
 
 
+def archiver(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
+    Child(Role.ARCHIVER, 0, incarnation, shared).serve([])
+    note("archiver 0 stopped")
+    return 0
+
+
 def reshard(settings: Settings, shared: SharedMemory) -> int:
     first = not journal.exists() or "reshard started" not in journal.read_text()
     note("reshard started")
@@ -165,7 +171,7 @@ def free_bytes(path: str) -> os.statvfs_result:
 if __name__ == "__main__":
     journal = Path(sys.argv[1])
     traits = msgspec.convert(dict(trait.split("=", 1) for trait in sys.argv[2:]), Traits, strict=False)
-    mains = ChildMains(frontend, walshard, compactor, reshard, needs_reshard=lambda _: bool(traits.reshard))
+    mains = ChildMains(frontend, walshard, compactor, archiver, reshard, needs_reshard=lambda _: bool(traits.reshard))
     try:
         sys.exit(serve(load(os.environ), mains, Notify.of(os.environ, SystemClock()), statvfs=free_bytes))
     except StartError as refusal:

@@ -118,7 +118,9 @@ class QueueCounts(msgspec.Struct, frozen=True):
 
 
 class TopicState(TopicAnswer, frozen=True, kw_only=True):
-    """A topic as it is. `epoch` names this instance: a topic that is deleted and made again has another one."""
+    """A topic as it is. `epoch` names this instance: a topic that is deleted and made again has another one. Records up
+    to `archived_seq` are in the archive; None without one.
+    """
 
     type: Annotated[str, one_of(Literal["log", "queue"])]
     head_seq: Seq
@@ -132,6 +134,7 @@ class TopicState(TopicAnswer, frozen=True, kw_only=True):
     effective_priority: int
     last_write_ts: Ms | None
     last_read_ts: Ms | None
+    archived_seq: Seq | None = None
     queue: QueueCounts | None = None
 
 

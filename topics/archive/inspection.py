@@ -10,7 +10,7 @@ from topics.archive.objects import (
     Archive,
     ArchiveDamagedError,
     Base,
-    LogPart,
+    Piece,
     base_name,
     generation_name,
     joined,
@@ -120,31 +120,33 @@ def _check_generation(archive: Archive, number: int, base_numbers: list[int], pr
             problems.append(str(damage))
         done += 1
         told(done, total)
-    parts: dict[int, list[LogPart]] = {}
+    pieces: dict[int, Piece] = {}
     for piece_no in range(first, last + 1):
         try:
-            parts[piece_no] = archive.piece(number, piece_no)[0].parts
+            pieces[piece_no] = archive.piece(number, piece_no)[0]
         except ArchiveDamagedError as damage:
             problems.append(str(damage))
         done += 1
         told(done, total)
     for at, base in enumerate(bases):
-        until = bases[at + 1].number if at + 1 < len(bases) else last
-        gap = _gap(base, ((no, parts.get(no, [])) for no in range(base.first_piece, until + 1)))
+        # The piece of the next base may lie behind a hole, which is why there is that base.
+        until = bases[at + 1].number - 1 if at + 1 < len(bases) else last
+        until = next((no for no in range(until, base.number, -1) if no in pieces and pieces[no].is_moment), base.number)
+        gap = _gap(base, (pieces[no] for no in range(base.first_piece, until + 1) if no in pieces))
         if gap is not None:
             problems.append(
                 f"{archive.store.place(piece_name(number, gap))}: does not go on where piece {gap - 1} ends"
             )
 
 
-def _gap(base: Base, pieces: Iterable[tuple[int, list[LogPart]]]) -> int | None:
+def _gap(base: Base, pieces: Iterable[Piece]) -> int | None:
     """Return the first piece behind which a log cannot be put together from this base, None if there is none."""
     ends = {start.shard: start.position for start in base.logs}
-    for number, parts in pieces:
-        for part in parts:
+    for piece in pieces:
+        for part in piece.parts:
             end = joined(ends[part.shard], part)
             if end is None:
-                return number
+                return piece.number
             ends[part.shard] = end
     return None
 

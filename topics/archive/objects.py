@@ -26,6 +26,7 @@ import os
 from collections.abc import Iterable
 from struct import Struct
 from typing import Final, Protocol, TypeVar
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -62,10 +63,14 @@ class ArchiveStore(Protocol):
     def place(self, name: str) -> str: ...
 
 
-def open_archive(fs: FileSystem, place: str) -> ArchiveStore:
-    """Return the store below `<place>/archive`; `place` is a directory or a bucket's URL."""
+def open_archive(fs: FileSystem, place: str, timeout_ms: int = WHOLE_OBJECT_MS) -> ArchiveStore:
+    """Return the store below `<place>/archive`; `place` is a directory, as such or by file://, or a bucket's URL.
+    `timeout_ms` bounds a request to a bucket.
+    """
+    if place.startswith("file://"):
+        place = unquote(urlsplit(place).path)
     if "://" in place:
-        return BucketStore(f"{place.rstrip('/')}/archive", WHOLE_OBJECT_MS)
+        return BucketStore(f"{place.rstrip('/')}/archive", timeout_ms)
     return LocalStore(fs, os.path.join(place, "archive"))
 
 
@@ -132,7 +137,8 @@ class Generation(msgspec.Struct, frozen=True):
 
 class Piece(msgspec.Struct, frozen=True):
     """The next bytes of the logs. One that `is_moment` ends a moment: a state of all logs and transactions that the
-    service had at `taken_ms`, to which it can be restored. `ends` are those of all logs behind this piece, and never go
+    service had at `taken_ms`, to which it can be restored. Others are parts of one, or lie between bytes that were
+    removed before they were shipped and the next base. `ends` are those of all logs behind this piece, and never go
     back in a generation. Without `has_end` the logs may lack what was written last.
     """
 

@@ -6,6 +6,7 @@ is, so it may be killed at any time and another one goes on.
 A moment is shipped as one or more pieces with the bytes of all logs since the moment before. A base makes the pieces
 before it superfluous for later moments. The files of a base are read before the moment that it is named by: so its
 indexes have no deletion that this moment's logs lack, and a deletion that they lack is in the logs behind the snapshot.
+Pieces may be shipped while the files are copied (`base_files.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
+from topics.archive.base_files import BaseFiles
 from topics.archive.objects import (
     Archive,
     Base,
@@ -29,15 +31,13 @@ from topics.archive.objects import (
     TxnFile,
     base_name,
     encode,
-    file_name,
     generation_name,
     piece_name,
 )
-from topics.archive.origin import ListedSegment, LogPlace, Origin, OriginGoneError, SegmentFile, listed_segments
+from topics.archive.origin import LogPlace, Origin, OriginGoneError
 from topics.core.clock import Clock
 from topics.storage.frame import CHECKSUM_LEN
 from topics.storage.logfile import WalPosition
-from topics.storage.segment import index_digest
 
 PIECE_BYTES: Final = 4 << 20
 """The most bytes of logs in a piece. Files of transactions come on top."""
@@ -92,8 +92,8 @@ class Shipper:
         self._ends: dict[int, LogEnd] = {}
         self._txn: dict[str, TxnFile] = {}
         self._taken_ms = 0
-        self._has_part = False
-        """True if the last piece ends no moment."""
+        self._has_part = True
+        """True if no moment is at the end: the last piece is a part of one, or lies behind a hole, or there is none."""
         self._bytes = self._objects = 0
 
     def begin(self) -> None:
@@ -115,27 +115,83 @@ class Shipper:
                 return
         self._new_generation((numbers or [0])[-1] + 1, logs)
 
+    @property
+    def is_based(self) -> bool:
+        """True if a restore can get from the last base to the end of the archive. Else a base has to come first."""
+        return self._base is not None and not self._has_part
+
+    @property
+    def has_base(self) -> bool:
+        """True if anything can be restored."""
+        return self._base is not None
+
+    @property
+    def pieces_behind_base(self) -> int:
+        """The number of pieces since the last base, or since the beginning."""
+        return self._number - (0 if self._base is None else self._base.number)
+
+    @property
+    def ends(self) -> list[WalPosition]:
+        """The ends of the logs as they were shipped, by shard."""
+        return [self._ends[shard].position for shard in sorted(self._ends)]
+
     def ship(self) -> Shipped:
-        """Ship the present moment, with a new base if no restore could get here from the last one."""
-        if self._base is None:
-            return self.base()
+        """Ship the present moment; without a base only its bytes.
+
+        Raise OriginGoneError if logs were removed before they were shipped, or none was: `begin_base` goes on.
+        """
         logs, txn = self._moment()
+        if not self._ends:
+            raise OriginGoneError("nothing is shipped yet")
         try:
-            return self._ship(logs, txn, self._ends)
+            return self._ship(logs, txn if self.is_based else None, self._ends)
         except OriginGoneError:
-            return self.base()
+            self._has_part = True  # whatever comes next does not go on here
+            raise
 
     def base(self) -> Shipped:
         """Ship a snapshot with its segments, and the moment that it is named by."""
         for _ in range(BASE_TRIES):
             try:
-                return self._ship_base()
+                files = self.begin_base()
+                files.copy()
+                return self.end_base(files)
             except OriginGoneError as gone:
                 last = gone  # a newer snapshot has other files
         raise OSError(
             errno.EIO,
             f"segments are removed faster than they are copied ({last}); try again when fewer records are written",
         )
+
+    def begin_base(self) -> BaseFiles:
+        """Return the files that the newest snapshot needs, for `copy`, perhaps in another thread, and `end_base`. Where
+        the logs cannot be shipped any more from where they were, they go on at the snapshot.
+
+        Raise OriginGoneError if a newer snapshot took its place: begin again.
+        """
+        assert self._generation is not None
+        snapshot = self._origin.snapshot()
+        logs, _ = self._moment()
+        starts = [self._origin.start(log, snapshot) for log in logs]
+        self._ends = self._ends_to_go_on(logs, starts)
+        return BaseFiles(self._store, self._origin, self._generation.number, snapshot, starts, self._files, self._told)
+
+    def end_base(self, files: BaseFiles) -> Shipped:
+        """Ship the present moment, and make it the one of a base with these files, all of which are copied."""
+        assert self._generation is not None
+        self._bytes += files.put_bytes
+        self._objects += files.put_objects
+        logs, txn = self._moment()
+        self._txn = {}  # so that no restore from this base needs pieces before it
+        self._ship(logs, txn, self._ends_to_go_on(logs, files.starts))
+        if self._base is not None and self._base.number == self._number:
+            return self._shipped()  # nothing has happened since
+        first_piece = min(self._piece_of(start) for start in files.starts)
+        refs = list(files.refs.values())
+        base = Base(self._number, self._taken_ms, first_piece, files.starts, refs, len(files.body))
+        self._create(base_name(self._generation.number, base.number), encode(base, [files.body]))
+        self._base, self._files = base, files.refs
+        return self._shipped()
 
     # -- the end of the archive
 
@@ -161,7 +217,7 @@ class Shipper:
         self._generation, self._base = None, None
         self._files, self._ends, self._txn = {}, {}, {}
         self._number = self._taken_ms = 0
-        self._has_part = False
+        self._has_part = True
 
     def _goes_on(self, logs: list[LogPlace]) -> bool:
         """True if the logs are those that were shipped, and more of them."""
@@ -199,8 +255,8 @@ class Shipper:
             raise NoMomentError("a shard recovers, or transactions follow each other too fast to be copied; try again")
         return found
 
-    def _ship(self, logs: list[LogPlace], txn: dict[str, bytes], starts: Mapping[int, LogEnd]) -> Shipped:
-        """Put all bytes of the logs from `starts` to this moment."""
+    def _ship(self, logs: list[LogPlace], txn: dict[str, bytes] | None, starts: Mapping[int, LogEnd]) -> Shipped:
+        """Put all bytes of the logs from `starts` to this moment. Without `txn` it is none, to which nobody can get."""
         assert self._generation is not None
         if self._generation.log_ids != [log.log_id for log in logs]:
             raise NoMomentError("the logs were made anew for another count of shards; begin again")
@@ -225,13 +281,13 @@ class Shipper:
         self._put_piece(parts, payload, ends, txn)
         return self._shipped()
 
-    def _is_shipped(self, logs: list[LogPlace], txn: dict[str, bytes]) -> bool:
+    def _is_shipped(self, logs: list[LogPlace], txn: dict[str, bytes] | None) -> bool:
+        if [log.end for log in logs] != [end.position for end in self._ends.values()]:
+            return False
+        if txn is None:
+            return True
         digests = {path: xxh3_64_intdigest(content) for path, content in txn.items()}
-        return (
-            [log.end for log in logs] == [end.position for end in self._ends.values()]
-            and {path: file.digest for path, file in self._txn.items()} == digests
-            and not self._has_part
-        )
+        return {path: file.digest for path, file in self._txn.items()} == digests and not self._has_part
 
     def _shipped(self) -> Shipped:
         return Shipped(self._number, self._bytes, self._objects, self._taken_ms)
@@ -275,42 +331,10 @@ class Shipper:
                 f"{self._store.place(name)}: somebody else made this object: two services, or two backups, use one"
                 " archive at a time; end one of them"
             )
-        self._count(content)
-
-    def _count(self, content: bytes) -> None:
         self._bytes += len(content)
         self._objects += 1
 
     # -- a base
-
-    def _ship_base(self) -> Shipped:
-        assert self._generation is not None
-        snapshot = self._origin.snapshot()
-        logs, _ = self._moment()
-        starts = [self._origin.start(log, snapshot) for log in logs]
-        files: dict[str, FileRef] = {}
-        body = b""
-        if snapshot is not None:
-            body = self._origin.snapshot_body(snapshot.number)
-            segments = list(listed_segments(snapshot))
-            total = sum(segment.data.size_bytes or 0 for segment in segments)
-            done = 0
-            for segment in segments:
-                for ref in self._ship_segment(segment):
-                    files[ref.name] = ref
-                done += segment.data.size_bytes or 0
-                self._told(done, total)
-        ends = self._ends_to_go_on(logs, starts)
-        logs, txn = self._moment()
-        self._txn = {}  # so that no restore from this base needs pieces before it
-        self._ship(logs, txn, ends)
-        if self._base is not None and self._base.number == self._number:
-            return self._shipped()  # nothing has happened since
-        first_piece = min(self._piece_of(start) for start in starts)
-        base = Base(self._number, self._taken_ms, first_piece, starts, list(files.values()), len(body))
-        self._create(base_name(self._generation.number, base.number), encode(base, [body]))
-        self._base, self._files = base, files
-        return self._shipped()
 
     def _ends_to_go_on(self, logs: list[LogPlace], starts: list[LogStart]) -> dict[int, LogEnd]:
         """Return where to go on with each log: where the archive ends, or at the snapshot if that is gone."""
@@ -333,30 +357,3 @@ class Shipper:
             is_behind = any(end.shard == start.shard and end.position > start.position for end in piece.ends)
             low, high = (low, middle) if is_behind else (middle, high)
         return high
-
-    def _ship_segment(self, segment: ListedSegment) -> list[FileRef]:
-        idx = self._origin.read_segment_file(segment.idx)
-        # Data and tags never change: offsets, lengths and times of all records tell whether they are those.
-        identity = index_digest(idx)
-        refs = [self._ship_file(segment.data, identity)]
-        if segment.tags is not None:
-            refs.append(self._ship_file(segment.tags, identity))
-        # Data before the index: a deletion marks the frame, then the index.
-        idx = self._origin.read_segment_file(segment.idx)
-        return [self._ship_file(segment.idx, xxh3_64_intdigest(idx), idx), *refs]
-
-    def _ship_file(self, file: SegmentFile, identity: int, content: bytes | None = None) -> FileRef:
-        assert self._generation is not None
-        _, topic, own = file.path.split("/")
-        size = "" if file.size_bytes is None else f"-{file.size_bytes}"
-        name = file_name(self._generation.number, f"{topic}-{identity:016x}{size}-{own}")
-        known = self._files.get(name)
-        if known is not None:
-            return known
-        if content is None:
-            content = self._origin.read_segment_file(file)
-        self._store.put(name, [content])
-        self._count(content)
-        ref = FileRef(file.path, name, len(content), xxh3_64_intdigest(content))
-        self._files[name] = ref
-        return ref

@@ -56,6 +56,7 @@ class Topic:
     records: int = 0
     live_bytes: int = 0
     durable_seq: int = 0
+    archived_seq: int = 0
     last_write_ts: int = 0
     ceilings: Ceilings = field(default_factory=Ceilings)
     """Ceilings of its head: those of the durable log, or those of records in RAM while it is `ephemeral`."""

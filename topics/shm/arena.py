@@ -11,7 +11,7 @@ A slot holds a publication count and two copies of the topic's state. The shard 
 then stores count + 1. A reader takes copy `count & 1` and accepts it if the count is still the same afterwards. So
 readers never wait, and a shard that is killed during a write damages nothing.
 
-    slot   | published u64 | 7 spare | copy 0: 25 words | copy 1: 25 words |
+    slot   | published u64 | 7 spare | copy 0: 26 words | copy 1: 26 words |
 
 A location ring holds the records base_seq..head_seq; seq s lies at index s & (capacity - 1):
 
@@ -48,17 +48,17 @@ from topics.shm.memory import SharedObject, unlink
 from topics.shm.shm_names import shm_name
 
 MAGIC: Final = 0x31414E4552414F54
-VERSION: Final = 4
+VERSION: Final = 5
 ARENA_BYTES: Final = 8 * 2**30
 """Address space, not memory: only what is used is backed."""
 CHANGES: Final = 4096
 _CHANGES_WORD: Final = 512
 _SLOTS_WORD: Final = _CHANGES_WORD + CHANGES
-SLOT_WORDS: Final = 58
+SLOT_WORDS: Final = 60
 SLOTS_MAX: Final = 2**20
 _HEAP_BYTE: Final = (_SLOTS_WORD + SLOTS_MAX * SLOT_WORDS) * 8
 _COPY_WORD: Final = 8
-_COPY_WORDS: Final = 25
+_COPY_WORDS: Final = 26
 _ROW_WORDS: Final = 7
 SEGMENT_ROW_BYTES: Final = _ROW_WORDS * 8
 _TABLES_KEPT: Final = 1024
@@ -125,6 +125,7 @@ class TopicView(NamedTuple):
     jobs_dead_lettered: int
     """These four are figures of a queue, 0 for a log."""
     flags: int
+    archived_seq: int
 
     @property
     def is_queue(self) -> bool:

@@ -3,7 +3,7 @@
     +----------+----------+----------+-- … --+----------+
     | header   | cell     | cell     |       | cell     |      CELL_WORDS u64 words each
     +----------+----------+----------+-- … --+----------+
-      supervisor frontend 0..M-1, walshard 0..N-1, compactor
+      supervisor frontend 0..M-1, walshard 0..N-1, compactor, archiver (if there is one)
 
 The supervisor writes a cell's first SUPERVISOR_WORDS words, the process itself the rest. So each word has one writer,
 and `status` works while a child is dead or recovering.
@@ -24,7 +24,7 @@ CELL_WORDS: Final = 128
 SHARDS_MAX: Final = 64
 SUPERVISOR_WORDS: Final = 16
 MAGIC: Final = 0x31535049434F5454  # "TTOCIPS1"
-VERSION: Final = 5
+VERSION: Final = 6
 
 EXIT_REFUSED: Final = 78
 """Exit code of a child that must not be restarted: a human has to decide about its data (the log says where)."""
@@ -34,6 +34,11 @@ class Role(IntEnum):
     FRONTEND = 1
     WALSHARD = 2
     COMPACTOR = 3
+    ARCHIVER = 4
+
+
+BESIDE: Final = frozenset({Role.COMPACTOR, Role.ARCHIVER})
+"""Roles for whose processes no client waits."""
 
 
 class ProcessState(IntEnum):
@@ -63,8 +68,8 @@ def _series(form: str, names: Iterable[object]) -> str:
 
 
 HEADER_FIELDS: Final = _fields(
-    "magic version supervisor_pid state started_ms shards frontends port reshard_ppm keys_serial reloads write_path"
-    " clock_offset_ms"
+    "magic version supervisor_pid state started_ms shards frontends archivers port reshard_ppm keys_serial reloads"
+    " write_path clock_offset_ms"
 )
 SUPERVISOR_FIELDS: Final = _fields("pid state restarts last_exit since_ms ended")
 """`ended`: the last incarnation that is over, 0 for none."""
@@ -86,6 +91,9 @@ _WORDS: Final = {
         absorbed_ms* last_snapshot_ms* snapshots* checkpoints* checkpointed_records* checkpointed_bytes*
         segments_sealed* segments_dropped* segments_rewritten* segments_relocated* orphans failures* snapshot_bytes*
         {_series("absorbed_bytes_{:02d}*", range(SHARDS_MAX))}""",
+    Role.ARCHIVER: f"""{_COMMON}
+        moment_ms* moments* objects* bytes* bases* base_ms* failures* holes*
+        {_series("shipped_{:02d}*", range(SHARDS_MAX))}""",
 }
 """The words of each child. A new life of the process keeps those with a `*`: counters never go down while the service
 runs, readers use the former arena `generation` until there is another, and what a shard holds (topics, records,
@@ -99,6 +107,10 @@ bytes of its log behind the newest snapshot when the service was started.
 
 The compactor's `absorbed_bytes_NN`: the `log_bytes()` of a shard when its last snapshot was begun. The bytes written
 since are the lag, which also grows while the compactor is dead. `absorbed_ms`: the begin of that snapshot.
+
+The archiver's `shipped_NN`: the `committed` of a shard as it was at the last moment in the archive, 0 before the first
+one in the life of the service. `moment_ms` is the time of that moment. `holes`: times that logs were removed before
+they were shipped.
 
 `clock_offset_ms`: wall minus monotonic time as the process trusts it (`core/clock.py`), plus CLOCK_BIAS because words
 are unsigned (a clock that was never set is behind the uptime); 0 before it looked. In the header: as the previous
@@ -205,13 +217,14 @@ def replay_progress(shards: Sequence[Cell]) -> float:
 class ControlPage:
     """The mapped control page of one service."""
 
-    def __init__(self, shared: SharedObject, shards: int, frontends: int) -> None:
+    def __init__(self, shared: SharedObject, shards: int, frontends: int, archivers: int) -> None:
         self.shards = shards
         self.frontends = frontends
+        self.has_archiver = archivers > 0
         words = shared.words
         self.header = Cell(words[:CELL_WORDS], HEADER_FIELDS)
         roles = [(Role.FRONTEND, i) for i in range(frontends)] + [(Role.WALSHARD, i) for i in range(shards)]
-        roles.append((Role.COMPACTOR, 0))
+        roles += [(Role.COMPACTOR, 0)] + [(Role.ARCHIVER, 0)] * archivers
         self.cells = {
             key: ProcessCell(words[CELL_WORDS * (1 + at) : CELL_WORDS * (2 + at)], key[0])
             for at, key in enumerate(roles)
@@ -220,14 +233,15 @@ class ControlPage:
 
     @staticmethod
     def size_bytes(shards: int, frontends: int) -> int:
-        return CELL_WORDS * 8 * (2 + shards + frontends)
+        return CELL_WORDS * 8 * (3 + shards + frontends)
 
     @classmethod
-    def create(cls, name: str, shards: int, frontends: int) -> ControlPage:
-        page = cls(SharedObject.create(name, cls.size_bytes(shards, frontends)), shards, frontends)
+    def create(cls, name: str, shards: int, frontends: int, archivers: int = 0) -> ControlPage:
+        page = cls(SharedObject.create(name, cls.size_bytes(shards, frontends)), shards, frontends, archivers)
         page.header.set("version", VERSION)
         page.header.set("shards", shards)
         page.header.set("frontends", frontends)
+        page.header.set("archivers", archivers)
         page.header.set("magic", MAGIC)
         return page
 
@@ -240,7 +254,7 @@ class ControlPage:
             raise FileNotFoundError(f"shared memory {name} is not ready yet")
         if header.get("magic") != MAGIC or header.get("version") != VERSION:
             raise ValueError(f"shared memory {name} was made by another version of topics")
-        return cls(shared, header.get("shards"), header.get("frontends"))
+        return cls(shared, header.get("shards"), header.get("frontends"), header.get("archivers"))
 
     def cell(self, role: Role, index: int) -> ProcessCell:
         return self.cells[role, index]
@@ -258,6 +272,19 @@ class ControlPage:
         """Return the bytes of a shard's log that are in no snapshot."""
         absorbed = self.cell(Role.COMPACTOR, 0).get(f"absorbed_bytes_{shard:02d}")
         return max(0, log_bytes(self.cell(Role.WALSHARD, shard)) - absorbed)
+
+    def shipped(self, shard: int) -> int:
+        """Return the `committed` of a shard up to which its log is in the archive; 0: not known."""
+        return self.cell(Role.ARCHIVER, 0).get(f"shipped_{shard:02d}")
+
+    def archive_lag_ms(self, now_ms: int) -> int:
+        """Return how old the last moment in the archive is; 0 if everything that is committed is in it."""
+        if all(
+            self.cell(Role.WALSHARD, shard).get("committed") == self.shipped(shard) != 0 for shard in range(self.shards)
+        ):
+            return 0
+        moment_ms = self.cell(Role.ARCHIVER, 0).get("moment_ms") or self.header.get("started_ms")
+        return max(0, now_ms - moment_ms)
 
     def cut_bytes(self) -> int:
         """Return the room that a cut of all logs needs: 3/2 of their bytes for segments, and two snapshots."""

@@ -66,13 +66,13 @@ class SharedMemory:
     for each process. The peers of a shard are the frontends and, at `compactor_row`, the compactor.
     """
 
-    def __init__(self, identity: str, shards: int, frontends: int, ring_bytes: int) -> None:
+    def __init__(self, identity: str, shards: int, frontends: int, ring_bytes: int, archivers: int) -> None:
         self.identity = identity
         self.shards = shards
         self.frontends = frontends
         self.compactor_row = frontends
         self.ram_dir = shm_names.ram_dir(identity)
-        self.control = ControlPage.create(shm_names.shm_name(identity, "control"), shards, frontends)
+        self.control = ControlPage.create(shm_names.shm_name(identity, "control"), shards, frontends, archivers)
 
         def create(size_bytes: int, kind: str, *parts: int, reserve_bytes: int | None = None) -> SharedObject:
             return SharedObject.create(shm_names.shm_name(identity, kind, *parts), _page(size_bytes), reserve_bytes)
@@ -100,10 +100,10 @@ class SharedMemory:
         os.makedirs(self.ram_dir, mode=0o700, exist_ok=True)
 
     @classmethod
-    def create(cls, identity: str, shards: int, frontends: int, ring_bytes: int) -> SharedMemory:
-        """Create everything or nothing. OSError (ENOSPC) when /dev/shm is too small."""
+    def create(cls, identity: str, shards: int, frontends: int, ring_bytes: int, archivers: int = 0) -> SharedMemory:
+        """Create everything or nothing; `archivers` is 0 or 1. OSError (ENOSPC) when /dev/shm is too small."""
         try:
-            return cls(identity, shards, frontends, ring_bytes)
+            return cls(identity, shards, frontends, ring_bytes, archivers)
         except OSError:
             shm_names.unlink_all(identity)
             raise

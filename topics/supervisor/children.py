@@ -48,6 +48,7 @@ class ChildMains(NamedTuple):
     frontend: Callable[[Settings, KeyRing, SharedMemory, int, int, list[socket.socket]], int]
     walshard: Callable[[Settings, SharedMemory, int, int], int]
     compactor: Callable[[Settings, SharedMemory, int], int]
+    archiver: Callable[[Settings, SharedMemory, int], int]
     reshard: Callable[[Settings, SharedMemory], int]
     needs_reshard: Callable[[Settings], bool]
 

@@ -132,6 +132,7 @@ def _make_notify() -> Notify:
 
 def _child_mains() -> ChildMains:
     """Import the mains of the real service; only here, for `status` and `stop` must not wait for a web framework."""
+    from topics.archive.main import run as run_archiver
     from topics.compactor.main import run as run_compactor
     from topics.frontend.main import run as run_frontend
     from topics.supervisor import resharding
@@ -141,6 +142,7 @@ def _child_mains() -> ChildMains:
         frontend=run_frontend,
         walshard=run_walshard,
         compactor=run_compactor,
+        archiver=run_archiver,
         reshard=resharding.run,
         needs_reshard=resharding.is_needed,
     )

@@ -152,7 +152,8 @@ def _share(settings: Settings, statvfs: StatVfs) -> SharedMemory:
     if shortage := shared_memory_shortage(settings, statvfs):
         raise StartError(shortage)
     with _refused(f"shared memory cannot be created in {shm_names.SHM_ROOT}"):
-        return SharedMemory.create(identity, settings.wal_shards, settings.frontends, settings.ring_bytes)
+        archivers = int(settings.archive_url is not None)
+        return SharedMemory.create(identity, settings.wal_shards, settings.frontends, settings.ring_bytes, archivers)
 
 
 def keep_ends(fs: FileSystem, data_dir: str, identity: str) -> None:

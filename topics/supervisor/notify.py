@@ -7,8 +7,8 @@
     WATCHDOG=1            regularly, as long as no frontend or shard hangs
     STOPPING=1            once, when the service drains
 
-A dead process does not stop the watchdog messages: the supervisor restarts it. One that hangs does, unless it is the
-compactor, for which no client waits: only a restart of the whole service helps.
+A dead process does not stop the watchdog messages: the supervisor restarts it. One that hangs does, for only a restart
+of the whole service helps; but not the compactor or the archiver, for which no client waits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from topics.core.clock import Clock
 from topics.log import get_logger
-from topics.shm.control import HEARTBEAT_STALE_MS, ControlPage, ProcessCell, ProcessState, Role
+from topics.shm.control import BESIDE, HEARTBEAT_STALE_MS, ControlPage, ProcessCell, ProcessState, Role
 
 if TYPE_CHECKING:
     from topics.supervisor.start_bar import StartBar  # with its library, which only a terminal needs
@@ -71,7 +71,7 @@ class Announcements:
             return lines
         if not self.is_ready:
             self.is_ready = all(
-                state is ProcessState.READY for (role, _), state in states.items() if role is not Role.COMPACTOR
+                state is ProcessState.READY for (role, _), state in states.items() if role not in BESIDE
             )
             if self.is_ready:
                 lines.append("READY=1")
@@ -211,5 +211,5 @@ def _hanging(page: ControlPage, states: dict[tuple[Role, int], ProcessState], no
     return any(
         state is ProcessState.READY and now_ms - page.cell(role, index).get("heartbeat_ms") > HEARTBEAT_STALE_MS
         for (role, index), state in states.items()
-        if role is not Role.COMPACTOR
+        if role not in BESIDE
     )

@@ -86,6 +86,20 @@ class CompactorStatus(msgspec.Struct, frozen=True):
     failures: int
 
 
+class ArchiverStatus(msgspec.Struct, frozen=True):
+    """The archive since the service was started. `lag_ms` is 0 while it has everything that is committed."""
+
+    lag_ms: int
+    moment_age_ms: int | None
+    """Age of the newest moment in it; None before the first one in this life of the service."""
+    moments: int
+    bases: int
+    objects: int
+    bytes: int
+    failures: int
+    holes: int
+
+
 class FrontendStatus(msgspec.Struct, frozen=True):
     """The figures of a frontend. `requests_per_s` is None without an earlier sample."""
 
@@ -121,6 +135,8 @@ class Status(msgspec.Struct, frozen=True):
     shards: list[ShardStatus] = []
     frontends: list[FrontendStatus] = []
     compactor: CompactorStatus | None = None
+    archiver: ArchiverStatus | None = None
+    """None without an archive."""
 
 
 class StatusReader:
@@ -179,6 +195,7 @@ class StatusReader:
             shards=shards,
             frontends=frontends,
             compactor=_compactor(page, now_ms),
+            archiver=_archiver(page, now_ms) if page.has_archiver else None,
         )
 
     def _frontend(self, page: ControlPage, index: int) -> FrontendStatus:
@@ -251,6 +268,16 @@ def _compactor(page: ControlPage, now_ms: int) -> CompactorStatus:
     )
 
 
+def _archiver(page: ControlPage, now_ms: int) -> ArchiverStatus:
+    cell = page.cell(Role.ARCHIVER, 0).read()
+    moment_ms = cell["moment_ms"]
+    return ArchiverStatus(
+        lag_ms=page.archive_lag_ms(now_ms),
+        moment_age_ms=max(0, now_ms - moment_ms) if moment_ms else None,
+        **_figures(cell, "moments bases objects bytes failures holes"),
+    )
+
+
 def _shard(page: ControlPage, index: int, state: str) -> ShardStatus:
     cell = page.cell(Role.WALSHARD, index).read()
     return ShardStatus(
@@ -316,11 +343,13 @@ def render(status: Status, paint: Paint = plain) -> str:
     if status.pid is None:
         return f"topics  {paint(status.state, _STYLES.get(status.state, 'warn'))}  {status.data_dir}\n"
     compactors = [] if status.compactor is None else [status.compactor]
+    archivers = [] if status.archiver is None else [status.archiver]
     tables = (
         _table([_process_row(process) for process in status.processes], paint),
         _table([_shard_row(shard) for shard in status.shards], paint),
         _table([_frontend_row(frontend) for frontend in status.frontends], paint),
         _table([_compactor_row(compactor) for compactor in compactors], paint),
+        _table([_archiver_row(archiver) for archiver in archivers], paint),
     )
     return "\n".join([_summary(status, paint), *filter(None, tables)])
 
@@ -390,6 +419,19 @@ def _compactor_row(compactor: CompactorStatus) -> _Row:
         "rewritten": compactor.segments_rewritten,
         "cold": compactor.segments_relocated,
         "failures": compactor.failures,
+    }
+
+
+def _archiver_row(archiver: ArchiverStatus) -> _Row:
+    lag = duration(archiver.lag_ms) if archiver.lag_ms else "up to date"
+    return {
+        "archive": "no moment yet" if archiver.moment_age_ms is None and archiver.lag_ms else lag,
+        "moments": archiver.moments,
+        "bases": archiver.bases,
+        "objects": archiver.objects,
+        "mib": archiver.bytes // MIB,
+        "failures": archiver.failures,
+        "holes": archiver.holes,
     }
 
 

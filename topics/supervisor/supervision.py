@@ -86,6 +86,7 @@ class Supervisor:
         self._frontends = [self._child(Role.FRONTEND, index) for index in range(self._settings.frontends)]
         self._shards = [self._child(Role.WALSHARD, index) for index in range(self._settings.wal_shards)]
         self._compactor = self._child(Role.COMPACTOR, 0)
+        self._archivers = [self._child(Role.ARCHIVER, 0)] if self._shared.control.has_archiver else []
 
     def run(self, *, reshard: bool) -> int:
         """Run until no child is left; return the service's exit code. `reshard`: prepare the logs first."""
@@ -119,7 +120,8 @@ class Supervisor:
             return mains.frontend(settings, self._keys, shared, index, incarnation, self._listeners[index])
         if role is Role.WALSHARD:
             return mains.walshard(settings, shared, index, incarnation)
-        return mains.compactor(settings, shared, incarnation)
+        main = mains.archiver if role is Role.ARCHIVER else mains.compactor
+        return main(settings, shared, incarnation)
 
     def _start(self, reshard: bool) -> None:
         for child in self._frontends:
@@ -137,11 +139,14 @@ class Supervisor:
         for child in self._shards:
             child.start()
         self._compactor.start()
+        for child in self._archivers:
+            child.start()
 
     # -- running
 
     def _children(self) -> list[Child]:
-        return [*self._frontends, *self._shards, self._compactor, *([self._reshard] if self._reshard else [])]
+        others = [self._compactor, *self._archivers, *([self._reshard] if self._reshard else [])]
+        return [*self._frontends, *self._shards, *others]
 
     def _timeout_ms(self) -> int | None:
         """Return the time until the next deadline; None without one: then only a signal can bring work."""
@@ -217,7 +222,9 @@ class Supervisor:
     # -- stopping
 
     def _stop(self, exit_code: int, reason: str) -> None:
-        """Begin to drain: frontends first, then the compactor, because both need the shards until their end."""
+        """Begin to drain: frontends first, then the compactor, because both need the shards until their end. The
+        archiver ships what the shards wrote last.
+        """
         self._exit_code = self._exit_code or exit_code
         if self._stopping is not None:
             return
@@ -232,6 +239,7 @@ class Supervisor:
             (self._frontends, now_ms + grace_ms * FRONTEND_SHARE[0] // FRONTEND_SHARE[1]),
             ([self._compactor], now_ms + grace_ms * COMPACTOR_SHARE[0] // COMPACTOR_SHARE[1]),
             (last, now_ms + grace_ms),
+            (self._archivers, now_ms + grace_ms),
         ]
 
     def _stop_next_group(self) -> None:

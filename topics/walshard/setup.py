@@ -35,6 +35,7 @@ from topics.storage.logfile import RefusedLog, WalIdentity, WalPosition, read_fi
 from topics.storage.recovery import Recovery
 from topics.storage.snapshot import load_snapshot
 from topics.storage.wal import WalWriter, room_left_bytes
+from topics.walshard.commit.archive_wait import ArchiveWait
 from topics.walshard.commit.commits import Commits
 from topics.walshard.commit.draft import AloneHandler, GroupHandler
 from topics.walshard.commit.log_trim import LogTrim, RamReserve, RamTrim
@@ -217,7 +218,8 @@ def _put_together(
     time = StepClock(clock, expiry)
     frame_tags = FrameTags(fs, place.directory, place.ram_directory)
     tags = TagSearch(files, frame_tags, clock)
-    syncs = BackgroundSync(logs, syncing, shared.shard_wakes[shard], clock.monotonic_ms())
+    archive = _follow_archive(place, logs, catalog)
+    syncs = BackgroundSync(logs, syncing, shared.shard_wakes[shard], clock.monotonic_ms(), archive)
     rings.take_over([entry for entry in rings.committed_before() if logs.holds(entry)])
     commits = Commits(logs, syncs, rings, catalog, recovered.fold.lost_heads, time)
 
@@ -230,7 +232,7 @@ def _put_together(
     sinks = Sinks(fs, settings.data_dir, shard, settings.wal_shards, catalog, appends)
     routing = _make_routing(place, recovered.fold.routers, catalog, holdings, deletes)
     topic_calls = TopicCalls(catalog, deletes, routing.log_feed, place.ram_directory, time)
-    log_trim = LogTrim(logs, catalog, frame_tags)
+    log_trim = LogTrim(logs, catalog, frame_tags, archive)
     segments = SegmentHandover(catalog, files, logs, log_trim, time)
     talk = rings.notify, rings.forget_notices, rings.drain_dead
     frontends = Frontends(shared.control, catalog, *talk, sessions, queues, cursors)
@@ -293,6 +295,18 @@ def _put_together(
     upkeep = Upkeep(catalog, files, syncs, log_trim, ram_trim, deletes, sessions, clock)
     whole = Shard(rings, handlers, routing, commits, holdings, upkeep, cell, time)
     return Parts(whole, catalog, files, logs, commits, sessions, queues, sinks)
+
+
+def _follow_archive(place: Place, logs: Logs, catalog: Catalog) -> ArchiveWait | None:
+    """Return what follows the archive, which gets all records of the recovered log; None without an archive."""
+    settings, shared = place.settings, place.shared
+    if not shared.control.has_archiver:
+        return None
+    files_max = settings.archive_backlog_bytes // (settings.wal_file_bytes * settings.wal_shards)
+    room_bytes = partial(room_left_bytes, place.fs, settings.data_dir, shared.control.cut_bytes)
+    wait = ArchiveWait(partial(shared.control.shipped, place.shard), room_bytes, files_max)
+    wait.committed((hosted for hosted in catalog if hosted.topic.config.durability != "ephemeral"), logs.end_word)
+    return wait
 
 
 def _make_routing(

@@ -11,7 +11,7 @@ from topics import __version__
 from topics.core.config import CLASSES
 from topics.core.scheduler import BANDS
 from topics.frontend.operators.exposition import Buckets, Family, Sample, Value, single
-from topics.shm.control import LATENCY_BUCKETS, ControlPage, Role, replay_progress
+from topics.shm.control import BESIDE, LATENCY_BUCKETS, ControlPage, Role, replay_progress
 from topics.shm.durations import Durations, Route
 
 _BOUNDS_US: Final = [1 << (bucket + 3) for bucket in range(LATENCY_BUCKETS - 1)]
@@ -88,6 +88,16 @@ _COMPACTOR: Final = (
 )
 """(name, field, help) of each metric that is a field of the compactor."""
 
+_ARCHIVER: Final = (
+    ("moments_total", "moments", "Moments shipped to the archive"),
+    ("objects_total", "objects", "Objects put into the archive"),
+    ("bytes_total", "bytes", "Bytes put into the archive"),
+    ("bases_total", "bases", "Bases completed in the archive"),
+    ("failures_total", "failures", "Times that the archive could not be written, which was repeated"),
+    ("holes_total", "holes", "Times that logs were removed before they were in the archive"),
+)
+"""(name, field, help) of each metric that is a field of the archiver."""
+
 
 def _each(name: str, role: Role, help: str, values: Sequence[Value]) -> Family:
     """Return a metric with a series for each process of the role."""
@@ -115,6 +125,8 @@ class ServiceFigures:
         yield from self._service()
         yield from self._log()
         yield from self._compactor()
+        if self._control.has_archiver:
+            yield from self._archiver()
         yield from self._requests()
         yield from self._processes()
 
@@ -171,6 +183,15 @@ class ServiceFigures:
         for name, field, help in _COMPACTOR:
             yield single(f"topics_compactor_{name}", help, cell.get(field))
 
+    def _archiver(self) -> Iterator[Family]:
+        cell = self._control.cell(Role.ARCHIVER, 0)
+        help = "Age of the newest moment in the archive, 0 if it has everything that is committed"
+        yield single("topics_archive_lag_seconds", help, self._control.archive_lag_ms(self._now_ms()) / 1000)
+        help = "Time of the newest base in the archive, seconds since 1970; 0: none in this life of the service"
+        yield single("topics_archive_last_base_timestamp_seconds", help, cell.get("base_ms") / 1000)
+        for name, field, help in _ARCHIVER:
+            yield single(f"topics_archive_{name}", help, cell.get(field))
+
     def _requests(self) -> Iterator[Family]:
         errors: list[Sample] = [((s,), self._sum(_FRONTEND, f"responses_{s}")) for s in ("4xx", "5xx")]
         yield Family("topics_error_responses_total", "Requests that were refused", ("status",), errors)
@@ -190,7 +211,8 @@ class ServiceFigures:
 
     def _processes(self) -> Iterator[Family]:
         every = [((role.name.lower(), str(index)), cell) for (role, index), cell in self._control.cells.items()]
-        pressed = [(labels, cell) for labels, cell in every if labels[0] != Role.COMPACTOR.name.lower()]
+        beside = {role.name.lower() for role in BESIDE}
+        pressed = [(labels, cell) for labels, cell in every if labels[0] not in beside]
         pressure: list[Sample] = [(labels, cell.get("pressure_ppm") / 1e6) for labels, cell in pressed]
         busy: list[Sample] = [(labels, cell.get("busy_ppm") / 1e6) for labels, cell in pressed]
         up: list[Sample] = [(labels, int(cell.supervisor.get("pid") > 0)) for labels, cell in every]

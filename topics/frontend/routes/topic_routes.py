@@ -106,6 +106,8 @@ class TopicRoutes:
             "config": ref.config.echo(),
             "last_read_ts": self.known.last_read_ms(ref) or None,
         }
+        if self.settings.archive_url is not None:
+            answer["archived_seq"] = view.archived_seq
         return JsonReply(answer, with_copies=with_copies)
 
     @api.json_route("PUT", api.TOPIC_PATH, Route.PUT_TOPIC, KeyScope.ADMIN, "topics")

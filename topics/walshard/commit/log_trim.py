@@ -41,6 +41,7 @@ from topics.storage import layout
 from topics.storage.filesystem import FileSystem, opened, read_all
 from topics.storage.frame import Bytes, FrameType
 from topics.storage.topic_frames import check_header, control_frame
+from topics.walshard.commit.archive_wait import ArchiveWait
 from topics.walshard.commit.draft import Draft, LogWrite, Steps
 from topics.walshard.commit.logs import Logs
 from topics.walshard.hosted.catalog import Catalog
@@ -285,10 +286,11 @@ class RamTrim:
 
 
 class LogTrim:
-    """Removes files of one shard's durable log. `poll` between groups."""
+    """Removes files of one shard's durable log, but none that `archive` waits for. `poll` between groups."""
 
-    def __init__(self, logs: Logs, catalog: Catalog, tags: FrameTags) -> None:
+    def __init__(self, logs: Logs, catalog: Catalog, tags: FrameTags, archive: ArchiveWait | None) -> None:
         self._logs = logs
+        self._archive = archive
         self._catalog = catalog
         self._tags = tags
         self._file_no = 0
@@ -296,6 +298,8 @@ class LogTrim:
 
     def request(self, file_no: int) -> None:
         """Have files numbered below removed in the next steps."""
+        if self._archive is not None:
+            file_no = self._archive.removable_below(file_no, self._logs.wal.file_no)
         if file_no > self._file_no:
             self._file_no = file_no
             self._unchecked = iter(list(self._catalog))

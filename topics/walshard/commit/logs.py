@@ -26,6 +26,7 @@ from topics.shm.journal import JournalEntry
 from topics.shm.ring import Wake
 from topics.storage.logfile import WalEnd, WalPosition
 from topics.storage.wal import GroupPlan, Moved, WalSyncError, WalWriteError, WalWriter
+from topics.walshard.commit.archive_wait import ArchiveWait
 from topics.walshard.commit.draft import LogWrite
 from topics.walshard.hosted.hosted import Hosted
 
@@ -203,15 +204,19 @@ class Logs:
         if moved is not None:
             self._moved(moved)
 
+    @property
+    def end_word(self) -> int:
+        """The end of the durable log as the control page has it in `committed`."""
+        return self.wal.file_no << 32 | self.wal.offset
+
     def count(self) -> None:
         """Show in the cell how far the log is."""
         wal, before = self.wal, self._former_lives
-        file_no, offset = wal.file_no, wal.offset
         self._cell.set_all(
             {
-                "wal_file": file_no,
-                "wal_offset": offset,
-                "committed": file_no << 32 | offset,
+                "wal_file": wal.file_no,
+                "wal_offset": wal.offset,
+                "committed": self.end_word,
                 "lost_tails": self.lost_tails,
                 "wal_frames": before["wal_frames"] + wal.frames,
                 "wal_batches": before["wal_batches"] + wal.batches,
@@ -225,10 +230,13 @@ class Logs:
 
 
 class BackgroundSync:
-    """Syncs, in a helper thread, what nobody waits for. It owns the topics whose records are not on the disk yet."""
+    """Syncs, in a helper thread, what nobody waits for. It owns the topics whose records are not on the disk yet.
+    `archive` hears of the same topics; None: there is no archive.
+    """
 
-    def __init__(self, logs: Logs, helper: Executor, wake: Wake, now_ms: int) -> None:
+    def __init__(self, logs: Logs, helper: Executor, wake: Wake, now_ms: int, archive: ArchiveWait | None) -> None:
         self._logs = logs
+        self._archive = archive
         self._helper = helper
         self._wake = wake
         self._unsynced: dict[int, Hosted] = {}
@@ -241,6 +249,8 @@ class BackgroundSync:
     def committed(self, touched: dict[int, Hosted]) -> list[Hosted]:
         """Note topics of a group in the durable log. Return those whose durable_seq moved, of the group and others."""
         self._unsynced.update(touched)
+        if self._archive is not None:
+            self._archive.committed(touched.values(), self._logs.end_word)
         if self._logs.wal.unsynced_bytes:
             return []
         moved = [hosted for hosted in self._unsynced.values() if _settle(hosted, hosted.topic.head_seq)]
@@ -250,11 +260,17 @@ class BackgroundSync:
     def forget(self, hosted: Hosted) -> None:
         """Forget a deleted topic."""
         self._unsynced.pop(hosted.topic.id, None)
+        if self._archive is not None:
+            self._archive.forget(hosted)
         self._covered = [(other, head_seq) for other, head_seq in self._covered if other is not hosted]
 
     def poll(self, now_ms: int) -> list[Hosted]:
-        """Start and end syncs as they are due. Return topics whose durable_seq moved. `now_ms` is monotonic."""
+        """Start and end syncs as they are due. Return topics whose durable_seq or archived_seq moved. `now_ms` is
+        monotonic.
+        """
         moved = self._ended() if self._running is not None else []
+        if self._archive is not None:
+            moved += self._archive.poll()
         unsynced_bytes = self._logs.wal.unsynced_bytes
         if not unsynced_bytes and self._unsynced:
             # A mark, the creation of a topic, or the end of a checkpoint has synced them.

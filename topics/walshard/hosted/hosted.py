@@ -104,6 +104,7 @@ class Hosted:
                 self._table[1] // SEGMENT_ROW_BYTES | (self._table_version & 0xFFFF_FFFF) << 32,
                 *jobs,
                 (IS_QUEUE if topic.queue is not None else 0) | (HAS_CURSORS if len(topic.cursors) else 0),
+                topic.archived_seq,
             ),
         )
         ring.published()

@@ -1,0 +1,136 @@
+"""A service that ships what it commits: what is in the archive when the machine is lost, the bucket is away, or any
+process is killed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.archive.services import SMALL, cut, read, restored, run
+from tests.buckets import Proxy
+from tests.contract.asking import state, write
+from tests.harness import Service, poll
+
+
+def shipping(place: Path, **more: object) -> dict[str, str]:
+    env = SMALL | {"TOPICS_ARCHIVE_URL": place.as_uri(), "TOPICS_ARCHIVE_INTERVAL_MS": "50"}
+    return env | {f"TOPICS_{name}": str(value) for name, value in more.items()}
+
+
+def archiver(service: Service) -> dict[str, Any]:
+    found: dict[str, Any] = service.status()["archiver"]
+    return found
+
+
+def shipped(service: Service) -> None:
+    """Wait until everything that is committed is in the archive."""
+    poll("the archive has everything", lambda: archiver(service)["lag_ms"] == 0)
+
+
+def test_a_machine_that_is_lost_is_restored(tmp_path: Path) -> None:
+    place = tmp_path / "archive"
+    with Service(env=shipping(place)) as service:
+        client = service.client
+        write(client, "orders", *range(100))
+        cut(service)
+        write(client, "orders", "behind the snapshot")
+        head_seq = state(client, "orders")["head_seq"]
+        poll("archived_seq", lambda: state(client, "orders")["archived_seq"] == head_seq)
+        expected = read(client, "orders")[0]
+        service.kill_group()
+    with restored(place.as_uri(), tmp_path / "restored") as other:
+        assert read(other.client, "orders")[0] == expected
+        assert "archived_seq" not in state(other.client, "orders")
+
+
+def test_a_clean_stop_ships_what_was_written_last(tmp_path: Path) -> None:
+    place = tmp_path / "archive"
+    with Service(env=shipping(place, ARCHIVE_INTERVAL_MS=3_600_000)) as service:
+        poll("a first base", lambda: archiver(service)["bases"] == 1)
+        write(service.client, "orders", *range(100))
+        service.stop()
+    with restored(place, tmp_path / "restored") as other:
+        assert list(read(other.client, "orders")[0].values()) == list(range(100))
+
+
+@pytest.mark.long
+def test_a_killed_archiver_goes_on(tmp_path: Path) -> None:
+    place = tmp_path / "archive"
+    with Service(env=shipping(place)) as service:
+        for number in range(12):
+            write(service.client, "orders", *range(30))
+            [process] = [found for found in service.status()["processes"] if found["role"] == "archiver"]
+            if process["pid"]:
+                os.kill(process["pid"], signal.SIGKILL)
+            write(service.client, "orders", f"after kill {number}")
+        shipped(service)
+        expected = read(service.client, "orders")[0]
+        service.kill_group()
+    run("archive", "verify", place)
+    with restored(place, tmp_path / "restored") as other:
+        assert read(other.client, "orders")[0] == expected
+
+
+@pytest.mark.long
+def test_logs_stay_while_the_bucket_is_away(tmp_path: Path, s3: Proxy, bucket_url: str) -> None:
+    env = shipping(tmp_path) | s3.env | {"TOPICS_ARCHIVE_URL": bucket_url, "TOPICS_WAL_FILE_BYTES": str(1 << 20)}
+    with Service(env=env, shards=1) as service:
+        write(service.client, "orders", "first")
+        shipped(service)
+        files = sorted((service.data_dir / "wal").rglob("*.log"))
+        with s3.failing("deny"):
+            poll("a failure", lambda: archiver(service)["failures"] > 0 or not write(service.client, "orders", "x"))
+            for _ in range(4):
+                write(service.client, "orders", "x" * 700_000)
+                cut(service)
+            assert files[0].exists(), "the archive lacks its bytes"
+            assert archiver(service)["lag_ms"] > 0
+        shipped(service)
+        assert archiver(service)["holes"] == 0
+
+        def is_removed() -> bool:
+            write(service.client, "orders", "so that there is a cut")
+            cut(service)
+            return not files[0].exists()
+
+        poll("the file is removed once it was shipped", is_removed)
+        shipped(service)
+        expected = read(service.client, "orders")[0]
+        service.kill_group()
+    run("archive", "verify", bucket_url, env=s3.env)
+    with restored(bucket_url, tmp_path / "restored", env=s3.env) as other:
+        assert read(other.client, "orders")[0] == expected
+
+
+@pytest.mark.long
+def test_more_than_the_backlog_is_a_hole_behind_which_the_archive_begins_anew(
+    tmp_path: Path, s3: Proxy, bucket_url: str
+) -> None:
+    env = shipping(tmp_path, WAL_FILE_BYTES=1 << 20, ARCHIVE_BACKLOG_BYTES=2 << 20) | s3.env
+    with Service(env=env | {"TOPICS_ARCHIVE_URL": bucket_url}, shards=1) as service:
+        write(service.client, "orders", "first")
+        shipped(service)
+        files = sorted((service.data_dir / "wal").rglob("*.log"))
+        with s3.failing("deny"):
+            for _ in itertools.count():
+                write(service.client, "orders", "x" * 700_000)
+                cut(service)
+                if not files[0].exists():
+                    break
+        shipped(service)
+        assert archiver(service)["holes"] == 1
+        write(service.client, "orders", "last")
+        shipped(service)
+        expected = read(service.client, "orders")[0]
+        service.kill_group()
+    run("archive", "verify", bucket_url, env=s3.env)
+    with restored(bucket_url, tmp_path / "restored", env=s3.env) as other:
+        assert read(other.client, "orders")[0] == expected
+    with restored(bucket_url, tmp_path / "earlier", "--to-seq", "orders=1", env=s3.env) as other:
+        assert read(other.client, "orders")[0] == {1: "first"}, "moments before the hole are kept"

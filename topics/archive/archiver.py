@@ -1,0 +1,205 @@
+"""The work of the archiver: a moment each interval, and bases beside them so that a restore has few pieces to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from threading import Event
+from typing import Final, NamedTuple
+
+from topics.archive.base_files import BaseFiles
+from topics.archive.inspection import prune
+from topics.archive.objects import Archive, ArchiveDamagedError
+from topics.archive.origin import OriginGoneError
+from topics.archive.shipping import PIECE_BYTES, NoMomentError, OtherShipperError, Shipped, Shipper
+from topics.core.clock import Clock, doubled_ms
+from topics.log import get_logger
+from topics.shm.control import ControlPage, Role, log_bytes
+from topics.shm.ring import Wake
+from topics.storage.logfile import RefusedLog
+
+POLL_MS: Final = 100
+NO_MOMENT_MS: Final = 50
+RETRY_MS: Final = (200, 10_000)
+"""The shortest and the longest pause after a failure; it doubles with each."""
+BASE_BYTES: Final = 256 << 20
+"""Bytes of pieces behind a base that make the next one due: a restore reads so much more than it needs."""
+BASE_PIECES: Final = 3600
+PRUNE_MS: Final = 3_600_000
+
+log = get_logger()
+
+_FAILURES: Final = (OSError, EOFError, RefusedLog, OtherShipperError, ArchiveDamagedError)
+
+
+class ArchiverTimes(NamedTuple):
+    """The longest time between two moments, and the history that pruning leaves (0: all)."""
+
+    interval_ms: int
+    keep_ms: int
+
+
+class _BaseUnderway(NamedTuple):
+    files: BaseFiles
+    work: Future[None]
+
+
+class Archiver:
+    """Ships a running service. Owns its words in the control page but those of the process, and the threads that copy
+    files of a base and prune.
+    """
+
+    def __init__(
+        self,
+        archive: Archive,
+        make_shipper: Callable[[], Shipper],
+        page: ControlPage,
+        shard_wakes: Sequence[Wake],
+        times: ArchiverTimes,
+        clock: Clock,
+    ) -> None:
+        self._archive = archive
+        self._make_shipper = make_shipper
+        self._page = page
+        self._cell = page.cell(Role.ARCHIVER, 0)
+        self._shards = [page.cell(Role.WALSHARD, shard) for shard in range(page.shards)]
+        self._shard_wakes = shard_wakes
+        self._times = times
+        self._clock = clock
+        self._helpers = ThreadPoolExecutor(2, "archive")
+        self._underway: _BaseUnderway | None = None
+        self._prune_not_before_ms = 0
+        self._counted = Shipped(0, 0, 0, 0)
+        """The end of the archive as it was noted last."""
+        self._bytes_behind_base = 0
+        self._told = ""
+
+    def work(self, stop: Event) -> None:
+        """Ship until `stop` is set, and then the last moment."""
+        failures = 0
+        try:
+            while True:
+                try:
+                    shipper = self._make_shipper()
+                    shipper.begin()
+                    self._counted = Shipped(0, 0, 0, 0)
+                    while True:
+                        is_last = stop.is_set()
+                        self._ship(shipper)
+                        failures, self._told = 0, ""
+                        if is_last and shipper.is_based:
+                            return
+                        self._sleep(stop)
+                except NoMomentError:
+                    pause_ms = NO_MOMENT_MS
+                except _FAILURES as error:
+                    pause_ms = doubled_ms(RETRY_MS[0], failures, RETRY_MS[1])
+                    failures += 1
+                    self._tell(error)
+                finally:
+                    self._give_up_base()
+                if stop.wait(pause_ms / 1000):
+                    return
+        finally:
+            self._helpers.shutdown(wait=False, cancel_futures=True)
+
+    # -- moments
+
+    def _ship(self, shipper: Shipper) -> None:
+        """Ship a moment, and take the next step of a base."""
+        try:
+            shipped = shipper.ship()
+        except OriginGoneError as gone:
+            if shipper.has_base:
+                self._cell.add("holes")
+                log.error("logs were removed before they were in the archive, which begins anew", reason=str(gone))
+            shipped = self._counted
+        self._note(shipper, shipped)
+        self._tend_base(shipper)
+
+    def _note(self, shipper: Shipper, shipped: Shipped) -> None:
+        """Show how far the archive is, once a restore can get there."""
+        cell, counted = self._cell, self._counted
+        cell.add("objects", shipped.objects - counted.objects)
+        cell.add("bytes", shipped.size_bytes - counted.size_bytes)
+        self._bytes_behind_base += shipped.size_bytes - counted.size_bytes
+        self._counted = shipped
+        if not shipper.is_based:
+            return
+        if shipped.piece != counted.piece:
+            cell.add("moments")
+        cell.set("moment_ms", shipped.taken_ms)
+        for shard, end in enumerate(shipper.ends):
+            word = end.file_no << 32 | end.offset
+            if cell.get(f"shipped_{shard:02d}") != word:
+                cell.set(f"shipped_{shard:02d}", word)
+                self._shard_wakes[shard].signal()
+
+    def _sleep(self, stop: Event) -> None:
+        """Wait until the next step is due: after the interval, or once there is a piece to ship or a base to end."""
+        began_ms, began_bytes = self._clock.monotonic_ms(), sum(map(log_bytes, self._shards))
+        while (left_ms := began_ms + self._times.interval_ms - self._clock.monotonic_ms()) > 0:
+            step_s = min(left_ms, POLL_MS) / 1000
+            if self._underway is not None:
+                if wait([self._underway.work], step_s).done or stop.is_set():
+                    return
+            elif stop.wait(step_s) or sum(map(log_bytes, self._shards)) - began_bytes > PIECE_BYTES:
+                return
+
+    # -- bases
+
+    def _tend_base(self, shipper: Shipper) -> None:
+        """Begin a base that is due, or end the one whose files are copied."""
+        if self._underway is None:
+            is_due = self._bytes_behind_base >= BASE_BYTES or shipper.pieces_behind_base >= BASE_PIECES
+            if is_due or not shipper.is_based:
+                with suppress(OriginGoneError):  # a newer snapshot took its place: next time
+                    files = shipper.begin_base()
+                    self._underway = _BaseUnderway(files, self._helpers.submit(files.copy))
+            return
+        files, work = self._underway
+        if not work.done():
+            return
+        self._underway = None
+        try:
+            work.result()
+            shipped = shipper.end_base(files)
+        except OriginGoneError:
+            return  # segments were removed meanwhile: the next snapshot does without them
+        self._cell.add("bases")
+        self._cell.set("base_ms", shipped.taken_ms)
+        self._note(shipper, shipped)
+        self._bytes_behind_base = 0
+        self._prune()
+
+    def _give_up_base(self) -> None:
+        if self._underway is not None:
+            self._underway.files.give_up()
+            self._underway = None
+
+    def _prune(self) -> None:
+        """Have removed what only moments before the history that is kept need, once in PRUNE_MS."""
+        now_ms = self._clock.monotonic_ms()
+        if not self._times.keep_ms or now_ms < self._prune_not_before_ms:
+            return
+        self._prune_not_before_ms = now_ms + PRUNE_MS
+        before_ms = self._clock.now_ms() - self._times.keep_ms
+        self._helpers.submit(self._prune_before, before_ms)
+
+    def _prune_before(self, before_ms: int) -> None:
+        try:
+            removed = prune(self._archive, before_ms)
+        except (OSError, ArchiveDamagedError) as error:
+            self._tell(error)
+        else:
+            log.info("pruned the archive", **{kind: getattr(removed, kind) for kind in removed.__struct_fields__})
+
+    # -- failures
+
+    def _tell(self, error: Exception) -> None:
+        """Count a failure, and log it unless it is the same again."""
+        self._cell.add("failures")
+        if str(error) != self._told:
+            self._told = str(error)
+            log.error("the archive cannot be written now, which will be repeated; the logs are kept", reason=self._told)

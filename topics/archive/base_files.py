@@ -1,0 +1,108 @@
+"""The files of a base: the segments that a snapshot lists, copied into the archive as far as it does not have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from threading import Event
+from typing import Final, NamedTuple
+
+from xxhash import xxh3_64_intdigest
+
+from topics.archive.objects import ArchiveStore, FileRef, LogStart, file_name
+from topics.archive.origin import ListedSegment, Origin, SegmentFile, listed_segments
+from topics.storage.segment import index_digest
+from topics.storage.snapshot import Snapshot
+
+COPIERS: Final = 8
+"""Segments that are copied at a time: most of the time of a bucket is waiting."""
+
+
+class _Copied(NamedTuple):
+    refs: list[FileRef]
+    put_bytes: int
+    put_objects: int
+
+
+class BaseFiles:
+    """The files of one base of a generation. Owns what is being copied; the objects are the archive's.
+
+    `known` are files that the archive has already, by the names of their objects. `told` hears how many bytes of how
+    many were looked at.
+    """
+
+    def __init__(
+        self,
+        store: ArchiveStore,
+        origin: Origin,
+        generation: int,
+        snapshot: Snapshot | None,
+        starts: list[LogStart],
+        known: Mapping[str, FileRef],
+        told: Callable[[int, int], None],
+    ) -> None:
+        """Raise OriginGoneError if a newer snapshot took this one's place."""
+        self.starts = starts
+        self.body = b"" if snapshot is None else origin.snapshot_body(snapshot.number)
+        self.refs: dict[str, FileRef] = {}
+        """All files, by the names of their objects, once they are copied."""
+        self.put_bytes = self.put_objects = 0
+        self._store = store
+        self._origin = origin
+        self._generation = generation
+        self._segments = [] if snapshot is None else list(listed_segments(snapshot))
+        self._known = known
+        self._told = told
+        self._is_over = Event()
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(segment.data.size_bytes or 0 for segment in self._segments)
+
+    def copy(self) -> None:
+        """Copy the files. Raise OriginGoneError if one was removed (begin a base anew), OSError, EOFError."""
+        done, total = 0, self.size_bytes
+        with ThreadPoolExecutor(COPIERS, "base") as pool:
+            works = {pool.submit(self._copy, segment): segment for segment in self._segments}
+            try:
+                for work in as_completed(works):
+                    copied = work.result()
+                    self.refs.update((ref.name, ref) for ref in copied.refs)
+                    self.put_bytes += copied.put_bytes
+                    self.put_objects += copied.put_objects
+                    done += works[work].data.size_bytes or 0
+                    self._told(done, total)
+            finally:
+                self._is_over.set()
+                pool.shutdown(cancel_futures=True)
+
+    def give_up(self) -> None:
+        """Have `copy` end soon, in whatever thread it runs; it raises then."""
+        self._is_over.set()
+
+    def _copy(self, segment: ListedSegment) -> _Copied:
+        if self._is_over.is_set():
+            raise InterruptedError("the base was given up")
+        idx = self._origin.read_segment_file(segment.idx)
+        # Data and tags never change: offsets, lengths and times of all records tell whether they are those.
+        identity = index_digest(idx)
+        copied = [self._copy_file(segment.data, identity)]
+        if segment.tags is not None:
+            copied.append(self._copy_file(segment.tags, identity))
+        # Data before the index: a deletion marks the frame, then the index.
+        idx = self._origin.read_segment_file(segment.idx)
+        copied.insert(0, self._copy_file(segment.idx, xxh3_64_intdigest(idx), idx))
+        return _Copied([ref for ref, _ in copied], sum(put for _, put in copied), sum(put > 0 for _, put in copied))
+
+    def _copy_file(self, file: SegmentFile, identity: int, content: bytes | None = None) -> tuple[FileRef, int]:
+        """Return the file, and how many bytes were put for it."""
+        _, topic, own = file.path.split("/")
+        size = "" if file.size_bytes is None else f"-{file.size_bytes}"
+        name = file_name(self._generation, f"{topic}-{identity:016x}{size}-{own}")
+        known = self._known.get(name)
+        if known is not None:
+            return known, 0
+        if content is None:
+            content = self._origin.read_segment_file(file)
+        self._store.put(name, [content])
+        return FileRef(file.path, name, len(content), xxh3_64_intdigest(content)), len(content)

@@ -1,0 +1,74 @@
+"""The archiver process: ships everything that the shards commit until it is told to stop.
+
+It writes nothing but the archive, and nobody waits for it. While it is dead, or cannot reach the archive, the shards
+keep their logs. A thread ships, since a request to a bucket may hang; the process's own thread stays responsive.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Final
+
+from topics.archive.archiver import Archiver, ArchiverTimes
+from topics.archive.objects import Archive, open_archive
+from topics.archive.origin import Origin, RunningEnds
+from topics.archive.shipping import Shipper
+from topics.core.clock import SystemClock
+from topics.log import get_logger
+from topics.settings import Settings
+from topics.shm.control import ProcessState, Role
+from topics.shm.instance import SharedMemory
+from topics.storage import kill_points, service_id
+from topics.storage.filesystem import OsFileSystem
+from topics.storage.segment_store import SegmentStore, open_store
+
+HEARTBEAT_S: Final = 0.25
+LAST_SHIP_S: Final = 2.0
+"""The time for the last moment when the service stops. A bucket that hangs must not hold up the stop."""
+REQUEST_MS: Final = 30_000
+"""Time-out of a request to the bucket."""
+NICENESS: Final = 5
+
+log = get_logger()
+
+
+def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
+    """Run the process; return 1 when it has to begin again."""
+    assert settings.archive_url is not None
+    kill_points.arm_as_told(settings.test_kill_at, incarnation)
+    clock, fs = SystemClock(), OsFileSystem()
+    cell = shared.control.cell(Role.ARCHIVER, 0)
+    cell.begin_life(incarnation, clock.now_ms(), ProcessState.STARTING)
+    os.nice(NICENESS)
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
+
+    archive = Archive(open_archive(fs, settings.archive_url, REQUEST_MS))
+
+    def open_cold() -> SegmentStore:
+        assert settings.cold_place is not None, "cold segments without a cold tier"
+        return open_store(fs, settings.cold_place)
+
+    origin = Origin(fs, settings.data_dir, RunningEnds(shared.control), open_cold)
+
+    def make_shipper() -> Shipper:
+        return Shipper(archive, origin, service_id.keep_id(fs, settings.data_dir), clock)
+
+    times = ArchiverTimes(settings.archive_interval_ms, settings.archive_keep_ms)
+    archiver = Archiver(archive, make_shipper, shared.control, shared.shard_wakes, times, clock)
+    worker = threading.Thread(target=archiver.work, args=(stop,), name="shipping", daemon=True)
+    worker.start()
+    cell.set("state", ProcessState.READY)
+    while not stop.wait(HEARTBEAT_S):
+        cell.set("heartbeat_ms", clock.now_ms())
+        if not worker.is_alive():
+            log.error("the archiver begins again: its thread has ended, the log says why")
+            return 1
+    cell.set("state", ProcessState.DRAINING)
+    worker.join(LAST_SHIP_S)
+    if worker.is_alive():
+        log.warning("stopped before the last records were in the archive: the next start ships them")
+    cell.set("state", ProcessState.STOPPED)
+    return 0
