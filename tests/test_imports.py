@@ -14,7 +14,7 @@ import topics
 ROOT = Path(topics.__file__).parent
 # Modules that everybody above them may use and that use nothing of ours but each other's betters.
 BASE = {"topics", "topics.settings", "topics.setting_values", "topics.log", "topics.terminal", "topics.progress"}
-PROCESSES = {"topics.walshard", "topics.frontend", "topics.compactor"}
+PROCESSES = {"topics.walshard", "topics.frontend", "topics.compactor", "topics.archive"}
 SHARED = BASE | {"topics.api", "topics.core", "topics.storage", "topics.shm"}
 MAY_IMPORT = {
     "topics": set[str](),

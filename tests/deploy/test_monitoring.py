@@ -32,9 +32,9 @@ needs_promtool = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def said() -> Iterator[set[str]]:
-    """Names of all series of a service that has a queue."""
-    with Service() as service:
+def said(tmp_path_factory: pytest.TempPathFactory) -> Iterator[set[str]]:
+    """Names of all series of a service that has a queue and an archive."""
+    with Service(env={"TOPICS_ARCHIVE_URL": tmp_path_factory.mktemp("archive").as_uri()}) as service:
         put(service.client, "jobs", type="queue", durability="fsync")
         write(service.client, "jobs", 1)
         text = service.client.get("/v0/metrics").text

@@ -183,7 +183,20 @@ def _write_for_ever(identity: str, ready: multiprocessing.synchronize.Event) -> 
         writer.publish(
             slot,
             TopicView._make(
-                (*([number] * 11), ring.word, ring.capacity, *descriptor, 1, number, 0, 0, 0, *([number] * 4), 1)
+                (
+                    *([number] * 11),
+                    ring.word,
+                    ring.capacity,
+                    *descriptor,
+                    1,
+                    number,
+                    0,
+                    0,
+                    0,
+                    *([number] * 4),
+                    1,
+                    number,
+                )
             ),
         )
         if number == 1:

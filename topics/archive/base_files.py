@@ -41,7 +41,7 @@ class BaseFiles:
         known: Mapping[str, FileRef],
         told: Callable[[int, int], None],
     ) -> None:
-        """Raise OriginGoneError if a newer snapshot took this one's place."""
+        """Raise OriginGoneError if there is a newer snapshot now."""
         self.starts = starts
         self.body = b"" if snapshot is None else origin.snapshot_body(snapshot.number)
         self.refs: dict[str, FileRef] = {}
@@ -60,7 +60,7 @@ class BaseFiles:
         return sum(segment.data.size_bytes or 0 for segment in self._segments)
 
     def copy(self) -> None:
-        """Copy the files. Raise OriginGoneError if one was removed (begin a base anew), OSError, EOFError."""
+        """Copy the files. Raise OriginGoneError if one was removed (begin another base), OSError, EOFError."""
         done, total = 0, self.size_bytes
         with ThreadPoolExecutor(COPIERS, "base") as pool:
             works = {pool.submit(self._copy, segment): segment for segment in self._segments}

@@ -10,8 +10,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from typing import Final, NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -59,7 +61,12 @@ LOST_SEQS_MAX: Final = 1 << 17
 """The most seqs that a topic passes over, unless its log lets it give out more."""
 LOST_SEQS_TOTAL: Final = 1 << 20
 """The same for all topics together, but for TAIL_STEP each: each lost seq takes an entry in the index."""
+FETCHED_AHEAD: Final = 8
 _PAD_KEY: Final = b"\xa3pad"
+
+
+_Wanted = TypeVar("_Wanted")
+_Got = TypeVar("_Got")
 
 
 class WantedMoment(NamedTuple):
@@ -192,6 +199,22 @@ def _topics_of(snapshot: bytes) -> list[FoldedTopic]:
     return [topic for part in (decode_parts(snapshot) if snapshot else ()) for topic in part.decoded().topics]
 
 
+def _ahead(fetch: Callable[[_Wanted], _Got], wanted: Iterable[_Wanted]) -> Iterator[tuple[_Wanted, _Got]]:
+    """Yield (wanted, fetched) in order, FETCHED_AHEAD at a time: most of the time of a bucket is waiting."""
+    underway: deque[tuple[_Wanted, Future[_Got]]] = deque()
+    with ThreadPoolExecutor(FETCHED_AHEAD, "fetch") as pool:
+        try:
+            for one in wanted:
+                underway.append((one, pool.submit(fetch, one)))
+                if len(underway) == FETCHED_AHEAD:
+                    first, work = underway.popleft()
+                    yield first, work.result()
+            for first, work in underway:
+                yield first, work.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
 class Restore:
     """One restore. Owns the directory that it makes, `<data dir>.restoring`, until that gets its name."""
 
@@ -240,15 +263,12 @@ class Restore:
     # -- objects
 
     def _fetch_segments(self) -> None:
-        idx = b""
-        for ref in self._plan.base.files:
-            content = read_whole(self._archive.store, ref.name)
-            self._archive.check_file(ref, content)
+        archive, idx = self._archive, b""
+        for ref, content in _ahead(lambda ref: read_whole(archive.store, ref.name), self._plan.base.files):
+            archive.check_file(ref, content)
             if ref.path.endswith(".idx"):
                 idx = content
-            elif ref.path.endswith(".data"):
-                content = _marked(content, idx)
-            self._write(ref.path, content)
+            self._write(ref.path, _marked(content, idx) if ref.path.endswith(".data") else content)
             self._fetched(len(content))
 
     def _fetch_pieces(self) -> None:
@@ -257,8 +277,7 @@ class Restore:
         ends = {start.shard: start.position for start in plan.base.logs}
         for start in plan.base.logs:
             self._begin_log(start)
-        for number in plan.pieces:
-            piece, payload = self._archive.piece(plan.generation.number, number)
+        for number, (piece, payload) in _ahead(lambda no: self._archive.piece(plan.generation.number, no), plan.pieces):
             at = 0
             for part in piece.parts:
                 content = payload[at : at + part.size_bytes]

@@ -91,13 +91,16 @@ class CheckFinding(NamedTuple):
 
 
 def check(settings: Settings, statvfs: StatVfs = os.statvfs) -> list[CheckFinding]:
-    """Check the data directory, its lock and format, the cold tier if one is set, shared memory, address, limits.
-    The service starts with a bad cold tier all the same: only reads of records in it fail.
+    """Check the data directory, its lock and format, the cold tier and the archive if they are set, shared memory,
+    address, limits. The service starts without those two all the same: reads of cold records fail, and logs are kept.
     """
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     most_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     cold = [] if settings.cold_dir is None else [_cold_dir_finding(settings.cold_dir, settings.data_dir)]
     cold += [] if settings.cold_url is None else [_bucket_finding(settings.cold_url, settings.data_dir)]
+    if settings.archive_url is not None and not settings.archive_url.startswith("file:"):
+        problems = "; ".join(probe(settings.archive_url, BUCKET_TIMEOUT_MS))
+        cold.append(CheckFinding(f"archive {settings.archive_url}", problems or None))
     return [
         CheckFinding(f"data directory {settings.data_dir}", _dir_problem(settings.data_dir, "TOPICS_DATA_DIR")),
         *cold,

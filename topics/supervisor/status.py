@@ -136,7 +136,6 @@ class Status(msgspec.Struct, frozen=True):
     frontends: list[FrontendStatus] = []
     compactor: CompactorStatus | None = None
     archiver: ArchiverStatus | None = None
-    """None without an archive."""
 
 
 class StatusReader:
