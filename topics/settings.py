@@ -135,6 +135,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     archive_backlog_bytes: Annotated[
         int, byte_size(0, PIB, "logs that are kept until they are in the archive, of all shards together")
     ] = 4 * GIB
+    archive_wait_ms: Annotated[
+        int, integer(1, 600_000, "how long a write of class archived waits for the archive before it is refused")
+    ] = 10_000
     ring_bytes: Annotated[
         int, byte_size(64 * KIB, 1 * GIB, "request ring between a frontend and a shard; the reply ring has a quarter")
     ]

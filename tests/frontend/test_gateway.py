@@ -109,7 +109,7 @@ def on_loop(
 
     async def main() -> None:
         cell = shard.shared.control.cell(Role.FRONTEND, 0)
-        gateway = Gateway(shard.shared, 0, incarnation, Arenas(shard.shared), cell, wait_ms)
+        gateway = Gateway(shard.shared, 0, incarnation, Arenas(shard.shared), cell, wait_ms, 1000)
         gateway.start()
         try:
             async with asyncio.timeout(DEADLINE_S):

@@ -47,7 +47,7 @@ def shown(body: bytes = b"", count: int = 0, next_seq: int = 0, head_seq: int = 
     from_seq = more.pop("from_seq", 0)
     durable_seq = more.pop("durable_seq", 0)
     page = RecordPage(body, count, next_seq, head_seq, 1, durable_seq, more.pop("tombstone", None), next_seq, 7)
-    return frame_page("t", from_seq, page, more.pop("strong", False))
+    return frame_page("t", from_seq, page, page.durable_seq if more.pop("strong", False) else None)
 
 
 def start(position: int = 0, topic: str = "t") -> StreamState:
@@ -151,7 +151,7 @@ def test_a_deleted_topic_leaves_the_ids_and_the_others_go_on() -> None:
     assert events(step) == [("topic-deleted", {"topic": "a", "head_seq": 5, "reason": "deleted"}, {"b": 4})]
     assert step.outcome is StepOutcome.ENDED
     page = RecordPage(b"{}", 1, 5, 5, 1, 5, None, 1, 2)
-    after = step.state.advance(1, frame_page("b", 4, page, False))
+    after = step.state.advance(1, frame_page("b", 4, page, None))
     assert [positions for _, _, positions in events(after)] == [{"b": 5}, {"b": 5}]
 
 
@@ -188,8 +188,8 @@ def test_strong_streams_know_no_head_but_the_durable_one() -> None:
 
 def test_streams_at_the_same_place_are_the_same_object() -> None:
     spec = StreamSpec(("a", "b"), (1, 2), OPTIONS, False)
-    page = frame_page("a", 0, RecordPage(b"{}", 1, 1, 1, 1, 1, None, 1, 1), False)
-    other = frame_page("b", 0, RecordPage(b"{}", 1, 1, 1, 1, 1, None, 1, 2), False)
+    page = frame_page("a", 0, RecordPage(b"{}", 1, 1, 1, 1, 1, None, 1, 1), None)
+    other = frame_page("b", 0, RecordPage(b"{}", 1, 1, 1, 1, 1, None, 1, 2), None)
     one, two = spec.start({"a": 0, "b": 0}), spec.start({"a": 0, "b": 0})
     assert one is two
     assert one.advance(0, page).state.advance(1, other).state is two.advance(1, other).state.advance(0, page).state
@@ -265,7 +265,7 @@ def test_what_is_neither_delivered_nor_said_lost_was_not_wanted(
             for _ in range(pages):
                 from_seq = stream.positions[0]
                 page = hosting.reader.read_page(hosting.reader.get("t"), from_seq, options)
-                step = stream.advance(0, frame_page("t", from_seq, page, False))
+                step = stream.advance(0, frame_page("t", from_seq, page, None))
                 follower.hear(step.data)
                 stream = step.state
                 if step.outcome is StepOutcome.CURRENT:

@@ -15,7 +15,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, extra_json_schema={"maximum": U64_MAX}
 Optional = msgspec.Raw | msgspec.UnsetType
 """JSON that is kept as it was sent; UNSET without any."""
 
-Durability = Literal["ephemeral", "memory", "disk", "fsync"]
+Durability = Literal["ephemeral", "memory", "disk", "fsync", "archived"]
 Guarantee = Literal["at_least_once", "exactly_once"]
 Consistency = Literal["strictly_at_once", "at_least_once"]
 """The promise of a named cursor: nothing comes twice, or nothing is left out, whatever crashes."""

@@ -20,6 +20,8 @@ from topics.shm.ring import Wake
 from topics.storage.logfile import RefusedLog
 
 POLL_MS: Final = 100
+SOON_MS: Final = (50, 250)
+SOON_POLL_MS: Final = 5
 NO_MOMENT_MS: Final = 50
 RETRY_MS: Final = (200, 10_000)
 """The shortest and the longest pause after a failure; it doubles with each."""
@@ -64,6 +66,7 @@ class Archiver:
         self._page = page
         self._cell = page.cell(Role.ARCHIVER, 0)
         self._shards = [page.cell(Role.WALSHARD, shard) for shard in range(page.shards)]
+        self._waiters = [page.cell(Role.FRONTEND, frontend) for frontend in range(page.frontends)]
         self._shard_wakes = shard_wakes
         self._times = times
         self._clock = clock
@@ -73,6 +76,7 @@ class Archiver:
         self._counted = Shipped(0, 0, 0, 0)
         """The end of the archive as it was noted last."""
         self._bytes_behind_base = 0
+        self._took_ms = 0
         self._told = ""
 
     def work(self, stop: Event) -> None:
@@ -108,6 +112,7 @@ class Archiver:
 
     def _ship(self, shipper: Shipper) -> None:
         """Ship a moment, and take the next step of a base."""
+        began_ms = self._clock.monotonic_ms()
         try:
             shipped = shipper.ship()
         except OriginGoneError as gone:
@@ -115,6 +120,7 @@ class Archiver:
                 self._cell.add("holes")
                 log.error("logs were removed before they were in the archive, which begins anew", reason=str(gone))
             shipped = self._counted
+        self._took_ms = self._clock.monotonic_ms() - began_ms
         self._note(shipper, shipped)
         self._tend_base(shipper)
 
@@ -137,10 +143,17 @@ class Archiver:
                 self._shard_wakes[shard].signal()
 
     def _sleep(self, stop: Event) -> None:
-        """Wait until the next step is due: after the interval, or once there is a piece to ship or a base to end."""
+        """Wait until the next step is due: after the interval, or once there is a piece to ship or a base to end. If
+        somebody waits for the archive it is due after about as long as the last moment took.
+        """
         began_ms, began_bytes = self._clock.monotonic_ms(), sum(map(log_bytes, self._shards))
+        soon_ms = min(SOON_MS[1], max(SOON_MS[0], self._took_ms))
+        poll_ms = SOON_POLL_MS if any(cell.get("topics_archived") for cell in self._shards) else POLL_MS
         while (left_ms := began_ms + self._times.interval_ms - self._clock.monotonic_ms()) > 0:
-            step_s = min(left_ms, POLL_MS) / 1000
+            is_soon = self._times.interval_ms - left_ms >= soon_ms
+            if is_soon and any(cell.get("archive_waits") for cell in self._waiters):
+                return
+            step_s = min(left_ms, poll_ms) / 1000
             if self._underway is not None:
                 if wait([self._underway.work], step_s).done or stop.is_set():
                     return

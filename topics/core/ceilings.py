@@ -41,7 +41,7 @@ class Ceilings(msgspec.Struct, eq=False):
     @classmethod
     def of_new(cls, config: TopicConfig, count: int = 0) -> Ceilings:
         """Return those that come with the creation of a topic by a write of `count` records: it needs no other."""
-        return cls(0 if config.durability in ("ephemeral", "fsync") else 4 * count + TAIL_STEP)
+        return cls(0 if config.durability == "ephemeral" or config.is_synced else 4 * count + TAIL_STEP)
 
     def copy(self, durable_seq: int) -> Ceilings:
         """Return a copy to plan with; everything up to `durable_seq` is on the disk."""

@@ -43,12 +43,17 @@ class TopicConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     leases_durable: bool = False
     on_ack: Literal["delete", "keep"] = "delete"
 
+    @property
+    def is_synced(self) -> bool:
+        """True if a write is on the disk before it is acknowledged, or seen."""
+        return self.durability in ("fsync", "archived")
+
     def echo(self) -> dict[str, Any]:
         """Return the configuration as every answer shows it: all fields, and `durable`, an alias of the class."""
         shown: dict[str, Any] = {}
         for field in self.__struct_fields__:
             if field == "durability":
-                shown["durable"] = self.durability == "fsync"
+                shown["durable"] = self.is_synced
             value = getattr(self, field)
             if field not in _EXTENSIONS or value != _DEFAULTS[field]:
                 shown[field] = value

@@ -169,7 +169,7 @@ class PendingTopic:
         self.live_bytes += records.size_bytes
         in_ram = config.durability == "ephemeral"
         ceiling = None
-        if config.durability != "fsync":
+        if not config.is_synced:
             ceiling = self._ceilings.plan(config, former_head, count, self._topic.durable_seq)
         if ceiling is not None:
             self._ceilings.logged(ceiling, self.head_seq)
@@ -182,7 +182,7 @@ class PendingTopic:
             due_ms.append(self._now.mono_ms + delay_ms if delay_ms else 0)
         # The file of a stage is removed once all are published: by then its records are on the disk, whatever the
         # class.
-        sync = config.durability == "fsync" or (not in_ram and bool(key) and is_stage_key(key))
+        sync = config.is_synced or (not in_ram and bool(key) and is_stage_key(key))
         return PendingWrite(self._topic, outcome, key, records, rows, due_ms, in_ram, sync, ceiling)
 
     # -- removals

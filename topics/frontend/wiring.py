@@ -102,7 +102,9 @@ def build_app(process: Process, keys: KeyRing, store: SegmentStore | None) -> Fr
     shared, index, settings, cell = process.shared, process.index, process.settings, process.cell
     clock, running_clock, shards = process.clock, process.running_clock, shared.shards
     arenas = Arenas(shared)
-    gateway = Gateway(shared, index, process.incarnation, arenas, cell, settings.shard_wait_ms)
+    gateway = Gateway(
+        shared, index, process.incarnation, arenas, cell, settings.shard_wait_ms, settings.archive_wait_ms
+    )
     expiry = ExpiryClock(clock, _log.warning, shared.control.trusted_offset_ms(Role.FRONTEND, index))
     cold = None if store is None else ColdTier(store, clock, settings.cold_read_timeout_ms)
     fs, pins = OsFileSystem(), pins_dir(shared.ram_dir)

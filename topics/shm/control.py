@@ -79,7 +79,7 @@ _WORDS: Final = {
         connections sse_connections sse_admitted connections_admitted ws_connections work_streams
         requests* responses_4xx* responses_5xx* records_in* records_out* sse_frames* long_polls ring_full* throttled*
         keys_serial ready_topics {_series("ready_band_{}", range(BANDS))} scheduling_us loop_lag_us coalesce_us
-        clock_offset_ms*""",
+        archive_waits clock_offset_ms*""",
     Role.WALSHARD: f"""{_COMMON}
         generation* topics* {_series("topics_{}*", CLASSES)} queue_topics* leases_in_flight* records_live* bytes_live*
         wal_file wal_offset committed* lost_tails* wal_read_only wal_frames* wal_batches* wal_fsyncs* wal_bytes_written*

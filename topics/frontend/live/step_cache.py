@@ -177,7 +177,7 @@ class StepCache:
         return made
 
     def _read(self, ref: TopicRef, from_seq: int, spec: StreamSpec) -> FramedPage | TopicsError:
-        to_seq = ref.view.durable_seq if spec.strong else None
+        to_seq = ref.strong_seq if spec.strong else None
         try:
             if spec.strong:
                 check_durable(ref)  # its configuration may have changed since the stream began
@@ -186,6 +186,6 @@ class StepCache:
             return error
         if page.count:
             self._topics.note_read(ref)
-        made = frame_page(ref.name, from_seq, page, spec.strong, spec.wording)
+        made = frame_page(ref.name, from_seq, page, to_seq, spec.wording)
         self._made_bytes += len(made.record)
         return made

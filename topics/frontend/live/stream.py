@@ -78,10 +78,10 @@ class FramedPage(msgspec.Struct, frozen=True):
 
 
 def frame_page(
-    topic: str, from_seq: int, page: RecordPage, strong: bool, wording: Wording = EVENT_STREAM
+    topic: str, from_seq: int, page: RecordPage, to_seq: int | None, wording: Wording = EVENT_STREAM
 ) -> FramedPage:
-    """Frame a page. A `strong` stream takes the durable seq for the head (api §7)."""
-    head_seq = max(from_seq, min(page.head_seq, page.durable_seq)) if strong else page.head_seq
+    """Frame a page. A `strong` stream has a `to_seq`, which it takes for the head (api §7)."""
+    head_seq = page.head_seq if to_seq is None else max(from_seq, min(page.head_seq, to_seq))
     tombstone = page.tombstone
     start = from_seq
     if tombstone is not None:

@@ -302,6 +302,8 @@ class Socket:
     ) -> None:
         try:
             done = await reply
+            if done.durability == "archived":
+                await self._services.appends.archive_acks.wait_for_topic(topic)
             self._services.cell.add("records_in", done.count)
             await self._outbox.wait_for_turn()
             members = append.members(topic, done, with_seqs, started_ns)

@@ -98,6 +98,11 @@ class TopicRef(NamedTuple):
     view: TopicView
     config: TopicConfig
 
+    @property
+    def strong_seq(self) -> int:
+        """The last seq that `strong` readers get: what is on the disk, or in the archive where the class says so."""
+        return self.view.archived_seq if self.config.durability == "archived" else self.view.durable_seq
+
 
 class RecordPage(msgspec.Struct, frozen=True):
     """Records behind a cursor: `count` JSON objects joined by commas. Those up to `next_from_seq` were examined."""

@@ -54,6 +54,7 @@ class AppendRoute:
 
     def __init__(self, gateway: Gateway, settings: Settings, cell: ProcessCell) -> None:
         self._gateway = gateway
+        self.archive_acks = gateway.archive_acks
         self._settings = settings
         self._cell = cell
 
@@ -70,6 +71,8 @@ class AppendRoute:
             request, records = await asyncio.to_thread(self._read, body)
         with_seqs = _wants_seqs(scope["query_string"])
         reply = await self.submit(name, request, records, headers.get(b"idempotency-key"), caller_of(scope))
+        if reply.durability == "archived":
+            await self.archive_acks.wait_for_topic(name)
         self._cell.add("records_in", reply.count)
         await send_json(
             send, headers, 201 if reply.created else 200, b"{%b}" % members(name, reply, with_seqs, started_ns)
@@ -89,8 +92,10 @@ class AppendRoute:
                 if self._gateway.arenas.view(name) is None:
                     raise
                 create = False
-        if config is not None and config.dead_letter is not None:
-            caller.require(KeyScope.WRITE, (config.dead_letter,))
+        if config is not None:
+            self.archive_acks.check(config)
+            if config.dead_letter is not None:
+                caller.require(KeyScope.WRITE, (config.dead_letter,))
         return self._gateway.submit_append(
             self._gateway.owner(name),
             name,

@@ -119,6 +119,7 @@ class TopicRoutes:
         config, type_given = parse_config(wire.decode_object(body) if body else {}, name)
         if config.dead_letter is not None:
             request.caller.require(KeyScope.ADMIN, (config.dead_letter,))
+        self.gateway.archive_acks.check(config)
         shard, call = self.gateway.owner(name), PutTopic(name, config, type_given)
         reply = await self.gateway.call(shard, call)
         while reply.rest is not None:
@@ -156,12 +157,15 @@ class TopicRoutes:
         op, tag = (None, b"") if given.match is None else parse_match(given.match)
         with_copies = await self.catching_up.wait_for(name)
         deleted, reply = await delete_in_turns(self.gateway, DeleteRecords(name, given.before_seq, op, tag))
+        ref = self.known.reader.find(name)
+        if ref is not None and ref.config.durability == "archived":
+            await self.gateway.archive_acks.wait_for_topic(name)
         seqs = {"earliest_seq": reply.earliest_seq, "head_seq": reply.head_seq}
         answer = {"topic": name, "deleted": deleted, **seqs, "count": reply.records, "bytes": reply.live_bytes}
         return JsonReply(answer, with_copies=with_copies)
 
     def _entry(self, ref: TopicRef, touch: bool) -> dict[str, Any]:
-        return self._shown(ref, touch) | {"durable": ref.config.durability == "fsync"}
+        return self._shown(ref, touch) | {"durable": ref.config.is_synced}
 
     def _shown(self, ref: TopicRef, touch: bool) -> dict[str, Any]:
         """Return what the list and the state of a topic have in common. With `touch` it counts as read."""

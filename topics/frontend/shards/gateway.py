@@ -14,6 +14,7 @@ from typing import Any, Final
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.names import owner_shard
+from topics.frontend.shards.archive_acks import ArchiveAcks
 from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.notices import JobListeners, Watches
 from topics.frontend.shards.pending_requests import (
@@ -66,7 +67,14 @@ class Gateway:
     """The connections of a frontend to all shards. It owns unanswered requests and all listeners, on one event loop."""
 
     def __init__(
-        self, shared: SharedMemory, index: int, incarnation: int, arenas: Arenas, cell: ProcessCell, shard_wait_ms: int
+        self,
+        shared: SharedMemory,
+        index: int,
+        incarnation: int,
+        arenas: Arenas,
+        cell: ProcessCell,
+        shard_wait_ms: int,
+        archive_wait_ms: int,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._incarnation = incarnation
@@ -86,6 +94,7 @@ class Gateway:
         self._restart_listeners: list[Callable[[int], None]] = []
         self._closed = False
         self.job_listeners = JobListeners(incarnation)
+        self.archive_acks = ArchiveAcks(shared.control, cell, archive_wait_ms)
         self.pressed = False
         """True under the greatest pressure: a request waits PRESSED_WAIT_S for room in the ring, not ROOM_WAIT_S."""
         self.retry_after_ms = 100

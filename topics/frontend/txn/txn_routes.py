@@ -104,6 +104,12 @@ class TxnRoutes:
                 await self._check_room(topic, count, size_bytes)
             stages = [(stage, head.topic) for stage, head in heads.items()]
             duplicate, last_batch, records = await self.coordinator.commit(sink, given.batch, stages)
+            archived = [
+                ref.shard for topic in sums if (ref := self.reader.find(topic)) and ref.config.durability == "archived"
+            ]
+        else:
+            archived = self.append.archive_acks.of_topics()  # nobody knows any more which topics it was about
+        await self.append.archive_acks.wait_for(archived)
         return JsonReply(
             {"sink": sink, "batch": given.batch, "last_batch": last_batch, "duplicate": duplicate, "count": records}
         )

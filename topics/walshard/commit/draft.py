@@ -73,7 +73,7 @@ def control_write(
         control_frame(type_, topic.id, ts, body, flags=FLAG_MORE if at < last else 0)
         for at, (type_, body) in enumerate(bodies)
     ]
-    return LogWrite(buffers, apply, sync=sync or topic.config.durability == "fsync", undo=undo)
+    return LogWrite(buffers, apply, sync=sync or topic.config.is_synced, undo=undo)
 
 
 def floors_write(topic: Topic, ts: int) -> LogWrite:

@@ -131,7 +131,7 @@ class Deletes:
             return reply
         body = encode_body(DeleteFrameBody(deletion.below_seq, encode_runs(deletion.seqs), floors))
         entry = control_frame(FrameType.DELETE, topic.id, self._time.now.wall_ms, body, seq=topic.head_seq)
-        sync = topic.config.durability == "fsync"
+        sync = topic.config.is_synced
         write = LogWrite([entry], partial(topic.deleted, deletion, floors), sync=sync)
         yield Draft([write], touched=[hosted], floors_of=[topic.id], reply=reply)
         return reply
