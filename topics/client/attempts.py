@@ -83,7 +83,7 @@ class Attempts:
     def pause_after_refusal(self, status: int, headers: Mapping[str, str], body: bytes) -> float:
         """Return the pause before the next attempt after an answer outside of 2xx; ApiError when there is none."""
         error = error_of(status, body)
-        # What waits for the archive in vain is in the log.
+        # A write that the archive did not get in time is in the log.
         not_carried_out = error.code in NOT_CARRIED_OUT and error.detail.get("cause") != "archive"
         if status not in (429, 503) or not (self._repeatable or not_carried_out):
             raise error
