@@ -102,7 +102,8 @@ class Rig:
         self.dealt: list[Dealt] = []
         self.next_id = 0
         self._shard_count = shards
-        self.shared = SharedMemory.create(self.identity, shards, 1, 1 << 20)
+        self._archivers = int(self.settings.archive_url is not None)
+        self.shared = SharedMemory.create(self.identity, shards, 1, 1 << 20, self._archivers)
         self._readers: dict[int, ArenaReader] = {}
         self.boot()
 
@@ -138,7 +139,7 @@ class Rig:
         keep_ends(self.fs, self.settings.data_dir, self.identity)
         self.shared.destroy()
         self._close_readers()
-        self.shared = SharedMemory.create(self.identity, self._shard_count, 1, 1 << 20)
+        self.shared = SharedMemory.create(self.identity, self._shard_count, 1, 1 << 20, self._archivers)
         self.boot()
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, wait
 from contextlib import suppress
 from threading import Event
 from typing import Final, NamedTuple
@@ -48,9 +48,7 @@ class _BaseUnderway(NamedTuple):
 
 
 class Archiver:
-    """Ships a running service. Owns its words in the control page but those of the process, and the threads that copy
-    files of a base and prune.
-    """
+    """Ships a running service. Owns its words in the control page but those of the process."""
 
     def __init__(
         self,
@@ -60,7 +58,9 @@ class Archiver:
         shard_wakes: Sequence[Wake],
         times: ArchiverTimes,
         clock: Clock,
+        helpers: Executor,
     ) -> None:
+        """`helpers` copies the files of a base, and prunes."""
         self._archive = archive
         self._make_shipper = make_shipper
         self._page = page
@@ -70,7 +70,9 @@ class Archiver:
         self._shard_wakes = shard_wakes
         self._times = times
         self._clock = clock
-        self._helpers = ThreadPoolExecutor(2, "archive")
+        self._helpers = helpers
+        self._shipper: Shipper | None = None
+        self._failures = 0
         self._underway: _BaseUnderway | None = None
         self._prune_not_before_ms = 0
         self._counted = Shipped(0, 0, 0, 0)
@@ -81,32 +83,43 @@ class Archiver:
 
     def work(self, stop: Event) -> None:
         """Ship until `stop` is set, and then the last moment."""
-        failures = 0
+        while True:
+            is_last = stop.is_set()
+            pause_ms = self.step()
+            if is_last and (pause_ms is not None or self._is_done):
+                return
+            if pause_ms is None:
+                self._sleep(stop)
+            else:
+                stop.wait(pause_ms / 1000)
+
+    def step(self) -> int | None:
+        """Ship a moment, and take the next step of a base. Return the pause in ms before it is repeated, None if it
+        succeeded.
+        """
         try:
-            while True:
-                try:
-                    shipper = self._make_shipper()
-                    shipper.begin()
-                    self._counted = Shipped(0, 0, 0, 0)
-                    while True:
-                        is_last = stop.is_set()
-                        self._ship(shipper)
-                        failures, self._told = 0, ""
-                        if is_last and shipper.is_based:
-                            return
-                        self._sleep(stop)
-                except NoMomentError:
-                    pause_ms = NO_MOMENT_MS
-                except _FAILURES as error:
-                    pause_ms = doubled_ms(RETRY_MS[0], failures, RETRY_MS[1])
-                    failures += 1
-                    self._tell(error)
-                finally:
-                    self._give_up_base()
-                if stop.wait(pause_ms / 1000):
-                    return
-        finally:
-            self._helpers.shutdown(wait=False, cancel_futures=True)
+            if self._shipper is None:
+                shipper = self._make_shipper()
+                shipper.begin()
+                self._shipper, self._counted = shipper, Shipped(0, 0, 0, 0)
+            self._ship(self._shipper)
+        except NoMomentError:
+            pause_ms = NO_MOMENT_MS
+        except _FAILURES as error:
+            pause_ms = doubled_ms(RETRY_MS[0], self._failures, RETRY_MS[1])
+            self._failures += 1
+            self._tell(error)
+        else:
+            self._failures, self._told = 0, ""
+            return None
+        self._shipper = None
+        self._give_up_base()
+        return pause_ms
+
+    @property
+    def _is_done(self) -> bool:
+        """True if a restore can get to the last moment that was shipped."""
+        return self._shipper is not None and self._shipper.is_based
 
     # -- moments
 

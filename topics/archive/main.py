@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from topics.archive.archiver import Archiver, ArchiverTimes
@@ -57,7 +58,8 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
         return Shipper(archive, origin, service_id.keep_id(fs, settings.data_dir), clock)
 
     times = ArchiverTimes(settings.archive_interval_ms, settings.archive_keep_ms)
-    archiver = Archiver(archive, make_shipper, shared.control, shared.shard_wakes, times, clock)
+    helpers = ThreadPoolExecutor(2, "archive")
+    archiver = Archiver(archive, make_shipper, shared.control, shared.shard_wakes, times, clock, helpers)
     worker = threading.Thread(target=archiver.work, args=(stop,), name="shipping", daemon=True)
     worker.start()
     cell.set("state", ProcessState.READY)
@@ -70,5 +72,6 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
     worker.join(LAST_SHIP_S)
     if worker.is_alive():
         log.warning("stopped before the last records were in the archive: the next start ships them")
+    helpers.shutdown(wait=False, cancel_futures=True)
     cell.set("state", ProcessState.STOPPED)
     return 0

@@ -1,0 +1,289 @@
+"""Archives against a model: real shards, the real compactor, archiver and restore, and a simulated bucket.
+
+What must hold: a restore of any moment in the archive has exactly the records that the service had then: none is
+missing, none that was deleted is back. No record that counts as archived is missing from the last moment. Whatever
+fails, or is killed, the archive is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from typing import Any, cast
+from unittest.mock import patch
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.archive.simulated import SimulatedBucket, Trouble
+from tests.executors import Inline
+from tests.walshard.compaction import Compaction
+from tests.walshard.rig import Rig
+from topics.archive import archiver, base_files
+from topics.archive.archiver import Archiver, ArchiverTimes
+from topics.archive.inspection import check, prune
+from topics.archive.objects import Archive, Piece, decode, piece_name
+from topics.archive.origin import Origin, RunningEnds
+from topics.archive.restoring import Restore, WantedMoment, plan
+from topics.archive.shipping import Shipper
+from topics.core.config import TopicConfig
+from topics.shm.topic_messages import DeleteRecords, DeleteTopic
+from topics.storage import service_id
+from topics.storage.filesystem import OsFileSystem
+from topics.storage.verify import verify
+
+NAMES = ("a", "b", "c")
+SHARDS = 2
+BASE_PIECES = 4
+STEPS = int(os.environ.get("TOPICS_ARCHIVE_STEPS", "30"))
+EXAMPLES = int(os.environ.get("TOPICS_ARCHIVE_EXAMPLES", "25"))
+TROUBLES: st.SearchStrategy[list[Trouble]] = st.lists(
+    st.sampled_from(["refused", "lost_answer", "cut_short", "old_list"]), min_size=1, max_size=3
+)
+Records = dict[str, dict[int, bytes]]
+"""Live records of all topics: data by seq."""
+
+
+class Archiving(RuleBasedStateMachine):
+    """A service of two shards whose archive is a simulated bucket."""
+
+    @initialize(backlog=st.sampled_from([0, 1 << 30]))
+    def begin(self, backlog: int) -> None:
+        self.directory = tempfile.mkdtemp(prefix="topics-sim-", dir="/dev/shm")
+        self.rig = Rig(
+            os.path.join(self.directory, "data"),
+            shards=SHARDS,
+            archive_url="file:///nowhere",
+            archive_backlog_bytes=str(backlog),
+            segment_max_events="5",
+            segment_rewrite_dead_ratio="0.3",
+        )
+        self.compaction = Compaction(self.rig)
+        self.bucket = SimulatedBucket()
+        self.archive = Archive(self.bucket)
+        self.live: Records = {}
+        self.written = 0
+        self.moments: dict[tuple[int, int], Records] = {}
+        """What the service had at each moment in the archive, by generation and piece."""
+        self.restores = 0
+        self.archivers = [self._archiver(), self._archiver()]
+        """The second one belongs to a life that nobody knows is still there."""
+
+    def _archiver(self) -> Archiver:
+        fs, data_dir = self.rig.fs, self.rig.settings.data_dir
+        origin = Origin(fs, data_dir, RunningEnds(self.rig.shared.control), _no_cold_tier)
+
+        def make() -> Shipper:
+            return Shipper(self.archive, origin, service_id.keep_id(fs, data_dir), self.rig.clock)
+
+        page, wakes = self.rig.shared.control, self.rig.shared.shard_wakes
+        times = ArchiverTimes(1000, 0)
+        return Archiver(self.archive, make, page, wakes, times, self.rig.clock, cast(Any, Inline()))
+
+    # -- the service
+
+    @rule(name=st.sampled_from(NAMES), count=st.integers(1, 8), durability=st.sampled_from(["disk", "fsync"]))
+    def append(self, name: str, count: int, durability: Any) -> None:
+        data = [b"%d" % (self.written + at) for at in range(count)]
+        self.written += count
+        reply = self.rig.append(name, *data, config=TopicConfig(durability=durability))
+        self.live.setdefault(name, {}).update(enumerate(data, reply.first_seq))
+
+    @rule(name=st.sampled_from(NAMES), share=st.floats(0, 1))
+    def delete(self, name: str, share: float) -> None:
+        records = self.live.get(name)
+        if not records:
+            return
+        before_seq = sorted(records)[int(share * (len(records) - 1))] + 1
+        self.rig.delete(DeleteRecords(name, before_seq, None, b""))
+        self.live[name] = {seq: data for seq, data in records.items() if seq >= before_seq}
+
+    @rule(name=st.sampled_from(NAMES))
+    def delete_topic(self, name: str) -> None:
+        if name in self.live:
+            self.rig.call(DeleteTopic(name, False), self.rig.owner(name))
+            del self.live[name]
+
+    @rule()
+    def cut(self) -> None:
+        self.compaction.cut()
+        self.compaction.upkeep()
+
+    @rule(shard_dies=st.booleans())
+    def crash(self, shard_dies: bool) -> None:
+        if shard_dies:
+            self.rig.boot()
+        else:
+            self.compaction.begin_again()
+
+    @rule()
+    def restart(self) -> None:
+        """The whole service is killed and starts again."""
+        self.rig.restart_service()
+        self.compaction = Compaction(self.rig)
+        self.archivers = [self._archiver(), self._archiver()]
+
+    @rule(ms=st.integers(1, 100_000))
+    def time_passes(self, ms: int) -> None:
+        self.rig.clock.ms += ms
+
+    # -- the archive
+
+    @rule(which=st.sampled_from([0, 0, 0, 1]))
+    def ship(self, which: int) -> None:
+        self._step(which)
+
+    @rule(which=st.sampled_from([0, 1]))
+    def archiver_dies(self, which: int) -> None:
+        self.archivers[which] = self._archiver()
+
+    @rule(troubles=TROUBLES, which=st.sampled_from([0, 0, 1]))
+    def ship_in_trouble(self, troubles: list[Trouble], which: int) -> None:
+        self.bucket.troubles = troubles
+        self._step(which)
+        self.bucket.troubles = []
+
+    @rule(away=st.booleans())
+    def partition(self, away: bool) -> None:
+        self.bucket.is_away = away
+
+    @rule(name=st.sampled_from(NAMES), cuts=st.booleans())
+    def ship_beside_writers(self, name: str, cuts: bool) -> None:
+        """Records are deleted and written while the files of a base are copied."""
+
+        def meanwhile() -> None:
+            self.bucket.before_file = None
+            self.delete(name, 0.5)
+            self.append(name, 3, "disk")
+            if cuts:
+                self.cut()
+
+        self.bucket.before_file = meanwhile
+        self._step(0)
+        self.bucket.before_file = None
+
+    @precondition(lambda self: len(self.moments) > 3)
+    @rule(share=st.floats(0, 1), troubles=st.just([]) | TROUBLES)
+    def prune(self, share: float, troubles: list[Trouble]) -> None:
+        if self.bucket.is_away:
+            return
+        times_ms = sorted(self._piece(*moment).taken_ms for moment in self.moments)
+        self.bucket.troubles = list(troubles)
+        try:
+            prune(self.archive, times_ms[int(share * (len(times_ms) - 1))])
+        except OSError:
+            assert troubles
+        self.bucket.troubles = []
+        kept = {moment for moment in self.moments if piece_name(*moment) in self.bucket.objects}
+        assert max(self.moments) in kept
+        self.moments = {moment: records for moment, records in self.moments.items() if moment in kept}
+
+    def _step(self, which: int) -> None:
+        """Have an archiver take a step. The service stands still, but for what `before_file` does before that."""
+        before = set(self.bucket.objects)
+        self.archivers[which].step()
+        for name in sorted(set(self.bucket.objects) - before):
+            folder, _, number = name.partition("/")
+            if not folder.endswith(".pieces"):
+                continue
+            generation = int(folder[1:].partition(".")[0])
+            if self._piece(generation, int(number)).is_moment:
+                self.moments[generation, int(number)] = {topic: dict(records) for topic, records in self.live.items()}
+
+    def _piece(self, generation: int, number: int) -> Piece:
+        name = piece_name(generation, number)
+        return decode(self.bucket.objects[name], Piece, name)[0]
+
+    # -- what must hold
+
+    @invariant()
+    def archived_is_in_the_last_moment(self) -> None:
+        last = self.moments[max(self.moments)] if getattr(self, "moments", None) else {}
+        for name in getattr(self, "live", ()):
+            archived_seq = self.rig.view(name).archived_seq if self.rig.owner(name) == 0 else 0
+            for seq in self.live[name]:
+                if seq <= archived_seq:
+                    assert seq in last[name], f"{name} {seq} counts as archived"
+
+    @precondition(lambda self: self.moments and self.restores < 3 and not self.bucket.is_away)
+    @rule(share=st.floats(0, 1))
+    def restore(self, share: float) -> None:
+        moments = sorted(self.moments)
+        self._restore(moments[int(share * (len(moments) - 1))])
+
+    def _restore(self, moment: tuple[int, int]) -> None:
+        """Restore the moment as if the archive ended there, and compare."""
+        generation, number = moment
+        bases = [base for base in self.archive.bases(generation) if base <= number]
+        if not bases:
+            return  # its base was pruned
+        self.restores += 1
+        seen = SimulatedBucket()
+        seen.objects = {
+            name: body for name, body in self.bucket.objects.items() if _is_before(name, generation, number)
+        }
+        archive = Archive(seen)
+        assert check(archive, lambda _done, _total: None) == []
+        data_dir = os.path.join(self.directory, f"restored-{self.restores}")
+        found = plan(archive, WantedMoment())
+        assert (found.generation.number, found.moment.number) == moment
+        Restore(archive, found, OsFileSystem(), data_dir, lambda _done, _total: None).run(self.rig.clock)
+        assert verify(data_dir, lambda _done, _total: None).damage == []
+        other = Rig(data_dir, shards=SHARDS, segment_max_events="5")
+        try:
+            compaction = Compaction(other)
+            expected = self.moments[moment]
+            for name in NAMES:
+                shard = other.owner(name)
+                exists = other.reader_of(shard).look_up(name) is not None
+                assert exists == (name in expected), name
+                if exists:
+                    assert dict(compaction.read(name)) == expected[name], name
+                    reply = other.append(name, b'"new"')
+                    assert reply.first_seq > max(expected[name], default=0)
+        finally:
+            other.close()
+            shutil.rmtree(data_dir)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        try:
+            self.bucket.is_away = False
+            for _ in range(4):
+                self._step(0)
+            assert self.moments
+            assert self.moments[max(self.moments)] == self.live, "all is shipped once the bucket is back"
+            self._restore(max(self.moments))
+            self._restore(min(self.moments))
+        finally:
+            self.rig.close()
+            shutil.rmtree(self.directory)
+
+
+def _no_cold_tier() -> Any:
+    raise AssertionError("nothing is cold")
+
+
+def _is_before(name: str, generation: int, number: int) -> bool:
+    """True for objects of an archive that ends with this piece."""
+    folder, _, own = name.partition("/")
+    if folder == "generations":
+        return int(own) <= generation
+    of = int(folder[1:].partition(".")[0])
+    if of == generation and folder.endswith((".pieces", ".bases")):
+        return int(own) <= number
+    return of <= generation
+
+
+@pytest.fixture(autouse=True)
+def _soon() -> Any:
+    with patch.object(archiver, "BASE_PIECES", BASE_PIECES), patch.object(base_files, "COPIERS", 1):
+        yield
+
+
+TestArchiving = Archiving.TestCase
+TestArchiving.settings = settings(max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None)
