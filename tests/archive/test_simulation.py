@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -36,6 +37,7 @@ from topics.storage.filesystem import OsFileSystem
 from topics.storage.verify import verify
 
 NAMES = ("a", "b", "c")
+LOG_BYTES = 1 << 20
 SHARDS = 2
 BASE_PIECES = 4
 STEPS = int(os.environ.get("TOPICS_ARCHIVE_STEPS", "30"))
@@ -65,6 +67,7 @@ class Archiving(RuleBasedStateMachine):
         self.bucket = SimulatedBucket()
         self.archive = Archive(self.bucket)
         self.live: Records = {}
+        self.copied: Records | None = None
         self.written = 0
         self.moments: dict[tuple[int, int], Records] = {}
         """What the service had at each moment in the archive, by generation and piece."""
@@ -91,6 +94,14 @@ class Archiving(RuleBasedStateMachine):
         self.written += count
         reply = self.rig.append(name, *data, config=TopicConfig(durability=durability))
         self.live.setdefault(name, {}).update(enumerate(data, reply.first_seq))
+
+    @rule(name=st.sampled_from(NAMES))
+    def append_much(self, name: str) -> None:
+        """Fill log files, so that some are removed after a cut."""
+        padding = b'"' + b"x" * (LOG_BYTES // 5) + b'"'
+        for _ in range(6):
+            reply = self.rig.append(name, padding)
+            self.live.setdefault(name, {})[reply.first_seq] = padding
 
     @rule(name=st.sampled_from(NAMES), share=st.floats(0, 1))
     def delete(self, name: str, share: float) -> None:
@@ -122,9 +133,37 @@ class Archiving(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         """The whole service is killed and starts again."""
-        self.rig.restart_service()
+        self._restart(lambda: None)
+
+    @rule()
+    def copy_directory(self) -> None:
+        """Somebody copies the data directory of the service while it is stopped."""
+
+        def copy() -> None:
+            shutil.rmtree(self._copy, ignore_errors=True)
+            shutil.copytree(self.rig.settings.data_dir, self._copy)
+
+        self._restart(copy)
+        self.copied = _copied(self.live)
+
+    @precondition(lambda self: self.copied is not None)
+    @rule()
+    def put_copy_in_its_place(self) -> None:
+        def put() -> None:
+            shutil.rmtree(self.rig.settings.data_dir)
+            shutil.copytree(self._copy, self.rig.settings.data_dir)
+
+        self._restart(put)
+        self.live = _copied(self.copied or {})
+
+    def _restart(self, meanwhile: Callable[[], None]) -> None:
+        self.rig.restart_service(meanwhile)
         self.compaction = Compaction(self.rig)
         self.archivers = [self._archiver(), self._archiver()]
+
+    @property
+    def _copy(self) -> str:
+        return os.path.join(self.directory, "copy")
 
     @rule(ms=st.integers(1, 100_000))
     def time_passes(self, ms: int) -> None:
@@ -185,13 +224,15 @@ class Archiving(RuleBasedStateMachine):
         """Have an archiver take a step. The service stands still, but for what `before_file` does before that."""
         before = set(self.bucket.objects)
         self.archivers[which].step()
+        for shard in self.rig.shards:
+            shard.sync_in_background()
         for name in sorted(set(self.bucket.objects) - before):
             folder, _, number = name.partition("/")
             if not folder.endswith(".pieces"):
                 continue
             generation = int(folder[1:].partition(".")[0])
             if self._piece(generation, int(number)).is_moment:
-                self.moments[generation, int(number)] = {topic: dict(records) for topic, records in self.live.items()}
+                self.moments[generation, int(number)] = _copied(self.live)
 
     def _piece(self, generation: int, number: int) -> Piece:
         name = piece_name(generation, number)
@@ -203,7 +244,8 @@ class Archiving(RuleBasedStateMachine):
     def archived_is_in_the_last_moment(self) -> None:
         last = self.moments[max(self.moments)] if getattr(self, "moments", None) else {}
         for name in getattr(self, "live", ()):
-            archived_seq = self.rig.view(name).archived_seq if self.rig.owner(name) == 0 else 0
+            found = self.rig.reader_of(self.rig.owner(name)).look_up(name)
+            archived_seq = 0 if found is None else found[1].archived_seq
             for seq in self.live[name]:
                 if seq <= archived_seq:
                     assert seq in last[name], f"{name} {seq} counts as archived"
@@ -262,6 +304,10 @@ class Archiving(RuleBasedStateMachine):
         finally:
             self.rig.close()
             shutil.rmtree(self.directory)
+
+
+def _copied(live: Records) -> Records:
+    return {topic: dict(records) for topic, records in live.items()}
 
 
 def _no_cold_tier() -> Any:

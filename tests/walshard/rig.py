@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 from tests.executors import Inline
@@ -134,11 +135,12 @@ class Rig:
     def shards(self) -> list[Shard]:
         return [parts.shard for parts in self.every]
 
-    def restart_service(self) -> None:
-        """All processes gone, new shared memory, RAM logs lost; the files stay."""
+    def restart_service(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """All processes gone, new shared memory, RAM logs lost; the files stay, but for what `meanwhile` does."""
         keep_ends(self.fs, self.settings.data_dir, self.identity)
         self.shared.destroy()
         self._close_readers()
+        meanwhile()
         self.shared = SharedMemory.create(self.identity, self._shard_count, 1, 1 << 20, self._archivers)
         self.boot()
 
