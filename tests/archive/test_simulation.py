@@ -149,6 +149,8 @@ class Archiving(RuleBasedStateMachine):
     @precondition(lambda self: self.copied is not None)
     @rule()
     def put_copy_in_its_place(self) -> None:
+        """Somebody puts that copy back, so that the service goes on from there."""
+
         def put() -> None:
             shutil.rmtree(self.rig.settings.data_dir)
             shutil.copytree(self._copy, self.rig.settings.data_dir)
@@ -164,10 +166,6 @@ class Archiving(RuleBasedStateMachine):
     @property
     def _copy(self) -> str:
         return os.path.join(self.directory, "copy")
-
-    @rule(ms=st.integers(1, 100_000))
-    def time_passes(self, ms: int) -> None:
-        self.rig.clock.ms += ms
 
     # -- the archive
 
@@ -188,6 +186,16 @@ class Archiving(RuleBasedStateMachine):
     @rule(away=st.booleans())
     def partition(self, away: bool) -> None:
         self.bucket.is_away = away
+
+    @rule(name=st.sampled_from(NAMES), cuts=st.integers(1, 3))
+    def long_outage(self, name: str, cuts: int) -> None:
+        """The bucket is away while log files fill up and are removed, as far as the archive lets them."""
+        self.bucket.is_away = True
+        for _ in range(cuts):
+            self.append_much(name)
+            self._step(0)
+            self.cut()
+        self.bucket.is_away = False
 
     @rule(name=st.sampled_from(NAMES), cuts=st.booleans())
     def ship_beside_writers(self, name: str, cuts: bool) -> None:
@@ -223,6 +231,7 @@ class Archiving(RuleBasedStateMachine):
     def _step(self, which: int) -> None:
         """Have an archiver take a step. The service stands still, but for what `before_file` does before that."""
         before = set(self.bucket.objects)
+        self.rig.clock.ms += 1000
         self.archivers[which].step()
         for shard in self.rig.shards:
             shard.sync_in_background()

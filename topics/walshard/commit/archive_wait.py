@@ -45,15 +45,14 @@ class ArchiveWait:
         shipped_no = self._shipped() >> 32
         if shipped_no >= file_no:
             return file_no
-        bound = min(file_no, max(shipped_no, newest_no - self._files_max))
-        if self._room_bytes() < 0:
-            bound = file_no
+        is_full = self._room_bytes() < 0
+        bound = file_no if is_full else min(file_no, max(shipped_no, newest_no - self._files_max))
         if bound > shipped_no > 0:
             log.error(
                 "logs are removed that are not in the archive, so it begins anew behind them: the moments before are"
                 " kept, those in between cannot be restored",
                 files=f"{shipped_no} to {bound - 1}",
-                reason="the disk is full" if bound == file_no else "TOPICS_ARCHIVE_BACKLOG_BYTES is reached",
+                reason="the disk is full" if is_full else "TOPICS_ARCHIVE_BACKLOG_BYTES is reached",
                 way_out="let the service reach its archive, or allow it more bytes",
             )
         return bound
