@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.archive.simulated import SimulatedBucket, Trouble
-from tests.executors import Inline
+from tests.executors import Hanging
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.archive import archiver, base_files
@@ -64,6 +64,7 @@ class Archiving(RuleBasedStateMachine):
             segment_rewrite_dead_ratio="0.3",
         )
         self.compaction = Compaction(self.rig)
+        self.helpers = Hanging()
         self.bucket = SimulatedBucket()
         self.archive = Archive(self.bucket)
         self.live: Records = {}
@@ -84,7 +85,7 @@ class Archiving(RuleBasedStateMachine):
 
         page, wakes = self.rig.shared.control, self.rig.shared.shard_wakes
         times = ArchiverTimes(1000, 0)
-        return Archiver(self.archive, make, page, wakes, times, self.rig.clock, cast(Any, Inline()))
+        return Archiver(self.archive, make, page, wakes, times, self.rig.clock, self.helpers)
 
     # -- the service
 
@@ -186,6 +187,13 @@ class Archiving(RuleBasedStateMachine):
     @rule(away=st.booleans())
     def partition(self, away: bool) -> None:
         self.bucket.is_away = away
+
+    @rule(hangs=st.booleans())
+    def copying(self, hangs: bool) -> None:
+        """Files of bases take long to copy, or all that wait are copied now."""
+        self.helpers.hangs = hangs
+        if not hangs:
+            self.helpers.go_on()
 
     @rule(name=st.sampled_from(NAMES), cuts=st.integers(1, 3))
     def long_outage(self, name: str, cuts: int) -> None:
@@ -304,6 +312,7 @@ class Archiving(RuleBasedStateMachine):
             return
         try:
             self.bucket.is_away = False
+            self.helpers.go_on()
             for _ in range(4):
                 self._step(0)
             assert self.moments
