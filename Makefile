@@ -8,7 +8,7 @@ PROMTOOL := $(VENV)/.promtool
 SUITE  := $(BIN)/python -m tests.suite $(if $(UNSTEADY),--again $(UNSTEADY))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-pythons dist check lint types bench compare crash attack soak lock clean spark oldspark fuzz browser screenshots peers mutants eager docs buckets
+.PHONY: help setup run test test-all test-pythons dist check lint types bench compare crash attack soak lock clean spark oldspark fuzz browser screenshots peers mutants eager docs buckets archive-sim
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -145,6 +145,9 @@ oldspark: $(STAMP) ## the tests of batches on PySpark 4.0 and 4.1, each in an en
 
 fuzz: $(STAMP) ## a long fuzz of every route: no 500, no hang, nothing left behind
 	TOPICS_FUZZ_REQUESTS=30000 TOPICS_FUZZ_EXAMPLES=1000 $(BIN)/pytest --timeout 3600 tests/e2e/test_fuzz.py tests/contract/test_openapi.py
+
+archive-sim: $(STAMP) ## archives against a model, with a simulated bucket: 100,000 schedules, some 20 hours of one core; EXAMPLES=1000 is a sample
+	TOPICS_ARCHIVE_EXAMPLES=$(or $(EXAMPLES),100000) $(BIN)/pytest tests/archive/test_simulation.py
 
 buckets: $(STAMP) $(S3S) $(AZURITE) ## the store and the cold tier on each object store that runs here: moto, s3s-fs, Azurite
 	TOPICS_REQUIRE_BUCKETS=1 $(BIN)/pytest tests/storage/test_store_contract.py tests/e2e/test_bucket.py

@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 from bench.load import Outcome, Plan, closed_loop
@@ -30,23 +32,30 @@ def main(seconds: float) -> None:
         print(f"{type(server).__name__}, +{DELAY_S * 1000:.0f} ms a request, {seconds:g} s each")
         without = run({}, "disk", 16, seconds)[0]
         print(f"no archive: {without.per_s * BATCH:.0f} records/s, 16 writers, batches of {BATCH}")
+        with TemporaryDirectory() as folder:
+            show("folder", run({"TOPICS_ARCHIVE_URL": Path(folder).as_uri()}, "disk", 16, seconds), "disk", 16)
         for durability, writers in (("disk", 16), ("archived", 1), ("archived", 64)):
             url = f"s3://{server.new_bucket()}/bench"
             proxy.delay_s = DELAY_S
             proxy.reset()
-            outcome, lags = run(proxy.env | {"TOPICS_ARCHIVE_URL": url}, durability, writers, seconds)
+            found = run(proxy.env | {"TOPICS_ARCHIVE_URL": url}, durability, writers, seconds)
             proxy.delay_s = 0.0
+            show("bucket", found, durability, writers)
             with proxy.lock:
-                puts, sent = proxy.requests["PUT"], proxy.sent_bytes
-            print(
-                f"{durability}, {writers} writers: {outcome.per_s * BATCH:.0f} records/s, answers p50"
-                f" {outcome.p50_us / 1000:.1f} ms, p99 {outcome.p99_us / 1000:.1f} ms; lag p50 {at(lags, 0.5)} ms, p99"
-                f" {at(lags, 0.99)} ms; {puts} puts, {sent >> 20} MiB",
-                flush=True,
-            )
+                print(f"  {proxy.requests['PUT']} puts, {proxy.sent_bytes >> 20} MiB", flush=True)
     finally:
         proxy.close()
         server.close()
+
+
+def show(place: str, found: tuple[Outcome, list[int]], durability: str, writers: int) -> None:
+    outcome, lags = found
+    print(
+        f"{place}, {durability}, {writers} writers: {outcome.per_s * BATCH:.0f} records/s, answers p50"
+        f" {outcome.p50_us / 1000:.1f} ms, p99 {outcome.p99_us / 1000:.1f} ms; lag p50 {at(lags, 0.5)} ms, p99"
+        f" {at(lags, 0.99)} ms",
+        flush=True,
+    )
 
 
 def run(env: dict[str, str], durability: str, writers: int, seconds: float) -> tuple[Outcome, list[int]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -41,7 +41,7 @@ LOG_BYTES = 1 << 20
 SHARDS = 2
 BASE_PIECES = 4
 STEPS = int(os.environ.get("TOPICS_ARCHIVE_STEPS", "30"))
-EXAMPLES = int(os.environ.get("TOPICS_ARCHIVE_EXAMPLES", "25"))
+EXAMPLES = int(os.environ.get("TOPICS_ARCHIVE_EXAMPLES", "10"))
 TROUBLES: st.SearchStrategy[list[Trouble]] = st.lists(
     st.sampled_from(["refused", "lost_answer", "cut_short", "old_list"]), min_size=1, max_size=3
 )
@@ -349,5 +349,47 @@ def _soon() -> Any:
         yield
 
 
-TestArchiving = Archiving.TestCase
+TestArchiving = pytest.mark.long(Archiving.TestCase)
 TestArchiving.settings = settings(max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None)
+
+
+def test_behind_a_hole_there_is_no_moment_until_the_next_base(service: Archiving) -> None:
+    service.append("a", 3, "disk")
+    service.ship(0)
+    service.ship(0)
+    service.helpers.hangs = True
+    service.long_outage("a", 3)
+    for _ in range(3):
+        service.append("a", 1, "disk")
+        service.ship(0)
+    assert len(service.moments) == 1
+    service.archived_is_in_the_last_moment()
+    service.archiver_dies(0)
+    service.ship(0)
+    assert len(service.moments) == 1, "nor does the next archiver take them for moments"
+    service.helpers.go_on()
+    service.ship(0)
+    assert len(service.moments) == 2
+    service.archived_is_in_the_last_moment()
+
+
+def test_a_directory_that_went_back_begins_a_generation(service: Archiving) -> None:
+    service.append("a", 3, "disk")
+    service.copy_directory()
+    service.append("a", 3, "disk")
+    service.ship(0)
+    service.ship(0)
+    service.put_copy_in_its_place()
+    service.append("b", 1, "disk")
+    service.ship(0)
+    service.ship(0)
+    assert [generation for generation, _ in sorted(service.moments)] == [1, 2]
+
+
+@pytest.fixture
+def service() -> Iterator[Archiving]:
+    """A service without a backlog. At the end its first and last moments are restored."""
+    found = Archiving.__new__(Archiving)
+    Archiving.begin(found, backlog=0)
+    yield found
+    found.teardown()
