@@ -71,7 +71,7 @@ class Archiving(RuleBasedStateMachine):
         self.copied: Records | None = None
         self.written = 0
         self.moments: dict[tuple[int, int], Records] = {}
-        """What the service had at each moment in the archive, by generation and piece."""
+        """Records of each moment in the archive, by generation and piece."""
         self.restores = 0
         self.archivers = [self._archiver(), self._archiver()]
         """The second one belongs to a life that nobody knows is still there."""

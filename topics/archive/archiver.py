@@ -20,7 +20,12 @@ from topics.shm.ring import Wake
 from topics.storage.logfile import RefusedLog
 
 POLL_MS: Final = 100
-SOON_MS: Final = (50, 250)
+SOON_MS: Final = 50
+"""The least time between two moments that somebody waits for."""
+GATHER_MS: Final = (10, 60)
+"""The shortest and the longest time after a moment for those whom it has let go to write again: a quarter of the time
+that it took. Else they would all wait for the moment after the next.
+"""
 SOON_POLL_MS: Final = 5
 NO_MOMENT_MS: Final = 50
 RETRY_MS: Final = (200, 10_000)
@@ -156,11 +161,11 @@ class Archiver:
                 self._shard_wakes[shard].signal()
 
     def _sleep(self, stop: Event) -> None:
-        """Wait until the next step is due: after the interval, or once there is a piece to ship or a base to end. If
-        somebody waits for the archive it is due after about as long as the last moment took.
+        """Wait until the next step is due: after the interval, once there is a piece to ship or a base to end, or soon if
+        somebody waits for the archive.
         """
         began_ms, began_bytes = self._clock.monotonic_ms(), sum(map(log_bytes, self._shards))
-        soon_ms = min(SOON_MS[1], max(SOON_MS[0], self._took_ms))
+        soon_ms = max(SOON_MS - self._took_ms, min(GATHER_MS[1], max(GATHER_MS[0], self._took_ms // 4)))
         poll_ms = SOON_POLL_MS if any(cell.get("topics_archived") for cell in self._shards) else POLL_MS
         while (left_ms := began_ms + self._times.interval_ms - self._clock.monotonic_ms()) > 0:
             is_soon = self._times.interval_ms - left_ms >= soon_ms
