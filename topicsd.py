@@ -16,6 +16,8 @@ SERVER_MODULES: Final = frozenset(
     ("h2", "hypercorn", "posix_ipc", "psutil", "sortedcontainers", "starlette", "structlog", "uvloop")
 ) | {"xxhash"}
 """Modules that `topicsd[server]` brings."""
+BUCKET_MODULE: Final = "obstore"
+"""The module that `topicsd[bucket]` brings. It is imported with the first request to a bucket."""
 
 
 COMMANDS: Final = {"topics": "topics.cli.main", "topics-supervisor": "topics.supervisor.command"}
@@ -44,7 +46,10 @@ def foreign(package: ModuleType) -> str | None:
 
 def missing(error: ModuleNotFoundError) -> str:
     """Return the sentence about a module that is not installed; raises the error if no extra brings it."""
-    if error.name is None or error.name.partition(".")[0] not in SERVER_MODULES:
+    module = (error.name or "").partition(".")[0]
+    if module == BUCKET_MODULE:
+        return f"a bucket needs the package {module}: pip install 'topicsd[bucket]'"
+    if module not in SERVER_MODULES:
         raise error
     return f"this needs the service's packages ({error.name} is missing): pip install 'topicsd[server]'"
 

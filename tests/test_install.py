@@ -71,6 +71,30 @@ def test_a_program_of_the_service_without_its_packages_says_what_to_install(
     )
 
 
+@pytest.mark.parametrize(
+    ("missing", "arguments", "said"),
+    [
+        (
+            "obstore",
+            "archive list s3://b/x",
+            "topics: a bucket needs the package obstore: pip install 'topicsd[bucket]'",
+        ),
+        ("obstore", "restore s3://b/x --data-dir ./none", "topics: a bucket needs the package obstore: "),
+        (
+            "pyspark",
+            "spark export",
+            "topics spark: this needs Spark (pyspark is missing): pip install 'topicsd[spark]'",
+        ),
+        ("xxhash", "spark export", "topics spark: this needs Spark (xxhash is missing): pip install 'topicsd[spark]"),
+    ],
+)
+def test_a_command_without_its_extra_says_what_to_install(missing: str, arguments: str, said: str) -> None:
+    done = run(BLOCKED.format(program="topics"), missing, *arguments.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == 1
+
+
 def test_the_client_and_its_commands_need_nothing_of_the_service() -> None:
     blocked = " ".join(topicsd.SERVER_MODULES)
     done = run(BLOCKED.format(program="topics"), blocked, "list", "--url", "http://127.0.0.1:1")

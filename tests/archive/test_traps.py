@@ -21,6 +21,9 @@ from tests.archive.services import COMMAND, SMALL, backup, cut, read, restored, 
 from tests.cases import case
 from tests.contract.asking import ok, put, state, write
 from tests.harness import Service, poll
+from topics.archive.inspection import figures, prune
+from topics.archive.objects import Archive, open_archive
+from topics.storage.filesystem import OsFileSystem
 
 
 def delete(service: Service, topic: str, **what: object) -> None:
@@ -222,6 +225,26 @@ def test_pruning_removes_what_only_older_moments_need(tmp_path: Path) -> None:
     run("archive", "verify", place)
     with restored(place, tmp_path / "restored") as other:
         assert read(other.client, "orders")[0] == expected
+
+
+@pytest.mark.long
+def test_listing_and_pruning_tell_how_far_they_are(tmp_path: Path) -> None:
+    place = tmp_path / "archive"
+    with Service(env=SMALL) as service:
+        for number in range(3):
+            write(service.client, "orders", number)
+            cut(service)
+            backup(service, place)
+    archive = Archive(open_archive(OsFileSystem(), str(place)))
+    told: list[tuple[int, int]] = []
+    bases = sum(len(generation.bases) for generation in figures(archive, lambda *at: told.append(at)))
+    assert told == [(at, bases) for at in range(1, bases + 1)]
+    told.clear()
+    before = _objects(place)
+    prune(archive, 2**62, lambda *at: told.append(at))
+    gone = before - _objects(place)
+    assert gone > 0
+    assert told == [(at, gone) for at in range(1, gone + 1)]
 
 
 @pytest.mark.long

@@ -383,6 +383,25 @@ def test_ten_thousand_records_a_second_do_not_freeze_the_tail(shop: Service, tab
 
 
 @needs_browser
+def test_the_tail_is_filtered_by_tag_node_and_text(shop: Service, tab: Browser) -> None:
+    put(shop.client, "shop.mixed")
+    go(tab, "topic/shop.mixed?tab=tail")
+    shows(tab, "following", ".tail-state")
+    for tag, node, text in [("a", "till-1", "Green Tea"), ("b", "till-1", "milk"), ("a", "till-2", "black tea")]:
+        record = {"data": {"item": text}, "tag": tag, "node": node}
+        shop.client.post("/v0/topics/shop.mixed", json={"records": [record]}).raise_for_status()
+    poll("all three", lambda: rows(tab) == ["3", "2", "1"])
+    for label, given, fitting in [("text", "tea", ["3", "1"]), ("node", "till-1", ["1"]), ("tag", "b", [])]:
+        fill(tab, f".tail-bar input[aria-label*={label}]", given)
+        poll(f"the filter by {label}", lambda: rows(tab) == fitting)
+    fill(tab, ".tail-bar input[aria-label*=text]", "")
+    write(shop.client, "shop.mixed", "of nobody")
+    item = {"data": {"item": "milk"}, "tag": "b", "node": "till-1"}
+    shop.client.post("/v0/topics/shop.mixed", json={"records": [item]}).raise_for_status()
+    poll("what fits of the new ones", lambda: rows(tab) == ["5"])
+
+
+@needs_browser
 def test_a_lost_connection_comes_back_without_a_hole(shop: Service, tab: Browser) -> None:
     put(shop.client, "shop.lost")
     go(tab, "topic/shop.lost?tab=tail")

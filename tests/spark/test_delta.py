@@ -127,4 +127,4 @@ def test_without_the_package_and_elsewhere_it_is_refused_in_a_line(
     export = ["--topics", topic, "--format", "delta"]
     assert "not to 's3a://bucket/lake'" in jobs.refusal("export", *export, "--out", "s3a://bucket/lake")
     monkeypatch.setitem(sys.modules, deltalake.__name__, None)
-    assert "needs the package deltalake: pip install topicsd[delta]" in jobs.refusal("export", *export, "--out", "x")
+    assert "needs the package deltalake: pip install 'topicsd[delta]'" in jobs.refusal("export", *export, "--out", "x")

@@ -21,6 +21,9 @@ from topics.archive.objects import (
 Told = Callable[[int, int], None]
 
 
+def tell_nobody(done: int, total: int) -> None: ...
+
+
 class BaseFigures(msgspec.Struct, frozen=True):
     """A base: from its moment (`taken_ms`) on a service can be restored without any base before it."""
 
@@ -52,12 +55,21 @@ class Pruned(msgspec.Struct, frozen=True):
     files: int = 0
 
 
-def figures(archive: Archive) -> list[GenerationFigures]:
-    """Return what the archive has, the oldest generation first. Raise ArchiveDamagedError, OSError."""
+def figures(archive: Archive, told: Told = tell_nobody) -> list[GenerationFigures]:
+    """Return what the archive has, the oldest generation first. Raise ArchiveDamagedError, OSError.
+
+    `told` hears how many bases of how many were read.
+    """
     found = []
-    for number in archive.generations():
+    work = [(number, archive.bases(number)) for number in archive.generations()]
+    done, total = 0, sum(len(base_numbers) for _, base_numbers in work)
+    for number, base_numbers in work:
         generation = archive.generation(number)
-        bases = [archive.base(number, base_no)[0] for base_no in archive.bases(number)]
+        bases = []
+        for base_no in base_numbers:
+            bases.append(archive.base(number, base_no)[0])
+            done += 1
+            told(done, total)
         shown = [
             BaseFigures(base.number, base.taken_ms, len(base.files), sum(ref.size_bytes for ref in base.files))
             for base in bases
@@ -151,11 +163,13 @@ def _gap(base: Base, pieces: Iterable[Piece]) -> int | None:
     return None
 
 
-def prune(archive: Archive, before_ms: int) -> Pruned:
+def prune(archive: Archive, before_ms: int, told: Told = tell_nobody) -> Pruned:
     """Remove what only moments before `before_ms` need; the last moment of the newest generation always stays. It may
-    run beside a backup. Raise ArchiveDamagedError, OSError: what was not removed goes next time.
+    run beside a backup. Raise ArchiveDamagedError, OSError: what was not removed goes next time. `told` hears how many
+    objects are gone of how many in the generations that were looked at.
     """
     removed = Pruned()
+    done = total = 0
     shown = figures(archive)
     for found in shown:
         is_newest = found is shown[-1]
@@ -169,14 +183,16 @@ def prune(archive: Archive, before_ms: int) -> Pruned:
         pieces = range(bases[0].first_piece, first_kept) if bases else range(0)
         names = sorted({ref.name for base in superfluous for ref in base.files} - kept_names)
         # Bases first: no restore may begin with what is about to go.
-        for base in superfluous:
-            archive.store.delete(base_name(found.number, base.number))
-        for piece_no in pieces:
-            archive.store.delete(piece_name(found.number, piece_no))
-        for name in names:
-            archive.store.delete(name)
+        going = [base_name(found.number, base.number) for base in superfluous]
+        going += [piece_name(found.number, piece_no) for piece_no in pieces]
+        going += names
         if not kept and not is_newest:
-            archive.store.delete(generation_name(found.number))
+            going.append(generation_name(found.number))
+        total += len(going)
+        for name in going:
+            archive.store.delete(name)
+            done += 1
+            told(done, total)
         removed = Pruned(
             removed.generations + (not kept and not is_newest),
             removed.bases + len(superfluous),

@@ -127,7 +127,7 @@ def deployed(client: Client, manifest: Declaration) -> Deployed:
     """Ask the service for all that the file names or answers for."""
     names = {*manifest.topics, *manifest.cursors}
     if manifest.prefix is not None:
-        names |= {topic.topic for topic in client.list_topics(manifest.prefix)}
+        names |= {topic.topic for topic in counted(client.list_topics(manifest.prefix), " topics")}
     now = Deployed({}, {one.router: msgspec.structs.asdict(one) for one in client.list_routers()}, {})
     for name in counted(sorted(names), " topics", len(names)):
         try:

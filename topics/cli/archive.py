@@ -44,7 +44,8 @@ def _opened(options: argparse.Namespace) -> Archive:
 
 
 def _run_list(options: argparse.Namespace) -> int:
-    found = figures(_opened(options))
+    with progress("base", 0) as bar:
+        found = figures(_opened(options), partial(show, bar))
     if options.json:
         print(msgspec.json.encode({"generations": found}).decode())
         return 0
@@ -78,7 +79,8 @@ def _run_verify(options: argparse.Namespace) -> int:
 
 
 def _run_prune(options: argparse.Namespace) -> int:
-    removed = prune(_opened(options), SystemClock().now_ms() - options.keep)
+    with progress("object", 0) as bar:
+        removed = prune(_opened(options), SystemClock().now_ms() - options.keep, partial(show, bar))
     if options.json:
         print(msgspec.json.encode(removed).decode())
     else:

@@ -33,7 +33,7 @@ EXTRAS: Final = {
     "server": sorted(topicsd.SERVER_MODULES),
     "spark": ["pyspark", "pyarrow"],
     "delta": ["deltalake"],
-    "bucket": ["obstore"],
+    "bucket": [topicsd.BUCKET_MODULE],
 }
 FREE_SHARE_MIN, FREE_BYTES_MIN = 0.05, 1 << 30
 AHEAD_MAX_S: Final = 60

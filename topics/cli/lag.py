@@ -13,7 +13,7 @@ from topics.cli import shared
 from topics.cli.list_topics import AT_ONCE
 from topics.cli.shared import EXIT_FOUND, print_items
 from topics.client import Client, CursorState, NotFoundError, TopicEntry
-from topics.progress import progress
+from topics.progress import counted, progress
 from topics.terminal import Cell, Styled
 
 _EXAMPLES: Final = """  topics lag
@@ -62,7 +62,7 @@ def _row(one: Reader) -> Sequence[Cell]:
 
 def readers(client: Client, prefix: str) -> Iterator[Reader]:
     """Yield all readers of the topics whose names begin with `prefix`."""
-    topics = list(client.list_topics(prefix))
+    topics = list(counted(client.list_topics(prefix), " topics"))
     heads = {topic.topic: topic.head_seq for topic in topics}
     for router in client.list_routers():
         if router.source in heads and router.lag is not None:

@@ -27,7 +27,8 @@ def fill(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     try:
         job = importlib.import_module(f"topics.spark.jobs.{options.job}")
-    except ImportError as error:
-        print(f"topics spark: this needs topicsd[spark]: {error}", file=sys.stderr)
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        print(f"topics spark: this needs Spark ({module} is missing): pip install 'topicsd[spark]'", file=sys.stderr)
         return EXIT_USAGE
     return int(job.main(options.arguments))

@@ -37,7 +37,9 @@ def check(out: str) -> str:
     try:
         import deltalake  # noqa: F401
     except ImportError as error:
-        raise OptionError(f"--format delta needs the package deltalake: pip install topicsd[delta] ({error})") from None
+        raise OptionError(
+            f"--format delta needs the package deltalake: pip install 'topicsd[delta]' ({error})"
+        ) from None
     return _directory(out)
 
 
