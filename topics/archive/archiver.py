@@ -23,7 +23,7 @@ POLL_MS: Final = 100
 SOON_MS: Final = 50
 """The least time between two moments that somebody waits for."""
 GATHER_MS: Final = (10, 60)
-"""The shortest and the longest time after a moment for those whom it has let go to write again: a quarter of the time
+"""The shortest and the longest time after a moment for those whom it answered to write again: a quarter of the time
 that it took. Else they would all wait for the moment after the next.
 """
 SOON_POLL_MS: Final = 5
@@ -161,8 +161,8 @@ class Archiver:
                 self._shard_wakes[shard].signal()
 
     def _sleep(self, stop: Event) -> None:
-        """Wait until the next step is due: after the interval, once there is a piece to ship or a base to end, or soon if
-        somebody waits for the archive.
+        """Wait until the next step is due: after the interval, once there is a piece to ship or a base to end, or soon
+        if somebody waits for the archive.
         """
         began_ms, began_bytes = self._clock.monotonic_ms(), sum(map(log_bytes, self._shards))
         soon_ms = max(SOON_MS - self._took_ms, min(GATHER_MS[1], max(GATHER_MS[0], self._took_ms // 4)))
