@@ -18,13 +18,13 @@ from topics.frontend.asgi import Receive, Send
 from topics.frontend.entry import limits
 from topics.frontend.entry.access import Access, KeyLimits
 from topics.frontend.live.event_streams import StreamSlots, check_accept
-from topics.frontend.live.watch import SESSION_TTL_MS, Follow, Session, SessionClient, WatchRoutes
+from topics.frontend.live.watch import Follow, Session, SessionClient, WatchRoutes
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards import gateway
 from topics.shm.quotas import KeyCounts, Quota
 from topics.shm.shm_names import objects
-from topics.shm.topic_messages import Hello, SessionOpen
+from topics.shm.topic_messages import SESSION_TTL_MS, Hello, SessionOpen
 
 SESSION = Session({"t": Follow(1, 5)}, PageOptions(256, 1000, frozenset((b"me",))), 15_000, False, b"")
 

@@ -18,8 +18,15 @@ from topics.core.errors import TopicsError
 from topics.core.names import owner_shard
 from topics.shm.arena import ArenaReader
 from topics.shm.control import Role
-from topics.shm.topic_messages import DeleteRecords, DeleteTopic, PutTopic, SessionClose, SessionOpen, SessionPut
-from topics.walshard.handlers.watch_sessions import SESSION_TTL_MS
+from topics.shm.topic_messages import (
+    SESSION_TTL_MS,
+    DeleteRecords,
+    DeleteTopic,
+    PutTopic,
+    SessionClose,
+    SessionOpen,
+    SessionPut,
+)
 
 MakeRig = Callable[..., Rig]
 RECORD_BYTES = 54

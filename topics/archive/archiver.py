@@ -155,9 +155,8 @@ class Archiver:
             cell.add("moments")
         cell.set("moment_ms", shipped.taken_ms)
         for shard, end in enumerate(shipper.ends):
-            word = end.file_no << 32 | end.offset
-            if cell.get(f"shipped_{shard:02d}") != word:
-                cell.set(f"shipped_{shard:02d}", word)
+            if cell.get(f"shipped_{shard:02d}") != end.word:
+                cell.set(f"shipped_{shard:02d}", end.word)
                 self._shard_wakes[shard].signal()
 
     def _sleep(self, stop: Event) -> None:

@@ -67,7 +67,7 @@ class RunningEnds:
             if before == words:
                 if not all(words) or any(self._is_unsettled()):
                     return None
-                return [WalPosition(word >> 32, word & 0xFFFF_FFFF) for word in words]
+                return list(map(WalPosition.of_word, words))
         return None
 
     def _words(self) -> list[int]:

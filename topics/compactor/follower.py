@@ -32,8 +32,6 @@ from topics.storage.log_fold import fold_frames
 from topics.storage.logfile import FileStart, NotALogFile, WalPosition, map_file, parse_file_start
 from topics.storage.recovery import BATCH_FRAMES, FRAMING_TYPES, RecoveredFile
 
-_OFFSET_BITS: Final = 32
-
 
 class ShardLink:
     """The compactor's end of its ring to one shard: one request at a time, each answered, even if the shard restarts.
@@ -59,7 +57,7 @@ class ShardLink:
         word = self._cell.get("committed")
         if not word or self._cell.get("state") == ProcessState.RECOVERING:
             return None
-        return WalPosition(word >> _OFFSET_BITS, word & 0xFFFF_FFFF)
+        return WalPosition.of_word(word)
 
     @property
     def written_bytes(self) -> int:

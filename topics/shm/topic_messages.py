@@ -9,7 +9,7 @@ that owns its id. Its streams have numbers that grow from one frontend incarnati
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -17,6 +17,9 @@ from topics.core.config import TopicConfig
 from topics.core.routers import Router, RouterSpec
 from topics.core.segment_list import SegmentInfo
 from topics.shm.asks import Asks, Deleted, Done, Message
+
+SESSION_TTL_MS: Final = 300_000
+"""The time for which a watch session without a stream is kept."""
 
 
 class PutTopicReply(Message, frozen=True):

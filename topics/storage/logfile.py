@@ -70,10 +70,18 @@ class WalEnd(msgspec.Struct, frozen=True):
 
 
 class WalPosition(msgspec.Struct, frozen=True, order=True):
-    """A place between two frames of a log: `offset` bytes into file `file_no`."""
+    """A place between two frames of a log: `offset` bytes into file `file_no`. As a `word` it is in shared memory."""
 
     file_no: int
     offset: int
+
+    @classmethod
+    def of_word(cls, word: int) -> WalPosition:
+        return cls(word >> 32, word & 0xFFFF_FFFF)
+
+    @property
+    def word(self) -> int:
+        return self.file_no << 32 | self.offset
 
 
 class _Versioned(msgspec.Struct):

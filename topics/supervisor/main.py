@@ -166,7 +166,7 @@ def keep_ends(fs: FileSystem, data_dir: str, identity: str) -> None:
         cell, directory = page.cell(Role.WALSHARD, shard), layout.group_dir(data_dir, shard, page.shards)
         committed = cell.get("committed")
         if committed and not cell.get("lost_tails") and fs.exists(directory):
-            note_committed(fs, directory, WalPosition(committed >> 32, committed & 0xFFFF_FFFF))
+            note_committed(fs, directory, WalPosition.of_word(committed))
 
 
 def _trusted_offset_ms(settings: Settings, clock: Clock) -> int | None:

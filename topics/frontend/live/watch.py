@@ -44,9 +44,8 @@ from topics.frontend.shards.gateway import Gateway, stopping
 from topics.frontend.shards.pending_requests import is_outcome_unknown
 from topics.settings import Settings
 from topics.shm.durations import Route
-from topics.shm.topic_messages import SessionAbandon, SessionClose, SessionGet, SessionOpen, SessionPut
+from topics.shm.topic_messages import SESSION_TTL_MS, SessionAbandon, SessionClose, SessionGet, SessionOpen, SessionPut
 
-SESSION_TTL_MS: Final = 300_000
 SESSION_BYTES_MAX: Final = 256 * 1024
 _WID: Final = re.compile(r"wid_[A-Za-z0-9_-]{22}")
 _WID_BYTES: Final = 16

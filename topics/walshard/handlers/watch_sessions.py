@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Final
 
 import msgspec
 
@@ -17,6 +16,7 @@ from topics.core.control_bodies import SessionFrameBody, encode_body
 from topics.core.errors import TopicsError
 from topics.shm.asks import Done
 from topics.shm.topic_messages import (
+    SESSION_TTL_MS,
     SessionAbandon,
     SessionClose,
     SessionGet,
@@ -29,8 +29,6 @@ from topics.storage.topic_frames import control_frame
 from topics.walshard.commit.draft import Draft, LogWrite, Steps
 from topics.walshard.hosted.holdings import Holdings
 from topics.walshard.step_clock import StepClock
-
-SESSION_TTL_MS: Final = 300_000
 
 
 class WatchSession(msgspec.Struct, eq=False):
