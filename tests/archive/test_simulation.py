@@ -30,6 +30,7 @@ from topics.archive.objects import Archive, Piece, decode, piece_name
 from topics.archive.origin import Origin, RunningEnds
 from topics.archive.restoring import Restore, WantedMoment, plan
 from topics.archive.shipping import Shipper
+from topics.archive.taking_over import take_over
 from topics.core.config import TopicConfig
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic
 from topics.storage import service_id
@@ -393,3 +394,24 @@ def service() -> Iterator[Archiving]:
     Archiving.begin(found, backlog=0)
     yield found
     found.teardown()
+
+
+def test_nothing_counts_as_archived_after_somebody_took_over(service: Archiving) -> None:
+    service.append("a", 3, "disk")
+    for _ in range(3):
+        service.ship(0)
+    take_over(service.archive, service.rig.clock, "another machine")
+    moments, words = len(service.moments), _shipped(service)
+    for which in (0, 1, 0):
+        service.append("a", 1, "disk")
+        service.ship(which)
+        service.archiver_dies(which)
+        service.ship(which)
+    assert (len(service.moments), _shipped(service)) == (moments, words)
+    assert service.rig.shared.control.is_taken_over
+    take_over(service.archive, service.rig.clock, "a third one")
+    service.live = service.moments[max(service.moments)]  # what it has written since is its own
+
+
+def _shipped(service: Archiving) -> list[int]:
+    return [service.rig.shared.control.shipped(shard) for shard in range(SHARDS)]

@@ -18,6 +18,7 @@ RUN_HERE: Final = frozenset(
     {
         "docs/quickstart.md",
         "docs/archive.md",
+        "docs/scale.md",
         "docs/commands.md",
         "docs/queues.md",
         "docs/guides/publish-subscribe.md",

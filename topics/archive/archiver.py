@@ -12,7 +12,7 @@ from topics.archive.base_files import BaseFiles
 from topics.archive.inspection import prune
 from topics.archive.objects import Archive, ArchiveDamagedError
 from topics.archive.origin import OriginGoneError
-from topics.archive.shipping import PIECE_BYTES, NoMomentError, OtherShipperError, Shipped, Shipper
+from topics.archive.shipping import PIECE_BYTES, NoMomentError, OtherShipperError, Shipped, Shipper, TakenOverError
 from topics.core.clock import Clock, doubled_ms
 from topics.log import get_logger
 from topics.shm.control import ControlPage, Role, log_bytes
@@ -111,6 +111,8 @@ class Archiver:
         except NoMomentError:
             pause_ms = NO_MOMENT_MS
         except _FAILURES as error:
+            if isinstance(error, TakenOverError):
+                self._cell.set("taken_over", 1)
             pause_ms = doubled_ms(RETRY_MS[0], self._failures, RETRY_MS[1])
             self._failures += 1
             self._tell(error)

@@ -150,6 +150,8 @@ class Piece(msgspec.Struct, frozen=True):
     is_moment: bool = False
     has_end: bool = True
     txn: list[TxnFile] = []
+    taken_over_by: str = ""
+    """The machine that took over from the service, in the last piece of a generation."""
 
 
 class Base(msgspec.Struct, frozen=True):

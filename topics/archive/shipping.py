@@ -48,6 +48,10 @@ class OtherShipperError(Exception):
     """Somebody else ships into this archive; the message says who, and the way out."""
 
 
+class TakenOverError(OtherShipperError):
+    """Another service took over from this one: nothing of it gets into the archive any more."""
+
+
 class NoMomentError(Exception):
     """No moment can be told: a shard recovers, or transactions follow each other too fast. Try again later."""
 
@@ -208,6 +212,11 @@ class Shipper:
         if not self._number:
             return
         last, _ = self._archive.piece(generation.number, self._number)
+        if last.taken_over_by:
+            raise TakenOverError(
+                f"{self._store.place('')}: {last.taken_over_by} took over from this service. Stop it and use the other"
+                " one; or give it an archive of its own (TOPICS_ARCHIVE_URL), if both are to go on"
+            )
         self._ends = {end.shard: end for end in last.ends}
         self._txn = {file.path: file for file in last.txn}
         self._taken_ms = last.taken_ms

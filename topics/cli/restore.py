@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import socket
 from functools import partial
 from typing import Final
 
@@ -10,6 +12,7 @@ import msgspec
 
 from topics.archive.objects import Archive, open_archive
 from topics.archive.restoring import Restore, WantedMoment, plan
+from topics.archive.taking_over import take_over
 from topics.cli.archive_shared import PLACE, fill_command, iso, mebibytes, show, time_ms
 from topics.core.clock import SystemClock
 from topics.progress import progress
@@ -20,7 +23,8 @@ one. The restored service is one of its own: every topic has a new epoch, and be
 is "restored", for seqs that may have been given out later."""
 _EXAMPLES: Final = """  topics restore /mnt/backup/topics --data-dir ./restored
   topics restore s3://my-bucket/topics --data-dir ./restored --to-ts 2026-11-22T14:00:00Z
-  topics restore /mnt/backup/topics --data-dir ./restored --to-seq orders=1200"""
+  topics restore /mnt/backup/topics --data-dir ./restored --to-seq orders=1200
+  topics restore s3://my-bucket/topics --data-dir ./restored --take-over"""
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +34,12 @@ def fill(parser: argparse.ArgumentParser) -> None:
         "--data-dir", metavar="DIR", required=True, help="the directory to make; it must not exist, or be empty"
     )
     to = parser.add_mutually_exclusive_group()
+    to.add_argument(
+        "--take-over",
+        action="store_true",
+        help="the last moment, for good: the service that ships into this archive may still run, but nothing that it"
+        " writes from now on gets there, and it takes no more writes once it notices",
+    )
     to.add_argument("--to-ts", metavar="TIME", type=time_ms, help="the last moment at or before this time")
     to.add_argument("--to-seq", metavar="TOPIC=N", type=_topic_seq, help="the first moment with record N of the topic")
 
@@ -44,6 +54,8 @@ def _topic_seq(text: str) -> tuple[str, int]:
 def _run(options: argparse.Namespace) -> int:
     fs = OsFileSystem()
     archive = Archive(open_archive(fs, options.place))
+    if options.take_over:
+        take_over(archive, SystemClock(), f"{socket.gethostname()} ({os.path.abspath(options.data_dir)})")
     topic, seq = options.to_seq or (None, 0)
     found = plan(archive, WantedMoment(options.to_ts, topic, seq))
     with progress("object", len(found.base.files) + len(found.pieces)) as bar:

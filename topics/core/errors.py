@@ -37,10 +37,18 @@ STATUS_BY_CODE: dict[str, int] = {
     "shutting_down": 503,
     "shard_unavailable": 503,
     "storage_unavailable": 503,
+    "not_leader": 503,
     "http_version_not_supported": 505,
 }
 
-RETRY_AFTER_S = {"throttled": 1, "not_ready": 1, "shutting_down": 1, "shard_unavailable": 1, "storage_unavailable": 1}
+RETRY_AFTER_S = {
+    "throttled": 1,
+    "not_ready": 1,
+    "shutting_down": 1,
+    "shard_unavailable": 1,
+    "storage_unavailable": 1,
+    "not_leader": 60,
+}
 """`Retry-After`, in seconds, of the codes whose answers carry it."""
 
 

@@ -118,7 +118,7 @@ def build_app(process: Process, keys: KeyRing, store: SegmentStore | None) -> Fr
     known = KnownTopics(reader, arenas, recency_writer, Recency(shared.identity, shared.frontends, shards), clock)
     hub = Hub(gateway, known, cell, running_clock)
     limits = KeyLimits(KeyCounts(shared.key_counts, shared.frontends, index), settings)
-    access = Access(keys, settings.probe_auth, limits)
+    access = Access(keys, settings.probe_auth, limits, lambda: shared.control.is_taken_over)
     pages = Pages(settings, access)
     append = AppendRoute(gateway, settings, cell)
     slots = StreamSlots(limits, process.quota("sse_connections", settings.max_sse_connections, "sse_admitted"))

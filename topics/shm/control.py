@@ -92,7 +92,7 @@ _WORDS: Final = {
         segments_sealed* segments_dropped* segments_rewritten* segments_relocated* orphans failures* snapshot_bytes*
         {_series("absorbed_bytes_{:02d}*", range(SHARDS_MAX))}""",
     Role.ARCHIVER: f"""{_COMMON}
-        moment_ms* moments* objects* bytes* bases* base_ms* failures* holes*
+        moment_ms* moments* objects* bytes* bases* base_ms* failures* holes* taken_over*
         {_series("shipped_{:02d}*", range(SHARDS_MAX))}""",
 }
 """The words of each child. A new life of the process keeps those with a `*`: counters never go down while the service
@@ -276,6 +276,11 @@ class ControlPage:
     def shipped(self, shard: int) -> int:
         """Return the `committed` of a shard up to which its log is in the archive; 0: not known."""
         return self.cell(Role.ARCHIVER, 0).get(f"shipped_{shard:02d}")
+
+    @property
+    def is_taken_over(self) -> bool:
+        """True if another service took over from this one, by the archive."""
+        return self.has_archiver and self.cell(Role.ARCHIVER, 0).get("taken_over") > 0
 
     def archive_lag_ms(self, now_ms: int) -> int:
         """Return how old the last moment in the archive is; 0 if everything that is committed is in it."""

@@ -98,6 +98,8 @@ class ArchiverStatus(msgspec.Struct, frozen=True):
     bytes: int
     failures: int
     holes: int
+    taken_over: bool
+    """True if another service took over: this one only reads."""
 
 
 class FrontendStatus(msgspec.Struct, frozen=True):
@@ -273,6 +275,7 @@ def _archiver(page: ControlPage, now_ms: int) -> ArchiverStatus:
     return ArchiverStatus(
         lag_ms=page.archive_lag_ms(now_ms),
         moment_age_ms=max(0, now_ms - moment_ms) if moment_ms else None,
+        taken_over=page.is_taken_over,
         **_figures(cell, "moments bases objects bytes failures holes"),
     )
 
@@ -423,8 +426,9 @@ def _compactor_row(compactor: CompactorStatus) -> _Row:
 
 def _archiver_row(archiver: ArchiverStatus) -> _Row:
     lag = duration(archiver.lag_ms) if archiver.lag_ms else "up to date"
+    lag = "no moment yet" if archiver.moment_age_ms is None and archiver.lag_ms else lag
     return {
-        "archive": "no moment yet" if archiver.moment_age_ms is None and archiver.lag_ms else lag,
+        "archive": "TAKEN OVER by another service" if archiver.taken_over else lag,
         "moments": archiver.moments,
         "bases": archiver.bases,
         "objects": archiver.objects,

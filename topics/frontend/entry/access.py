@@ -61,11 +61,15 @@ class KeyLimits:
 
 
 class Access:
-    """The keys that this frontend accepts. With an empty ring nobody has to authenticate."""
+    """The keys that this frontend accepts, and for what. With an empty ring nobody has to authenticate."""
 
-    def __init__(self, ring: KeyRing, probe_auth: bool, limits: KeyLimits) -> None:
+    def __init__(
+        self, ring: KeyRing, probe_auth: bool, limits: KeyLimits, is_taken_over: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`is_taken_over` tells whether another service took over from this one."""
         self._ring = ring
         self.limits = limits
+        self._is_taken_over = is_taken_over
         self._on_change: dict[Callable[[], None], None] = {}
         self.probe_auth = probe_auth
 
@@ -109,15 +113,25 @@ class Access:
 
     def admit(self, scope: Scope, needed: KeyScope, names: Iterable[str] = ()) -> None:
         """Check that the request's key has these scopes and covers these names, and count the request. `caller_of` then
-        returns the key. Raise `401 unauthorized`, `403 forbidden` or `429 throttled`.
+        returns the key. Raise `401 unauthorized`, `403 forbidden`, `429 throttled` or `503 not_leader`.
         """
         key = self.authenticate(scope)
         key.require(needed, names)
+        self.require_leader(needed)
         if _CALLER not in scope:
             self.limits.acquire(key, Counted.REQUESTS)
             if ADMITTED in scope:
                 scope[ADMITTED]()
         scope[_CALLER] = key
+
+    def require_leader(self, needed: KeyScope) -> None:
+        """Raise `503 not_leader` for what changes anything, once another service took over from this one."""
+        if needed is not KeyScope.READ and self._is_taken_over():
+            raise TopicsError(
+                "not_leader",
+                "another service took over from this one, which only reads now; its status and its log say who: write"
+                " to that one",
+            )
 
     def release(self, scope: Scope) -> None:
         """End a request, whether or not it was admitted."""

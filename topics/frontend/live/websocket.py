@@ -285,6 +285,7 @@ class Socket:
                 records = await asyncio.to_thread(lay_out, command, body_bytes)
             caller = self._key()
             caller.require(needed, (command.topic,))
+            self._services.access.require_leader(needed)
             reply = self._services.appends.submit(command.topic, command, records, None, caller)
             release = undo.pop_all().close
         answered = command.request_id, command.topic, command.return_seqs  # without the records, which may be many

@@ -1,0 +1,56 @@
+"""A service takes over from another one, which may still run: `topics restore --take-over`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.archive.services import read, restored, run
+from tests.archive.test_archiver import archiver, shipping
+from tests.contract.asking import put, refused, state, write
+from tests.contract.socket_client import Socket
+from tests.harness import Service, poll
+
+
+@pytest.mark.long
+def test_the_former_service_acknowledges_nothing_as_archived_any_more(tmp_path: Path) -> None:
+    place = tmp_path / "archive"
+    with Service(env=shipping(place, ARCHIVE_WAIT_MS=500)) as former:
+        client = former.client
+        put(client, "bank", durability="archived")
+        poll("a first base", lambda: archiver(former)["bases"] > 0)
+        for number in range(20):
+            write(client, "bank", number)
+        acknowledged = read(client, "bank")[0]
+        pid = former.pid_of("archiver")
+        os.kill(pid, signal.SIGSTOP)  # so that it cannot know
+        with restored(place, tmp_path / "new", "--take-over") as new:
+            assert read(new.client, "bank")[0] == acknowledged
+            lost = client.post("/v0/topics/bank", json={"records": [{"data": "lost"}]})
+            assert refused(lost, 503, "storage_unavailable")["detail"]["cause"] == "archive"
+            os.kill(pid, signal.SIGCONT)
+            poll("it notices", lambda: archiver(former)["taken_over"])
+            for path, body in (("bank", {"records": [{"data": 1}]}), ("other", {"records": [{"data": 1}]})):
+                refused(client.post(f"/v0/topics/{path}", json=body), 503, "not_leader")
+            refused(client.put("/v0/topics/new", json={}), 503, "not_leader")
+            refused(client.post("/v0/topics/bank/delete", json={"before_seq": 1}), 503, "not_leader")
+            with Socket(former) as socket:
+                answer = socket.ask("publish", topic="bank", records=[{"data": 1}], request_id=1)
+                assert answer["code"] == "not_leader"
+            assert len(read(client, "bank")[0]) == 21, "it still reads"
+            assert "TAKEN OVER" in former.run("status").stdout
+            assert state(new.client, "bank")["epoch"] != state(client, "bank")["epoch"]
+            write(new.client, "orders", "goes on")
+        former.restart()
+        poll("its next life notices, too", lambda: archiver(former)["taken_over"])
+    run("archive", "verify", place)
+    with restored(place, tmp_path / "again", "--take-over") as again:  # nothing is closed twice
+        assert read(again.client, "bank")[0] == acknowledged
+
+
+def test_there_is_nothing_to_take_over(tmp_path: Path) -> None:
+    assert "no archive here" in run("restore", tmp_path, "--data-dir", tmp_path / "new", "--take-over", code=2)
+    assert not (tmp_path / "archive").exists()
