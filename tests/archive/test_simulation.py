@@ -53,6 +53,9 @@ Records = dict[str, dict[int, bytes]]
 class Archiving(RuleBasedStateMachine):
     """A service of two shards whose archive is a simulated bucket."""
 
+    keep_ms = 0
+    """The history that its archivers leave; 0: all."""
+
     @initialize(backlog=st.sampled_from([0, 1 << 30]))
     def begin(self, backlog: int) -> None:
         self.directory = tempfile.mkdtemp(prefix="topics-sim-", dir="/dev/shm")
@@ -85,7 +88,7 @@ class Archiving(RuleBasedStateMachine):
             return Shipper(self.archive, origin, service_id.keep_id(fs, data_dir), self.rig.clock)
 
         page, wakes = self.rig.shared.control, self.rig.shared.shard_wakes
-        times = ArchiverTimes(1000, 0)
+        times = ArchiverTimes(1000, self.keep_ms)
         return Archiver(self.archive, make, page, wakes, times, self.rig.clock, self.helpers)
 
     # -- the service
@@ -411,6 +414,28 @@ def test_nothing_counts_as_archived_after_somebody_took_over(service: Archiving)
     assert service.rig.shared.control.is_taken_over
     take_over(service.archive, service.rig.clock, "a third one")
     service.live = service.moments[max(service.moments)]  # what it has written since is its own
+
+
+def test_what_was_deleted_leaves_the_archive_with_the_history_that_is_kept(service: Archiving) -> None:
+    service.keep_ms = 7 * archiver.BASE_MS
+    service.archiver_dies(0)
+    service.append("a", 3, "disk")
+    secret = b'"a secret"'
+    service.live["a"][service.rig.append("a", secret).first_seq] = secret
+    for _ in range(3):
+        service.ship(0)
+    service.cut()
+    service.delete("a", 1.0)
+    service.cut()
+    assert any(secret in body for body in service.bucket.objects.values())
+    for _ in range(9):  # days, with a record each
+        service.rig.clock.ms += archiver.BASE_MS
+        service.append("b", 1, "disk")
+        service.cut()
+        for _ in range(3):
+            service.ship(0)
+    assert not any(secret in body for body in service.bucket.objects.values())
+    service.moments = {at: found for at, found in service.moments.items() if piece_name(*at) in service.bucket.objects}
 
 
 def _shipped(service: Archiving) -> list[int]:

@@ -33,6 +33,10 @@ RETRY_MS: Final = (200, 10_000)
 BASE_BYTES: Final = 256 << 20
 """Bytes of pieces behind a base that make the next one due: a restore reads so much more than it needs."""
 BASE_PIECES: Final = 3600
+BASE_MS: Final = 86_400_000
+"""The age of a base that makes the next one due if anything was shipped since: what was deleted leaves the archive with
+the last base that has it.
+"""
 PRUNE_MS: Final = 3_600_000
 
 log = get_logger()
@@ -143,6 +147,7 @@ class Archiver:
         self._took_ms = self._clock.monotonic_ms() - began_ms
         self._note(shipper, shipped)
         self._tend_base(shipper)
+        self._prune()
 
     def _note(self, shipper: Shipper, shipped: Shipped) -> None:
         """Show how far the archive is, once a restore can get there."""
@@ -184,8 +189,7 @@ class Archiver:
     def _tend_base(self, shipper: Shipper) -> None:
         """Begin a base that is due, or end the one whose files are copied."""
         if self._underway is None:
-            is_due = self._bytes_behind_base >= BASE_BYTES or shipper.pieces_behind_base >= BASE_PIECES
-            if is_due or not shipper.is_based:
+            if self._is_base_due(shipper):
                 with suppress(OriginGoneError):  # a newer snapshot took its place: next time
                     files = shipper.begin_base()
                     self._underway = _BaseUnderway(files, self._helpers.submit(files.copy))
@@ -203,7 +207,12 @@ class Archiver:
         self._cell.set("base_ms", shipped.taken_ms)
         self._note(shipper, shipped)
         self._bytes_behind_base = 0
-        self._prune()
+
+    def _is_base_due(self, shipper: Shipper) -> bool:
+        pieces = shipper.pieces_behind_base
+        is_old = pieces > 0 and self._clock.now_ms() - shipper.based_ms >= BASE_MS
+        is_far = self._bytes_behind_base >= BASE_BYTES or pieces >= BASE_PIECES
+        return is_old or is_far or not shipper.is_based
 
     def _give_up_base(self) -> None:
         if self._underway is not None:
@@ -213,7 +222,7 @@ class Archiver:
     def _prune(self) -> None:
         """Have removed what only moments before the history that is kept need, once in PRUNE_MS."""
         now_ms = self._clock.monotonic_ms()
-        if not self._times.keep_ms or now_ms < self._prune_not_before_ms:
+        if not self._times.keep_ms or now_ms < self._prune_not_before_ms or self._underway is not None:
             return
         self._prune_not_before_ms = now_ms + PRUNE_MS
         before_ms = self._clock.now_ms() - self._times.keep_ms

@@ -130,6 +130,11 @@ class Shipper:
         return self._base is not None
 
     @property
+    def based_ms(self) -> int:
+        """The time of the last base, 0 without one."""
+        return 0 if self._base is None else self._base.taken_ms
+
+    @property
     def pieces_behind_base(self) -> int:
         """The number of pieces since the last base, or since the beginning."""
         return self._number - (0 if self._base is None else self._base.number)
