@@ -80,16 +80,15 @@ class Archiving(RuleBasedStateMachine):
         self.archivers = [self._archiver(), self._archiver()]
         """The second one belongs to a life that nobody knows is still there."""
 
-    def _archiver(self) -> Archiver:
+    def shipper(self) -> Shipper:
         fs, data_dir = self.rig.fs, self.rig.settings.data_dir
         origin = Origin(fs, data_dir, RunningEnds(self.rig.shared.control), _no_cold_tier)
+        return Shipper(self.archive, origin, service_id.keep_id(fs, data_dir), self.rig.clock)
 
-        def make() -> Shipper:
-            return Shipper(self.archive, origin, service_id.keep_id(fs, data_dir), self.rig.clock)
-
+    def _archiver(self) -> Archiver:
         page, wakes = self.rig.shared.control, self.rig.shared.shard_wakes
         times = ArchiverTimes(1000, self.keep_ms)
-        return Archiver(self.archive, make, page, wakes, times, self.rig.clock, self.helpers)
+        return Archiver(self.archive, self.shipper, page, wakes, times, self.rig.clock, self.helpers)
 
     # -- the service
 
@@ -375,6 +374,24 @@ def test_behind_a_hole_there_is_no_moment_until_the_next_base(service: Archiving
     service.ship(0)
     assert len(service.moments) == 2
     service.archived_is_in_the_last_moment()
+
+
+def test_logs_that_go_just_before_a_base_leave_a_hole(service: Archiving) -> None:
+    service.append("a", 3, "disk")
+    shipper = service.shipper()
+    shipper.begin()
+    shipper.base()
+    assert shipper.is_based
+    for _ in range(3):
+        service.append_much("a")
+        service.cut()
+    files = shipper.begin_base()
+    service.append("a", 1, "disk")
+    shipper.ship()
+    assert not shipper.is_based, "nobody could restore that from the base before"
+    files.copy()
+    shipper.end_base(files)
+    assert shipper.is_based
 
 
 def test_a_directory_that_went_back_begins_a_generation(service: Archiving) -> None:

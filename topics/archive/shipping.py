@@ -182,7 +182,9 @@ class Shipper:
         snapshot = self._origin.snapshot()
         logs, _ = self._moment()
         starts = [self._origin.start(log, snapshot) for log in logs]
-        self._ends = self._ends_to_go_on(logs, starts)
+        ends = self._ends_to_go_on(logs, starts)
+        self._has_part |= ends != self._ends  # there is a hole before what comes next
+        self._ends = ends
         return BaseFiles(self._store, self._origin, self._generation.number, snapshot, starts, self._files, self._told)
 
     def end_base(self, files: BaseFiles) -> Shipped:
