@@ -271,6 +271,32 @@ def test_a_backup_that_is_killed_leaves_the_archive_whole(tmp_path: Path) -> Non
         assert read(other.client, "orders")[0] == expected
 
 
+@pytest.mark.long
+def test_a_restore_that_is_killed_leaves_nothing_in_its_place(tmp_path: Path) -> None:
+    place, data_dir = tmp_path / "archive", tmp_path / "restored"
+    with Service(env=SMALL) as service:
+        for _ in range(30):
+            write(service.client, "orders", *["x" * 1000] * 40)
+        cut(service)
+        backup(service, place)
+        expected = read(service.client, "orders")[0]
+    making = Path(f"{data_dir}.restoring")
+    for files in (1, 10, 30, 60):
+        killed = subprocess.Popen([COMMAND, "restore", place, "--data-dir", data_dir])
+        poll("the restore", partial(_has_made, killed, making, files))
+        killed.kill()
+        killed.wait()
+        if data_dir.exists():  # it was faster
+            shutil.rmtree(data_dir)
+    with restored(place, data_dir) as other:
+        assert read(other.client, "orders")[0] == expected
+    assert not making.exists()
+
+
+def _has_made(restore: subprocess.Popen[bytes], making: Path, files: int) -> bool:
+    return restore.poll() is not None or sum(path.is_file() for path in making.rglob("*")) >= files
+
+
 def _has_begun(backup: subprocess.Popen[bytes], place: Path, known: int) -> bool:
     return _objects(place) > known or backup.poll() is not None
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.archive.services import read, restored
-from tests.contract.asking import ok, put, refused, state, write
+from tests.contract.asking import diff, ok, put, refused, state, write
 from tests.contract.socket_client import Socket
 from tests.contract.stream import follow
 from tests.contract.test_6_transactions import stage
@@ -59,6 +59,7 @@ def test_what_is_acknowledged_survives_the_loss_of_the_machine(shipping: Service
     answer = write(client, "bank", "last")
     assert answer["durability"] == "archived"
     assert state(client, "bank")["archived_seq"] == answer["last_seq"]
+    assert diff(client, "bank")["performance"]["archived_seq"] == answer["last_seq"]
     ok(client.post("/v0/topics/bank/delete", json={"before_seq": 11}))
     shipping.kill_group()
     with restored(place, tmp_path / "restored") as other:

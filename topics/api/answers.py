@@ -38,6 +38,8 @@ class Performance(msgspec.Struct, frozen=True, kw_only=True):
     cold_segments_read: int = 0
     copies_pending: bool = False
     """True if the shard of a router's dest did not answer: records of its source may be missing."""
+    archived_seq: Seq | None = None
+    """The last seq of the topic that was in the archive when the read began; None without one."""
 
 
 class Timed(msgspec.Struct, frozen=True, kw_only=True):

@@ -38,7 +38,7 @@ MAX_BATCH_BYTES: Final = (1 << 20, 8 << 20)
 WAIT_MS_MAX: Final = 30_000
 Room = Reservation | None
 _PAGE: Final = api.ok("A page of records", answers.DiffAnswer)
-_ANSWER: Final = b'{"topic":"%b",' + PAGE_MEMBERS + b',"performance":{"server_total_ms":%b,"records_scanned":%d%b%b}}'
+_ANSWER: Final = b'{"topic":"%b",' + PAGE_MEMBERS + b',"performance":{"server_total_ms":%b,"records_scanned":%d%b%b%b}}'
 
 
 @dataclass(eq=False)
@@ -77,7 +77,8 @@ class DiffRoute:
         took_ms = str(elapsed_ms(started_ns)).encode()
         cold = b',"cold_segments_read":%d' % page.cold_segments if page.cold_segments else b""
         copies = b"" if with_copies else b',"copies_pending":true'
-        answer = _ANSWER % (name.encode(), *page_values(page), took_ms, page.scanned, cold, copies)
+        archived = b"" if self.settings.archive_url is None else b',"archived_seq":%d' % ref.view.archived_seq
+        answer = _ANSWER % (name.encode(), *page_values(page), took_ms, page.scanned, cold, copies, archived)
         answering = send_json(send, headers, 200, answer)
         # The page and the names of writers may be long: they are not kept while the client takes the answer.
         del page, options, answer
