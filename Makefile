@@ -147,7 +147,7 @@ fuzz: $(STAMP) ## a long fuzz of every route: no 500, no hang, nothing left behi
 	TOPICS_FUZZ_REQUESTS=30000 TOPICS_FUZZ_EXAMPLES=1000 $(BIN)/pytest --timeout 3600 tests/e2e/test_fuzz.py tests/contract/test_openapi.py
 
 archive-sim: $(STAMP) ## archives against a model, with a simulated bucket: 100,000 schedules, some 20 hours of one core; EXAMPLES=1000 is a sample
-	TOPICS_ARCHIVE_EXAMPLES=$(or $(EXAMPLES),100000) $(BIN)/pytest tests/archive/test_simulation.py
+	TOPICS_ARCHIVE_EXAMPLES=$(or $(EXAMPLES),100000) $(BIN)/pytest --timeout 0 tests/archive/test_simulation.py
 
 buckets: $(STAMP) $(S3S) $(AZURITE) ## the store and the cold tier on each object store that runs here: moto, s3s-fs, Azurite
 	TOPICS_REQUIRE_BUCKETS=1 $(BIN)/pytest tests/storage/test_store_contract.py tests/e2e/test_bucket.py
