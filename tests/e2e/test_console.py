@@ -26,6 +26,10 @@ from tests.e2e.fetch_axe import FETCHED
 from tests.e2e.npm_package import CannotFetchError
 from tests.e2e.vendor_console import VENDOR, vendored
 from tests.harness import Service, poll
+from topics.archive.objects import Archive, open_archive
+from topics.archive.taking_over import take_over
+from topics.core.clock import SystemClock
+from topics.storage.filesystem import OsFileSystem
 
 COMMAND = find_browser()
 needs_browser = pytest.mark.skipif(
@@ -183,6 +187,20 @@ def test_the_overview_says_that_all_is_well_or_what_is_not(shop: Service, tab: B
     shop.wait_healed(shop.kill("walshard", 0))
     shows(tab, "walshard 0 was restarted", ".warnings")
     shows(tab, "SIGKILL", ".warnings")
+
+
+@needs_browser
+def test_the_overview_warns_of_a_service_that_was_taken_over(tmp_path: Path) -> None:
+    assert COMMAND is not None
+    env = {"TOPICS_ARCHIVE_URL": tmp_path.as_uri(), "TOPICS_ARCHIVE_INTERVAL_MS": "50"}
+    with Service(env=env) as former, Browser(COMMAND, f"{former.url}/console") as opened:
+        shows(opened, "Processes")
+        poll("the archiver", lambda: "archiver" in rows(opened))
+        archive = Archive(open_archive(OsFileSystem(), str(tmp_path)))
+        poll("an archive", archive.generations)
+        take_over(archive, SystemClock(), "another machine")
+        former.client.post("/v0/topics/orders", json={"records": [{"data": 1}]})  # refused if it knows by now
+        shows(opened, "Another service took over from this one", ".warnings")
 
 
 @needs_browser

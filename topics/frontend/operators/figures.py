@@ -95,6 +95,7 @@ _ARCHIVER: Final = (
     ("bases_total", "bases", "Bases completed in the archive"),
     ("failures_total", "failures", "Times that the archive could not be written, which was repeated"),
     ("holes_total", "holes", "Times that logs were removed before they were in the archive"),
+    ("taken_over", "taken_over", "1 if another service took over from this one, which only reads now"),
 )
 """(name, field, help) of each metric that is a field of the archiver."""
 

@@ -12,6 +12,7 @@ const BEHIND_MS = 10_000; // while another view is open
 const APART_MS = 1000; // looks that are closer say little about rates
 const RECENT_MS = 15 * 60 * 1000;
 const LAG_WARNED_S = 120;
+const ARCHIVE_WARNED_S = 60;
 const PRESSURE_WARNED = 0.7;
 
 // Of this tab, over all views. What it adds are means since the look before, so a line is true however far these are apart.
@@ -51,7 +52,7 @@ const load = async (signal) => {
 const processes = (found) => Object.entries(found.topics_process_up).flatMap(([role, of]) => Object.keys(of).map((index) => {
   const value = (name) => ((found[`topics_process_${name}`] || {})[role] || {})[index];
   return {
-    role, index, name: role === "compactor" ? role : `${role} ${index}`, up: value("up") === 1, restarts: value("restarts_total"),
+    role, index, name: role === "compactor" || role === "archiver" ? role : `${role} ${index}`, up: value("up") === 1, restarts: value("restarts_total"),
     exit: value("last_exit_code"), since_ms: value("since_timestamp_seconds") * 1000, pressure: value("pressure"), busy: value("busy_ratio"),
   };
 }));
@@ -69,6 +70,9 @@ const warnings = ({ found, ready, figures, at_ms }, all) => {
   if (found.topics_pressure > PRESSURE_WARNED) add("warn", `Pressure is ${percent(found.topics_pressure)}`, "The service is asked for more than it can do: writers are throttled, low priorities wait.");
   if (figures.throttled > 0) add("warn", `${rate(figures.throttled)} writes are throttled`, "The ring of a shard is full. Clients repeat these by themselves.");
   if (figures.failed > 0) add("warn", `${count(figures.failed)} requests failed with 5xx in the last seconds`, "The log of the service says why.");
+  if (found.topics_archive_taken_over) add("bad", "Another service took over from this one", "This one only reads. Send clients to the other one; the log says where it is.");
+  if (found.topics_archive_lag_seconds > ARCHIVE_WARNED_S) add("warn", `The archive lacks the last ${duration(found.topics_archive_lag_seconds * 1000)}`, "They would be lost with this machine. The archiver's log lines say why; logs are kept meanwhile.");
+  if (found.topics_archive_holes_total) add("warn", `The archive has ${count(found.topics_archive_holes_total)} holes`, "Logs were removed before they were there: moments in between cannot be restored.");
   if (found.topics_compactor_lag_seconds > LAG_WARNED_S) add("warn", `The newest snapshot is ${duration(found.topics_compactor_lag_seconds * 1000)} old`, "The compactor is behind: logs grow, and a restart takes longer.");
   if (found.topics_compactor_failures_total) add("warn", `The compactor failed ${count(found.topics_compactor_failures_total)} times`, "It repeats what failed. The log of the service names the files.");
   if (found.topics_compactor_segments_unexplained) add("warn", `${count(found.topics_compactor_segments_unexplained)} segments belong to no topic`, "They are kept, and use room on the disk.");
