@@ -123,13 +123,13 @@ def operations_of(routes: object) -> list[ApiOperation]:
     ]
 
 
-def common_codes(has_body: bool, public: bool = False) -> tuple[str, ...]:
+def common_codes(has_body: bool, public: bool = False, only_reads: bool = False) -> tuple[str, ...]:
     """Return the errors that any request may be answered with."""
     codes = ["invalid_request", "throttled", "internal", "shutting_down"]
     if has_body:
         codes += ["payload_too_large", "unsupported_media_type", "request_timeout"]
     if not public:
-        codes += ["unauthorized", "forbidden", "not_ready"]
+        codes += ["unauthorized", "forbidden", "not_ready"] + ["not_leader"] * (not only_reads)
     return tuple(codes)
 
 
