@@ -12,6 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import pytest
 
 from bench import consoles, wire
 from bench.load import Plan, closed_loop
-from tests.contract.asking import put, write
+from tests.contract.asking import diff, put, write
 from tests.e2e.browser import Browser, find_browser
 from tests.e2e.fetch_axe import FETCHED
 from tests.e2e.npm_package import CannotFetchError
@@ -313,6 +314,45 @@ def test_jobs_their_holders_and_the_way_back(shop: Service, tab: Browser) -> Non
     poll("two dead letters", lambda: shop.client.get("/v0/topics/shop.mails.dead").json().get("count") == 2)
     click(tab, "Redrive")
     shows(tab, "2 jobs are back")
+
+
+@needs_browser
+def test_each_state_of_a_queue_and_its_depth_over_time(tab: Browser) -> None:
+    go(tab, "queue/shop.mails")
+    for state, shown in (("waiting", "user-"), ("leased", "user-"), ("scheduled", "later")):
+        click(tab, state.capitalize())
+        shows(tab, f"Jobs that are {state}", "table.records caption")
+        shows(tab, shown, "table.records tbody")
+    click(tab, "Behind")
+    shows(tab, "No job is behind", "main")
+    shows(tab, "Depth", "main")
+    poll("a curve", lambda: tab.run("document.querySelector('.charts canvas') !== null"), 30)
+
+
+@needs_browser
+def test_cursors_with_their_lag(shop: Service, tab: Browser) -> None:
+    go(tab, "cursors")
+    lag = shop.client.get("/v0/topics/shop.orders").json()["head_seq"] - 40
+    poll("the cursor", lambda: "warehouse" in (tab.run("document.querySelector('main tbody').textContent") or ""))
+    shows(tab, str(lag), "main tbody")
+
+
+@needs_browser
+def test_a_jump_to_a_time(shop: Service, tab: Browser) -> None:
+    name = "shop.times"
+    write(shop.client, name, "early")
+    early_ms = diff(shop.client, name)["records"][0]["$ts"]
+    go(tab, f"topic/{name}")
+    before = "new Date(%d - new Date().getTimezoneOffset() * 60000).toISOString().slice(0, 19)"
+    for offset_ms, expected in ((-3_600_000, ["1"]), (3_600_000, [])):
+        local = tab.run(before % (early_ms + offset_ms))
+        fill(tab, "input[name=time]", local)
+        click(tab, "Jump")
+        poll("the jump", partial(_has_rows, tab, expected), 30)
+
+
+def _has_rows(tab: Browser, expected: list[str]) -> bool:
+    return rows(tab) == expected
 
 
 @needs_browser
