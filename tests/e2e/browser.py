@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import httpx
 from websockets.sync.client import connect
@@ -33,10 +33,33 @@ def find_browser() -> str | None:
     return named or next((path for name in NAMES if (path := shutil.which(name))), fetched)
 
 
+EMPTY: Final = "about:blank"
+STARTS: Final = 3
+
+
 class Browser:
     """One tab at `url`."""
 
     def __init__(self, command: str, url: str) -> None:
+        for left in reversed(range(STARTS)):
+            try:
+                self._start(command)
+                break
+            except AssertionError:  # once in some ten starts on a busy machine it opens no page
+                self._end()
+                if not left:
+                    raise
+        self._last_id = 0
+        try:
+            # By a command: what is done in a page that the browser opens by itself may be lost with its first document.
+            self.command("Page.navigate", url=url)
+            poll("the page to be loaded", self._is_loaded, 30)
+        except BaseException:
+            self._end()
+            raise
+
+    def _start(self, command: str) -> None:
+        """Start the browser with an empty page. Raise AssertionError when it opens none."""
         self._profile = tempfile.mkdtemp(prefix="topics-browser-")
         self._process = subprocess.Popen(
             [
@@ -50,35 +73,33 @@ class Browser:
                 "--disable-component-update",
                 "--remote-debugging-port=0",
                 f"--user-data-dir={self._profile}",
-                url,
+                EMPTY,
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        try:
-            port_file = Path(self._profile, "DevToolsActivePort")
-            # It is made empty, and filled later.
-            port = poll(
-                "the browser to listen", lambda: port_file.exists() and port_file.read_text().split("\n")[0], 30
-            )
-            self._url = f"http://127.0.0.1:{port}/json/list"
-            self._socket = connect(
-                poll("the page to be open", lambda: self._page(url), 30), max_size=None, ping_interval=None
-            ).__enter__()
-        except BaseException:
-            self._end()
-            raise
-        self._last_id = 0
+        port_file = Path(self._profile, "DevToolsActivePort")
+        # It is made empty, and filled later.
+        port = poll("the browser to listen", lambda: port_file.exists() and port_file.read_text().split("\n")[0], 30)
+        self._url = f"http://127.0.0.1:{port}/json/list"
+        place = poll("an empty page to be open", self._empty_page, 15)
+        self._socket = connect(place, max_size=None, ping_interval=None).__enter__()
 
-    def _page(self, url: str) -> str | None:
+    def _is_loaded(self) -> bool:
+        try:
+            return bool(self.run(f"location.href !== '{EMPTY}' && document.readyState === 'complete'"))
+        except KeyError:  # the document was replaced meanwhile
+            return False
+
+    def _empty_page(self) -> str | None:
         try:
             targets = httpx.get(self._url, timeout=ANSWER_TIMEOUT_S).json()
         except httpx.TransportError:
             return None
         for target in targets:
-            if target["type"] == "page" and target["url"] == url:
+            if target["type"] == "page" and target["url"] == EMPTY:
                 return str(target["webSocketDebuggerUrl"])
         return None
 

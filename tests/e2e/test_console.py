@@ -106,9 +106,16 @@ def go(tab: Browser, view: str) -> None:
 
 
 def shows(tab: Browser, text: str, where: str = "body") -> None:
-    poll(
-        f"{text!r} to be shown", lambda: text in (tab.run(f"document.querySelector({where!r})?.textContent") or ""), 30
-    )
+    """Wait until a text is shown; the error has what is shown instead."""
+
+    def shown(place: str) -> str:
+        return tab.run(f"document.querySelector({place!r})?.textContent") or ""
+
+    try:
+        poll(f"{text!r} to be shown", lambda: text in shown(where), 30)
+    except AssertionError as error:
+        error.add_note(f"shown at {tab.run('location.href')}: {shown('body')[:2000]}")
+        raise
 
 
 def click(tab: Browser, text: str) -> None:
