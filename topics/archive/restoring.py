@@ -16,54 +16,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, NamedTuple, TypeVar
 
 import msgspec
-from xxhash import xxh3_64_intdigest
 
-from topics.archive.objects import (
-    Archive,
-    ArchiveDamagedError,
-    Base,
-    Generation,
-    LogPart,
-    LogStart,
-    Piece,
-    joined,
-    piece_name,
-    read_whole,
-)
-from topics.core.ceilings import RAM_STEP, TAIL_STEP
+from topics.archive.directory_copy import DirectoryCopy
+from topics.archive.objects import Archive, ArchiveDamagedError, Base, FileRef, Generation, Piece, read_whole
 from topics.core.clock import Clock
-from topics.core.control_bodies import HeadFrameBody, MarkFrameBody, decode_mark, encode_body
-from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_DELETED
-from topics.core.segment_list import COLD
-from topics.core.shard_state import FoldedTopic, ShardState
-from topics.storage import layout, service_id
-from topics.storage.filesystem import FileSystem, boot_id, make_dirs, opened, read_all, write_all
-from topics.storage.frame import (
-    CHECKSUM,
-    CHECKSUM_LEN,
-    HEADER_LEN,
-    OVERHEAD_LEN,
-    TYPE_AT,
-    Bytes,
-    FrameType,
-    encode,
-    scan,
-)
-from topics.storage.log_fold import OfflineFold
-from topics.storage.logfile import WalIdentity, WalPosition, note_committed, read_first_start, write_current
-from topics.storage.recovery import Recovery
+from topics.core.shard_state import FoldedTopic
+from topics.storage import service_id
+from topics.storage.filesystem import FileSystem, make_dirs
+from topics.storage.frame import HEADER_LEN, FrameType, scan
 from topics.storage.segment import DELETED, ENTRY_LEN, read_columns
-from topics.storage.snapshot import ShardPart, decode_parts, encode_part, encode_parts, save_snapshot
-from topics.storage.upgrade import write_mark
+from topics.storage.snapshot import decode_parts
 
-LOST_SEQS_MAX: Final = 1 << 17
-"""The most seqs that a topic passes over, unless its log lets it give out more."""
-LOST_SEQS_TOTAL: Final = 1 << 20
-"""The same for all topics together, but for TAIL_STEP each: each lost seq takes an entry in the index."""
 FETCHED_AHEAD: Final = 8
-_PAD_KEY: Final = b"\xa3pad"
-
 
 _Wanted = TypeVar("_Wanted")
 _Got = TypeVar("_Got")
@@ -227,6 +192,7 @@ class Restore:
         self._fs = fs
         self._data_dir = os.path.abspath(data_dir)
         self._making = f"{self._data_dir}.restoring"
+        self._copy = DirectoryCopy(fs, self._making, plan.generation.shards, archive.store.place(""))
         self._told = told
         self._objects = self._bytes = 0
 
@@ -250,25 +216,16 @@ class Restore:
         make_dirs(self._fs, self._making)
         self._fetch_segments()
         self._fetch_pieces()
-        parts = self._snapshot()
-        states = [self._log(shard, parts.get(log_id)) for shard, log_id in enumerate(self._plan.generation.log_ids)]
-        topics = [topic for state, _ in states for topic in state.topics]
-        for shard, (state, end) in enumerate(states):
-            self._pass_over(shard, state.topics, end, len(topics), now_ms)
-        write_mark(self._fs, self._making)
+        if self._plan.snapshot:
+            self._copy.save_snapshot(self._plan.snapshot)
+        topics = self._copy.end_history(self._plan.moment.has_end, now_ms)
         service_id.make_restored(self._fs, self._making, now_ms)
         self._fs.sync_all(self._making)
-        return len(topics)
-
-    # -- objects
+        return topics
 
     def _fetch_segments(self) -> None:
-        archive, idx = self._archive, b""
-        for ref, content in _ahead(lambda ref: read_whole(archive.store, ref.name), self._plan.base.files):
-            archive.check_file(ref, content)
-            if ref.path.endswith(".idx"):
-                idx = content
-            self._write(ref.path, _marked(content, idx) if ref.path.endswith(".data") else content)
+        for ref, content in fetched_files(self._archive, self._plan.base.files):
+            self._copy.write(ref.path, content)
             self._fetched(len(content))
 
     def _fetch_pieces(self) -> None:
@@ -276,123 +233,38 @@ class Restore:
         plan, wanted = self._plan, {(file.piece, file.path): file for file in self._plan.moment.txn}
         ends = {start.shard: start.position for start in plan.base.logs}
         for start in plan.base.logs:
-            self._begin_log(start)
+            self._copy.begin_log(start)
         for number, (piece, payload) in _ahead(lambda no: self._archive.piece(plan.generation.number, no), plan.pieces):
-            at = 0
-            for part in piece.parts:
-                content = payload[at : at + part.size_bytes]
-                at += part.size_bytes
-                ends[part.shard] = self._lay_out(number, part, content, ends[part.shard])
+            self._copy.lay_out(piece, payload, ends)
             for file in piece.txn:
                 if (number, file.path) in wanted:
-                    self._write(file.path, payload[file.offset : file.offset + file.size_bytes])
-            self._fetched(at)
+                    self._copy.write(file.path, payload[file.offset : file.offset + file.size_bytes])
+            self._fetched(len(payload))
         for end in plan.moment.ends:
             if ends[end.shard] != end.position:
                 raise ArchiveDamagedError(
                     f"{self._archive.store.place('')}: pieces {plan.pieces.start} to {plan.pieces.stop - 1} have log"
                     f" {end.shard} up to {ends[end.shard]}, it should go to {end.position}"
                 )
-
-    def _begin_log(self, start: LogStart) -> None:
-        """Lay out the beginning of a log's first file. One frame that says nothing fills the place of those that the
-        snapshot covers.
-        """
-        file_no, offset = start.position.file_no, start.position.offset
-        start_len = len(start.file_start)
-        content = start.file_start
-        if offset > start_len:
-            room = bytes(offset - start_len - OVERHEAD_LEN)
-            content += encode(FrameType.SYNC_MARK, 0, file_no, start_len, 0, b"", b"", room)
-        self._write(os.path.relpath(layout.log_path(self._group(start.shard), file_no), self._making), content)
-
-    def _lay_out(self, number: int, part: LogPart, content: memoryview, end: WalPosition) -> WalPosition:
-        """Write the next bytes of a log; return where it ends now."""
-        behind = joined(end, part)
-        if behind is None:
-            raise ArchiveDamagedError(
-                f"{self._archive.store.place(piece_name(self._plan.generation.number, number))}: log {part.shard} goes"
-                f" on at {part.offset} of file {part.file_no}, the pieces before end at {end}"
-            )
-        known = end.offset - part.offset if part.file_no == end.file_no else 0 if behind > end else len(content)
-        path = layout.log_path(self._group(part.shard), part.file_no)
-        if known < len(content):
-            with opened(self._fs, path, os.O_RDWR | os.O_CREAT) as fd:
-                write_all(self._fs, fd, content[known:], part.offset + known)
-        return behind
-
-    def _write(self, path: str, content: Bytes) -> None:
-        path = os.path.join(self._making, path)
-        make_dirs(self._fs, os.path.dirname(path))
-        with opened(self._fs, path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
-            write_all(self._fs, fd, content, 0)
+        for start in plan.base.logs:
+            self._copy.forget_segments(start.shard, start.position, ends[start.shard])
 
     def _fetched(self, size_bytes: int) -> None:
         self._objects += 1
         self._bytes += size_bytes
         self._told(self._objects, len(self._plan.base.files) + len(self._plan.pieces))
 
-    # -- the directory
 
-    def _snapshot(self) -> dict[int, ShardPart]:
-        """Write the snapshot without the cold tier: all data are here. Return its parts by log id."""
-        if not self._plan.snapshot:
-            return {}
-        parts = []
-        for part in decode_parts(self._plan.snapshot):
-            state = part.decoded()
-            for topic in state.topics:
-                topic.segments = [
-                    msgspec.structs.replace(info, flags=info.flags & ~COLD)
-                    for info in topic.segments
-                    if info.last_seq >= topic.floors.earliest_seq
-                ]
-            parts.append(encode_part(part.shard, part.shards, part.log_id, part.position, state))
-        save_snapshot(self._fs, self._making, encode_parts(parts))
-        return {part.log_id: part for part in parts}
-
-    def _log(self, shard: int, part: ShardPart | None) -> tuple[ShardState, WalPosition]:
-        """Make a log one that a start can read. Return what it says, and its end."""
-        directory = self._group(shard)
-        numbers = layout.list_log_files(self._fs, directory)
-        for number in numbers:
-            first = part.position.offset if part is not None and part.position.file_no == number else 0
-            _forget_segments(self._fs, layout.log_path(directory, number), first)
-        write_current(self._fs, directory, numbers[-1])
-        first_start = read_first_start(self._fs, directory)
-        assert first_start is not None
-        fold = OfflineFold(part)
-        start = None if part is None else part.position
-        identity = WalIdentity(shard, first_start.shards, boot_id())
-        recovery = Recovery(self._fs, directory, identity, start=start)
-        for batch in recovery:
-            fold.add(batch)
-        assert recovery.end is not None
-        return fold.state(), WalPosition(recovery.end.file_no, recovery.end.offset)
-
-    def _pass_over(self, shard: int, topics: list[FoldedTopic], end: WalPosition, all_topics: int, now_ms: int) -> None:
-        """Have the log say which seqs were lost: those behind each head that the service may have given out."""
-        lost_seqs = max(TAIL_STEP, min(LOST_SEQS_MAX, LOST_SEQS_TOTAL // all_topics)) if all_topics else 0
-        frames = b"".join([_lost_tail_frame(topic, lost_seqs, now_ms) for topic in topics])
-        directory = self._group(shard)
-        with opened(self._fs, layout.log_path(directory, end.file_no), os.O_RDWR) as fd:
-            write_all(self._fs, fd, frames, end.offset)
-        if self._plan.moment.has_end:
-            note_committed(self._fs, directory, WalPosition(end.file_no, end.offset + len(frames)))
-
-    def _group(self, shard: int) -> str:
-        return layout.group_dir(self._making, shard, self._plan.generation.shards)
-
-
-def _lost_tail_frame(topic: FoldedTopic, lost_seqs: int, now_ms: int) -> bytes:
-    if topic.config.durability == "ephemeral":
-        # Its records were in RAM, in no archive: a start takes all up to here for lost.
-        body = HeadFrameBody(False)
-        seq = max(topic.head_seq, topic.ephemeral_head_seq or 0) + max(RAM_STEP, lost_seqs)
-    else:
-        body = HeadFrameBody(True, EvictReason.RESTORED)
-        seq = max(topic.head_seq + lost_seqs, topic.head_ceiling)
-    return encode(FrameType.HEAD_WATERMARK, 0, topic.id, seq, now_ms, b"", b"", encode_body(body))
+def fetched_files(archive: Archive, refs: Iterable[FileRef]) -> Iterator[tuple[FileRef, bytes]]:
+    """Yield files of a base as they are to be in a data directory: data have the deletions of their index. Raise
+    ArchiveDamagedError, OSError.
+    """
+    idx = b""
+    for ref, content in _ahead(lambda ref: read_whole(archive.store, ref.name), refs):
+        archive.check_file(ref, content)
+        if ref.path.endswith(".idx"):
+            idx = content
+        yield ref, _marked(content, idx) if ref.path.endswith(".data") else content
 
 
 def _marked(data: bytes, idx: bytes) -> bytes:
@@ -411,34 +283,3 @@ def _marked(data: bytes, idx: bytes) -> bytes:
     for end in ends:
         marked[end - 1] = DELETED
     return bytes(marked)
-
-
-def _forget_segments(fs: FileSystem, path: str, start: int) -> None:
-    """Empty the lists of segments in the CHECKPOINT_MARKs of a log file from `start` on, in place. The segments are
-    those of the snapshot: what later ones hold is in the log.
-    """
-    content = bytearray(read_all(fs, path))
-    found = scan(content, start, len(content))
-    with opened(fs, path, os.O_RDWR) as fd:
-        for frame_at, total_len, type_, *_ in found.frames:
-            if type_ != FrameType.CHECKPOINT_MARK:
-                continue
-            body_at, checksum_at = frame_at + HEADER_LEN, frame_at + total_len - CHECKSUM_LEN
-            content[body_at:checksum_at] = _without_segments(bytes(content[body_at:checksum_at]))
-            checksum = xxh3_64_intdigest(content[frame_at + TYPE_AT : checksum_at])
-            CHECKSUM.pack_into(content, checksum_at, checksum)
-            write_all(fs, fd, content[body_at : frame_at + total_len], body_at)
-
-
-def _without_segments(body: bytes) -> bytes:
-    """Return the body of a CHECKPOINT_MARK without segments, of the same length: a member that nobody reads fills it
-    up.
-    """
-    mark = decode_mark(body)
-    if not mark.segments:
-        return body
-    emptied = encode_body(MarkFrameBody([], mark.floors))
-    assert emptied[0] == 0x82, "a map of two members"
-    room = len(body) - len(emptied) - len(_PAD_KEY)
-    pad = b"\xc6" + (room - 5).to_bytes(4, "big") if room >= 5 else b"\xc4" + (room - 2).to_bytes(1, "big")
-    return b"\x83" + emptied[1:] + _PAD_KEY + pad + bytes(room - len(pad))

@@ -1,0 +1,243 @@
+"""A data directory that is made of an archive's objects: files of segments, a snapshot, and logs byte for byte.
+
+Its logs differ from the originals in two things. What the snapshot covers is one frame that says nothing, and the
+CHECKPOINT_MARKs behind it list no segments: the directory has those of the snapshot, and later records are in its logs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from topics.archive.objects import ArchiveDamagedError, LogStart, Piece, joined
+from topics.core.ceilings import RAM_STEP, TAIL_STEP
+from topics.core.control_bodies import HeadFrameBody, MarkFrameBody, decode_mark, encode_body
+from topics.core.floors import EvictReason
+from topics.core.segment_list import COLD
+from topics.core.shard_state import FoldedTopic, ShardState
+from topics.storage import layout
+from topics.storage.filesystem import FileSystem, boot_id, make_dirs, opened, read_up_to, replace_file, write_all
+from topics.storage.frame import (
+    CHECKSUM,
+    CHECKSUM_LEN,
+    HEADER_LEN,
+    OVERHEAD_LEN,
+    TYPE_AT,
+    Bytes,
+    FrameType,
+    encode,
+    scan,
+)
+from topics.storage.log_fold import OfflineFold
+from topics.storage.logfile import WalIdentity, WalPosition, note_committed, read_first_start, write_current
+from topics.storage.recovery import Recovery
+from topics.storage.snapshot import decode_parts, encode_part, encode_parts, load_snapshot, save_snapshot
+from topics.storage.upgrade import write_mark
+
+LOST_SEQS_MAX: Final = 1 << 17
+"""The most seqs that a topic passes over, unless its log lets it give out more."""
+LOST_SEQS_TOTAL: Final = 1 << 20
+"""The same for all topics together, but for TAIL_STEP each: each lost seq takes an entry in the index."""
+_PAD_KEY: Final = b"\xa3pad"
+
+
+class DirectoryCopy:
+    """Writes the files of one such directory. Owns them until a service uses it; `place` is the archive, for errors."""
+
+    def __init__(self, fs: FileSystem, data_dir: str, shards: int, place: str) -> None:
+        self._fs = fs
+        self._data_dir = data_dir
+        self._shards = shards
+        self._place = place
+
+    def log_directory(self, shard: int) -> str:
+        return layout.group_dir(self._data_dir, shard, self._shards)
+
+    # -- files
+
+    def write(self, path: str, content: Bytes) -> None:
+        """Write a file of a directory that nobody reads yet."""
+        path = self._full(path)
+        with opened(self._fs, path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
+            write_all(self._fs, fd, content, 0)
+
+    def replace(self, path: str, content: bytes) -> None:
+        """Write a file durably; who has it open goes on with the former one."""
+        replace_file(self._fs, self._full(path), content)
+
+    def _full(self, path: str) -> str:
+        path = os.path.join(self._data_dir, path)
+        make_dirs(self._fs, os.path.dirname(path))
+        return path
+
+    def save_snapshot(self, body: bytes) -> None:
+        """Write a snapshot without the cold tier: all data are here."""
+        parts = []
+        for part in decode_parts(body):
+            state = part.decoded()
+            for topic in state.topics:
+                topic.segments = [
+                    msgspec.structs.replace(info, flags=info.flags & ~COLD)
+                    for info in topic.segments
+                    if info.last_seq >= topic.floors.earliest_seq
+                ]
+            parts.append(encode_part(part.shard, part.shards, part.log_id, part.position, state))
+        save_snapshot(self._fs, self._data_dir, encode_parts(parts))
+
+    # -- logs
+
+    def begin_log(self, start: LogStart) -> None:
+        """Lay out the beginning of a log's first file. One frame that says nothing fills the place of those that the
+        snapshot covers.
+        """
+        file_no, offset = start.position.file_no, start.position.offset
+        start_len = len(start.file_start)
+        content = start.file_start
+        if offset > start_len:
+            room = bytes(offset - start_len - OVERHEAD_LEN)
+            content += encode(FrameType.SYNC_MARK, 0, file_no, start_len, 0, b"", b"", room)
+        self.write(os.path.relpath(layout.log_path(self.log_directory(start.shard), file_no), self._data_dir), content)
+
+    def lay_out(self, piece: Piece, payload: memoryview, ends: dict[int, WalPosition]) -> None:
+        """Write the next bytes of the logs, which end at `ends`, by shard; these move. Raise ArchiveDamagedError if
+        bytes are missing before them.
+        """
+        at = 0
+        for part in piece.parts:
+            content = payload[at : at + part.size_bytes]
+            at += part.size_bytes
+            end = ends[part.shard]
+            behind = joined(end, part)
+            if behind is None:
+                raise ArchiveDamagedError(
+                    f"{self._place}: in piece {piece.number}, log {part.shard} goes on at {part.offset} of file"
+                    f" {part.file_no}; the pieces before end at {end}"
+                )
+            known = end.offset - part.offset if part.file_no == end.file_no else 0 if behind > end else len(content)
+            if known < len(content):
+                path = layout.log_path(self.log_directory(part.shard), part.file_no)
+                with opened(self._fs, path, os.O_RDWR | os.O_CREAT) as fd:
+                    write_all(self._fs, fd, content[known:], part.offset + known)
+            ends[part.shard] = behind
+
+    def forget_segments(self, shard: int, start: WalPosition, end: WalPosition) -> None:
+        """Empty the lists of segments in the CHECKPOINT_MARKs of a log from `start` to `end`, both behind a frame."""
+        for file_no in range(start.file_no, end.file_no + 1):
+            path = layout.log_path(self.log_directory(shard), file_no)
+            first = start.offset if file_no == start.file_no else 0
+            _forget_segments(self._fs, path, first, end.offset if file_no == end.file_no else None)
+
+    def sync_log(self, shard: int, start: WalPosition, end: WalPosition) -> None:
+        """Bring the bytes of a log from `start` to `end` to the disk."""
+        directory = self.log_directory(shard)
+        for file_no in range(start.file_no, end.file_no + 1):
+            with opened(self._fs, layout.log_path(directory, file_no), os.O_RDONLY) as fd:
+                self._fs.fdatasync(fd)
+        if start.file_no != end.file_no or not start.offset:
+            self._fs.fsync_dir(directory)
+
+    def cut_behind(self, shard: int, end: WalPosition) -> None:
+        """Remove what a log has behind `end`."""
+        directory = self.log_directory(shard)
+        for file_no in layout.list_log_files(self._fs, directory):
+            path = layout.log_path(directory, file_no)
+            if file_no > end.file_no:
+                self._fs.unlink(path)
+            elif file_no == end.file_no:
+                with opened(self._fs, path, os.O_RDWR) as fd:
+                    self._fs.ftruncate(fd, end.offset)
+        self._fs.fsync_dir(directory)
+
+    def remove_logs_before(self, starts: Mapping[int, WalPosition]) -> None:
+        """Remove log files before these positions, by shard."""
+        for shard, start in starts.items():
+            directory = self.log_directory(shard)
+            for file_no in layout.list_log_files(self._fs, directory):
+                if file_no < start.file_no:
+                    with suppress(FileNotFoundError):
+                        self._fs.unlink(layout.log_path(directory, file_no))
+
+    # -- the end of the copied history
+
+    def end_history(self, has_end: bool, now_ms: int) -> int:
+        """Make the logs such that a service may go on with them: behind the last record of each topic is a gap, for the
+        seqs that the original may have given out later. Return how many topics there are. It may be done again.
+        """
+        snapshot = load_snapshot(self._fs, self._data_dir)
+        logs: list[tuple[ShardState, WalPosition]] = []
+        for shard in range(self._shards):
+            directory = self.log_directory(shard)
+            numbers = layout.list_log_files(self._fs, directory)
+            write_current(self._fs, directory, numbers[-1])
+            first_start = read_first_start(self._fs, directory)
+            assert first_start is not None
+            part = None if snapshot is None else snapshot.part_of(first_start.log_id)
+            fold = OfflineFold(part)
+            identity = WalIdentity(shard, first_start.shards, boot_id())
+            recovery = Recovery(self._fs, directory, identity, start=None if part is None else part.position)
+            for batch in recovery:
+                fold.add(batch)
+            assert recovery.end is not None
+            logs.append((fold.state(), WalPosition(recovery.end.file_no, recovery.end.offset)))
+        topics = sum(len(state.topics) for state, _ in logs)
+        for shard, (state, end) in enumerate(logs):
+            self._pass_over(shard, state.topics, end, topics, has_end, now_ms)
+        write_mark(self._fs, self._data_dir)
+        return topics
+
+    def _pass_over(
+        self, shard: int, topics: list[FoldedTopic], end: WalPosition, all_topics: int, has_end: bool, now_ms: int
+    ) -> None:
+        """Have the log say which seqs were lost: those behind each head that the service may have given out."""
+        lost_seqs = max(TAIL_STEP, min(LOST_SEQS_MAX, LOST_SEQS_TOTAL // all_topics)) if all_topics else 0
+        frames = b"".join([_lost_tail_frame(topic, lost_seqs, now_ms) for topic in topics])
+        directory = self.log_directory(shard)
+        with opened(self._fs, layout.log_path(directory, end.file_no), os.O_RDWR) as fd:
+            write_all(self._fs, fd, frames, end.offset)
+        if has_end:
+            note_committed(self._fs, directory, WalPosition(end.file_no, end.offset + len(frames)))
+
+
+def _lost_tail_frame(topic: FoldedTopic, lost_seqs: int, now_ms: int) -> bytes:
+    if topic.config.durability == "ephemeral":
+        # Its records were in RAM, in no archive: a start takes all up to here for lost.
+        body = HeadFrameBody(False)
+        seq = max(topic.head_seq, topic.ephemeral_head_seq or 0) + max(RAM_STEP, lost_seqs)
+    else:
+        body = HeadFrameBody(True, EvictReason.RESTORED)
+        seq = max(topic.head_seq + lost_seqs, topic.head_ceiling)
+    return encode(FrameType.HEAD_WATERMARK, 0, topic.id, seq, now_ms, b"", b"", encode_body(body))
+
+
+def _forget_segments(fs: FileSystem, path: str, start: int, end: int | None) -> None:
+    with opened(fs, path, os.O_RDWR) as fd:
+        length = (fs.size_bytes(fd) if end is None else end) - start
+        content = bytearray(read_up_to(fs, fd, length, start))
+        found = scan(content, 0, len(content))
+        for frame_at, total_len, type_, *_ in found.frames:
+            if type_ != FrameType.CHECKPOINT_MARK:
+                continue
+            body_at, checksum_at = frame_at + HEADER_LEN, frame_at + total_len - CHECKSUM_LEN
+            content[body_at:checksum_at] = _without_segments(bytes(content[body_at:checksum_at]))
+            checksum = xxh3_64_intdigest(content[frame_at + TYPE_AT : checksum_at])
+            CHECKSUM.pack_into(content, checksum_at, checksum)
+            write_all(fs, fd, content[body_at : frame_at + total_len], start + body_at)
+
+
+def _without_segments(body: bytes) -> bytes:
+    """Return the body of a CHECKPOINT_MARK without segments, of the same length: a member that nobody reads fills it
+    up.
+    """
+    mark = decode_mark(body)
+    if not mark.segments:
+        return body
+    emptied = encode_body(MarkFrameBody([], mark.floors))
+    assert emptied[0] == 0x82, "a map of two members"
+    room = len(body) - len(emptied) - len(_PAD_KEY)
+    pad = b"\xc6" + (room - 5).to_bytes(4, "big") if room >= 5 else b"\xc4" + (room - 2).to_bytes(1, "big")
+    return b"\x83" + emptied[1:] + _PAD_KEY + pad + bytes(room - len(pad))
