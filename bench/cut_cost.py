@@ -19,8 +19,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Final, NamedTuple, cast
 
-from topics.compactor.follower import Follower, LogTail, MarkedIndex, ShardLink
 from topics.compactor.segment_building import LogBuffers, SealAt, SegmentAppender
+from topics.compactor.shard_copy import MarkedIndex, ShardCopy, ShardLink
 from topics.core.config import TopicConfig
 from topics.core.control_bodies import CreateFrameBody, encode_body
 from topics.core.fold import Fold
@@ -29,6 +29,7 @@ from topics.core.segment_list import SegmentInfo
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import FrameType, encode, lay_out, stamp
 from topics.storage.log_fold import fold_frames
+from topics.storage.log_tail import LogTail
 from topics.storage.logfile import WalIdentity, WalPosition
 from topics.storage.recovery import Recovery
 from topics.storage.wal import WalWriter
@@ -104,8 +105,10 @@ def write_log(directory: str, records: int, batch: int, is_mixed: bool) -> WalPo
 
 def follow(directory: str, end: WalPosition) -> Fold:
     fold = Fold(lambda _topic_id: MarkedIndex(), is_located=False)
-    follower = Follower("bench", cast(ShardLink, SimpleNamespace(shard=0)), LogTail(directory, WalPosition(1, 0)), fold)
-    follower.catch_up(end, lambda: None)
+    shard_copy = ShardCopy(
+        "bench", cast(ShardLink, SimpleNamespace(shard=0)), LogTail(directory, WalPosition(1, 0)), fold
+    )
+    shard_copy.catch_up(end, lambda: None)
     return fold
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.compactor.test_cut_failures import BIG, Machine, machine_of
 from topics.compactor.checkpoints import FULL_AFTER
-from topics.compactor.follower import ShardLink
+from topics.compactor.shard_copy import ShardLink
 from topics.core.segment_list import SEALED
 from topics.shm import messages
 from topics.shm.ring import Ring
@@ -87,7 +87,7 @@ def test_a_refusal_hides_no_error_of_the_disk(
     machine.rig.append("new", BIG)
     machine.rig.append("small", b"2")
     machine.delete("big")
-    spilled = fill_shared_memory(machine, compactor.followers[0].link, tmp_path, monkeypatch)
+    spilled = fill_shared_memory(machine, compactor.shard_copies[0].link, tmp_path, monkeypatch)
     assert not machine.compaction.cut()
     assert not spilled.is_symlink(), "somebody met it"
     assert machine.files_of("big") == []
@@ -111,7 +111,7 @@ def test_full_shared_memory_is_no_full_disk(
     else:
         compactor.marks.doubt()
         machine.rig.call(DeleteRecords("t", None, "eq", b"x"))
-    spilled = fill_shared_memory(machine, compactor.followers[0].link, tmp_path, monkeypatch)
+    spilled = fill_shared_memory(machine, compactor.shard_copies[0].link, tmp_path, monkeypatch)
     if what == "marks":
         # The mark of the deletion in the log made the topic due, for which nothing is to be told.
         assert compactor.marks.doubted == {0}
@@ -129,13 +129,13 @@ def test_an_error_keeps_nothing_of_what_was_to_be_written(machine: Machine) -> N
     """Each of them would hold its topic's records until the cut is over."""
     machine.rig.append("t", b"1")
     compactor = machine.compaction.compactor
-    (follower,) = compactor.followers
-    until = follower.link.committed
+    (shard_copy,) = compactor.shard_copies
+    until = shard_copy.link.committed
     assert until is not None
-    follower.catch_up(until, lambda: None)
+    shard_copy.catch_up(until, lambda: None)
     machine.fs.fails = lambda call, _path: errno.EIO if call == "fdatasync" else 0
     with pytest.raises(OSError, match="Input/output") as raised:
-        compactor._checkpoint(follower)
+        compactor._checkpoint(shard_copy)
     frames = [entry.name for entry in raised.traceback]
     assert "run" in frames
     assert "_append_to_one" not in frames

@@ -157,7 +157,7 @@ def test_pins_of_batches_that_are_over_leave_the_snapshots(rig: Rig, left: str) 
             rig.call(TxnBegin(sink, 1, stage(rig, ("b", [b"3"]))))
         # Nothing more than two stages came since the last one.
         assert compaction.cut()
-        (topic,) = [one for one in compaction.compactor.followers[0].fold.topics.values() if one.name == "a"]
+        (topic,) = [one for one in compaction.compactor.shard_copies[0].fold.topics.values() if one.name == "a"]
         assert topic.idempotency.published_stages() == []
     rig.restart_service()
     assert pins(rig) == 0

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, NamedTuple, cast
 
-from topics.compactor.follower import Follower, MarkedIndex
 from topics.compactor.segment_building import NO_ROOM, BufferOf, LogBuffers, SealAt, SegmentAppender
+from topics.compactor.shard_copy import MarkedIndex, ShardCopy
 from topics.core.clock import Clock, doubled_ms
 from topics.core.errors import TopicsError
 from topics.core.location import (
@@ -124,8 +124,8 @@ class Checkpoints:
     _unsealable: dict[tuple[int, SegmentInfo], tuple[int, int]] = field(default_factory=dict)
     """(pause in ms, its end in monotonic ms) of segments that could not be sealed; an append ends it."""
 
-    def run(self, follower: Follower, buffers: LogBuffers) -> Written:
-        """Put everything that the follower has read into segments; then the shard's log is synced up to there.
+    def run(self, shard_copy: ShardCopy, buffers: LogBuffers) -> Written:
+        """Put everything that the copy has read into segments; then the shard's log is synced up to there.
 
         Raise Refused. Raise OSError when some topics could not be written, whatever else was refused; all others are
         marked then, unless the shard refuses or the disk is full.
@@ -134,7 +134,7 @@ class Checkpoints:
         refused: Refused | None = None
         written = Written(0, 0, 0)
         try:
-            written = self._run(follower, buffers, failures)
+            written = self._run(shard_copy, buffers, failures)
         except Refused as error:
             if failures.reported is None:
                 raise
@@ -143,61 +143,61 @@ class Checkpoints:
             log.error("records of topics could not be put into segments", topics=failures.topics)
             raise failures.reported from refused
         # Also when nothing was marked: the answer means that the log is synced.
-        mark(follower, [])
+        mark(shard_copy, [])
         reached("checkpoint.marked")
         return written
 
-    def _run(self, follower: Follower, buffers: LogBuffers, failures: _Failures) -> Written:
+    def _run(self, shard_copy: ShardCopy, buffers: LogBuffers, failures: _Failures) -> Written:
         now_ms = self._clock.now_ms()
-        due = self._due(follower, now_ms)
+        due = self._due(shard_copy, now_ms)
         records = data_bytes = sealed = 0
         while not failures.is_full and (chunk := list(islice(due, TOPICS_PER_SYNC))):
             while chunk and not failures.is_full:
-                steps = self._step(follower, chunk, buffers.get, now_ms, failures)
+                steps = self._step(shard_copy, chunk, buffers.get, now_ms, failures)
                 reached("checkpoint.synced")
                 for step in steps:
                     infos = step.checkpoint.segments
-                    former = follower.index_of(step.topic).segments.between(infos[0].first_seq, infos[-1].last_seq)
+                    former = shard_copy.index_of(step.topic).segments.between(infos[0].first_seq, infos[-1].last_seq)
                     records += step.records
                     data_bytes += sum(info.data_bytes for info in infos) - sum(info.data_bytes for info in former)
                 for message in _messages(steps):
-                    self._write_back_log(follower)
-                    mark(follower, message)
+                    self._write_back_log(shard_copy)
+                    mark(shard_copy, message)
                     new = [(each.topic_id, info) for each in message for info in each.segments if info.flags & SEALED]
-                    follower.sealed += [(topic_id, info.first_seq) for topic_id, info in new]
+                    shard_copy.sealed += [(topic_id, info.first_seq) for topic_id, info in new]
                     sealed += len(new)
                     self._alive()
                 chunk = [step.topic for step in steps if step.has_more]
         return Written(records, data_bytes, sealed)
 
-    def _write_back_log(self, follower: Follower) -> None:
+    def _write_back_log(self, shard_copy: ShardCopy) -> None:
         """Put the shard's log onto the disk in this process's time: the shard syncs it with the mark, and its writers
         wait for that.
         """
-        committed = follower.link.committed
+        committed = shard_copy.link.committed
         if committed is not None:
-            path = layout.log_path(follower.tail.directory, committed.file_no)
+            path = layout.log_path(shard_copy.tail.directory, committed.file_no)
             with suppress(OSError), opened(self._fs, path, os.O_RDWR) as fd:
                 self._fs.write_back(fd, waits=True)
 
-    def has_old(self, follower: Follower) -> bool:
+    def has_old(self, shard_copy: ShardCopy) -> bool:
         """True if it is time to seal a segment, also one to which nothing was added."""
         now_ms = self._clock.now_ms()
-        return any(self._is_old(follower, topic, now_ms) for topic in follower.fold.topics.values())
+        return any(self._is_old(shard_copy, topic, now_ms) for topic in shard_copy.fold.topics.values())
 
-    def _due(self, follower: Follower, now_ms: int) -> Iterator[Topic]:
+    def _due(self, shard_copy: ShardCopy, now_ms: int) -> Iterator[Topic]:
         """Yield topics that the log has news of, and topics whose active segment is old."""
-        topics = follower.fold.topics
-        for topic_id in sorted(follower.touched):
+        topics = shard_copy.fold.topics
+        for topic_id in sorted(shard_copy.touched):
             topic = topics.get(topic_id)
             if topic is not None:
                 yield topic
         for topic in list(topics.values()):
-            if topic.id not in follower.touched and self._is_old(follower, topic, now_ms):
+            if topic.id not in shard_copy.touched and self._is_old(shard_copy, topic, now_ms):
                 yield topic
 
-    def _is_old(self, follower: Follower, topic: Topic, now_ms: int) -> bool:
-        last = follower.index_of(topic).segments.last
+    def _is_old(self, shard_copy: ShardCopy, topic: Topic, now_ms: int) -> bool:
+        last = shard_copy.index_of(topic).segments.last
         if last is None or last.flags & SEALED or not self._seal_at.is_old(last, now_ms):
             return False
         _, until_ms = self._unsealable.get((topic.id, last), (0, 0))
@@ -209,16 +209,16 @@ class Checkpoints:
         self._unsealable[topic_id, last] = pause_ms, self._clock.monotonic_ms() + pause_ms
 
     def _step(
-        self, follower: Follower, topics: list[Topic], buffer_of: BufferOf, now_ms: int, failures: _Failures
+        self, shard_copy: ShardCopy, topics: list[Topic], buffer_of: BufferOf, now_ms: int, failures: _Failures
     ) -> list[_Step]:
         """Put records of these topics into segments and sync them. Collect failures; end early on a full disk."""
-        one_by_one = sum(self._segments_due(follower, topic) for topic in topics) <= self._one_by_one_max
+        one_by_one = sum(self._segments_due(shard_copy, topic) for topic in topics) <= self._one_by_one_max
         made: list[tuple[_Step, DeferredSyncs]] = []
         for topic in topics:
             fs = DeferredSyncs(self._fs)
             appender = SegmentAppender(cast(FileSystem, fs), self._data_dir, self._seal_at, self._suspects)
             try:
-                step = self._topic(follower, topic, appender, buffer_of, now_ms)
+                step = self._topic(shard_copy, topic, appender, buffer_of, now_ms)
             except OSError as error:
                 failures.add(error)
                 if failures.is_full:
@@ -242,31 +242,31 @@ class Checkpoints:
             self._alive()
         return steps
 
-    def _segments_due(self, follower: Follower, topic: Topic) -> int:
+    def _segments_due(self, shard_copy: ShardCopy, topic: Topic) -> int:
         """Estimate how many segments will be written to."""
-        records = topic.head_seq - max(topic.earliest_seq - 1, follower.index_of(topic).segments.last_seq)
+        records = topic.head_seq - max(topic.earliest_seq - 1, shard_copy.index_of(topic).segments.last_seq)
         return 1 + min(records, RECORDS_PER_STEP) // self._seal_at.records
 
     def _topic(
-        self, follower: Follower, topic: Topic, appender: SegmentAppender, buffer_of: BufferOf, now_ms: int
+        self, shard_copy: ShardCopy, topic: Topic, appender: SegmentAppender, buffer_of: BufferOf, now_ms: int
     ) -> _Step | None:
         """Put some of a topic's new records into segments. None when there are none, or the topic was deleted."""
-        index = follower.index_of(topic)
+        index = shard_copy.index_of(topic)
         last = index.segments.last
         up_to_seq = index.segments.last_seq
         moved: Exception | None = None
         for _ in range(_POLLS_MAX):
-            view = follower.look_up(topic)
+            view = shard_copy.look_up(topic)
             if view is None:
                 # The deletion is in the log, behind the place read so far, and synced.
-                follower.deleted(topic.id)
+                shard_copy.deleted(topic.id)
                 return None
             if view.head_seq >= topic.head_seq:
                 first_seq = max(up_to_seq + 1, view.base_seq)
                 last_seq = min(view.head_seq, first_seq + RECORDS_PER_STEP - 1)
                 if first_seq > last_seq:
                     break
-                entries = follower.arena().entries(view, first_seq, last_seq)
+                entries = shard_copy.arena().entries(view, first_seq, last_seq)
                 entries = None if entries is None else _followed(entries, topic, view.earliest_seq)
                 if entries is not None and not entries:
                     break
@@ -281,14 +281,14 @@ class Checkpoints:
             time.sleep(_POLL_S)
         else:
             why = f": {moved}" if moved else ""
-            raise Refused(f"shard {follower.shard} does not show all records of topic {topic.name!r}{why}") from moved
+            raise Refused(f"shard {shard_copy.shard} does not show all records of topic {topic.name!r}{why}") from moved
         if up_to_seq < topic.head_seq and topic.earliest_seq <= topic.head_seq:
             # All records were evicted, which the log does not say yet. A deleted record takes the place of the last
             # one: a state with a head that is behind both segments and floors would lack records.
             evicted = array("Q", (topic.head_seq, topic.last_write_ts, 0, LOCATION_DELETED << 32))
             infos = appender.append(topic.id, last, evicted, buffer_of, now_ms)
             return _Step(topic, TopicCheckpoint(topic.id, topic.head_seq, infos), 1, has_more=False)
-        if last is not None and self._is_old(follower, topic, now_ms):
+        if last is not None and self._is_old(shard_copy, topic, now_ms):
             sealed = appender.seal(topic.id, last)
             if sealed is not None:
                 self._unsealable.pop((topic.id, last), None)
@@ -297,28 +297,28 @@ class Checkpoints:
         return None
 
 
-def mark(follower: Follower, checkpoints: list[TopicCheckpoint]) -> None:
+def mark(shard_copy: ShardCopy, checkpoints: list[TopicCheckpoint]) -> None:
     """Have the shard log the checkpoints, and apply them to the fold at once: in the log they are behind the place
     read so far.
 
     Raise Refused when the shard could not log all of them, or could not be asked.
     """
     try:
-        reply = follower.link.call(Checkpoint(checkpoints))
+        reply = shard_copy.link.call(Checkpoint(checkpoints))
     except (TopicsError, OSError) as error:
         # The OSError is about shared memory, not about the disk or a file on it.
-        raise Refused(f"shard {follower.shard}: {error}") from error
+        raise Refused(f"shard {shard_copy.shard}: {error}") from error
     deleted, refused = set(reply.deleted), set(reply.refused)
     for checkpoint in checkpoints:
-        topic = follower.fold.topics.get(checkpoint.topic_id)
+        topic = shard_copy.fold.topics.get(checkpoint.topic_id)
         if topic is None or checkpoint.topic_id in refused:
             continue
         if checkpoint.topic_id in deleted:
-            follower.deleted(checkpoint.topic_id)
+            shard_copy.deleted(checkpoint.topic_id)
             continue
-        follower.index_of(topic).checkpointed(checkpoint.segments)
+        shard_copy.index_of(topic).checkpointed(checkpoint.segments)
     if refused:
-        raise Refused(f"shard {follower.shard} could not mark {len(refused)} of {len(checkpoints)} topics")
+        raise Refused(f"shard {shard_copy.shard} could not mark {len(refused)} of {len(checkpoints)} topics")
 
 
 def _followed(entries: array[int], topic: Topic, earliest_seq: int) -> array[int] | None:
@@ -371,21 +371,21 @@ class DurableMarks:
         """Have all shards mark again: a sync of segments failed, which may have covered marks."""
         self.doubted = set(range(self._shards))
 
-    def sync(self, follower: Follower) -> list[tuple[int, SegmentInfo]]:
-        """Sync every deletion that the follower has read. Return (topic id, segment) of those in segments.
+    def sync(self, shard_copy: ShardCopy) -> list[tuple[int, SegmentInfo]]:
+        """Sync every deletion that the copy has read. Return (topic id, segment) of those in segments.
 
         Raise Refused, and OSError: then call `doubt`.
         """
         marked: list[tuple[int, SegmentInfo]] = []
         seen: list[MarkedIndex] = []
-        for topic_id in sorted(follower.shrunk):
-            topic = follower.fold.topics.get(topic_id)
+        for topic_id in sorted(shard_copy.shrunk):
+            topic = shard_copy.fold.topics.get(topic_id)
             if topic is None:
                 continue
-            index = follower.index_of(topic)
+            index = shard_copy.index_of(topic)
             for info, seqs in index.deleted_in_segments():
-                if follower.shard in self.doubted:
-                    self._mark_again(follower, topic_id, seqs)
+                if shard_copy.shard in self.doubted:
+                    self._mark_again(shard_copy, topic_id, seqs)
                 marked.append((topic_id, info))
             seen.append(index)
         if len(marked) > self._one_by_one_max:
@@ -394,16 +394,16 @@ class DurableMarks:
             for topic_id, info in marked:
                 directory = layout.topic_dir(self._data_dir, topic_id)
                 sync_segment(self._fs, directory, info.first_seq, info.version, cold=bool(info.flags & COLD))
-        self.doubted.discard(follower.shard)
+        self.doubted.discard(shard_copy.shard)
         for index in seen:
             del index.deleted[:]
         return marked
 
-    def _mark_again(self, follower: Follower, topic_id: int, seqs: Sequence[int]) -> None:
+    def _mark_again(self, shard_copy: ShardCopy, topic_id: int, seqs: Sequence[int]) -> None:
         for at in range(0, len(seqs), SEQS_PER_MESSAGE):
             runs = runs_of(seqs[at : at + SEQS_PER_MESSAGE])
             try:
-                follower.link.call(MarkAgain(topic_id, runs))
+                shard_copy.link.call(MarkAgain(topic_id, runs))
             except (TopicsError, OSError) as error:  # about shared memory, see `mark`
-                raise Refused(f"shard {follower.shard}: {error}") from error
+                raise Refused(f"shard {shard_copy.shard}: {error}") from error
             self._alive()

@@ -25,12 +25,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from topics.compactor.checkpoints import Checkpoints, DurableMarks, Refused, mark
-from topics.compactor.follower import Follower
 from topics.compactor.leftovers import Leftovers, Swept, TopicFiles
 from topics.compactor.life import Life
 from topics.compactor.relocation import Relocation
 from topics.compactor.rewriting import Rewriting
 from topics.compactor.segment_building import NO_ROOM, LogBuffers
+from topics.compactor.shard_copy import ShardCopy
 from topics.compactor.snapshots import Snapshots
 from topics.core.clock import doubled_ms
 from topics.core.errors import TopicsError
@@ -115,7 +115,7 @@ class Compactor:
     nothing is removed that a start from one of the two newest snapshots needs.
     """
 
-    followers: list[Follower]
+    shard_copies: list[ShardCopy]
     _snapshots: Snapshots
     _checkpoints: Checkpoints
     marks: DurableMarks
@@ -127,15 +127,15 @@ class Compactor:
     def __post_init__(self) -> None:
         self._cell, self._clock, self._alive = self._life.cell, self._life.clock, self._life.alive
         self._cell.set("snapshot_bytes", self._snapshots.size_bytes)
-        self._tried_bytes = [self._cell.get(f"absorbed_bytes_{one.shard:02d}") for one in self.followers]
+        self._tried_bytes = [self._cell.get(f"absorbed_bytes_{one.shard:02d}") for one in self.shard_copies]
 
     def follow(self, step_bytes: int) -> None:
         """Read on those logs that have at least `step_bytes` to read, so that a cut has less to do at once."""
-        for follower in self.followers:
-            until = follower.link.committed
-            follower.link.take_notices()
-            if until is not None and _bytes_between(follower.tail.position, until) >= step_bytes:
-                follower.catch_up(until, self._alive)
+        for shard_copy in self.shard_copies:
+            until = shard_copy.link.committed
+            shard_copy.link.take_notices()
+            if until is not None and _bytes_between(shard_copy.tail.position, until) >= step_bytes:
+                shard_copy.catch_up(until, self._alive)
 
     def upkeep(self) -> int | None:
         """Do a step of the work that can wait; return the time until the next one, None without one.
@@ -144,16 +144,16 @@ class Compactor:
         """
         if self._relocation is not None:
             # First, because it makes room, and a full disk makes rewriting fail.
-            relocated, failed = self._relocation.step(self.followers)
+            relocated, failed = self._relocation.step(self.shard_copies)
             self._cell.add("segments_relocated", relocated)
             self._cell.add("failures", failed)
-        for follower in self.followers:
+        for shard_copy in self.shard_copies:
             # Records may have been deleted in them before they were sealed.
-            for sealed in follower.sealed:
-                self._rewriting.consider(follower, *sealed)
-            follower.sealed.clear()
+            for sealed in shard_copy.sealed:
+                self._rewriting.consider(shard_copy, *sealed)
+            shard_copy.sealed.clear()
         for _ in range(MEASURED_PER_STEP):
-            if self._rewriting.step(self.followers):
+            if self._rewriting.step(self.shard_copies):
                 self._cell.add("segments_rewritten")
             if self._rewriting.due_in_ms() != 0:
                 break
@@ -162,18 +162,20 @@ class Compactor:
     @property
     def new_bytes(self) -> int:
         """The bytes written since the last cut, or try of one, by the shard that wrote most."""
-        return max(follower.link.written_bytes - self._tried_bytes[follower.shard] for follower in self.followers)
+        return max(
+            shard_copy.link.written_bytes - self._tried_bytes[shard_copy.shard] for shard_copy in self.shard_copies
+        )
 
     @property
     def has_news(self) -> bool:
         """True if a snapshot would have news, or remove files, or if it is time to seal a segment."""
-        for follower in self.followers:
-            kept = self._snapshots.positions.get(follower.shard)
-            if kept is None or follower.link.committed not in (None, kept):
+        for shard_copy in self.shard_copies:
+            kept = self._snapshots.positions.get(shard_copy.shard)
+            if kept is None or shard_copy.link.committed not in (None, kept):
                 return True
         if self._leftovers.waiting or (self._relocation is not None and self._relocation.waiting):
             return True
-        return any(map(self._checkpoints.has_old, self.followers))
+        return any(map(self._checkpoints.has_old, self.shard_copies))
 
     def cut(self, is_full: bool = False) -> bool:
         """Make a cut, and `_make_room` if the disk is full. False when a shard could not take part, refused or failed,
@@ -184,29 +186,29 @@ class Compactor:
         written_bytes: dict[int, int] = {}
         begun_ms = self._clock.now_ms()
         parts: dict[int, ShardPart] = {}
-        for follower in self.followers:
-            self._tried_bytes[follower.shard] = written = follower.link.written_bytes
-            until = follower.link.committed
+        for shard_copy in self.shard_copies:
+            self._tried_bytes[shard_copy.shard] = written = shard_copy.link.written_bytes
+            until = shard_copy.link.committed
             if until is None:
-                log.info("a shard is recovering, so its part of the last snapshot stays", shard=follower.shard)
+                log.info("a shard is recovering, so its part of the last snapshot stays", shard=shard_copy.shard)
                 continue
-            follower.catch_up(until, self._alive)
+            shard_copy.catch_up(until, self._alive)
             reached("checkpoint.followed")
             try:
-                self._checkpoint(follower)
+                self._checkpoint(shard_copy)
             except (OSError, Refused) as error:
-                is_full |= self._not_cut(follower, error)
+                is_full |= self._not_cut(shard_copy, error)
                 continue
-            parts[follower.shard] = self._snapshots.part_of(follower, self._alive)
-            written_bytes[follower.shard] = written
+            parts[shard_copy.shard] = self._snapshots.part_of(shard_copy, self._alive)
+            written_bytes[shard_copy.shard] = written
         reached("snapshot.due")
-        for follower in [self.followers[shard] for shard in parts]:
+        for shard_copy in [self.shard_copies[shard] for shard in parts]:
             try:
-                for topic_id, info in self.marks.sync(follower):
-                    self._rewriting.consider(follower, topic_id, info.first_seq)
+                for topic_id, info in self.marks.sync(shard_copy):
+                    self._rewriting.consider(shard_copy, topic_id, info.first_seq)
             except (OSError, Refused) as error:
-                is_full |= self._not_cut(follower, error)
-                del parts[follower.shard]
+                is_full |= self._not_cut(shard_copy, error)
+                del parts[shard_copy.shard]
         saved = False
         if self._snapshots.can_save(parts):
             try:
@@ -218,28 +220,28 @@ class Compactor:
                 is_full |= error.errno in NO_ROOM
         if is_full:
             self._make_room()
-        return saved and len(parts) == len(self.followers)
+        return saved and len(parts) == len(self.shard_copies)
 
-    def _not_cut(self, follower: Follower, error: OSError | Refused) -> bool:
+    def _not_cut(self, shard_copy: ShardCopy, error: OSError | Refused) -> bool:
         """Count and log the failure of one shard. True if the disk is full."""
         if isinstance(error, OSError):
             self.marks.doubt()
         self._cell.add("failures")
         log.error(
             "a checkpoint failed and will be repeated, so the log keeps its length",
-            shard=follower.shard,
+            shard=shard_copy.shard,
             reason=str(error),
         )
         return isinstance(error, OSError) and error.errno in NO_ROOM
 
-    def _checkpoint(self, follower: Follower) -> None:
-        with closing(LogBuffers(follower.tail.directory)) as buffers:
-            written = self._checkpoints.run(follower, buffers)
+    def _checkpoint(self, shard_copy: ShardCopy) -> None:
+        with closing(LogBuffers(shard_copy.tail.directory)) as buffers:
+            written = self._checkpoints.run(shard_copy, buffers)
         if self._relocation is not None:
-            for topic_id in follower.touched:
-                if (topic := follower.fold.topics.get(topic_id)) is not None:
-                    self._relocation.consider(follower, topic)
-        follower.touched.clear()
+            for topic_id in shard_copy.touched:
+                if (topic := shard_copy.fold.topics.get(topic_id)) is not None:
+                    self._relocation.consider(shard_copy, topic)
+        shard_copy.touched.clear()
         self._cell.add("checkpoints")
         self._cell.add("checkpointed_records", written.records)
         self._cell.add("checkpointed_bytes", max(0, written.data_bytes))
@@ -263,7 +265,7 @@ class Compactor:
     def _trim(self, positions: dict[int, WalPosition]) -> None:
         for shard, position in positions.items():
             try:
-                self.followers[shard].link.call(Trim(position.file_no))
+                self.shard_copies[shard].link.call(Trim(position.file_no))
             except TopicsError as error:
                 # The next trim removes these files, too.
                 self._cell.add("failures")
@@ -274,11 +276,11 @@ class Compactor:
     def consider_all(self) -> None:
         """Queue all work that former lives may have left undone. Raise OSError."""
         self._leftovers.consider_all()
-        for follower in self.followers:
-            self._rewriting.consider_all(follower)
+        for shard_copy in self.shard_copies:
+            self._rewriting.consider_all(shard_copy)
             if self._relocation is not None:
-                for topic in follower.fold.topics.values():
-                    self._relocation.consider(follower, topic)
+                for topic in shard_copy.fold.topics.values():
+                    self._relocation.consider(shard_copy, topic)
 
     def tidy(self) -> None:
         """Repeat work that needs no further snapshot: remove files that two snapshots found superfluous."""
@@ -289,11 +291,11 @@ class Compactor:
     def _sweep(self, shards: Collection[int]) -> None:
         """Sweep the topics of these shards, which are in the new snapshot."""
         for shard in shards:
-            follower = self.followers[shard]
-            for topic_id in follower.shrunk:
+            shard_copy = self.shard_copies[shard]
+            for topic_id in shard_copy.shrunk:
                 self._leftovers.consider(topic_id)
-            follower.shrunk.clear()
-        complete = len(shards) == len(self.followers)
+            shard_copy.shrunk.clear()
+        complete = len(shards) == len(self.shard_copies)
 
         def in_snapshot(topic_id: int) -> bool:
             shard = self._shard_of(topic_id)
@@ -311,19 +313,19 @@ class Compactor:
         that stays full whatever is deleted.
         """
         synced: set[int] = set()
-        for follower in self.followers:
-            until = follower.link.committed
+        for shard_copy in self.shard_copies:
+            until = shard_copy.link.committed
             if until is None:
                 continue
             try:
-                mark(follower, [])
+                mark(shard_copy, [])
                 # The log is synced up to there now.
-                follower.catch_up(until, self._alive)
+                shard_copy.catch_up(until, self._alive)
             except (OSError, Refused) as error:
-                log.error("the disk is full, and a log cannot be synced", shard=follower.shard, reason=str(error))
+                log.error("the disk is full, and a log cannot be synced", shard=shard_copy.shard, reason=str(error))
             else:
-                synced.add(follower.shard)
-        shrunk = set().union(*(self.followers[shard].shrunk for shard in synced))
+                synced.add(shard_copy.shard)
+        shrunk = set().union(*(self.shard_copies[shard].shrunk for shard in synced))
 
         def files_of(topic_id: int) -> TopicFiles | None:
             return self._files_of(topic_id) if self._shard_of(topic_id) in synced else None
@@ -349,20 +351,20 @@ class Compactor:
 
     def _shard_of(self, topic_id: int) -> int | None:
         """Return the shard of a topic. None: no log ever created it."""
-        for follower in self.followers:
-            if topic_id in follower.fold.topics or topic_id in follower.fold.created_ids:
-                return follower.shard
+        for shard_copy in self.shard_copies:
+            if topic_id in shard_copy.fold.topics or topic_id in shard_copy.fold.created_ids:
+                return shard_copy.shard
         return None
 
     def _files_of(self, topic_id: int) -> TopicFiles | None:
         shard = self._shard_of(topic_id)
         if shard is None:
             return None
-        follower = self.followers[shard]
-        topic = follower.fold.topics.get(topic_id)
+        shard_copy = self.shard_copies[shard]
+        topic = shard_copy.fold.topics.get(topic_id)
         if topic is None:
             return TopicFiles(None, 0)
-        return TopicFiles(follower.index_of(topic).segments, topic.earliest_seq)
+        return TopicFiles(shard_copy.index_of(topic).segments, topic.earliest_seq)
 
 
 def _bytes_between(start: WalPosition, end: WalPosition) -> int:

@@ -14,12 +14,12 @@ from typing import Final
 
 from topics.compactor.checkpoints import SYNC_ONE_BY_ONE_MAX, Checkpoints, DurableMarks, Refused, mark
 from topics.compactor.compactor import Compactor, CutTimes
-from topics.compactor.follower import Follower, LogTail, MarkedIndex, ShardLink, TailLost
 from topics.compactor.leftovers import Leftovers
 from topics.compactor.life import HEARTBEAT_MS, ClockNote, Life, Stopped
 from topics.compactor.relocation import HotRetention, Relocation, object_names
 from topics.compactor.rewriting import ColdFetch, Rewriting
 from topics.compactor.segment_building import SealAt
+from topics.compactor.shard_copy import MarkedIndex, ShardCopy, ShardLink
 from topics.compactor.snapshots import Snapshots
 from topics.core.clock import SystemClock
 from topics.core.fold import Fold, FoldError
@@ -30,6 +30,7 @@ from topics.shm.control import ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.storage import kill_points, layout, service_id
 from topics.storage.filesystem import FileSystem, OsFileSystem, boot_id, syncfs_reports_errors
+from topics.storage.log_tail import LogTail, TailLost
 from topics.storage.logfile import RefusedLog, WalPosition
 from topics.storage.pins import Pinned, pins_dir, read_pinned
 from topics.storage.segment_store import SegmentStore, open_store
@@ -95,15 +96,15 @@ def build(
             life.wait()
     snapshot = load_snapshot(fs, settings.data_dir)
     parts: dict[int, ShardPart] = {} if snapshot is None else {part.shard: part for part in snapshot.parts}
-    followers = [_follow(fs, settings.data_dir, shared, link, parts.get(link.shard)) for link in links]
-    for follower in followers:
+    shard_copies = [_follow(fs, settings.data_dir, shared, link, parts.get(link.shard)) for link in links]
+    for shard_copy in shard_copies:
         # After this answer no request of a former life is under way: all its marks are in the log.
-        mark(follower, [])
-        committed = follower.link.committed
+        mark(shard_copy, [])
+        committed = shard_copy.link.committed
         while committed is None:
             life.wait()
-            committed = follower.link.committed
-        follower.catch_up(committed, life.alive)
+            committed = shard_copy.link.committed
+        shard_copy.catch_up(committed, life.alive)
     seal_at = SealAt(settings.segment_max_events, settings.segment_max_bytes, settings.segment_max_age_ms)
     clock = life.clock
     pins = pins_dir(shared.ram_dir)
@@ -118,9 +119,9 @@ def build(
         one_cold = next(
             (
                 object_names(topic.id, info.first_seq, info.version)[-1]
-                for follower in followers
-                for topic in follower.fold.topics.values()
-                for info in follower.index_of(topic).segments
+                for shard_copy in shard_copies
+                for topic in shard_copy.fold.topics.values()
+                for info in shard_copy.index_of(topic).segments
                 if info.flags & COLD
             ),
             None,
@@ -140,7 +141,7 @@ def build(
         one_by_one_max = sys.maxsize
         log.info("segments are synced one by one: this kernel does not report failed syncs of a disk", kernel=release)
     compactor = Compactor(
-        followers,
+        shard_copies,
         Snapshots(fs, settings.data_dir, shared.shards, snapshot),
         Checkpoints(fs, settings.data_dir, seal_at, clock, life.alive, one_by_one_max),
         DurableMarks(fs, settings.data_dir, shared.shards, life.alive, one_by_one_max),
@@ -169,8 +170,8 @@ def _check_cold(store: SegmentStore, name: str) -> None:
     )
 
 
-def _follow(fs: FileSystem, data_dir: str, shared: SharedMemory, link: ShardLink, part: ShardPart | None) -> Follower:
-    """Return a follower of the shard's log from where the snapshot ends, or from its first file."""
+def _follow(fs: FileSystem, data_dir: str, shared: SharedMemory, link: ShardLink, part: ShardPart | None) -> ShardCopy:
+    """Return a copy of the shard's log from where the snapshot ends, or from its first file."""
     directory = layout.group_dir(data_dir, link.shard, shared.shards)
     fold = Fold(lambda _topic_id: MarkedIndex(), is_located=False)
     if part is None:
@@ -178,7 +179,7 @@ def _follow(fs: FileSystem, data_dir: str, shared: SharedMemory, link: ShardLink
     else:
         position = part.position
         fold.restore(part.decoded())
-    return Follower(shared.identity, link, LogTail(directory, position), fold)
+    return ShardCopy(shared.identity, link, LogTail(directory, position), fold)
 
 
 def serve(compactor: Compactor, settings: Settings, life: Life, note: ClockNote, room_bytes: Callable[[], int]) -> None:

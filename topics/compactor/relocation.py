@@ -22,8 +22,8 @@ from typing import Final, NamedTuple
 import msgspec
 
 from topics.compactor.checkpoints import Refused, mark
-from topics.compactor.follower import Follower
 from topics.compactor.leftovers import FilesOf
+from topics.compactor.shard_copy import ShardCopy
 from topics.compactor.work_queue import WorkQueue
 from topics.core.clock import Clock, doubled_ms
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
@@ -155,12 +155,12 @@ class Relocation:
         is_free = self._deleting is None or self._deleting.done()
         return is_free and bool(self._removed or self._found or self._due)
 
-    def consider(self, follower: Follower, topic: Topic) -> None:
+    def consider(self, shard_copy: ShardCopy, topic: Topic) -> None:
         """Queue the segments of this topic that are to be cold."""
-        for info in self._retention.excess(follower.index_of(topic).segments):
-            self._queue.add(RelocationCopy(follower.shard, topic.id, info))
+        for info in self._retention.excess(shard_copy.index_of(topic).segments):
+            self._queue.add(RelocationCopy(shard_copy.shard, topic.id, info))
 
-    def step(self, followers: list[Follower]) -> tuple[int, int]:
+    def step(self, shard_copies: list[ShardCopy]) -> tuple[int, int]:
         """Mark finished copies and begin the next ones. Return the numbers of new cold segments and of failures."""
         copied: dict[int, list[RelocationCopy]] = {}
         failed = 0
@@ -169,7 +169,7 @@ class Relocation:
             try:
                 future.result()
             except OSError as error:
-                if not self._is_current(followers[copy.shard], copy):
+                if not self._is_current(shard_copies[copy.shard], copy):
                     self._outdated(copy)  # its files were removed, so no wonder
                 else:
                     self._failed(copy, error)
@@ -179,17 +179,17 @@ class Relocation:
         relocated = 0
         for shard, copies in copied.items():
             reached("relocate.copied")
-            marked, unmarked = self._mark_cold(followers[shard], copies)
+            marked, unmarked = self._mark_cold(shard_copies[shard], copies)
             relocated, failed = relocated + marked, failed + unmarked
         if len(self._queue) > self._queue_max:
-            self._queue.keep_only(lambda copy: self._is_current(followers[copy.shard], copy))
+            self._queue.keep_only(lambda copy: self._is_current(shard_copies[copy.shard], copy))
             self._queue_max = max(QUEUE_MIN, 2 * len(self._queue))
-        self._begin(followers)
+        self._begin(shard_copies)
         if self._copying and self._copying[0][1].done():
             self._wake()  # the helper finished while the shard was waited for
         return relocated, failed
 
-    def _begin(self, followers: list[Follower]) -> None:
+    def _begin(self, shard_copies: list[ShardCopy]) -> None:
         """Give the helper as many copies as it may have in advance."""
         ahead_bytes = sum(copy.info.data_bytes for copy, _ in self._copying)
         now_ms = self._clock.monotonic_ms()
@@ -199,7 +199,7 @@ class Relocation:
             copy = self._queue.take(now_ms)
             if copy is None:
                 return
-            if not self._is_current(followers[copy.shard], copy):
+            if not self._is_current(shard_copies[copy.shard], copy):
                 self._queue.drop(copy)
                 continue
             future = self._helper.submit(self._copy, copy)
@@ -317,42 +317,42 @@ class Relocation:
 
         return is_needless
 
-    def _is_current(self, follower: Follower, copy: RelocationCopy) -> bool:
+    def _is_current(self, shard_copy: ShardCopy, copy: RelocationCopy) -> bool:
         """True if the segment is still as it was when it was queued."""
-        topic = follower.fold.topics.get(copy.topic_id)
-        return topic is not None and follower.index_of(topic).segments.at(copy.info.first_seq) == copy.info
+        topic = shard_copy.fold.topics.get(copy.topic_id)
+        return topic is not None and shard_copy.index_of(topic).segments.at(copy.info.first_seq) == copy.info
 
     def _outdated(self, copy: RelocationCopy) -> None:
         """Drop a copy whose segment was rewritten or removed meanwhile; what was copied of it is superfluous."""
         self._queue.drop(copy)
         self._found.update(copy.objects)
 
-    def _mark_cold(self, follower: Follower, copies: list[RelocationCopy]) -> tuple[int, int]:
+    def _mark_cold(self, shard_copy: ShardCopy, copies: list[RelocationCopy]) -> tuple[int, int]:
         """Have the shard mark these segments as cold, in one message. Segments that are not marked are copied again."""
         cold: dict[int, list[SegmentInfo]] = {}
         for copy in copies:
-            if not self._is_current(follower, copy):
+            if not self._is_current(shard_copy, copy):
                 self._outdated(copy)
             else:
                 flagged = msgspec.structs.replace(copy.info, flags=copy.info.flags | COLD)
                 cold.setdefault(copy.topic_id, []).append(flagged)
         checkpoints = []
         for topic_id, infos in cold.items():
-            last_seq = follower.index_of(follower.fold.topics[topic_id]).segments.last_seq
+            last_seq = shard_copy.index_of(shard_copy.fold.topics[topic_id]).segments.last_seq
             checkpoints.append(TopicCheckpoint(topic_id, last_seq, sorted(infos, key=lambda info: info.first_seq)))
         unmarked: list[RelocationCopy] = []
         try:
             if checkpoints:
-                mark(follower, checkpoints)
+                mark(shard_copy, checkpoints)
         except (OSError, Refused) as error:
             # The shard may have refused some topics only.
-            unmarked = [copy for copy in copies if self._is_current(follower, copy)]
+            unmarked = [copy for copy in copies if self._is_current(shard_copy, copy)]
             for copy in unmarked:
                 self._failed(copy, error)
         marked = [copy for copy in copies if copy not in unmarked]
         if marked:
             reached("relocate.marked")
-            follower.shrunk.update(copy.topic_id for copy in marked)
+            shard_copy.shrunk.update(copy.topic_id for copy in marked)
         for copy in marked:
             self._queue.done(copy)
         return sum(map(len, cold.values())) - len(unmarked), len(unmarked)

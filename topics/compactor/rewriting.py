@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from topics.compactor.checkpoints import Refused, mark
-from topics.compactor.follower import Follower
+from topics.compactor.shard_copy import ShardCopy
 from topics.compactor.work_queue import WorkQueue
 from topics.core.clock import Clock, doubled_ms
 from topics.core.location import LOCATION_DELETED
@@ -258,24 +258,24 @@ class Rewriting:
         self._fetches_failed = 0
         """The number of failed fetches in a row."""
 
-    def consider(self, follower: Follower, topic_id: int, first_seq: int) -> None:
+    def consider(self, shard_copy: ShardCopy, topic_id: int, first_seq: int) -> None:
         """Queue a segment in which records were deleted."""
         if self._dead_ratio:
-            self._queue.add(_Candidate(follower.shard, topic_id, first_seq))
+            self._queue.add(_Candidate(shard_copy.shard, topic_id, first_seq))
 
-    def consider_all(self, follower: Follower) -> None:
+    def consider_all(self, shard_copy: ShardCopy) -> None:
         """Queue all sealed segments: a former life may have known of deletions in some."""
-        for topic in follower.fold.topics.values():
-            for info in follower.index_of(topic).segments:
+        for topic in shard_copy.fold.topics.values():
+            for info in shard_copy.index_of(topic).segments:
                 if info.flags & SEALED:
-                    self.consider(follower, topic.id, info.first_seq)
+                    self.consider(shard_copy, topic.id, info.first_seq)
 
     def due_in_ms(self) -> int | None:
         """Return the time until the next segment is to be measured; None without one. A fetch is not counted."""
         due_ms = self._queue.due_ms()
         return None if due_ms is None else max(0, max(due_ms, self._next_ms) - self._clock.monotonic_ms())
 
-    def step(self, followers: list[Follower]) -> bool:
+    def step(self, shard_copies: list[ShardCopy]) -> bool:
         """Do the next step, if it is time to. True when a segment was rewritten.
 
         Raise OSError, Refused: the segment comes again, later each time.
@@ -286,18 +286,18 @@ class Rewriting:
         candidate = self._queue.take(now_ms)
         if candidate is not None:
             try:
-                is_rewritten = self._examine(followers[candidate.shard], candidate)
+                is_rewritten = self._examine(shard_copies[candidate.shard], candidate)
             except (OSError, Refused):
                 self._queue.failed(candidate, self._clock.monotonic_ms())
                 raise
             self._queue.drop(candidate)
             if is_rewritten:
                 return True
-        return self._step_cold(followers)
+        return self._step_cold(shard_copies)
 
-    def _examine(self, follower: Follower, candidate: _Candidate) -> bool:
+    def _examine(self, shard_copy: ShardCopy, candidate: _Candidate) -> bool:
         """Measure a segment, and rewrite it or note it for a fetch. True when it was rewritten."""
-        found = self._current(follower, candidate)
+        found = self._current(shard_copy, candidate)
         if found is None:
             return False
         topic, info = found
@@ -309,7 +309,7 @@ class Rewriting:
                 if self._fetch is not None:
                     self._cold[candidate] = None
                 return False
-            self._rewrite(follower, topic, info, None)
+            self._rewrite(shard_copy, topic, info, None)
         except (CorruptSegment, CorruptPostings, FileNotFoundError) as error:
             log.error("a damaged segment is not rewritten", reason=str(error))
             return False
@@ -318,7 +318,7 @@ class Rewriting:
             raise
         return True
 
-    def _step_cold(self, followers: list[Follower]) -> bool:
+    def _step_cold(self, shard_copies: list[ShardCopy]) -> bool:
         """Rewrite the fetched segment, or begin the next fetch. True when one was rewritten."""
         if self._fetch is None:
             return False
@@ -327,22 +327,22 @@ class Rewriting:
             if future is None:
                 return False
             fetching, self._fetching = self._fetching, None
-            return self._rewrite_fetched(followers, *fetching, future)
+            return self._rewrite_fetched(shard_copies, *fetching, future)
         if self._cold and self._clock.monotonic_ms() >= self._fetch_next_ms:
             candidate = next(iter(self._cold))
             del self._cold[candidate]
-            found = self._current(followers[candidate.shard], candidate)
+            found = self._current(shard_copies[candidate.shard], candidate)
             if found is not None and found[1].flags & COLD:
                 self._fetching = candidate, found[1]
                 self._fetch.begin(candidate.topic_id, found[1])
         return False
 
     def _rewrite_fetched(
-        self, followers: list[Follower], candidate: _Candidate, info: SegmentInfo, future: Future[Content]
+        self, shard_copies: list[ShardCopy], candidate: _Candidate, info: SegmentInfo, future: Future[Content]
     ) -> bool:
-        follower = followers[candidate.shard]
+        shard_copy = shard_copies[candidate.shard]
         reached("rewrite.fetched")
-        found = self._current(follower, candidate)
+        found = self._current(shard_copy, candidate)
         if found is None or found[1] != info:
             if future.exception() is None:
                 self._fetches_failed = 0
@@ -350,7 +350,7 @@ class Rewriting:
         try:
             data = future.result()
             try:
-                self._rewrite(follower, found[0], info, data)
+                self._rewrite(shard_copy, found[0], info, data)
             except FileNotFoundError as error:  # a hot file; one that is missing in the cold directory may come back
                 raise CorruptSegment(error.filename or "", 0, "the file is missing") from error
         except (CorruptSegment, CorruptPostings, EOFError) as error:
@@ -366,22 +366,22 @@ class Rewriting:
         self._fetches_failed = 0
         return True
 
-    def _current(self, follower: Follower, candidate: _Candidate) -> tuple[Topic, SegmentInfo] | None:
+    def _current(self, shard_copy: ShardCopy, candidate: _Candidate) -> tuple[Topic, SegmentInfo] | None:
         """Return the segment as it is now, if it is sealed."""
-        topic = follower.fold.topics.get(candidate.topic_id)
+        topic = shard_copy.fold.topics.get(candidate.topic_id)
         if topic is None:
             return None
-        info = follower.index_of(topic).segments.at(candidate.first_seq)
+        info = shard_copy.index_of(topic).segments.at(candidate.first_seq)
         if info is None or info.first_seq != candidate.first_seq or not info.flags & SEALED:
             return None
         return topic, info
 
-    def _rewrite(self, follower: Follower, topic: Topic, info: SegmentInfo, data: Content | None) -> None:
+    def _rewrite(self, shard_copy: ShardCopy, topic: Topic, info: SegmentInfo, data: Content | None) -> None:
         rewritten = rewrite(self._fs, layout.topic_dir(self._data_dir, topic.id), info, data)
         self._pause(info.data_bytes + rewritten.data_bytes)
-        mark(follower, [TopicCheckpoint(topic.id, follower.index_of(topic).segments.last_seq, [rewritten])])
+        mark(shard_copy, [TopicCheckpoint(topic.id, shard_copy.index_of(topic).segments.last_seq, [rewritten])])
         reached("rewrite.marked")
-        follower.shrunk.add(topic.id)
+        shard_copy.shrunk.add(topic.id)
 
     def _pause(self, size_bytes: int) -> None:
         self._next_ms = self._clock.monotonic_ms() + size_bytes * 1000 // BYTES_PER_S

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable
 
-from topics.compactor.follower import Follower
+from topics.compactor.shard_copy import ShardCopy
 from topics.core.topic import Topic
 from topics.log import get_logger
 from topics.storage import layout
@@ -37,11 +37,11 @@ class Snapshots:
         self.positions = _positions([] if newest is None else newest.parts)
         """The position up to which the newest snapshot contains each shard's log."""
 
-    def part_of(self, follower: Follower, alive: Callable[[], None]) -> ShardPart:
+    def part_of(self, shard_copy: ShardCopy, alive: Callable[[], None]) -> ShardPart:
         """Encode the shard as it has been followed so far; `alive` is called between topics."""
-        forget_ended(self._fs, self._data_dir, follower.fold.topics.values(), alive)
-        tail = follower.tail
-        return encode_part(follower.shard, self._shards, tail.log_id(), tail.position, follower.fold.state())
+        forget_ended(self._fs, self._data_dir, shard_copy.fold.topics.values(), alive)
+        tail = shard_copy.tail
+        return encode_part(shard_copy.shard, self._shards, tail.log_id(), tail.position, shard_copy.fold.state())
 
     def can_save(self, shards: Collection[int]) -> bool:
         """True if parts of these shards and the newest snapshot make a whole one."""

@@ -9,8 +9,8 @@ import pytest
 
 from tests.storage.faults import Fault, FaultyFileSystem
 from tests.storage.logs import appends, commit, open_writer
-from topics.compactor.follower import LogTail, TailLost
 from topics.storage.filesystem import OsFileSystem
+from topics.storage.log_tail import LogTail, TailLost
 from topics.storage.logfile import WalPosition
 from topics.storage.wal import WalSyncError, WalWriter
 
