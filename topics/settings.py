@@ -138,6 +138,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     archive_wait_ms: Annotated[
         int, integer(1, 600_000, "how long a write of class archived waits for the archive before it is refused")
     ] = 10_000
+    follow: Annotated[
+        str | None, bucket_url("the archive of another service, of which this one is to be a copy that reads")
+    ] = None
     ring_bytes: Annotated[
         int, byte_size(64 * KIB, 1 * GIB, "request ring between a frontend and a shard; the reply ring has a quarter")
     ]
@@ -285,6 +288,8 @@ def load(
     needs_library = [("cold_url", settings.cold_url)]
     if settings.archive_url is not None and not settings.archive_url.startswith("file:"):
         needs_library.append(("archive_url", settings.archive_url))
+    if settings.follow is not None and not settings.follow.startswith("file:"):
+        needs_library.append(("follow", settings.follow))
     for name, url in needs_library:
         if url is not None and find_spec("obstore") is None:
             way_out = "install it with pip install 'topicsd[bucket]'"

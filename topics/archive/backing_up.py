@@ -48,7 +48,8 @@ def backup(
         try:
             with _ends(data_dir) as ends:
                 origin = Origin(fs, data_dir, ends, open_cold)
-                shipper = Shipper(archive, origin, service_id.keep_id(fs, data_dir), clock, told)
+                mask = service_id.epoch_mask(fs, data_dir)
+                shipper = Shipper(archive, origin, service_id.keep_id(fs, data_dir), clock, told, mask)
                 shipper.begin()
                 return shipper.base()
         except NoMomentError:

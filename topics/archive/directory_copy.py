@@ -18,6 +18,7 @@ from topics.archive.objects import ArchiveDamagedError, LogStart, Piece, joined
 from topics.core.ceilings import RAM_STEP, TAIL_STEP
 from topics.core.control_bodies import HeadFrameBody, MarkFrameBody, decode_mark, encode_body
 from topics.core.floors import EvictReason
+from topics.core.location import LOCATION_DELETED
 from topics.core.segment_list import COLD
 from topics.core.shard_state import FoldedTopic, ShardState
 from topics.storage import layout
@@ -36,6 +37,7 @@ from topics.storage.frame import (
 from topics.storage.log_fold import OfflineFold
 from topics.storage.logfile import WalIdentity, WalPosition, note_committed, read_first_start, write_current
 from topics.storage.recovery import Recovery
+from topics.storage.segment import DELETED, ENTRY_LEN, read_columns
 from topics.storage.snapshot import decode_parts, encode_part, encode_parts, load_snapshot, save_snapshot
 from topics.storage.upgrade import write_mark
 
@@ -44,6 +46,10 @@ LOST_SEQS_MAX: Final = 1 << 17
 LOST_SEQS_TOTAL: Final = 1 << 20
 """The same for all topics together, but for TAIL_STEP each: each lost seq takes an entry in the index."""
 _PAD_KEY: Final = b"\xa3pad"
+
+
+class MissingBytesError(ArchiveDamagedError):
+    """A piece of the archive does not go on where the one before it ends."""
 
 
 class DirectoryCopy:
@@ -69,6 +75,13 @@ class DirectoryCopy:
     def replace(self, path: str, content: bytes) -> None:
         """Write a file durably; who has it open goes on with the former one."""
         replace_file(self._fs, self._full(path), content)
+
+    def mark_deleted(self, path: str, idx: bytes) -> None:
+        """Mark the deletions that an index has in a segment's data, durably."""
+        with opened(self._fs, os.path.join(self._data_dir, path), os.O_RDWR) as fd:
+            for end in _deleted_ends(idx):
+                write_all(self._fs, fd, bytes((DELETED,)), end - 1)
+            self._fs.fdatasync(fd)
 
     def _full(self, path: str) -> str:
         path = os.path.join(self._data_dir, path)
@@ -104,7 +117,7 @@ class DirectoryCopy:
         self.write(os.path.relpath(layout.log_path(self.log_directory(start.shard), file_no), self._data_dir), content)
 
     def lay_out(self, piece: Piece, payload: memoryview, ends: dict[int, WalPosition]) -> None:
-        """Write the next bytes of the logs, which end at `ends`, by shard; these move. Raise ArchiveDamagedError if
+        """Write the next bytes of the logs, which end at `ends`, by shard; these move. Raise MissingBytesError if
         bytes are missing before them.
         """
         at = 0
@@ -114,7 +127,7 @@ class DirectoryCopy:
             end = ends[part.shard]
             behind = joined(end, part)
             if behind is None:
-                raise ArchiveDamagedError(
+                raise MissingBytesError(
                     f"{self._place}: in piece {piece.number}, log {part.shard} goes on at {part.offset} of file"
                     f" {part.file_no}; the pieces before end at {end}"
                 )
@@ -201,6 +214,28 @@ class DirectoryCopy:
             write_all(self._fs, fd, frames, end.offset)
         if has_end:
             note_committed(self._fs, directory, WalPosition(end.file_no, end.offset + len(frames)))
+
+
+def marked(data: bytes, idx: bytes) -> bytes:
+    """Return the data of a segment with the deletions that its index has: data are shipped once, an index with each
+    base.
+    """
+    ends = _deleted_ends(idx)
+    if not ends:
+        return data
+    content = bytearray(data)
+    for end in ends:
+        content[end - 1] = DELETED
+    return bytes(content)
+
+
+def _deleted_ends(idx: bytes) -> list[int]:
+    _, offsets, lengths, flags = read_columns(idx, 0, len(idx) // ENTRY_LEN)
+    return [
+        offset + length
+        for offset, length, flag in zip(offsets, lengths, flags, strict=True)
+        if flag & LOCATION_DELETED and length
+    ]
 
 
 def _lost_tail_frame(topic: FoldedTopic, lost_seqs: int, now_ms: int) -> bytes:

@@ -55,7 +55,8 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
     origin = Origin(fs, settings.data_dir, RunningEnds(shared.control), open_cold)
 
     def make_shipper() -> Shipper:
-        return Shipper(archive, origin, service_id.keep_id(fs, settings.data_dir), clock)
+        mask = service_id.epoch_mask(fs, settings.data_dir)
+        return Shipper(archive, origin, service_id.keep_id(fs, settings.data_dir), clock, epoch_mask=mask)
 
     times = ArchiverTimes(settings.archive_interval_ms, settings.archive_keep_ms)
     helpers = ThreadPoolExecutor(2, "archive")

@@ -129,6 +129,8 @@ class Generation(msgspec.Struct, frozen=True):
     begun_ms: int
     log_ids: list[int]
     nonce: str
+    epoch_mask: int = 0
+    """Makes epochs of topic ids (`storage/service_id.py`)."""
 
     @property
     def shards(self) -> int:
@@ -152,6 +154,8 @@ class Piece(msgspec.Struct, frozen=True):
     txn: list[TxnFile] = []
     taken_over_by: str = ""
     """The machine that took over from the service, in the last piece of a generation."""
+    taken_over_id: str = ""
+    """The id of the service that goes on in this archive from there, if one does."""
 
 
 class Base(msgspec.Struct, frozen=True):

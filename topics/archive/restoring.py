@@ -17,15 +17,13 @@ from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
-from topics.archive.directory_copy import DirectoryCopy
+from topics.archive.directory_copy import DirectoryCopy, marked
 from topics.archive.objects import Archive, ArchiveDamagedError, Base, FileRef, Generation, Piece, read_whole
 from topics.core.clock import Clock
-from topics.core.location import LOCATION_DELETED
 from topics.core.shard_state import FoldedTopic
 from topics.storage import service_id
 from topics.storage.filesystem import FileSystem, make_dirs
 from topics.storage.frame import HEADER_LEN, FrameType, scan
-from topics.storage.segment import DELETED, ENTRY_LEN, read_columns
 from topics.storage.snapshot import decode_parts
 
 FETCHED_AHEAD: Final = 8
@@ -164,7 +162,7 @@ def _topics_of(snapshot: bytes) -> list[FoldedTopic]:
     return [topic for part in (decode_parts(snapshot) if snapshot else ()) for topic in part.decoded().topics]
 
 
-def _ahead(fetch: Callable[[_Wanted], _Got], wanted: Iterable[_Wanted]) -> Iterator[tuple[_Wanted, _Got]]:
+def fetched_ahead(fetch: Callable[[_Wanted], _Got], wanted: Iterable[_Wanted]) -> Iterator[tuple[_Wanted, _Got]]:
     """Yield (wanted, fetched) in order, FETCHED_AHEAD at a time: most of the time of a bucket is waiting."""
     underway: deque[tuple[_Wanted, Future[_Got]]] = deque()
     with ThreadPoolExecutor(FETCHED_AHEAD, "fetch") as pool:
@@ -234,7 +232,9 @@ class Restore:
         ends = {start.shard: start.position for start in plan.base.logs}
         for start in plan.base.logs:
             self._copy.begin_log(start)
-        for number, (piece, payload) in _ahead(lambda no: self._archive.piece(plan.generation.number, no), plan.pieces):
+        for number, (piece, payload) in fetched_ahead(
+            lambda no: self._archive.piece(plan.generation.number, no), plan.pieces
+        ):
             self._copy.lay_out(piece, payload, ends)
             for file in piece.txn:
                 if (number, file.path) in wanted:
@@ -260,26 +260,8 @@ def fetched_files(archive: Archive, refs: Iterable[FileRef]) -> Iterator[tuple[F
     ArchiveDamagedError, OSError.
     """
     idx = b""
-    for ref, content in _ahead(lambda ref: read_whole(archive.store, ref.name), refs):
+    for ref, content in fetched_ahead(lambda ref: read_whole(archive.store, ref.name), refs):
         archive.check_file(ref, content)
         if ref.path.endswith(".idx"):
             idx = content
-        yield ref, _marked(content, idx) if ref.path.endswith(".data") else content
-
-
-def _marked(data: bytes, idx: bytes) -> bytes:
-    """Return the data of a segment with the deletions that its index has: data are shipped once, an index with each
-    base.
-    """
-    _, offsets, lengths, flags = read_columns(idx, 0, len(idx) // ENTRY_LEN)
-    ends = [
-        offset + length
-        for offset, length, flag in zip(offsets, lengths, flags, strict=True)
-        if flag & LOCATION_DELETED and length
-    ]
-    if not ends:
-        return data
-    marked = bytearray(data)
-    for end in ends:
-        marked[end - 1] = DELETED
-    return bytes(marked)
+        yield ref, marked(content, idx) if ref.path.endswith(".data") else content

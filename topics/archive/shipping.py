@@ -79,14 +79,16 @@ class Shipper:
         service_id: str,
         clock: Clock,
         told: Callable[[int, int], None] = lambda _done, _total: None,
+        epoch_mask: int = 0,
     ) -> None:
-        """`told` hears how many bytes of how many were looked at for a base."""
+        """`told` hears how many bytes of how many were looked at for a base. `epoch_mask` is that of the directory."""
         self._archive = archive
         self._store = archive.store
         self._origin = origin
         self._service_id = service_id
         self._clock = clock
         self._told = told
+        self._epoch_mask = epoch_mask
         self._nonce = secrets.token_hex(8)
         self._generation: Generation | None = None
         self._base: Base | None = None
@@ -107,11 +109,19 @@ class Shipper:
         logs, _ = self._moment()
         numbers = self._archive.generations()
         if numbers:
-            self._load(self._archive.generation(numbers[-1]))
-            assert self._generation is not None
-            if self._generation.service_id != self._service_id:
+            newest = self._archive.generation(numbers[-1])
+            last = self._load(newest)
+            if last is not None and last.taken_over_by:
+                if last.taken_over_id != self._service_id:
+                    raise self._taken_over(last.taken_over_by)
+                self._new_generation(numbers[-1] + 1, logs)
+                return
+            if newest.service_id != self._service_id:
+                for number in numbers[:-1]:
+                    if self._archive.generation(number).service_id == self._service_id:
+                        raise self._taken_over(f"service {newest.service_id}")
                 raise OtherShipperError(
-                    f"{self._store.place('')} has the archive of service {self._generation.service_id}, this is"
+                    f"{self._store.place('')} has the archive of service {newest.service_id}, this is"
                     f" service {self._service_id}: give each service a place of its own (a restored directory is a"
                     " service of its own)"
                 )
@@ -206,7 +216,14 @@ class Shipper:
 
     # -- the end of the archive
 
-    def _load(self, generation: Generation) -> None:
+    def _taken_over(self, by: str) -> TakenOverError:
+        return TakenOverError(
+            f"{self._store.place('')}: {by} took over from this service. Stop it and use the other one; or give it an"
+            " archive of its own (TOPICS_ARCHIVE_URL), if both are to go on"
+        )
+
+    def _load(self, generation: Generation) -> Piece | None:
+        """Go on at the end of a generation; return its last piece."""
         self._forget()
         self._generation = generation
         bases = self._archive.bases(generation.number)
@@ -217,17 +234,13 @@ class Shipper:
             known = self._base.number
         self._number = self._archive.last_piece(generation.number, known)
         if not self._number:
-            return
+            return None
         last, _ = self._archive.piece(generation.number, self._number)
-        if last.taken_over_by:
-            raise TakenOverError(
-                f"{self._store.place('')}: {last.taken_over_by} took over from this service. Stop it and use the other"
-                " one; or give it an archive of its own (TOPICS_ARCHIVE_URL), if both are to go on"
-            )
         self._ends = {end.shard: end for end in last.ends}
         self._txn = {file.path: file for file in last.txn}
         self._taken_ms = last.taken_ms
         self._has_part = not last.is_moment
+        return last
 
     def _forget(self) -> None:
         self._generation, self._base = None, None
@@ -256,7 +269,7 @@ class Shipper:
     def _new_generation(self, number: int, logs: list[LogPlace]) -> None:
         self._forget()
         log_ids = [log.log_id for log in logs]
-        generation = Generation(number, self._service_id, self._clock.now_ms(), log_ids, self._nonce)
+        generation = Generation(number, self._service_id, self._clock.now_ms(), log_ids, self._nonce, self._epoch_mask)
         self._create(generation_name(number), encode(generation))
         self._generation = generation
 

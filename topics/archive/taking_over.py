@@ -8,24 +8,21 @@ from topics.archive.objects import Archive, Piece, encode, piece_name
 from topics.core.clock import Clock
 
 
-def take_over(archive: Archive, clock: Clock, by: str) -> None:
-    """Close the newest generation with a piece that says who took over: `by`, for people. The service that ships into
-    it finds the name of its next piece taken. What it has shipped before stays; without an archive nothing is done.
+def take_over(archive: Archive, generation: int, clock: Clock, by: str, by_id: str = "") -> bool:
+    """Close a generation with a piece that says who took over: `by`, for people; `by_id` is the id of the service that
+    goes on in this archive. The service that ships into the generation finds the name of its next piece taken. What it
+    has shipped before stays. False if another one has closed it already.
 
     Raise ArchiveDamagedError, OSError.
     """
-    numbers = archive.generations()
-    if not numbers:
-        return
-    generation = numbers[-1]
     while True:
         bases = archive.bases(generation)
         number = archive.last_piece(generation, bases[-1] if bases else 0)
-        closing = Piece(number + 1, clock.now_ms(), secrets.token_hex(8), [], [], taken_over_by=by)
+        closing = Piece(number + 1, clock.now_ms(), secrets.token_hex(8), [], [], taken_over_by=by, taken_over_id=by_id)
         if number:
             last, _ = archive.piece(generation, number)
             if last.taken_over_by:
-                return
+                return last.taken_over_id == by_id
             closing = Piece(
                 number + 1,
                 max(last.taken_ms, closing.taken_ms),
@@ -35,6 +32,7 @@ def take_over(archive: Archive, clock: Clock, by: str) -> None:
                 has_end=last.has_end,
                 txn=last.txn,
                 taken_over_by=by,
+                taken_over_id=by_id,
             )
         if archive.store.create(piece_name(generation, closing.number), encode(closing)):
-            return
+            return True

@@ -55,7 +55,9 @@ def _run(options: argparse.Namespace) -> int:
     fs = OsFileSystem()
     archive = Archive(open_archive(fs, options.place))
     if options.take_over:
-        take_over(archive, SystemClock(), f"{socket.gethostname()} ({os.path.abspath(options.data_dir)})")
+        by = f"{socket.gethostname()} ({os.path.abspath(options.data_dir)})"
+        for generation in archive.generations()[-1:]:
+            take_over(archive, generation, SystemClock(), by)
     topic, seq = options.to_seq or (None, 0)
     found = plan(archive, WantedMoment(options.to_ts, topic, seq))
     with progress("object", len(found.base.files) + len(found.pieces)) as bar:

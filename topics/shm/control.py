@@ -24,8 +24,12 @@ CELL_WORDS: Final = 128
 SHARDS_MAX: Final = 64
 SUPERVISOR_WORDS: Final = 16
 MAGIC: Final = 0x31535049434F5454  # "TTOCIPS1"
-VERSION: Final = 6
+VERSION: Final = 7
 
+EXIT_NEXT_LIFE: Final = 74
+"""Exit code of a process that wants to be started again at once: nothing is wrong with it."""
+EXIT_AGAIN: Final = 75
+"""Exit code of a process that wants all processes of the service to start again."""
 EXIT_REFUSED: Final = 78
 """Exit code of a child that must not be restarted: a human has to decide about its data (the log says where)."""
 
@@ -69,7 +73,7 @@ def _series(form: str, names: Iterable[object]) -> str:
 
 HEADER_FIELDS: Final = _fields(
     "magic version supervisor_pid state started_ms shards frontends archivers port reshard_ppm keys_serial reloads"
-    " write_path clock_offset_ms"
+    " write_path clock_offset_ms follows"
 )
 SUPERVISOR_FIELDS: Final = _fields("pid state restarts last_exit since_ms ended")
 """`ended`: the last incarnation that is over, 0 for none."""
@@ -86,7 +90,7 @@ _WORDS: Final = {
         wal_bytes_found* wal_rotations* wal_unsynced_bytes queue_depth queue_depth_peak commit_window_us brake_ppm
         write_errors*
         sessions* routers* router_copies* router_lag_records torn_bytes arena_bytes
-        fsync_us_sum* {_series("fsync_us_{:02d}*", range(LATENCY_BUCKETS))} router_oversize* clock_offset_ms*""",
+        fsync_us_sum* {_series("fsync_us_{:02d}*", range(LATENCY_BUCKETS))} router_oversize* clock_offset_ms* bases_loaded*""",
     Role.COMPACTOR: f"""{_COMMON}
         absorbed_ms* last_snapshot_ms* snapshots* checkpoints* checkpointed_records* checkpointed_bytes*
         segments_sealed* segments_dropped* segments_rewritten* segments_relocated* orphans failures* snapshot_bytes*
@@ -110,7 +114,9 @@ since are the lag, which also grows while the compactor is dead. `absorbed_ms`: 
 
 The archiver's `shipped_NN`: the `committed` of a shard as it was at the last moment in the archive, 0 before the first
 one in the life of the service. `moment_ms` is the time of that moment. `holes`: times that logs were removed before
-they were shipped.
+they were shipped. In a service that follows another one, `shipped_NN` is how far a shard may read its log, `moment_ms`
+a time at which the leader was as the logs say, and `bases` counts the snapshots that the shards have to load; a shard
+says in `bases_loaded` how many there were when it loaded one.
 
 `clock_offset_ms`: wall minus monotonic time as the process trusts it (`core/clock.py`), plus CLOCK_BIAS because words
 are unsigned (a clock that was never set is behind the uptime); 0 before it looked. In the header: as the previous
@@ -282,8 +288,19 @@ class ControlPage:
         """True if another service took over from this one, by the archive."""
         return self.has_archiver and self.cell(Role.ARCHIVER, 0).get("taken_over") > 0
 
+    @property
+    def follows(self) -> bool:
+        """True if this service is a copy of another one."""
+        return self.header.get("follows") > 0
+
+    def follow_lag_ms(self, now_ms: int) -> int:
+        """Return how old the state of a service that follows may be, beside the leader's archive interval."""
+        return max(0, now_ms - (self.cell(Role.ARCHIVER, 0).get("moment_ms") or self.header.get("started_ms")))
+
     def archive_lag_ms(self, now_ms: int) -> int:
         """Return how old the last moment in the archive is; 0 if everything that is committed is in it."""
+        if self.follows:
+            return self.follow_lag_ms(now_ms)
         if all(
             self.cell(Role.WALSHARD, shard).get("committed") == self.shipped(shard) != 0 for shard in range(self.shards)
         ):

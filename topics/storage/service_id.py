@@ -54,15 +54,20 @@ class _RestoredNote(msgspec.Struct):
     epoch_mask: str
 
 
-def make_restored(fs: FileSystem, data_dir: str, now_ms: int) -> None:
-    """Make a directory that was restored from an archive a service of its own: it gets another id, and its topics
-    other epochs. Raise OSError.
+def make_restored(fs: FileSystem, data_dir: str, now_ms: int, new_id: str = "") -> None:
+    """Make a directory that was restored from an archive a service of its own: it gets another id (`new_id`, or any),
+    and its topics other epochs. Raise OSError.
     """
-    meta_dir = layout.meta_dir(data_dir)
-    make_dirs(fs, meta_dir)
-    replace_file(fs, os.path.join(meta_dir, NAME), secrets.token_hex(8).encode())
-    note = _RestoredNote(RESTORED_VERSION, now_ms, secrets.token_hex(8))
-    replace_file(fs, os.path.join(meta_dir, RESTORED_NAME), msgspec.json.encode(note))
+    make_dirs(fs, layout.meta_dir(data_dir))
+    replace_file(fs, os.path.join(layout.meta_dir(data_dir), NAME), (new_id or secrets.token_hex(8)).encode())
+    set_epoch_mask(fs, data_dir, secrets.randbits(64), now_ms)
+
+
+def set_epoch_mask(fs: FileSystem, data_dir: str, mask: int, now_ms: int) -> None:
+    """Note what makes epochs of topic ids, 0 for nothing. Raise OSError."""
+    make_dirs(fs, layout.meta_dir(data_dir))
+    note = _RestoredNote(RESTORED_VERSION, now_ms, f"{mask:016x}")
+    replace_file(fs, os.path.join(layout.meta_dir(data_dir), RESTORED_NAME), msgspec.json.encode(note))
 
 
 def epoch_mask(fs: FileSystem, data_dir: str) -> int:

@@ -43,14 +43,19 @@ _logger = log.get_logger()
 
 
 class ChildMains(NamedTuple):
-    """The main of each kind of child: (settings[, keys], shared[, index], incarnation[, listeners]) → exit code."""
+    """The main of each kind of child: (settings[, keys], shared[, index], incarnation[, listeners]) → exit code; and two
+    questions before they start.
+    """
 
     frontend: Callable[[Settings, KeyRing, SharedMemory, int, int, list[socket.socket]], int]
     walshard: Callable[[Settings, SharedMemory, int, int], int]
     compactor: Callable[[Settings, SharedMemory, int], int]
     archiver: Callable[[Settings, SharedMemory, int], int]
+    follower: Callable[[Settings, SharedMemory, int], int]
     reshard: Callable[[Settings, SharedMemory], int]
     needs_reshard: Callable[[Settings], bool]
+    settle_role: Callable[[Settings], Settings]
+    """Returns the settings of what the service is now: one that follows may have been promoted."""
 
 
 class RestartDelay:

@@ -132,6 +132,7 @@ def _make_notify() -> Notify:
 
 def _child_mains() -> ChildMains:
     """Import the mains of the real service; only here, for `status` and `stop` must not wait for a web framework."""
+    from topics.archive.follow_main import run as run_follower
     from topics.archive.main import run as run_archiver
     from topics.compactor.main import run as run_compactor
     from topics.frontend.main import run as run_frontend
@@ -143,8 +144,10 @@ def _child_mains() -> ChildMains:
         walshard=run_walshard,
         compactor=run_compactor,
         archiver=run_archiver,
+        follower=run_follower,
         reshard=resharding.run,
         needs_reshard=resharding.is_needed,
+        settle_role=resharding.settle_role,
     )
 
 

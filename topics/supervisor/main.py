@@ -15,7 +15,7 @@ from topics.core.clock import SETTLE_MS, STEP_MAX_MS, Clock, SystemClock, offset
 from topics.core.keys import KeyRing
 from topics.settings import PREFIX, Settings, read_keys
 from topics.shm import shm_names
-from topics.shm.control import ControlPage, ProcessState, Role
+from topics.shm.control import EXIT_AGAIN, ControlPage, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.storage import layout
 from topics.storage.clock_file import read_clock
@@ -64,9 +64,7 @@ def serve(
         behind.callback(lock.release)
         with _refused(f"data directory {settings.data_dir} cannot be written"):
             write_path = choose_write_path(settings.data_dir)
-        shared = _share(settings, statvfs)
-        behind.callback(shared.destroy)
-
+        settings = _settle_role(mains, settings)
         if inherited:
             listeners = share(inherited, settings.frontends)
         else:
@@ -75,28 +73,41 @@ def serve(
         address = show(settings.host, port)
         for listener in chain.from_iterable(listeners):
             behind.callback(listener.close)
-        header = shared.control.header
-        header.set("supervisor_pid", os.getpid())
-        header.set("started_ms", clock.now_ms())
-        header.set("port", port)
-        header.set("write_path", write_path)
-        if (offset_ms := _trusted_offset_ms(settings, clock)) is not None:
-            header.clock_offset_ms = offset_ms
-        header.set("state", ProcessState.STARTING)
         if settings.port_file:
             write_port_file(settings.port_file, address)
             behind.callback(_remove, settings.port_file)
         _logger.info("listening", address=address, inherited=bool(inherited), write_path=write_path.name.lower())
 
-        with _refused(f"data directory {settings.data_dir} cannot be read"):
-            reshard = mains.needs_reshard(settings)
-        # The children share these objects' pages with us as long as no garbage collector writes to them.
-        gc.collect()
-        gc.freeze()
-        exit_code = Supervisor(settings, keys, mains, shared, listeners, clock, signals, notify).run(reshard=reshard)
-        header.set("state", ProcessState.STOPPED)
-        _logger.info("stopped", exit=exit_code)
-        return exit_code
+        while True:
+            shared = _share(settings, statvfs)
+            with ExitStack() as life:
+                life.callback(shared.destroy)
+                header = shared.control.header
+                header.set("supervisor_pid", os.getpid())
+                header.set("started_ms", clock.now_ms())
+                header.set("port", port)
+                header.set("write_path", write_path)
+                header.set("follows", int(settings.follow is not None))
+                if (offset_ms := _trusted_offset_ms(settings, clock)) is not None:
+                    header.clock_offset_ms = offset_ms
+                header.set("state", ProcessState.STARTING)
+                with _refused(f"data directory {settings.data_dir} cannot be read"):
+                    reshard = mains.needs_reshard(settings)
+                # The children share these objects' pages with us as long as no garbage collector writes to them.
+                gc.collect()
+                gc.freeze()
+                service = Supervisor(settings, keys, mains, shared, listeners, clock, signals, notify)
+                exit_code = service.run(reshard=reshard)
+                header.set("state", ProcessState.STOPPED)
+            if exit_code != EXIT_AGAIN:
+                _logger.info("stopped", exit=exit_code)
+                return exit_code
+            settings = _settle_role(mains, settings)
+
+
+def _settle_role(mains: ChildMains, settings: Settings) -> Settings:
+    with _refused(f"data directory {settings.data_dir} cannot be used"):
+        return mains.settle_role(settings)
 
 
 @contextmanager
@@ -152,7 +163,7 @@ def _share(settings: Settings, statvfs: StatVfs) -> SharedMemory:
     if shortage := shared_memory_shortage(settings, statvfs):
         raise StartError(shortage)
     with _refused(f"shared memory cannot be created in {shm_names.SHM_ROOT}"):
-        archivers = int(settings.archive_url is not None)
+        archivers = int(settings.archive_url is not None or settings.follow is not None)
         return SharedMemory.create(identity, settings.wal_shards, settings.frontends, settings.ring_bytes, archivers)
 
 

@@ -200,11 +200,13 @@ def _words(page: ControlPage, states: dict[tuple[Role, int], ProcessState]) -> s
     if recovering:
         return f"reading logs: {', '.join(recovering)}"
     unready = [
-        f"{role.name.lower()} {index}" for (role, index), state in states.items() if state is not ProcessState.READY
+        f"{role.name.lower()} {index}"
+        for (role, index), state in states.items()
+        if state is not ProcessState.READY and not (role is Role.COMPACTOR and page.follows)
     ]
     if unready:
         return f"waiting for {', '.join(unready)}"
-    return f"running: {page.shards} shards, {page.frontends} frontends"
+    return f"{'following' if page.follows else 'running'}: {page.shards} shards, {page.frontends} frontends"
 
 
 def _hanging(page: ControlPage, states: dict[tuple[Role, int], ProcessState], now_ms: int) -> bool:

@@ -1,8 +1,15 @@
-"""The one-off process before any shard runs: checks data of a former release, lays out the logs for all shards."""
+"""The one-off process before any shard runs: ends a promotion, checks data of a former release, lays out the logs for
+all shards.
+"""
 
 from __future__ import annotations
 
+import errno
+
 from topics import log
+from topics.archive import promoting
+from topics.core.clock import SystemClock
+from topics.core.fold import FoldError
 from topics.core.names import owner_shard
 from topics.settings import Settings
 from topics.shm.control import EXIT_REFUSED
@@ -17,9 +24,21 @@ from topics.storage.wal import WalSyncError, WalWriteError
 _logger = log.get_logger()
 
 
+def settle_role(settings: Settings) -> Settings:
+    """Return the settings of what the service is now. Raise OSError if they do not fit the data directory."""
+    try:
+        return promoting.settle_role(OsFileSystem(), settings)
+    except promoting.FollowRefusedError as refusal:
+        raise OSError(errno.EINVAL, str(refusal)) from refusal
+
+
 def is_needed(settings: Settings) -> bool:
-    """True if the data are new, of another release, or of another number of shards."""
+    """True if the data are new, of another release, of another number of shards, or about to be promoted."""
     fs = OsFileSystem()
+    if settings.follow is not None:
+        return False
+    if promoting.is_promotion_due(fs, settings.data_dir):
+        return True
     try:
         marked = has_mark(fs, settings.data_dir)
     except RefusedLog:
@@ -40,6 +59,9 @@ def run(settings: Settings, shared: SharedMemory) -> int:
 
     fs = OsFileSystem()
     try:
+        if promoting.is_promotion_due(fs, settings.data_dir):
+            topics = promoting.finish_promotion(fs, settings.data_dir, SystemClock())
+            _logger.info("promoted: this service leads", topics=topics)
         marked = has_mark(fs, settings.data_dir)
         report = reshard.finish_swap(fs, settings.data_dir)
         if not marked:
@@ -58,7 +80,7 @@ def run(settings: Settings, shared: SharedMemory) -> int:
         )
         if not marked:
             write_mark(fs, settings.data_dir)
-    except (RefusedLog, UnknownSnapshotVersion) as error:
+    except (RefusedLog, UnknownSnapshotVersion, FoldError) as error:
         _logger.error("the log cannot be used as it is", reason=str(error))
         return EXIT_REFUSED
     except (WalWriteError, WalSyncError, OSError) as error:

@@ -17,7 +17,7 @@ from topics import log
 from topics.core.clock import Clock
 from topics.core.keys import KeyRing
 from topics.settings import Settings, SettingsError, read_keys
-from topics.shm.control import EXIT_REFUSED, ProcessState, Role
+from topics.shm.control import EXIT_AGAIN, EXIT_NEXT_LIFE, EXIT_REFUSED, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.supervisor.children import Child, ChildMains, exit_code_of
 from topics.supervisor.listeners import close_all
@@ -89,7 +89,9 @@ class Supervisor:
         self._archivers = [self._child(Role.ARCHIVER, 0)] if self._shared.control.has_archiver else []
 
     def run(self, *, reshard: bool) -> int:
-        """Run until no child is left; return the service's exit code. `reshard`: prepare the logs first."""
+        """Run until no child is left; return the service's exit code, EXIT_AGAIN if it is to go on with other children.
+        `reshard`: prepare the logs first.
+        """
         try:
             self._start(reshard)
             while not self._stopped():
@@ -120,7 +122,9 @@ class Supervisor:
             return mains.frontend(settings, self._keys, shared, index, incarnation, self._listeners[index])
         if role is Role.WALSHARD:
             return mains.walshard(settings, shared, index, incarnation)
-        main = mains.archiver if role is Role.ARCHIVER else mains.compactor
+        if role is Role.COMPACTOR:
+            return mains.compactor(settings, shared, incarnation)
+        main = mains.archiver if settings.follow is None else mains.follower
         return main(settings, shared, incarnation)
 
     def _start(self, reshard: bool) -> None:
@@ -138,7 +142,8 @@ class Supervisor:
         self._header.set("state", ProcessState.READY)
         for child in self._shards:
             child.start()
-        self._compactor.start()
+        if self._settings.follow is None:  # else the leader's compactor does it
+            self._compactor.start()
         for child in self._archivers:
             child.start()
 
@@ -164,6 +169,9 @@ class Supervisor:
             self._reload()
         elif self._stopping is None:
             self._stop(EXIT_OK, f"{number.name} received")
+        elif self._exit_code == EXIT_AGAIN:
+            self._exit_code = EXIT_OK
+            self._close_listeners()
         elif self._clock.monotonic_ms() - self._stop_began_ms > SAME_STOP_MS:
             _logger.warning("signal received again, killing what still runs", signal=number.name)
             self._exit_code = self._exit_code or EXIT_FORCED
@@ -198,6 +206,14 @@ class Supervisor:
     def _on_end(self, child: Child, exit_code: int) -> None:
         if not child.wanted:
             child.stopped(exit_code)
+        elif exit_code == EXIT_NEXT_LIFE:
+            child.stopped(exit_code)
+            child.wanted = self._stopping is None
+            if child.wanted:
+                child.start()
+        elif exit_code == EXIT_AGAIN:
+            child.stopped(exit_code)
+            self._stop(EXIT_AGAIN, f"{child.name} wants all processes to start again")
         elif exit_code == EXIT_REFUSED:
             child.stopped(exit_code)
             self._stop(EXIT_REFUSED, f"{child.name} {child.index} refuses to run, its last log line says why")
@@ -230,8 +246,9 @@ class Supervisor:
             return
         _logger.info("stopping", reason=reason, grace_ms=self._settings.shutdown_grace_ms)
         self._header.set("state", ProcessState.DRAINING)
-        self._notify.stopping()
-        self._close_listeners()
+        if exit_code != EXIT_AGAIN:
+            self._notify.stopping()
+            self._close_listeners()
         self._stop_began_ms = now_ms = self._clock.monotonic_ms()
         grace_ms = self._settings.shutdown_grace_ms
         last = [*self._shards, *([self._reshard] if self._reshard else [])]

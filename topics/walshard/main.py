@@ -13,7 +13,7 @@ from topics.core.governor import Brake
 from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.arena_heap import ArenaFullError
-from topics.shm.control import EXIT_REFUSED, ProcessCell, ProcessState, Role
+from topics.shm.control import EXIT_NEXT_LIFE, EXIT_REFUSED, ProcessCell, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.shm.memory import FENCE_IS_FULL
 from topics.shm.ring import Wake
@@ -39,7 +39,9 @@ log = get_logger()
 
 
 def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) -> int:
-    """Run the process. EXIT_REFUSED when the log must not be used as it is."""
+    """Run the process. EXIT_REFUSED when the log must not be used as it is, EXIT_NEXT_LIFE when it is to be started again
+    at once.
+    """
     arm_as_told(settings.test_kill_at, incarnation)
     clock = SystemClock()
     cell = shared.control.cell(Role.WALSHARD, index)
@@ -48,6 +50,9 @@ def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) 
     stop = _StopRequest(wake)
     rings = ShardRings(shared, index)
     fs = WritePath(shared.control.header.get("write_path")).file_system()
+    if settings.follow is not None and not _leader_is_known(shared, index, stop, wake):
+        cell.set("state", ProcessState.STOPPED)
+        return 0
     with ThreadPoolExecutor(1, "preallocate") as preallocating, ThreadPoolExecutor(1, "sync") as syncing:
         try:
             shard = set_up(Place(settings, shared, index, rings, cell, clock, fs, preallocating, syncing)).shard
@@ -64,6 +69,8 @@ def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) 
         brake = Brake(settings.max_replay_bytes)
         pressure = ShardPressure(shared.control, cell, rings, brake, partial(shared.control.lag_bytes, index))
         _serve(shard, rings, wake, stop, cell, clock, pressure)
+        if shard.is_outdated and not stop.requested:
+            return EXIT_NEXT_LIFE
         cell.set("state", ProcessState.DRAINING)
         try:
             shard.close()
@@ -72,6 +79,17 @@ def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) 
             return 1
     cell.set("state", ProcessState.STOPPED)
     return 0
+
+
+def _leader_is_known(shared: SharedMemory, index: int, stop: _StopRequest, wake: Wake) -> bool:
+    """Wait until the log of the leader's shard is here. False when told to stop meanwhile."""
+    while not shared.control.shipped(index):
+        if stop.requested:
+            return False
+        wake.announce_sleep()
+        wake.sleep(HEARTBEAT_MS)
+        wake.awake()
+    return True
 
 
 def _serve(
@@ -97,6 +115,8 @@ def _serve(
         if now_ms - sweep_ms >= 1000:
             sweep_ms = now_ms
             shard.sweep()
+        if shard.is_outdated:
+            return
         if served or copied or shard.upkeep.busy:
             busy_ms = now_ms
             continue
@@ -104,14 +124,14 @@ def _serve(
             rings.flush()
         elif stop.requested:
             return
-        elif shard.upkeep.idle():
+        elif shard.use_idle_turn():
             continue
         wake.announce_sleep()
-        if rings.idle and shard.routing.idle:
+        if rings.idle and shard.is_idle:
             if rings.stuck or now_ms - busy_ms < BUSY_FOR_MS:
                 timeout_ms = 1
             else:
-                timeout_ms = STUCK_MS if shard.routing.stuck else HEARTBEAT_MS
+                timeout_ms = STUCK_MS if shard.is_stuck else HEARTBEAT_MS
             tick_ms = shard.next_tick_ms
             if tick_ms is not None:
                 timeout_ms = max(0, min(timeout_ms, tick_ms - now_ms))

@@ -236,6 +236,25 @@ class Shard:
     # -- between steps
 
     @property
+    def is_idle(self) -> bool:
+        """True if nothing is to be done for routers."""
+        return self.routing.idle
+
+    @property
+    def is_stuck(self) -> bool:
+        """True if a router waits for what no signal announces, and not for long."""
+        return self.routing.stuck
+
+    @property
+    def is_outdated(self) -> bool:
+        """True if the shard has to begin again, with files that are newer than what it knows."""
+        return False
+
+    def use_idle_turn(self) -> bool:
+        """Do a little of the work that can wait. False if there is none."""
+        return self.upkeep.idle()
+
+    @property
     def next_tick_ms(self) -> int | None:
         """Monotonic ms at which `serve` will have something to do though nobody asks; None: never."""
         return self._handlers.queues.next_tick_ms

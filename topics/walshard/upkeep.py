@@ -54,6 +54,14 @@ class Upkeep:
         self._files.count_some()
         self._ram_trim.relieve()
 
+    def sweep_followed(self) -> Steps[None]:
+        """Once a second, do of `sweep` what changes no topic."""
+        yield from self._sessions.collect()
+        self._files.drop_replaced()
+        self._files.mark_again()
+        self._files.count_some()
+        self._ram_trim.relieve()
+
     def trim_ram_log(self) -> Steps[None]:
         """Shorten the RAM log to what is needed of it, if that is worth its cost."""
         if self._ram_trim.due:

@@ -13,6 +13,7 @@ from topics.core.errors import topic_not_found
 from topics.core.fold import Fold, FoldError
 from topics.core.job import Now
 from topics.core.location import LOCATION_IN_RAM_LOG
+from topics.core.leases import Leases
 from topics.core.names import TopicIds, owner_shard
 from topics.core.topic import Topic
 from topics.shm.arena import ArenaWriter
@@ -123,9 +124,24 @@ class Catalog:
                 raise FoldError(f"topic {topic.name!r} is in the log of shard {self._shard}, which does not own it")
             if topic.name in self._by_name:
                 raise FoldError(f"two topics in the log of shard {self._shard} are called {topic.name!r}")
-            assert isinstance(topic.index, TopicIndex)
             self._start(topic)
-            self.host(Hosted(self.arena, topic, topic.index, self._holdings))
+            self._host_folded(topic)
+
+    def follow(self, topic: Topic) -> Hosted:
+        """Host a topic that a fold has made, or take its jobs as the fold has them now."""
+        hosted = self._by_id.get(topic.id)
+        if topic.queue is not None:
+            state, topic.queue = topic.queue.state(), Leases(topic)
+            topic.queue.restore(state)
+        if hosted is None or topic.queue is not None:
+            self._start(topic)
+        return hosted or self._host_folded(topic)
+
+    def _host_folded(self, topic: Topic) -> Hosted:
+        assert isinstance(topic.index, TopicIndex)
+        hosted = Hosted(self.arena, topic, topic.index, self._holdings)
+        self.host(hosted)
+        return hosted
 
     def relocate(self, moved: Moved) -> None:
         """Change the locations of durable frames that lie elsewhere now."""

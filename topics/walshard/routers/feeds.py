@@ -6,7 +6,7 @@ or ends only once the log says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from functools import partial
 
@@ -154,6 +154,23 @@ class Feeds:
                 self._pass_over(feed)
                 self._add(feed)
                 self.show_progress(feed)
+
+    def follow(self, state: FoldedRouters, dests: Iterable[Hosted]) -> None:
+        """Take over, and show, the feeds of these dests as the log of another service has them."""
+        for dest in dests:
+            feed, body = self.by_dest.get(dest.topic.id), state.feeds.get(dest.topic.id)
+            if body is None or not body.routers:
+                if feed is not None:
+                    self.forget(feed)
+                continue
+            if feed is None:
+                feed = Feed(dest, body)
+                self._add(feed)
+            for one in feed.routers:
+                if one.router.id not in {kept.router.id for kept in body.routers}:
+                    self._board.remove(one.router.id)
+            feed.logged(body)
+            self.show_progress(feed)
 
     def _pass_over(self, feed: Feed) -> None:
         """Skip records that no router let pass, as the former board says: every copy has a cursor in the log."""

@@ -37,12 +37,16 @@ class Registrar:
         self._cell = cell
         self._routers_max = routers_max
         self._now_ms = now_ms
+        self.follow(state)
+
+    def follow(self, state: FoldedRouters) -> None:
+        """Take over, and show, the routers that a log has."""
         self._registry = RouterRegistry()
         for router in sorted(state.routers.values(), key=lambda router: router.id):
             self._registry.put(router)
         self._registry.last_id = max(self._registry.last_id, state.last_id)
-        table.store_all(self._registry.by_name.values())
-        cell.set("routers", len(self._registry))
+        self._table.store_all(self._registry.by_name.values())
+        self._cell.set("routers", len(self._registry))
 
     def put(self, call: PutRouter, _frontend: int) -> Steps[PutRouterReply]:
         """Register or change a router. Raise TopicsError when it may not be."""

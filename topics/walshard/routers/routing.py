@@ -6,10 +6,12 @@ that clients wait for, some pages at a time. Handlers here yield what they want 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
 from topics.core.clock import Clock
+from topics.core.routers import FoldedRouters
 from topics.log import get_logger
 from topics.shm.arena import TopicView
 from topics.shm.topic_messages import CatchUp, CaughtUp, SyncRouters, SyncRoutersReply
@@ -130,6 +132,12 @@ class Routing:
         if feed is None or not feed.is_ephemeral or feed.logged_source_seq == feed.source_seq:
             return True
         return (yield from self.feeds.log_cursor(feed, feed.body()))
+
+    def follow(self, state: FoldedRouters, changed: Iterable[Hosted], with_table: bool) -> None:
+        """Show routers as the log of another service has them."""
+        if with_table and self.registrar is not None:
+            self.registrar.follow(state)
+        self.feeds.follow(state, changed)
 
     # -- asked by frontends
 

@@ -1,0 +1,170 @@
+"""The process of a follower that takes what the leader ships, in the place of an archiver.
+
+It writes the follower's logs, segments and snapshots; the shards read them as far as the control page says. SIGUSR1
+(`topics-supervisor promote`) has it take over from the leader. A thread does the work, since a request to a bucket may
+hang.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from topics.archive.follow_note import read_note
+from topics.archive.following import BeginAnewError, Following, OtherShardsError, begin_anew
+from topics.archive.objects import Archive, ArchiveDamagedError, open_archive
+from topics.archive.restoring import NotThereError
+from topics.core.clock import Clock, SystemClock, doubled_ms
+from topics.log import get_logger
+from topics.settings import Settings
+from topics.shm.control import EXIT_AGAIN, EXIT_REFUSED, ControlPage, ProcessState, Role
+from topics.shm.instance import SharedMemory
+from topics.shm.ring import Wake
+from topics.storage import kill_points
+from topics.storage.filesystem import FileSystem, OsFileSystem
+from topics.storage.pins import pins_dir, read_pinned
+
+HEARTBEAT_S: Final = 0.25
+REQUEST_MS: Final = 30_000
+LOOK_MS: Final = 10_000
+"""Interval of looks for a new base."""
+RETRY_MS: Final = (200, 10_000)
+
+log = get_logger()
+
+_FAILURES: Final = (OSError, EOFError, ArchiveDamagedError, NotThereError)
+
+
+class Follower:
+    """The work of the process. Owns its words in the control page, but those of the process."""
+
+    def __init__(
+        self,
+        following: Following,
+        fs: FileSystem,
+        settings: Settings,
+        page: ControlPage,
+        wakes: Sequence[Wake],
+        clock: Clock,
+        is_pinned: Callable[[], bool],
+    ) -> None:
+        self._following = following
+        self._fs = fs
+        self._settings = settings
+        self._page = page
+        self._cell = page.cell(Role.ARCHIVER, 0)
+        self._shards = [page.cell(Role.WALSHARD, shard) for shard in range(page.shards)]
+        self._wakes = wakes
+        self._clock = clock
+        self._is_pinned = is_pinned
+        self._has_begun = False
+        self._failures = 0
+        self._look_not_before_ms = 0
+        self.exit_code: int | None = None
+        self.promote = threading.Event()
+
+    def work(self, stop: threading.Event) -> None:
+        """Follow until `stop` is set or `exit_code` says how the process has to end."""
+        poll_s = min(self._settings.archive_interval_ms, 500) / 1000
+        while not stop.is_set() and self.exit_code is None:
+            stop.wait(self.step() or poll_s)
+
+    def step(self) -> float:
+        """Take what is new. Return the pause in s before it is repeated after a failure, else 0."""
+        try:
+            if not self._has_begun:
+                note = read_note(self._fs, self._settings.data_dir)
+                assert note is not None
+                self._following.begin(note)
+                self._has_begun = True
+                self._show()
+                self._load()
+            if self._following.step():
+                self._cell.add("moments")
+            self._show()
+            self._tend_base()
+            if self.promote.is_set() or self._following.note.fence_id:
+                self._following.promote(socket.gethostname())
+                log.info("this service leads from now on; it starts again", url=self._following.note.url)
+                self.exit_code = EXIT_AGAIN
+        except BeginAnewError as error:
+            log.error("following begins anew: everything is copied again", reason=str(error))
+            begin_anew(self._fs, self._settings.data_dir, self._following.note.url)
+            self.exit_code = EXIT_AGAIN
+        except OtherShardsError as error:
+            log.error("cannot follow", reason=str(error))
+            self.exit_code = EXIT_REFUSED
+        except _FAILURES as error:
+            self._has_begun = False
+            self._cell.add("failures")
+            log.error("the archive cannot be followed now, which will be repeated", reason=str(error))
+            pause_ms = doubled_ms(RETRY_MS[0], self._failures, RETRY_MS[1])
+            self._failures += 1
+            return pause_ms / 1000
+        else:
+            self._failures = 0
+        return 0
+
+    def _show(self) -> None:
+        """Show the shards how far their logs are, and everybody how old that may be."""
+        following, cell = self._following, self._cell
+        cell.set("moment_ms", max(following.note.taken_ms, following.looked_ms))
+        for shard, end in enumerate(following.ends):
+            if cell.get(f"shipped_{shard:02d}") != end.word:
+                cell.set(f"shipped_{shard:02d}", end.word)
+                self._wakes[shard].signal_always()
+
+    def _load(self) -> None:
+        """Have the shards load the present base."""
+        self._cell.add("bases")
+        for wake in self._wakes:
+            wake.signal_always()
+
+    def _tend_base(self) -> None:
+        now_ms = self._clock.monotonic_ms()
+        if now_ms < self._look_not_before_ms:
+            return
+        self._look_not_before_ms = now_ms + LOOK_MS
+        if any(cell.get("bases_loaded") < self._cell.get("bases") for cell in self._shards):
+            return  # files that they still read must stay
+        if not self._is_pinned():
+            self._following.remove_leftovers()
+        if self._following.look_for_base():
+            self._cell.set("base_ms", self._clock.now_ms())
+            self._load()
+
+
+def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
+    """Run the process. EXIT_AGAIN when all processes of the service have to start again, with another role or
+    directory; EXIT_REFUSED when it cannot follow.
+    """
+    assert settings.follow is not None
+    kill_points.arm_as_told(settings.test_kill_at, incarnation)
+    clock, fs = SystemClock(), OsFileSystem()
+    cell = shared.control.cell(Role.ARCHIVER, 0)
+    cell.begin_life(incarnation, clock.now_ms(), ProcessState.STARTING)
+    stop = threading.Event()
+    archive = Archive(open_archive(fs, settings.follow, REQUEST_MS))
+    following = Following(archive, fs, settings.data_dir, settings.wal_shards, clock)
+
+    def is_pinned() -> bool:
+        return bool(read_pinned(fs, pins_dir(shared.ram_dir), clock.now_ms()))
+
+    follower = Follower(following, fs, settings, shared.control, shared.shard_wakes, clock, is_pinned)
+    signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
+    signal.signal(signal.SIGUSR1, lambda _number, _frame: follower.promote.set())
+    worker = threading.Thread(target=follower.work, args=(stop,), name="following", daemon=True)
+    worker.start()
+    cell.set("state", ProcessState.READY)
+    while not stop.wait(HEARTBEAT_S):
+        cell.set("heartbeat_ms", clock.now_ms())
+        if follower.exit_code is not None:
+            return follower.exit_code
+        if not worker.is_alive():
+            log.error("the process begins again: its thread has ended, the log says why")
+            return 1
+    cell.set("state", ProcessState.STOPPED)
+    return 0

@@ -1,0 +1,206 @@
+"""A shard of a service that follows another one: its log is the leader's, and comes from the follower's process.
+
+It folds what is new in the log, shows it, and answers requests that only read. It writes nothing but the RAM log, for
+watch sessions. Topics, floors, jobs and routers change only by what the leader has logged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from topics.core.config import TopicConfig
+from topics.core.errors import TopicsError
+from topics.core.fold import Fold
+from topics.core.topic import Topic
+from topics.shm import queue_messages, topic_messages
+from topics.shm.asks import Done
+from topics.shm.control import ControlPage
+from topics.shm.topic_messages import CatchUp, CaughtUp, Expire, TxnPending, TxnPendingReply
+from topics.storage.frame import FrameType
+from topics.storage.log_fold import fold_frames
+from topics.storage.log_tail import LogTail
+from topics.storage.logfile import WalPosition
+from topics.walshard.commit.draft import AloneHandler, Draft, GroupHandler, Steps
+from topics.walshard.hosted.catalog import Catalog
+from topics.walshard.hosted.hosted import Hosted
+from topics.walshard.hosted.topic_index import TopicIndex
+from topics.walshard.routers.routing import Routing
+from topics.walshard.shard import Handlers, Shard
+
+_READS: Final = frozenset(
+    (
+        queue_messages.CursorGet,
+        queue_messages.Peek,
+        topic_messages.Hello,
+        topic_messages.SessionAbandon,
+        topic_messages.SessionClose,
+        topic_messages.SessionGet,
+        topic_messages.SessionOpen,
+        topic_messages.SessionPut,
+        topic_messages.TxnGet,
+        topic_messages.Unwatch,
+        topic_messages.Watch,
+    )
+)
+_ROUTERS: Final = frozenset((FrameType.ROUTER_CREATE, FrameType.ROUTER_DELETE))
+
+
+def only_reads(handlers: Handlers) -> Handlers:
+    """Return the handlers of a shard that follows: what changes anything is refused (`not_leader`)."""
+
+    def refuse(_call: object, _frontend: int, _group: Draft) -> None:
+        raise TopicsError("not_leader", "this service follows another one, and only reads: write to that one")
+
+    def refuse_alone(_call: object, _frontend: int) -> Steps[None]:
+        raise TopicsError("not_leader", "this service follows another one, and only reads: write to that one")
+        yield
+
+    in_group: dict[type, GroupHandler] = {
+        type_: handler if type_ in _READS else refuse for type_, handler in handlers.in_group.items()
+    }
+    alone: dict[type, AloneHandler] = {
+        type_: handler if type_ in _READS else refuse_alone for type_, handler in handlers.alone.items()
+    }
+    in_group[TxnPending] = lambda _call, _frontend, _group: TxnPendingReply([])  # the leader ends its batches
+    del alone[Expire], alone[CatchUp]
+    in_group[Expire] = lambda _call, _frontend, _group: Done()
+    in_group[CatchUp] = lambda _call, _frontend, _group: CaughtUp(True, False)
+    return handlers._replace(in_group=in_group, alone=alone)
+
+
+class News(NamedTuple):
+    """Topics that have changed, new ones included, and who watched topics that are deleted (frontend → token)."""
+
+    changed: list[Hosted]
+    bereft: dict[int, int]
+
+
+class FollowedLog:
+    """The log of one of the leader's shards. Owns the fold of it, and with the catalog the topics that result.
+
+    `until()` is how far the log may be read, None while that is not known.
+    """
+
+    def __init__(
+        self, fold: Fold, tail: LogTail, until: Callable[[], WalPosition | None], catalog: Catalog, routing: Routing
+    ) -> None:
+        self._fold = fold
+        self._tail = tail
+        self._until = until
+        self._catalog = catalog
+        self._routing = routing
+        self._configs = {hosted.topic.id: hosted.topic.config for hosted in catalog}
+
+    @property
+    def end_word(self) -> int:
+        return self._tail.position.word
+
+    @property
+    def has_news(self) -> bool:
+        until = self._until()
+        return until is not None and until > self._tail.position
+
+    def read(self) -> News:
+        """Fold what is new; return what has changed. Raise TailLost, FoldError, OSError,
+        ArenaFullError: then the shard has to begin again.
+        """
+        until = self._until()
+        if until is None or until <= self._tail.position:
+            return News([], {})
+        touched: set[int] = set()
+        watchers: dict[int, int] = {}
+        with_routers = False
+        for batch in self._tail.read(until):
+            fold_frames(self._fold, batch, in_ram=False)
+            for kind, topic_id in batch.frames.kinds_and_topics():
+                touched.add(topic_id)
+                with_routers |= kind in _ROUTERS
+        self._fold.apply_pending()
+        gone = touched - self._fold.topics.keys()
+        for hosted in filter(None, map(self._catalog.find_id, gone)):  # first: others may have their names
+            del self._configs[hosted.topic.id]
+            self._catalog.retire(hosted)
+            watchers |= hosted.watchers
+        changed = [self._take(self._fold.topics[topic_id]) for topic_id in touched - gone]
+        self._routing.follow(self._fold.routers, changed, with_routers)
+        return News(changed, watchers)
+
+    def _take(self, topic: Topic) -> Hosted:
+        """Make the hosted topic what the fold says."""
+        former = self._configs.get(topic.id)
+        self._configs[topic.id] = topic.config
+        hosted = self._catalog.follow(topic)
+        if former is not None and former is not topic.config:
+            self._configure(hosted, topic, former)
+        topic.evict_over_cap()
+        topic.logged_floor = topic.evict_floor
+        settle(topic)
+        return hosted
+
+    def _configure(self, hosted: Hosted, topic: Topic, former: TopicConfig) -> None:
+        """Show another configuration, which the fold has set already."""
+        config, topic.config = topic.config, former
+        hosted.configured(config, hosted.prepare_config(config))
+
+
+def settle(topic: Topic) -> None:
+    """Note that everything of a topic is on the disk, and in the archive."""
+    if topic.config.durability != "ephemeral":
+        topic.durable_seq = topic.archived_seq = topic.head_seq
+
+
+def may_read_until(page: ControlPage, shard: int) -> WalPosition | None:
+    word = page.shipped(shard)
+    return WalPosition.of_word(word) if word else None
+
+
+@dataclass(eq=False, kw_only=True)
+class FollowerShard(Shard):
+    """One shard that follows, at work. `copy` reads the leader's log instead of copying for routers. `bases()` is the
+    number of the newest snapshot that is to be loaded, and `loaded` that of its own.
+    """
+
+    log: FollowedLog
+    bases: Callable[[], int]
+    loaded: int
+
+    def copy(self, after_requests: bool) -> bool:
+        changed, bereft = self.log.read()
+        self._rings.notify(bereft)
+        for hosted in changed:
+            hosted.publish()
+            if hosted.watchers:
+                self._rings.notify(hosted.watchers)
+        if changed or bereft:
+            self._holdings.settle()
+            self._rings.flush()
+            self._cell.set("committed", self.log.end_word)
+        return bool(changed)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.log.has_news
+
+    @property
+    def is_stuck(self) -> bool:
+        return False
+
+    @property
+    def is_outdated(self) -> bool:
+        return self.bases() != self.loaded
+
+    def sync_in_background(self) -> None: ...
+
+    def use_idle_turn(self) -> bool:
+        return False
+
+    def sweep(self) -> None:
+        self._time.look()
+        self._cell.clock_offset_ms = self._time.trusted_offset_ms
+        self._run(self.upkeep.sweep_followed())
+        self._holdings.settle()
+        self._rings.flush()
+
+    def close(self) -> None: ...
