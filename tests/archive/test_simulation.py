@@ -420,7 +420,7 @@ def test_nothing_counts_as_archived_after_somebody_took_over(service: Archiving)
     service.append("a", 3, "disk")
     for _ in range(3):
         service.ship(0)
-    take_over(service.archive, service.rig.clock, "another machine")
+    take_over(service.archive, service.archive.generations()[-1], service.rig.clock, "another machine")
     moments, words = len(service.moments), _shipped(service)
     for which in (0, 1, 0):
         service.append("a", 1, "disk")
@@ -429,7 +429,7 @@ def test_nothing_counts_as_archived_after_somebody_took_over(service: Archiving)
         service.ship(which)
     assert (len(service.moments), _shipped(service)) == (moments, words)
     assert service.rig.shared.control.is_taken_over
-    take_over(service.archive, service.rig.clock, "a third one")
+    take_over(service.archive, service.archive.generations()[-1], service.rig.clock, "a third one")
     service.live = service.moments[max(service.moments)]  # what it has written since is its own
 
 

@@ -206,7 +206,7 @@ def test_the_overview_warns_of_a_service_that_was_taken_over(tmp_path: Path) -> 
         poll("the archiver", lambda: "archiver" in rows(opened))
         archive = Archive(open_archive(OsFileSystem(), str(tmp_path)))
         poll("an archive", archive.generations)
-        take_over(archive, SystemClock(), "another machine")
+        take_over(archive, archive.generations()[-1], SystemClock(), "another machine")
         former.client.post("/v0/topics/orders", json={"records": [{"data": 1}]})  # refused if it knows by now
         shows(opened, "Another service took over from this one", ".warnings")
 

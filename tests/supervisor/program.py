@@ -171,7 +171,9 @@ def free_bytes(path: str) -> os.statvfs_result:
 if __name__ == "__main__":
     journal = Path(sys.argv[1])
     traits = msgspec.convert(dict(trait.split("=", 1) for trait in sys.argv[2:]), Traits, strict=False)
-    mains = ChildMains(frontend, walshard, compactor, archiver, reshard, needs_reshard=lambda _: bool(traits.reshard))
+    mains = ChildMains(
+        frontend, walshard, compactor, archiver, archiver, reshard, lambda _: bool(traits.reshard), lambda told: told
+    )
     try:
         sys.exit(serve(load(os.environ), mains, Notify.of(os.environ, SystemClock()), statvfs=free_bytes))
     except StartError as refusal:

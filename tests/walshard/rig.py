@@ -30,7 +30,8 @@ from topics.storage.layout import group_dir, log_path, ram_group_dir
 from topics.supervisor.main import keep_ends
 from topics.walshard.commit.shard_rings import ShardRings
 from topics.walshard.hosted.hosted import Hosted
-from topics.walshard.setup import Parts, Place, set_up
+from topics.walshard.place import Place
+from topics.walshard.setup import Parts, set_up
 from topics.walshard.shard import Shard
 
 _SHOWN = (

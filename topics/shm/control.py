@@ -90,7 +90,8 @@ _WORDS: Final = {
         wal_bytes_found* wal_rotations* wal_unsynced_bytes queue_depth queue_depth_peak commit_window_us brake_ppm
         write_errors*
         sessions* routers* router_copies* router_lag_records torn_bytes arena_bytes
-        fsync_us_sum* {_series("fsync_us_{:02d}*", range(LATENCY_BUCKETS))} router_oversize* clock_offset_ms* bases_loaded*""",
+        fsync_us_sum* {_series("fsync_us_{:02d}*", range(LATENCY_BUCKETS))} router_oversize* clock_offset_ms*
+        bases_loaded*""",
     Role.COMPACTOR: f"""{_COMMON}
         absorbed_ms* last_snapshot_ms* snapshots* checkpoints* checkpointed_records* checkpointed_bytes*
         segments_sealed* segments_dropped* segments_rewritten* segments_relocated* orphans failures* snapshot_bytes*
@@ -292,6 +293,12 @@ class ControlPage:
     def follows(self) -> bool:
         """True if this service is a copy of another one."""
         return self.header.get("follows") > 0
+
+    def is_outdated(self, shard: int) -> bool:
+        """Return whether a shard that follows has to begin again with a newer snapshot."""
+        return self.follows and self.cell(Role.WALSHARD, shard).get("bases_loaded") < self.cell(Role.ARCHIVER, 0).get(
+            "bases"
+        )
 
     def follow_lag_ms(self, now_ms: int) -> int:
         """Return how old the state of a service that follows may be, beside the leader's archive interval."""

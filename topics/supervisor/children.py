@@ -43,8 +43,8 @@ _logger = log.get_logger()
 
 
 class ChildMains(NamedTuple):
-    """The main of each kind of child: (settings[, keys], shared[, index], incarnation[, listeners]) → exit code; and two
-    questions before they start.
+    """The main of each kind of child: (settings[, keys], shared[, index], incarnation[, listeners]) → exit code. Two
+    more are asked before they start.
     """
 
     frontend: Callable[[Settings, KeyRing, SharedMemory, int, int, list[socket.socket]], int]

@@ -7,8 +7,8 @@ watch sessions. Topics, floors, jobs and routers change only by what the leader 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from dataclasses import KW_ONLY, dataclass
+from typing import Final, NamedTuple, NoReturn
 
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
@@ -16,7 +16,6 @@ from topics.core.fold import Fold
 from topics.core.topic import Topic
 from topics.shm import queue_messages, topic_messages
 from topics.shm.asks import Done
-from topics.shm.control import ControlPage
 from topics.shm.topic_messages import CatchUp, CaughtUp, Expire, TxnPending, TxnPendingReply
 from topics.storage.frame import FrameType
 from topics.storage.log_fold import fold_frames
@@ -25,7 +24,7 @@ from topics.storage.logfile import WalPosition
 from topics.walshard.commit.draft import AloneHandler, Draft, GroupHandler, Steps
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
-from topics.walshard.hosted.topic_index import TopicIndex
+from topics.walshard.log_reading import settle
 from topics.walshard.routers.routing import Routing
 from topics.walshard.shard import Handlers, Shard
 
@@ -50,12 +49,12 @@ _ROUTERS: Final = frozenset((FrameType.ROUTER_CREATE, FrameType.ROUTER_DELETE))
 def only_reads(handlers: Handlers) -> Handlers:
     """Return the handlers of a shard that follows: what changes anything is refused (`not_leader`)."""
 
-    def refuse(_call: object, _frontend: int, _group: Draft) -> None:
+    def refuse(_call: object, _frontend: int, _group: Draft) -> NoReturn:
         raise TopicsError("not_leader", "this service follows another one, and only reads: write to that one")
 
-    def refuse_alone(_call: object, _frontend: int) -> Steps[None]:
-        raise TopicsError("not_leader", "this service follows another one, and only reads: write to that one")
-        yield
+    def refuse_alone(call: object, frontend: int) -> Steps[None]:
+        yield from ()  # a handler of this kind yields drafts
+        refuse(call, frontend, Draft())
 
     in_group: dict[type, GroupHandler] = {
         type_: handler if type_ in _READS else refuse for type_, handler in handlers.in_group.items()
@@ -92,10 +91,6 @@ class FollowedLog:
         self._catalog = catalog
         self._routing = routing
         self._configs = {hosted.topic.id: hosted.topic.config for hosted in catalog}
-
-    @property
-    def end_word(self) -> int:
-        return self._tail.position.word
 
     @property
     def has_news(self) -> bool:
@@ -145,38 +140,24 @@ class FollowedLog:
         hosted.configured(config, hosted.prepare_config(config))
 
 
-def settle(topic: Topic) -> None:
-    """Note that everything of a topic is on the disk, and in the archive."""
-    if topic.config.durability != "ephemeral":
-        topic.durable_seq = topic.archived_seq = topic.head_seq
-
-
-def may_read_until(page: ControlPage, shard: int) -> WalPosition | None:
-    word = page.shipped(shard)
-    return WalPosition.of_word(word) if word else None
-
-
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class FollowerShard(Shard):
-    """One shard that follows, at work. `copy` reads the leader's log instead of copying for routers. `bases()` is the
-    number of the newest snapshot that is to be loaded, and `loaded` that of its own.
-    """
+    """One shard that follows, at work. It reads the leader's log instead of copying for routers."""
 
+    _: KW_ONLY
     log: FollowedLog
-    bases: Callable[[], int]
-    loaded: int
 
     def copy(self, after_requests: bool) -> bool:
         changed, bereft = self.log.read()
         self._rings.notify(bereft)
         for hosted in changed:
             hosted.publish()
+            if hosted.topic.queue is not None:
+                self._handlers.queues.changed(hosted)
             if hosted.watchers:
                 self._rings.notify(hosted.watchers)
         if changed or bereft:
-            self._holdings.settle()
-            self._rings.flush()
-            self._cell.set("committed", self.log.end_word)
+            self._finish_group()
         return bool(changed)
 
     @property
@@ -188,8 +169,10 @@ class FollowerShard(Shard):
         return False
 
     @property
-    def is_outdated(self) -> bool:
-        return self.bases() != self.loaded
+    def next_tick_ms(self) -> int | None:
+        return None
+
+    def tick(self) -> None: ...
 
     def sync_in_background(self) -> None: ...
 

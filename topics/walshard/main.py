@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final
@@ -19,11 +20,13 @@ from topics.shm.memory import FENCE_IS_FULL
 from topics.shm.ring import Wake
 from topics.storage.filesystem import WritePath
 from topics.storage.kill_points import arm_as_told
+from topics.storage.log_tail import TailLost
 from topics.storage.logfile import RefusedLog
 from topics.storage.snapshot import UnknownSnapshotVersion
 from topics.storage.wal import WalSyncError, WalWriteError
 from topics.walshard.commit.shard_rings import ShardRings
-from topics.walshard.setup import Place, set_up
+from topics.walshard.place import Place
+from topics.walshard.setup import set_up
 from topics.walshard.shard import Shard
 from topics.walshard.shard_pressure import ShardPressure
 
@@ -39,8 +42,8 @@ log = get_logger()
 
 
 def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) -> int:
-    """Run the process. EXIT_REFUSED when the log must not be used as it is, EXIT_NEXT_LIFE when it is to be started again
-    at once.
+    """Run the process. EXIT_REFUSED when the log must not be used as it is, EXIT_NEXT_LIFE when the process is to be
+    started again at once.
     """
     arm_as_told(settings.test_kill_at, incarnation)
     clock = SystemClock()
@@ -60,7 +63,7 @@ def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) 
             log.error("the log cannot be used as it is", reason=str(error))
             cell.set("state", ProcessState.STOPPED)  # so that the compactor does not wait for it
             return EXIT_REFUSED
-        except (ArenaFullError, WalWriteError, OSError) as error:
+        except (ArenaFullError, WalWriteError, TailLost, OSError) as error:
             log.error("recovery failed", reason=str(error))
             return 1
         cell.set("state", ProcessState.READY)
@@ -68,8 +71,9 @@ def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) 
         rings.flush()
         brake = Brake(settings.max_replay_bytes)
         pressure = ShardPressure(shared.control, cell, rings, brake, partial(shared.control.lag_bytes, index))
-        _serve(shard, rings, wake, stop, cell, clock, pressure)
-        if shard.is_outdated and not stop.requested:
+        is_outdated = partial(shared.control.is_outdated, index)
+        _serve(shard, rings, wake, stop, cell, clock, pressure, is_outdated)
+        if is_outdated() and not stop.requested:
             return EXIT_NEXT_LIFE
         cell.set("state", ProcessState.DRAINING)
         try:
@@ -100,6 +104,7 @@ def _serve(
     cell: ProcessCell,
     clock: Clock,
     pressure: ShardPressure,
+    is_outdated: Callable[[], bool],
 ) -> None:
     beat_ms = sweep_ms = busy_ms = clock.monotonic_ms()
     while True:
@@ -115,8 +120,8 @@ def _serve(
         if now_ms - sweep_ms >= 1000:
             sweep_ms = now_ms
             shard.sweep()
-        if shard.is_outdated:
-            return
+            if is_outdated():
+                return
         if served or copied or shard.upkeep.busy:
             busy_ms = now_ms
             continue

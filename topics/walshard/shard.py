@@ -72,17 +72,20 @@ class Shard:
     def serve(self) -> bool:
         """Take one turn of the pipeline: all requests that wait, up to a bound. False when there were none."""
         self._time.look()
-        queues = self._handlers.queues
-        if queues.is_due:
-            self._run(queues.tick())
+        self.tick()
         requests = self._serve_requests()
-        if requests or queues.have_changed:
+        if requests or self._handlers.queues.have_changed:
             self._finish_group()
         if self._handlers.frontends.some_died:
             self._handlers.frontends.end_dead(self._group)
             self._finish_group()
         self._run(self.upkeep.trim_ram_log())
         return requests > 0
+
+    def tick(self) -> None:
+        """Do what no request brings about, and has its own time."""
+        if self._handlers.queues.is_due:
+            self._run(self._handlers.queues.tick())
 
     def copy(self, after_requests: bool) -> bool:
         """Copy for a moment, a page at a time while requests come: they go first. False when there is nothing."""
@@ -244,11 +247,6 @@ class Shard:
     def is_stuck(self) -> bool:
         """True if a router waits for what no signal announces, and not for long."""
         return self.routing.stuck
-
-    @property
-    def is_outdated(self) -> bool:
-        """True if the shard has to begin again, with files that are newer than what it knows."""
-        return False
 
     def use_idle_turn(self) -> bool:
         """Do a little of the work that can wait. False if there is none."""

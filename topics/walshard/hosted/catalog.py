@@ -12,8 +12,8 @@ from topics.core.config import TopicConfig
 from topics.core.errors import topic_not_found
 from topics.core.fold import Fold, FoldError
 from topics.core.job import Now
-from topics.core.location import LOCATION_IN_RAM_LOG
 from topics.core.leases import Leases
+from topics.core.location import LOCATION_IN_RAM_LOG
 from topics.core.names import TopicIds, owner_shard
 from topics.core.topic import Topic
 from topics.shm.arena import ArenaWriter
