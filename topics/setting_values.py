@@ -84,6 +84,16 @@ def bucket_url(help: str) -> Variable:
     return Variable(parse, "s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///directory", help)
 
 
+def http_url(help: str) -> Variable:
+    def parse(raw: object) -> str:
+        text = _text(raw).rstrip("/")
+        if not _HTTP_URL.fullmatch(text):
+            raise ValueError
+        return text
+
+    return Variable(parse, "http://host:port or https://host[:port], without a path", help)
+
+
 def ratio(help: str) -> Variable:
     def parse(raw: object) -> float:
         if isinstance(raw, bool) or not isinstance(raw, str | int | float):
@@ -185,6 +195,7 @@ def _split_host(raw: object) -> tuple[str, int | None]:
     return (str(ipaddress.IPv6Address(text)) if ":" in text else text), None
 
 
+_HTTP_URL: Final = re.compile(r"https?://(?:[A-Za-z0-9._~-]+|\[[0-9a-fA-F:.]+\])(?::[0-9]{1,5})?")
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9._~-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
 _HOST_NAME: Final = re.compile(r"[a-z0-9._-]+|[0-9a-f:.]+")
 _BUCKET_URL: Final = re.compile(r"(?:(?:s3|gs|az)://[A-Za-z0-9._-]+|file://)(?:/[^/\s]+)*/?")

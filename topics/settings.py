@@ -33,6 +33,7 @@ from topics.setting_values import (
     count,
     flag,
     hosts,
+    http_url,
     integer,
     keys,
     kill_point,
@@ -49,6 +50,7 @@ RING_BUDGET_BYTES: Final = 64 * MIB
 RING_DEFAULT_BYTES: Final = (1 * MIB, 4 * MIB)
 SHARDS_DEFAULT_MAX: Final = 8
 DAY_MS: Final = 86_400_000
+TAKEOVER_MS_MIN: Final = 5_000
 KEYS_FILE_BYTES_MAX: Final = 1 << 20
 
 
@@ -140,6 +142,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 10_000
     follow: Annotated[
         str | None, bucket_url("the archive of another service, of which this one is to be a copy that reads")
+    ] = None
+    takeover_after_ms: Annotated[
+        int, integer(0, DAY_MS, "a copy takes over after this time without a sign of its leader; 0 = only when told")
+    ] = 0
+    advertise_url: Annotated[
+        str | None, http_url("where clients reach this service: it tells its copies that, and every 2 s that it lives")
     ] = None
     ring_bytes: Annotated[
         int, byte_size(64 * KIB, 1 * GIB, "request ring between a frontend and a shard; the reply ring has a quarter")
@@ -285,6 +293,11 @@ def load(
         )
     if settings.cold_dir is not None and settings.cold_url is not None:
         problems.append(f"{given['cold_url'].place}: {given['cold_dir'].place} is set as well; set one of them")
+    if 0 < settings.takeover_after_ms < TAKEOVER_MS_MIN:
+        problems.append(
+            f"{given['takeover_after_ms'].place}={given['takeover_after_ms'].raw}: a leader that lives gives a sign"
+            f" every 2 s, and a slow bucket delays it; set {TAKEOVER_MS_MIN} or more, or 0"
+        )
     needs_library = [("cold_url", settings.cold_url)]
     if settings.archive_url is not None and not settings.archive_url.startswith("file:"):
         needs_library.append(("archive_url", settings.archive_url))

@@ -24,7 +24,7 @@ from tests.executors import Hanging
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.archive import archiver, base_files
-from topics.archive.archiver import Archiver, ArchiverTimes
+from topics.archive.archiver import Archiver, ArchiverPlan
 from topics.archive.inspection import check, prune
 from topics.archive.objects import Archive, Piece, decode, piece_name
 from topics.archive.origin import Origin, RunningEnds
@@ -87,7 +87,7 @@ class Archiving(RuleBasedStateMachine):
 
     def _archiver(self) -> Archiver:
         page, wakes = self.rig.shared.control, self.rig.shared.shard_wakes
-        times = ArchiverTimes(1000, self.keep_ms)
+        times = ArchiverPlan(1000, self.keep_ms)
         return Archiver(self.archive, self.shipper, page, wakes, times, self.rig.clock, self.helpers)
 
     # -- the service

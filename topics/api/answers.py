@@ -40,6 +40,8 @@ class Performance(msgspec.Struct, frozen=True, kw_only=True):
     """True if the shard of a router's dest did not answer: records of its source may be missing."""
     archived_seq: Seq | None = None
     """The last seq of the topic that was in the archive when the read began; None without one."""
+    lag_ms: int | None = None
+    """How old the state of a service that follows another one may be; None for one that leads."""
 
 
 class Timed(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from topics.archive.base_files import BaseFiles
 from topics.archive.inspection import prune
-from topics.archive.objects import Archive, ArchiveDamagedError
+from topics.archive.objects import LEADER_SIGN_MS, Archive, ArchiveDamagedError
 from topics.archive.origin import OriginGoneError
 from topics.archive.shipping import PIECE_BYTES, NoMomentError, OtherShipperError, Shipped, Shipper, TakenOverError
 from topics.core.clock import Clock, doubled_ms
@@ -44,11 +44,13 @@ log = get_logger()
 _FAILURES: Final = (OSError, EOFError, RefusedLog, OtherShipperError, ArchiveDamagedError)
 
 
-class ArchiverTimes(NamedTuple):
+class ArchiverPlan(NamedTuple):
     """The longest time between two moments, and the history that pruning leaves (0: all)."""
 
     interval_ms: int
     keep_ms: int
+    leader_url: str | None = None
+    """The address of the service, for the signs of life that it gives; None: it gives none."""
 
 
 class _BaseUnderway(NamedTuple):
@@ -65,7 +67,7 @@ class Archiver:
         make_shipper: Callable[[], Shipper],
         page: ControlPage,
         shard_wakes: Sequence[Wake],
-        times: ArchiverTimes,
+        plan: ArchiverPlan,
         clock: Clock,
         helpers: Executor,
     ) -> None:
@@ -77,13 +79,13 @@ class Archiver:
         self._shards = [page.cell(Role.WALSHARD, shard) for shard in range(page.shards)]
         self._waiters = [page.cell(Role.FRONTEND, frontend) for frontend in range(page.frontends)]
         self._shard_wakes = shard_wakes
-        self._times = times
+        self._plan = plan
         self._clock = clock
         self._helpers = helpers
         self._shipper: Shipper | None = None
         self._failures = 0
         self._underway: _BaseUnderway | None = None
-        self._prune_not_before_ms = 0
+        self._prune_not_before_ms = self._sign_not_before_ms = 0
         self._counted = Shipped(0, 0, 0, 0)
         """The end of the archive as it was noted last."""
         self._bytes_behind_base = 0
@@ -146,8 +148,16 @@ class Archiver:
             shipped = self._counted
         self._took_ms = self._clock.monotonic_ms() - began_ms
         self._note(shipper, shipped)
+        self._give_sign(shipper)
         self._tend_base(shipper)
         self._prune()
+
+    def _give_sign(self, shipper: Shipper) -> None:
+        """Tell those who follow that this service is there, once in LEADER_SIGN_MS. Raise TakenOverError."""
+        now_ms = self._clock.monotonic_ms()
+        if self._plan.leader_url is not None and now_ms >= self._sign_not_before_ms:
+            self._sign_not_before_ms = now_ms + LEADER_SIGN_MS
+            shipper.give_sign(self._plan.leader_url)
 
     def _note(self, shipper: Shipper, shipped: Shipped) -> None:
         """Show how far the archive is, once a restore can get there."""
@@ -173,8 +183,8 @@ class Archiver:
         began_ms, began_bytes = self._clock.monotonic_ms(), sum(map(log_bytes, self._shards))
         soon_ms = max(SOON_MS - self._took_ms, min(GATHER_MS[1], max(GATHER_MS[0], self._took_ms // 4)))
         poll_ms = SOON_POLL_MS if any(cell.get("topics_archived") for cell in self._shards) else POLL_MS
-        while (left_ms := began_ms + self._times.interval_ms - self._clock.monotonic_ms()) > 0:
-            is_soon = self._times.interval_ms - left_ms >= soon_ms
+        while (left_ms := began_ms + self._plan.interval_ms - self._clock.monotonic_ms()) > 0:
+            is_soon = self._plan.interval_ms - left_ms >= soon_ms
             if is_soon and any(cell.get("archive_waits") for cell in self._waiters):
                 return
             step_s = min(left_ms, poll_ms) / 1000
@@ -222,10 +232,10 @@ class Archiver:
     def _prune(self) -> None:
         """Have removed what only moments before the history that is kept need, once in PRUNE_MS."""
         now_ms = self._clock.monotonic_ms()
-        if not self._times.keep_ms or now_ms < self._prune_not_before_ms or self._underway is not None:
+        if not self._plan.keep_ms or now_ms < self._prune_not_before_ms or self._underway is not None:
             return
         self._prune_not_before_ms = now_ms + PRUNE_MS
-        before_ms = self._clock.now_ms() - self._times.keep_ms
+        before_ms = self._clock.now_ms() - self._plan.keep_ms
         self._helpers.submit(self._prune_before, before_ms)
 
     def _prune_before(self, before_ms: int) -> None:

@@ -13,9 +13,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from topics.archive.follow_note import read_note
 from topics.archive.following import BeginAnewError, Following, OtherShardsError, begin_anew
-from topics.archive.objects import Archive, ArchiveDamagedError, open_archive
+from topics.archive.objects import LEADER_SIGN_MS, Archive, ArchiveDamagedError, open_archive
 from topics.archive.restoring import NotThereError
 from topics.core.clock import Clock, SystemClock, doubled_ms
 from topics.log import get_logger
@@ -25,6 +24,7 @@ from topics.shm.instance import SharedMemory
 from topics.shm.ring import Wake
 from topics.storage import kill_points
 from topics.storage.filesystem import FileSystem, OsFileSystem
+from topics.storage.follow_note import read_note
 from topics.storage.pins import pins_dir, read_pinned
 
 HEARTBEAT_S: Final = 0.25
@@ -62,7 +62,9 @@ class Follower:
         self._is_pinned = is_pinned
         self._has_begun = False
         self._failures = 0
-        self._look_not_before_ms = 0
+        self._look_not_before_ms = self._sign_not_before_ms = 0
+        self._sign_by_ms = 0
+        """Monotonic time at which the leader counts as gone unless it gives a sign."""
         self.exit_code: int | None = None
         self.promote = threading.Event()
 
@@ -78,15 +80,19 @@ class Follower:
             if not self._has_begun:
                 note = read_note(self._fs, self._settings.data_dir)
                 assert note is not None
-                self._following.begin(note)
+                if self._following.begin(note):
+                    log.info("the service is copied; it starts", generation=self._following.note.generation)
+                    self.exit_code = EXIT_AGAIN
+                    return 0
                 self._has_begun = True
-                self._show()
+                self._has_sign()
                 self._load()
-            if self._following.step():
+            has_news = self._following.step()
+            if has_news:
                 self._cell.add("moments")
             self._show()
             self._tend_base()
-            if self.promote.is_set() or self._following.note.fence_id:
+            if self._is_leader_gone(has_news) or self.promote.is_set() or self._following.note.fence_id:
                 self._following.promote(socket.gethostname())
                 log.info("this service leads from now on; it starts again", url=self._following.note.url)
                 self.exit_code = EXIT_AGAIN
@@ -116,6 +122,23 @@ class Follower:
             if cell.get(f"shipped_{shard:02d}") != end.word:
                 cell.set(f"shipped_{shard:02d}", end.word)
                 self._wakes[shard].signal_always()
+
+    def _is_leader_gone(self, has_news: bool) -> bool:
+        """Return whether the leader has given no sign for `takeover_after_ms`; a moment is one, too."""
+        now_ms = self._clock.monotonic_ms()
+        if now_ms >= self._sign_not_before_ms:
+            self._sign_not_before_ms = now_ms + LEADER_SIGN_MS // 2
+            has_news |= self._following.look_for_leader()
+        if has_news:
+            self._has_sign()
+        after_ms = self._settings.takeover_after_ms
+        if not after_ms or now_ms < self._sign_by_ms or not self._following.knows_leader:
+            return False
+        log.error("the leader has given no sign: this service takes over", after_ms=after_ms)
+        return True
+
+    def _has_sign(self) -> None:
+        self._sign_by_ms = self._clock.monotonic_ms() + self._settings.takeover_after_ms
 
     def _load(self) -> None:
         """Have the shards load the present base."""

@@ -12,7 +12,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from topics.archive.archiver import Archiver, ArchiverTimes
+from topics.archive.archiver import Archiver, ArchiverPlan
 from topics.archive.objects import Archive, open_archive
 from topics.archive.origin import Origin, RunningEnds
 from topics.archive.shipping import Shipper
@@ -58,9 +58,9 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
         mask = service_id.epoch_mask(fs, settings.data_dir)
         return Shipper(archive, origin, service_id.keep_id(fs, settings.data_dir), clock, epoch_mask=mask)
 
-    times = ArchiverTimes(settings.archive_interval_ms, settings.archive_keep_ms)
+    plan = ArchiverPlan(settings.archive_interval_ms, settings.archive_keep_ms, settings.advertise_url)
     helpers = ThreadPoolExecutor(2, "archive")
-    archiver = Archiver(archive, make_shipper, shared.control, shared.shard_wakes, times, clock, helpers)
+    archiver = Archiver(archive, make_shipper, shared.control, shared.shard_wakes, plan, clock, helpers)
     worker = threading.Thread(target=archiver.work, args=(stop,), name="shipping", daemon=True)
     worker.start()
     cell.set("state", ProcessState.READY)

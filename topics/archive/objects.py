@@ -5,11 +5,12 @@ in other languages.
     g<8 digits>.pieces/<12 digits>     the next bytes of all logs, in the order in which they were shipped
     g<8 digits>.bases/<12 digits>      a snapshot and the segments that it lists; its number is that of a piece
     g<8 digits>.files/<name>           a file of a segment, byte for byte
+    leaders/<8 digits>                 a sign of life of the service that ships into the generation of that number
 
-Every object is created once and never written over. So two services that ship into one generation cannot both succeed:
+Every object but signs of life is created once and never written over. So two services that ship into one generation cannot both succeed:
 the second one finds the number of its piece taken.
 
-A generation, a piece and a base are laid out as
+A generation, a piece, a base and a sign of life are laid out as
 
   0       8         12           16                                       -8
   ┌───────┬─────────┬────────────┬─────────────────────┬─────────┬──────────┐
@@ -42,6 +43,8 @@ VERSION: Final = 1
 _PREFIX: Final = Struct("<8sII")
 _CHECKSUM: Final = Struct("<Q")
 _GENERATIONS: Final = "generations"
+LEADER_SIGN_MS: Final = 2_000
+"""Interval of signs of life."""
 
 
 class ArchiveDamagedError(Exception):
@@ -172,7 +175,15 @@ class Base(msgspec.Struct, frozen=True):
     snapshot_bytes: int
 
 
-_Header = TypeVar("_Header", Generation, Piece, Base)
+class LeaderSign(msgspec.Struct, frozen=True):
+    """A sign of life: the service that ships into generation `number` was there at `sent_ms`, and answers at `url`."""
+
+    number: int
+    sent_ms: int
+    url: str
+
+
+_Header = TypeVar("_Header", Generation, Piece, Base, LeaderSign)
 
 
 def generation_name(number: int) -> str:
@@ -185,6 +196,10 @@ def piece_name(generation: int, number: int) -> str:
 
 def base_name(generation: int, number: int) -> str:
     return f"g{generation:08d}.bases/{number:012d}"
+
+
+def sign_name(generation: int) -> str:
+    return f"leaders/{generation:08d}"
 
 
 def file_name(generation: int, name: str) -> str:
@@ -265,6 +280,11 @@ class Archive:
 
     def piece(self, generation: int, number: int) -> tuple[Piece, memoryview]:
         return self._header(piece_name(generation, number), Piece)
+
+    def leader_sign(self, generation: int) -> LeaderSign | None:
+        """Return the last sign of life of the service that ships into a generation; None if it gives none."""
+        name = sign_name(generation)
+        return self._header(name, LeaderSign)[0] if self.store.exists(name) else None
 
     def last_piece(self, generation: int, known: int) -> int:
         """Return the number of the last piece, when there is one of number `known` (0: there may be none)."""

@@ -11,12 +11,12 @@ import os
 import msgspec
 
 from topics.archive.directory_copy import DirectoryCopy
-from topics.archive.follow_note import read_note, write_note
 from topics.archive.following import begin_anew
 from topics.core.clock import Clock
 from topics.settings import Settings
 from topics.storage import layout, service_id
 from topics.storage.filesystem import FileSystem
+from topics.storage.follow_note import read_note, write_note
 
 
 class FollowRefusedError(Exception):

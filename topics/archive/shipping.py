@@ -24,6 +24,7 @@ from topics.archive.objects import (
     Base,
     FileRef,
     Generation,
+    LeaderSign,
     LogEnd,
     LogPart,
     LogStart,
@@ -33,6 +34,7 @@ from topics.archive.objects import (
     encode,
     generation_name,
     piece_name,
+    sign_name,
 )
 from topics.archive.origin import LogPlace, Origin, OriginGoneError
 from topics.core.clock import Clock
@@ -167,6 +169,14 @@ class Shipper:
         except OriginGoneError:
             self._has_part = True  # whatever comes next does not go on here
             raise
+
+    def give_sign(self, url: str) -> None:
+        """Tell those who follow that this service is there, and answers at `url`. Raise TakenOverError."""
+        assert self._generation is not None
+        number = self._generation.number
+        if self._archive.last_piece(number, self._number) > self._number:
+            self.begin()  # raises the reason
+        self._store.put(sign_name(number), [encode(LeaderSign(number, self._clock.now_ms(), url))])
 
     def base(self) -> Shipped:
         """Ship a snapshot with its segments, and the moment that it is named by."""

@@ -75,7 +75,8 @@ async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, l
     loop.add_signal_handler(signal.SIGHUP, KeyReload(settings, frontend.access, control.header, cell).request)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     frontend.gateway.start()
-    frontend.coordinator.start(janitor=process.index == 0)
+    if settings.follow is None:  # else the leader finishes its batches
+        frontend.coordinator.start(janitor=process.index == 0)
     FrontendPressure(control, cell, frontend.hub, frontend.gateway).start()
     beat()
     # What is set up lives as long as the process, so the collector need not look at it again and again.

@@ -12,6 +12,7 @@ from topics.core.clock import Clock, ExpiryClock
 from topics.core.keys import KeyRing
 from topics.frontend.app import App
 from topics.frontend.entry.access import Access, KeyLimits, Pages
+from topics.frontend.entry.leadership import Leadership
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.event_streams import StreamSlots
 from topics.frontend.live.step_cache import KnownTopics
@@ -114,11 +115,12 @@ def build_app(process: Process, keys: KeyRing, store: SegmentStore | None) -> Fr
     router_sight = RouterSight(shared)
     catching_up = CatchingUp(router_sight, reader, gateway)
     routers = RouterRoutes(router_sight, catching_up, reader, gateway, settings)
-    diff = DiffRoute(reader, gateway, recency_writer, settings, cell, catching_up, clock)
+    leadership = Leadership(settings, shared.control, fs)
+    diff = DiffRoute(reader, gateway, recency_writer, settings, cell, catching_up, clock, leadership)
     known = KnownTopics(reader, arenas, recency_writer, Recency(shared.identity, shared.frontends, shards), clock)
     hub = Hub(gateway, known, cell, running_clock)
     limits = KeyLimits(KeyCounts(shared.key_counts, shared.frontends, index), settings)
-    access = Access(keys, settings.probe_auth, limits, lambda: shared.control.is_taken_over)
+    access = Access(keys, settings.probe_auth, limits, leadership.why_not_leader)
     pages = Pages(settings, access)
     append = AppendRoute(gateway, settings, cell)
     slots = StreamSlots(limits, process.quota("sse_connections", settings.max_sse_connections, "sse_admitted"))

@@ -16,7 +16,7 @@ from topics.core.fold import Fold
 from topics.core.topic import Topic
 from topics.shm import queue_messages, topic_messages
 from topics.shm.asks import Done
-from topics.shm.topic_messages import CatchUp, CaughtUp, Expire, TxnPending, TxnPendingReply
+from topics.shm.topic_messages import CatchUp, CaughtUp, Expire
 from topics.storage.frame import FrameType
 from topics.storage.log_fold import fold_frames
 from topics.storage.log_tail import LogTail
@@ -38,7 +38,6 @@ _READS: Final = frozenset(
         topic_messages.SessionGet,
         topic_messages.SessionOpen,
         topic_messages.SessionPut,
-        topic_messages.TxnGet,
         topic_messages.Unwatch,
         topic_messages.Watch,
     )
@@ -62,7 +61,6 @@ def only_reads(handlers: Handlers) -> Handlers:
     alone: dict[type, AloneHandler] = {
         type_: handler if type_ in _READS else refuse_alone for type_, handler in handlers.alone.items()
     }
-    in_group[TxnPending] = lambda _call, _frontend, _group: TxnPendingReply([])  # the leader ends its batches
     del alone[Expire], alone[CatchUp]
     in_group[Expire] = lambda _call, _frontend, _group: Done()
     in_group[CatchUp] = lambda _call, _frontend, _group: CaughtUp(True, False)

@@ -64,12 +64,16 @@ class Access:
     """The keys that this frontend accepts, and for what. With an empty ring nobody has to authenticate."""
 
     def __init__(
-        self, ring: KeyRing, probe_auth: bool, limits: KeyLimits, is_taken_over: Callable[[], bool] = lambda: False
+        self,
+        ring: KeyRing,
+        probe_auth: bool,
+        limits: KeyLimits,
+        why_not_leader: Callable[[], TopicsError | None] = lambda: None,
     ) -> None:
-        """`is_taken_over` tells whether another service took over from this one."""
+        """`why_not_leader` returns the error for what changes anything in a service that only reads."""
         self._ring = ring
         self.limits = limits
-        self._is_taken_over = is_taken_over
+        self._why_not_leader = why_not_leader
         self._on_change: dict[Callable[[], None], None] = {}
         self.probe_auth = probe_auth
 
@@ -125,13 +129,10 @@ class Access:
         scope[_CALLER] = key
 
     def require_leader(self, needed: KeyScope) -> None:
-        """Raise `503 not_leader` for what changes anything, once another service took over from this one."""
-        if needed is not KeyScope.READ and self._is_taken_over():
-            raise TopicsError(
-                "not_leader",
-                "another service took over from this one, which only reads now; its status and its log say who: write"
-                " to that one",
-            )
+        """Raise `503 not_leader` for what changes anything in a service that only reads."""
+        error = None if needed is KeyScope.READ else self._why_not_leader()
+        if error is not None:
+            raise error
 
     def release(self, scope: Scope) -> None:
         """End a request, whether or not it was admitted."""

@@ -20,6 +20,7 @@ from topics.frontend.asgi import ROUTE, Receive, Scope, Send, until_disconnect
 from topics.frontend.entry import limits, wire
 from topics.frontend.entry.bodies import ClientGoneError, read_request
 from topics.frontend.entry.budget import Reservation
+from topics.frontend.entry.leadership import Leadership
 from topics.frontend.entry.responses import elapsed_ms, room_of, send_json
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.node_sets import node_set
@@ -38,7 +39,9 @@ MAX_BATCH_BYTES: Final = (1 << 20, 8 << 20)
 WAIT_MS_MAX: Final = 30_000
 Room = Reservation | None
 _PAGE: Final = api.ok("A page of records", answers.DiffAnswer)
-_ANSWER: Final = b'{"topic":"%b",' + PAGE_MEMBERS + b',"performance":{"server_total_ms":%b,"records_scanned":%d%b%b%b}}'
+_ANSWER: Final = (
+    b'{"topic":"%b",' + PAGE_MEMBERS + b',"performance":{"server_total_ms":%b,"records_scanned":%d%b%b%b%b}}'
+)
 
 
 @dataclass(eq=False)
@@ -52,6 +55,7 @@ class DiffRoute:
     cell: ProcessCell
     catching_up: CatchingUp
     clock: Clock
+    leadership: Leadership
     _waiting: set[Callable[[], None]] = field(default_factory=set)  # the functions that end the long polls
     _draining: bool = False
 
@@ -77,8 +81,10 @@ class DiffRoute:
         took_ms = str(elapsed_ms(started_ns)).encode()
         cold = b',"cold_segments_read":%d' % page.cold_segments if page.cold_segments else b""
         copies = b"" if with_copies else b',"copies_pending":true'
+        lag_ms = self.leadership.lag_ms(self.clock.now_ms())
+        lag = b"" if lag_ms is None else b',"lag_ms":%d' % lag_ms
         archived = b"" if self.settings.archive_url is None else b',"archived_seq":%d' % ref.view.archived_seq
-        answer = _ANSWER % (name.encode(), *page_values(page), took_ms, page.scanned, cold, copies, archived)
+        answer = _ANSWER % (name.encode(), *page_values(page), took_ms, page.scanned, cold, copies, archived, lag)
         answering = send_json(send, headers, 200, answer)
         # The page and the names of writers may be long: they are not kept while the client takes the answer.
         del page, options, answer

@@ -24,9 +24,9 @@ VERSION: Final = 1
 
 class FollowNote(msgspec.Struct, frozen=True):
     """`piece` is the last moment that the directory has whole, 0 before its first one; `ends` are those of its logs, by
-    shard. `base` is the base whose snapshot it has. `fence_id` is the id with which it closes, or has closed, the
-    leader's generation. With `promoted_id`, the same id, it has everything from there; once it `is_promoted` the
-    directory is a service of its own, of that id.
+    shard. `base` is the base whose snapshot it has. `leader_url` is where the leader answers, "" if it does not say.
+    `fence_id` is the id with which this service closes, or has closed, the leader's generation. With `promoted_id`, the
+    same id, it has everything from there; once it `is_promoted` the directory is a service of its own, of that id.
     """
 
     url: str
@@ -36,6 +36,7 @@ class FollowNote(msgspec.Struct, frozen=True):
     ends: list[WalPosition] = []
     taken_ms: int = 0
     has_end: bool = True
+    leader_url: str = ""
     fence_id: str = ""
     promoted_id: str = ""
     is_promoted: bool = False
