@@ -7,8 +7,8 @@ in other languages.
     g<8 digits>.files/<name>           a file of a segment, byte for byte
     leaders/<8 digits>                 a sign of life of the service that ships into the generation of that number
 
-Every object but signs of life is created once and never written over. So two services that ship into one generation cannot both succeed:
-the second one finds the number of its piece taken.
+Every object but signs of life is created once and never written over. So two services that ship into one generation
+cannot both succeed: the second one finds the number of its piece taken.
 
 A generation, a piece, a base and a sign of life are laid out as
 
