@@ -23,12 +23,15 @@ class FollowRefusedError(Exception):
     """The directory and the settings do not agree about whether the service follows; the message has the way out."""
 
 
-def settle_role(fs: FileSystem, settings: Settings) -> Settings:
+def settle_role(fs: FileSystem, settings: Settings, clock: Clock) -> Settings:
     """Return the settings with which to start: a service that was promoted does not follow, and ships into the archive
-    that it followed unless it has one. Raise FollowRefusedError, OSError.
+    that it followed unless it has one. It gets another id, and its topics other epochs. Raise FollowRefusedError,
+    OSError.
     """
     note = read_note(fs, settings.data_dir)
     if note is not None and note.leads:
+        if service_id.known_id(fs, settings.data_dir) != note.promoted_id:  # frontends need the epochs as they start
+            service_id.make_restored(fs, settings.data_dir, clock.now_ms(), note.promoted_id)
         url = settings.archive_url or note.url
         return msgspec.structs.replace(settings, follow=None, archive_url=url)
     if settings.follow is None:
@@ -58,16 +61,13 @@ def is_promotion_due(fs: FileSystem, data_dir: str) -> bool:
 
 
 def finish_promotion(fs: FileSystem, data_dir: str, clock: Clock) -> int:
-    """Make a directory that follows a service of its own: it has another id, and its topics other epochs and a gap
-    behind their last records. Return how many topics there are. Raise OSError, FoldError, RefusedLog.
-    """
+    """Make the logs of a directory that followed its own: its topics have a gap behind their last records. Return how many topics there are. Raise OSError, FoldError, RefusedLog."""
     note = read_note(fs, data_dir)
     assert note is not None, "the caller has seen it"
     copy = DirectoryCopy(fs, data_dir, len(note.ends), note.url)
     for shard, end in enumerate(note.ends):
         copy.cut_behind(shard, end)
     topics = copy.end_history(note.has_end, clock.now_ms())
-    service_id.make_restored(fs, data_dir, clock.now_ms(), note.promoted_id)
     fs.sync_all(data_dir)
     write_note(fs, data_dir, msgspec.structs.replace(note, is_promoted=True))
     return topics

@@ -232,11 +232,16 @@ class ControlPage:
         self.header = Cell(words[:CELL_WORDS], HEADER_FIELDS)
         roles = [(Role.FRONTEND, i) for i in range(frontends)] + [(Role.WALSHARD, i) for i in range(shards)]
         roles += [(Role.COMPACTOR, 0)] + [(Role.ARCHIVER, 0)] * archivers
-        self.cells = {
+        self._cells = {
             key: ProcessCell(words[CELL_WORDS * (1 + at) : CELL_WORDS * (2 + at)], key[0])
             for at, key in enumerate(roles)
         }
-        """The cells of all processes, in the order of the page."""
+
+    @property
+    def cells(self) -> dict[tuple[Role, int], ProcessCell]:
+        """The cells of all processes, in the order of the page. A service that follows another one cuts nothing."""
+        skipped = Role.COMPACTOR if self.follows else None
+        return {key: cell for key, cell in self._cells.items() if key[0] is not skipped}
 
     @staticmethod
     def size_bytes(shards: int, frontends: int) -> int:
@@ -264,7 +269,7 @@ class ControlPage:
         return cls(shared, header.get("shards"), header.get("frontends"), header.get("archivers"))
 
     def cell(self, role: Role, index: int) -> ProcessCell:
-        return self.cells[role, index]
+        return self._cells[role, index]
 
     def trusted_offset_ms(self, role: Role, index: int) -> int | None:
         """Return the offset with which a new life of the process compares its clock; None: with nothing."""
@@ -273,7 +278,7 @@ class ControlPage:
 
     def pressure(self) -> float:
         """Return the service's pressure, 0 to 1: the greatest of all running processes."""
-        return max(cell.get("pressure_ppm") if cell.supervisor.get("pid") else 0 for cell in self.cells.values()) / 1e6
+        return max(cell.get("pressure_ppm") if cell.supervisor.get("pid") else 0 for cell in self._cells.values()) / 1e6
 
     def lag_bytes(self, shard: int) -> int:
         """Return the bytes of a shard's log that are in no snapshot."""

@@ -81,6 +81,7 @@ class LogTail:
                 self.position = WalPosition(file_no, offset)
                 if ending is not None:
                     return
+            self.position = WalPosition(file_no, offset)  # also of a file without any frame
 
     def _start_of(self, path: str) -> FileStart:
         with self._open(path) as mapped:

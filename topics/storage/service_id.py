@@ -58,9 +58,8 @@ def make_restored(fs: FileSystem, data_dir: str, now_ms: int, new_id: str = "") 
     """Make a directory that was restored from an archive a service of its own: it gets another id (`new_id`, or any),
     and its topics other epochs. Raise OSError.
     """
-    make_dirs(fs, layout.meta_dir(data_dir))
-    replace_file(fs, os.path.join(layout.meta_dir(data_dir), NAME), (new_id or secrets.token_hex(8)).encode())
     set_epoch_mask(fs, data_dir, secrets.randbits(64), now_ms)
+    replace_file(fs, os.path.join(layout.meta_dir(data_dir), NAME), (new_id or secrets.token_hex(8)).encode())
 
 
 def set_epoch_mask(fs: FileSystem, data_dir: str, mask: int, now_ms: int) -> None:

@@ -36,6 +36,7 @@ from topics.supervisor.children import ChildMains
 from topics.supervisor.listeners import AddressError, inherited
 from topics.supervisor.main import StartError, serve
 from topics.supervisor.notify import Notify, all_use_newest_keys
+from topics.supervisor.promote import NotFollowingError, promote
 from topics.supervisor.status import Status, StatusReader, render
 from topics.supervisor.supervision import Signals
 from topics.terminal import CLEAR, SHELLS, completions, paint_for
@@ -45,8 +46,10 @@ EXIT_BAD_SETTINGS: Final = 2
 EXIT_DEGRADED: Final = 1
 EXIT_NOT_RUNNING: Final = 3
 EXIT_UNKNOWN: Final = 4
+EXIT_LEADS: Final = 5
 STOP_MARGIN_MS: Final = 5_000
 RELOAD_TIMEOUT_MS: Final = 10_000
+PROMOTE_TIMEOUT_MS: Final = 60_000
 RATE_SAMPLE_S: Final = 0.1
 POLL_S: Final = 0.01
 WATCH_INTERVAL_MS: Final = 1_000
@@ -78,6 +81,15 @@ _STOP_CODES = """exit codes:
   1  still running after the grace, or the service belongs to another user
   2  bad settings or usage"""
 
+_PROMOTE_CODES = """The former leader can acknowledge nothing as archived any more, even if it hangs now, and only reads
+once it notices. All that it had shipped is here. The rest is lost, and told: topics have another epoch and a gap.
+
+exit codes:
+  0  the service leads, and every process is ready
+  1  not promoted within the time, or refused: the service's log says why; it goes on to try
+  2  bad settings or usage
+  3  not running
+  5  it leads already"""
 _COMPLETION_EXAMPLES = """examples:
   topics-supervisor completion bash > ~/.local/share/bash-completion/completions/topics-supervisor
   topics-supervisor completion zsh > "${fpath[1]}/_topics-supervisor"
@@ -227,6 +239,23 @@ def _stop(settings: Settings, options: argparse.Namespace) -> int:
     return 0
 
 
+def _promote(settings: Settings, options: argparse.Namespace) -> int:
+    try:
+        promoted = promote(settings.data_dir, options.timeout_ms)
+    except NotFollowingError:
+        problem, code = "the service follows no other one: it leads", EXIT_LEADS
+    except (OSError, ValueError) as error:
+        problem, code = str(error), EXIT_DEGRADED
+    else:
+        if promoted is None:
+            problem, code = "not running: start it, it promotes nothing by itself", EXIT_NOT_RUNNING
+        else:
+            print(msgspec.json.encode(promoted).decode() if options.json else promoted.words)
+            return 0
+    print(f"topics-supervisor: not promoted: {problem}", file=sys.stderr)
+    return code
+
+
 def _completion(settings: Settings, options: argparse.Namespace) -> int:
     print(completions(_parser(), options.shell, {}))
     return 0
@@ -316,6 +345,12 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true", help="one JSON object a line")
     status.add_argument("--watch", action="store_true", help="every second, until interrupted")
     add(_reload, "have a running service read its keys again", _RELOAD_CODES, "config", "data_dir")
+    help = "have a running service that follows another one take over from it"
+    promoting = add(_promote, help, _PROMOTE_CODES, "config", "data_dir")
+    promoting.add_argument("--json", action="store_true", help="one JSON object")
+    promoting.add_argument(
+        "--timeout-ms", type=int, default=PROMOTE_TIMEOUT_MS, help="how long to wait, default %(default)s"
+    )
     completion = add(_completion, "print completions for bash, zsh or fish", _COMPLETION_EXAMPLES)
     completion.add_argument("shell", choices=SHELLS, help="whose completions")
     add(_stop, "stop a running service gracefully", _STOP_CODES, "config", "data_dir", "shutdown_grace_ms")

@@ -173,6 +173,8 @@ def keep_ends(fs: FileSystem, data_dir: str, identity: str) -> None:
         page = ControlPage.attach(shm_names.shm_name(identity, "control"))
     except (OSError, ValueError):
         return
+    if page.follows:
+        return  # what its shards commit is not in the directory
     for shard in range(page.shards):
         cell, directory = page.cell(Role.WALSHARD, shard), layout.group_dir(data_dir, shard, page.shards)
         committed = cell.get("committed")

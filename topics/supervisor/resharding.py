@@ -27,7 +27,7 @@ _logger = log.get_logger()
 def settle_role(settings: Settings) -> Settings:
     """Return the settings of what the service is now. Raise OSError if they do not fit the data directory."""
     try:
-        return promoting.settle_role(OsFileSystem(), settings)
+        return promoting.settle_role(OsFileSystem(), settings, SystemClock())
     except promoting.FollowRefusedError as refusal:
         raise OSError(errno.EINVAL, str(refusal)) from refusal
 

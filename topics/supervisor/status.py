@@ -87,7 +87,9 @@ class CompactorStatus(msgspec.Struct, frozen=True):
 
 
 class ArchiverStatus(msgspec.Struct, frozen=True):
-    """The archive since the service was started. `lag_ms` is 0 while it has everything that is committed."""
+    """The archive since the service was started. `lag_ms` is 0 while it has everything that is committed; in a service
+    that follows another one it is how old its state may be.
+    """
 
     lag_ms: int
     moment_age_ms: int | None
@@ -100,6 +102,8 @@ class ArchiverStatus(msgspec.Struct, frozen=True):
     holes: int
     taken_over: bool
     """True if another service took over: this one only reads."""
+    follows: bool
+    """True if this service is a copy of the one in the archive."""
 
 
 class FrontendStatus(msgspec.Struct, frozen=True):
@@ -195,7 +199,7 @@ class StatusReader:
             processes=processes,
             shards=shards,
             frontends=frontends,
-            compactor=_compactor(page, now_ms),
+            compactor=None if page.follows else _compactor(page, now_ms),
             archiver=_archiver(page, now_ms) if page.has_archiver else None,
         )
 
@@ -276,6 +280,7 @@ def _archiver(page: ControlPage, now_ms: int) -> ArchiverStatus:
         lag_ms=page.archive_lag_ms(now_ms),
         moment_age_ms=max(0, now_ms - moment_ms) if moment_ms else None,
         taken_over=page.is_taken_over,
+        follows=page.follows,
         **_figures(cell, "moments bases objects bytes failures holes"),
     )
 
@@ -427,6 +432,8 @@ def _compactor_row(compactor: CompactorStatus) -> _Row:
 def _archiver_row(archiver: ArchiverStatus) -> _Row:
     lag = duration(archiver.lag_ms) if archiver.lag_ms else "up to date"
     lag = "no moment yet" if archiver.moment_age_ms is None and archiver.lag_ms else lag
+    if archiver.follows:
+        lag = f"follows it, {lag} behind" if archiver.moment_age_ms is not None else "follows it, not copied yet"
     return {
         "archive": "TAKEN OVER by another service" if archiver.taken_over else lag,
         "moments": archiver.moments,

@@ -1,0 +1,80 @@
+"""`topics-supervisor promote`: a service that follows another one takes over from it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Final
+
+import msgspec
+
+from topics.core.clock import SystemClock
+from topics.shm import shm_names
+from topics.shm.control import ControlPage, Role
+from topics.supervisor.status import StatusReader
+
+POLL_S: Final = 0.02
+
+
+class NotFollowingError(Exception):
+    """The service leads: there is nobody from whom it could take over."""
+
+
+class Promoted(msgspec.Struct, frozen=True):
+    """A promotion that is complete: process `pid` leads `data_dir`, `took_ms` after it was told to."""
+
+    data_dir: str
+    pid: int
+    topics: int
+    took_ms: int
+
+    @property
+    def words(self) -> str:
+        return f"process {self.pid} leads with {self.topics} topics, after {self.took_ms} ms"
+
+
+def promote(data_dir: str, timeout_ms: int) -> Promoted | None:
+    """Have the service of a data directory take over, and wait until it leads and is ready. None when nothing runs.
+
+    Raise NotFollowingError; TimeoutError; PermissionError when the service belongs to another user; OSError or
+    ValueError when its control page cannot be read.
+    """
+    reader = StatusReader(data_dir, SystemClock())
+    if reader.read().pid is None:
+        return None
+    began_s = time.monotonic()
+    told_pid: int | None = None
+    while True:
+        page = _page(data_dir)
+        if page is not None and page.follows:
+            pid = page.cell(Role.ARCHIVER, 0).supervisor.get("pid")
+            if pid and pid != told_pid:  # it may have been started again since
+                told_pid = _tell(pid) or told_pid
+        elif page is not None:
+            if told_pid is None:
+                raise NotFollowingError
+            status = reader.read()
+            if status.pid is None:
+                raise OSError("the service has stopped; its log says why")
+            if status.state == "running":
+                return Promoted(data_dir, status.pid, status.topics, round((time.monotonic() - began_s) * 1000))
+        if (time.monotonic() - began_s) * 1000 > timeout_ms:
+            raise TimeoutError(f"it does not lead after {timeout_ms} ms; its log says what it waits for")
+        time.sleep(POLL_S)
+
+
+def _page(data_dir: str) -> ControlPage | None:
+    """Return the control page; None while there is none, as between two lives of a service."""
+    try:
+        return ControlPage.attach(shm_names.shm_name(shm_names.identity(data_dir), "control"))
+    except FileNotFoundError:
+        return None
+
+
+def _tell(pid: int) -> int | None:
+    try:
+        os.kill(pid, signal.SIGUSR1)
+    except ProcessLookupError:
+        return None
+    return pid
