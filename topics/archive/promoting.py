@@ -61,7 +61,9 @@ def is_promotion_due(fs: FileSystem, data_dir: str) -> bool:
 
 
 def finish_promotion(fs: FileSystem, data_dir: str, clock: Clock) -> int:
-    """Make the logs of a directory that followed its own: its topics have a gap behind their last records. Return how many topics there are. Raise OSError, FoldError, RefusedLog."""
+    """Make the logs of a directory that followed its own: its topics have a gap behind their last records. Return how
+    many topics there are. Raise OSError, FoldError, RefusedLog.
+    """
     note = read_note(fs, data_dir)
     assert note is not None, "the caller has seen it"
     copy = DirectoryCopy(fs, data_dir, len(note.ends), note.url)
