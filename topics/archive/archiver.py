@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from topics.archive.base_files import BaseFiles
 from topics.archive.inspection import prune
-from topics.archive.objects import LEADER_SIGN_MS, Archive, ArchiveDamagedError
+from topics.archive.objects import Archive, ArchiveDamagedError
 from topics.archive.origin import OriginGoneError
 from topics.archive.shipping import PIECE_BYTES, NoMomentError, OtherShipperError, Shipped, Shipper, TakenOverError
 from topics.core.clock import Clock, doubled_ms
@@ -38,6 +38,7 @@ BASE_MS: Final = 86_400_000
 the last base that has it.
 """
 PRUNE_MS: Final = 3_600_000
+LEADER_SIGN_MS: Final = 2_000
 
 log = get_logger()
 
@@ -49,8 +50,8 @@ class ArchiverPlan(NamedTuple):
 
     interval_ms: int
     keep_ms: int
-    leader_url: str | None = None
-    """The address of the service, for the signs of life that it gives; None: it gives none."""
+    gives_signs: bool = False
+    """True if there is to be a moment every LEADER_SIGN_MS, for those who follow."""
 
 
 class _BaseUnderway(NamedTuple):
@@ -85,7 +86,9 @@ class Archiver:
         self._shipper: Shipper | None = None
         self._failures = 0
         self._underway: _BaseUnderway | None = None
-        self._prune_not_before_ms = self._sign_not_before_ms = 0
+        self._prune_not_before_ms = 0
+        self._shipped_ms = 0
+        """Monotonic time of the last moment."""
         self._counted = Shipped(0, 0, 0, 0)
         """The end of the archive as it was noted last."""
         self._bytes_behind_base = 0
@@ -140,7 +143,7 @@ class Archiver:
         """Ship a moment, and take the next step of a base."""
         began_ms = self._clock.monotonic_ms()
         try:
-            shipped = shipper.ship()
+            shipped = shipper.ship(self._plan.gives_signs and began_ms - self._shipped_ms >= LEADER_SIGN_MS)
         except OriginGoneError as gone:
             if shipper.has_base:
                 self._cell.add("holes")
@@ -148,16 +151,8 @@ class Archiver:
             shipped = self._counted
         self._took_ms = self._clock.monotonic_ms() - began_ms
         self._note(shipper, shipped)
-        self._give_sign(shipper)
         self._tend_base(shipper)
         self._prune()
-
-    def _give_sign(self, shipper: Shipper) -> None:
-        """Tell those who follow that this service is there, once in LEADER_SIGN_MS. Raise TakenOverError."""
-        now_ms = self._clock.monotonic_ms()
-        if self._plan.leader_url is not None and now_ms >= self._sign_not_before_ms:
-            self._sign_not_before_ms = now_ms + LEADER_SIGN_MS
-            shipper.give_sign(self._plan.leader_url)
 
     def _note(self, shipper: Shipper, shipped: Shipped) -> None:
         """Show how far the archive is, once a restore can get there."""
@@ -170,6 +165,7 @@ class Archiver:
             return
         if shipped.piece != counted.piece:
             cell.add("moments")
+            self._shipped_ms = self._clock.monotonic_ms()
         cell.set("moment_ms", shipped.taken_ms)
         for shard, end in enumerate(shipper.ends):
             if cell.get(f"shipped_{shard:02d}") != end.word:

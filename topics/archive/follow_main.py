@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from topics.archive.following import BeginAnewError, Following, OtherShardsError, begin_anew
-from topics.archive.objects import LEADER_SIGN_MS, Archive, ArchiveDamagedError, open_archive
+from topics.archive.objects import Archive, ArchiveDamagedError, open_archive
 from topics.archive.restoring import NotThereError
 from topics.core.clock import Clock, SystemClock, doubled_ms
 from topics.log import get_logger
@@ -62,7 +62,7 @@ class Follower:
         self._is_pinned = is_pinned
         self._has_begun = False
         self._failures = 0
-        self._look_not_before_ms = self._sign_not_before_ms = 0
+        self._look_not_before_ms = 0
         self._sign_by_ms = 0
         """Monotonic time at which the leader counts as gone unless it gives a sign."""
         self.exit_code: int | None = None
@@ -124,15 +124,11 @@ class Follower:
                 self._wakes[shard].signal_always()
 
     def _is_leader_gone(self, has_news: bool) -> bool:
-        """Return whether the leader has given no sign for `takeover_after_ms`; a moment is one, too."""
-        now_ms = self._clock.monotonic_ms()
-        if now_ms >= self._sign_not_before_ms:
-            self._sign_not_before_ms = now_ms + LEADER_SIGN_MS // 2
-            has_news |= self._following.look_for_leader()
+        """Return whether a leader that gives signs has given none for `takeover_after_ms`. Each moment is one."""
         if has_news:
             self._has_sign()
         after_ms = self._settings.takeover_after_ms
-        if not after_ms or now_ms < self._sign_by_ms or not self._following.knows_leader:
+        if not after_ms or not self._following.note.leader_url or self._clock.monotonic_ms() < self._sign_by_ms:
             return False
         log.error("the leader has given no sign: this service takes over", after_ms=after_ms)
         return True

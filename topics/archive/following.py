@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from topics.archive.directory_copy import DirectoryCopy, MissingBytesError
-from topics.archive.objects import Archive, ArchiveDamagedError, Base, FileRef, LeaderSign, Piece, read_whole
+from topics.archive.objects import Archive, ArchiveDamagedError, Base, FileRef, Piece, read_whole
 from topics.archive.restoring import NotThereError, fetched_ahead, fetched_files
 from topics.archive.taking_over import take_over
 from topics.core.clock import Clock
@@ -65,7 +65,6 @@ class Following:
         """Wall time of the last look that left nothing of the archive behind, 0 for none."""
         self.taken_over_by = ""
         """The machine that took over from the leader."""
-        self._sign: LeaderSign | None = None
 
     def begin(self, note: FollowNote) -> bool:
         """Go on where the directory is, or copy the newest base and the first moment behind it: then True."""
@@ -135,6 +134,7 @@ class Following:
             ends=[self._ends[shard] for shard in sorted(self._ends)],
             taken_ms=piece.taken_ms,
             has_end=piece.has_end,
+            leader_url=piece.leader_url,
         )
         if is_whole:
             write_note(self._fs, self._data_dir, self.note)
@@ -143,24 +143,6 @@ class Following:
         for directory in (layout.stages_dir(self._data_dir), layout.sinks_dir(self._data_dir)):
             for name in names_in(self._fs, directory):
                 yield os.path.relpath(os.path.join(directory, name), self._data_dir)
-
-    # -- the leader
-
-    def look_for_leader(self) -> bool:
-        """Return whether the leader has given a sign since the last look, and note where it answers."""
-        sign = self._archive.leader_sign(self.note.generation)
-        if sign is None or sign == self._sign:
-            return False
-        self._sign = sign
-        if sign.url != self.note.leader_url:
-            self.note = msgspec.structs.replace(self.note, leader_url=sign.url)
-            write_note(self._fs, self._data_dir, self.note)
-        return True
-
-    @property
-    def knows_leader(self) -> bool:
-        """True if the leader has ever given a sign."""
-        return self._sign is not None
 
     # -- bases
 

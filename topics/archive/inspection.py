@@ -16,7 +16,6 @@ from topics.archive.objects import (
     joined,
     piece_name,
     read_whole,
-    sign_name,
 )
 
 Told = Callable[[int, int], None]
@@ -188,7 +187,7 @@ def prune(archive: Archive, before_ms: int, told: Told = tell_nobody) -> Pruned:
         going += [piece_name(found.number, piece_no) for piece_no in pieces]
         going += names
         if not kept and not is_newest:
-            going += [sign_name(found.number), generation_name(found.number)]
+            going.append(generation_name(found.number))
         total += len(going)
         for name in going:
             archive.store.delete(name)

@@ -12,7 +12,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from topics.archive.archiver import Archiver, ArchiverPlan
+from topics.archive.archiver import LEADER_SIGN_MS, Archiver, ArchiverPlan
 from topics.archive.objects import Archive, open_archive
 from topics.archive.origin import Origin, RunningEnds
 from topics.archive.shipping import Shipper
@@ -56,9 +56,12 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
 
     def make_shipper() -> Shipper:
         mask = service_id.epoch_mask(fs, settings.data_dir)
-        return Shipper(archive, origin, service_id.keep_id(fs, settings.data_dir), clock, epoch_mask=mask)
+        own_id, url = service_id.keep_id(fs, settings.data_dir), settings.advertise_url or ""
+        return Shipper(archive, origin, own_id, clock, epoch_mask=mask, leader_url=url)
 
-    plan = ArchiverPlan(settings.archive_interval_ms, settings.archive_keep_ms, settings.advertise_url)
+    gives_signs = settings.advertise_url is not None
+    interval_ms = min(settings.archive_interval_ms, LEADER_SIGN_MS) if gives_signs else settings.archive_interval_ms
+    plan = ArchiverPlan(interval_ms, settings.archive_keep_ms, gives_signs)
     helpers = ThreadPoolExecutor(2, "archive")
     archiver = Archiver(archive, make_shipper, shared.control, shared.shard_wakes, plan, clock, helpers)
     worker = threading.Thread(target=archiver.work, args=(stop,), name="shipping", daemon=True)

@@ -5,12 +5,11 @@ in other languages.
     g<8 digits>.pieces/<12 digits>     the next bytes of all logs, in the order in which they were shipped
     g<8 digits>.bases/<12 digits>      a snapshot and the segments that it lists; its number is that of a piece
     g<8 digits>.files/<name>           a file of a segment, byte for byte
-    leaders/<8 digits>                 a sign of life of the service that ships into the generation of that number
 
-Every object but signs of life is created once and never written over. So two services that ship into one generation
+Every object is created once and never written over. So two services that ship into one generation
 cannot both succeed: the second one finds the number of its piece taken.
 
-A generation, a piece, a base and a sign of life are laid out as
+A generation, a piece and a base are laid out as
 
   0       8         12           16                                       -8
   ┌───────┬─────────┬────────────┬─────────────────────┬─────────┬──────────┐
@@ -43,8 +42,6 @@ VERSION: Final = 1
 _PREFIX: Final = Struct("<8sII")
 _CHECKSUM: Final = Struct("<Q")
 _GENERATIONS: Final = "generations"
-LEADER_SIGN_MS: Final = 2_000
-"""Interval of signs of life."""
 
 
 class ArchiveDamagedError(Exception):
@@ -159,6 +156,8 @@ class Piece(msgspec.Struct, frozen=True):
     """The machine that took over from the service, in the last piece of a generation."""
     taken_over_id: str = ""
     """The id of the service that goes on in this archive from there, if one does."""
+    leader_url: str = ""
+    """The address of the service, if it tells that; then it ships a moment now and then also when nothing changes."""
 
 
 class Base(msgspec.Struct, frozen=True):
@@ -175,15 +174,7 @@ class Base(msgspec.Struct, frozen=True):
     snapshot_bytes: int
 
 
-class LeaderSign(msgspec.Struct, frozen=True):
-    """A sign of life: the service that ships into generation `number` was there at `sent_ms`, and answers at `url`."""
-
-    number: int
-    sent_ms: int
-    url: str
-
-
-_Header = TypeVar("_Header", Generation, Piece, Base, LeaderSign)
+_Header = TypeVar("_Header", Generation, Piece, Base)
 
 
 def generation_name(number: int) -> str:
@@ -196,10 +187,6 @@ def piece_name(generation: int, number: int) -> str:
 
 def base_name(generation: int, number: int) -> str:
     return f"g{generation:08d}.bases/{number:012d}"
-
-
-def sign_name(generation: int) -> str:
-    return f"leaders/{generation:08d}"
 
 
 def file_name(generation: int, name: str) -> str:
@@ -280,11 +267,6 @@ class Archive:
 
     def piece(self, generation: int, number: int) -> tuple[Piece, memoryview]:
         return self._header(piece_name(generation, number), Piece)
-
-    def leader_sign(self, generation: int) -> LeaderSign | None:
-        """Return the last sign of life of the service that ships into a generation; None if it gives none."""
-        name = sign_name(generation)
-        return self._header(name, LeaderSign)[0] if self.store.exists(name) else None
 
     def last_piece(self, generation: int, known: int) -> int:
         """Return the number of the last piece, when there is one of number `known` (0: there may be none)."""

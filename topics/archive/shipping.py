@@ -24,7 +24,6 @@ from topics.archive.objects import (
     Base,
     FileRef,
     Generation,
-    LeaderSign,
     LogEnd,
     LogPart,
     LogStart,
@@ -34,7 +33,6 @@ from topics.archive.objects import (
     encode,
     generation_name,
     piece_name,
-    sign_name,
 )
 from topics.archive.origin import LogPlace, Origin, OriginGoneError
 from topics.core.clock import Clock
@@ -82,8 +80,11 @@ class Shipper:
         clock: Clock,
         told: Callable[[int, int], None] = lambda _done, _total: None,
         epoch_mask: int = 0,
+        leader_url: str = "",
     ) -> None:
-        """`told` hears how many bytes of how many were looked at for a base. `epoch_mask` is that of the directory."""
+        """`told` hears how many bytes of how many were looked at for a base. `epoch_mask` is that of the directory.
+        `leader_url` is where the service answers, for those who follow it.
+        """
         self._archive = archive
         self._store = archive.store
         self._origin = origin
@@ -91,6 +92,7 @@ class Shipper:
         self._clock = clock
         self._told = told
         self._epoch_mask = epoch_mask
+        self._leader_url = leader_url
         self._nonce = secrets.token_hex(8)
         self._generation: Generation | None = None
         self._base: Base | None = None
@@ -156,8 +158,9 @@ class Shipper:
         """The ends of the logs as they were shipped, by shard."""
         return [self._ends[shard].position for shard in sorted(self._ends)]
 
-    def ship(self) -> Shipped:
-        """Ship the present moment; without a base only its bytes.
+    def ship(self, is_sign: bool = False) -> Shipped:
+        """Ship the present moment; without a base only its bytes. One that `is_sign` of life is shipped even if it is
+        like the last one.
 
         Raise OriginGoneError if logs were removed before they were shipped, or none was: `begin_base` goes on.
         """
@@ -165,18 +168,10 @@ class Shipper:
         if not self._ends:
             raise OriginGoneError("nothing is shipped yet")
         try:
-            return self._ship(logs, txn if self.is_based else None, self._ends)
+            return self._ship(logs, txn if self.is_based else None, self._ends, is_sign and self.is_based)
         except OriginGoneError:
             self._has_part = True  # whatever comes next does not go on here
             raise
-
-    def give_sign(self, url: str) -> None:
-        """Tell those who follow that this service is there, and answers at `url`. Raise TakenOverError."""
-        assert self._generation is not None
-        number = self._generation.number
-        if self._archive.last_piece(number, self._number) > self._number:
-            self.begin()  # raises the reason
-        self._store.put(sign_name(number), [encode(LeaderSign(number, self._clock.now_ms(), url))])
 
     def base(self) -> Shipped:
         """Ship a snapshot with its segments, and the moment that it is named by."""
@@ -294,12 +289,14 @@ class Shipper:
             raise NoMomentError("a shard recovers, or transactions follow each other too fast to be copied; try again")
         return found
 
-    def _ship(self, logs: list[LogPlace], txn: dict[str, bytes] | None, starts: Mapping[int, LogEnd]) -> Shipped:
+    def _ship(
+        self, logs: list[LogPlace], txn: dict[str, bytes] | None, starts: Mapping[int, LogEnd], is_sign: bool = False
+    ) -> Shipped:
         """Put all bytes of the logs from `starts` to this moment. Without `txn` it is none, to which nobody can get."""
         assert self._generation is not None
         if self._generation.log_ids != [log.log_id for log in logs]:
             raise NoMomentError("the logs were made anew for another count of shards; begin again")
-        if self._is_shipped(logs, txn):
+        if self._is_shipped(logs, txn) and not is_sign:
             return self._shipped()
         self._taken_ms = max(self._taken_ms, self._clock.now_ms())
         ends = dict(starts)
@@ -348,6 +345,7 @@ class Shipper:
             txn is not None,
             self._origin.ends.has_end,
             list(self._txn.values()),
+            leader_url=self._leader_url,
         )
         self._create(piece_name(self._generation.number, number), encode(piece, payload))
         self._number, self._ends, self._has_part = number, dict(ends), txn is None
