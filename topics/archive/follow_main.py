@@ -86,9 +86,10 @@ class Follower:
                     return 0
                 self._has_begun = True
                 self._has_sign()
-                self._load()
-            has_news = self._following.step()
-            if has_news:
+                if not self._cell.get("bases"):
+                    self._load()
+            moment, has_news = self._following.note.piece, self._following.step()
+            if self._following.note.piece != moment:
                 self._cell.add("moments")
             self._show()
             self._tend_base()
@@ -124,7 +125,7 @@ class Follower:
                 self._wakes[shard].signal_always()
 
     def _is_leader_gone(self, has_news: bool) -> bool:
-        """Return whether a leader that gives signs has given none for `takeover_after_ms`. Each moment is one."""
+        """Return whether a leader that gives signs has given none for `takeover_after_ms`. Each piece is one."""
         if has_news:
             self._has_sign()
         after_ms = self._settings.takeover_after_ms

@@ -85,8 +85,8 @@ class Following:
     # -- moments
 
     def step(self) -> bool:
-        """Take the moments that are new in the archive. True if there was one."""
-        looked_ms, generation, before = self._clock.now_ms(), self.note.generation, self.note.piece
+        """Take the pieces that are new in the archive, up to the last moment. True if there was one."""
+        looked_ms, generation, before = self._clock.now_ms(), self.note.generation, self._laid_piece
         last = self._archive.last_piece(generation, self._laid_piece)
         wanted = range(self._laid_piece + 1, last + 1)
         for _, (piece, payload) in fetched_ahead(lambda number: self._archive.piece(generation, number), wanted):
@@ -100,7 +100,7 @@ class Following:
                 break
         else:
             self.looked_ms = looked_ms
-        return self.note.piece > before
+        return self._laid_piece > before
 
     def _lay_out(self, piece: Piece, payload: memoryview) -> None:
         self._copy.lay_out(piece, payload, self._ends)

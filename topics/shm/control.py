@@ -299,6 +299,10 @@ class ControlPage:
         """True if this service is a copy of another one."""
         return self.header.get("follows") > 0
 
+    def name_of(self, role: Role) -> str:
+        """Return what people call a process: a follower takes an archive in the place of an archiver."""
+        return "follower" if role is Role.ARCHIVER and self.follows else role.name.lower()
+
     def is_outdated(self, shard: int) -> bool:
         """Return whether a shard that follows has to begin again with a newer snapshot."""
         return self.follows and self.cell(Role.WALSHARD, shard).get("bases_loaded") < self.cell(Role.ARCHIVER, 0).get(

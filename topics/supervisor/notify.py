@@ -200,7 +200,7 @@ def _words(page: ControlPage, states: dict[tuple[Role, int], ProcessState]) -> s
     if recovering:
         return f"reading logs: {', '.join(recovering)}"
     unready = [
-        f"{role.name.lower()} {index}" for (role, index), state in states.items() if state is not ProcessState.READY
+        f"{page.name_of(role)} {index}" for (role, index), state in states.items() if state is not ProcessState.READY
     ]
     if unready:
         return f"waiting for {', '.join(unready)}"

@@ -11,7 +11,7 @@ import msgspec
 
 from topics.core.clock import SystemClock
 from topics.shm import shm_names
-from topics.shm.control import ControlPage, Role
+from topics.shm.control import ControlPage, ProcessState, Role
 from topics.supervisor.status import StatusReader
 
 POLL_S: Final = 0.02
@@ -44,15 +44,18 @@ def promote(data_dir: str, timeout_ms: int) -> Promoted | None:
     if reader.read().pid is None:
         return None
     began_s = time.monotonic()
-    told_pid: int | None = None
+    told_life = 0
     while True:
         page = _page(data_dir)
         if page is not None and page.follows:
-            pid = page.cell(Role.ARCHIVER, 0).supervisor.get("pid")
-            if pid and pid != told_pid:  # it may have been started again since
-                told_pid = _tell(pid) or told_pid
+            life, cell = page.header.get("started_ms"), page.cell(Role.ARCHIVER, 0)
+            pid = cell.get("pid") if cell.get("state") == ProcessState.READY else 0  # else the signal would end it
+            if told_life and life != told_life:
+                raise OSError("it follows again, as another service has taken over or its directory was copied anew")
+            if pid and not told_life and _tell(pid):
+                told_life = life
         elif page is not None:
-            if told_pid is None:
+            if not told_life:
                 raise NotFollowingError
             status = reader.read()
             if status.pid is None:
@@ -72,9 +75,9 @@ def _page(data_dir: str) -> ControlPage | None:
         return None
 
 
-def _tell(pid: int) -> int | None:
+def _tell(pid: int) -> bool:
     try:
         os.kill(pid, signal.SIGUSR1)
     except ProcessLookupError:
-        return None
-    return pid
+        return False
+    return True

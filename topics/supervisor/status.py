@@ -250,7 +250,7 @@ def _process(page: ControlPage, role: Role, index: int, now_ms: int) -> ProcessS
         if own["heartbeat_ms"]:
             heartbeat_age_ms = max(0, now_ms - own["heartbeat_ms"])
     return ProcessStatus(
-        role=role.name.lower(),
+        role=page.name_of(role),
         index=index,
         pid=pid,
         state=state.name.lower(),

@@ -109,7 +109,7 @@ class Supervisor:
 
     def _child(self, role: Role, index: int) -> Child:
         cell = self._shared.control.cell(role, index).supervisor
-        return Child(role.name.lower(), index, partial(self._run, role, index), cell, self._clock)
+        return Child(self._shared.control.name_of(role), index, partial(self._run, role, index), cell, self._clock)
 
     def _run(self, role: Role | None, index: int, incarnation: int) -> int:
         """Run the main of a child, in the child; None: the one that prepares the logs."""

@@ -211,8 +211,10 @@ class ServiceFigures:
         yield Family("topics_scheduler_band_depth", help, ("frontend", "band"), depths)
 
     def _processes(self) -> Iterator[Family]:
-        every = [((role.name.lower(), str(index)), cell) for (role, index), cell in self._control.cells.items()]
-        beside = {role.name.lower() for role in BESIDE}
+        every = [
+            ((self._control.name_of(role), str(index)), cell) for (role, index), cell in self._control.cells.items()
+        ]
+        beside = {self._control.name_of(role) for role in BESIDE}
         pressed = [(labels, cell) for labels, cell in every if labels[0] not in beside]
         pressure: list[Sample] = [(labels, cell.get("pressure_ppm") / 1e6) for labels, cell in pressed]
         busy: list[Sample] = [(labels, cell.get("busy_ppm") / 1e6) for labels, cell in pressed]

@@ -1,0 +1,302 @@
+"""Services that follow another one, and take over from it: `run --follow`, `topics-supervisor promote`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.archive.services import SMALL, cut, read, run
+from tests.archive.test_archiver import archiver, shipping
+from tests.contract.asking import diff, ok, put, refused, state, write
+from tests.contract.socket_client import Socket
+from tests.harness import Service, poll
+
+PATCHED = """#!{python}
+import sys
+from topics.archive import archiver, follow_main
+archiver.BASE_PIECES = {base_pieces}
+follow_main.LOOK_MS = 100
+from topics.supervisor.command import main
+sys.exit(main())
+"""
+
+
+def following(place: Path, **more: object) -> dict[str, str]:
+    env = SMALL | {"TOPICS_FOLLOW": place.as_uri(), "TOPICS_ARCHIVE_INTERVAL_MS": "50"}
+    return env | {f"TOPICS_{name}": str(value) for name, value in more.items()}
+
+
+@contextmanager
+def leading(place: Path, **more: Any) -> Iterator[Service]:
+    """A service with an archive, once that can be followed."""
+    with Service(env=shipping(place, **more)) as leader:
+        poll("a first base", lambda: archiver(leader)["bases"] > 0)
+        yield leader
+
+
+def promoted(follower: Service) -> dict[str, Any]:
+    done = follower.run("promote", "--json")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def follows(follower: Service, leader: Service, *names: str) -> None:
+    """Wait until the follower has what the leader has now, and compare all that readers see."""
+    for name in names:
+        head_seq = state(leader.client, name)["head_seq"]
+        _wait_for(follower, name, head_seq)
+        assert read(follower.client, name) == read(leader.client, name)
+        there, here = state(leader.client, name), state(follower.client, name)
+        for member in ("head_seq", "earliest_seq", "count", "bytes", "epoch", "config", "durable_seq"):
+            assert here[member] == there[member], (name, member)
+
+
+def _wait_for(service: Service, name: str, seq: int) -> None:
+    poll(f"{name} at {seq}", lambda: _head(service, name) >= seq)
+
+
+def _head(service: Service, name: str) -> int:
+    answer = service.client.get(f"/v0/topics/{name}")
+    return int(answer.json()["head_seq"]) if answer.status_code == 200 else -1
+
+
+def _names(service: Service) -> set[str]:
+    return {topic["topic"] for topic in ok(service.client.get("/v0/topics"))["topics"]}
+
+
+def test_a_follower_shows_what_its_leader_has(tmp_path: Path) -> None:
+    place = tmp_path / "archive"
+    with leading(place, ADVERTISE_URL="http://leader.example:4400") as leader:
+        there = leader.client
+        write(there, "before", *range(100), tag="t")
+        with Service(env=following(place)) as follower:
+            here = follower.client
+            follows(follower, leader, "before")
+
+            write(there, "before", *range(100, 160))
+            ok(there.post("/v0/topics/before/delete", json={"before_seq": 31}))
+            put(there, "capped", cap_records=10)
+            write(there, "capped", *range(30))
+            put(there, "gone")
+            follows(follower, leader, "before", "capped")
+            assert "gone" in _names(follower)
+            ok(there.delete("/v0/topics/gone"))
+            put(there, "capped", cap_records=5)
+            write(there, "capped", "last")
+            follows(follower, leader, "capped")
+            poll("the topic to be gone", lambda: "gone" not in _names(follower))
+
+            put(there, "jobs", type="queue")
+            write(there, "jobs", *range(5))
+            claimed = ok(there.post("/v0/topics/jobs/claim", json={"node": "w", "max": 2}))["claimed"]
+            ok(there.post("/v0/topics/jobs/ack", json={"node": "w", "seqs": [claimed[0]["$seq"]]}))
+            follows(follower, leader, "jobs")
+            poll("the queue's end", lambda: state(here, "jobs")["count"] == 4)
+            ok(there.put("/v0/topics/before/cursors/c", json={"seq": 120}))
+            poll("the cursor", lambda: here.get("/v0/topics/before/cursors/c").json().get("seq") == 120)
+
+            ok(there.put("/v0/routers/r", json={"source": "before", "dest": "copies"}))
+            write(there, "before", "copied")
+            poll("the copy", lambda: _head(leader, "copies") > 0)
+            follows(follower, leader, "copies", "before")
+            assert [found["name"] for found in ok(here.get("/v0/routers"))["routers"]] == ["r"]
+            cut(leader)
+            write(there, "before", "behind the snapshot")
+            follows(follower, leader, "before")
+            assert diff(here, "before")["performance"]["lag_ms"] < 60_000
+
+            status = follower.status()
+            assert status["state"] == "running"
+            assert status["archiver"]["follows"]
+            assert "follows it" in follower.run("status").stdout
+            assert follower.client.get("/metrics").text.count("topics_archive_lag_seconds") > 0
+
+
+def test_a_follower_changes_nothing(tmp_path: Path) -> None:
+    place = tmp_path / "archive"
+    with (
+        leading(place, ADVERTISE_URL="http://leader.example:4400") as leader,
+        Service(env=following(place)) as follower,
+    ):
+        write(leader.client, "orders", 1)
+        follows(follower, leader, "orders")
+        here = follower.client
+        one = {"records": [{"data": 1}]}
+        for answer in (
+            here.post("/v0/topics/orders", json=one),
+            here.put("/v0/topics/new", json={}),
+            here.delete("/v0/topics/orders"),
+            here.post("/v0/topics/orders/delete", json={"before_seq": 2}),
+            here.put("/v0/topics/orders/cursors/c", json={"seq": 1}),
+            here.post("/v0/topics/orders/claim", json={"node": "w"}),
+            here.put("/v0/routers/r", json={"source": "orders", "dest": "copies"}),
+        ):
+            assert refused(answer, 503, "not_leader")["detail"] == {"leader": url}
+        with Socket(follower) as socket:
+            assert socket.ask("publish", topic="orders", records=[{"data": 1}], request_id=1)["code"] == "not_leader"
+        assert follower.run("promote", "--timeout-ms", "0").returncode == 1
+        done = leader.run("promote")
+        assert (done.returncode, "it leads" in done.stderr) == (5, True)
+
+
+def test_watchers_of_a_follower_hear_of_what_is_new(tmp_path: Path) -> None:
+    place = tmp_path / "archive"
+    with leading(place) as leader, Service(env=following(place)) as follower:
+        write(leader.client, "orders", 1)
+        follows(follower, leader, "orders")
+        with Socket(follower) as socket:
+            socket.ask("subscribe", topic="orders", from_seq=1)
+            write(leader.client, "orders", 2)
+            assert socket.records(1)[0]["data"] == 2
+        found = write(leader.client, "orders", 3)["last_seq"]
+        page = diff(follower.client, "orders", from_seq=found - 1, wait_ms=20_000)
+        assert [record["data"] for record in page["records"]] == [3]
+
+
+@pytest.mark.long
+def test_whatever_dies_the_follower_goes_on(tmp_path: Path) -> None:
+    place = tmp_path / "archive"
+    with leading(place) as leader, Service(env=following(place)) as follower:
+        for turn, (role, index) in enumerate(
+            [("follower", 0), ("walshard", 0), ("walshard", 1), ("frontend", 0), ("follower", 0)]
+        ):
+            write(leader.client, "a", *range(turn, turn + 60))
+            write(leader.client, "b", *range(turn, turn + 60))
+            pid = follower.kill(role, index)
+            write(leader.client, f"new-{turn}", 1)
+            follower.wait_healed(pid)
+            follows(follower, leader, "a", "b", f"new-{turn}")
+        follower.kill_group()
+        write(leader.client, "a", "while it was away")
+        follower.start()
+        follows(follower, leader, "a", "b")
+        leader.restart()
+        write(leader.client, "a", "after a restart")
+        follows(follower, leader, "a", "b")
+
+
+@pytest.mark.long
+def test_followers_load_the_bases_of_their_leader(tmp_path: Path) -> None:
+    place = tmp_path / "archive"
+    command = tmp_path / "patched"
+    command.write_text(PATCHED.format(python=sys.executable, base_pieces=4))
+    command.chmod(0o755)
+    with Service(env=shipping(place), command=command) as leader:
+        poll("a first base", lambda: archiver(leader)["bases"] > 0)
+        with Service(env=following(place), command=command) as follower:
+            for turn in range(12):
+                write(leader.client, "a", *range(turn, turn + 50))
+                write(leader.client, "b", *range(turn, turn + 50))
+                ok(leader.client.post("/v0/topics/a/delete", json={"before_seq": turn * 40}))
+                cut(leader)
+                follows(follower, leader, "a", "b")
+            poll("a snapshot of the leader", lambda: archiver(follower)["bases"] > 2)
+            poll("files that are gone", lambda: len(list(follower.data_dir.glob("topics/*/seg-*.data"))) < 24)
+            follows(follower, leader, "a", "b")
+            follower.restart()
+            follows(follower, leader, "a", "b")
+
+
+@pytest.mark.long
+def test_a_hole_in_the_archive_has_everything_copied_again(tmp_path: Path) -> None:
+    place = tmp_path / "archive"
+    with leading(place, ARCHIVE_BACKLOG_BYTES=1, WAL_FILE_BYTES=65536) as leader:
+        write(leader.client, "a", *range(10))
+        with Service(env=following(place)) as follower:
+            follows(follower, leader, "a")
+            os.kill(pid := leader.pid_of("archiver"), signal.SIGSTOP)
+            for _ in range(6):
+                write(leader.client, "a", *("x" * 1000 for _ in range(100)))
+                cut(leader)
+            os.kill(pid, signal.SIGCONT)
+            follows(follower, leader, "a")
+
+
+@pytest.mark.long
+def test_a_follower_takes_over(tmp_path: Path) -> None:
+    """What was acknowledged as archived is there; the rest is a gap that readers are told of."""
+    place = tmp_path / "archive"
+    with leading(place, ARCHIVE_WAIT_MS=500) as leader, Service(env=following(place)) as follower:
+        put(leader.client, "bank", durability="archived")
+        for number in range(20):
+            write(leader.client, "bank", number)
+        epoch = state(leader.client, "bank")["epoch"]
+        pid = leader.pid_of("archiver")
+        os.kill(pid, signal.SIGSTOP)  # so that it cannot know
+        lost = write(leader.client, "orders", "of class disk")
+        assert promoted(follower)["took_ms"] > 0
+        here = follower.client
+        records, tombstones = read(here, "bank")
+        assert list(records.values()) == list(range(20))
+        assert [found["reason"] for found in tombstones] == ["restored"]
+        assert state(here, "bank")["epoch"] != epoch
+        assert _head(follower, "orders") == -1
+        assert lost["last_seq"] == 1
+        write(here, "bank", "goes on")
+        refused(leader.client.post("/v0/topics/bank", json={"records": [{"data": 1}]}), 503, "storage_unavailable")
+        os.kill(pid, signal.SIGCONT)
+        poll("the former leader notices", lambda: archiver(leader)["taken_over"])
+        refused(leader.client.post("/v0/topics/orders", json={"records": [{"data": 1}]}), 503, "not_leader")
+
+        leader.stop()  # it is to follow now
+        with Service(env=following(place)) as former:
+            poll("what the new leader wrote", lambda: "goes on" in read(former.client, "bank")[0].values())
+            follows(former, follower, "bank")
+            follower.restart()  # with the same settings it goes on to lead
+            write(follower.client, "bank", "and on")
+            follows(former, follower, "bank")
+            assert promoted(former)["topics"] == 1
+            write(former.client, "bank", "once more")
+            leader.start()
+        follower.stop()
+        run("verify", follower.data_dir)
+        follower.start()
+    run("archive", "verify", place)
+
+
+@pytest.mark.long
+def test_a_leader_that_dies_is_replaced(tmp_path: Path) -> None:
+    place = tmp_path / "archive"
+    with leading(place, ADVERTISE_URL="http://127.0.0.1:1") as leader:
+        put(leader.client, "bank", durability="archived")
+        with Service(env=following(place, TAKEOVER_AFTER_MS=5000)) as follower:
+            for number in range(10):
+                write(leader.client, "bank", number)
+            acknowledged = read(leader.client, "bank")[0]
+            leader.kill_group()
+            poll("the follower to lead", lambda: not archiver(follower)["follows"], 60)
+            poll("it is ready", follower.is_ready)
+            assert read(follower.client, "bank")[0] == acknowledged
+            write(follower.client, "bank", "goes on")
+            leader.start()
+            poll("the former leader notices", lambda: archiver(leader)["taken_over"])
+
+
+def test_a_directory_is_either_led_or_followed(tmp_path: Path) -> None:
+    place, other = tmp_path / "archive", tmp_path / "other"
+    with leading(place), Service(env=following(place)) as follower:
+        follower.stop()
+        for env, said in (
+            ({"TOPICS_FOLLOW": ""}, "start it with --follow"),
+            ({"TOPICS_FOLLOW": other.as_uri()}, "empty the directory to follow another one"),
+        ):
+            if not env["TOPICS_FOLLOW"]:
+                answer = follower.run("run", env={"TOPICS_FOLLOW": place.as_uri()} | {"TOPICS_FOLLOW": ""})
+            else:
+                answer = follower.run("run", env=env)
+            assert (answer.returncode, said in answer.stderr) == (1, True), answer.stderr
+        follower.start()
+    with Service() as own:
+        own.stop()
+        answer = own.run("run", env={"TOPICS_FOLLOW": place.as_uri()})
+        assert (answer.returncode, "has a service of its own" in answer.stderr) == (1, True), answer.stderr
+        own.start()
