@@ -62,6 +62,7 @@ class Follower:
         self._is_pinned = is_pinned
         self._has_begun = False
         self._failures = 0
+        self._told = ""
         self._look_not_before_ms = 0
         self._sign_by_ms = 0
         """Monotonic time at which the leader counts as gone unless it gives a sign."""
@@ -107,12 +108,14 @@ class Follower:
         except _FAILURES as error:
             self._has_begun = False
             self._cell.add("failures")
-            log.error("the archive cannot be followed now, which will be repeated", reason=str(error))
+            if str(error) != self._told:
+                self._told = str(error)
+                log.error("the archive cannot be followed now, which will be repeated", reason=self._told)
             pause_ms = doubled_ms(RETRY_MS[0], self._failures, RETRY_MS[1])
             self._failures += 1
             return pause_ms / 1000
         else:
-            self._failures = 0
+            self._failures, self._told = 0, ""
         return 0
 
     def _show(self) -> None:

@@ -115,7 +115,7 @@ class Following:
         """Make the directory that of a moment, all bytes of which are laid out."""
         for end in piece.ends:
             if self._ends[end.shard] != end.position:
-                raise ArchiveDamagedError(
+                raise MissingBytesError(
                     f"{self._archive.store.place('')}: piece {piece.number} ends log {end.shard} at {end.position}, the"
                     f" pieces have it up to {self._ends[end.shard]}"
                 )

@@ -303,11 +303,14 @@ class ControlPage:
         """Return what people call a process: a follower takes an archive in the place of an archiver."""
         return "follower" if role is Role.ARCHIVER and self.follows else role.name.lower()
 
+    @property
+    def bases(self) -> int:
+        """The number of snapshots that the shards of a follower have had to load."""
+        return self.cell(Role.ARCHIVER, 0).get("bases") if self.follows else 0
+
     def is_outdated(self, shard: int) -> bool:
         """Return whether a shard that follows has to begin again with a newer snapshot."""
-        return self.follows and self.cell(Role.WALSHARD, shard).get("bases_loaded") < self.cell(Role.ARCHIVER, 0).get(
-            "bases"
-        )
+        return self.cell(Role.WALSHARD, shard).get("bases_loaded") < self.bases
 
     def follow_lag_ms(self, now_ms: int) -> int:
         """Return how old the state of a service that follows may be, beside the leader's archive interval."""

@@ -68,7 +68,7 @@ def set_up(place: Place) -> Parts:
     identity, control = place.shared.identity, place.shared.control
     started_ms = clock.monotonic_ms()
     generation = cell.get("generation") + 1
-    bases = control.cell(Role.ARCHIVER, 0).get("bases")
+    bases = control.bases
     unlink_arena(identity, index, generation)  # of an incarnation that died while it recovered
     arena = ArenaWriter(identity, index, generation)
     files = SegmentFiles(place.fs, settings.data_dir, tags_max(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
