@@ -163,6 +163,7 @@ class Frontend:
     def __init__(self, rig: Rig) -> None:
         data_dir, cold_dir = rig.settings.data_dir, rig.settings.cold_dir
         assert cold_dir is not None
+        self._runner = asyncio.Runner()  # one loop: reads in advance go on from page to page
         self._arenas = Arenas(rig.shared)
         files = LogFiles(data_dir, rig.shared.ram_dir, 1, maps_max=2)
         store = LocalStore(OsFileSystem(), layout.topics_dir(cold_dir))
@@ -170,14 +171,18 @@ class Frontend:
 
     def page(self, name: str, from_seq: int, limit: int) -> RecordPage:
         """Return a page, with whatever waiting it takes."""
+        return self._runner.run(self._page(name, from_seq, limit))
+
+    async def _page(self, name: str, from_seq: int, limit: int) -> RecordPage:
         reader, options = self.reader, PageOptions(limit, 1 << 20)
         while True:
             try:
                 return reader.read_page(reader.get(name), from_seq, options)
             except ColdMissError as miss:
-                asyncio.run(reader.fetch(miss))
+                await reader.fetch(miss)
 
     def close(self) -> None:
+        self._runner.close()
         self._arenas.close()
 
 
