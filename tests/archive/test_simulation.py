@@ -19,11 +19,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.archive.follower_rig import FollowerRig
 from tests.archive.simulated import SimulatedBucket, Trouble
 from tests.executors import Hanging
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
-from topics.archive import archiver, base_files
+from topics.archive import archiver, base_files, follow_main
 from topics.archive.archiver import Archiver, ArchiverPlan
 from topics.archive.inspection import check, prune
 from topics.archive.objects import Archive, Piece, decode, piece_name
@@ -76,6 +77,11 @@ class Archiving(RuleBasedStateMachine):
         self.written = 0
         self.moments: dict[tuple[int, int], Records] = {}
         """Records of each moment in the archive, by generation and piece."""
+        self.history: dict[tuple[int, int], Records] = {}
+        """The same, with those that were pruned."""
+        self.follower: FollowerRig | None = None
+        self.is_taken_over = False
+        self.compared = 0
         self.restores = 0
         self.archivers = [self._archiver(), self._archiver()]
         """The second one belongs to a life that nobody knows is still there."""
@@ -252,11 +258,66 @@ class Archiving(RuleBasedStateMachine):
                 continue
             generation = int(folder[1:].partition(".")[0])
             if self._piece(generation, int(number)).is_moment:
-                self.moments[generation, int(number)] = _copied(self.live)
+                assert not self.is_taken_over
+                self.moments[generation, int(number)] = self.history[generation, int(number)] = _copied(self.live)
 
     def _piece(self, generation: int, number: int) -> Piece:
         name = piece_name(generation, number)
         return decode(self.bucket.objects[name], Piece, name)[0]
+
+    # -- a service that follows
+
+    @precondition(lambda self: not self.is_taken_over)
+    @rule(troubles=st.just([]) | TROUBLES)
+    def follow(self, troubles: list[Trouble]) -> None:
+        if self.follower is None:
+            data_dir = os.path.join(self.directory, "follower")
+            self.follower = FollowerRig(data_dir, SHARDS, self.archive, self.rig.clock)
+        self.bucket.troubles = list(troubles)
+        self.follower.advance()
+        self.bucket.troubles = []
+        shown = self.follower.shown
+        if shown is not None:
+            self.compared += 1
+            self.follower.assert_shown()
+            _compare(self.follower, self.history[shown])
+
+    @precondition(lambda self: self.follower is not None and not self.is_taken_over)
+    @rule(shard=st.sampled_from([None, 0, 1]))
+    def follower_dies(self, shard: int | None) -> None:
+        assert self.follower is not None
+        if shard is None:
+            self.follower.follower_dies()
+        else:
+            self.follower.shard_dies(shard)
+
+    @precondition(lambda self: self.follower is not None and self.follower.shown and not self.bucket.is_away)
+    @rule(troubles=st.just([]) | TROUBLES)
+    def take_over(self, troubles: list[Trouble]) -> None:
+        """The follower is promoted. Whatever the former leader has written since its last moment is its own."""
+        if self.is_taken_over:
+            return
+        assert self.follower is not None
+        for _ in range(20):
+            self.follower.follower.promote.set()
+            self.bucket.troubles = troubles = troubles[1:]
+            self.follow(troubles)
+            if self.follower.leads:
+                break
+        else:
+            raise AssertionError("it does not take over")
+        self.is_taken_over = True
+        self.follower.end_promotion()
+        data_dir = self.follower.settings.data_dir
+        assert verify(data_dir, lambda _done, _total: None).damage == []
+        promoted = Rig(data_dir, shards=SHARDS, segment_max_events="5")
+        try:
+            expected = self.history[max(self.history)]
+            _compare(promoted, expected)
+            for name, records in expected.items():
+                assert promoted.append(name, b'"new"').first_seq > max(records, default=0) + 100
+        finally:
+            promoted.close()
 
     # -- what must hold
 
@@ -296,16 +357,10 @@ class Archiving(RuleBasedStateMachine):
         assert verify(data_dir, lambda _done, _total: None).damage == []
         other = Rig(data_dir, shards=SHARDS, segment_max_events="5")
         try:
-            compaction = Compaction(other)
             expected = self.moments[moment]
-            for name in NAMES:
-                shard = other.owner(name)
-                exists = other.reader_of(shard).look_up(name) is not None
-                assert exists == (name in expected), name
-                if exists:
-                    assert dict(compaction.read(name)) == expected[name], name
-                    reply = other.append(name, b'"new"')
-                    assert reply.first_seq > max(expected[name], default=0)
+            _compare(other, expected)
+            for name, records in expected.items():
+                assert other.append(name, b'"new"').first_seq > max(records, default=0)
         finally:
             other.close()
             shutil.rmtree(data_dir)
@@ -319,12 +374,32 @@ class Archiving(RuleBasedStateMachine):
             for _ in range(4):
                 self._step(0)
             assert self.moments
+            if self.is_taken_over:
+                assert self.rig.shared.control.is_taken_over
+                return
             assert self.moments[max(self.moments)] == self.live, "all is shipped once the bucket is back"
             self._restore(max(self.moments))
             self._restore(min(self.moments))
+            if self.follower is not None:
+                for _ in range(12):
+                    self.follow([])
+                assert self.follower.shown == max(self.moments), "a follower gets there"
+                self.take_over([])
         finally:
             self.rig.close()
+            if self.follower is not None and not self.is_taken_over:
+                self.follower.close()
             shutil.rmtree(self.directory)
+
+
+def _compare(rig: Rig, expected: Records) -> None:
+    """Compare what a service shows with what it should have."""
+    compaction = Compaction(rig)
+    for name in NAMES:
+        exists = rig.reader_of(rig.owner(name)).look_up(name) is not None
+        assert exists == (name in expected), name
+        if exists:
+            assert dict(compaction.read(name)) == expected[name], name
 
 
 def _copied(live: Records) -> Records:
@@ -348,7 +423,11 @@ def _is_before(name: str, generation: int, number: int) -> bool:
 
 @pytest.fixture(autouse=True)
 def _soon() -> Any:
-    with patch.object(archiver, "BASE_PIECES", BASE_PIECES), patch.object(base_files, "COPIERS", 1):
+    with (
+        patch.object(archiver, "BASE_PIECES", BASE_PIECES),
+        patch.object(base_files, "COPIERS", 1),
+        patch.object(follow_main, "LOOK_MS", 2000),
+    ):
         yield
 
 

@@ -97,17 +97,20 @@ class Rig:
         environ.setdefault("TOPICS_WAL_FILE_BYTES", str(1 << 20))
         self.settings: Settings = load_settings(environ)
         self.identity = secrets.token_hex(8)
-        self.clock = TestClock()
+        self.clock = self.make_clock()
         self.fs = fs or FaultyFileSystem()
         self.replies: dict[int, Any] = {}
         self.notices: list[int] = []
         self.dealt: list[Dealt] = []
         self.next_id = 0
         self._shard_count = shards
-        self._archivers = int(self.settings.archive_url is not None)
+        self._archivers = int(self.settings.archive_url is not None or self.settings.follow is not None)
         self.shared = SharedMemory.create(self.identity, shards, 1, 1 << 20, self._archivers)
         self._readers: dict[int, ArenaReader] = {}
         self.boot()
+
+    def make_clock(self) -> TestClock:
+        return TestClock()
 
     def boot(self) -> None:
         """A (new) incarnation of the shard; the former one, if any, is simply never heard of again."""

@@ -1,0 +1,87 @@
+"""A service that follows an archive, in this process: its follower and its shards, step by step."""
+
+from __future__ import annotations
+
+from tests.walshard.rig import Rig, TestClock
+from topics.archive.follow_main import Follower
+from topics.archive.following import Following, begin_anew
+from topics.archive.objects import Archive
+from topics.archive.promoting import finish_promotion, is_promotion_due, settle_role
+from topics.shm.control import EXIT_AGAIN
+from topics.storage.filesystem import OsFileSystem
+from topics.storage.follow_note import read_note
+
+URL = "file:///nowhere"
+
+
+class FollowerRig(Rig):
+    """Its shards start once the follower has said how far their logs are."""
+
+    def __init__(self, data_dir: str, shards: int, archive: Archive, clock: TestClock, **settings: str) -> None:
+        self.archive = archive
+        self._leader_clock = clock
+        fs = OsFileSystem()
+        if read_note(fs, data_dir) is None:
+            begin_anew(fs, data_dir, URL)
+        super().__init__(data_dir, fs, shards, follow=URL, **settings)
+
+    def make_clock(self) -> TestClock:
+        return self._leader_clock
+
+    def boot(self) -> None:
+        self.shared.control.header.set("follows", 1)
+        self.every = []
+        self.follower_dies()
+
+    def follower_dies(self) -> None:
+        """Another process of the follower goes on."""
+        settings, shared = self.settings, self.shared
+        self.following = Following(self.archive, self.fs, settings.data_dir, settings.wal_shards, self.clock)
+        control, wakes = shared.control, shared.shard_wakes
+        self.follower = Follower(self.following, self.fs, settings, control, wakes, self.clock, lambda: False)
+
+    def advance(self) -> None:
+        """Take a step, and have the shards see it. The service starts again if it wants to."""
+        self.follower.step()
+        if self.follower.exit_code is not None:
+            assert self.follower.exit_code == EXIT_AGAIN
+            self.restart_service()
+            return
+        control, numbers = self.shared.control, range(self.settings.wal_shards)
+        if not all(map(control.shipped, numbers)):
+            return
+        if not self.every:
+            self.every = [self._recover(shard) for shard in numbers]
+        for shard in numbers:
+            if control.is_outdated(shard):
+                self.every[shard] = self._recover(shard)
+            self.every[shard].shard.copy(False)
+            self.every[shard].shard.sweep()
+
+    def shard_dies(self, shard: int) -> None:
+        if self.every:
+            self.every[shard] = self._recover(shard)
+
+    @property
+    def shown(self) -> tuple[int, int] | None:
+        """The (generation, piece) of the moment that the shards show; None if it is not sure."""
+        words = [end.word for end in self.following.ends]
+        if not self.every or words != [self.shared.control.shipped(shard) for shard in range(len(words))]:
+            return None
+        return self.following.note.generation, self.following.note.piece
+
+    @property
+    def leads(self) -> bool:
+        note = read_note(self.fs, self.settings.data_dir)
+        return note is not None and note.leads
+
+    def end_promotion(self) -> None:
+        """Do what a start does with a service that is about to lead. The rig is closed."""
+        self.close()
+        settled = settle_role(self.fs, self.settings, self.clock)
+        assert (settled.follow, settled.archive_url) == (None, URL)
+        assert is_promotion_due(self.fs, settled.data_dir)
+        finish_promotion(self.fs, settled.data_dir, self.clock)
+        assert not is_promotion_due(self.fs, settled.data_dir)
+
+    def _assert_counted(self, *_: object) -> None: ...  # the log of such a shard is another service's
