@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.walshard.rig import Rig, TestClock
 from topics.archive.follow_main import Follower
-from topics.archive.following import Following, begin_anew
 from topics.archive.objects import Archive
 from topics.archive.promoting import finish_promotion, is_promotion_due, settle_role
+from topics.archive.replica import Replica, begin_anew
 from topics.shm.control import EXIT_AGAIN
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.follow_note import read_note
@@ -36,9 +36,9 @@ class FollowerRig(Rig):
     def follower_dies(self) -> None:
         """Another process of the follower goes on."""
         settings, shared = self.settings, self.shared
-        self.following = Following(self.archive, self.fs, settings.data_dir, settings.wal_shards, self.clock)
+        self.replica = Replica(self.archive, self.fs, settings.data_dir, settings.wal_shards, self.clock)
         control, wakes = shared.control, shared.shard_wakes
-        self.follower = Follower(self.following, self.fs, settings, control, wakes, self.clock, lambda: False)
+        self.follower = Follower(self.replica, self.fs, settings, control, wakes, self.clock, lambda: False)
 
     def advance(self) -> None:
         """Take a step, and have the shards see it. The service starts again if it wants to."""
@@ -65,10 +65,10 @@ class FollowerRig(Rig):
     @property
     def shown(self) -> tuple[int, int] | None:
         """The (generation, piece) of the moment that the shards show; None if it is not sure."""
-        words = [end.word for end in self.following.ends]
+        words = [end.word for end in self.replica.ends]
         if not self.every or words != [self.shared.control.shipped(shard) for shard in range(len(words))]:
             return None
-        return self.following.note.generation, self.following.note.piece
+        return self.replica.note.generation, self.replica.note.piece
 
     @property
     def leads(self) -> bool:

@@ -273,6 +273,7 @@ class Archiving(RuleBasedStateMachine):
         if self.follower is None:
             data_dir = os.path.join(self.directory, "follower")
             self.follower = FollowerRig(data_dir, SHARDS, self.archive, self.rig.clock)
+        self.rig.clock.ms += 1000
         self.bucket.troubles = list(troubles)
         self.follower.advance()
         self.bucket.troubles = []
@@ -383,7 +384,8 @@ class Archiving(RuleBasedStateMachine):
             if self.follower is not None:
                 for _ in range(12):
                     self.follow([])
-                assert self.follower.shown == max(self.moments), "a follower gets there"
+                reached = self.follower.shown, self.follower.replica.note
+                assert reached[0] == max(self.moments), f"a follower gets to {max(self.moments)}: {reached}"
                 self.take_over([])
         finally:
             self.rig.close()

@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from topics.archive.following import BeginAnewError, Following, OtherShardsError, begin_anew
 from topics.archive.objects import Archive, ArchiveDamagedError, open_archive
+from topics.archive.replica import BeginAnewError, OtherShardsError, Replica, begin_anew
 from topics.archive.restoring import NotThereError
 from topics.core.clock import Clock, SystemClock, doubled_ms
 from topics.log import get_logger
@@ -43,7 +43,7 @@ class Follower:
 
     def __init__(
         self,
-        following: Following,
+        replica: Replica,
         fs: FileSystem,
         settings: Settings,
         page: ControlPage,
@@ -51,7 +51,7 @@ class Follower:
         clock: Clock,
         is_pinned: Callable[[], bool],
     ) -> None:
-        self._following = following
+        self._replica = replica
         self._fs = fs
         self._settings = settings
         self._page = page
@@ -81,26 +81,26 @@ class Follower:
             if not self._has_begun:
                 note = read_note(self._fs, self._settings.data_dir)
                 assert note is not None
-                if self._following.begin(note):
-                    log.info("the service is copied; it starts", generation=self._following.note.generation)
+                if self._replica.begin(note):
+                    log.info("the service is copied; it starts", generation=self._replica.note.generation)
                     self.exit_code = EXIT_AGAIN
                     return 0
                 self._has_begun = True
                 self._has_sign()
                 if not self._cell.get("bases"):
                     self._load()
-            moment, has_news = self._following.note.piece, self._following.step()
-            if self._following.note.piece != moment:
+            moment, has_news = self._replica.note.piece, self._replica.step()
+            if self._replica.note.piece != moment:
                 self._cell.add("moments")
             self._show()
             self._tend_base()
-            if self._is_leader_gone(has_news) or self.promote.is_set() or self._following.note.fence_id:
-                self._following.promote(socket.gethostname())
-                log.info("this service leads from now on; it starts again", url=self._following.note.url)
+            if self._is_leader_gone(has_news) or self.promote.is_set() or self._replica.note.fence_id:
+                self._replica.promote(socket.gethostname())
+                log.info("this service leads from now on; it starts again", url=self._replica.note.url)
                 self.exit_code = EXIT_AGAIN
         except BeginAnewError as error:
             log.error("following begins anew: everything is copied again", reason=str(error))
-            begin_anew(self._fs, self._settings.data_dir, self._following.note.url)
+            begin_anew(self._fs, self._settings.data_dir, self._replica.note.url)
             self.exit_code = EXIT_AGAIN
         except OtherShardsError as error:
             log.error("cannot follow", reason=str(error))
@@ -120,9 +120,9 @@ class Follower:
 
     def _show(self) -> None:
         """Show the shards how far their logs are, and everybody how old that may be."""
-        following, cell = self._following, self._cell
-        cell.set("moment_ms", max(following.note.taken_ms, following.looked_ms))
-        for shard, end in enumerate(following.ends):
+        replica, cell = self._replica, self._cell
+        cell.set("moment_ms", max(replica.note.taken_ms, replica.looked_ms))
+        for shard, end in enumerate(replica.ends):
             if cell.get(f"shipped_{shard:02d}") != end.word:
                 cell.set(f"shipped_{shard:02d}", end.word)
                 self._wakes[shard].signal_always()
@@ -132,7 +132,7 @@ class Follower:
         if has_news:
             self._has_sign()
         after_ms = self._settings.takeover_after_ms
-        if not after_ms or not self._following.note.leader_url or self._clock.monotonic_ms() < self._sign_by_ms:
+        if not after_ms or not self._replica.note.leader_url or self._clock.monotonic_ms() < self._sign_by_ms:
             return False
         log.error("the leader has given no sign: this service takes over", after_ms=after_ms)
         return True
@@ -154,8 +154,8 @@ class Follower:
         if any(cell.get("bases_loaded") < self._cell.get("bases") for cell in self._shards):
             return  # files that they still read must stay
         if not self._is_pinned():
-            self._following.remove_leftovers()
-        if self._following.look_for_base():
+            self._replica.remove_leftovers()
+        if self._replica.look_for_base():
             self._cell.set("base_ms", self._clock.now_ms())
             self._load()
 
@@ -171,12 +171,12 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
     cell.begin_life(incarnation, clock.now_ms(), ProcessState.STARTING)
     stop = threading.Event()
     archive = Archive(open_archive(fs, settings.follow, REQUEST_MS))
-    following = Following(archive, fs, settings.data_dir, settings.wal_shards, clock)
+    replica = Replica(archive, fs, settings.data_dir, settings.wal_shards, clock)
 
     def is_pinned() -> bool:
         return bool(read_pinned(fs, pins_dir(shared.ram_dir), clock.now_ms()))
 
-    follower = Follower(following, fs, settings, shared.control, shared.shard_wakes, clock, is_pinned)
+    follower = Follower(replica, fs, settings, shared.control, shared.shard_wakes, clock, is_pinned)
     signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
     signal.signal(signal.SIGUSR1, lambda _number, _frame: follower.promote.set())
     worker = threading.Thread(target=follower.work, args=(stop,), name="following", daemon=True)

@@ -1,6 +1,6 @@
 """Leading or following: what a service is, by its setting `follow` and the note of its directory, and its promotion.
 
-A follower is promoted in two steps. While it runs it closes the leader's history and takes all of it (`following.py`).
+A follower is promoted in two steps. While it runs it closes the leader's history and takes all of it (`replica.py`).
 Then all its processes end, the directory becomes one of its own, and they start again. Each step can be repeated.
 """
 
@@ -11,7 +11,7 @@ import os
 import msgspec
 
 from topics.archive.directory_copy import DirectoryCopy
-from topics.archive.following import begin_anew
+from topics.archive.replica import begin_anew
 from topics.core.clock import Clock
 from topics.settings import Settings
 from topics.storage import layout, service_id

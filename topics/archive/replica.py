@@ -1,4 +1,4 @@
-"""Following: a data directory is kept as another service's archive says, moment by moment.
+"""A replica: a data directory that is kept as another service's archive says, moment by moment.
 
 The logs are those of the leader, byte for byte. With each base of the archive the directory gets the base's segments
 and snapshot, and the logs before it go: a follower cuts nothing itself. The shards of the follower read all of that,
