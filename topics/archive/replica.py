@@ -38,7 +38,7 @@ class OtherShardsError(Exception):
     """The leader has another number of shards; the message says what to set."""
 
 
-class Following:
+class Replica:
     """Keeps one directory. Owns its logs, snapshots, segments, files of transactions, and its note.
 
     Methods raise OSError, ArchiveDamagedError, NotThereError (repeat later; `begin` again), BeginAnewError,
