@@ -14,8 +14,10 @@ import pytest
 from tests.test_import_circles import imported
 from tests.test_imports import MODULES
 
-LINES_MAX = 55_200
-"""The engine and its commands are 51,200 lines; the archive, with standby and takeover, may add 4,000."""
+LINES_MAX = 56_900
+"""The engine and its commands are 51,200 lines; the archive, with followers and their promotion, is 4,800. A client that
+knows several services may add 900.
+"""
 COLLABORATORS_MAX = 8
 SHARED_FILE_NAMES = {"__init__.py", "main.py", "errors.py"}
 """File names that may occur in more than one folder."""

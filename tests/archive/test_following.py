@@ -226,7 +226,7 @@ def test_a_hole_in_the_archive_has_everything_copied_again(tmp_path: Path) -> No
 
 @pytest.mark.long
 def test_a_follower_takes_over(tmp_path: Path) -> None:
-    """What was acknowledged as archived is there; the rest is a gap that readers are told of."""
+    """All that was acknowledged as archived is there; the rest is a gap that readers are told of."""
     place = tmp_path / "archive"
     with leading(place, ARCHIVE_WAIT_MS=500) as leader, Service(env=following(place)) as follower:
         put(leader.client, "bank", durability="archived")

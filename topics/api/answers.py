@@ -41,7 +41,7 @@ class Performance(msgspec.Struct, frozen=True, kw_only=True):
     archived_seq: Seq | None = None
     """The last seq of the topic that was in the archive when the read began; None without one."""
     lag_ms: int | None = None
-    """How old the state of a service that follows another one may be; None for one that leads."""
+    """The age that the state of a service that follows another one may have; None for one that leads."""
 
 
 class Timed(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Whether this service leads: one that follows another one, or from which another one took over, only reads."""
+"""A service leads, or only reads: because it follows another one, or because another one took over from it."""
 
 from __future__ import annotations
 
