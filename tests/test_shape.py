@@ -15,8 +15,8 @@ from tests.test_import_circles import imported
 from tests.test_imports import MODULES
 
 LINES_MAX = 56_900
-"""The engine and its commands are 51,200 lines; the archive, with followers and their promotion, is 4,800. A client that
-knows several services may add 900.
+"""The engine and its commands are 51,200 lines; the archive, with followers and their promotion, is 4,800. A client of
+several services may add 900.
 """
 COLLABORATORS_MAX = 8
 SHARED_FILE_NAMES = {"__init__.py", "main.py", "errors.py"}
