@@ -204,7 +204,8 @@ class Replica:
             return False
         base, snapshot = self._archive.base(newest, number)
         self._update_files(base)
-        self._copy.save_snapshot(bytes(snapshot))
+        if snapshot:
+            self._copy.save_snapshot(bytes(snapshot))
         self.note = msgspec.structs.replace(self.note, base=number)
         write_note(self._fs, self._data_dir, self.note)
         self._note_base(base)
