@@ -44,6 +44,7 @@ class Retry(msgspec.Struct, frozen=True):
 
 
 RETRY: Final = Retry()
+NOT_LEADER: Final = "not_leader"
 STOPPING: Final = "server_shutting_down"
 """The code of the last event of a stream that ends because its service stops."""
 
@@ -92,6 +93,10 @@ class Attempts:
             # The other resource limits (api §11) count what stays: waiting does not help.
             raise error
         return self._pause(error, _asked_for_s(headers, error))
+
+    def pause_after_move(self, error: ClientError) -> float:
+        """Return the pause before the next attempt once every address of the service was tried."""
+        return self._pause(error, 0.0)
 
     def _pause(self, error: ClientError, at_least_s: float) -> float:
         pause_s = max(self._pause_s * (0.5 + self._draw() / 2), at_least_s)

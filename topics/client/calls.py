@@ -43,6 +43,11 @@ class Call(msgspec.Struct, Generic[T_co], frozen=True):
     def target(self) -> str:
         return f"{self.path}?{self.query}" if self.query else self.path
 
+    @property
+    def only_reads(self) -> bool:
+        """True if the call changes nothing, and moves no cursor."""
+        return self.method == "GET" or (self.path.endswith(("/diff", "/watch")) and "/cursors/" not in self.path)
+
     def read(self, answer: bytes) -> T_co:
         """Return the answer as its type; ServiceFaultError when it did not come from a topics service."""
         try:

@@ -6,18 +6,19 @@ import asyncio
 import logging
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from functools import partial
 from typing import Any, Final, Self, TypeVar, Unpack
 from urllib.parse import urlencode
 
-from topics.client.attempts import RETRY, Attempts, Retry
+from topics.client.attempts import NOT_LEADER, RETRY, Attempts, Retry, error_of
 from topics.client.calls import Call
 from topics.client.commands import AsyncCursor, Commands, Cursor
-from topics.client.errors import NotFoundError
+from topics.client.errors import ApiError, NotFoundError
 from topics.client.http import AnswerReader, Event, ServiceAddress, TransportError
 from topics.client.links import AsyncLink, Link, LinkPool, finish, finish_each
+from topics.client.places import Places, Reads, make_places
 from topics.client.producers import AsyncProducer, Producer, ProducerOptions
 from topics.client.queue import AsyncQueue, Queue
 from topics.client.walks import SILENCE_MAX_S, Following, Item, Tombstones, TopicGone, Walk
@@ -35,34 +36,46 @@ class Connection(Commands):
     coroutines that never suspend in a `Client`. ClientError for a bad `url`.
     """
 
-    def __init__(
-        self, address: ServiceAddress, links: LinkPool, retry: Retry, pause: Callable[[float], Awaitable[None]]
-    ) -> None:
-        self._address = address
-        self._links = links
+    def __init__(self, places: tuple[Places, Places], retry: Retry, pause: Callable[[float], Awaitable[None]]) -> None:
+        """`places` are those who are asked to write, and to read."""
+        self._writes, self._reads = places
         self._retry = retry
         self._pause = pause
 
-    async def _ask(self, request: bytes) -> AnswerReader:
-        return await self._links.ask(request)
+    async def _ask(self, links: LinkPool, request: bytes) -> AnswerReader:
+        return await links.ask(request)
 
     async def carry_out(self, call: Call[T]) -> T:
         """Carry out a call and repeat it where that is safe, as a coroutine in both kinds of client."""
         attempts = self._attempts(call.method, call.path, call.repeatable)
         headers = {"Accept": call.accept} if call.accept else {}
-        request = self._address.request(call.method, call.target, call.body, headers)
+        places = self._reads if call.only_reads else self._writes
+        untried = len(places) - 1
         while True:
+            place = places.current
+            request = place.address.request(call.method, call.target, call.body, headers)
+            refusal: ApiError | None = None
             try:
-                answer = await self._ask(request)
+                answer = await self._ask(place.links, request)
             except TransportError as error:
                 pause_s = attempts.pause_after_failure(error)
             else:
                 if log.isEnabledFor(logging.DEBUG):
-                    log.debug('%s %s%s "HTTP/1.1 %d"', call.method, self._address.url, call.target, answer.status)
+                    log.debug('%s %s%s "HTTP/1.1 %d"', call.method, place.address.url, call.target, answer.status)
                 if 200 <= answer.status < 300:
                     return call.read(answer.take_body())
-                pause_s = attempts.pause_after_refusal(answer.status, answer.headers, answer.take_body())
-            await self._pause(pause_s)
+                body = answer.take_body()
+                refusal = error_of(answer.status, body) if len(places) > 1 else None
+                if refusal is None or refusal.code != NOT_LEADER:
+                    await self._pause(attempts.pause_after_refusal(answer.status, answer.headers, body))
+                    continue
+                pause_s = attempts.pause_after_move(refusal)
+            places.move_on(place, refusal)
+            if untried > 0:
+                untried -= 1
+            else:
+                untried = len(places) - 1
+                await self._pause(pause_s)
 
     async def _pages(self, walk: Walk[T]) -> AsyncGenerator[Iterable[T], None]:
         call: Call[Any] | None = walk.first
@@ -80,7 +93,8 @@ class Connection(Commands):
                 continue
             trouble: Exception | None = None
             try:
-                async with aclosing(self._stream(following.path, {}, following.headers(), SILENCE_MAX_S)) as stream:
+                opened = self._stream(self._reads, following.path, {}, following.headers(), SILENCE_MAX_S)
+                async with aclosing(opened) as stream:
                     async for events in stream:
                         for event in events:
                             yield following.take(event)
@@ -90,39 +104,59 @@ class Connection(Commands):
                 trouble = error
             await self._pause(following.pause_s(trouble))
 
-    def _stream(
-        self, path: str, query: Mapping[str, str], headers: Mapping[str, str], silence_max_s: float
+    async def _stream(
+        self, places: Places, path: str, query: Mapping[str, str], headers: Mapping[str, str], silence_max_s: float
     ) -> AsyncGenerator[list[Event], None]:
         """Yield the events of one stream until it breaks (TransportError) or ends; ApiError when it is refused."""
         headers = {"Accept": "text/event-stream", **headers}
         target = f"{path}?{urlencode(query)}" if query else path
-        return self._links.events(self._address.request("GET", target, None, headers), silence_max_s)
+        place = places.current
+        try:
+            request = place.address.request("GET", target, None, headers)
+            async with aclosing(place.links.events(request, silence_max_s)) as stream:
+                async for events in stream:
+                    yield events
+        except TransportError:
+            places.move_on(place)
+            raise
 
     def _attempts(self, method: str, path: str, repeatable: bool = True) -> Attempts:
-        return Attempts(self._retry, repeatable, f"{method} {self._address.url}{path}")
+        return Attempts(self._retry, repeatable, f"{method} {self._writes.urls}{path}")
+
+    def _close_links(self) -> None:
+        for place in self._writes.every:
+            place.links.close()
 
 
 class AsyncClient(Connection):
     """A client of the service at `url`; `token` is its API key, if it requires one. `tls` replaces the usual checks of
-    a service with https, for authorities of your own.
+    a service with https, for authorities of your own. Several URLs, between commas or in a list, are those of one
+    service and of those who follow it: the client finds the leader among them. It asks the leader for reads as well,
+    unless `reads` is "any".
     """
 
     def __init__(
         self,
-        url: str = "http://127.0.0.1:4000",
+        url: str | Sequence[str] = "http://127.0.0.1:4000",
         *,
         token: str | None = None,
         tls: ssl.SSLContext | None = None,
+        reads: Reads = "leader",
         retry: Retry = RETRY,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        address = ServiceAddress(url, token, tls)
-        super().__init__(address, LinkPool(partial(AsyncLink.connect, address)), retry, sleep)
-        self._connect_again = partial(AsyncClient, url, token=token, tls=tls)
+        def make_address(one: str, needs_leader: bool) -> ServiceAddress:
+            return ServiceAddress(one, token, tls, needs_leader)
+
+        def make_links(address: ServiceAddress) -> LinkPool:
+            return LinkPool(partial(AsyncLink.connect, address))
+
+        super().__init__(make_places(url, reads, make_address, make_links), retry, sleep)
+        self._connect_again = partial(AsyncClient, url, token=token, tls=tls, reads=reads)
         self._turns = asyncio.Semaphore(REQUESTS_MAX)
 
     async def close(self) -> None:
-        self._links.close()
+        self._close_links()
         await asyncio.sleep(0)  # the event loop closes them in its next round
 
     async def __aenter__(self) -> Self:
@@ -131,9 +165,9 @@ class AsyncClient(Connection):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _ask(self, request: bytes) -> AnswerReader:
+    async def _ask(self, links: LinkPool, request: bytes) -> AnswerReader:
         async with self._turns:
-            return await self._links.ask(request)
+            return await links.ask(request)
 
     async def call(self, call: Call[T]) -> T:
         """Carry out any call of `topics.client.calls`, and repeat it where that is safe."""
@@ -173,7 +207,7 @@ class AsyncClient(Connection):
 
     async def events(self, path: str, query: Mapping[str, str], *, silence_max_s: float) -> AsyncGenerator[Event, None]:
         """Yield the events of one stream until it breaks (TransportError) or ends; ApiError when it is refused."""
-        async with aclosing(self._stream(path, query, {}, silence_max_s)) as stream:
+        async with aclosing(self._stream(self._writes, path, query, {}, silence_max_s)) as stream:
             async for events in stream:
                 for event in events:
                     yield event
@@ -181,28 +215,36 @@ class AsyncClient(Connection):
 
 class Client(Connection):
     """A client of the service at `url`; `token` is its API key, if it requires one. `tls` replaces the usual checks of
-    a service with https, for authorities of your own. Threads may share the client.
+    a service with https, for authorities of your own. Several URLs, between commas or in a list, are those of one
+    service and of those who follow it: the client finds the leader among them. It asks the leader for reads as well,
+    unless `reads` is "any". Threads may share the client.
     """
 
     def __init__(
         self,
-        url: str = "http://127.0.0.1:4000",
+        url: str | Sequence[str] = "http://127.0.0.1:4000",
         *,
         token: str | None = None,
         tls: ssl.SSLContext | None = None,
+        reads: Reads = "leader",
         retry: Retry = RETRY,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         async def pause(pause_s: float) -> None:
             sleep(pause_s)
 
-        address = ServiceAddress(url, token, tls)
-        super().__init__(address, LinkPool(partial(Link.connect, address)), retry, pause)
-        self._connect_async = partial(AsyncClient, url, token=token, tls=tls, retry=retry)
-        self._connect_again = partial(Client, url, token=token, tls=tls)
+        def make_address(one: str, needs_leader: bool) -> ServiceAddress:
+            return ServiceAddress(one, token, tls, needs_leader)
+
+        def make_links(address: ServiceAddress) -> LinkPool:
+            return LinkPool(partial(Link.connect, address))
+
+        super().__init__(make_places(url, reads, make_address, make_links), retry, pause)
+        self._connect_async = partial(AsyncClient, url, token=token, tls=tls, reads=reads, retry=retry)
+        self._connect_again = partial(Client, url, token=token, tls=tls, reads=reads)
 
     def close(self) -> None:
-        self._links.close()
+        self._close_links()
 
     def __enter__(self) -> Self:
         return self

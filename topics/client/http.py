@@ -41,12 +41,13 @@ def _reason(error: OSError) -> str:
 
 
 class ServiceAddress:
-    """The place of a service, and the head that all requests to it share. ClientError for a bad `url` or `token`.
+    """The place of a service, and the head that all requests to it share. One that `needs_leader` is refused by a
+    service that only reads. ClientError for a bad `url` or `token`.
 
     A proxy from the environment has no business between a program and its log, so none is used.
     """
 
-    def __init__(self, url: str, token: str | None, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, url: str, token: str | None, tls: ssl.SSLContext | None, needs_leader: bool = False) -> None:
         try:
             parsed = urlsplit(url)
             port, host = parsed.port, (parsed.hostname or "").encode("idna").decode()
@@ -69,6 +70,8 @@ class ServiceAddress:
         elif parsed.username is not None:
             account = f"{unquote(parsed.username)}:{unquote(parsed.password or '')}"
             head += f"Authorization: Basic {base64.b64encode(account.encode()).decode()}\r\n"
+        if needs_leader:
+            head += "Topics-Leader: required\r\n"
         self._head = head
 
     def request(self, method: str, target: str, body: bytes | None, headers: Mapping[str, str] = {}) -> bytes:

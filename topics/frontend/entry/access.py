@@ -28,8 +28,16 @@ RETRY_S: Final = 1.0
 """Time between attempts to read the keys while this frontend serves old ones, one of which may have been revoked."""
 _LIMIT_NAMES: Final = {Counted.STREAMS: "sse_connections_per_key", Counted.REQUESTS: "inflight_per_key"}
 _CALLER: Final = "topics.caller"  # name in the ASGI scope of an admitted request's key
+_LEADER_REQUIRED: Final = (b"topics-leader", b"required")
 _METHODS: Final = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS")
-_REQUEST_HEADERS: Final = ("Authorization", "Cache-Control", "Content-Encoding", "Idempotency-Key", "Last-Event-ID")
+_REQUEST_HEADERS: Final = (
+    "Authorization",
+    "Cache-Control",
+    "Content-Encoding",
+    "Idempotency-Key",
+    "Last-Event-ID",
+    "Topics-Leader",
+)
 
 _log = get_logger()
 
@@ -121,17 +129,19 @@ class Access:
         """
         key = self.authenticate(scope)
         key.require(needed, names)
-        self.require_leader(needed)
+        self.require_leader(needed, scope["headers"])
         if _CALLER not in scope:
             self.limits.acquire(key, Counted.REQUESTS)
             if ADMITTED in scope:
                 scope[ADMITTED]()
         scope[_CALLER] = key
 
-    def require_leader(self, needed: KeyScope) -> None:
-        """Raise `503 not_leader` for what changes anything in a service that only reads."""
-        error = None if needed is KeyScope.READ else self._why_not_leader()
-        if error is not None:
+    def require_leader(self, needed: KeyScope, headers: Collection[tuple[bytes, bytes]] = ()) -> None:
+        """Raise `503 not_leader` in a service that only reads, for what changes anything, and for requests that want
+        to be answered by a leader.
+        """
+        error = self._why_not_leader()
+        if error is not None and (needed is not KeyScope.READ or _LEADER_REQUIRED in headers):
             raise error
 
     def release(self, scope: Scope) -> None:

@@ -1,0 +1,160 @@
+"""A client that knows several addresses of one service: it finds who leads, and goes on after a takeover."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.archive.test_following import following, leading, promoted
+from tests.contract.asking import put, write
+from tests.harness import Service, poll
+from topics.api.answers import TombstoneAnswer
+from topics.client import AsyncClient, Client, ClientError, Retry
+from topics.client.errors import ApiError, UnreachableError
+from topics.client.http import ServiceAddress
+from topics.client.links import LinkPool
+from topics.client.places import Place, Places, make_places, split_urls
+
+
+class _Pool(LinkPool):
+    def __init__(self) -> None: ...
+
+
+def _places(*urls: str) -> Places:
+    return Places([Place(ServiceAddress(url, None, None), _Pool()) for url in urls])
+
+
+def test_the_next_one_is_asked_in_order() -> None:
+    places = _places("http://a", "http://b", "http://c")
+    asked = []
+    for _ in range(4):
+        asked.append(places.current.address.url)
+        places.move_on(places.current)
+    assert asked == ["http://a", "http://b", "http://c", "http://a"]
+
+
+def test_of_those_that_fail_at_once_the_first_moves_on() -> None:
+    places = _places("http://a", "http://b", "http://c")
+    failed = places.current
+    places.move_on(failed)
+    places.move_on(failed)
+    assert places.current.address.url == "http://b"
+
+
+@pytest.mark.parametrize(("named", "asked"), [("http://c", "http://c"), ("http://evil", "http://b"), (7, "http://b")])
+def test_a_leader_that_is_named_is_asked_if_it_was_given(named: object, asked: str) -> None:
+    places = _places("http://a", "http://b", "http://c")
+    places.move_on(places.current, ApiError(503, "not_leader", "", {"leader": named}))
+    assert places.current.address.url == asked
+
+
+def test_urls_are_a_text_or_a_list() -> None:
+    assert split_urls("http://a, http://b") == split_urls(["http://a", "http://b"]) == ["http://a", "http://b"]
+    for wrong in ("", "http://a,", [], [""]):
+        with pytest.raises(ClientError, match="does not name a service"):
+            split_urls(wrong)
+
+
+def test_only_who_may_ask_somebody_else_needs_a_leader() -> None:
+    def needs(url: str, reads: Any) -> list[bool]:
+        told: list[bool] = []
+
+        def make_address(one: str, needs_leader: bool) -> ServiceAddress:
+            told.append(needs_leader)
+            return ServiceAddress(one, None, None, needs_leader)
+
+        make_places(url, reads, make_address, lambda _address: _Pool())
+        return told
+
+    assert needs("http://a", "leader") == [False]
+    assert needs("http://a,http://b", "leader") == [True, True]
+    assert needs("http://a,http://b", "any") == [False, False]
+
+
+@contextmanager
+def _pair(place: Path) -> Iterator[tuple[Service, Service]]:
+    """A leader, and one that follows it."""
+    with leading(place) as leader, Service(env=following(place)) as follower:
+        yield leader, follower
+
+
+@pytest.mark.long
+def test_a_client_goes_on_at_the_new_leader(tmp_path: Path) -> None:
+    with _pair(tmp_path / "archive") as (leader, follower):
+        put(leader.client, "bank", durability="archived")
+        with (
+            Client([follower.url, leader.url]) as client,
+            Client(f"{follower.url},{leader.url}", reads="any") as reader,
+            client.producer("orders", "importer") as producer,
+        ):
+            assert client.append("bank", [1]).first_seq == 1, "it finds the leader"
+            assert _data(client, "bank") == [1], "and reads what it wrote"
+            poll("the follower has it", lambda: _has(reader, "bank", 1))
+            assert producer.send("before").result() == 1
+            follow = client.follow("bank", tombstones="yield")
+            assert _seq_of(next(follow)) == 1
+
+            poll("the follower has that, too", lambda: _has(reader, "orders", 1))
+            leader.kill_group()
+            assert promoted(follower)["topics"] >= 1
+            assert _data(client, "bank") == [1]
+            gap = next(follow)[1]
+            assert isinstance(gap, TombstoneAnswer)
+            assert gap.reason == "restored"
+            written = client.append("bank", [2])
+            assert _seq_of(next(follow)) == written.first_seq
+            assert producer.send("after").result() > 1
+            follow.close()  # type: ignore[attr-defined]
+
+
+def _data(client: Client, topic: str) -> list[Any]:
+    return [item.data for item in client.read(topic, tombstones="yield") if not isinstance(item, TombstoneAnswer)]
+
+
+def _seq_of(found: tuple[str, Any]) -> int:
+    return int(found[1].seq)
+
+
+def _has(client: Client, topic: str, head_seq: int) -> bool:
+    try:
+        return client.get_topic(topic).head_seq >= head_seq
+    except ApiError:
+        return False
+
+
+@pytest.mark.long
+def test_an_asyncio_client_goes_on_at_the_new_leader(tmp_path: Path) -> None:
+    with _pair(tmp_path / "archive") as (leader, follower):
+
+        async def use() -> None:
+            async with AsyncClient([follower.url, leader.url]) as client:
+                assert (await client.append("orders", [1])).first_seq == 1
+                async with AsyncClient(follower.url) as reader:
+                    while [item async for item in reader.list_topics()] == []:
+                        await asyncio.sleep(0.01)
+                await asyncio.to_thread(leader.kill_group)
+                await asyncio.to_thread(promoted, follower)
+                assert (await client.append("orders", [2])).first_seq > 1
+
+        asyncio.run(use())
+
+
+def test_a_follower_alone_takes_no_writes(tmp_path: Path) -> None:
+    with _pair(tmp_path / "archive") as (leader, follower):
+        write(leader.client, "orders", 1)
+        with Client([follower.url, "http://127.0.0.1:1"], retry=Retry(total_s=0.5)) as client:
+            with pytest.raises((ApiError, UnreachableError)):
+                client.append("orders", [2])
+            with pytest.raises((ApiError, UnreachableError)):
+                list(client.read("orders"))
+        with Client(follower.url) as client:
+            poll("the follower has it", lambda: _has(client, "orders", 1))
+            with pytest.raises(ApiError, match="follows another one") as refused:
+                client.append("orders", [2])
+            assert refused.value.code == "not_leader"
+            assert _data(client, "orders") == [1]

@@ -1,0 +1,70 @@
+"""One service may have several addresses: those of its leader and of its followers. A client finds out who leads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+from topics.client.errors import ApiError, ClientError
+from topics.client.http import ServiceAddress
+from topics.client.links import LinkPool
+
+Reads = Literal["leader", "any"]
+"""Who is asked by requests that only read: the leader, who has what was just written, or whoever answers."""
+
+
+class Place(NamedTuple):
+    """One address, and the connections to it."""
+
+    address: ServiceAddress
+    links: LinkPool
+
+
+class Places:
+    """The addresses of one service, one of which is asked. It owns that choice, which threads share: when requests fail
+    there, the first of them to say so moves on.
+    """
+
+    def __init__(self, every: Sequence[Place]) -> None:
+        self.every = every
+        self.current = every[0]
+
+    def __len__(self) -> int:
+        return len(self.every)
+
+    @property
+    def urls(self) -> str:
+        return ",".join(place.address.url for place in self.every)
+
+    def move_on(self, failed: Place, refusal: ApiError | None = None) -> None:
+        """Ask another one from now on: the leader that a refusal names if it is among them, else the next in order."""
+        if self.current is not failed:
+            return
+        leader = None if refusal is None else refusal.detail.get("leader")
+        after = self.every.index(failed) + 1
+        following = self.every[after % len(self.every)]
+        self.current = next((place for place in self.every if place.address.url == leader), following)
+
+
+def split_urls(url: str | Sequence[str]) -> list[str]:
+    """Return the URLs of one text, between commas, or of a sequence. ClientError without any."""
+    found = [one.strip() for one in (url.split(",") if isinstance(url, str) else url)]
+    if not all(found) or not found:
+        raise ClientError(f"url {url!r} does not name a service: give one like http://127.0.0.1:4000")
+    return found
+
+
+def make_places(
+    url: str | Sequence[str],
+    reads: Reads,
+    make_address: Callable[[str, bool], ServiceAddress],
+    make_links: Callable[[ServiceAddress], LinkPool],
+) -> tuple[Places, Places]:
+    """Return those who are asked by requests that change anything, and by those that only read. `make_address` is told
+    whether only a leader may answer.
+    """
+    urls = split_urls(url)
+    needs_leader = len(urls) > 1 and reads == "leader"
+    every = [Place(address := make_address(one, needs_leader), make_links(address)) for one in urls]
+    writes = Places(every)
+    return writes, writes if reads == "leader" else Places(every)
