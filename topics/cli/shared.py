@@ -69,7 +69,11 @@ def add_where(parser: argparse.ArgumentParser) -> None:
     """Add the options for the service's address and the key."""
     # SUPPRESS, not None: `topics queue` has them before and after its verb, and a default after it would win.
     to = parser.add_argument_group("service")
-    to.add_argument("--url", default=SUPPRESS, help=f"the service (TOPICS_URL, else {URL_DEFAULT})")
+    to.add_argument(
+        "--url",
+        default=SUPPRESS,
+        help=f"the service (TOPICS_URL, else {URL_DEFAULT}); several of one service between commas",
+    )
     about = "file with the API key (TOPICS_KEY_FILE, else none); as an argument anybody could read it"
     to.add_argument("--key-file", metavar="FILE", default=SUPPRESS, help=about)
     about = f"how long to repeat a request while no service, or a busy one, answers ({PATIENCE_DEFAULT_S:g})"

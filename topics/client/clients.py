@@ -18,9 +18,9 @@ from topics.client.commands import AsyncCursor, Commands, Cursor
 from topics.client.errors import ApiError, NotFoundError
 from topics.client.http import AnswerReader, Event, ServiceAddress, TransportError
 from topics.client.links import AsyncLink, Link, LinkPool, finish, finish_each
-from topics.client.places import Places, Reads, make_places
 from topics.client.producers import AsyncProducer, Producer, ProducerOptions
 from topics.client.queue import AsyncQueue, Queue
+from topics.client.servers import Reads, Servers, make_servers
 from topics.client.walks import SILENCE_MAX_S, Following, Item, Tombstones, TopicGone, Walk
 
 T = TypeVar("T")
@@ -36,9 +36,11 @@ class Connection(Commands):
     coroutines that never suspend in a `Client`. ClientError for a bad `url`.
     """
 
-    def __init__(self, places: tuple[Places, Places], retry: Retry, pause: Callable[[float], Awaitable[None]]) -> None:
-        """`places` are those who are asked to write, and to read."""
-        self._writes, self._reads = places
+    def __init__(
+        self, servers: tuple[Servers, Servers], retry: Retry, pause: Callable[[float], Awaitable[None]]
+    ) -> None:
+        """`servers` are those who are asked to write, and to read."""
+        self._writes, self._reads = servers
         self._retry = retry
         self._pause = pause
 
@@ -49,32 +51,32 @@ class Connection(Commands):
         """Carry out a call and repeat it where that is safe, as a coroutine in both kinds of client."""
         attempts = self._attempts(call.method, call.path, call.repeatable)
         headers = {"Accept": call.accept} if call.accept else {}
-        places = self._reads if call.only_reads else self._writes
-        untried = len(places) - 1
+        servers = self._reads if call.only_reads else self._writes
+        untried = len(servers) - 1
         while True:
-            place = places.current
-            request = place.address.request(call.method, call.target, call.body, headers)
+            server = servers.current
+            request = server.address.request(call.method, call.target, call.body, headers)
             refusal: ApiError | None = None
             try:
-                answer = await self._ask(place.links, request)
+                answer = await self._ask(server.links, request)
             except TransportError as error:
                 pause_s = attempts.pause_after_failure(error)
             else:
                 if log.isEnabledFor(logging.DEBUG):
-                    log.debug('%s %s%s "HTTP/1.1 %d"', call.method, place.address.url, call.target, answer.status)
+                    log.debug('%s %s%s "HTTP/1.1 %d"', call.method, server.address.url, call.target, answer.status)
                 if 200 <= answer.status < 300:
                     return call.read(answer.take_body())
                 body = answer.take_body()
-                refusal = error_of(answer.status, body) if len(places) > 1 else None
+                refusal = error_of(answer.status, body) if len(servers) > 1 else None
                 if refusal is None or refusal.code != NOT_LEADER:
                     await self._pause(attempts.pause_after_refusal(answer.status, answer.headers, body))
                     continue
                 pause_s = attempts.pause_after_move(refusal)
-            places.move_on(place, refusal)
+            servers.move_on(server, refusal)
             if untried > 0:
                 untried -= 1
             else:
-                untried = len(places) - 1
+                untried = len(servers) - 1
                 await self._pause(pause_s)
 
     async def _pages(self, walk: Walk[T]) -> AsyncGenerator[Iterable[T], None]:
@@ -105,27 +107,27 @@ class Connection(Commands):
             await self._pause(following.pause_s(trouble))
 
     async def _stream(
-        self, places: Places, path: str, query: Mapping[str, str], headers: Mapping[str, str], silence_max_s: float
+        self, servers: Servers, path: str, query: Mapping[str, str], headers: Mapping[str, str], silence_max_s: float
     ) -> AsyncGenerator[list[Event], None]:
         """Yield the events of one stream until it breaks (TransportError) or ends; ApiError when it is refused."""
         headers = {"Accept": "text/event-stream", **headers}
         target = f"{path}?{urlencode(query)}" if query else path
-        place = places.current
+        server = servers.current
         try:
-            request = place.address.request("GET", target, None, headers)
-            async with aclosing(place.links.events(request, silence_max_s)) as stream:
+            request = server.address.request("GET", target, None, headers)
+            async with aclosing(server.links.events(request, silence_max_s)) as stream:
                 async for events in stream:
                     yield events
         except TransportError:
-            places.move_on(place)
+            servers.move_on(server)
             raise
 
     def _attempts(self, method: str, path: str, repeatable: bool = True) -> Attempts:
         return Attempts(self._retry, repeatable, f"{method} {self._writes.urls}{path}")
 
     def _close_links(self) -> None:
-        for place in self._writes.every:
-            place.links.close()
+        for server in self._writes.every:
+            server.links.close()
 
 
 class AsyncClient(Connection):
@@ -151,7 +153,7 @@ class AsyncClient(Connection):
         def make_links(address: ServiceAddress) -> LinkPool:
             return LinkPool(partial(AsyncLink.connect, address))
 
-        super().__init__(make_places(url, reads, make_address, make_links), retry, sleep)
+        super().__init__(make_servers(url, reads, make_address, make_links), retry, sleep)
         self._connect_again = partial(AsyncClient, url, token=token, tls=tls, reads=reads)
         self._turns = asyncio.Semaphore(REQUESTS_MAX)
 
@@ -239,7 +241,7 @@ class Client(Connection):
         def make_links(address: ServiceAddress) -> LinkPool:
             return LinkPool(partial(Link.connect, address))
 
-        super().__init__(make_places(url, reads, make_address, make_links), retry, pause)
+        super().__init__(make_servers(url, reads, make_address, make_links), retry, pause)
         self._connect_async = partial(AsyncClient, url, token=token, tls=tls, reads=reads, retry=retry)
         self._connect_again = partial(Client, url, token=token, tls=tls, reads=reads)
 

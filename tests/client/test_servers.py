@@ -18,39 +18,39 @@ from topics.client import AsyncClient, Client, ClientError, Retry
 from topics.client.errors import ApiError, UnreachableError
 from topics.client.http import ServiceAddress
 from topics.client.links import LinkPool
-from topics.client.places import Place, Places, make_places, split_urls
+from topics.client.servers import Server, Servers, make_servers, split_urls
 
 
 class _Pool(LinkPool):
     def __init__(self) -> None: ...
 
 
-def _places(*urls: str) -> Places:
-    return Places([Place(ServiceAddress(url, None, None), _Pool()) for url in urls])
+def _servers(*urls: str) -> Servers:
+    return Servers([Server(ServiceAddress(url, None, None), _Pool()) for url in urls])
 
 
 def test_the_next_one_is_asked_in_order() -> None:
-    places = _places("http://a", "http://b", "http://c")
+    servers = _servers("http://a", "http://b", "http://c")
     asked = []
     for _ in range(4):
-        asked.append(places.current.address.url)
-        places.move_on(places.current)
+        asked.append(servers.current.address.url)
+        servers.move_on(servers.current)
     assert asked == ["http://a", "http://b", "http://c", "http://a"]
 
 
 def test_of_those_that_fail_at_once_the_first_moves_on() -> None:
-    places = _places("http://a", "http://b", "http://c")
-    failed = places.current
-    places.move_on(failed)
-    places.move_on(failed)
-    assert places.current.address.url == "http://b"
+    servers = _servers("http://a", "http://b", "http://c")
+    failed = servers.current
+    servers.move_on(failed)
+    servers.move_on(failed)
+    assert servers.current.address.url == "http://b"
 
 
 @pytest.mark.parametrize(("named", "asked"), [("http://c", "http://c"), ("http://evil", "http://b"), (7, "http://b")])
 def test_a_leader_that_is_named_is_asked_if_it_was_given(named: object, asked: str) -> None:
-    places = _places("http://a", "http://b", "http://c")
-    places.move_on(places.current, ApiError(503, "not_leader", "", {"leader": named}))
-    assert places.current.address.url == asked
+    servers = _servers("http://a", "http://b", "http://c")
+    servers.move_on(servers.current, ApiError(503, "not_leader", "", {"leader": named}))
+    assert servers.current.address.url == asked
 
 
 def test_urls_are_a_text_or_a_list() -> None:
@@ -68,7 +68,7 @@ def test_only_who_may_ask_somebody_else_needs_a_leader() -> None:
             told.append(needs_leader)
             return ServiceAddress(one, None, None, needs_leader)
 
-        make_places(url, reads, make_address, lambda _address: _Pool())
+        make_servers(url, reads, make_address, lambda _address: _Pool())
         return told
 
     assert needs("http://a", "leader") == [False]

@@ -10,22 +10,22 @@ from topics.client.http import ServiceAddress
 from topics.client.links import LinkPool
 
 Reads = Literal["leader", "any"]
-"""Who is asked by requests that only read: the leader, who has what was just written, or whoever answers."""
+"""Requests that only read ask the leader, which has what was just written, or any server that answers."""
 
 
-class Place(NamedTuple):
+class Server(NamedTuple):
     """One address, and the connections to it."""
 
     address: ServiceAddress
     links: LinkPool
 
 
-class Places:
+class Servers:
     """The addresses of one service, one of which is asked. It owns that choice, which threads share: when requests fail
     there, the first of them to say so moves on.
     """
 
-    def __init__(self, every: Sequence[Place]) -> None:
+    def __init__(self, every: Sequence[Server]) -> None:
         self.every = every
         self.current = every[0]
 
@@ -34,16 +34,16 @@ class Places:
 
     @property
     def urls(self) -> str:
-        return ",".join(place.address.url for place in self.every)
+        return ",".join(server.address.url for server in self.every)
 
-    def move_on(self, failed: Place, refusal: ApiError | None = None) -> None:
+    def move_on(self, failed: Server, refusal: ApiError | None = None) -> None:
         """Ask another one from now on: the leader that a refusal names if it is among them, else the next in order."""
         if self.current is not failed:
             return
         leader = None if refusal is None else refusal.detail.get("leader")
         after = self.every.index(failed) + 1
         following = self.every[after % len(self.every)]
-        self.current = next((place for place in self.every if place.address.url == leader), following)
+        self.current = next((server for server in self.every if server.address.url == leader), following)
 
 
 def split_urls(url: str | Sequence[str]) -> list[str]:
@@ -54,17 +54,17 @@ def split_urls(url: str | Sequence[str]) -> list[str]:
     return found
 
 
-def make_places(
+def make_servers(
     url: str | Sequence[str],
     reads: Reads,
     make_address: Callable[[str, bool], ServiceAddress],
     make_links: Callable[[ServiceAddress], LinkPool],
-) -> tuple[Places, Places]:
+) -> tuple[Servers, Servers]:
     """Return those who are asked by requests that change anything, and by those that only read. `make_address` is told
     whether only a leader may answer.
     """
     urls = split_urls(url)
     needs_leader = len(urls) > 1 and reads == "leader"
-    every = [Place(address := make_address(one, needs_leader), make_links(address)) for one in urls]
-    writes = Places(every)
-    return writes, writes if reads == "leader" else Places(every)
+    every = [Server(address := make_address(one, needs_leader), make_links(address)) for one in urls]
+    writes = Servers(every)
+    return writes, writes if reads == "leader" else Servers(every)
