@@ -1,7 +1,7 @@
 """Measures a follower: what it costs its leader, how far it is behind, and how long a takeover takes.
 
-`python -m bench.followers [seconds]`: a leader at 10,000 records/s with its archive in a folder, and a follower, on this
-machine. The takeover is of a service with a million records; its time ends with the first write that is acknowledged.
+`python -m bench.followers [seconds]`: a leader at 10,000 records/s with its archive in a folder, and a follower, here.
+The takeover is of a service with a million records; its time ends with the first write that is acknowledged.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ def main(seconds: float) -> None:
                 promoting.start()
                 with Client([leader.url, follower.url]) as client:
                     client.append("many", [{"n": 2}])
-                print(
-                    f"takeover with {RECORDS:,} records: a write is taken after {time.perf_counter() - began_s:.2f} s"
-                )
+                took_s = time.perf_counter() - began_s
+                print(f"takeover with {RECORDS:,} records: a write is taken after {took_s:.2f} s")
                 promoting.join()
 
 
