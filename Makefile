@@ -8,7 +8,7 @@ PROMTOOL := $(VENV)/.promtool
 SUITE  := $(BIN)/python -m tests.suite $(if $(UNSTEADY),--again $(UNSTEADY))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-pythons dist check lint types bench compare crash attack soak lock clean spark oldspark fuzz browser screenshots peers mutants eager docs buckets archive-sim
+.PHONY: help setup run test test-all test-pythons dist check lint types bench compare crash attack soak lock clean spark oldspark fuzz browser screenshots peers mutants eager docs buckets archive-sim failover
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -148,6 +148,9 @@ fuzz: $(STAMP) ## a long fuzz of every route: no 500, no hang, nothing left behi
 
 archive-sim: $(STAMP) ## archives against a model, with a simulated bucket: 100,000 schedules, some 20 hours of one core; EXAMPLES=1000 is a sample
 	TOPICS_ARCHIVE_EXAMPLES=$(or $(EXAMPLES),100000) $(BIN)/pytest --timeout 0 tests/archive/test_simulation.py
+
+failover: $(STAMP) ## leaders are killed under load and followers take over, with a ledger; ROUNDS=100
+	TOPICS_FAILOVER_ROUNDS=$(or $(ROUNDS),100) $(BIN)/pytest --timeout 0 -s tests/archive/test_failover.py
 
 buckets: $(STAMP) $(S3S) $(AZURITE) ## the store and the cold tier on each object store that runs here: moto, s3s-fs, Azurite
 	TOPICS_REQUIRE_BUCKETS=1 $(BIN)/pytest tests/storage/test_store_contract.py tests/e2e/test_bucket.py
