@@ -132,6 +132,10 @@ def test_nothing_acknowledged_is_lost_in_silence(tmp_path: Path) -> None:
                 follower.client.post(f"/v0/topics/{durability}/delete", json={"before_seq": 1 << 62})
             leader = follower
         run("archive", "verify", place)
+    except BaseException as error:
+        for service in services:
+            error.add_note(service.log_tail())
+        raise
     finally:
         for service in services:
             service.close()

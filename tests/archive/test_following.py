@@ -44,7 +44,7 @@ def leading(place: Path, **more: Any) -> Iterator[Service]:
 
 
 def promoted(follower: Service) -> dict[str, Any]:
-    done = follower.run("promote", "--json")
+    done = follower.run("promote", "--json", "--timeout-ms", "45000")
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found

@@ -372,7 +372,8 @@ class Archiving(RuleBasedStateMachine):
         try:
             self.bucket.is_away = False
             self.helpers.go_on()
-            self.append("a", 1, "disk")  # else nobody need notice that another service took over
+            if self.is_taken_over:
+                self.append("a", 1, "disk")  # else the former leader need not notice
             for _ in range(4):
                 self._step(0)
             assert self.moments
