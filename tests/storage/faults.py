@@ -183,6 +183,12 @@ class FaultyFileSystem:
         if late:
             self._crash("rename")
 
+    def link(self, source: str, target: str) -> None:
+        late = self._gate("link")
+        self._inner.link(source, target)
+        if late:
+            self._crash("link")
+
     def unlink(self, path: str) -> None:
         late = self._gate("unlink")
         self._inner.unlink(path)

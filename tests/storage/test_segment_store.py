@@ -159,3 +159,18 @@ def check_failed_put(path: Path, fault: Fault, before: bytes | None) -> None:
     store.put(NAME, content())
     assert store.read_range(NAME, 0, 9) == b"something"
     assert os.listdir(path / "cold/topics" / f"{7:016x}") == [NAME.partition("/")[2]]
+
+
+def test_who_stands_still_while_it_creates_holds_up_nobody(tmp_path: Path) -> None:
+    outcome: list[bool] = []
+
+    class StandingStill(OsFileSystem):
+        def fdatasync(self, fd: int) -> None:
+            super().fdatasync(fd)
+            outcome.append(LocalStore(OsFileSystem(), str(tmp_path / "a")).create("g/1", b"second"))
+
+    first = LocalStore(StandingStill(), str(tmp_path / "a"))
+    assert (first.create("g/1", b"first"), outcome) == (False, [True])
+    assert first.read_range("g/1", 0, 6) == b"second"
+    assert first.list("g/") == ["g/1"]
+    assert len(list((tmp_path / "a" / "g").iterdir())) == 1

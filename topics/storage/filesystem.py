@@ -74,6 +74,9 @@ class FileSystem(Protocol):
     def rename(self, source: str, target: str) -> None:
         """Rename atomically; replace a file at `target`."""
 
+    def link(self, source: str, target: str) -> None:
+        """Give a file a second name. Raise FileExistsError if that is taken."""
+
     def unlink(self, path: str) -> None: ...
 
     def mkdir(self, path: str) -> None: ...
@@ -135,6 +138,9 @@ class OsFileSystem:
 
     def rename(self, source: str, target: str) -> None:
         os.rename(source, target)
+
+    def link(self, source: str, target: str) -> None:
+        os.link(source, target)
 
     def unlink(self, path: str) -> None:
         os.unlink(path)
@@ -268,7 +274,9 @@ class ReadOnlyFileSystem(OsFileSystem):
 
     def _nothing(self, *_: Any, **__: Any) -> None: ...
 
-    write_back = fdatasync = fsync_dir = sync_all = ftruncate = fallocate = rename = unlink = mkdir = rmdir = _nothing
+    write_back = fdatasync = fsync_dir = sync_all = ftruncate = fallocate = rename = link = unlink = mkdir = rmdir = (
+        _nothing
+    )
 
 
 _PROBE_NAME: Final = ".write-path.tmp"

@@ -9,8 +9,8 @@ them, never an event loop.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
+import secrets
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Final, Protocol
@@ -81,8 +81,35 @@ class LocalStore:
         self._new = new
 
     def put(self, name: str, pieces: Iterable[Bytes]) -> None:
-        fs, path = self._fs, self._path(name)
-        directory = os.path.dirname(path)
+        path = self._path(name)
+        self._make_directory(os.path.dirname(path))
+        with new_file(self._fs, path, os.O_WRONLY) as fd:
+            self._write(fd, pieces)
+        self._sync_directories(os.path.dirname(path))
+
+    def create(self, name: str, content: Bytes) -> bool:
+        """Make the object durably. Return False, and leave it alone, if there is one already. It takes no lock: one who
+        stands still while it makes an object holds up nobody.
+        """
+        make_dirs(self._fs, self._root)
+        path = self._path(name)
+        draft = f"{path}.{secrets.token_hex(8)}{TMP_SUFFIX}"
+        self._make_directory(os.path.dirname(path))
+        try:
+            with opened(self._fs, draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+                self._write(fd, [content])
+                self._fs.fdatasync(fd)
+            self._fs.link(draft, path)  # of two that make the same object one is first
+        except FileExistsError:
+            return False
+        finally:
+            with suppress(OSError):
+                self._fs.unlink(draft)
+        self._sync_directories(os.path.dirname(path))
+        return True
+
+    def _make_directory(self, directory: str) -> None:
+        fs = self._fs
         if self._new:
             make_dirs(fs, self._root)
         elif not fs.exists(self._root):
@@ -99,24 +126,17 @@ class LocalStore:
             fs.fsync_dir(self._root)
         if self._apart_from is not None and os.path.samefile(self._root, self._apart_from):
             raise OSError(errno.EINVAL, f"is {self._apart_from} by another name", self._root)
-        with new_file(fs, path, os.O_WRONLY) as fd:
-            offset = 0
-            for piece in pieces:
-                write_all(fs, fd, piece, offset)
-                offset += len(piece)
-        # All directories, also those that exist: another `put` may have been killed before its sync.
-        for parent in (directory, self._root, os.path.dirname(self._root)):
-            fs.fsync_dir(parent)
 
-    def create(self, name: str, content: Bytes) -> bool:
-        """Make the object durably. Return False, and leave it alone, if there is one already."""
-        make_dirs(self._fs, self._root)
-        with opened(self._fs, self._root, os.O_RDONLY | os.O_DIRECTORY) as fd:
-            fcntl.flock(fd, fcntl.LOCK_EX)  # of two that make the same object one is first
-            if self.exists(name):
-                return False
-            self.put(name, [content])
-            return True
+    def _write(self, fd: int, pieces: Iterable[Bytes]) -> None:
+        offset = 0
+        for piece in pieces:
+            write_all(self._fs, fd, piece, offset)
+            offset += len(piece)
+
+    def _sync_directories(self, directory: str) -> None:
+        """Sync all of them, also those that exist: another `put` may have been killed before its sync."""
+        for parent in (directory, self._root, os.path.dirname(self._root)):
+            self._fs.fsync_dir(parent)
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
         path = self._path(name)
