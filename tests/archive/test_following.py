@@ -123,7 +123,9 @@ def test_a_follower_shows_what_its_leader_has(tmp_path: Path) -> None:
             assert status["state"] == "running"
             assert status["archiver"]["follows"]
             assert "follows it" in follower.run("status").stdout
-            assert "topics_archive_lag_seconds" in follower.client.get("/v0/metrics").text
+            metrics = follower.client.get("/v0/metrics").text
+            assert "topics_archive_lag_seconds" in metrics
+            assert "topics_compactor_lag_seconds" not in metrics, "nobody is behind: there is no compactor"
 
 
 def test_a_follower_changes_nothing(tmp_path: Path) -> None:

@@ -212,6 +212,23 @@ def test_the_overview_warns_of_a_service_that_was_taken_over(tmp_path: Path) -> 
 
 
 @needs_browser
+def test_the_overview_of_a_follower_names_its_process_and_warns_of_nothing(tmp_path: Path) -> None:
+    assert COMMAND is not None
+    env = {"TOPICS_ARCHIVE_INTERVAL_MS": "50"}
+    with Service(env=env | {"TOPICS_ARCHIVE_URL": tmp_path.as_uri()}) as leader:
+        poll("a base", lambda: leader.status()["archiver"]["bases"] > 0)
+        leader.client.post("/v0/topics/orders", json={"records": [{"data": 1}]}).raise_for_status()
+        with (
+            Service(env=env | {"TOPICS_FOLLOW": tmp_path.as_uri()}) as follower,
+            Browser(COMMAND, f"{follower.url}/console") as opened,
+        ):
+            shows(opened, "Processes")
+            poll("the follower", lambda: "follower" in rows(opened))
+            assert "compactor" not in rows(opened)
+            assert "archive" not in opened.run("document.querySelector('.warnings')?.textContent || ''")
+
+
+@needs_browser
 def test_the_history_of_the_overview_goes_on_while_another_view_is_open(tab: Browser) -> None:
     module = "import(new URL('views/overview.js', document.querySelector('script[type=module]').src))"
     points = f"{module}.then((of) => of.history.times.length)"

@@ -125,7 +125,8 @@ class ServiceFigures:
             yield _each(name, role, help, values if divisor == 1 else [value / divisor for value in values])
         yield from self._service()
         yield from self._log()
-        yield from self._compactor()
+        if not self._control.follows:
+            yield from self._compactor()
         if self._control.has_archiver:
             yield from self._archiver()
         yield from self._requests()

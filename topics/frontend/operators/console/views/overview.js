@@ -49,10 +49,12 @@ const load = async (signal) => {
   return { found, ready, old, figures, at_ms };
 };
 
+const ALONE = ["compactor", "archiver", "follower"];
+
 const processes = (found) => Object.entries(found.topics_process_up).flatMap(([role, of]) => Object.keys(of).map((index) => {
   const value = (name) => ((found[`topics_process_${name}`] || {})[role] || {})[index];
   return {
-    role, index, name: role === "compactor" || role === "archiver" ? role : `${role} ${index}`, up: value("up") === 1, restarts: value("restarts_total"),
+    role, index, name: ALONE.includes(role) ? role : `${role} ${index}`, up: value("up") === 1, restarts: value("restarts_total"),
     exit: value("last_exit_code"), since_ms: value("since_timestamp_seconds") * 1000, pressure: value("pressure"), busy: value("busy_ratio"),
   };
 }));
@@ -71,7 +73,9 @@ const warnings = ({ found, ready, figures, at_ms }, all) => {
   if (figures.throttled > 0) add("warn", `${rate(figures.throttled)} writes are throttled`, "The ring of a shard is full. Clients repeat these by themselves.");
   if (figures.failed > 0) add("warn", `${count(figures.failed)} requests failed with 5xx in the last seconds`, "The log of the service says why.");
   if (found.topics_archive_taken_over) add("bad", "Another service took over from this one", "This one only reads. Send clients to the other one; the log says where it is.");
-  if (found.topics_archive_lag_seconds > ARCHIVE_WARNED_S) add("warn", `The archive lacks the last ${duration(found.topics_archive_lag_seconds * 1000)}`, "They would be lost with this machine. The archiver's log lines say why; logs are kept meanwhile.");
+  const behind = found.topics_archive_lag_seconds > ARCHIVE_WARNED_S;
+  if (behind && found.topics_process_up.follower) add("warn", `This copy is ${duration(found.topics_archive_lag_seconds * 1000)} behind its leader`, "It cannot reach the archive, or the leader cannot. The follower's log lines say why.");
+  else if (behind) add("warn", `The archive lacks the last ${duration(found.topics_archive_lag_seconds * 1000)}`, "They would be lost with this machine. The archiver's log lines say why; logs are kept meanwhile.");
   if (found.topics_archive_holes_total) add("warn", `The archive has ${count(found.topics_archive_holes_total)} holes`, "Logs were removed before they were there: moments in between cannot be restored.");
   if (found.topics_compactor_lag_seconds > LAG_WARNED_S) add("warn", `The newest snapshot is ${duration(found.topics_compactor_lag_seconds * 1000)} old`, "The compactor is behind: logs grow, and a restart takes longer.");
   if (found.topics_compactor_failures_total) add("warn", `The compactor failed ${count(found.topics_compactor_failures_total)} times`, "It repeats what failed. The log of the service names the files.");
@@ -110,8 +114,10 @@ const SHARD_COLUMNS = ({ found, old }) => {
     { name: "Sync p50", number: true, of: (shard) => ms(sync(shard, 0.5)) },
     { name: "p99", number: true, of: (shard) => ms(sync(shard, 0.99)) },
     { name: "Unsynced", number: true, of: (shard) => bytes(of("shard_wal_unsynced_bytes")(shard)) },
-    { name: "Compactor lag", number: true, of: (shard) => bytes(of("compactor_lag_bytes")(shard)), hint: "bytes of its log in no snapshot" },
-    { name: "Brake", number: true, of: (shard) => percent(of("shard_brake_ratio")(shard)), hint: "share of full braking of writers while the compactor is behind" },
+    ...(found.topics_compactor_lag_bytes ? [ // a follower has no compactor
+      { name: "Compactor lag", number: true, of: (shard) => bytes(of("compactor_lag_bytes")(shard)), hint: "bytes of its log in no snapshot" },
+      { name: "Brake", number: true, of: (shard) => percent(of("shard_brake_ratio")(shard)), hint: "share of full braking of writers while the compactor is behind" },
+    ] : []),
   ];
 };
 
