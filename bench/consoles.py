@@ -41,7 +41,7 @@ class Asked(NamedTuple):
 
 
 _EVERY_VIEW: Final[dict[str, tuple[Asked, ...]]] = {
-    "overview": (Asked(2, "metrics?topic_series=false"), Asked(2, "ready")),
+    "overview": (Asked(3, "metrics?topic_series=false"), Asked(3, "ready")),
     "topics": (Asked(5, "topics?sort=rate&order=desc&page_size=100"),),
     "topic/log-0": (
         Asked(2, "topics/log-0?touch=false"),
@@ -117,7 +117,7 @@ async def _open(opened: Opened) -> int:
                 "topics": {name: {"tail": True}},
                 "include_tags": True,
                 "limit": 1000,
-                "pace_ms": 100,
+                "pace_ms": 250,
             }
             streams.append(await watch(Client(opened.port), opened.port, name, **body))
     pages = [asyncio.create_task(repeat(asked)) for view in opened.views for asked in VIEWS[view]]

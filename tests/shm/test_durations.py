@@ -28,8 +28,8 @@ def test_all_frontends_are_read_as_one_and_routes_apart() -> None:
     both.observe(1, Route.APPEND, 100)
     both.observe(1, Route.APPEND, 10**9)
     both.observe(1, max(Route), 20)
-    append = both.read(Route.APPEND)
+    append = both.read()[Route.APPEND]
     assert (append.counts[0], append.counts[4], append.counts[LATENCY_BUCKETS - 1]) == (1, 1, 1)
     assert (sum(append.counts), append.sum_us) == (3, 10**9 + 108)
-    assert (sum(both.read(max(Route)).counts), both.read(max(Route)).sum_us) == (1, 20)
-    assert sum(both.read(Route.DIFF).counts) == 0
+    assert (sum(both.read()[max(Route)].counts), both.read()[max(Route)].sum_us) == (1, 20)
+    assert sum(both.read()[Route.DIFF].counts) == 0

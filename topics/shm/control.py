@@ -156,7 +156,7 @@ class Cell:
         return value
 
     def read(self) -> dict[str, int]:
-        return {field: self._words[index] for field, index in self._index.items()}
+        return dict(zip(self._index, self._words.tolist(), strict=False))
 
     @property
     def clock_offset_ms(self) -> int | None:

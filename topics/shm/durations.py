@@ -82,9 +82,13 @@ class Durations:
         words[word + latency_bucket(took_us)] += 1
         words[word + LATENCY_BUCKETS] += took_us
 
-    def read(self, route: Route) -> Histogram:
-        """Return the histogram of all frontends together."""
-        sums = [0] * _ROUTE_WORDS
-        for word in range(route * _ROUTE_WORDS, len(self._words), _BLOCK_WORDS):
-            sums = [a + b for a, b in zip(sums, self._words[word : word + _ROUTE_WORDS], strict=True)]
-        return Histogram(sums[:-1], sums[-1])
+    def read(self) -> dict[Route, Histogram]:
+        """Return the histograms of all frontends together."""
+        words = self._words.tolist()
+        blocks = [words[at : at + _BLOCK_WORDS] for at in range(0, len(words), _BLOCK_WORDS)]
+        sums = blocks[0] if len(blocks) == 1 else list(map(sum, zip(*blocks, strict=True)))
+        ends = range(LATENCY_BUCKETS, _BLOCK_WORDS, _ROUTE_WORDS)
+        return {
+            route: Histogram(sums[end - LATENCY_BUCKETS : end], sums[end])
+            for route, end in zip(Route, ends, strict=True)
+        }

@@ -4,7 +4,7 @@ No process is asked, so any frontend answers for all, also while processes are d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from topics import __version__
@@ -12,7 +12,7 @@ from topics.core.config import CLASSES
 from topics.core.scheduler import BANDS
 from topics.frontend.operators.exposition import Buckets, Family, Sample, Value, single
 from topics.shm.control import BESIDE, LATENCY_BUCKETS, ControlPage, Role, replay_progress
-from topics.shm.durations import Durations, Route
+from topics.shm.durations import Durations
 
 _BOUNDS_US: Final = [1 << (bucket + 3) for bucket in range(LATENCY_BUCKETS - 1)]
 _BOUNDS_S: Final = [repr(bound / 1_000_000) for bound in _BOUNDS_US]
@@ -106,6 +106,14 @@ def _each(name: str, role: Role, help: str, values: Sequence[Value]) -> Family:
     return Family(f"topics_{name}", help, (_LABELS[role],), samples)
 
 
+Rows = Mapping[Role, list[dict[str, int]]]
+"""The words of each frontend and shard, all read at once."""
+
+
+def _sum(rows: list[dict[str, int]], field: str) -> int:
+    return sum([row[field] for row in rows])
+
+
 class ServiceFigures:
     """All metrics of the service but the series of single topics."""
 
@@ -118,29 +126,31 @@ class ServiceFigures:
         self._cells = {_SHARD: self._shards, _FRONTEND: frontends}
 
     def families(self) -> Iterator[Family]:
+        rows = self._read()
         for name, role, fields, help in _SUMS:
-            yield single(f"topics_{name}", help, sum([self._sum(role, field) for field in fields.split()]))
+            yield single(f"topics_{name}", help, sum([_sum(rows[role], field) for field in fields.split()]))
         for name, role, field, divisor, help in _EACH:
-            values = [cell.get(field) for cell in self._cells[role]]
+            values = [row[field] for row in rows[role]]
             yield _each(name, role, help, values if divisor == 1 else [value / divisor for value in values])
-        yield from self._service()
-        yield from self._log()
+        yield from self._service(rows)
+        yield from self._log(rows[_SHARD])
         if not self._control.follows:
             yield from self._compactor()
         if self._control.has_archiver:
             yield from self._archiver()
-        yield from self._requests()
+        yield from self._requests(rows[_FRONTEND])
         yield from self._processes()
 
     def totals(self) -> dict[str, Any]:
         """Return the plain totals with which JSON metrics begin."""
-        wal = {name: self._sum(_SHARD, f"wal_{field}") for name, field in _WAL_TOTALS.items()}
-        return {"topics": self._sum(_SHARD, "topics"), "queue_topics": self._sum(_SHARD, "queue_topics"), "wal": wal}
+        shards = self._read()[_SHARD]
+        wal = {name: _sum(shards, f"wal_{field}") for name, field in _WAL_TOTALS.items()}
+        return {"topics": _sum(shards, "topics"), "queue_topics": _sum(shards, "queue_topics"), "wal": wal}
 
-    def _sum(self, role: Role, field: str) -> int:
-        return sum([cell.get(field) for cell in self._cells[role]])
+    def _read(self) -> Rows:
+        return {role: [cell.read() for cell in cells] for role, cells in self._cells.items()}
 
-    def _service(self) -> Iterator[Family]:
+    def _service(self, rows: Rows) -> Iterator[Family]:
         uptime_ms = max(0, self._now_ms() - self._control.header.get("started_ms"))
         ready = all(cell.get("generation") for cell in self._shards)
         deferring = any(cell.get("deferring") for cell in self._control.cells.values())
@@ -154,21 +164,21 @@ class ServiceFigures:
         for name, help, value in singles:
             yield single(f"topics_{name}", help, value)
         yield Family("topics_build_info", "The version that runs", ("version",), [((__version__,), 1)])
-        by_class: list[Sample] = [((name,), self._sum(_SHARD, f"topics_{name}")) for name in CLASSES]
+        by_class: list[Sample] = [((name,), _sum(rows[_SHARD], f"topics_{name}")) for name in CLASSES]
         yield Family("topics_topics_by_class", "Topics by durability class", ("class",), by_class)
 
-    def _log(self) -> Iterator[Family]:
-        peak = max(cell.get("queue_depth_peak") for cell in self._shards)
+    def _log(self, shards: list[dict[str, int]]) -> Iterator[Family]:
+        peak = max(row["queue_depth_peak"] for row in shards)
         yield single("topics_wal_queue_depth_peak", "Most requests in one group since its shard started", peak)
-        read_only = int(any(cell.get("wal_read_only") for cell in self._shards))
+        read_only = int(any(row["wal_read_only"] for row in shards))
         yield single("topics_wal_read_only", "1 if the log of a shard cannot be written any more", read_only)
-        counts = [self._sum(_SHARD, f"fsync_us_{bucket:02d}") for bucket in range(LATENCY_BUCKETS)]
-        buckets = Buckets([str(bound) for bound in _BOUNDS_US], counts, self._sum(_SHARD, "fsync_us_sum"))
+        counts = [_sum(shards, f"fsync_us_{bucket:02d}") for bucket in range(LATENCY_BUCKETS)]
+        buckets = Buckets([str(bound) for bound in _BOUNDS_US], counts, _sum(shards, "fsync_us_sum"))
         yield Family("topics_wal_fsync_latency_us", "Microseconds that a group waits for its sync", (), [((), buckets)])
         each: list[Value] = []
-        for cell in self._shards:
-            own = [cell.get(f"fsync_us_{bucket:02d}") for bucket in range(LATENCY_BUCKETS)]
-            each.append(Buckets(_BOUNDS_S, own, cell.get("fsync_us_sum") / 1_000_000))
+        for row in shards:
+            own = [row[f"fsync_us_{bucket:02d}"] for bucket in range(LATENCY_BUCKETS)]
+            each.append(Buckets(_BOUNDS_S, own, row["fsync_us_sum"] / 1_000_000))
         yield _each("shard_wal_fsync_seconds", _SHARD, "Seconds that a group of one shard waits for its sync", each)
 
     def _compactor(self) -> Iterator[Family]:
@@ -194,18 +204,17 @@ class ServiceFigures:
         for name, field, help in _ARCHIVER:
             yield single(f"topics_archive_{name}", help, cell.get(field))
 
-    def _requests(self) -> Iterator[Family]:
-        errors: list[Sample] = [((s,), self._sum(_FRONTEND, f"responses_{s}")) for s in ("4xx", "5xx")]
+    def _requests(self, frontends: list[dict[str, int]]) -> Iterator[Family]:
+        errors: list[Sample] = [((s,), _sum(frontends, f"responses_{s}")) for s in ("4xx", "5xx")]
         yield Family("topics_error_responses_total", "Requests that were refused", ("status",), errors)
         durations: list[Sample] = []
-        for route in Route:
-            counts, sum_us = self._durations.read(route)
+        for route, (counts, sum_us) in self._durations.read().items():
             durations.append(((route.name.lower(),), Buckets(_BOUNDS_S, counts, sum_us / 1_000_000)))
         help = "Seconds from a request to the end of its answer, event streams left out"
         yield Family("topics_request_duration_seconds", help, ("route",), durations)
         depths: list[Sample] = [
-            ((str(index), str(band)), cell.get(f"ready_band_{band}"))
-            for index, cell in enumerate(self._cells[_FRONTEND])
+            ((str(index), str(band)), row[f"ready_band_{band}"])
+            for index, row in enumerate(frontends)
             for band in range(BANDS)
         ]
         help = "Topics that wait to be delivered, by band of priority, 0 is the most urgent"

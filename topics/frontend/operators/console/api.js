@@ -3,7 +3,7 @@
 const BASE = new URL("../../v0/", import.meta.url);
 const RETRY_MS = [500, 1000, 2000, 5000];
 const TIMEOUT_MS = 15000;
-const PACE_MS = 100; // a tail draws ten times a second: more frames would cost the service, and show nothing
+const PACE_MS = 250; // a tail draws four times a second: more frames would cost the service, and show nothing
 
 let key = "";
 

@@ -7,7 +7,7 @@ import { ago, bytes, count, duration, exitReason, ms, percent, plural, quantile,
 import { HIDDEN_TIMES, usePoll } from "../store.js";
 import { Badge, Figures, Loading, Panel, Problem, Table } from "../ui.js";
 
-const INTERVAL_MS = 2000;
+const INTERVAL_MS = 3000;
 const BEHIND_MS = 10_000; // while another view is open
 const APART_MS = 1000; // looks that are closer say little about rates
 const RECENT_MS = 15 * 60 * 1000;
