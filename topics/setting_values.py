@@ -125,6 +125,16 @@ def keys(help: str) -> Variable:
     return Variable(lambda raw: parse_list(_text(raw)), "text: key[:scopes[:prefixes]],…", help)
 
 
+def secret(help: str) -> Variable:
+    def parse(raw: object) -> str:
+        text = _text(raw)
+        if not text.isascii() or not text.isprintable() or " " in text:
+            raise ValueError
+        return text
+
+    return Variable(parse, "one key, in visible ASCII", help)
+
+
 def kill_point(help: str) -> Variable:
     def parse(raw: object) -> str:
         victim, _, point = str(raw).partition(":")

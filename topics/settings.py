@@ -40,6 +40,7 @@ from topics.setting_values import (
     origins,
     path_name,
     ratio,
+    secret,
 )
 
 PREFIX: Final = "TOPICS_"
@@ -143,6 +144,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     follow: Annotated[
         str | None, bucket_url("the archive of another service, of which this one is to be a copy that reads")
     ] = None
+    follow_key: Annotated[
+        str | None,
+        secret("key of the leader that reads everything, to hear from it what the archive does not have yet"),
+    ] = None
     takeover_after_ms: Annotated[
         int, integer(0, DAY_MS, "a copy takes over after this time without a sign of its leader; 0 = only when told")
     ] = 0
@@ -191,6 +196,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         shown = msgspec.structs.asdict(self)
         if self.api_keys is not None:
             shown["api_keys"] = f"{len(self.api_keys)} masked"
+        if self.follow_key is not None:
+            shown["follow_key"] = "masked"
         return shown
 
 
@@ -209,7 +216,7 @@ VARIABLES: Final[dict[str, Variable]] = {
 COMMAND_LINE_ONLY: Final = {"accept_data_loss": VARIABLES.pop("accept_data_loss")}
 """Flags that every start must say itself, so that they never stay behind in an environment or a file."""
 
-SECRET: Final = frozenset({"api_keys"})
+SECRET: Final = frozenset({"api_keys", "follow_key"})
 """Settings that no message repeats and that are no flags: every user of the machine sees command lines."""
 
 

@@ -2,23 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from tests.walshard.rig import Rig, TestClock
 from topics.archive.follow_main import Follower
-from topics.archive.objects import Archive
+from topics.archive.leader_tail import PATH, LeaderAwayError, LeaderTail
 from topics.archive.promoting import finish_promotion, is_promotion_due, settle_role
 from topics.archive.replica import Replica, begin_anew
 from topics.shm.control import EXIT_AGAIN
+from topics.storage.archive_objects import Archive, LogEnd, Piece, decode
+from topics.storage.archive_tail import OtherLogsError
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.follow_note import read_note
 
 URL = "file:///nowhere"
+LEADER_URL = "http://leader:4000"
+
+
+class LeaderHere(LeaderTail):
+    """The way to a leader in this process: `read` is what its frontends do."""
+
+    def __init__(self, clock: TestClock, read: Callable[[Sequence[LogEnd]], bytes | None]) -> None:
+        super().__init__(None, clock)
+        self._read = read
+
+    def ask(self, ends: Sequence[LogEnd]) -> tuple[Piece, memoryview]:
+        try:
+            found = self._read(ends)
+        except (OtherLogsError, OSError) as error:
+            raise LeaderAwayError(str(error)) from error
+        if found is None:
+            raise LeaderAwayError("no moment can be told now")
+        return decode(found, Piece, PATH)
 
 
 class FollowerRig(Rig):
     """Its shards start once the follower has said how far their logs are."""
 
-    def __init__(self, data_dir: str, shards: int, archive: Archive, clock: TestClock, **settings: str) -> None:
+    def __init__(
+        self,
+        data_dir: str,
+        shards: int,
+        archive: Archive,
+        clock: TestClock,
+        read_tail: Callable[[Sequence[LogEnd]], bytes | None],
+        **settings: str,
+    ) -> None:
         self.archive = archive
+        self._read_tail = read_tail
         self._leader_clock = clock
         fs = OsFileSystem()
         if read_note(fs, data_dir) is None:
@@ -38,7 +69,8 @@ class FollowerRig(Rig):
         settings, shared = self.settings, self.shared
         self.replica = Replica(self.archive, self.fs, settings.data_dir, settings.wal_shards, self.clock)
         control, wakes = shared.control, shared.shard_wakes
-        self.follower = Follower(self.replica, self.fs, settings, control, wakes, self.clock, lambda: False)
+        leader = LeaderHere(self.clock, self._read_tail)
+        self.follower = Follower(self.replica, self.fs, settings, control, wakes, self.clock, lambda: False, leader)
 
     def advance(self) -> None:
         """Take a step, and have the shards see it. The service starts again if it wants to."""
@@ -69,6 +101,18 @@ class FollowerRig(Rig):
         if not self.every or words != [self.shared.control.shipped(shard) for shard in range(len(words))]:
             return None
         return self.replica.note.generation, self.replica.note.piece
+
+    @property
+    def shown_words(self) -> tuple[int, ...]:
+        """The ends of the logs at that moment."""
+        return tuple([end.word for end in self.replica.ends])
+
+    @property
+    def noted_words(self) -> tuple[int, ...]:
+        """The ends of the logs with which a start goes on."""
+        note = read_note(self.fs, self.settings.data_dir)
+        assert note is not None
+        return tuple([end.position.word for end in note.ends])
 
     @property
     def leads(self) -> bool:

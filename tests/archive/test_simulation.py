@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +19,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.archive.follower_rig import FollowerRig
+from tests.archive.follower_rig import LEADER_URL, FollowerRig
 from tests.archive.simulated import SimulatedBucket, Trouble
 from tests.executors import Hanging
 from tests.walshard.compaction import Compaction
@@ -27,15 +27,16 @@ from tests.walshard.rig import Rig
 from topics.archive import archiver, base_files, follow_main
 from topics.archive.archiver import Archiver, ArchiverPlan
 from topics.archive.inspection import check, prune
-from topics.archive.objects import Archive, Piece, decode, piece_name
-from topics.archive.origin import Origin, RunningEnds
 from topics.archive.restoring import Restore, WantedMoment, plan
 from topics.archive.shipping import Shipper
 from topics.archive.taking_over import take_over
 from topics.core.config import TopicConfig
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic
 from topics.storage import service_id
+from topics.storage.archive_objects import Archive, LogEnd, Piece, decode, piece_name
+from topics.storage.archive_tail import read_tail
 from topics.storage.filesystem import OsFileSystem
+from topics.storage.origin import Origin, RunningEnds
 from topics.storage.verify import verify
 
 NAMES = ("a", "b", "c")
@@ -57,8 +58,8 @@ class Archiving(RuleBasedStateMachine):
     keep_ms = 0
     """The history that its archivers leave; 0: all."""
 
-    @initialize(backlog=st.sampled_from([0, 1 << 30]))
-    def begin(self, backlog: int) -> None:
+    @initialize(backlog=st.sampled_from([0, 1 << 30]), answers=st.booleans())
+    def begin(self, backlog: int, answers: bool) -> None:
         self.directory = tempfile.mkdtemp(prefix="topics-sim-", dir="/dev/shm")
         self.rig = Rig(
             os.path.join(self.directory, "data"),
@@ -80,16 +81,25 @@ class Archiving(RuleBasedStateMachine):
         self.history: dict[tuple[int, int], Records] = {}
         """The same, with those that were pruned."""
         self.follower: FollowerRig | None = None
+        self.archived_ends: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.leader_answers = answers
+        self.told: dict[tuple[int, ...], Records] = {}
+        """Records that the leader had when it told a follower these ends of its logs."""
         self.is_taken_over = False
         self.compared = 0
         self.restores = 0
         self.archivers = [self._archiver(), self._archiver()]
         """The second one belongs to a life that nobody knows is still there."""
 
+    def _origin(self) -> Origin:
+        ends = RunningEnds(self.rig.shared.control.settled_ends)
+        return Origin(self.rig.fs, self.rig.settings.data_dir, ends, _no_cold_tier)
+
     def shipper(self) -> Shipper:
         fs, data_dir = self.rig.fs, self.rig.settings.data_dir
-        origin = Origin(fs, data_dir, RunningEnds(self.rig.shared.control), _no_cold_tier)
-        return Shipper(self.archive, origin, service_id.keep_id(fs, data_dir), self.rig.clock)
+        origin = self._origin()
+        own_id = service_id.keep_id(fs, data_dir)
+        return Shipper(self.archive, origin, own_id, self.rig.clock, leader_url=LEADER_URL)
 
     def _archiver(self) -> Archiver:
         page, wakes = self.rig.shared.control, self.rig.shared.shard_wakes
@@ -257,8 +267,10 @@ class Archiving(RuleBasedStateMachine):
             if not folder.endswith(".pieces"):
                 continue
             generation = int(folder[1:].partition(".")[0])
-            if self._piece(generation, int(number)).is_moment:
+            piece = self._piece(generation, int(number))
+            if piece.is_moment:
                 assert not self.is_taken_over
+                self.archived_ends[generation, int(number)] = tuple([end.position.word for end in piece.ends])
                 self.moments[generation, int(number)] = self.history[generation, int(number)] = _copied(self.live)
 
     def _piece(self, generation: int, number: int) -> Piece:
@@ -272,7 +284,7 @@ class Archiving(RuleBasedStateMachine):
     def follow(self, troubles: list[Trouble]) -> None:
         if self.follower is None:
             data_dir = os.path.join(self.directory, "follower")
-            self.follower = FollowerRig(data_dir, SHARDS, self.archive, self.rig.clock)
+            self.follower = FollowerRig(data_dir, SHARDS, self.archive, self.rig.clock, self._tell)
         self.rig.clock.ms += 1000
         self.bucket.troubles = list(troubles)
         self.follower.advance()
@@ -281,7 +293,26 @@ class Archiving(RuleBasedStateMachine):
         if shown is not None:
             self.compared += 1
             self.follower.assert_shown()
-            _compare(self.follower, self.history[shown])
+            _compare(self.follower, self._expected(shown, self.follower.shown_words))
+
+    def _tell(self, ends: Sequence[LogEnd]) -> bytes | None:
+        """Tell a follower what the archive may not have yet."""
+        if not self.leader_answers:
+            raise OSError("the leader cannot be reached")
+        found = read_tail(self._origin(), ends, self.rig.clock.ms, LEADER_URL)
+        if found is not None:
+            piece, _ = decode(found, Piece, "tail")
+            assert piece.is_moment, "it is short"
+            self.told[tuple([end.position.word for end in piece.ends])] = _copied(self.live)
+        return found
+
+    def _expected(self, shown: tuple[int, int], words: tuple[int, ...]) -> Records:
+        archived = self.archived_ends.get(shown)
+        return self.history[shown] if archived == words else self.told[words]
+
+    @rule(answers=st.booleans())
+    def partition_from_leader(self, answers: bool) -> None:
+        self.leader_answers = answers
 
     @precondition(lambda self: self.follower is not None and not self.is_taken_over)
     @rule(shard=st.sampled_from([None, 0, 1]))
@@ -308,12 +339,12 @@ class Archiving(RuleBasedStateMachine):
         else:
             raise AssertionError("it does not take over")
         self.is_taken_over = True
+        expected = self._expected(max(self.history), self.follower.noted_words)
         self.follower.end_promotion()
         data_dir = self.follower.settings.data_dir
         assert verify(data_dir, lambda _done, _total: None).damage == []
         promoted = Rig(data_dir, shards=SHARDS, segment_max_events="5")
         try:
-            expected = self.history[max(self.history)]
             _compare(promoted, expected)
             for name, records in expected.items():
                 assert promoted.append(name, b'"new"').first_seq > max(records, default=0) + 100
@@ -494,7 +525,7 @@ def test_a_directory_that_went_back_begins_a_generation(service: Archiving) -> N
 def service() -> Iterator[Archiving]:
     """A service without a backlog. At the end its first and last moments are restored."""
     found = Archiving.__new__(Archiving)
-    Archiving.begin(found, backlog=0)
+    Archiving.begin(found, backlog=0, answers=False)
     yield found
     found.teardown()
 

@@ -22,7 +22,7 @@ from tests.cases import case
 from tests.contract.asking import ok, put, state, write
 from tests.harness import Service, poll
 from topics.archive.inspection import figures, prune
-from topics.archive.objects import Archive, open_archive
+from topics.storage.archive_objects import Archive, open_archive
 from topics.storage.filesystem import OsFileSystem
 
 

@@ -10,14 +10,14 @@ from typing import Final, NamedTuple
 
 from topics.archive.base_files import BaseFiles
 from topics.archive.inspection import prune
-from topics.archive.objects import Archive, ArchiveDamagedError
-from topics.archive.origin import OriginGoneError
 from topics.archive.shipping import PIECE_BYTES, NoMomentError, OtherShipperError, Shipped, Shipper, TakenOverError
 from topics.core.clock import Clock, doubled_ms
 from topics.log import get_logger
 from topics.shm.control import ControlPage, Role, log_bytes
 from topics.shm.ring import Wake
+from topics.storage.archive_objects import Archive, ArchiveDamagedError
 from topics.storage.logfile import RefusedLog
+from topics.storage.origin import OriginGoneError
 
 POLL_MS: Final = 100
 SOON_MS: Final = 50

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from topics.archive.objects import Archive, open_archive
-from topics.archive.origin import LogEnds, Origin, RestingEnds, RunningEnds
 from topics.archive.shipping import NoMomentError, Shipped, Shipper
 from topics.core.clock import Clock
 from topics.shm import shm_names
 from topics.shm.control import ControlPage
 from topics.storage import service_id
+from topics.storage.archive_objects import Archive, open_archive
 from topics.storage.filesystem import FileSystem
 from topics.storage.lock import DataDirLocked, inspecting
+from topics.storage.origin import LogEnds, Origin, RestingEnds, RunningEnds
 from topics.storage.segment_store import SegmentStore, open_store
 
 _RETRY_S: Final = 0.1
@@ -73,4 +73,4 @@ def _ends(data_dir: str) -> Iterator[LogEnds]:
         page = ControlPage.attach(shm_names.shm_name(shm_names.identity(data_dir), "control"))
     except FileNotFoundError as error:
         raise NoMomentError(f"{data_dir}: its service starts or stops; try again") from error
-    yield RunningEnds(page)
+    yield RunningEnds(page.settled_ends)

@@ -9,8 +9,8 @@ from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from topics.archive.objects import ArchiveStore, FileRef, LogStart, file_name
-from topics.archive.origin import ListedSegment, Origin, SegmentFile, listed_segments
+from topics.storage.archive_objects import ArchiveStore, FileRef, LogStart, file_name
+from topics.storage.origin import ListedSegment, Origin, SegmentFile, listed_segments
 from topics.storage.segment import index_digest
 from topics.storage.snapshot import Snapshot
 

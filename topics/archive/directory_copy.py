@@ -14,7 +14,6 @@ from typing import Final
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from topics.archive.objects import ArchiveDamagedError, LogStart, Piece, joined
 from topics.core.ceilings import RAM_STEP, TAIL_STEP
 from topics.core.control_bodies import HeadFrameBody, MarkFrameBody, decode_mark, encode_body
 from topics.core.floors import EvictReason
@@ -22,6 +21,7 @@ from topics.core.location import LOCATION_DELETED
 from topics.core.segment_list import COLD
 from topics.core.shard_state import FoldedTopic, ShardState
 from topics.storage import layout
+from topics.storage.archive_objects import ArchiveDamagedError, LogStart, Piece, joined, split_payload
 from topics.storage.filesystem import FileSystem, boot_id, make_dirs, opened, read_up_to, replace_file, write_all
 from topics.storage.frame import (
     CHECKSUM,
@@ -120,10 +120,7 @@ class DirectoryCopy:
         """Write the next bytes of the logs, which end at `ends`, by shard; these move. Raise MissingBytesError if
         bytes are missing before them.
         """
-        at = 0
-        for part in piece.parts:
-            content = payload[at : at + part.size_bytes]
-            at += part.size_bytes
+        for part, content in split_payload(piece, payload):
             end = ends[part.shard]
             behind = joined(end, part)
             if behind is None:

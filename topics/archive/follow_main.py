@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from topics.archive.objects import Archive, ArchiveDamagedError, open_archive
+from topics.archive.leader_tail import LeaderAwayError, LeaderTail
 from topics.archive.replica import BeginAnewError, OtherShardsError, Replica, begin_anew
 from topics.archive.restoring import NotThereError
 from topics.core.clock import Clock, SystemClock, doubled_ms
@@ -23,6 +23,7 @@ from topics.shm.control import EXIT_AGAIN, EXIT_REFUSED, ControlPage, ProcessSta
 from topics.shm.instance import SharedMemory
 from topics.shm.ring import Wake
 from topics.storage import kill_points
+from topics.storage.archive_objects import Archive, ArchiveDamagedError, open_archive
 from topics.storage.filesystem import FileSystem, OsFileSystem
 from topics.storage.follow_note import read_note
 from topics.storage.pins import pins_dir, read_pinned
@@ -30,8 +31,10 @@ from topics.storage.pins import pins_dir, read_pinned
 HEARTBEAT_S: Final = 0.25
 REQUEST_MS: Final = 30_000
 LOOK_MS: Final = 10_000
-"""Interval of looks for a new base."""
+"""Interval of looks for a new base, and of looks at the archive while the leader itself tells what it commits."""
 RETRY_MS: Final = (200, 10_000)
+TOLD_S: Final = 0.015
+"""The pause after each answer of the leader: what it costs is bounded."""
 
 log = get_logger()
 
@@ -50,6 +53,7 @@ class Follower:
         wakes: Sequence[Wake],
         clock: Clock,
         is_pinned: Callable[[], bool],
+        leader: LeaderTail,
     ) -> None:
         self._replica = replica
         self._fs = fs
@@ -60,9 +64,12 @@ class Follower:
         self._wakes = wakes
         self._clock = clock
         self._is_pinned = is_pinned
+        self._leader = leader
+        self._tells = False
+        """True while the leader itself tells what it commits."""
         self._has_begun = False
         self._failures = 0
-        self._told = ""
+        self._told = self._told_of_leader = ""
         self._look_not_before_ms = 0
         self._sign_by_ms = 0
         """Monotonic time at which the leader counts as gone unless it gives a sign."""
@@ -73,7 +80,7 @@ class Follower:
         """Follow until `stop` is set or `exit_code` says how the process has to end."""
         poll_s = min(self._settings.archive_interval_ms, 500) / 1000
         while not stop.is_set() and self.exit_code is None:
-            stop.wait(self.step() or poll_s)
+            stop.wait(self.step() or (TOLD_S if self._tells else poll_s))
 
     def step(self) -> float:
         """Take what is new. Return the pause in s before it is repeated after a failure, else 0."""
@@ -85,15 +92,21 @@ class Follower:
                     log.info("the service is copied; it starts", generation=self._replica.note.generation)
                     self.exit_code = EXIT_AGAIN
                     return 0
+                if any(self._cell.get(f"shipped_{end.shard:02d}") > end.position.word for end in note.ends):
+                    log.info("the shards have read what the leader told: they begin again at the last moment noted")
+                    self.exit_code = EXIT_AGAIN
+                    return 0
                 self._has_begun = True
                 self._has_sign()
                 if not self._cell.get("bases"):
                     self._load()
-            moment, has_news = self._replica.note.piece, self._replica.step()
-            if self._replica.note.piece != moment:
-                self._cell.add("moments")
+            has_news = self._listen()
+            if not self._tells or self._is_look_due:
+                has_news |= self._look()
             self._show()
-            self._tend_base()
+            if self._is_look_due:
+                self._look_not_before_ms = self._clock.monotonic_ms() + LOOK_MS
+                self._tend_base()
             if self._is_leader_gone(has_news) or self.promote.is_set() or self._replica.note.fence_id:
                 self._replica.promote(socket.gethostname())
                 log.info("this service leads from now on; it starts again", url=self._replica.note.url)
@@ -117,6 +130,37 @@ class Follower:
         else:
             self._failures, self._told = 0, ""
         return 0
+
+    def _listen(self) -> bool:
+        """Ask the leader, if it can be asked. True if it has answered: it lives."""
+        note = self._replica.note
+        if self._replica.taken_over_by or not self._leader.is_due(note.leader_url):
+            return False
+        told, asked_ms = self._tells, self._clock.now_ms()
+        try:
+            piece, payload = self._leader.ask(self._replica.laid_ends)
+            self._tells = self._replica.take_tail(piece, payload, asked_ms)
+        except LeaderAwayError as error:
+            self._tells = False
+            if told or str(error) != self._told_of_leader:
+                self._told_of_leader = str(error)
+                log.warning("the leader tells nothing now: the archive is followed", reason=str(error))
+            return False
+        if self._tells and not told:
+            self._told_of_leader = ""
+            log.info("the leader tells what it commits", url=note.leader_url)
+        return True
+
+    def _look(self) -> bool:
+        """Take what is new in the archive. True if there was something."""
+        moment, has_news = self._replica.note.piece, self._replica.step()
+        if self._replica.note.piece != moment:
+            self._cell.add("moments")
+        return has_news
+
+    @property
+    def _is_look_due(self) -> bool:
+        return self._clock.monotonic_ms() >= self._look_not_before_ms
 
     def _show(self) -> None:
         """Show the shards how far their logs are, and everybody how old that may be."""
@@ -147,10 +191,6 @@ class Follower:
             wake.signal_always()
 
     def _tend_base(self) -> None:
-        now_ms = self._clock.monotonic_ms()
-        if now_ms < self._look_not_before_ms:
-            return
-        self._look_not_before_ms = now_ms + LOOK_MS
         if any(cell.get("bases_loaded") < self._cell.get("bases") for cell in self._shards):
             return  # files that they still read must stay
         if not self._is_pinned():
@@ -176,7 +216,8 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
     def is_pinned() -> bool:
         return bool(read_pinned(fs, pins_dir(shared.ram_dir), clock.now_ms()))
 
-    follower = Follower(replica, fs, settings, shared.control, shared.shard_wakes, clock, is_pinned)
+    leader = LeaderTail(settings.follow_key, clock)
+    follower = Follower(replica, fs, settings, shared.control, shared.shard_wakes, clock, is_pinned, leader)
     signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
     signal.signal(signal.SIGUSR1, lambda _number, _frame: follower.promote.set())
     worker = threading.Thread(target=follower.work, args=(stop,), name="following", daemon=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from topics.archive.objects import (
+from topics.storage.archive_objects import (
     Archive,
     ArchiveDamagedError,
     Base,

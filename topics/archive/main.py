@@ -13,8 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from topics.archive.archiver import LEADER_SIGN_MS, Archiver, ArchiverPlan
-from topics.archive.objects import Archive, open_archive
-from topics.archive.origin import Origin, RunningEnds
 from topics.archive.shipping import Shipper
 from topics.core.clock import SystemClock
 from topics.log import get_logger
@@ -22,7 +20,9 @@ from topics.settings import Settings
 from topics.shm.control import ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.storage import kill_points, service_id
+from topics.storage.archive_objects import Archive, open_archive
 from topics.storage.filesystem import OsFileSystem
+from topics.storage.origin import Origin, RunningEnds
 from topics.storage.segment_store import SegmentStore, open_store
 
 HEARTBEAT_S: Final = 0.25
@@ -52,7 +52,7 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
         assert settings.cold_place is not None, "cold segments without a cold tier"
         return open_store(fs, settings.cold_place)
 
-    origin = Origin(fs, settings.data_dir, RunningEnds(shared.control), open_cold)
+    origin = Origin(fs, settings.data_dir, RunningEnds(shared.control.settled_ends), open_cold)
 
     def make_shipper() -> Shipper:
         mask = service_id.epoch_mask(fs, settings.data_dir)

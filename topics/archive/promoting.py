@@ -67,8 +67,8 @@ def finish_promotion(fs: FileSystem, data_dir: str, clock: Clock) -> int:
     note = read_note(fs, data_dir)
     assert note is not None, "the caller has seen it"
     copy = DirectoryCopy(fs, data_dir, len(note.ends), note.url)
-    for shard, end in enumerate(note.ends):
-        copy.cut_behind(shard, end)
+    for end in note.ends:
+        copy.cut_behind(end.shard, end.position)
     topics = copy.end_history(note.has_end, clock.now_ms())
     fs.sync_all(data_dir)
     write_note(fs, data_dir, msgspec.structs.replace(note, is_promoted=True))

@@ -3,6 +3,10 @@
 The logs are those of the leader, byte for byte. With each base of the archive the directory gets the base's segments
 and snapshot, and the logs before it go: a follower cuts nothing itself. The shards of the follower read all of that,
 and write none of it.
+
+A replica may be ahead of the archive, with bytes that the leader itself has told. If the leader's machine fails and
+loses them, the archive goes on with others. So when the archive gets there, the checksum before the replica's end has
+to be in it.
 """
 
 from __future__ import annotations
@@ -10,20 +14,31 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Final
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
 from topics.archive.directory_copy import DirectoryCopy, MissingBytesError
-from topics.archive.objects import Archive, ArchiveDamagedError, Base, FileRef, Piece, read_whole
 from topics.archive.restoring import NotThereError, fetched_ahead, fetched_files
 from topics.archive.taking_over import take_over
 from topics.core.clock import Clock
 from topics.storage import layout, service_id
-from topics.storage.filesystem import FileSystem, make_dirs, names_in
+from topics.storage.archive_objects import (
+    Archive,
+    ArchiveDamagedError,
+    Base,
+    FileRef,
+    LogEnd,
+    Piece,
+    read_whole,
+    split_payload,
+)
+from topics.storage.filesystem import FileSystem, make_dirs, names_in, read_all
 from topics.storage.follow_note import FollowNote, write_note
+from topics.storage.frame import CHECKSUM_LEN
 from topics.storage.logfile import WalPosition
 from topics.storage.upgrade import write_mark
 
@@ -53,9 +68,17 @@ class Replica:
         self._clock = clock
         self._copy = DirectoryCopy(fs, data_dir, shards, archive.store.place(""))
         self.note = FollowNote("")
-        self._ends: dict[int, WalPosition] = {}
-        """The ends of what is laid out, which may be behind the last moment."""
+        self._laid: dict[int, LogEnd] = {}
+        """The ends of what is laid out, which may be behind the moment."""
+        self._moment: dict[int, LogEnd] = {}
+        """The ends of the last moment. The note may have an earlier one."""
+        self._told: set[int] = set()
+        """The shards whose end was told by the leader; the archive has not got there."""
+        self._txn: dict[str, int] = {}
+        """Digests of the files of transactions, by path."""
         self._laid_piece = 0
+        self._archived: dict[int, bytes] = {}
+        """The last bytes of each log in that piece."""
         self._has_hole = False
         self._files: dict[str, str] = {}
         """Names of the base's objects, by their paths in the directory."""
@@ -71,7 +94,10 @@ class Replica:
         self.note = note
         self._has_hole, self.taken_over_by = False, ""
         if note.piece:
-            self._ends, self._laid_piece = dict(enumerate(note.ends)), note.piece
+            self._laid, self._laid_piece = {end.shard: end for end in note.ends}, note.piece
+            self._moment, self._told = dict(self._laid), set(note.told)
+            self._archived = self._ends_of_piece() if self._told else {}
+            self._txn = {path: self._digest(path) for path in self._txn_paths()}
             self._files, self._starts = {}, {}
             return False
         self._copy_base()
@@ -80,7 +106,12 @@ class Replica:
     @property
     def ends(self) -> list[WalPosition]:
         """The ends of the logs at the last moment, by shard."""
-        return self.note.ends
+        return [end.position for end in _by_shard(self._moment)]
+
+    @property
+    def laid_ends(self) -> list[LogEnd]:
+        """The ends of what is laid out, from which the leader can go on."""
+        return _by_shard(self._laid)
 
     # -- moments
 
@@ -88,6 +119,8 @@ class Replica:
         """Take the pieces that are new in the archive, up to the last moment. True if there was one."""
         looked_ms, generation, before = self._clock.now_ms(), self.note.generation, self._laid_piece
         last = self._archive.last_piece(generation, self._laid_piece)
+        if self._told and last > self._laid_piece:
+            self._skip_to(last)
         wanted = range(self._laid_piece + 1, last + 1)
         for _, (piece, payload) in fetched_ahead(lambda number: self._archive.piece(generation, number), wanted):
             if piece.taken_over_by:
@@ -102,42 +135,142 @@ class Replica:
             self.looked_ms = looked_ms
         return self._laid_piece > before
 
-    def _lay_out(self, piece: Piece, payload: memoryview) -> None:
-        self._copy.lay_out(piece, payload, self._ends)
-        for file in piece.txn:
-            if file.piece == piece.number:
-                self._copy.replace(file.path, bytes(payload[file.offset : file.offset + file.size_bytes]))
-        self._laid_piece = piece.number
+    def take_tail(self, piece: Piece, payload: memoryview, asked_ms: int) -> bool:
+        """Lay out what the leader itself has told. False if a file of a transaction has changed meanwhile: what comes
+        then has to come with the archive.
+        """
+        if {file.path: file.digest for file in piece.txn} != self._txn:
+            return False
+        before = dict(self._laid)
+        self._copy_parts(piece, payload)
+        self._told |= {shard for shard, end in self._laid.items() if end != before[shard]}
         if piece.is_moment:
-            self._take(piece)
+            self._go_to(self._laid)
+            self.note = msgspec.structs.replace(self.note, taken_ms=piece.taken_ms)
+            self.looked_ms = asked_ms
+        return True
 
-    def _take(self, piece: Piece) -> None:
-        """Make the directory that of a moment, all bytes of which are laid out."""
+    def _skip_to(self, number: int) -> None:
+        """Go on behind a piece if it has nothing new: the leader has told all of it."""
+        piece, _ = self._archive.piece(self.note.generation, number)
+        if piece.is_moment and all(end.position <= self._moment[end.shard].position for end in piece.ends):
+            self._end_piece(piece)
+            self._note_moment(piece)
+
+    def _lay_out(self, piece: Piece, payload: memoryview) -> None:
+        if self._told:
+            self._prove(piece, payload)
+        self._copy_parts(piece, payload)
+        self._end_piece(piece)
+        if not piece.is_moment:
+            return
+        if not self._is_behind(piece):
+            self._go_to({end.shard: end for end in piece.ends})
+            self._take_txn(piece, payload)
+        self._note_moment(piece)
+
+    def _copy_parts(self, piece: Piece, payload: memoryview) -> None:
+        positions = {shard: end.position for shard, end in self._laid.items()}
+        self._copy.lay_out(piece, payload, positions)
         for end in piece.ends:
-            if self._ends[end.shard] != end.position:
+            if positions[end.shard] < end.position:
                 raise MissingBytesError(
                     f"{self._archive.store.place('')}: piece {piece.number} ends log {end.shard} at {end.position}, the"
-                    f" pieces have it up to {self._ends[end.shard]}"
+                    f" pieces have it up to {positions[end.shard]}"
                 )
-            start = self.note.ends[end.shard]
+            if self._laid[end.shard].position < end.position:
+                self._laid[end.shard] = end
+
+    def _end_piece(self, piece: Piece) -> None:
+        """Note that everything up to a piece of the archive is laid out."""
+        self._laid_piece = piece.number
+        self._archived = {end.shard: end.last_bytes for end in piece.ends}
+        for end in piece.ends:
+            if self._laid[end.shard].position == end.position:
+                if end.shard in self._told and self._laid[end.shard].last_bytes != end.last_bytes:
+                    raise self._diverged(end.shard)
+                self._laid[end.shard] = end
+                self._told.discard(end.shard)
+
+    def _prove(self, piece: Piece, payload: memoryview) -> None:
+        """Look whether the archive goes on over the bytes that the leader has told."""
+        before = dict(self._archived)
+        for part, content in split_payload(piece, payload):
+            own, seen = self._laid[part.shard], before.get(part.shard, b"") if part.offset else b""
+            before[part.shard] = (seen + bytes(content[-CHECKSUM_LEN:]))[-CHECKSUM_LEN:]
+            end = WalPosition(part.file_no, part.offset + part.size_bytes)
+            if part.shard not in self._told or end < own.position:
+                continue
+            known = max(0, own.position.offset - part.offset)
+            seen += bytes(content[max(0, known - CHECKSUM_LEN) : known])
+            if part.file_no != own.position.file_no or not seen.endswith(own.last_bytes):
+                raise self._diverged(part.shard)
+            self._told.discard(part.shard)
+
+    def _diverged(self, shard: int) -> BeginAnewError:
+        return BeginAnewError(
+            f"the leader told bytes of log {shard} that the archive does not have: its machine failed, and lost them"
+        )
+
+    def _is_behind(self, piece: Piece) -> bool:
+        """True for a moment before the one that is here, or before the place where a base begins."""
+        later = {shard for shard, end in self._moment.items() if end.position > piece.ends[shard].position}
+        is_mixed = any(end.position < piece.ends[shard].position for shard, end in self._moment.items())
+        if later and is_mixed and self._told:
+            raise BeginAnewError(f"what the leader told is no moment before or after that of piece {piece.number}")
+        return bool(later)
+
+    def _go_to(self, ends: Mapping[int, LogEnd]) -> None:
+        """Have the logs be those of a moment that is laid out."""
+        for shard, end in ends.items():
+            start = self._moment[shard].position
             if start != end.position:
-                self._copy.forget_segments(end.shard, start, end.position)
-                self._copy.sync_log(end.shard, start, end.position)
-        wanted = {file.path for file in piece.txn}
-        for path in self._txn_paths():
-            if path not in wanted:
+                self._copy.forget_segments(shard, start, end.position)
+        self._moment = dict(ends)
+
+    def _take_txn(self, piece: Piece, payload: memoryview) -> None:
+        """Have the files of transactions be those of a moment."""
+        for file in piece.txn:
+            if self._txn.get(file.path) != file.digest:
+                has = payload
+                if file.piece != piece.number:
+                    _, has = self._archive.piece(self.note.generation, file.piece)
+                self._copy.replace(file.path, bytes(has[file.offset : file.offset + file.size_bytes]))
+        self._txn = {file.path: file.digest for file in piece.txn}
+        for path in list(self._txn_paths()):
+            if path not in self._txn:
                 self._fs.unlink(os.path.join(self._data_dir, path))
-        is_whole = piece.number >= self.note.base
+
+    def _note_moment(self, piece: Piece) -> None:
+        """Note the moment that is here; the archive has all up to `piece`."""
+        self._sync()
         self.note = msgspec.structs.replace(
             self.note,
             piece=piece.number,
-            ends=[self._ends[shard] for shard in sorted(self._ends)],
-            taken_ms=piece.taken_ms,
+            taken_ms=max(piece.taken_ms, self.note.taken_ms),
             has_end=piece.has_end,
             leader_url=piece.leader_url,
         )
-        if is_whole:
+        if piece.number >= self.note.base:
             write_note(self._fs, self._data_dir, self.note)
+
+    def _sync(self) -> None:
+        """Have the moment that is here on the disk, and in the note that is written next."""
+        for former in self.note.ends:
+            end = self._moment[former.shard]
+            if former.position != end.position:
+                self._copy.sync_log(former.shard, former.position, end.position)
+        self.note = msgspec.structs.replace(self.note, ends=_by_shard(self._moment), told=sorted(self._told))
+
+    def _ends_of_piece(self) -> dict[int, bytes]:
+        try:
+            piece, _ = self._archive.piece(self.note.generation, self._laid_piece)
+        except ArchiveDamagedError as error:
+            raise BeginAnewError(f"{error}: the archive may have been pruned past it") from error
+        return {end.shard: end.last_bytes for end in piece.ends}
+
+    def _digest(self, path: str) -> int:
+        return xxh3_64_intdigest(read_all(self._fs, os.path.join(self._data_dir, path)))
 
     def _txn_paths(self) -> Iterator[str]:
         for directory in (layout.stages_dir(self._data_dir), layout.sinks_dir(self._data_dir)):
@@ -170,9 +303,11 @@ class Replica:
         service_id.set_epoch_mask(self._fs, self._data_dir, generation.epoch_mask, self._clock.now_ms())
         write_mark(self._fs, self._data_dir)
         self._fs.sync_all(self._data_dir)
-        self._ends = {start.shard: start.position for start in base.logs}
-        ends = [self._ends[shard] for shard in sorted(self._ends)]
+        ids = generation.log_ids
+        self._laid = {start.shard: LogEnd(start.shard, ids[start.shard], start.position) for start in base.logs}
+        self._moment, self._told, self._txn, self._archived = dict(self._laid), set(), {}, {}
         self._laid_piece = base.first_piece - 1
+        ends = _by_shard(self._moment)
         self.note = FollowNote(self.note.url, generation.number, base.number, self._laid_piece, ends)
         self._note_base(base)
         self.step()
@@ -251,8 +386,9 @@ class Replica:
     # -- promotion
 
     def promote(self, by: str) -> None:
-        """Take over from the leader: close its generation, take all that it has shipped, and note that this service
-        leads from now on. `by` tells people who it is. Raise BeginAnewError if another service has taken over already.
+        """Take over from the leader: close its generation, take all that it has shipped, keep what it has told, and
+        note that this service leads from now on. `by` tells people who it is. Raise BeginAnewError if another service
+        has taken over already.
         """
         if not self.note.fence_id:
             self.note = msgspec.structs.replace(self.note, fence_id=secrets.token_hex(8))
@@ -263,8 +399,13 @@ class Replica:
             self.step()
             if self._has_hole:
                 raise BeginAnewError("the archive has a hole before its end: the newest base is behind it")
+        self._sync()
         self.note = msgspec.structs.replace(self.note, promoted_id=self.note.fence_id)
         write_note(self._fs, self._data_dir, self.note)
+
+
+def _by_shard(ends: Mapping[int, LogEnd]) -> list[LogEnd]:
+    return [ends[shard] for shard in sorted(ends)]
 
 
 def begin_anew(fs: FileSystem, data_dir: str, url: str) -> FollowNote:

@@ -18,10 +18,19 @@ from typing import Final, NamedTuple, TypeVar
 import msgspec
 
 from topics.archive.directory_copy import DirectoryCopy, marked
-from topics.archive.objects import Archive, ArchiveDamagedError, Base, FileRef, Generation, Piece, read_whole
 from topics.core.clock import Clock
 from topics.core.shard_state import FoldedTopic
 from topics.storage import service_id
+from topics.storage.archive_objects import (
+    Archive,
+    ArchiveDamagedError,
+    Base,
+    FileRef,
+    Generation,
+    Piece,
+    read_whole,
+    split_payload,
+)
 from topics.storage.filesystem import FileSystem, make_dirs
 from topics.storage.frame import HEADER_LEN, FrameType, scan
 from topics.storage.snapshot import decode_parts
@@ -136,11 +145,8 @@ def _piece_with(archive: Archive, generation: Generation, base: Base, wanted: Wa
     left: dict[int, bytes] = {}
     for number in range(base.first_piece, last + 1):
         piece, payload = archive.piece(generation.number, number)
-        at = 0
-        for part in piece.parts:
-            content = left.get(part.shard, b"") if part.offset else b""
-            content += payload[at : at + part.size_bytes]
-            at += part.size_bytes
+        for part, found_bytes in split_payload(piece, payload):
+            content = (left.get(part.shard, b"") if part.offset else b"") + bytes(found_bytes)
             found = scan(content, 0, len(content))
             left[part.shard] = content[found.end :]  # a frame may go on in the next piece
             for frame_at, _, type_, _, topic_id, seq, _, node_len, tag_len, data_len in found.frames:

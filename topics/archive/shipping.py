@@ -19,25 +19,24 @@ from typing import Final, NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from topics.archive.base_files import BaseFiles
-from topics.archive.objects import (
+from topics.core.clock import Clock
+from topics.storage.archive_objects import (
     Archive,
     Base,
     FileRef,
     Generation,
     LogEnd,
-    LogPart,
     LogStart,
     Piece,
+    PieceDraft,
     TxnFile,
     base_name,
     encode,
     generation_name,
     piece_name,
 )
-from topics.archive.origin import LogPlace, Origin, OriginGoneError
-from topics.core.clock import Clock
-from topics.storage.frame import CHECKSUM_LEN
 from topics.storage.logfile import WalPosition
+from topics.storage.origin import LogPlace, Origin, OriginGoneError
 
 PIECE_BYTES: Final = 4 << 20
 """The most bytes of logs in a piece. Files of transactions come on top."""
@@ -299,22 +298,14 @@ class Shipper:
         if self._is_shipped(logs, txn) and not is_sign:
             return self._shipped()
         self._taken_ms = max(self._taken_ms, self._clock.now_ms())
-        ends = dict(starts)
-        parts: list[LogPart] = []
-        payload: list[bytes] = []
-        room = PIECE_BYTES
+        draft = PieceDraft(starts)
         for log in logs:
-            for file_no, offset, content in self._origin.log_bytes(log, ends[log.shard].position, PIECE_BYTES):
-                if len(content) > room:
-                    self._put_piece(parts, payload, ends)
-                    parts, payload, room = [], [], PIECE_BYTES
-                parts.append(LogPart(log.shard, file_no, offset, len(content)))
-                payload.append(content)
-                room -= len(content)
-                position = WalPosition(file_no, offset + len(content))
-                last_bytes = (ends[log.shard].last_bytes + content)[-CHECKSUM_LEN:]
-                ends[log.shard] = LogEnd(log.shard, log.log_id, position, last_bytes)
-        self._put_piece(parts, payload, ends, txn)
+            for file_no, offset, content in self._origin.log_bytes(log, draft.ends[log.shard].position, PIECE_BYTES):
+                if draft.size_bytes + len(content) > PIECE_BYTES:
+                    self._put_piece(draft)
+                    draft = PieceDraft(draft.ends)
+                draft.add(log.shard, log.log_id, file_no, offset, content)
+        self._put_piece(draft, txn)
         return self._shipped()
 
     def _is_shipped(self, logs: list[LogPlace], txn: dict[str, bytes] | None) -> bool:
@@ -328,27 +319,25 @@ class Shipper:
     def _shipped(self) -> Shipped:
         return Shipped(self._number, self._bytes, self._objects, self._taken_ms)
 
-    def _put_piece(
-        self, parts: list[LogPart], payload: list[bytes], ends: dict[int, LogEnd], txn: dict[str, bytes] | None = None
-    ) -> None:
+    def _put_piece(self, draft: PieceDraft, txn: dict[str, bytes] | None = None) -> None:
         assert self._generation is not None
-        number = self._number + 1
+        number, payload = self._number + 1, draft.payload
         if txn is not None:
-            self._txn = self._txn_files(number, sum(map(len, payload)), txn)
+            self._txn = self._txn_files(number, draft.size_bytes, txn)
             payload = payload + [txn[path] for path, file in self._txn.items() if file.piece == number]
         piece = Piece(
             number,
             self._taken_ms,
             self._nonce,
-            parts,
-            [ends[shard] for shard in sorted(ends)],
+            draft.parts,
+            draft.ends_by_shard,
             txn is not None,
             self._origin.ends.has_end,
             list(self._txn.values()),
             leader_url=self._leader_url,
         )
         self._create(piece_name(self._generation.number, number), encode(piece, payload))
-        self._number, self._ends, self._has_part = number, dict(ends), txn is None
+        self._number, self._ends, self._has_part = number, draft.ends, txn is None
 
     def _txn_files(self, number: int, at: int, txn: dict[str, bytes]) -> dict[str, TxnFile]:
         """Return where the bytes of each file are: in this piece, or in an earlier one since the last base."""

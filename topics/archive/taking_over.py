@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 
-from topics.archive.objects import Archive, Piece, encode, piece_name
 from topics.core.clock import Clock
+from topics.storage.archive_objects import Archive, Piece, encode, piece_name
 
 
 def take_over(archive: Archive, generation: int, clock: Clock, by: str, by_id: str = "") -> bool:

@@ -10,10 +10,10 @@ from typing import Any, Final
 import msgspec
 
 from topics.archive.inspection import check, figures, prune
-from topics.archive.objects import Archive, open_archive
 from topics.cli.archive_shared import EXIT_FAILED, PLACE, Work, duration_ms, fill_command, iso, mebibytes, show
 from topics.core.clock import SystemClock
 from topics.progress import progress
+from topics.storage.archive_objects import Archive, open_archive
 from topics.storage.filesystem import OsFileSystem
 
 _LIST: Final = """List what can be restored: each generation (one unbroken history of a service) with its bases."""

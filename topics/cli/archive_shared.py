@@ -11,11 +11,11 @@ from typing import Any, Final
 
 from tqdm import tqdm
 
-from topics.archive.objects import ArchiveDamagedError
 from topics.archive.restoring import NotThereError
 from topics.archive.shipping import NoMomentError, OtherShipperError
 from topics.cli import EXIT_USAGE
 from topics.setting_values import MIB
+from topics.storage.archive_objects import ArchiveDamagedError
 from topics.storage.lock import DataDirLocked
 from topics.storage.logfile import RefusedLog
 from topics.storage.snapshot import UnknownSnapshotVersion

@@ -10,12 +10,12 @@ from typing import Final
 
 import msgspec
 
-from topics.archive.objects import Archive, open_archive
 from topics.archive.restoring import Restore, WantedMoment, plan
 from topics.archive.taking_over import take_over
 from topics.cli.archive_shared import PLACE, fill_command, iso, mebibytes, show, time_ms
 from topics.core.clock import SystemClock
 from topics.progress import progress
+from topics.storage.archive_objects import Archive, open_archive
 from topics.storage.filesystem import OsFileSystem
 
 _ABOUT: Final = """Make a data directory from an archive, as the service was at the last moment there, or at an earlier

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import msgspec
 
@@ -30,6 +30,7 @@ from topics.frontend.reads.diff import DiffRoute
 from topics.frontend.reads.files import LogFiles
 from topics.frontend.reads.manifest import ManifestRoutes
 from topics.frontend.reads.reading import TopicReader
+from topics.frontend.reads.tail_routes import TailRoutes
 from topics.frontend.routes.append import AppendRoute
 from topics.frontend.routes.operations import operations_of
 from topics.frontend.routes.router_routes import RouterRoutes
@@ -47,6 +48,7 @@ from topics.shm.quotas import KeyCounts, Quota
 from topics.shm.recency import Recency, RecencyWriter
 from topics.storage import service_id
 from topics.storage.filesystem import OsFileSystem
+from topics.storage.origin import Origin, RunningEnds
 from topics.storage.pins import PinFiles, pins_dir
 from topics.storage.segment_store import SegmentStore
 
@@ -98,6 +100,10 @@ class Frontend(NamedTuple):
         self.hub.drain()
 
 
+def _no_cold_tier() -> NoReturn:
+    raise AssertionError("a tail has no segments")
+
+
 def build_app(process: Process, keys: KeyRing, store: SegmentStore | None) -> Frontend:
     """Make one frontend on the running event loop; start its gateway. `store` has the segments of the cold tier."""
     shared, index, settings, cell = process.shared, process.index, process.settings, process.cell
@@ -137,6 +143,7 @@ def build_app(process: Process, keys: KeyRing, store: SegmentStore | None) -> Fr
     coordinator = TxnCoordinator(gateway, Stages(settings.data_dir, settings.stage_ttl_ms))
     probes = ProbeRoutes(shared.control, clock)
     console = ConsoleRoutes(access)
+    origin = Origin(fs, settings.data_dir, RunningEnds(shared.control.settled_ends), _no_cold_tier)
     routes = [
         topics,
         append,
@@ -149,6 +156,7 @@ def build_app(process: Process, keys: KeyRing, store: SegmentStore | None) -> Fr
         CursorRoutes(gateway, reader, catching_up, settings, cell),
         TxnRoutes(append, coordinator, reader, topics.settled, settings),
         ManifestRoutes(reader, catching_up, fs, PinFiles(fs, pins, index), pins, settings.data_dir, clock),
+        TailRoutes(shared.control, origin, clock, settings.advertise_url or ""),
         metrics,
         console,
     ]

@@ -60,6 +60,7 @@ HEARTBEAT_STALE_MS: Final = 5_000
 """A ready process without a heartbeat for longer than this hangs."""
 
 LATENCY_BUCKETS: Final = 24
+SETTLE_TRIES_MAX: Final = 200
 """Bucket i counts latencies of at most 2^(i+3) µs that fit no earlier one: 8 µs … 34 s; the last one all longer."""
 
 
@@ -284,6 +285,24 @@ class ControlPage:
         """Return the bytes of a shard's log that are in no snapshot."""
         absorbed = self.cell(Role.COMPACTOR, 0).get(f"absorbed_bytes_{shard:02d}")
         return max(0, log_bytes(self.cell(Role.WALSHARD, shard)) - absorbed)
+
+    def settled_ends(self) -> list[int] | None:
+        """Return the `committed` of all shards as they all were at one time; None if that cannot be told now.
+
+        A shard notes an end before anybody sees what it wrote, so if two readings in a row are the same, nothing in one
+        log is the effect of anything that another lacks. A shard that has lost its tail, and not logged it yet, would
+        be copied as if it had lost nothing.
+        """
+        cells = [self.cell(Role.WALSHARD, shard) for shard in range(self.shards)]
+        words = [cell.get("committed") for cell in cells]
+        for _ in range(SETTLE_TRIES_MAX):
+            before, words = words, [cell.get("committed") for cell in cells]
+            if before == words:
+                is_settled = all(words) and not any(
+                    cell.get("state") == ProcessState.RECOVERING or cell.get("lost_tails") for cell in cells
+                )
+                return words if is_settled else None
+        return None
 
     def shipped(self, shard: int) -> int:
         """Return the `committed` of a shard up to which its log is in the archive; 0: not known."""

@@ -15,25 +15,27 @@ from typing import Final
 import msgspec
 
 from topics.storage import layout
+from topics.storage.archive_objects import LogEnd
 from topics.storage.filesystem import FileSystem, make_dirs, read_all, replace_file
-from topics.storage.logfile import WalPosition
 
 NAME: Final = "following.json"
 VERSION: Final = 1
 
 
 class FollowNote(msgspec.Struct, frozen=True):
-    """`piece` is the last moment that the directory has whole, 0 before its first one; `ends` are those of its logs, by
-    shard. `base` is the base whose snapshot it has. `leader_url` is where the leader answers, "" if it does not say.
-    `fence_id` is the id with which this service closes, or has closed, the leader's generation. With `promoted_id`, the
-    same id, it has everything from there; once it `is_promoted` the directory is a service of its own, of that id.
+    """`piece` is the last moment of the archive that the directory has, 0 before its first one. `ends` are those of its
+    logs, by shard; the leader has `told` those of some shards, which the archive may not have yet. `base` is the base
+    whose snapshot it has. `leader_url` is where the leader answers, "" if it does not say. `fence_id` is the id with
+    which this service closes, or has closed, the leader's generation. With `promoted_id`, the same id, it has
+    everything from there; once it `is_promoted` the directory is a service of its own, of that id.
     """
 
     url: str
     generation: int = 0
     base: int = 0
     piece: int = 0
-    ends: list[WalPosition] = []
+    ends: list[LogEnd] = []
+    told: list[int] = []
     taken_ms: int = 0
     has_end: bool = True
     leader_url: str = ""

@@ -78,6 +78,12 @@ CURSOR_PAGES: Final = Limit(
 CURSOR_READERS: Final = Limit(
     "cursor_readers", _REFUSE, "readers that wait for their turn, for `TOPICS_SHARD_WAIT_MS`", 0, 1000, per="cursor"
 )
+TAILS: Final = Limit(
+    "followers",
+    _REFUSE,
+    "answers to services that follow this one, 8 MiB each; a follower takes the archive",
+    32 * _MIB,
+)
 SCRAPES: Final = Limit(
     "scrapes", _WAIT, "scrapes of the metrics, with 8 MiB each while it is made; beyond 104 refused", 32 * _MIB, 104
 )

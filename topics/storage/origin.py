@@ -11,10 +11,9 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple, Protocol
 
-from topics.archive.objects import LogStart
 from topics.core.segment_list import COLD, SEALED
-from topics.shm.control import ControlPage, ProcessState, Role
 from topics.storage import layout
+from topics.storage.archive_objects import LogStart
 from topics.storage.filesystem import FileSystem, ReadOnlyFileSystem, boot_id, names_in, opened, read_all, read_up_to
 from topics.storage.frame import CHECKSUM_LEN, FrameType, scan
 from topics.storage.logfile import NotALogFile, WalIdentity, WalPosition, read_file_start, read_first_start
@@ -51,32 +50,16 @@ class LogEnds(Protocol):
 
 
 class RunningEnds:
-    """The ends of a running service's logs, by its control page. A shard notes an end before anybody sees what it
-    wrote, so if two readings in a row are the same, nothing in one log is the effect of anything that another lacks.
-    """
+    """The ends of a running service's logs. `settled_ends` is that of its control page."""
 
     has_end = True
 
-    def __init__(self, page: ControlPage) -> None:
-        self._cells = [page.cell(Role.WALSHARD, shard) for shard in range(page.shards)]
+    def __init__(self, settled_ends: Callable[[], list[int] | None]) -> None:
+        self._settled_ends = settled_ends
 
     def read(self) -> list[WalPosition] | None:
-        words = self._words()
-        for _ in range(TRIES_MAX):
-            before, words = words, self._words()
-            if before == words:
-                if not all(words) or any(self._is_unsettled()):
-                    return None
-                return list(map(WalPosition.of_word, words))
-        return None
-
-    def _words(self) -> list[int]:
-        return [cell.get("committed") for cell in self._cells]
-
-    def _is_unsettled(self) -> Iterator[bool]:
-        """A shard that has lost its tail and not logged it yet would be restored as if it had lost nothing."""
-        for cell in self._cells:
-            yield cell.get("state") == ProcessState.RECOVERING or cell.get("lost_tails") > 0
+        words = self._settled_ends()
+        return None if words is None else list(map(WalPosition.of_word, words))
 
 
 class RestingEnds:

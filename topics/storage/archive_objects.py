@@ -23,7 +23,7 @@ A generation, a piece and a base are laid out as
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from struct import Struct
 from typing import Final, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -33,7 +33,7 @@ from xxhash import xxh3_64_intdigest
 
 from topics.storage.bucket_store import BucketStore
 from topics.storage.filesystem import FileSystem
-from topics.storage.frame import Bytes
+from topics.storage.frame import CHECKSUM_LEN, Bytes
 from topics.storage.logfile import WalPosition
 from topics.storage.segment_store import WHOLE_OBJECT_MS, LocalStore
 
@@ -222,6 +222,28 @@ def decode(content: bytes, kind: type[_Header], place: str) -> tuple[_Header, me
         raise ArchiveDamagedError(f"{place}: its header does not decode: {error}") from error
 
 
+class PieceDraft:
+    """The bytes of logs that a piece is to have. `ends` are those of all logs behind them, by shard."""
+
+    def __init__(self, starts: Mapping[int, LogEnd]) -> None:
+        self.ends = dict(starts)
+        self.parts: list[LogPart] = []
+        self.payload: list[bytes] = []
+        self.size_bytes = 0
+
+    def add(self, shard: int, log_id: int, file_no: int, offset: int, content: bytes) -> None:
+        """Append the next bytes of a log."""
+        self.parts.append(LogPart(shard, file_no, offset, len(content)))
+        self.payload.append(content)
+        self.size_bytes += len(content)
+        last_bytes = (self.ends[shard].last_bytes + content)[-CHECKSUM_LEN:]
+        self.ends[shard] = LogEnd(shard, log_id, WalPosition(file_no, offset + len(content)), last_bytes)
+
+    @property
+    def ends_by_shard(self) -> list[LogEnd]:
+        return [self.ends[shard] for shard in sorted(self.ends)]
+
+
 def read_whole(store: ArchiveStore, name: str) -> bytes:
     """Read an object. Raise ArchiveDamagedError if it is missing or cut short, OSError if the store fails."""
     try:
@@ -242,6 +264,14 @@ def joined(end: WalPosition, part: LogPart) -> WalPosition | None:
     if start <= end or (part.offset == 0 and part.file_no == end.file_no + 1):
         return behind
     return None
+
+
+def split_payload(piece: Piece, payload: memoryview) -> Iterator[tuple[LogPart, memoryview]]:
+    """Yield the parts of a piece with their bytes."""
+    at = 0
+    for part in piece.parts:
+        yield part, payload[at : at + part.size_bytes]
+        at += part.size_bytes
 
 
 class Archive:
