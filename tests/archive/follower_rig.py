@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from tests.executors import Inline
 from tests.walshard.rig import Rig, TestClock
 from topics.archive.follow_main import Follower
 from topics.archive.leader_tail import PATH, LeaderAwayError, LeaderTail
@@ -66,11 +67,12 @@ class FollowerRig(Rig):
 
     def follower_dies(self) -> None:
         """Another process of the follower goes on."""
-        settings, shared = self.settings, self.shared
+        settings = self.settings
         self.replica = Replica(self.archive, self.fs, settings.data_dir, settings.wal_shards, self.clock)
-        control, wakes = shared.control, shared.shard_wakes
         leader = LeaderHere(self.clock, self._read_tail)
-        self.follower = Follower(self.replica, self.fs, settings, control, wakes, self.clock, lambda: False, leader)
+        self.follower = Follower(
+            self.replica, self.fs, settings, self.shared, self.clock, lambda: False, leader, Inline()
+        )
 
     def advance(self) -> None:
         """Take a step, and have the shards see it. The service starts again if it wants to."""
@@ -80,7 +82,7 @@ class FollowerRig(Rig):
             self.restart_service()
             return
         control, numbers = self.shared.control, range(self.settings.wal_shards)
-        if not all(map(control.shipped, numbers)):
+        if not all(map(control.readable, numbers)):
             return
         if not self.every:
             self.every = [self._recover(shard) for shard in numbers]
@@ -98,7 +100,7 @@ class FollowerRig(Rig):
     def shown(self) -> tuple[int, int] | None:
         """The (generation, piece) of the moment that the shards show; None if it is not sure."""
         words = [end.word for end in self.replica.ends]
-        if not self.every or words != [self.shared.control.shipped(shard) for shard in range(len(words))]:
+        if not self.every or words != [self.shared.control.readable(shard) for shard in range(len(words))]:
             return None
         return self.replica.note.generation, self.replica.note.piece
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import signal
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Final
 
 from topics.archive.leader_tail import LeaderAwayError, LeaderTail
@@ -19,11 +20,10 @@ from topics.archive.restoring import NotThereError
 from topics.core.clock import Clock, SystemClock, doubled_ms
 from topics.log import get_logger
 from topics.settings import Settings
-from topics.shm.control import EXIT_AGAIN, EXIT_REFUSED, ControlPage, ProcessState, Role
+from topics.shm.control import EXIT_AGAIN, EXIT_REFUSED, ProcessState, Role
 from topics.shm.instance import SharedMemory
-from topics.shm.ring import Wake
 from topics.storage import kill_points
-from topics.storage.archive_objects import Archive, ArchiveDamagedError, open_archive
+from topics.storage.archive_objects import Archive, ArchiveDamagedError, Piece, open_archive
 from topics.storage.filesystem import FileSystem, OsFileSystem
 from topics.storage.follow_note import read_note
 from topics.storage.pins import pins_dir, read_pinned
@@ -49,22 +49,27 @@ class Follower:
         replica: Replica,
         fs: FileSystem,
         settings: Settings,
-        page: ControlPage,
-        wakes: Sequence[Wake],
+        shared: SharedMemory,
         clock: Clock,
         is_pinned: Callable[[], bool],
         leader: LeaderTail,
+        helper: Executor,
     ) -> None:
+        """`helper` looks at the archive while this thread listens to the leader."""
         self._replica = replica
         self._fs = fs
         self._settings = settings
-        self._page = page
+        page = shared.control
         self._cell = page.cell(Role.ARCHIVER, 0)
         self._shards = [page.cell(Role.WALSHARD, shard) for shard in range(page.shards)]
-        self._wakes = wakes
+        self._wakes = shared.shard_wakes
         self._clock = clock
         self._is_pinned = is_pinned
         self._leader = leader
+        self._helper = helper
+        self._newest: Future[Piece | None] | None = None
+        """The newest piece of the archive, which the helper looks for."""
+        self._skim_not_before_ms = 0
         self._tells = False
         """True while the leader itself tells what it commits."""
         self._has_begun = False
@@ -92,7 +97,7 @@ class Follower:
                     log.info("the service is copied; it starts", generation=self._replica.note.generation)
                     self.exit_code = EXIT_AGAIN
                     return 0
-                if any(self._cell.get(f"shipped_{end.shard:02d}") > end.position.word for end in note.ends):
+                if any(self._cell.get(f"readable_{end.shard:02d}") > end.position.word for end in note.ends):
                     log.info("the shards have read what the leader told: they begin again at the last moment noted")
                     self.exit_code = EXIT_AGAIN
                     return 0
@@ -101,8 +106,7 @@ class Follower:
                 if not self._cell.get("bases"):
                     self._load()
             has_news = self._listen()
-            if not self._tells or self._is_look_due:
-                has_news |= self._look()
+            has_news |= self._skim() if self._tells else self._look()
             self._show()
             if self._is_look_due:
                 self._look_not_before_ms = self._clock.monotonic_ms() + LOOK_MS
@@ -119,17 +123,20 @@ class Follower:
             log.error("cannot follow", reason=str(error))
             self.exit_code = EXIT_REFUSED
         except _FAILURES as error:
-            self._has_begun = False
-            self._cell.add("failures")
-            if str(error) != self._told:
-                self._told = str(error)
-                log.error("the archive cannot be followed now, which will be repeated", reason=self._told)
+            self._fail(error)
             pause_ms = doubled_ms(RETRY_MS[0], self._failures, RETRY_MS[1])
             self._failures += 1
             return pause_ms / 1000
         else:
             self._failures, self._told = 0, ""
         return 0
+
+    def _fail(self, error: Exception) -> None:
+        """Count a failure, and log it unless it is the same again."""
+        self._cell.add("failures")
+        if str(error) != self._told:
+            self._told = str(error)
+            log.error("the archive cannot be followed now, which will be repeated", reason=self._told)
 
     def _listen(self) -> bool:
         """Ask the leader, if it can be asked. True if it has answered: it lives."""
@@ -151,8 +158,31 @@ class Follower:
             log.info("the leader tells what it commits", url=note.leader_url)
         return True
 
+    def _skim(self) -> bool:
+        """Pass over what is new in the archive and was told already. True if there was something."""
+        if self._newest is None:
+            if self._clock.monotonic_ms() >= self._skim_not_before_ms:
+                self._newest = self._helper.submit(self._replica.newest_piece)
+            return False
+        if not self._newest.done():
+            return False
+        found, self._newest = self._newest, None
+        self._skim_not_before_ms = self._clock.monotonic_ms() + self._settings.archive_interval_ms
+        try:
+            piece = found.result()
+        except _FAILURES as error:
+            self._fail(error)  # the leader goes on telling
+            return False
+        if piece is None:
+            return False
+        if self._replica.skip_to(piece):
+            self._cell.add("moments")
+            return True
+        return self._look()
+
     def _look(self) -> bool:
         """Take what is new in the archive. True if there was something."""
+        self._newest = None
         moment, has_news = self._replica.note.piece, self._replica.step()
         if self._replica.note.piece != moment:
             self._cell.add("moments")
@@ -166,9 +196,10 @@ class Follower:
         """Show the shards how far their logs are, and everybody how old that may be."""
         replica, cell = self._replica, self._cell
         cell.set("moment_ms", max(replica.note.taken_ms, replica.looked_ms))
-        for shard, end in enumerate(replica.ends):
-            if cell.get(f"shipped_{shard:02d}") != end.word:
-                cell.set(f"shipped_{shard:02d}", end.word)
+        for shard, (end, archived) in enumerate(zip(replica.ends, replica.archived_ends, strict=True)):
+            words = {f"readable_{shard:02d}": end.word, f"shipped_{shard:02d}": archived.word}
+            if any(cell.get(name) != word for name, word in words.items()):
+                cell.set_all(words)
                 self._wakes[shard].signal_always()
 
     def _is_leader_gone(self, has_news: bool) -> bool:
@@ -217,7 +248,8 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
         return bool(read_pinned(fs, pins_dir(shared.ram_dir), clock.now_ms()))
 
     leader = LeaderTail(settings.follow_key, clock)
-    follower = Follower(replica, fs, settings, shared.control, shared.shard_wakes, clock, is_pinned, leader)
+    helper = ThreadPoolExecutor(1, "archive")
+    follower = Follower(replica, fs, settings, shared, clock, is_pinned, leader, helper)
     signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
     signal.signal(signal.SIGUSR1, lambda _number, _frame: follower.promote.set())
     worker = threading.Thread(target=follower.work, args=(stop,), name="following", daemon=True)
@@ -230,5 +262,6 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
         if not worker.is_alive():
             log.error("the process begins again: its thread has ended, the log says why")
             return 1
+    helper.shutdown(wait=False, cancel_futures=True)
     cell.set("state", ProcessState.STOPPED)
     return 0

@@ -56,8 +56,7 @@ class OtherShardsError(Exception):
 class Replica:
     """Keeps one directory. Owns its logs, snapshots, segments, files of transactions, and its note.
 
-    Methods raise OSError, ArchiveDamagedError, NotThereError (repeat later; `begin` again), BeginAnewError,
-    OtherShardsError.
+    Methods raise OSError, ArchiveDamagedError, NotThereError (repeat them later), BeginAnewError, OtherShardsError.
     """
 
     def __init__(self, archive: Archive, fs: FileSystem, data_dir: str, shards: int, clock: Clock) -> None:
@@ -77,8 +76,10 @@ class Replica:
         self._txn: dict[str, int] = {}
         """Digests of the files of transactions, by path."""
         self._laid_piece = 0
-        self._archived: dict[int, bytes] = {}
-        """The last bytes of each log in that piece."""
+        self._archived: dict[int, LogEnd] = {}
+        """The ends of the logs in that piece."""
+        self._archived_moment: dict[int, LogEnd] = {}
+        """The same in the last piece that ended a moment."""
         self._has_hole = False
         self._files: dict[str, str] = {}
         """Names of the base's objects, by their paths in the directory."""
@@ -96,7 +97,8 @@ class Replica:
         if note.piece:
             self._laid, self._laid_piece = {end.shard: end for end in note.ends}, note.piece
             self._moment, self._told = dict(self._laid), set(note.told)
-            self._archived = self._ends_of_piece() if self._told else {}
+            self._archived = self._ends_of_piece() if self._told else dict(self._laid)
+            self._archived_moment = dict(self._archived)
             self._txn = {path: self._digest(path) for path in self._txn_paths()}
             self._files, self._starts = {}, {}
             return False
@@ -109,6 +111,11 @@ class Replica:
         return [end.position for end in _by_shard(self._moment)]
 
     @property
+    def archived_ends(self) -> list[WalPosition]:
+        """The ends of the logs at the last moment of the archive that is here, by shard."""
+        return [end.position for end in _by_shard(self._archived_moment)]
+
+    @property
     def laid_ends(self) -> list[LogEnd]:
         """The ends of what is laid out, from which the leader can go on."""
         return _by_shard(self._laid)
@@ -119,8 +126,6 @@ class Replica:
         """Take the pieces that are new in the archive, up to the last moment. True if there was one."""
         looked_ms, generation, before = self._clock.now_ms(), self.note.generation, self._laid_piece
         last = self._archive.last_piece(generation, self._laid_piece)
-        if self._told and last > self._laid_piece:
-            self._skip_to(last)
         wanted = range(self._laid_piece + 1, last + 1)
         for _, (piece, payload) in fetched_ahead(lambda number: self._archive.piece(generation, number), wanted):
             if piece.taken_over_by:
@@ -150,24 +155,33 @@ class Replica:
             self.looked_ms = asked_ms
         return True
 
-    def _skip_to(self, number: int) -> None:
-        """Go on behind a piece if it has nothing new: the leader has told all of it."""
-        piece, _ = self._archive.piece(self.note.generation, number)
-        if piece.is_moment and all(end.position <= self._moment[end.shard].position for end in piece.ends):
-            self._end_piece(piece)
+    def newest_piece(self) -> Piece | None:
+        """Return the last piece of the archive, None if it is known. Another thread may ask."""
+        generation, known = self.note.generation, self._laid_piece
+        last = self._archive.last_piece(generation, known)
+        return None if last == known else self._archive.piece(generation, last)[0]
+
+    def skip_to(self, piece: Piece) -> bool:
+        """Go on behind a piece of the archive. False if the leader has not told all of it."""
+        if not piece.is_moment or any(end.position > self._moment[end.shard].position for end in piece.ends):
+            return False
+        if piece.number > self._laid_piece:
+            self._settle_told(piece)
             self._note_moment(piece)
+            self._end_piece(piece)
+        return True
 
     def _lay_out(self, piece: Piece, payload: memoryview) -> None:
         if self._told:
             self._prove(piece, payload)
         self._copy_parts(piece, payload)
-        self._end_piece(piece)
-        if not piece.is_moment:
-            return
-        if not self._is_behind(piece):
-            self._go_to({end.shard: end for end in piece.ends})
-            self._take_txn(piece, payload)
-        self._note_moment(piece)
+        self._settle_told(piece)
+        if piece.is_moment:
+            if not self._is_behind(piece):
+                self._go_to({end.shard: end for end in piece.ends})
+                self._take_txn(piece, payload)
+            self._note_moment(piece)
+        self._end_piece(piece)  # last: until then it can be taken again
 
     def _copy_parts(self, piece: Piece, payload: memoryview) -> None:
         positions = {shard: end.position for shard, end in self._laid.items()}
@@ -182,9 +196,11 @@ class Replica:
                 self._laid[end.shard] = end
 
     def _end_piece(self, piece: Piece) -> None:
-        """Note that everything up to a piece of the archive is laid out."""
         self._laid_piece = piece.number
-        self._archived = {end.shard: end.last_bytes for end in piece.ends}
+        self._archived = {end.shard: end for end in piece.ends}
+
+    def _settle_told(self, piece: Piece) -> None:
+        """See whether the archive has got to what the leader has told."""
         for end in piece.ends:
             if self._laid[end.shard].position == end.position:
                 if end.shard in self._told and self._laid[end.shard].last_bytes != end.last_bytes:
@@ -194,7 +210,7 @@ class Replica:
 
     def _prove(self, piece: Piece, payload: memoryview) -> None:
         """Look whether the archive goes on over the bytes that the leader has told."""
-        before = dict(self._archived)
+        before = {shard: end.last_bytes for shard, end in self._archived.items()}
         for part, content in split_payload(piece, payload):
             own, seen = self._laid[part.shard], before.get(part.shard, b"") if part.offset else b""
             before[part.shard] = (seen + bytes(content[-CHECKSUM_LEN:]))[-CHECKSUM_LEN:]
@@ -243,6 +259,7 @@ class Replica:
 
     def _note_moment(self, piece: Piece) -> None:
         """Note the moment that is here; the archive has all up to `piece`."""
+        self._archived_moment = {end.shard: end for end in piece.ends}
         self._sync()
         self.note = msgspec.structs.replace(
             self.note,
@@ -262,12 +279,12 @@ class Replica:
                 self._copy.sync_log(former.shard, former.position, end.position)
         self.note = msgspec.structs.replace(self.note, ends=_by_shard(self._moment), told=sorted(self._told))
 
-    def _ends_of_piece(self) -> dict[int, bytes]:
+    def _ends_of_piece(self) -> dict[int, LogEnd]:
         try:
             piece, _ = self._archive.piece(self.note.generation, self._laid_piece)
         except ArchiveDamagedError as error:
             raise BeginAnewError(f"{error}: the archive may have been pruned past it") from error
-        return {end.shard: end.last_bytes for end in piece.ends}
+        return {end.shard: end for end in piece.ends}
 
     def _digest(self, path: str) -> int:
         return xxh3_64_intdigest(read_all(self._fs, os.path.join(self._data_dir, path)))
@@ -305,7 +322,8 @@ class Replica:
         self._fs.sync_all(self._data_dir)
         ids = generation.log_ids
         self._laid = {start.shard: LogEnd(start.shard, ids[start.shard], start.position) for start in base.logs}
-        self._moment, self._told, self._txn, self._archived = dict(self._laid), set(), {}, {}
+        self._moment, self._archived, self._archived_moment = dict(self._laid), dict(self._laid), dict(self._laid)
+        self._told, self._txn = set(), {}
         self._laid_piece = base.first_piece - 1
         ends = _by_shard(self._moment)
         self.note = FollowNote(self.note.url, generation.number, base.number, self._laid_piece, ends)

@@ -20,11 +20,11 @@ from topics.core.config import CLASSES
 from topics.core.scheduler import BANDS
 from topics.shm.memory import SharedObject
 
-CELL_WORDS: Final = 128
+CELL_WORDS: Final = 192
 SHARDS_MAX: Final = 64
 SUPERVISOR_WORDS: Final = 16
 MAGIC: Final = 0x31535049434F5454  # "TTOCIPS1"
-VERSION: Final = 7
+VERSION: Final = 8
 
 EXIT_NEXT_LIFE: Final = 74
 """Exit code of a process that wants to be started again at once: nothing is wrong with it."""
@@ -99,7 +99,7 @@ _WORDS: Final = {
         {_series("absorbed_bytes_{:02d}*", range(SHARDS_MAX))}""",
     Role.ARCHIVER: f"""{_COMMON}
         moment_ms* moments* objects* bytes* bases* base_ms* failures* holes* taken_over*
-        {_series("shipped_{:02d}*", range(SHARDS_MAX))}""",
+        {_series("shipped_{:02d}*", range(SHARDS_MAX))} {_series("readable_{:02d}*", range(SHARDS_MAX))}""",
 }
 """The words of each child. A new life of the process keeps those with a `*`: counters never go down while the service
 runs, readers use the former arena `generation` until there is another, and what a shard holds (topics, records,
@@ -116,9 +116,9 @@ since are the lag, which also grows while the compactor is dead. `absorbed_ms`: 
 
 The archiver's `shipped_NN`: the `committed` of a shard as it was at the last moment in the archive, 0 before the first
 one in the life of the service. `moment_ms` is the time of that moment. `holes`: times that logs were removed before
-they were shipped. In a service that follows another one, `shipped_NN` is how far a shard may read its log, `moment_ms`
-a time at which the leader was as the logs say, and `bases` counts the snapshots that the shards have to load; a shard
-says in `bases_loaded` how many there were when it loaded one.
+they were shipped. In a service that follows another one, `readable_NN` is how far a shard may read its log, which the
+archive may not have yet. `moment_ms` is a time at which the leader was as the logs say, and `bases` counts the
+snapshots that the shards have to load; a shard says in `bases_loaded` how many there were when it loaded one.
 
 `clock_offset_ms`: wall minus monotonic time as the process trusts it (`core/clock.py`), plus CLOCK_BIAS because words
 are unsigned (a clock that was never set is behind the uptime); 0 before it looked. In the header: as the previous
@@ -307,6 +307,10 @@ class ControlPage:
     def shipped(self, shard: int) -> int:
         """Return the `committed` of a shard up to which its log is in the archive; 0: not known."""
         return self.cell(Role.ARCHIVER, 0).get(f"shipped_{shard:02d}")
+
+    def readable(self, shard: int) -> int:
+        """Return the `committed` up to which a shard of a follower may read its log; 0: not known yet."""
+        return self.cell(Role.ARCHIVER, 0).get(f"readable_{shard:02d}")
 
     @property
     def is_taken_over(self) -> bool:

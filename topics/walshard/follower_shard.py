@@ -6,7 +6,7 @@ watch sessions. Topics, floors, jobs and routers change only by what the leader 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
 from typing import Final, NamedTuple, NoReturn
 
@@ -21,10 +21,10 @@ from topics.storage.frame import FrameType
 from topics.storage.log_fold import fold_frames
 from topics.storage.log_tail import LogTail
 from topics.storage.logfile import WalPosition
+from topics.walshard.commit.archive_wait import ArchiveWait
 from topics.walshard.commit.draft import AloneHandler, Draft, GroupHandler, Steps
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
-from topics.walshard.log_reading import settle
 from topics.walshard.routers.routing import Routing
 from topics.walshard.shard import Handlers, Shard
 
@@ -68,7 +68,9 @@ def only_reads(handlers: Handlers) -> Handlers:
 
 
 class News(NamedTuple):
-    """Topics that have changed, new ones included, and who watched topics that are deleted (frontend → token)."""
+    """Topics that have changed, or that the archive has more of, new ones included, and who watched topics that are
+    deleted (frontend → token).
+    """
 
     changed: list[Hosted]
     bereft: dict[int, int]
@@ -81,11 +83,19 @@ class FollowedLog:
     """
 
     def __init__(
-        self, fold: Fold, tail: LogTail, until: Callable[[], WalPosition | None], catalog: Catalog, routing: Routing
+        self,
+        fold: Fold,
+        tail: LogTail,
+        until: Callable[[], WalPosition | None],
+        wait: ArchiveWait,
+        catalog: Catalog,
+        routing: Routing,
     ) -> None:
         self._fold = fold
         self._tail = tail
         self._until = until
+        self._wait = wait
+        wait.committed(_kept(catalog), tail.position.word)
         self._catalog = catalog
         self._routing = routing
         self._configs = {hosted.topic.id: hosted.topic.config for hosted in catalog}
@@ -93,7 +103,7 @@ class FollowedLog:
     @property
     def has_news(self) -> bool:
         until = self._until()
-        return until is not None and until > self._tail.position
+        return (until is not None and until > self._tail.position) or self._wait.is_due
 
     def read(self) -> News:
         """Fold what is new; return what has changed. Raise TailLost, FoldError, OSError,
@@ -101,7 +111,7 @@ class FollowedLog:
         """
         until = self._until()
         if until is None or until <= self._tail.position:
-            return News([], {})
+            return News(self._archived(), {})
         touched: set[int] = set()
         watchers: dict[int, int] = {}
         with_routers = False
@@ -114,11 +124,20 @@ class FollowedLog:
         gone = touched - self._fold.topics.keys()
         for hosted in filter(None, map(self._catalog.find_id, gone)):  # first: others may have their names
             del self._configs[hosted.topic.id]
+            self._wait.forget(hosted)
             self._catalog.retire(hosted)
             watchers |= hosted.watchers
         changed = [self._take(self._fold.topics[topic_id]) for topic_id in touched - gone]
         self._routing.follow(self._fold.routers, changed, with_routers)
-        return News(changed, watchers)
+        self._wait.committed(_kept(changed), until.word)
+        return News(list({id(hosted): hosted for hosted in (*changed, *self._archived())}.values()), watchers)
+
+    def _archived(self) -> list[Hosted]:
+        """Have what came into the archive count as durable; return those topics."""
+        moved = self._wait.poll()
+        for hosted in moved:
+            hosted.topic.durable_seq = hosted.topic.archived_seq
+        return moved
 
     def _take(self, topic: Topic) -> Hosted:
         """Make the hosted topic what the fold says."""
@@ -129,13 +148,17 @@ class FollowedLog:
             self._configure(hosted, topic, former)
         topic.evict_over_cap()
         topic.logged_floor = topic.evict_floor
-        settle(topic)
         return hosted
 
     def _configure(self, hosted: Hosted, topic: Topic, former: TopicConfig) -> None:
         """Show another configuration, which the fold has set already."""
         config, topic.config = topic.config, former
         hosted.configured(config, hosted.prepare_config(config))
+
+
+def _kept(topics: Iterable[Hosted]) -> list[Hosted]:
+    """Return the topics whose records get into the archive."""
+    return [hosted for hosted in topics if hosted.topic.config.durability != "ephemeral"]
 
 
 @dataclass(eq=False)

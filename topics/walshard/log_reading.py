@@ -60,13 +60,13 @@ def read_logs(place: Place, make_index: Callable[[int], TopicIndex]) -> Recovere
 
 def may_read_until(page: ControlPage, shard: int) -> WalPosition | None:
     """Return how far a shard that follows may read its log, None while that is not known."""
-    word = page.shipped(shard)
+    word = page.readable(shard)
     return WalPosition.of_word(word) if word else None
 
 
 def read_followed(place: Place, make_index: Callable[[int], TopicIndex]) -> Recovered:
-    """Read the log of a service that is followed, up to where it is here. Raise RefusedLog, FoldError, TailLost,
-    OSError.
+    """Read the log of a service that is followed, up to where it is here: what the archive has counts as durable.
+    Raise RefusedLog, FoldError, TailLost, OSError.
     """
     fold = Fold(make_index)
     start, snapshot_line = _restore(fold, place.fs, place.settings.data_dir, place.directory)
@@ -79,13 +79,16 @@ def read_followed(place: Place, make_index: Callable[[int], TopicIndex]) -> Reco
         raise TailLost(f"{place.directory}: has no log file")
     followed = LogTail(place.directory, start or WalPosition(files[0], 0))
     frames = 0
-    for batch in followed.read(until):
-        fold_frames(fold, batch, in_ram=False)
-        frames += len(batch.frames)
+    archived = WalPosition.of_word(place.shared.control.shipped(place.shard))
+    for end in (min(until, archived), until):
+        for batch in followed.read(end) if end > followed.position else ():
+            fold_frames(fold, batch, in_ram=False)
+            frames += len(batch.frames)
+        if end <= archived:
+            for topic in fold.topics.values():
+                settle(topic)
     # The RAM log of the leader is not here: its `ephemeral` topics are empty.
     fold.finish(ram_log_survived=True)
-    for topic in fold.topics.values():
-        settle(topic)
     frames += ram_frames
     return Recovered(fold, None, ram.end, followed, 0, list(ram.report), frames, 0, snapshot_line)
 

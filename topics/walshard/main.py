@@ -87,7 +87,7 @@ def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) 
 
 def _leader_is_known(shared: SharedMemory, index: int, stop: _StopRequest, wake: Wake) -> bool:
     """Wait until the log of the leader's shard is here. False when told to stop meanwhile."""
-    while not shared.control.shipped(index):
+    while not shared.control.readable(index):
         if stop.requested:
             return False
         wake.announce_sleep()

@@ -242,7 +242,8 @@ def _put_together(
         whole = Shard(*parts)
     else:
         until = partial(may_read_until, shared.control, shard)
-        log_of_leader = FollowedLog(recovered.fold, recovered.followed, until, catalog, routing)
+        wait = ArchiveWait(partial(shared.control.shipped, shard), lambda: 0, 0)
+        log_of_leader = FollowedLog(recovered.fold, recovered.followed, until, wait, catalog, routing)
         whole = FollowerShard(*parts, log=log_of_leader)
     return Parts(whole, catalog, files, logs, commits, sessions, queues, sinks)
 

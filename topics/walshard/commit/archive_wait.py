@@ -64,9 +64,16 @@ class ArchiveWait:
         heads = [(hosted, hosted.topic.head_seq) for hosted in touched]
         if not heads:
             return
+        if end <= self._seen:
+            self._seen = 0  # a follower's archive may be ahead of what its shard has read
         self._groups.append(_Group(end, heads))
         if len(self._groups) > GROUPS_MAX:
             self._merge()
+
+    @property
+    def is_due(self) -> bool:
+        """True if `poll` may find something."""
+        return bool(self._groups) and self._shipped() != self._seen
 
     def poll(self) -> list[Hosted]:
         """Return the topics whose archived_seq moved."""
