@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
-from tests.harness import Service, poll
+from tests.harness import OWN_URL, Service, poll
 from topics.client import Client
 
 SECONDS: Final = 20.0
@@ -23,9 +23,15 @@ RECORDS: Final = 1_000_000
 
 
 def main(seconds: float) -> None:
+    for env in ({}, {"TOPICS_ADVERTISE_URL": OWN_URL}):
+        print("the leader tells what it commits" if env else "by the archive alone", flush=True)
+        measure(env, seconds)
+
+
+def measure(env: dict[str, str], seconds: float) -> None:
     with TemporaryDirectory() as folder:
         url = Path(folder).as_uri()
-        with Service(shards=2, frontends=2, wal_file_bytes=None, env={"TOPICS_ARCHIVE_URL": url}) as leader:
+        with Service(shards=2, frontends=2, wal_file_bytes=None, env=env | {"TOPICS_ARCHIVE_URL": url}) as leader:
             poll("a first base", lambda: leader.status()["archiver"]["bases"] > 0)
             alone_s = cpu_of_writing(leader, seconds)
             with Service(shards=2, frontends=2, wal_file_bytes=None, env={"TOPICS_FOLLOW": url}) as follower:

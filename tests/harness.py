@@ -89,6 +89,10 @@ def size_bytes(paths: Iterable[Path]) -> int:
     return size
 
 
+OWN_URL = "{url}"
+"""A setting with this value has the address of its service, which is not known before it starts."""
+
+
 class Service:
     """One service on one data directory; start, kill and start it again, on the same port.
 
@@ -176,7 +180,7 @@ class Service:
                 "TOPICS_WAL_SHARDS": str(self.shards),
                 "TOPICS_FRONTENDS": str(self.frontends),
                 "TOPICS_LOG_FORMAT": "json",
-                **self.env,
+                **{name: self.url if value == OWN_URL else value for name, value in self.env.items()},
             }
         )
 

@@ -187,6 +187,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return self.shutdown_grace_ms // 4
 
     @property
+    def has_archive(self) -> bool:
+        """True if records are in an archive: this service's, or that of the one that it follows."""
+        return self.archive_url is not None or self.follow is not None
+
+    @property
     def cold_place(self) -> str | None:
         """The directory or the URL that older sealed segments go to (`storage.segment_store.open_store`)."""
         return self.cold_dir or self.cold_url

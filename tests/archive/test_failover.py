@@ -22,7 +22,7 @@ from tests.archive.services import read, run
 from tests.archive.test_archiver import archiver, shipping
 from tests.archive.test_following import following, promoted
 from tests.contract.asking import put
-from tests.harness import Service, poll
+from tests.harness import OWN_URL, Service, poll
 from topics.client import Client
 
 ROUNDS: Final = int(os.environ.get("TOPICS_FAILOVER_ROUNDS", "2"))
@@ -91,7 +91,8 @@ class Ledger:
 def test_nothing_acknowledged_is_lost_in_silence(tmp_path: Path) -> None:
     draw = random.Random(time.time_ns())
     place = tmp_path / "archive"
-    leader = Service(env=shipping(place))
+    tells = {"TOPICS_ADVERTISE_URL": OWN_URL} if draw.random() < 0.5 else {}
+    leader = Service(env=shipping(place) | tells)
     services = [leader]
     follower: Service | None = None
     try:
@@ -100,7 +101,7 @@ def test_nothing_acknowledged_is_lost_in_silence(tmp_path: Path) -> None:
             put(leader.client, durability, durability=durability)
         poll("a first base", lambda: archiver(leader)["bases"] > 0)
         for number in range(ROUNDS):
-            follower = Service(env=following(place))
+            follower = Service(env=following(place) | tells)
             services.append(follower)
             follower.start()
             ledger = Ledger([leader.url, follower.url])
@@ -125,7 +126,7 @@ def test_nothing_acknowledged_is_lost_in_silence(tmp_path: Path) -> None:
                 ledger.stop()
             assert not ledger.failed
             lost = ledger.check(follower, before)
-            print(f"round {number}: the leader {how}, takeover {took_ms} ms, lost and told {lost}", flush=True)
+            print(f"round {number}: the leader {how}, takeover {took_ms} ms, lost and told {lost}", *tells, flush=True)
             services.remove(leader)
             leader.close()
             for durability in CLASSES:  # the writers of the next round count from 1 again

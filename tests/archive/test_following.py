@@ -18,7 +18,7 @@ from tests.archive.services import SMALL, cut, read, run
 from tests.archive.test_archiver import archiver, shipping
 from tests.contract.asking import diff, ok, put, refused, state, write
 from tests.contract.socket_client import Socket
-from tests.harness import Service, poll
+from tests.harness import OWN_URL, Service, poll
 
 PATCHED = """#!{python}
 import sys
@@ -126,6 +126,91 @@ def test_a_follower_shows_what_its_leader_has(tmp_path: Path) -> None:
             metrics = follower.client.get("/v0/metrics").text
             assert "topics_archive_lag_seconds" in metrics
             assert "topics_compactor_lag_seconds" not in metrics, "nobody is behind: there is no compactor"
+
+
+def test_a_follower_hears_from_its_leader_what_the_archive_lacks(tmp_path: Path) -> None:
+    """And keeps it when it takes over. The archive alone is what counts as durable."""
+    place = tmp_path / "archive"
+    with leading(place, ADVERTISE_URL=OWN_URL) as leader, Service(env=following(place)) as follower:
+        there, here = leader.client, follower.client
+        put(there, "bank", durability="archived")
+        write(there, "bank", 1)
+        follows(follower, leader, "bank")
+        poll("the leader tells", lambda: "the leader tells" in follower.log_tail())
+        poll("it is in the archive", lambda: state(here, "bank")["archived_seq"] == 1)
+        pid = leader.pid_of("archiver")
+        os.kill(pid, signal.SIGSTOP)
+        write(there, "orders", *range(100))
+        refused(there.post("/v0/topics/bank", json={"records": [{"data": 2}]}), 503, "storage_unavailable")
+        put(there, "capped", cap_records=10)
+        write(there, "capped", *range(30))
+        follows(follower, leader, "orders", "bank", "capped")
+        assert state(here, "bank")["archived_seq"] == 1
+        for pid_killed in (follower.kill("walshard", 0), follower.kill("walshard", 1)):
+            follower.wait_healed(pid_killed)
+        write(there, "orders", "more")
+        follows(follower, leader, "orders", "bank", "capped")
+        assert state(here, "bank")["archived_seq"] == 1
+
+        expected = read(there, "orders")[0]
+        promoted(follower)
+        records, tombstones = read(here, "orders")
+        assert (records, [found["reason"] for found in tombstones]) == (expected, ["restored"])
+        write(here, "orders", "goes on")
+        os.kill(pid, signal.SIGCONT)
+        poll("the former leader notices", lambda: archiver(leader)["taken_over"])
+        follower.stop()
+        run("verify", follower.data_dir)
+        follower.start()
+        assert read(follower.client, "orders")[0].items() > expected.items()
+
+
+@pytest.mark.long
+def test_a_follower_that_died_ahead_of_the_archive_goes_back_to_it(tmp_path: Path) -> None:
+    place = tmp_path / "archive"
+    with leading(place, ADVERTISE_URL=OWN_URL) as leader, Service(env=following(place)) as follower:
+        write(leader.client, "orders", 1)
+        follows(follower, leader, "orders")
+        poll("the leader tells", lambda: "the leader tells" in follower.log_tail())
+        os.kill(pid := leader.pid_of("archiver"), signal.SIGSTOP)
+        write(leader.client, "orders", *range(100))
+        follows(follower, leader, "orders")
+        follower.wait_healed(follower.kill("follower", 0))
+        follows(follower, leader, "orders")
+        leader.kill("frontend", 0)
+        write(leader.client, "orders", *range(100))
+        follows(follower, leader, "orders")
+        os.kill(pid, signal.SIGCONT)
+        head_seq = state(leader.client, "orders")["head_seq"]
+        poll("the archive has it", lambda: state(follower.client, "orders")["archived_seq"] == head_seq)
+
+
+def test_a_leader_tells_only_who_may_read_everything(tmp_path: Path) -> None:
+    place, keys = tmp_path / "archive", tmp_path / "keys"
+    keys.write_text("all\nreader:read\nprefixed:read+admin:or\n")
+    secured = {"TOPICS_API_KEYS_FILE": str(keys), "TOPICS_ADVERTISE_URL": OWN_URL}
+    with Service(env=shipping(place) | secured) as leader:
+        leader.client.headers["Authorization"] = "Bearer all"
+        poll("a first base", lambda: archiver(leader)["bases"] > 0)
+        write(leader.client, "orders", 1)
+        ends: dict[str, list[Any]] = {"ends": []}
+        for key in ("reader", "prefixed"):
+            answer = httpx.post(f"{leader.url}/v0/archive/tail", json=ends, headers={"Authorization": f"Bearer {key}"})
+            refused(answer, 403, "forbidden")
+        refused(leader.client.post("/v0/archive/tail", json=ends), 409, "head_mismatch")
+        refused(leader.client.post("/v0/archive/tail", json={"ends": [{"shard": 0}]}), 400, "invalid_request")
+        with Service(env=following(place)) as follower:
+            follows(follower, leader, "orders")
+            poll("it says so", lambda: "tells nothing now" in follower.log_tail())
+            assert "unauthorized" in follower.log_tail()
+            refused(follower.client.post("/v0/archive/tail", json=ends), 503, "not_leader")
+        with Service(env=following(place, FOLLOW_KEY="all")) as follower:
+            poll("the leader tells", lambda: "the leader tells" in follower.log_tail())
+            os.kill(pid := leader.pid_of("archiver"), signal.SIGSTOP)
+            write(leader.client, "orders", 2)
+            follows(follower, leader, "orders")
+            os.kill(pid, signal.SIGCONT)
+            assert '"follow_key":"masked"' in follower.log_path.read_text()
 
 
 def test_a_follower_changes_nothing(tmp_path: Path) -> None:

@@ -407,6 +407,9 @@ class Archiving(RuleBasedStateMachine):
                 self.append("a", 1, "disk")  # else the former leader need not notice
             for _ in range(4):
                 self._step(0)
+            for _ in range(15):  # it may have failed often, and pause for 10 s
+                if not self.moments:
+                    self._step(0)
             assert self.moments
             if self.is_taken_over:
                 assert self.rig.shared.control.is_taken_over

@@ -33,7 +33,7 @@ REQUEST_MS: Final = 30_000
 LOOK_MS: Final = 10_000
 """Interval of looks for a new base, and of looks at the archive while the leader itself tells what it commits."""
 RETRY_MS: Final = (200, 10_000)
-TOLD_S: Final = 0.015
+TOLD_S: Final = 0.025
 """The pause after each answer of the leader: what it costs is bounded."""
 
 log = get_logger()

@@ -83,7 +83,7 @@ class DiffRoute:
         copies = b"" if with_copies else b',"copies_pending":true'
         lag_ms = self.leadership.lag_ms(self.clock.now_ms())
         lag = b"" if lag_ms is None else b',"lag_ms":%d' % lag_ms
-        archived = b"" if self.settings.archive_url is None else b',"archived_seq":%d' % ref.view.archived_seq
+        archived = b"" if not self.settings.has_archive else b',"archived_seq":%d' % ref.view.archived_seq
         answer = _ANSWER % (name.encode(), *page_values(page), took_ms, page.scanned, cold, copies, archived, lag)
         answering = send_json(send, headers, 200, answer)
         # The page and the names of writers may be long: they are not kept while the client takes the answer.

@@ -106,7 +106,7 @@ class TopicRoutes:
             "config": ref.config.echo(),
             "last_read_ts": self.known.last_read_ms(ref) or None,
         }
-        if self.settings.archive_url is not None:
+        if self.settings.has_archive:
             answer["archived_seq"] = view.archived_seq
         return JsonReply(answer, with_copies=with_copies)
 
