@@ -15,7 +15,7 @@ Trouble = Literal["refused", "lost_answer", "cut_short", "old_list"]
 
 class SimulatedBucket:
     """An `ArchiveStore`. `troubles` happen to the next requests that they fit, in order; `before_file` is called before
-    each put of a segment's file.
+    each put of a segment's file, `created` with the name of each new object.
     """
 
     def __init__(self) -> None:
@@ -23,6 +23,7 @@ class SimulatedBucket:
         self.troubles: list[Trouble] = []
         self.is_away = False
         self.before_file: Callable[[], None] | None = None
+        self.created: Callable[[str], None] = lambda _name: None
         self._listed: dict[str, list[str]] = {}
 
     def create(self, name: str, content: Bytes) -> bool:
@@ -30,6 +31,7 @@ class SimulatedBucket:
         is_new = name not in self.objects
         if is_new:
             self.objects[name] = bytes(content)
+            self.created(name)
         self._fail("lost_answer")
         return is_new
 

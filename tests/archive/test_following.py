@@ -129,7 +129,7 @@ def test_a_follower_shows_what_its_leader_has(tmp_path: Path) -> None:
 
 
 def test_a_follower_hears_from_its_leader_what_the_archive_lacks(tmp_path: Path) -> None:
-    """And keeps it when it takes over. The archive alone is what counts as durable."""
+    """A follower that takes over keeps that. The archive alone is what counts as durable."""
     place = tmp_path / "archive"
     with leading(place, ADVERTISE_URL=OWN_URL) as leader, Service(env=following(place)) as follower:
         there, here = leader.client, follower.client

@@ -72,6 +72,7 @@ class Archiving(RuleBasedStateMachine):
         self.compaction = Compaction(self.rig)
         self.helpers = Hanging()
         self.bucket = SimulatedBucket()
+        self.bucket.created = self._note_created
         self.archive = Archive(self.bucket)
         self.live: Records = {}
         self.copied: Records | None = None
@@ -257,21 +258,22 @@ class Archiving(RuleBasedStateMachine):
 
     def _step(self, which: int) -> None:
         """Have an archiver take a step. The service stands still, but for what `before_file` does before that."""
-        before = set(self.bucket.objects)
         self.rig.clock.ms += 1000
         self.archivers[which].step()
         for shard in self.rig.shards:
             shard.sync_in_background()
-        for name in sorted(set(self.bucket.objects) - before):
-            folder, _, number = name.partition("/")
-            if not folder.endswith(".pieces"):
-                continue
-            generation = int(folder[1:].partition(".")[0])
-            piece = self._piece(generation, int(number))
-            if piece.is_moment:
-                assert not self.is_taken_over
-                self.archived_ends[generation, int(number)] = tuple([end.position.word for end in piece.ends])
-                self.moments[generation, int(number)] = self.history[generation, int(number)] = _copied(self.live)
+
+    def _note_created(self, name: str) -> None:
+        """Note what the service has when a piece is put: it stands still from the moment to the put."""
+        folder, _, number = name.partition("/")
+        if not folder.endswith(".pieces"):
+            return
+        moment = int(folder[1:].partition(".")[0]), int(number)
+        piece = self._piece(*moment)
+        if piece.is_moment:
+            assert not self.is_taken_over
+            self.archived_ends[moment] = tuple([end.position.word for end in piece.ends])
+            self.moments[moment] = self.history[moment] = _copied(self.live)
 
     def _piece(self, generation: int, number: int) -> Piece:
         name = piece_name(generation, number)
