@@ -371,6 +371,29 @@ def test_a_leader_that_dies_is_replaced(tmp_path: Path) -> None:
             poll("the former leader notices", lambda: archiver(leader)["taken_over"])
 
 
+def test_the_check_says_whose_the_archive_is(tmp_path: Path) -> None:
+    place, empty = tmp_path / "archive", tmp_path / "empty"
+
+    def problems(service: Service, **env: str) -> str:
+        done = service.run("check", "--json", env=env)
+        assert done.stdout, done.stderr
+        return "; ".join(problem or "fine" for subject, problem in json.loads(done.stdout) if "archive" in subject)
+
+    with leading(place) as leader, Service(env=following(place)) as follower:
+        poll("a copy", lambda: "the service is copied" in follower.log_tail())
+        assert problems(leader) == problems(follower) == "fine"
+        assert "set TOPICS_WAL_SHARDS=2" in problems(follower, TOPICS_WAL_SHARDS="3")
+        assert "is a copy of the service in" in problems(follower, TOPICS_FOLLOW=empty.as_uri())
+        with Service() as other:
+            assert "name an empty directory" in problems(other, TOPICS_FOLLOW=place.as_uri())
+            assert "give each service a place of its own" in problems(other, TOPICS_ARCHIVE_URL=place.as_uri())
+            new = str(tmp_path / "new")
+            assert "has no base yet" in problems(other, TOPICS_DATA_DIR=new, TOPICS_FOLLOW=empty.as_uri())
+        promoted(follower)
+        assert "took over from this service" in problems(leader)
+        assert problems(follower) == "fine"
+
+
 def test_a_directory_is_either_led_or_followed(tmp_path: Path) -> None:
     place, other = tmp_path / "archive", tmp_path / "other"
     with leading(place), Service(env=following(place)) as follower:

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from topics.archive.base_files import BaseFiles
+from topics.archive.ownership import OtherShipperError, require_own
 from topics.core.clock import Clock
 from topics.storage.archive_objects import (
     Archive,
@@ -41,14 +42,6 @@ from topics.storage.origin import LogPlace, Origin, OriginGoneError
 PIECE_BYTES: Final = 4 << 20
 """The most bytes of logs in a piece. Files of transactions come on top."""
 BASE_TRIES: Final = 20
-
-
-class OtherShipperError(Exception):
-    """Somebody else ships into this archive; the message says who, and the way out."""
-
-
-class TakenOverError(OtherShipperError):
-    """Another service took over from this one: nothing of it gets into the archive any more."""
 
 
 class NoMomentError(Exception):
@@ -114,21 +107,9 @@ class Shipper:
         if numbers:
             newest = self._archive.generation(numbers[-1])
             last = self._load(newest)
-            if last is not None and last.taken_over_by:
-                if last.taken_over_id != self._service_id:
-                    raise self._taken_over(last.taken_over_by)
-                self._new_generation(numbers[-1] + 1, logs)
-                return
-            if newest.service_id != self._service_id:
-                for number in numbers[:-1]:
-                    if self._archive.generation(number).service_id == self._service_id:
-                        raise self._taken_over(f"service {newest.service_id}")
-                raise OtherShipperError(
-                    f"{self._store.place('')} has the archive of service {newest.service_id}, this is"
-                    f" service {self._service_id}: give each service a place of its own (a restored directory is a"
-                    " service of its own)"
-                )
-            if self._goes_on(logs):
+            require_own(self._archive, newest, last, self._service_id)
+            is_closed = last is not None and bool(last.taken_over_by)
+            if not is_closed and self._goes_on(logs):
                 return
         self._new_generation((numbers or [0])[-1] + 1, logs)
 
@@ -219,12 +200,6 @@ class Shipper:
         return self._shipped()
 
     # -- the end of the archive
-
-    def _taken_over(self, by: str) -> TakenOverError:
-        return TakenOverError(
-            f"{self._store.place('')}: {by} took over from this service. Stop it and use the other one; or give it an"
-            " archive of its own (TOPICS_ARCHIVE_URL), if both are to go on"
-        )
 
     def _load(self, generation: Generation) -> Piece | None:
         """Go on at the end of a generation; return its last piece."""

@@ -11,8 +11,9 @@ from typing import Any, Final
 
 from tqdm import tqdm
 
+from topics.archive.ownership import OtherShipperError
 from topics.archive.restoring import NotThereError
-from topics.archive.shipping import NoMomentError, OtherShipperError
+from topics.archive.shipping import NoMomentError
 from topics.cli import EXIT_USAGE
 from topics.setting_values import MIB
 from topics.storage.archive_objects import ArchiveDamagedError

@@ -9,14 +9,18 @@ from contextlib import suppress
 from itertools import islice
 from threading import Thread
 from typing import Final, NamedTuple
+from urllib.parse import unquote, urlsplit
 
+from topics.archive.ownership import following_problem, shipping_problem
 from topics.setting_values import MIB
 from topics.settings import Settings
 from topics.shm.instance import SharedMemory
 from topics.shm.shm_names import SHM_ROOT
 from topics.storage import layout, service_id
+from topics.storage.archive_objects import Archive, ArchiveDamagedError, open_archive
 from topics.storage.bucket_store import BucketStore, probe
 from topics.storage.filesystem import OsFileSystem
+from topics.storage.follow_note import read_note
 from topics.storage.lock import DataDirLocked, holder_pid, inspecting
 from topics.storage.logfile import RefusedLog
 from topics.storage.snapshot import UnknownSnapshotVersion
@@ -98,9 +102,8 @@ def check(settings: Settings, statvfs: StatVfs = os.statvfs) -> list[CheckFindin
     most_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     cold = [] if settings.cold_dir is None else [_cold_dir_finding(settings.cold_dir, settings.data_dir)]
     cold += [] if settings.cold_url is None else [_bucket_finding(settings.cold_url, settings.data_dir)]
-    if settings.archive_url is not None and not settings.archive_url.startswith("file:"):
-        problems = "; ".join(probe(settings.archive_url, BUCKET_TIMEOUT_MS))
-        cold.append(CheckFinding(f"archive {settings.archive_url}", problems or None))
+    cold += [] if settings.archive_url is None else [_archive_finding(settings.archive_url, settings.data_dir)]
+    cold += [] if settings.follow is None else [_followed_finding(settings.follow, settings)]
     return [
         CheckFinding(f"data directory {settings.data_dir}", _dir_problem(settings.data_dir, "TOPICS_DATA_DIR")),
         *cold,
@@ -166,6 +169,41 @@ def _bucket_finding(url: str, data_dir: str) -> CheckFinding:
             problem = f"its owner cannot be read: {error}"
         problems += [] if problem is None else [problem]
     return CheckFinding(f"cold tier {url}", "; ".join(problems) or None)
+
+
+def _archive_finding(url: str, data_dir: str) -> CheckFinding:
+    """See whether the archive can be written, and whose it is. A bucket gets an object that is deleted again."""
+    fs = OsFileSystem()
+    if url.startswith("file:"):
+        problem = _dir_problem(unquote(urlsplit(url).path), "TOPICS_ARCHIVE_URL")
+    else:
+        problem = "; ".join(probe(url, BUCKET_TIMEOUT_MS)) or None
+    if problem is None:
+        try:
+            note = read_note(fs, data_dir)
+            own = note.promoted_id if note is not None and note.leads else service_id.known_id(fs, data_dir)
+            problem = shipping_problem(Archive(open_archive(fs, url, BUCKET_TIMEOUT_MS)), own)
+        except (OSError, EOFError, ArchiveDamagedError) as error:
+            problem = f"it cannot be told whose it is: {error}"
+    return CheckFinding(f"archive {url}", problem)
+
+
+def _followed_finding(url: str, settings: Settings) -> CheckFinding:
+    """See whether the archive of another service can be followed."""
+    fs = OsFileSystem()
+    try:
+        note = read_note(fs, settings.data_dir)
+        if note is None and os.path.isdir(layout.wal_dir(settings.data_dir)):
+            problem: str | None = f"{settings.data_dir} has a service of its own: name an empty directory"
+        elif note is not None and note.url != url:
+            problem = f"{settings.data_dir} is a copy of the service in {note.url}: empty it to follow another one"
+        elif note is not None and note.leads:
+            return CheckFinding(f"followed archive {url}, from which this service took over", None)
+        else:
+            problem = following_problem(Archive(open_archive(fs, url, BUCKET_TIMEOUT_MS)), settings.wal_shards)
+    except (OSError, EOFError, ArchiveDamagedError) as error:
+        problem = f"it cannot be read: {error}"
+    return CheckFinding(f"followed archive {url}", problem)
 
 
 def _same_dir_problem(cold_dir: str, data_dir: str) -> str | None:
