@@ -407,11 +407,12 @@ class Archiving(RuleBasedStateMachine):
             self.helpers.go_on()
             if self.is_taken_over:
                 self.append("a", 1, "disk")  # else the former leader need not notice
-            for _ in range(4):
+            for _ in range(20):  # it may have failed often, and pause for 10 s
                 self._step(0)
-            for _ in range(15):  # it may have failed often, and pause for 10 s
-                if not self.moments:
-                    self._step(0)
+                if self.is_taken_over or (self.moments and self.moments[max(self.moments)] == self.live):
+                    break
+            for _ in range(3):
+                self._step(0)
             assert self.moments
             if self.is_taken_over:
                 assert self.rig.shared.control.is_taken_over

@@ -74,8 +74,9 @@ def dense_entries(first_seq: int, ts: int, offset_lens: array[int], file_flags: 
 
 def lost_entries(first_seq: int, last_seq: int, ts: int, reason: int) -> array[int]:
     """Return entries of lost records, for an EvictReason; `ts` is that of the record before them."""
-    reasons = array("Q", [reason]) * (last_seq + 1 - first_seq)
-    return dense_entries(first_seq, ts, reasons, array("Q", [LOCATION_LOST << FLAGS_SHIFT]) * len(reasons))
+    entries = array("Q", [0, ts, reason, LOCATION_LOST << FLAGS_SHIFT]) * (last_seq + 1 - first_seq)
+    entries[0::ENTRY_WORDS] = array("Q", range(first_seq, last_seq + 1))
+    return entries
 
 
 def in_order(entries: array[int], head_seq: int) -> array[int]:

@@ -147,19 +147,22 @@ class Topic:
 
     def restored(self, entries: array[int]) -> None:
         """Add entries in recovery: consecutive seqs behind the head, LOST ones included."""
-        count = len(entries) // ENTRY_WORDS
-        if not count:
+        if not entries:
             return
-        assert entries[0] == self.head_seq + 1
-        self.index.reserve(count)
-        self.index.append_entries(entries)
-        self.head_seq += count
+        self._add(entries)
         lengths = lengths_of(entries)
         if any_flagged(entries, LOCATION_LOST):
             lengths = array("I", compress(lengths, [not flags & LOCATION_LOST for flags in flags_of(entries)]))
         self.records += len(lengths)
         self.live_bytes += sum(lengths)
         self.last_write_ts = max(self.last_write_ts, entries[-3])
+
+    def _add(self, entries: array[int]) -> None:
+        assert entries[0] == self.head_seq + 1
+        count = len(entries) // ENTRY_WORDS
+        self.index.reserve(count)
+        self.index.append_entries(entries)
+        self.head_seq += count
 
     def extended(self, last_seq: int, ts: int, size_bytes: int) -> None:
         """Add live records up to `last_seq` in a fold whose index keeps no entries."""
@@ -398,7 +401,7 @@ class Topic:
             return
         # The count would not tell: it may be wrong where an index is an older copy.
         has_none = self.earliest_seq > self.head_seq
-        self.restored(lost_entries(self.head_seq + 1, last_seq, self.last_write_ts, reason))
+        self._add(lost_entries(self.head_seq + 1, last_seq, self.last_write_ts, reason))
         if has_none:
             floors = msgspec.structs.replace(self.floors(), earliest_seq=last_seq + 1)
             self._apply(floors.evicted(last_seq + 1, reason))
