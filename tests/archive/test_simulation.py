@@ -514,6 +514,26 @@ def test_logs_that_go_just_before_a_base_leave_a_hole(service: Archiving) -> Non
     assert shipper.is_based
 
 
+def test_an_archiver_goes_on_behind_a_piece_that_ends_with_a_log_file(service: Archiving) -> None:
+    """It stood still for ever: behind the end of a file there is no frame."""
+    service.append("a", 3, "disk")
+    for _ in range(3):
+        service.ship(0)
+    for _ in range(6):
+        service.append_much("a")
+    service.bucket.troubles = ["lost_answer"]
+    service.ship(0)
+    assert not service._piece(*_last_piece(service)).is_moment
+    for _ in range(4):  # the rest, and a base
+        service.ship(0)
+    assert _last_piece(service) in service.moments
+
+
+def _last_piece(service: Archiving) -> tuple[int, int]:
+    generation = service.archive.generations()[-1]
+    return generation, service.archive.last_piece(generation, 1)
+
+
 def test_a_directory_that_went_back_begins_a_generation(service: Archiving) -> None:
     service.append("a", 3, "disk")
     service.copy_directory()

@@ -71,6 +71,9 @@ STREAM = _row("GET", "/v0/watch/{wid}", "read")
 WORK = _row("GET", "/v0/topics/{topic}/work", "read", "write")
 """Takes its key as `?token=`, too."""
 
+TAIL = _row("POST", "/v0/archive/tail", "read", "admin", named=False, json={"ends": []})
+"""Its key must have no prefixes (`archive/test_following.py`)."""
+
 PROBES = [_row("GET", path, named=False) for path in ("/v0/health", "/healthz", "/v0/ready", "/readyz")]
 """Open, unless TOPICS_PROBE_AUTH."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.routing import Route
 
-from tests.contract.auth_table import PROBES, ROUTES, STREAM, WORK
+from tests.contract.auth_table import PROBES, ROUTES, STREAM, TAIL, WORK
 from tests.frontend.hosting import Hosting
 from tests.frontend.test_app import Frontend, on_loop
 from topics.frontend.app import Resource
@@ -23,6 +23,6 @@ def test_the_table_has_every_route(hosting: Hosting) -> None:
         served.discard(("GET", "/v0/key"))  # any key will do (`contract/test_0_10_auth.py`)
         served.discard(("GET", "/v0/ws"))  # its commands ask for scopes each (`contract/test_7_7_websocket.py`)
         served -= {("GET", path) for path in PAGES}
-        assert served == {(row.method, row.path) for row in (*ROUTES, STREAM, WORK, *PROBES)}
+        assert served == {(row.method, row.path) for row in (*ROUTES, STREAM, WORK, TAIL, *PROBES)}
 
     on_loop(hosting, test)

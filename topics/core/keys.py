@@ -70,7 +70,7 @@ class ApiKey:
     def require(self, needed: KeyScope, names: Iterable[str] = ()) -> None:
         """Raise `403 forbidden` unless the key has all of `needed` and covers all of `names`."""
         if needed not in self.scopes:
-            missing = [str(scope.name).lower() for scope in needed if scope not in self.scopes]
+            missing = sorted(str(scope.name).lower() for scope in needed if scope not in self.scopes)
             raise TopicsError(
                 "forbidden",
                 f"this key has no scope {' and '.join(missing)}, which the request needs",

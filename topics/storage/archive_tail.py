@@ -21,7 +21,8 @@ class OtherLogsError(Exception):
 
 
 def read_tail(origin: Origin, ends: Sequence[LogEnd], now_ms: int, leader_url: str) -> bytes | None:
-    """Return what the logs have behind these ends, as an encoded piece; None if no moment can be told now.
+    """Return what the logs have behind these ends, as an encoded piece; None if no moment can be told now. Without any
+    ends, say where the logs end.
 
     The piece `is_moment` if it has all of it. Its `txn` are the files of transactions at that moment, without their
     bytes. Raise OtherLogsError, OSError.
@@ -31,6 +32,7 @@ def read_tail(origin: Origin, ends: Sequence[LogEnd], now_ms: int, leader_url: s
         if found is None:
             return None
         logs, txn = found
+        ends = ends or [_end_of(origin, log) for log in logs]
         _check(origin, logs, ends)
         draft, is_whole = PieceDraft({end.shard: end for end in ends}), True
         for log in logs:
@@ -40,6 +42,10 @@ def read_tail(origin: Origin, ends: Sequence[LogEnd], now_ms: int, leader_url: s
     files = [TxnFile(path, 0, 0, len(content), xxh3_64_intdigest(content)) for path, content in sorted(txn.items())]
     piece = Piece(0, now_ms, "", draft.parts, draft.ends_by_shard, is_whole, True, files, leader_url=leader_url)
     return encode(piece, draft.payload)
+
+
+def _end_of(origin: Origin, log: LogPlace) -> LogEnd:
+    return LogEnd(log.shard, log.log_id, log.end, origin.bytes_before(log, log.end) or b"")
 
 
 def _check(origin: Origin, logs: Sequence[LogPlace], ends: Sequence[LogEnd]) -> None:

@@ -16,7 +16,14 @@ from topics.storage import layout
 from topics.storage.archive_objects import LogStart
 from topics.storage.filesystem import FileSystem, ReadOnlyFileSystem, boot_id, names_in, opened, read_all, read_up_to
 from topics.storage.frame import CHECKSUM_LEN, FrameType, scan
-from topics.storage.logfile import NotALogFile, WalIdentity, WalPosition, read_file_start, read_first_start
+from topics.storage.logfile import (
+    FILE_END_LEN,
+    NotALogFile,
+    WalIdentity,
+    WalPosition,
+    read_file_start,
+    read_first_start,
+)
 from topics.storage.recovery import Recovery
 from topics.storage.segment import ENTRY_LEN
 from topics.storage.segment_store import SegmentStore
@@ -238,6 +245,8 @@ class Origin:
             for frame_at, total_len, type_, *_ in found.frames:
                 if type_ == FrameType.FILE_END:
                     return frame_at + total_len
+            if not found.frames and _is_behind_end(content, offset):
+                return offset
             if not found.frames:
                 raise OSError(errno.EIO, f"has no frame at offset {offset}: {found.defect}", path)
             offset = found.end
@@ -251,6 +260,12 @@ class Origin:
                     raise OriginGoneError(f"{path}: ends at {offset}, {end} bytes of it were committed")
                 yield file_no, offset, found
                 offset += len(found)
+
+
+def _is_behind_end(content: bytes, offset: int) -> bool:
+    """Return whether a FILE_END is right before this place: the last piece had all of the file."""
+    found = scan(content, max(0, offset - FILE_END_LEN), offset)
+    return [frame[2] for frame in found.frames] == [FrameType.FILE_END]
 
 
 class SegmentFile(NamedTuple):
