@@ -81,6 +81,8 @@ class Archiving(RuleBasedStateMachine):
         """Records of each moment in the archive, by generation and piece."""
         self.history: dict[tuple[int, int], Records] = {}
         """The same, with those that were pruned."""
+        self.live_at: dict[tuple[int, int], Records] = {}
+        """Records that the service had when a piece was put, by generation and piece."""
         self.follower: FollowerRig | None = None
         self.archived_ends: dict[tuple[int, int], tuple[int, ...]] = {}
         self.leader_answers = answers
@@ -266,14 +268,16 @@ class Archiving(RuleBasedStateMachine):
     def _note_created(self, name: str) -> None:
         """Note what the service has when a piece is put: it stands still from the moment to the put."""
         folder, _, number = name.partition("/")
-        if not folder.endswith(".pieces"):
+        if not folder.endswith((".pieces", ".bases")):
             return
         moment = int(folder[1:].partition(".")[0]), int(number)
         piece = self._piece(*moment)
-        if piece.is_moment:
+        if folder.endswith(".pieces"):
+            self.live_at[moment] = _copied(self.live)
+        if piece.is_moment or folder.endswith(".bases"):
             assert not self.is_taken_over
             self.archived_ends[moment] = tuple([end.position.word for end in piece.ends])
-            self.moments[moment] = self.history[moment] = _copied(self.live)
+            self.moments[moment] = self.history[moment] = self.live_at[moment]
 
     def _piece(self, generation: int, number: int) -> Piece:
         name = piece_name(generation, number)
@@ -496,6 +500,29 @@ def test_behind_a_hole_there_is_no_moment_until_the_next_base(service: Archiving
     service.archived_is_in_the_last_moment()
 
 
+def test_a_moment_behind_a_hole_is_none_without_its_base(service: Archiving) -> None:
+    """An archiver that died between the piece and its base took the hole for closed."""
+    service.append("a", 3, "disk")
+    service.ship(0)
+    service.ship(0)
+    service.long_outage("a", 3)
+    shipper = service.shipper()
+    shipper.begin()
+    files = shipper.begin_base()
+    files.copy()
+    service.bucket.troubles = ["lost_answer"]
+    with pytest.raises(OSError, match="lost_answer"):
+        shipper.end_base(files)
+    assert len(service.moments) == 1
+    service._restore(max(service.moments))
+    shipper.begin()
+    assert not shipper.is_based
+    service.archiver_dies(0)
+    for _ in range(3):
+        service.ship(0)
+    assert len(service.moments) > 1
+
+
 def test_logs_that_go_just_before_a_base_leave_a_hole(service: Archiving) -> None:
     service.append("a", 3, "disk")
     shipper = service.shipper()
@@ -523,7 +550,7 @@ def test_an_archiver_goes_on_behind_a_piece_that_ends_with_a_log_file(service: A
         service.append_much("a")
     service.bucket.troubles = ["lost_answer"]
     service.ship(0)
-    assert not service._piece(*_last_piece(service)).is_moment
+    assert _last_piece(service) not in service.moments
     for _ in range(4):  # the rest, and a base
         service.ship(0)
     assert _last_piece(service) in service.moments

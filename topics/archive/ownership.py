@@ -1,4 +1,4 @@
-"""Whose archive it is: one service ships into an archive, until another one takes over from it."""
+"""One service ships into an archive, until another one takes over from it: the rules, and what is wrong otherwise."""
 
 from __future__ import annotations
 

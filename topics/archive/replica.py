@@ -176,12 +176,16 @@ class Replica:
             self._prove(piece, payload)
         self._copy_parts(piece, payload)
         self._settle_told(piece)
-        if piece.is_moment:
-            if not self._is_behind(piece):
-                self._go_to({end.shard: end for end in piece.ends})
-                self._take_txn(piece, payload)
-            self._note_moment(piece)
+        if piece.is_moment or piece.number == self.note.base:
+            self._end_moment(piece, payload)
         self._end_piece(piece)  # last: until then it can be taken again
+
+    def _end_moment(self, piece: Piece, payload: memoryview) -> None:
+        """Have the directory be that of a moment, all bytes of which are laid out."""
+        if not self._is_behind(piece):
+            self._go_to({end.shard: end for end in piece.ends})
+            self._take_txn(piece, payload)
+        self._note_moment(piece)
 
     def _copy_parts(self, piece: Piece, payload: memoryview) -> None:
         positions = {shard: end.position for shard, end in self._laid.items()}
@@ -352,7 +356,9 @@ class Replica:
             is_gone = self._archive.last_piece(newest, self._laid_piece) < number
             if self._has_hole or is_gone:
                 raise BeginAnewError(f"pieces between {self._laid_piece} and base {number} are not in the archive")
-            return False
+            if number != self._laid_piece:
+                return False
+            self._end_moment(*self._archive.piece(newest, number))  # by its base alone
         if number <= self.note.base:
             return False
         base, snapshot = self._archive.base(newest, number)

@@ -119,7 +119,7 @@ def _moment(archive: Archive, generation: Generation, base: Base, wanted: Wanted
         numbers = iter(range(last, base.number - 1, -1))
     for number in numbers:
         piece, _ = archive.piece(generation.number, number)
-        if piece.is_moment:
+        if piece.is_moment or number == base.number:
             return piece
     return None
 

@@ -189,14 +189,14 @@ class Shipper:
         self._objects += files.put_objects
         logs, txn = self._moment()
         self._txn = {}  # so that no restore from this base needs pieces before it
-        self._ship(logs, txn, self._ends_to_go_on(logs, files.starts))
+        self._ship(logs, txn, self._ends_to_go_on(logs, files.starts), needs_base=self._has_part)
         if self._base is not None and self._base.number == self._number:
             return self._shipped()  # nothing has happened since
         first_piece = min(self._piece_of(start) for start in files.starts)
         refs = list(files.refs.values())
         base = Base(self._number, self._taken_ms, first_piece, files.starts, refs, len(files.body))
         self._create(base_name(self._generation.number, base.number), encode(base, [files.body]))
-        self._base, self._files = base, files.refs
+        self._base, self._files, self._has_part = base, files.refs, False
         return self._shipped()
 
     # -- the end of the archive
@@ -218,7 +218,7 @@ class Shipper:
         self._ends = {end.shard: end for end in last.ends}
         self._txn = {file.path: file for file in last.txn}
         self._taken_ms = last.taken_ms
-        self._has_part = not last.is_moment
+        self._has_part = not last.is_moment and self._number != known
         return last
 
     def _forget(self) -> None:
@@ -264,9 +264,16 @@ class Shipper:
         return found
 
     def _ship(
-        self, logs: list[LogPlace], txn: dict[str, bytes] | None, starts: Mapping[int, LogEnd], is_sign: bool = False
+        self,
+        logs: list[LogPlace],
+        txn: dict[str, bytes] | None,
+        starts: Mapping[int, LogEnd],
+        is_sign: bool = False,
+        needs_base: bool = False,
     ) -> Shipped:
-        """Put all bytes of the logs from `starts` to this moment. Without `txn` it is none, to which nobody can get."""
+        """Put all bytes of the logs from `starts` to this moment. Without `txn` it is none, to which nobody can get; if
+        it `needs_base` it is one by the base that names it.
+        """
         assert self._generation is not None
         if self._generation.log_ids != [log.log_id for log in logs]:
             raise NoMomentError("the logs were made anew for another count of shards; begin again")
@@ -280,7 +287,7 @@ class Shipper:
                     self._put_piece(draft)
                     draft = PieceDraft(draft.ends)
                 draft.add(log.shard, log.log_id, file_no, offset, content)
-        self._put_piece(draft, txn)
+        self._put_piece(draft, txn, needs_base)
         return self._shipped()
 
     def _is_shipped(self, logs: list[LogPlace], txn: dict[str, bytes] | None) -> bool:
@@ -294,8 +301,9 @@ class Shipper:
     def _shipped(self) -> Shipped:
         return Shipped(self._number, self._bytes, self._objects, self._taken_ms)
 
-    def _put_piece(self, draft: PieceDraft, txn: dict[str, bytes] | None = None) -> None:
+    def _put_piece(self, draft: PieceDraft, txn: dict[str, bytes] | None = None, needs_base: bool = False) -> None:
         assert self._generation is not None
+        is_moment = txn is not None and not needs_base
         number, payload = self._number + 1, draft.payload
         if txn is not None:
             self._txn = self._txn_files(number, draft.size_bytes, txn)
@@ -306,13 +314,13 @@ class Shipper:
             self._nonce,
             draft.parts,
             draft.ends_by_shard,
-            txn is not None,
+            is_moment,
             self._origin.ends.has_end,
             list(self._txn.values()),
             leader_url=self._leader_url,
         )
         self._create(piece_name(self._generation.number, number), encode(piece, payload))
-        self._number, self._ends, self._has_part = number, draft.ends, txn is None
+        self._number, self._ends, self._has_part = number, draft.ends, not is_moment
 
     def _txn_files(self, number: int, at: int, txn: dict[str, bytes]) -> dict[str, TxnFile]:
         """Return where the bytes of each file are: in this piece, or in an earlier one since the last base."""

@@ -140,8 +140,9 @@ class Generation(msgspec.Struct, frozen=True):
 class Piece(msgspec.Struct, frozen=True):
     """The next bytes of the logs. One that `is_moment` ends a moment: a state of all logs and transactions that the
     service had at `taken_ms`, to which it can be restored. Others are parts of one, or lie between bytes that were
-    removed before they were shipped and the next base. `ends` are those of all logs behind this piece, and never go
-    back in a generation. Without `has_end` the logs may lack what was written last.
+    removed before they were shipped and the next base, or are a moment only by the base of their number. `ends` are
+    those of all logs behind this piece, and never go back in a generation. Without `has_end` the logs may lack what was
+    written last.
     """
 
     number: int
