@@ -514,7 +514,7 @@ def test_a_moment_behind_a_hole_is_none_without_its_base(service: Archiving) -> 
     with pytest.raises(OSError, match="lost_answer"):
         shipper.end_base(files)
     assert len(service.moments) == 1
-    service._restore(max(service.moments))
+    service.restore(1.0)
     shipper.begin()
     assert not shipper.is_based
     service.archiver_dies(0)
