@@ -523,6 +523,46 @@ def test_a_moment_behind_a_hole_is_none_without_its_base(service: Archiving) -> 
     assert len(service.moments) > 1
 
 
+def test_a_follower_takes_over_at_the_last_moment_before_a_hole(service: Archiving) -> None:
+    """It began anew for ever: the leader was lost before the base behind the hole was whole."""
+    service.append("a", 3, "disk")
+    for _ in range(3):
+        service.ship(0)
+    for _ in range(4):
+        service.follow([])
+    service.helpers.hangs = True
+    service.long_outage("a", 3)
+    for _ in range(3):
+        service.append("a", 1, "disk")
+        service.ship(0)
+    service.take_over([])
+    assert service.is_taken_over
+    service.live = {}  # what it has written since is its own
+
+
+def test_a_takeover_goes_on_when_everything_has_to_be_copied_again(service: Archiving) -> None:
+    """It forgot that the fence was its own, and nobody could take over any more."""
+    service.append("a", 3, "disk")
+    for _ in range(3):
+        service.ship(0)
+    for _ in range(4):
+        service.follow([])
+    service.long_outage("a", 3)
+    for _ in range(3):
+        service.append("a", 1, "disk")
+        service.ship(0)
+    assert len(service.moments) > 2
+    assert service.follower is not None
+    service.follower.follower.promote.set()  # once: a command is given once
+    for _ in range(8):
+        service.follow([])
+        if service.follower.leads:
+            break
+    assert service.follower.leads
+    service.take_over([])
+    service.live = {}
+
+
 def test_logs_that_go_just_before_a_base_leave_a_hole(service: Archiving) -> None:
     service.append("a", 3, "disk")
     shipper = service.shipper()

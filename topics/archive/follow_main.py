@@ -108,7 +108,7 @@ class Follower:
             has_news = self._listen()
             has_news |= self._skim() if self._tells else self._look()
             self._show()
-            if self._is_look_due:
+            if self._is_look_due and not self.promote.is_set():
                 self._look_not_before_ms = self._clock.monotonic_ms() + LOOK_MS
                 self._tend_base()
             if self._is_leader_gone(has_news) or self.promote.is_set() or self._replica.note.fence_id:
@@ -117,7 +117,7 @@ class Follower:
                 self.exit_code = EXIT_AGAIN
         except BeginAnewError as error:
             log.error("following begins anew: everything is copied again", reason=str(error))
-            begin_anew(self._fs, self._settings.data_dir, self._replica.note.url)
+            begin_anew(self._fs, self._settings.data_dir, self._replica.note.url, self._replica.note)
             self.exit_code = EXIT_AGAIN
         except OtherShardsError as error:
             log.error("cannot follow", reason=str(error))

@@ -330,7 +330,8 @@ class Replica:
         self._told, self._txn = set(), {}
         self._laid_piece = base.first_piece - 1
         ends = _by_shard(self._moment)
-        self.note = FollowNote(self.note.url, generation.number, base.number, self._laid_piece, ends)
+        fence_id = self.note.fence_id if self.note.generation == generation.number else ""
+        self.note = FollowNote(self.note.url, generation.number, base.number, self._laid_piece, ends, fence_id=fence_id)
         self._note_base(base)
         self.step()
         if self.note.piece < base.number:
@@ -409,6 +410,16 @@ class Replica:
 
     # -- promotion
 
+    def _has_base_behind_hole(self) -> bool:
+        """Return whether a closed generation goes on behind the hole. If not, the moment before it is the last one."""
+        generation, first = self.note.generation, self._laid_piece + 1
+        closing = self._archive.last_piece(generation, self._laid_piece)
+        # No list: it may be old. A base that is put after this look is given up by its archiver.
+        return any(
+            self._archive.piece(generation, number)[0].is_moment or self._archive.has_base(generation, number)
+            for number in reversed(range(first, closing))
+        )
+
     def promote(self, by: str) -> None:
         """Take over from the leader: close its generation, take all that it has shipped, keep what it has told, and
         note that this service leads from now on. `by` tells people who it is. Raise BeginAnewError if another service
@@ -418,11 +429,12 @@ class Replica:
             self.note = msgspec.structs.replace(self.note, fence_id=secrets.token_hex(8))
             write_note(self._fs, self._data_dir, self.note)
         if not take_over(self._archive, self.note.generation, self._clock, by, self.note.fence_id):
+            self.note = msgspec.structs.replace(self.note, fence_id="")
             raise BeginAnewError("another service has taken over already")
-        while not self.taken_over_by:
+        while not self.taken_over_by and not self._has_hole:
             self.step()
-            if self._has_hole:
-                raise BeginAnewError("the archive has a hole before its end: the newest base is behind it")
+        if self._has_hole and self._has_base_behind_hole():
+            raise BeginAnewError("the archive has a hole before its end: the newest base is behind it")
         self._sync()
         self.note = msgspec.structs.replace(self.note, promoted_id=self.note.fence_id)
         write_note(self._fs, self._data_dir, self.note)
@@ -432,8 +444,12 @@ def _by_shard(ends: Mapping[int, LogEnd]) -> list[LogEnd]:
     return [ends[shard] for shard in sorted(ends)]
 
 
-def begin_anew(fs: FileSystem, data_dir: str, url: str) -> FollowNote:
-    """Have the next start copy everything again; return the note that says so."""
+def begin_anew(fs: FileSystem, data_dir: str, url: str, former: FollowNote | None = None) -> FollowNote:
+    """Have the next start copy everything again, and go on with a promotion that was under way; return the note that
+    says so.
+    """
     note = FollowNote(url)
+    if former is not None and former.fence_id:
+        note = FollowNote(url, former.generation, fence_id=former.fence_id)
     write_note(fs, data_dir, note)
     return note

@@ -189,13 +189,19 @@ class Shipper:
         self._objects += files.put_objects
         logs, txn = self._moment()
         self._txn = {}  # so that no restore from this base needs pieces before it
-        self._ship(logs, txn, self._ends_to_go_on(logs, files.starts), needs_base=self._has_part)
+        needs_base = self._has_part
+        self._ship(logs, txn, self._ends_to_go_on(logs, files.starts), needs_base=needs_base)
         if self._base is not None and self._base.number == self._number:
             return self._shipped()  # nothing has happened since
         first_piece = min(self._piece_of(start) for start in files.starts)
         refs = list(files.refs.values())
         base = Base(self._number, self._taken_ms, first_piece, files.starts, refs, len(files.body))
         self._create(base_name(self._generation.number, base.number), encode(base, [files.body]))
+        if needs_base and self._archive.last_piece(self._generation.number, base.number) != base.number:
+            # Whoever took over before this base was there has left out its moment: nobody may count on it.
+            raise OtherShipperError(
+                f"{self._store.place('')}: somebody else put a piece while base {base.number} was made"
+            )
         self._base, self._files, self._has_part = base, files.refs, False
         return self._shipped()
 

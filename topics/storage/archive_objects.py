@@ -296,6 +296,9 @@ class Archive:
         """Return (base, body of the snapshot; empty for a service that had none yet)."""
         return self._header(base_name(generation, number), Base)
 
+    def has_base(self, generation: int, number: int) -> bool:
+        return self.store.exists(base_name(generation, number))
+
     def piece(self, generation: int, number: int) -> tuple[Piece, memoryview]:
         return self._header(piece_name(generation, number), Piece)
 

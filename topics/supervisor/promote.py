@@ -12,6 +12,8 @@ import msgspec
 from topics.core.clock import SystemClock
 from topics.shm import shm_names
 from topics.shm.control import ControlPage, ProcessState, Role
+from topics.storage.filesystem import OsFileSystem
+from topics.storage.follow_note import read_note
 from topics.supervisor.status import StatusReader
 
 POLL_S: Final = 0.02
@@ -50,7 +52,7 @@ def promote(data_dir: str, timeout_ms: int) -> Promoted | None:
         if page is not None and page.follows:
             life, cell = page.header.get("started_ms"), page.cell(Role.ARCHIVER, 0)
             pid = cell.get("pid") if cell.get("state") == ProcessState.READY else 0  # else the signal would end it
-            if told_life and life != told_life:
+            if told_life and life != told_life and not _is_under_way(data_dir):
                 raise OSError("it follows again, as another service has taken over or its directory was copied anew")
             if pid and not told_life and _tell(pid):
                 told_life = life
@@ -65,6 +67,12 @@ def promote(data_dir: str, timeout_ms: int) -> Promoted | None:
         if (time.monotonic() - began_s) * 1000 > timeout_ms:
             raise TimeoutError(f"it does not lead after {timeout_ms} ms; its log says what it waits for")
         time.sleep(POLL_S)
+
+
+def _is_under_way(data_dir: str) -> bool:
+    """Return whether the follower has closed the leader's archive, after which it goes on by itself."""
+    note = read_note(OsFileSystem(), data_dir)
+    return note is not None and bool(note.fence_id)
 
 
 def _page(data_dir: str) -> ControlPage | None:
