@@ -524,7 +524,7 @@ def test_a_moment_behind_a_hole_is_none_without_its_base(service: Archiving) -> 
 
 
 def test_a_follower_takes_over_at_the_last_moment_before_a_hole(service: Archiving) -> None:
-    """It began anew for ever: the leader was lost before the base behind the hole was whole."""
+    """It copied everything again for ever: the leader was lost before the base behind the hole was whole."""
     service.append("a", 3, "disk")
     for _ in range(3):
         service.ship(0)

@@ -198,7 +198,7 @@ class Shipper:
         base = Base(self._number, self._taken_ms, first_piece, files.starts, refs, len(files.body))
         self._create(base_name(self._generation.number, base.number), encode(base, [files.body]))
         if needs_base and self._archive.last_piece(self._generation.number, base.number) != base.number:
-            # Whoever took over before this base was there has left out its moment: nobody may count on it.
+            # A service that took over before this base was there left out its moment: nobody may count on it.
             raise OtherShipperError(
                 f"{self._store.place('')}: somebody else put a piece while base {base.number} was made"
             )
