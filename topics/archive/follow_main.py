@@ -141,7 +141,7 @@ class Follower:
     def _listen(self) -> bool:
         """Ask the leader, if it can be asked. True if it has answered: it lives."""
         note = self._replica.note
-        if self._replica.taken_over_by or not self._leader.is_due(note.leader_url):
+        if self.promote.is_set() or self._replica.taken_over_by or not self._leader.is_due(note.leader_url):
             return False
         told, asked_ms = self._tells, self._clock.now_ms()
         try:

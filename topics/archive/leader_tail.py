@@ -15,7 +15,8 @@ from topics.storage.archive_objects import ArchiveDamagedError, LogEnd, Piece, d
 
 WAIT_MS: Final = 200
 """The time that the leader waits for news. While there is none, what is shown is at most that old."""
-TIMEOUT_S: Final = 5.0
+TIMEOUT_S: Final = 1.5
+"""For each read of an answer: a leader that stands still holds up a takeover for so long."""
 RETRY_MS: Final = (500, 10_000)
 PATH: Final = "/v0/archive/tail"
 
