@@ -28,13 +28,13 @@ import psutil
 from topics.shm.shm_names import identity
 
 COMMAND = Path(sys.executable).with_name("topics-supervisor")
-START_DEADLINE_S = 30.0
+START_DEADLINE_S = 60.0
 STOP_GRACE_MS = 30_000
 """Grace of a service that a test starts, unless it says otherwise. A process that is killed after its share of it fails
 the test, and a machine that stands still for some seconds is no reason for that.
 """
 STOP_MARGIN_S = 10.0
-HEAL_DEADLINE_S = 30.0
+HEAL_DEADLINE_S = 60.0
 LOG_TAIL_BYTES = 16_384
 SETTINGS = dict(pair.split("=", 1) for pair in os.environ.get("SERVICE_SETTINGS", "").split())
 """Settings of every service, unless a test says otherwise: `make eager`."""

@@ -14,7 +14,7 @@ from tests.harness import Service, poll
 
 JSON = {"Content-Type": "application/json"}
 NO_SUCH_PREFIX = "no-such-topic-"
-COPIES_DEADLINE_S = 20.0
+COPIES_DEADLINE_S = 60.0
 
 
 class Record(NamedTuple):

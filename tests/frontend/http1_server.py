@@ -24,7 +24,7 @@ from topics.frontend.http.http1_exchange import PushStream
 from topics.frontend.http.serve import serve
 from topics.shm.quotas import Quota
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 JSON = (b"content-type", b"application/json")
 
 

@@ -28,7 +28,7 @@ from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import lay_out
 from topics.storage.segment_store import LocalStore
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 COLD_TIMEOUT_MS = 10_000
 """Half of the deadline: only a tier that hangs lets it pass."""
 OPTIONS = PageOptions(limit=256, max_batch_bytes=1 << 20)

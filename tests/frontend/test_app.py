@@ -29,7 +29,7 @@ from topics.shm.control import ProcessState, Role
 from topics.shm.messages import MessageKind
 from topics.shm.topic_messages import Watch
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Frontend:

@@ -14,7 +14,7 @@ from topics.core.errors import TopicsError
 from topics.frontend.entry.limits import COLD_READS
 from topics.frontend.reads.cold import BLOCK_BYTES, IN_FLIGHT_MAX, PREFETCH_MAX, RUN_BYTES, ColdMissError, ColdTier
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 NAME = "0000000000000007/seg-00000000000000000001.data"
 BYTES = bytes(range(256)) * (4 * BLOCK_BYTES // 256) + b"the end"
 LONG = bytes(range(256)) * (4 * RUN_BYTES // 256) + b"the end"

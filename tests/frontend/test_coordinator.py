@@ -43,7 +43,7 @@ from topics.storage.txn_files import stage_name
 
 SHARDS = 2
 RING_BYTES = 64 * 1024
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 STAGE_TTL_MS = 60_000
 PUBLISHED = AppendReply(5, 1, 5, False, False, "disk", 12, 0)
 OVER = TopicsError("fenced", "batch 7 is not being published", {"batch": 7})

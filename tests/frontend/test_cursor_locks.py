@@ -11,7 +11,7 @@ from topics.core.errors import TopicsError
 from topics.frontend.queues.cursor_routes import STUCK_RETRY_AFTER_MS, CursorLocks
 
 WAIT_S = 0.3
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Readers:

@@ -49,7 +49,7 @@ from topics.walshard.hosted.topic_index import TopicIndex
 
 RING_BYTES = 64 * 1024
 REPLY = AppendReply(5, 1, 5, False, False, "disk", 12, 0)
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Shard:

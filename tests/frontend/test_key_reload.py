@@ -17,7 +17,7 @@ from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
 from topics.shm.quotas import KeyCounts
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 FAILED = "keys not reloaded, the former ones stay"
 
 

@@ -21,7 +21,7 @@ from topics.core.clock import SystemClock
 from topics.shm import shm_names
 from topics.supervisor.status import ProcessStatus, Status, StatusReader
 
-START_DEADLINE_S = 30.0
+START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 40.0
 
 
