@@ -18,6 +18,9 @@ A consumer that is awake is woken without a syscall. `Wake` is an eventfd and on
 asleep", which the owner alone writes. The owner sets the word, fences, checks its rings once more and only then sleeps.
 A peer fills a ring, fences, and signals only if the word is set. Without a full fence (`memory.py`: `FENCE_IS_FULL`) a
 wake-up may be lost; then the owner bounds its sleep after recent traffic.
+
+An owner that sleeps in an event loop is signalled always, but while it looks at its rings without sleeping: then the
+word says LOOKING.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ HEADER_BYTES = 128
 _WRITTEN = 0
 _CONSUMED = 8
 _SKIP = 2**64 - 1
+_LOOKING = 2
+"""Word of an owner that looks at its rings, and sleeps in an event loop otherwise."""
 
 
 class Ring:
@@ -135,6 +140,21 @@ class Wake:
             os.eventfd_write(self.fd, 1)
         except BlockingIOError:  # 2⁶⁴ − 2 signals wait already
             return
+
+    def signal_unless_looking(self) -> None:
+        """Signal an owner that sleeps in an event loop, unless it looks at its rings. A peer calls it as `signal`."""
+        fence()
+        if self._words[self._index] != _LOOKING:
+            self.signal_always()
+
+    def begin_look(self) -> None:
+        """Have peers not signal while the owner looks at its rings."""
+        self._words[self._index] = _LOOKING
+
+    def end_look(self) -> None:
+        """Have peers signal again; the owner must check all its rings once more."""
+        self._words[self._index] = 0
+        fence()
 
     def announce_sleep(self) -> None:
         """Set the owner's flag; the owner must check its rings once more before `sleep`."""

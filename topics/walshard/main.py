@@ -124,7 +124,8 @@ def _serve(
                 return
         if served or copied or shard.upkeep.busy:
             busy_ms = now_ms
-            continue
+            if copied or shard.upkeep.busy or not rings.idle:
+                continue
         if rings.stuck:
             rings.flush()
         elif stop.requested:

@@ -128,7 +128,9 @@ class Connections:
         self.turned_away = 0
         self.kept = KeptAnswers(clock or SystemClock())
         self.unadmitted = UnadmittedInput()
-        self.tasks: set[asyncio.Task[None]] = set()  # app calls of HTTP/1.1, and connections that Hypercorn serves
+        self.tasks: dict[Callable[[], Awaitable[None]], asyncio.Task[None]] = {}
+        """App calls of HTTP/1.1, and connections that Hypercorn serves, by what they run."""
+        self._loop = asyncio.get_running_loop()
         self._paused_until_s = 0.0
         self._changed = asyncio.Event()
 
@@ -166,7 +168,7 @@ class Connections:
 
     async def abort(self) -> None:
         """Cut what is left. Requests that are not answered yet get `503 shutting_down`."""
-        if tasks := list(self.tasks):
+        if tasks := list(self.tasks.values()):
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks, timeout=1.0)
@@ -183,14 +185,12 @@ class Connections:
 
     def start_task(self, run: Callable[[], Awaitable[None]]) -> None:
         """Run `run()` as one of `tasks`, until which a drain waits."""
-        self.tasks.add(asyncio.get_running_loop().create_task(self._run(run)))
+        self.tasks[run] = self._loop.create_task(self._run(run))
 
     async def _run(self, run: Callable[[], Awaitable[None]]) -> None:
-        task = asyncio.current_task()
-        assert task is not None
         try:
             await run()
         finally:
-            self.tasks.discard(task)
+            del self.tasks[run]
             if self.draining:
                 self._changed.set()

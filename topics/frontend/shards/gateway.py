@@ -1,8 +1,9 @@
 """The frontend's end of the rings: requests to shards, their answers, and the listeners for changes of topics.
 
-Nothing here blocks the event loop. A request is pushed at once, or waits (bounded) for room in the ring. All requests
-pushed in one iteration of the loop are signalled once, so that they reach the shard as one group. Answers are
-signalled by an eventfd. Requests to a dead shard wait for its restart, until `shard_wait_ms` is over.
+Nothing here blocks the event loop for longer than the 200 µs of `lone_writes.py`. A request is pushed at once, or waits
+(bounded) for room in the ring. All requests pushed in one iteration of the loop are signalled once, so that they reach
+the shard as one group. Answers are signalled by an eventfd. Requests to a dead shard wait for its restart, until
+`shard_wait_ms` is over.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from topics.core.errors import TopicsError
 from topics.core.names import owner_shard
 from topics.frontend.shards.archive_acks import ArchiveAcks
 from topics.frontend.shards.arenas import Arenas
+from topics.frontend.shards.lone_writes import LoneWrites
 from topics.frontend.shards.notices import JobListeners, Watches
 from topics.frontend.shards.pending_requests import (
     ROOM_WAIT_S,
@@ -84,6 +86,8 @@ class Gateway:
         self._wake = shared.frontend_wakes[index]
         self.links = [_Link(shared, index, shard) for shard in range(shared.shards)]
         self._last_id = incarnation << 40
+        self._lone_writes = LoneWrites(self._wake, cell)
+        self._signals_at_once = False
         self.pending = PendingRequests()
         self._spills = Spills(shared.identity, index)
         self._signals: list[_Link] = []
@@ -118,6 +122,7 @@ class Gateway:
 
     def start(self) -> None:
         """Say hello to every shard and listen for answers."""
+        self._wake.end_look()  # of a former incarnation that was killed
         self._spills.remove_leftovers()
         for shard, link in enumerate(self.links):
             link.generation = link.cell.get("generation")
@@ -160,7 +165,16 @@ class Gateway:
         parts = append_messages.encode_append(
             request_id, name, create, if_head_seq, key, config, records.offset_len, records.flags, records.buffer, jobs
         )
-        return self._submit(shard, request_id, parts, MessageKind.APPEND, unthrottled, None)
+        if not self._lone_writes.is_alone(len(self.pending)):
+            return self._submit(shard, request_id, parts, MessageKind.APPEND, unthrottled, None)
+        self._lone_writes.begin()
+        self._signals_at_once = True
+        try:
+            future = self._submit(shard, request_id, parts, MessageKind.APPEND, unthrottled, None)
+        finally:
+            self._signals_at_once = False
+            self._take_lone(shard, request_id)
+        return future
 
     def submit(
         self, shard: int, request: Message | Asks[Any], on_late: OnLate | None = None, unthrottled: bool = False
@@ -306,7 +320,9 @@ class Gateway:
             fail(request.future, TopicsError("throttled", what, {"retry_after_ms": self.retry_after_ms}))
 
     def _signal(self, link: _Link) -> None:
-        if not link.signal_due:
+        if self._signals_at_once:
+            link.wake.signal()
+        elif not link.signal_due:
             link.signal_due = True
             if not self._signals:
                 self._loop.call_soon(self._flush_signals)
@@ -322,6 +338,27 @@ class Gateway:
 
     def _on_wake(self) -> None:
         self._wake.drain()
+        self._drain_all()
+
+    def _take_lone(self, shard: int, request_id: int) -> None:
+        """Look for the answer to a lone write, and take it if it is the first message. Others are taken by the loop:
+        their listeners are not called in the middle of a request.
+        """
+        link = self.links[shard]
+        if not self._lone_writes.look(link.replies, [one.replies for one in self.links]):
+            return
+        for message, position in link.replies.peek():
+            kind, answered_id, _count = messages.head(message)
+            if kind == MessageKind.APPEND and answered_id == request_id:
+                try:
+                    self._take(shard, message)
+                finally:
+                    link.replies.consume(position)
+            break
+        if any(not one.replies.empty for one in self.links):
+            self._loop.call_soon(self._drain_all)
+
+    def _drain_all(self) -> None:
         for shard in range(len(self.links)):
             self._drain(shard)
 

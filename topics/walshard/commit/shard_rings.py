@@ -186,7 +186,7 @@ class ShardRings:
         for frontend in self._touched:
             if self._flush(frontend):
                 still.add(frontend)
-            self._wakes[frontend].signal_always()
+            self._wakes[frontend].signal_unless_looking()
         self._touched = still
 
     def _flush(self, frontend: int) -> bool:
