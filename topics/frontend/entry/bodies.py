@@ -91,6 +91,8 @@ async def reserve(budget: Budget, size_bytes: int) -> None:
 
 def release_body() -> None:
     """Count the current task's body no longer: next to nothing of it is kept."""
+    if not _reservations:  # short bodies are not counted, and to find the task is a system call
+        return
     task = asyncio.current_task()
     assert task is not None
     _release(task)
