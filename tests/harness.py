@@ -313,7 +313,7 @@ class Service:
             env=self.environment() | dict(env or {}),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=False,
             cwd=self.root,
         )

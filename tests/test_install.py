@@ -19,7 +19,7 @@ TEXTS = (".py", ".md", ".toml", ".service", ".yml", ".yaml", ".sh", ".json", "Ma
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
 
 
 def tracked() -> list[Path]:

@@ -199,7 +199,7 @@ def test_long_work_has_a_bar(
             stdout=subprocess.PIPE,
             stderr=theirs,
             env=clean_environment({}),
-            timeout=60,
+            timeout=240,
             check=False,
         )
         assert done.returncode == 0

@@ -199,7 +199,7 @@ def test_verify_has_no_use_for_the_http_library(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.stdout.splitlines()[-1] == "set()"
 

@@ -159,7 +159,7 @@ def test_each_step_of_the_image_works_and_its_program_serves(tmp_path: Path) -> 
 @pytest.mark.skipif(HADOLINT is None, reason="there is no hadolint; `make test` fetches it")
 def test_the_linter_has_no_complaint() -> None:
     assert HADOLINT is not None
-    done = subprocess.run([HADOLINT, str(CONTAINERFILE)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([HADOLINT, str(CONTAINERFILE)], capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stdout) == (0, "")
 
 

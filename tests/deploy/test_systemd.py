@@ -27,7 +27,7 @@ for _ in range(3):
     asked = 0
     while restart.poll() is None:
         try:
-            urllib.request.urlopen("http://127.0.0.1:4000/v0/health", timeout=60).read()
+            urllib.request.urlopen("http://127.0.0.1:4000/v0/health", timeout=240).read()
         except (http.client.RemoteDisconnected, ConnectionResetError):
             continue  # accepted in the last moment before the drain, and closed before the request was there
         asked += 1
@@ -122,14 +122,14 @@ def test_systemd_here_takes_the_units(tmp_path: Path) -> None:
         text = unit.read_text().replace("/opt/topics/bin/topics-supervisor", "/bin/true")
         (tmp_path / unit.name).write_text(text)
     command = ["systemd-analyze", "verify", "--man=no", *(str(tmp_path / unit.name) for unit in UNITS)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     said = [line for line in done.stderr.splitlines() if KNOWN_ON_252 not in line and str(tmp_path) in line]
     assert said == []
     report = subprocess.run(
         ["systemd-analyze", "security", "--offline=true", str(UNITS[1])],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert exposure(report.stdout)

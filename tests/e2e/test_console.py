@@ -6,6 +6,7 @@ pictures of docs/console.md are written again.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -24,6 +25,7 @@ import pytest
 from bench import consoles, wire
 from bench.load import Plan, closed_loop
 from tests.contract.asking import diff, put, write
+from tests.e2e import npm_package
 from tests.e2e.browser import Browser, find_browser
 from tests.e2e.fetch_axe import FETCHED
 from tests.e2e.npm_package import CannotFetchError
@@ -155,12 +157,33 @@ def rows(tab: Browser) -> list[str]:
 # -- without a browser
 
 
+@pytest.mark.timeout(1800)  # four packages; the network may be slow
 def test_the_libraries_are_those_of_npm() -> None:
     try:
         expected = vendored()
     except CannotFetchError as error:
         pytest.skip(f"{error}")
     assert {path.name: path.read_bytes() for path in VENDOR.iterdir()} == expected
+
+
+def test_a_network_that_fails_once_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An `npm` that cannot fetch at its first call, and then writes the package into the directory that it is given."""
+    npm = tmp_path / "npm"
+    npm.write_text("""#!/bin/sh
+cd "$(dirname "$0")"
+test -e called || { touch called; echo "network is down" >&2; exit 1; }
+for target; do :; done
+printf packed > "$target/some-1.0.0.tgz"
+""")
+    npm.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(npm_package, "TRY_AGAIN_S", 0)
+    assert npm_package.download("some@1.0.0", hashlib.sha256(b"packed").hexdigest()) == b"packed"
+    with pytest.raises(SystemExit, match="not the package that was tested"):
+        npm_package.download("some@1.0.0", "0" * 64)
+    npm.write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(CannotFetchError):
+        npm_package.download("some@1.0.0", "0" * 64)
 
 
 def test_our_own_part_stays_small() -> None:
