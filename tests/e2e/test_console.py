@@ -607,13 +607,19 @@ class Between:
         self.fault: Literal["", "502", "silence"] = ""
         self.streams = 0
         self._service = service
-        self._silent: set[socket.socket] = set()
+        self._streaming: set[socket.socket] = set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
         self._listener.close()
+
+    def say(self, event: str, data: object) -> None:
+        """Put an event of our own into each stream, as a chunk of its answer: nothing else is sent meanwhile."""
+        text = f"event: {event}\ndata: {json.dumps(data)}\n\n"
+        for inner in self._streaming:
+            inner.sendall(f"{len(text):x}\r\n{text}\r\n".encode())
 
     def _accept(self) -> None:
         with suppress(OSError):
@@ -630,13 +636,13 @@ class Between:
                 if source is inner and received.startswith(b"GET /v0/watch/"):
                     streams, self.streams = True, self.streams + 1
                     if not self.fault:
-                        self._silent.add(inner)
+                        self._streaming.add(inner)
                 if source is inner and self.fault == "502":
                     inner.sendall(
                         b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 3\r\nContent-Type: text/html\r\n\r\nbad"
                     )
                     break
-                if self.fault != "silence" or inner not in self._silent:
+                if self.fault != "silence" or inner not in self._streaming:
                     target.sendall(received)
         if not (streams and self.fault == "silence"):
             for one in (source, target):
@@ -663,6 +669,30 @@ def test_a_stream_that_fell_silent_is_opened_again(shop: Service, between: Betwe
         write(shop.client, "shop.silent", "unheard")
         poll("it to arrive", lambda: rows(opened) == ["1"], 60)
         assert between.streams == 2
+
+
+@needs_browser
+def test_a_topic_that_cannot_be_read_now_is_told_until_it_can(shop: Service, between: Between) -> None:
+    assert COMMAND is not None
+    put(shop.client, "shop.troubled")
+    with Browser(COMMAND, f"{between.url}/console#/topic/shop.troubled?tab=tail") as opened:
+        shows(opened, "following", ".tail-state")
+        poll("the stream", lambda: between.streams == 1)
+        between.say(
+            "error", {"code": 429, "error": "shard 1 is busy", "retry_after_ms": 9, "topics": ["shop.troubled"]}
+        )
+        shows(opened, "It cannot be read now: shard 1 is busy", "main")
+        write(shop.client, "shop.troubled", 1)
+        poll("the record", lambda: rows(opened) == ["1"])
+        poll("the word to go", lambda: "cannot be read" not in opened.run("document.body.textContent"))
+
+
+@needs_browser
+def test_the_tail_keeps_fewer_of_large_records(tab: Browser) -> None:
+    module = "import(new URL('views/tail.js', document.querySelector('script[type=module]').src))"
+    added = "const one = new of.Buffer(); for (let n = 0; n < 20; n += 1) one.add(Array(50).fill({}), %d)"
+    for size, kept in ((50 << 20, "<= 200"), (5000, "=== 1000")):
+        assert tab.run(f"{module}.then((of) => {{ {added % size}; return one.kept.length {kept}; }})")
 
 
 @needs_browser
@@ -737,6 +767,17 @@ def test_it_asks_for_a_key_and_a_key_that_reads_only_reads() -> None:
             click(tab, "Use key")
             shows(tab, "all rights", ".rights")
             shows(tab, "Write…")
+            go(tab, "topic/shop.a?tab=tail")
+            shows(tab, "following", ".tail-state")
+            tab.press("k")
+            for key in ("wrong", "root"):
+                fill(tab, "dialog input", key)
+                click(tab, "Use key")
+                if key == "wrong":
+                    shows(tab, "not valid", "dialog")
+            shows(tab, "following", ".tail-state")
+            locked.client.post("/v0/topics/shop.a", json=body, headers=headers).raise_for_status()
+            poll("the tail to go on", lambda: rows(tab) == ["2"])
 
 
 # -- how it looks

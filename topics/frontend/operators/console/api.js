@@ -71,19 +71,20 @@ const wait = (ms, signal) => new Promise((done) => {
   signal.addEventListener("abort", () => { clearTimeout(timer); done(); }, { once: true });
 });
 
-// Follows one topic from its end (or from_seq) until `signal` is aborted. `on` gets (event, data, size); `state` gets
+// Follows one topic from `place.start` ({ tail: true } or { from_seq }), and keeps there how far it came, until `signal`
+// is aborted. `on` gets (event, data, size); `state` gets
 // "live" or "lost". EventSource cannot send the key in a header, so the stream is read by hand.
-export const follow = async (topic, start, on, state, signal) => {
-  let stream = null, id = null, position = start, failures = 0;
+export const follow = async (topic, place, on, state, signal) => {
+  let stream = null, id = null, failures = 0;
   while (!signal.aborted) {
     const silent = new AbortController();
     let timer = 0;
     const heard = () => { clearTimeout(timer); timer = setTimeout(() => silent.abort(), 3 * HEARTBEAT_MS); };
     try {
       if (stream === null) {
-        const body = { topics: { [topic]: position }, include_tags: true, limit: 1000, pace_ms: PACE_MS, heartbeat_ms: HEARTBEAT_MS };
+        const body = { topics: { [topic]: place.start }, include_tags: true, limit: 1000, pace_ms: PACE_MS, heartbeat_ms: HEARTBEAT_MS };
         const made = await call("POST", "watch", { body, signal });
-        [stream, id, position] = [made.wid, null, { from_seq: made.topics[topic].from_seq }];
+        [stream, id, place.start] = [made.wid, null, { from_seq: made.topics[topic].from_seq }];
       }
       heard();
       const answer = await send("GET", `watch/${stream}`, { signal: AbortSignal.any([silent.signal, signal]), headers: { Accept: "text/event-stream", ...(id ? { "Last-Event-ID": id } : {}) } });
@@ -93,7 +94,7 @@ export const follow = async (topic, start, on, state, signal) => {
         if (event.id) id = event.id;
         if (!event.data) continue;
         const data = parse(event.data);
-        if (event.kind === "record") position = { from_seq: data.to_seq };
+        if (event.kind === "record") place.start = { from_seq: data.to_seq };
         on(event.kind, data, event.data.length);
         if (event.kind === "topic-deleted") return;
       }

@@ -14,7 +14,7 @@ const DRAW_MS = 100;
 const RATE_MS = 1000;
 
 // Receives records and remembers the newest that fit the filters. Drawing looks at it; it knows nothing of drawing.
-class Buffer {
+export class Buffer {
   constructor() { this.kept = []; this.received = 0; this.fitting = 0; this.filters = {}; this.notes = []; this.trouble = null; }
 
   fits({ tag, node, text }, record) {
@@ -50,11 +50,12 @@ export const Tail = ({ name }) => {
   const [open, toggle] = useOpen();
   const [, draw] = useReducer((frames) => frames + 1, 0);
   const pace = useRef({ received: 0, at_ms: 0, now: 0 });
+  const place = useRef({ start: { tail: true } });
   const wanted = useRef(false), drawn_ms = useRef(0), isPaused = useRef(false);
   isPaused.current = paused;
 
   useEffect(() => {
-    if (needsKey) return undefined; // with another key it begins again
+    if (needsKey) return undefined; // with another key it goes on where it was
     const stop = new AbortController();
     let frame = 0;
     buffer.current.notes = [];
@@ -73,7 +74,7 @@ export const Tail = ({ name }) => {
       draw();
     };
     frame = requestAnimationFrame(tick);
-    follow(name, { tail: true }, (kind, data, size) => {
+    follow(name, place.current, (kind, data, size) => {
       if (kind === "record" || kind === "caught-up") buffer.current.trouble = null;
       if (kind === "record") buffer.current.add(data.records, size);
       else if (kind === "error" && data.code !== "server_shutting_down") buffer.current.trouble = data.error;
