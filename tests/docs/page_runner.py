@@ -220,7 +220,7 @@ class PageRunner:
         return done.stdout.splitlines()
 
     def _python(self, program: str) -> None:
-        assert self._service is None or not self._service.ended(), "the page has stopped its service before this program"
+        assert self._service is None or not self._service.ended(), "the page has stopped its service before this"
         program = program.replace("Client()", 'Client("http://127.0.0.1:4000")')
         self._printed = self._shell(shlex.join(["python", "-c", self._addressed(program)]))
         assert not any(line.startswith("Traceback") for line in self._printed), "\n".join(self._printed)
