@@ -12,6 +12,8 @@ from types import ModuleType
 from typing import Final
 
 EXIT_USAGE: Final = 2
+BASE_MODULES: Final = frozenset(("httptools", "msgspec", "shtab", "tqdm"))
+"""Modules that `pip install topicsd` brings."""
 SERVER_MODULES: Final = frozenset(
     ("h2", "hypercorn", "posix_ipc", "psutil", "sortedcontainers", "starlette", "structlog", "uvloop")
 ) | {"xxhash"}
@@ -47,6 +49,8 @@ def foreign(package: ModuleType) -> str | None:
 def missing(error: ModuleNotFoundError) -> str:
     """Return the sentence about a module that is not installed; raises the error if no extra brings it."""
     module = (error.name or "").partition(".")[0]
+    if module in BASE_MODULES:
+        return f"the package {module} is missing, which every installation has: pip install --force-reinstall topicsd"
     if module == BUCKET_MODULE:
         return f"a bucket needs the package {module}: pip install 'topicsd[bucket]'"
     if module not in SERVER_MODULES:

@@ -29,7 +29,7 @@ from typing import Any, Final, Literal
 
 import pytest
 
-from tests.harness import poll
+from tests.harness import poll, reserved_port
 
 SERVERS_DIR: Final = Path(sys.prefix, "servers", "bin")
 """The Makefile puts there what it fetches."""
@@ -51,9 +51,7 @@ class ObjectServer:
     scheme = "s3"
 
     def __init__(self) -> None:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            self.port: int = found.getsockname()[1]
+        self._placeholder, self.port = reserved_port()
         self.directory = tempfile.mkdtemp(prefix="topics-buckets-")
         self._process = subprocess.Popen(
             self.command(),
@@ -81,6 +79,7 @@ class ObjectServer:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
+        self._placeholder.close()
         shutil.rmtree(self.directory)
 
     def request(self, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> None:

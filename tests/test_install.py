@@ -19,7 +19,7 @@ TEXTS = (".py", ".md", ".toml", ".service", ".yml", ".yaml", ".sh", ".json", "Ma
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
 
 
 def tracked() -> list[Path]:
@@ -43,6 +43,7 @@ def names(requirements: list[str]) -> set[str]:
 
 def test_the_extra_of_the_service_is_what_its_programs_ask_for() -> None:
     assert names(PROJECT["optional-dependencies"]["server"]) == topicsd.SERVER_MODULES
+    assert names(PROJECT["dependencies"]) == topicsd.BASE_MODULES
     assert PROJECT["name"] == "topicsd"
 
 
@@ -93,6 +94,14 @@ def test_a_command_without_its_extra_says_what_to_install(missing: str, argument
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(said)
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("module", ["msgspec", "httptools"])
+def test_an_installation_with_a_hole_says_so(module: str) -> None:
+    done = run(BLOCKED.format(program="topics"), module, "doctor")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"topics: the package {module} is missing")
+    assert "pip install --force-reinstall topicsd" in done.stderr
 
 
 def test_the_client_and_its_commands_need_nothing_of_the_service() -> None:

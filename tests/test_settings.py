@@ -260,6 +260,11 @@ def test_masked_names_every_setting() -> None:
     assert set(read().masked()) == set(Settings.__struct_fields__)
 
 
+def test_people_at_a_terminal_are_shown_what_is_not_as_usual() -> None:
+    shown = read({"TOPICS_LOG_FORMAT": "console", "TOPICS_PORT": "4001", "TOPICS_MAX_TOPICS": "100000"}).masked()
+    assert set(shown) == {"data_dir", "port", "wal_shards", "frontends", "ring_bytes", "log_format"}
+
+
 def test_the_handbook_lists_every_variable_with_its_default() -> None:
     handbook = (Path(__file__).parent.parent / "docs" / "operations.md").read_text()
     rows = dict(re.findall(r"^\| `TOPICS_(\w+)` \| (.*?) \|", handbook, re.MULTILINE))

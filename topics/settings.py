@@ -197,8 +197,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return self.cold_dir or self.cold_url
 
     def masked(self) -> dict[str, Any]:
-        """Return every setting by name, fit for a log line: of keys only how many there are."""
+        """Return the settings by name, fit for a log line: of keys only how many there are. People at a terminal get
+        those that are not as usual.
+        """
         shown = msgspec.structs.asdict(self)
+        if self.log_format == "console":
+            usual = {field.name: field.default for field in msgspec.structs.fields(self)}
+            shown = {name: value for name, value in shown.items() if value != usual[name]}
         if self.api_keys is not None:
             shown["api_keys"] = f"{len(self.api_keys)} masked"
         if self.follow_key is not None:

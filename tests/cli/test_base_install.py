@@ -28,7 +28,7 @@ sys.exit(main(["completion", "fish"]))
 def test_only_commands_on_files_need_the_packages_of_the_service() -> None:
     environment = clean_environment({"PYTHONPATH": str(ROOT)})
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "verify" in done.stdout

@@ -29,7 +29,7 @@ PROGRAMS = {
     "topics": "import sys; from topics.cli.main import main; sys.exit(main())",
     "topics-supervisor": "import sys; from topics.supervisor.command import main; sys.exit(main())",
 }
-TIMEOUT_S = 60
+TIMEOUT_S = 240
 OVERLAY = 'mount -t overlay -o "lowerdir=$0:/usr" overlay /usr && exec "$@"'
 
 

@@ -65,7 +65,7 @@ def test_the_examples_print_what_they_say(tmp_path: Path) -> None:
                 stderr=subprocess.STDOUT,
                 env=environment,
                 cwd=tmp_path,
-                timeout=60,
+                timeout=240,
                 check=False,
             )
             assert timeless(done.stdout.decode()) == timeless(printed), command
@@ -99,7 +99,7 @@ def test_a_command_that_looks_at_a_directory_prints_what_its_page_says(
         text=True,
         env=clean_environment({"TOPICS_PORT": "0", "PATH": path}),
         cwd=tmp_path,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     expected = FOLDER.sub(str(tmp_path / "data"), printed).replace("127.0.0.1:4000", "127.0.0.1:0")

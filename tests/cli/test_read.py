@@ -9,7 +9,7 @@ from typing import IO, Any
 
 import pytest
 
-from tests.cli.shell import Shell, values
+from tests.cli.shell import DEADLINE_S, Shell, values
 from tests.harness import Service, poll
 from topics.client import Client, NewRecord
 
@@ -63,7 +63,7 @@ def test_until_head_is_the_head_of_the_start(
         topics.append(topic, range(1_000))
         assert reading.stdout is not None
         rest = values(reading.stdout.read().decode())
-        assert reading.wait(30) == 0
+        assert reading.wait(DEADLINE_S) == 0
     assert [one["$seq"] for one in rest] == list(range(2, last_seq + 1))
 
 
@@ -92,7 +92,7 @@ def test_head_has_seen_enough(shell: Shell, topics: Client, topic: str) -> None:
         assert reading.stdout is not None
         assert reading.stderr is not None
         reading.stdout.close()
-        assert reading.wait(30) == 141
+        assert reading.wait(DEADLINE_S) == 141
         assert reading.stderr.read() == b""
 
 
@@ -129,7 +129,7 @@ def test_tail_follows_until_ctrl_c(shell: Shell, topics: Client, topic: str) -> 
             topics.append(topic, [number])
             assert line_of(tail.stdout)["data"] == number
         tail.send_signal(signal.SIGINT)
-        assert tail.wait(30) == 130
+        assert tail.wait(DEADLINE_S) == 130
         assert tail.stderr is not None
         assert tail.stderr.read() == b""
 
@@ -144,7 +144,7 @@ def test_tail_goes_on_until_its_topics_are_deleted(shell: Shell, topics: Client,
         assert (line["topic"], line["data"]) == (topic, 2)
         topics.delete_topic(topic)
         topics.delete_topic(f"{topic}.b")
-        assert tail.wait(30) == 0
+        assert tail.wait(DEADLINE_S) == 0
         assert tail.stderr is not None
         said = sorted(tail.stderr.read().decode().splitlines())
         assert said == sorted(f"topics tail: topic {name!r} was deleted" for name in (topic, f"{topic}.b"))
@@ -164,7 +164,7 @@ def test_tail_outlives_a_restart_of_the_service(topic: str) -> None:
             line = line_of(tail.stdout)
             assert (line["$seq"], line["data"]) == (3, 3)
             tail.send_signal(signal.SIGINT)
-            assert tail.wait(30) == 130
+            assert tail.wait(DEADLINE_S) == 130
 
 
 def test_tail_ends_with_its_reader_though_nothing_is_written(shell: Shell, topics: Client, topic: str) -> None:
@@ -173,7 +173,7 @@ def test_tail_ends_with_its_reader_though_nothing_is_written(shell: Shell, topic
         assert line_of(tail.stdout)["data"] == 1
         assert tail.stdout is not None
         tail.stdout.close()
-        assert tail.wait(30) == 141
+        assert tail.wait(DEADLINE_S) == 141
 
 
 def test_tail_tells_of_gaps_and_ends_with_5(shell: Shell, topics: Client, topic: str) -> None:
@@ -196,4 +196,4 @@ def test_tail_tells_of_gaps_and_ends_with_5(shell: Shell, topics: Client, topic:
         gap = [line["tombstone"] for line in lines if "tombstone" in line][-1]
         assert gap["gap_to"] >= 15
         topics.delete_topic(topic)
-        assert tail.wait(30) == 5
+        assert tail.wait(DEADLINE_S) == 5

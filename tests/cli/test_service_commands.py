@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.shell import Shell, values
+from tests.cli.shell import DEADLINE_S, Shell, values
 from tests.harness import Service, clean_environment
 from topics.client import Client, NotFoundError
 
@@ -41,7 +41,7 @@ def test_create_asks_on_a_terminal(
     try:
         with shell.begin("create", topic, "cap_records=10", stdin=theirs) as creating:
             os.write(ours, answer)
-            assert creating.wait(30) == code
+            assert creating.wait(DEADLINE_S) == code
     finally:
         os.close(ours)
         os.close(theirs)
@@ -199,7 +199,7 @@ def test_long_work_has_a_bar(
             stdout=subprocess.PIPE,
             stderr=theirs,
             env=clean_environment({}),
-            timeout=60,
+            timeout=240,
             check=False,
         )
         assert done.returncode == 0
@@ -218,7 +218,7 @@ def test_colours_are_for_a_terminal(shell: Shell, topics: Client, topic: str) ->
         command = ("env", *(f"{name}={value}" for name, value in environment.items()))
         try:
             with shell.begin("list", topic, stdout=theirs, before=command) as listing:
-                assert listing.wait(30) == 0
+                assert listing.wait(DEADLINE_S) == 0
             assert (b"\x1b[1mTOPIC" in os.read(ours, 10_000)) == painted
         finally:
             os.close(ours)

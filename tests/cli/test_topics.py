@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.shell import ROOT, Shell, values
+from tests.cli.shell import DEADLINE_S, ROOT, Shell, values
 from tests.harness import Service, clean_environment
 from topics.cli.main import COMMANDS
 from topics.client import Client, NewRecord, NotFoundError, Record
@@ -82,7 +82,7 @@ def test_delete_asks_on_a_terminal(shell: Shell, topics: Client, topic: str, ans
     try:
         with shell.begin("delete", topic, "--before", "2", stdin=theirs) as deleting:
             os.write(ours, answer)
-            assert deleting.wait(30) == code
+            assert deleting.wait(DEADLINE_S) == code
             assert deleting.stderr is not None
             asked = deleting.stderr.read().decode()
     finally:
@@ -97,7 +97,7 @@ def test_delete_does_not_ask_after_yes(shell: Shell, topics: Client, topic: str)
     ours, theirs = pty.openpty()
     try:
         with shell.begin("delete", topic, "--topic", "--yes", stdin=theirs) as deleting:
-            assert deleting.wait(30) == 0
+            assert deleting.wait(DEADLINE_S) == 0
     finally:
         os.close(ours)
         os.close(theirs)
@@ -126,6 +126,8 @@ def test_no_service(shell: Shell) -> None:
         (("read", "t", "--from", "-1"), "--from"),
         (("read", "t", "--from-ts", "soon"), "--from-ts"),
         (("read", "t", "--limit", "0"), "--limit"),
+        (("top", "--every-s", "soon"), "'soon' is not a number from 0"),
+        (("queue", "t", "claim", "--wait-s", "nan"), "'nan' is not a number from 0"),
         (("write", "t", "--durability", "maybe"), "maybe"),
         (("write", "t", "--patience-s", "120"), "idempotency_window_ms"),
         (("queue", "t", "ack", "7"), "SEQ:LEASE_ID"),
@@ -157,7 +159,7 @@ def test_keys_come_from_files(tmp_path: Path) -> None:
         try:
             with shell.begin("delete", "t", "--topic", "--key-file", str(key_file), stdin=theirs) as deleting:
                 os.write(ours, b"yes\n")
-                assert deleting.wait(30) == 0
+                assert deleting.wait(DEADLINE_S) == 0
                 assert deleting.stderr is not None
                 assert deleting.stderr.read().decode() == "Delete all of topic 't'? [y/N] "
         finally:
@@ -197,7 +199,7 @@ def test_verify_has_no_use_for_the_http_library(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.stdout.splitlines()[-1] == "set()"
 

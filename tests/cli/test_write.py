@@ -10,7 +10,7 @@ import termios
 
 import pytest
 
-from tests.cli.shell import Shell, values
+from tests.cli.shell import DEADLINE_S, Shell, values
 from tests.harness import Service, poll
 from topics.client import Client, NotFoundError, Record
 
@@ -66,7 +66,7 @@ def test_a_pipe_that_trickles_is_written_promptly(shell: Shell, topics: Client, 
             expected = [b"%d" % earlier for earlier in range(number + 1)]
             poll("the line to be in the topic", lambda: data_of(topics, topic) == expected, 30.0)
         writing.stdin.close()
-        assert writing.wait(30) == 0
+        assert writing.wait(DEADLINE_S) == 0
 
 
 def test_whole_records_from_one_topic_to_another(shell: Shell, topics: Client, topic: str) -> None:
@@ -131,7 +131,7 @@ def test_ctrl_c_says_what_is_written(shell: Shell, topics: Client, topic: str) -
         writing.stdin.write(b"3\n")
         poll("another line to be in the topic", lambda: len(data_of(topics, topic)) == 3, 30.0)
         writing.send_signal(signal.SIGINT)
-        assert writing.wait(30) == 130
+        assert writing.wait(DEADLINE_S) == 130
         (summary,) = values(writing.stdout.read().decode())
         said = writing.stderr.read().decode()
     # The last line is in the topic; whether its answer had come is a matter of luck, and what is said goes by that.
@@ -159,7 +159,7 @@ def test_progress_is_for_a_terminal(shell: Shell, topic: str) -> None:
 
             poll("a count on the terminal", shown, 30.0)
             stdin.close()
-            assert writing.wait(30) == 0
+            assert writing.wait(DEADLINE_S) == 0
     finally:
         os.close(ours)
         os.close(theirs)
@@ -180,7 +180,7 @@ def test_nothing_is_lost_or_doubled_when_processes_are_killed(topic: str) -> Non
                 written = poll("more to be in the topic", lambda: head_above(topics, topic, written), 30.0)
                 os.kill(pid, signal.SIGKILL)
                 assert written < len(numbers), "it was done before anything was killed"
-            assert writing.wait(60) == 0
+            assert writing.wait(DEADLINE_S) == 0
         assert data_of(topics, topic) == numbers
 
 

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from tests.harness import clean_environment, poll
+from tests.harness import STOP_GRACE_MS, clean_environment, poll
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 UV: Final = "uv==0.13.9"
@@ -81,6 +81,7 @@ def check(supervisor: Sequence[str | Path], programs: Path, scratch: Path) -> No
     """Start the service by the command `supervisor`; write and read with the programs of an installation."""
     port_file, log_file = scratch / "port", scratch / "log"
     settings = {"TOPICS_DATA_DIR": str(scratch / "data"), "TOPICS_PORT": "0", "TOPICS_PORT_FILE": str(port_file)}
+    settings["TOPICS_SHUTDOWN_GRACE_MS"] = str(STOP_GRACE_MS)
     with log_file.open("wb") as log:
         service = subprocess.Popen(
             [*supervisor, "run"],
@@ -107,7 +108,7 @@ def check(supervisor: Sequence[str | Path], programs: Path, scratch: Path) -> No
         assert re.findall(r'"data":(\{[^}]*\})', read) == RECORDS.splitlines(), read
         # uvx starts the service as its child, and passes a signal on to it.
         service.send_signal(signal.SIGTERM)
-        assert service.wait(60) == 0, log_file.read_text()
+        assert service.wait(INSTALL_TIMEOUT_S) == 0, log_file.read_text()
     finally:
         if service.poll() is None:
             os.killpg(service.pid, signal.SIGKILL)

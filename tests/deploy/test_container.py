@@ -20,6 +20,7 @@ import yaml
 
 from tests.deploy.bare import Bare, needs_debian
 from tests.deploy.test_monitoring import needs_promtool, promtool
+from tests.harness import STOP_GRACE_MS
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -36,7 +37,7 @@ inside() { chroot --userspec 4000:4000 "$1" env -i $environment /bin/sh -ec "$2"
 chroot --userspec 4000:4000 "$1" env -i $environment $program & service=$!
 tries=0
 until inside "$1" "$check" 2> /dev/null; do
-  tries=$((tries + 1)); test $tries -lt 300
+  tries=$((tries + 1)); test $tries -lt 1200
   kill -0 $service
   sleep 0.2
 done
@@ -121,6 +122,7 @@ def test_each_step_of_the_image_works_and_its_program_serves(tmp_path: Path) -> 
         program = [*json.loads(image.rest["ENTRYPOINT"]), *json.loads(image.rest["CMD"])]
         check = json.loads(image.rest["HEALTHCHECK"].partition("CMD ")[2])
         environment = image.environment | {"TOPICS_ALLOW_INSECURE_NO_AUTH": "1"}
+        environment["TOPICS_SHUTDOWN_GRACE_MS"] = str(STOP_GRACE_MS)
         script = "\n".join(
             [
                 f"environment={shlex.quote(' '.join(f'{name}={value}' for name, value in environment.items()))}",
@@ -144,7 +146,7 @@ def test_each_step_of_the_image_works_and_its_program_serves(tmp_path: Path) -> 
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=600,
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
@@ -157,7 +159,7 @@ def test_each_step_of_the_image_works_and_its_program_serves(tmp_path: Path) -> 
 @pytest.mark.skipif(HADOLINT is None, reason="there is no hadolint; `make test` fetches it")
 def test_the_linter_has_no_complaint() -> None:
     assert HADOLINT is not None
-    done = subprocess.run([HADOLINT, str(CONTAINERFILE)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([HADOLINT, str(CONTAINERFILE)], capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stdout) == (0, "")
 
 

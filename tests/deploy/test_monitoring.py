@@ -61,7 +61,7 @@ def test_the_dashboard_shows_what_there_is(said: set[str]) -> None:
 
 def promtool(*arguments: str) -> None:
     assert PROMTOOL is not None, "TOPICS_REQUIRE_PROMTOOL=1, but there is no promtool"
-    done = subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -16,7 +16,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -27,9 +26,9 @@ import httpx
 
 from tests.contract.api_page import Likeness, decode
 from tests.docs.blocks import Block
-from tests.harness import _stop_with_parent, clean_environment, poll
+from tests.harness import _stop_with_parent, clean_environment, poll, reserved_port
 
-DEADLINE_S: Final = 60.0
+DEADLINE_S: Final = 240.0
 LONG_S: Final = 600.0
 ADDRESS: Final = re.compile(r"(?:localhost|127\.0\.0\.1):4000")
 SERVICE: Final = re.compile(r"(?:TOPICS_\w+=\S+ )*topics-supervisor run\b")
@@ -82,9 +81,7 @@ class PageRunner:
     def __init__(
         self, folder: Path, environment: Mapping[str, str], programs: Path = Path(sys.executable).parent
     ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
+        self._placeholder, self._port = reserved_port()
         self._folder = folder
         self._environment = clean_environment(
             {
@@ -109,6 +106,7 @@ class PageRunner:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._placeholder.close()
         if error is not None and self._service is not None:
             error.add_note("\n".join(self._service.lines()[-40:]))
         for other in self._others:
@@ -222,6 +220,7 @@ class PageRunner:
         return done.stdout.splitlines()
 
     def _python(self, program: str) -> None:
+        assert self._service is None or not self._service.ended(), "the page has stopped its service before this"
         program = program.replace("Client()", 'Client("http://127.0.0.1:4000")')
         self._printed = self._shell(shlex.join(["python", "-c", self._addressed(program)]))
         assert not any(line.startswith("Traceback") for line in self._printed), "\n".join(self._printed)

@@ -9,10 +9,14 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from pathlib import Path
 from typing import Final
 
 NPM_TIMEOUT_S: Final = 300
+TRIES: Final = 3
+TRY_AGAIN_S: Final = 5
+"""A network that fails once is no reason to leave out tests."""
 
 
 class CannotFetchError(Exception):
@@ -24,6 +28,21 @@ def download(package: str, sha256: str) -> bytes:
     npm = shutil.which("npm") or shutil.which("npm", path=sysconfig.get_path("scripts"))
     if npm is None:
         raise CannotFetchError("there is no npm")
+    for left in reversed(range(TRIES)):
+        try:
+            content = _pack(npm, package)
+            break
+        except CannotFetchError:
+            if not left:
+                raise
+            time.sleep(TRY_AGAIN_S)
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != sha256:
+        sys.exit(f"{package} has SHA-256 {digest}, not {sha256}: it is not the package that was tested")
+    return content
+
+
+def _pack(npm: str, package: str) -> bytes:
     with tempfile.TemporaryDirectory() as work:
         command = [npm, "pack", package, "--silent", "--pack-destination", work]
         environment = os.environ | {"PATH": os.pathsep.join([os.path.dirname(npm), os.environ.get("PATH", "")])}
@@ -36,8 +55,4 @@ def download(package: str, sha256: str) -> bytes:
         files = list(Path(work).glob("*.tgz"))
         if packed.returncode or not files:
             raise CannotFetchError(f"npm pack {package} failed: {packed.stderr.strip()[-500:]}")
-        content = files[0].read_bytes()
-    digest = hashlib.sha256(content).hexdigest()
-    if digest != sha256:
-        sys.exit(f"{package} has SHA-256 {digest}, not {sha256}: it is not the package that was tested")
-    return content
+        return files[0].read_bytes()

@@ -6,15 +6,18 @@ pictures of docs/console.md are written again.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
@@ -22,6 +25,7 @@ import pytest
 from bench import consoles, wire
 from bench.load import Plan, closed_loop
 from tests.contract.asking import diff, put, write
+from tests.e2e import npm_package
 from tests.e2e.browser import Browser, find_browser
 from tests.e2e.fetch_axe import FETCHED
 from tests.e2e.npm_package import CannotFetchError
@@ -100,9 +104,15 @@ def tab(shop: Service) -> Iterator[Browser]:
 
 
 def go(tab: Browser, view: str) -> None:
-    """Open a view, and wait until it has something to show."""
-    tab.run(f"location.hash = '#/{view}'; true")
-    poll(f"{view} to be shown", lambda: tab.run("document.querySelector('main table, main .floors') !== null"), 30)
+    """Open a view, and wait until it has something to show; what another view has shown does not count."""
+    script = f"""(() => {{
+      const viewOf = (hash) => hash.split("?")[0] || "#/overview";
+      if (viewOf(location.hash) !== viewOf("#/{view}")) document.querySelector("main").dataset.left = "";
+      location.hash = "#/{view}";
+    }})()"""
+    tab.run(script)
+    shown = "document.querySelector('main:not([data-left]) :is(table, .floors)') !== null"
+    poll(f"{view} to be shown", lambda: tab.run(shown), 30)
 
 
 def shows(tab: Browser, text: str, where: str = "body") -> None:
@@ -147,12 +157,33 @@ def rows(tab: Browser) -> list[str]:
 # -- without a browser
 
 
+@pytest.mark.timeout(1800)  # four packages; the network may be slow
 def test_the_libraries_are_those_of_npm() -> None:
     try:
         expected = vendored()
     except CannotFetchError as error:
         pytest.skip(f"{error}")
     assert {path.name: path.read_bytes() for path in VENDOR.iterdir()} == expected
+
+
+def test_a_network_that_fails_once_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An `npm` that cannot fetch at its first call, and then writes the package into the directory that it is given."""
+    npm = tmp_path / "npm"
+    npm.write_text("""#!/bin/sh
+cd "$(dirname "$0")"
+test -e called || { touch called; echo "network is down" >&2; exit 1; }
+for target; do :; done
+printf packed > "$target/some-1.0.0.tgz"
+""")
+    npm.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(npm_package, "TRY_AGAIN_S", 0)
+    assert npm_package.download("some@1.0.0", hashlib.sha256(b"packed").hexdigest()) == b"packed"
+    with pytest.raises(SystemExit, match="not the package that was tested"):
+        npm_package.download("some@1.0.0", "0" * 64)
+    npm.write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(CannotFetchError):
+        npm_package.download("some@1.0.0", "0" * 64)
 
 
 def test_our_own_part_stays_small() -> None:
@@ -416,6 +447,66 @@ def test_keys_of_the_keyboard(tab: Browser) -> None:
     assert themes == ["light", "dark", "system"]
 
 
+@needs_browser
+def test_the_newest_records_are_shown_however_large_they_are(shop: Service, tab: Browser) -> None:
+    """An answer has 512 KiB, fewer than 50 of them. The page before ends where this one begins."""
+    write(shop.client, "shop.large", *("x" * 90_000 for _ in range(60)))
+    go(tab, "topic/shop.large")
+    poll("the newest", lambda: rows(tab)[:1] == ["60"])
+    first = int(rows(tab)[-1])
+    click(tab, "← Older")
+    poll("those before them", lambda: rows(tab)[:1] == [str(first - 1)])
+
+
+@needs_browser
+def test_the_few_jobs_of_a_queue_that_are_left_are_shown(shop: Service, tab: Browser) -> None:
+    put(shop.client, "shop.left", type="queue")
+    write(shop.client, "shop.left", *range(200))
+    shop.client.post("/v0/topics/shop.left/delete", json={"before_seq": 3}).raise_for_status()
+    claim = {"node": "worker-2", "max": 197, "lease_ms": 600_000}
+    jobs = shop.client.post("/v0/topics/shop.left/claim", json=claim).json()["claimed"]
+    done = {"node": "worker-2", "seqs": [job["$seq"] for job in jobs if job["$seq"] != 5]}
+    shop.client.post("/v0/topics/shop.left/ack", json=done).raise_for_status()
+    go(tab, "topic/shop.left")
+    poll("all of them", lambda: rows(tab) == ["200", "5"])
+
+
+@needs_browser
+def test_a_record_that_is_opened_stays_while_the_topic_goes_on(shop: Service, tab: Browser) -> None:
+    write(shop.client, "shop.steady", *range(60))
+    go(tab, "topic/shop.steady")
+    poll("the newest", lambda: rows(tab)[:1] == ["60"])
+    tab.run("document.querySelector('tbody .fold').click()")
+    write(shop.client, "shop.steady", *range(100))
+    shows(tab, "160", ".figures")
+    poll("a look behind that", lambda: "true" not in tab.run(NEWEST))
+    assert rows(tab)[0] == "60"
+    click(tab, "Newest")
+    poll("the newest of now", lambda: rows(tab)[:1] == ["160"])
+
+
+NEWEST = "[...document.querySelectorAll('button')].find((one) => one.textContent === 'Newest').ariaPressed"
+
+
+@needs_browser
+def test_an_address_that_somebody_typed_shows_a_page(tab: Browser) -> None:
+    tab.run("location.hash = '#/topic/100%'; true")
+    shows(tab, "100%", "main h1")
+    tab.run("location.hash = '#/no-such-view'; true")
+    shows(tab, "Shards", "main")
+
+
+@needs_browser
+def test_a_reader_of_the_screen_hears_of_warnings_once(shop: Service, tab: Browser) -> None:
+    """No live region has what changes every three seconds, such as an uptime."""
+    go(tab, "overview")
+    poll("a word", lambda: re.fullmatch(r"All is well|\d+ warnings?", tab.run(SPOKEN)) is not None)
+    assert tab.run("document.querySelectorAll('main [aria-live], main [role=alert]').length") == 0
+
+
+SPOKEN = "document.querySelector('main > [role=status]').textContent"
+
+
 # -- the tail
 
 
@@ -506,6 +597,118 @@ def test_a_lost_connection_comes_back_without_a_hole(shop: Service, tab: Browser
     tab.command("Network.disable")
 
 
+class Between:
+    """A proxy before a service. As `fault` it answers 502 to every request, as a proxy whose service is away; or it
+    keeps connections with an event stream open and passes on nothing more of them, as a network that has forgotten
+    them.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self.fault: Literal["", "502", "silence"] = ""
+        self.streams = 0
+        self._service = service
+        self._streaming: set[socket.socket] = set()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def say(self, event: str, data: object) -> None:
+        """Put an event of our own into each stream, as a chunk of its answer: nothing else is sent meanwhile."""
+        text = f"event: {event}\ndata: {json.dumps(data)}\n\n"
+        for inner in self._streaming:
+            inner.sendall(f"{len(text):x}\r\n{text}\r\n".encode())
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                inner, _ = self._listener.accept()
+                outer = socket.create_connection(("127.0.0.1", self._service.port))
+                for source, target in ((inner, outer), (outer, inner)):
+                    threading.Thread(target=self._pass, args=(source, target, inner), daemon=True).start()
+
+    def _pass(self, source: socket.socket, target: socket.socket, inner: socket.socket) -> None:
+        streams = False
+        with suppress(OSError):
+            while received := source.recv(1 << 16):
+                if source is inner and received.startswith(b"GET /v0/watch/"):
+                    streams, self.streams = True, self.streams + 1
+                    if not self.fault:
+                        self._streaming.add(inner)
+                if source is inner and self.fault == "502":
+                    inner.sendall(
+                        b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 3\r\nContent-Type: text/html\r\n\r\nbad"
+                    )
+                    break
+                if self.fault != "silence" or inner not in self._streaming:
+                    target.sendall(received)
+        if not (streams and self.fault == "silence"):
+            for one in (source, target):
+                with suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def between(shop: Service) -> Iterator[Between]:
+    proxy = Between(shop)
+    yield proxy
+    proxy.close()
+
+
+@needs_browser
+def test_a_stream_that_fell_silent_is_opened_again(shop: Service, between: Between) -> None:
+    """The first record is written before the session has delivered anything: its position is that of its start."""
+    assert COMMAND is not None
+    put(shop.client, "shop.silent")
+    with Browser(COMMAND, f"{between.url}/console#/topic/shop.silent?tab=tail") as opened:
+        shows(opened, "following", ".tail-state")
+        poll("the stream", lambda: between.streams == 1)
+        between.fault = "silence"
+        write(shop.client, "shop.silent", "unheard")
+        poll("it to arrive", lambda: rows(opened) == ["1"], 60)
+        assert between.streams == 2
+
+
+@needs_browser
+def test_a_topic_that_cannot_be_read_now_is_told_until_it_can(shop: Service, between: Between) -> None:
+    assert COMMAND is not None
+    put(shop.client, "shop.troubled")
+    with Browser(COMMAND, f"{between.url}/console#/topic/shop.troubled?tab=tail") as opened:
+        shows(opened, "following", ".tail-state")
+        poll("the stream", lambda: between.streams == 1)
+        between.say(
+            "error", {"code": 429, "error": "shard 1 is busy", "retry_after_ms": 9, "topics": ["shop.troubled"]}
+        )
+        shows(opened, "It cannot be read now: shard 1 is busy", "main")
+        write(shop.client, "shop.troubled", 1)
+        poll("the record", lambda: rows(opened) == ["1"])
+        poll("the word to go", lambda: "cannot be read" not in opened.run("document.body.textContent"))
+
+
+@needs_browser
+def test_the_tail_keeps_fewer_of_large_records(tab: Browser) -> None:
+    module = "import(new URL('views/tail.js', document.querySelector('script[type=module]').src))"
+    added = "const one = new of.Buffer(); for (let n = 0; n < 20; n += 1) one.add(Array(50).fill({}), %d)"
+    for size, kept in ((50 << 20, "<= 200"), (5000, "=== 1000")):
+        assert tab.run(f"{module}.then((of) => {{ {added % size}; return one.kept.length {kept}; }})")
+
+
+@needs_browser
+def test_a_service_that_is_away_behind_a_proxy_is_no_connection(shop: Service, between: Between) -> None:
+    assert COMMAND is not None
+    with Browser(COMMAND, f"{between.url}/console#/topic/shop.orders") as opened:
+        poll("its records", lambda: rows(opened) != [])
+        between.fault = "502"
+        shows(opened, "No connection. What you see is from ")
+        click(opened, "Oldest")  # fails, and is tried again by itself
+        shows(opened, "This could not be loaded", "main")
+        between.fault = ""
+        poll("the oldest", lambda: rows(opened)[-1:] == ["20"], 60)
+        poll("nothing to be said", lambda: opened.run("document.querySelector('.problem') === null"))
+
+
 # -- what it asks
 
 ASKED = "performance.getEntriesByType('resource').map((one) => one.name).filter((name) => name.includes('/v0/'))"
@@ -543,6 +746,9 @@ def test_it_asks_for_a_key_and_a_key_that_reads_only_reads() -> None:
             locked.client.post(f"/v0/topics/{name}", json=body, headers=headers).raise_for_status()
         with Browser(COMMAND, f"{locked.url}/console#/topics?sort=topic") as tab:
             shows(tab, "asks for a key", "dialog")
+            for _ in range(3):  # the browser lets a page keep a dialog open against one of them
+                tab.press("Escape")
+            poll("it to be there again", lambda: tab.run("document.querySelector('dialog[open]') !== null"))
             for key, says in (("wrong", "not valid"), ("looker", "")):
                 fill(tab, "dialog input", key)
                 click(tab, "Use key")
@@ -561,6 +767,17 @@ def test_it_asks_for_a_key_and_a_key_that_reads_only_reads() -> None:
             click(tab, "Use key")
             shows(tab, "all rights", ".rights")
             shows(tab, "Write…")
+            go(tab, "topic/shop.a?tab=tail")
+            shows(tab, "following", ".tail-state")
+            tab.press("k")
+            for key in ("wrong", "root"):
+                fill(tab, "dialog input", key)
+                click(tab, "Use key")
+                if key == "wrong":
+                    shows(tab, "not valid", "dialog")
+            shows(tab, "following", ".tail-state")
+            locked.client.post("/v0/topics/shop.a", json=body, headers=headers).raise_for_status()
+            poll("the tail to go on", lambda: rows(tab) == ["2"])
 
 
 # -- how it looks

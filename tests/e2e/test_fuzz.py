@@ -188,7 +188,7 @@ def test_any_request_is_answered_and_leaves_nothing_behind(fuzzed: Service, path
 
     def round_of(count: int) -> None:
         for http2 in (False, True):
-            with httpx.Client(base_url=fuzzed.url, http1=not http2, http2=http2, timeout=15) as client:
+            with httpx.Client(base_url=fuzzed.url, http1=not http2, http2=http2, timeout=120) as client:
                 for _ in range(count if not http2 else count // 5):
                     status = ask(client, rng, paths)
                     statuses[status] = statuses.get(status, 0) + 1
@@ -221,7 +221,7 @@ def test_bytes_that_are_no_http(fuzzed: Service) -> None:
         for _ in range(rng.randrange(1, 6)):
             at = rng.randrange(len(data))
             data[at : at + rng.randrange(3)] = rng.randbytes(rng.randrange(3))
-        with socket.create_connection(("127.0.0.1", fuzzed.port), timeout=15) as raw:
+        with socket.create_connection(("127.0.0.1", fuzzed.port), timeout=120) as raw:
             try:
                 raw.sendall(bytes(data))
                 raw.shutdown(socket.SHUT_WR)

@@ -197,7 +197,7 @@ def test_killed_workers_lose_no_job(tmp_path: Path) -> None:
                 # One that was started last may still be importing, and would be ended by the signal itself.
                 poll("a worker to catch SIGTERM", partial(catches, worker.pid, signal.SIGTERM), 30.0)
                 worker.send_signal(signal.SIGTERM)
-            assert [worker.wait(20) for worker in workers] == [0] * WORKERS, said.read_text()[-4000:]
+            assert [worker.wait(120) for worker in workers] == [0] * WORKERS, said.read_text()[-4000:]
         finally:
             for worker in workers:
                 worker.kill()
@@ -228,7 +228,7 @@ def test_a_configuration_is_left_as_it_is_and_only_the_maker_of_a_queue_needs_to
         work = ("work", "--queue", QUEUE)
         for token, arguments, why in ((WRITER, send, "topic_not_found"), (WORKER, work, "forbidden")):
             refused = run_example(service, token, *arguments)
-            said = refused.communicate(timeout=30)[1]
+            said = refused.communicate(timeout=120)[1]
             assert (refused.returncode, why in said) == (1, True), said
         assert [topic.topic for topic in topics.list_topics()] == []
 
@@ -237,10 +237,10 @@ def test_a_configuration_is_left_as_it_is_and_only_the_maker_of_a_queue_needs_to
         worker = run_example(service, WORKER, *work)
         try:
             sender = run_example(service, WRITER, *send)
-            assert sender.communicate(timeout=30)[1] == ""
+            assert sender.communicate(timeout=120)[1] == ""
             poll("the webhook to be delivered", lambda: receiver.taken[1] == 1)
             worker.send_signal(signal.SIGTERM)
-            worker.communicate(timeout=30)
+            worker.communicate(timeout=120)
             assert worker.returncode == 0
         finally:
             worker.kill()

@@ -15,6 +15,7 @@ import time
 from argparse import SUPPRESS
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple, TypeVar, get_args
 
 import msgspec
@@ -130,7 +131,7 @@ def agreed(name: str, question: str, options: argparse.Namespace) -> bool:
     if options.yes:
         return True
     if sys.stdin is None or not sys.stdin.isatty():
-        say(name, f"nothing was done: {question} Repeat it with --yes if that is right")
+        say(name, "nothing was done; repeat it with --yes if that is right")
         return False
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() in ("y", "yes"):
@@ -162,10 +163,10 @@ def _key(options: argparse.Namespace) -> str | None:
 
 def not_negative(text: str) -> float:
     """Parse an argument: a finite number from 0."""
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise ValueError(text)
-    return value
+    with suppress(ValueError):
+        if 0 <= (value := float(text)) < float("inf"):
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
 
 
 def whole(text: str, least: int = 0) -> int:

@@ -4,6 +4,7 @@ const BASE = new URL("../../v0/", import.meta.url);
 const RETRY_MS = [500, 1000, 2000, 5000];
 const TIMEOUT_MS = 15000;
 const PACE_MS = 250; // a tail draws four times a second: more frames would cost the service, and show nothing
+const HEARTBEAT_MS = 5000; // a stream that is silent for three of these is dead, whatever its connection says
 
 let key = "";
 
@@ -70,32 +71,39 @@ const wait = (ms, signal) => new Promise((done) => {
   signal.addEventListener("abort", () => { clearTimeout(timer); done(); }, { once: true });
 });
 
-// Follows one topic from its end (or from_seq) until `signal` is aborted. `on` gets (event, data); `state` gets
+// Follows one topic from `place.start` ({ tail: true } or { from_seq }), and keeps there how far it came, until `signal`
+// is aborted. `on` gets (event, data, size); `state` gets
 // "live" or "lost". EventSource cannot send the key in a header, so the stream is read by hand.
-export const follow = async (topic, start, on, state, signal) => {
-  let stream = null, id = null, position = start, failures = 0;
+export const follow = async (topic, place, on, state, signal) => {
+  let stream = null, id = null, failures = 0;
   while (!signal.aborted) {
+    const silent = new AbortController();
+    let timer = 0;
+    const heard = () => { clearTimeout(timer); timer = setTimeout(() => silent.abort(), 3 * HEARTBEAT_MS); };
     try {
       if (stream === null) {
-        const body = { topics: { [topic]: position }, include_tags: true, limit: 1000, pace_ms: PACE_MS };
-        stream = (await call("POST", "watch", { body, signal })).wid;
-        id = null;
+        const body = { topics: { [topic]: place.start }, include_tags: true, limit: 1000, pace_ms: PACE_MS, heartbeat_ms: HEARTBEAT_MS };
+        const made = await call("POST", "watch", { body, signal });
+        [stream, id, place.start] = [made.wid, null, { from_seq: made.topics[topic].from_seq }];
       }
-      const answer = await send("GET", `watch/${stream}`, { signal, headers: { Accept: "text/event-stream", ...(id ? { "Last-Event-ID": id } : {}) } });
+      heard();
+      const answer = await send("GET", `watch/${stream}`, { signal: AbortSignal.any([silent.signal, signal]), headers: { Accept: "text/event-stream", ...(id ? { "Last-Event-ID": id } : {}) } });
       state("live");
       failures = 0;
-      for await (const event of events(answer.body)) {
+      for await (const event of events(answer.body, heard)) {
         if (event.id) id = event.id;
         if (!event.data) continue;
         const data = parse(event.data);
-        if (event.kind === "record") position = { from_seq: data.to_seq };
-        on(event.kind, data);
+        if (event.kind === "record") place.start = { from_seq: data.to_seq };
+        on(event.kind, data, event.data.length);
         if (event.kind === "topic-deleted") return;
       }
     } catch (error) {
       if (signal.aborted) return;
       if (error.status === 404 && error.code === "not_found") stream = null;
       else if (error.status >= 400 && error.status < 500 && error.status !== 429) { on("refused", error); return; }
+    } finally {
+      clearTimeout(timer);
     }
     if (signal.aborted) return;
     state("lost");
@@ -103,12 +111,13 @@ export const follow = async (topic, start, on, state, signal) => {
   }
 };
 
-async function* events(body) {
+async function* events(body, heard) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
     const { done, value } = await reader.read();
     if (done) return;
+    heard();
     const blocks = (rest + value).split("\n\n");
     rest = blocks.pop();
     for (const block of blocks) {

@@ -2,6 +2,7 @@
 
 import { html, render, useEffect, useState } from "./vendor/preact-htm.js";
 import { hasKey, setKey } from "./api.js";
+import { clock } from "./format.js";
 import { change, href, learnRights, refreshNow, state, useRoute, useStore } from "./store.js";
 import { Dialog, Field } from "./ui.js";
 import { Cursors } from "./views/cursors.js";
@@ -104,7 +105,7 @@ const App = () => {
       </div>
     </header>
     <main id="main" tabindex="-1" key=${`${route.view}/${route.name}`}>
-      ${link === "lost" && html`<div class="problem" role="alert"><b>No connection.</b> What you see is old. Trying again…</div>`}
+      ${link === "lost" && html`<div class="problem" role="alert"><b>No connection.</b> ${state.heard_ms ? `What you see is from ${clock(state.heard_ms).slice(0, 8)}.` : ""} Trying again…</div>`}
       ${unreadable ? html`<div class="problem"><b>This key cannot read.</b> The console needs a key with the scope read.</div>` : html`<${View} name=${route.name} query=${route.query} themed=${themed} />`}
     </main>
     ${View !== Overview && rights && !unreadable && html`<${Behind} />`}

@@ -7,7 +7,8 @@ export const HIDDEN_TIMES = 15; // a hidden tab asks so much less often
 const BACKOFF_MAX = 8;
 
 const listeners = new Set();
-export const state = { link: "connecting", rights: null, needsKey: false, error: null, refresh: 0 };
+const AGAIN_MS = 5000; // what is loaded once is tried again after a failure
+export const state = { link: "connecting", rights: null, needsKey: false, refresh: 0, heard_ms: 0 }; // heard_ms: of the last answer
 
 export const change = (members) => {
   if (Object.entries(members).every(([name, value]) => state[name] === value)) return;
@@ -34,7 +35,7 @@ export const can = (scope, name) => {
 export const learnRights = async () => {
   try {
     const { keys, scopes, prefixes } = await get("key");
-    change({ rights: { keys, scopes, prefixes }, needsKey: false, error: null, refresh: state.refresh + 1 });
+    change({ rights: { keys, scopes, prefixes }, needsKey: false, refresh: state.refresh + 1 });
     return true;
   } catch (error) {
     noteFailure(error);
@@ -45,7 +46,7 @@ export const learnRights = async () => {
 export const noteFailure = (error) => {
   if (error.name === "AbortError") return;
   if (error instanceof ApiError && error.status === 401) change({ needsKey: true, link: "live" });
-  else if (error instanceof ApiError && error.status === 0) change({ link: "lost" });
+  else if (error instanceof ApiError && (error.status === 0 || error.code.startsWith("http_5"))) change({ link: "lost" }); // a proxy answers for it
 };
 
 export const refreshNow = () => change({ refresh: state.refresh + 1 });
@@ -63,7 +64,8 @@ export const usePoll = (load, interval_ms, dependencies) => {
     let timer = 0, failures = 0, busy = false;
     const plan = () => {
       clearTimeout(timer);
-      if (interval_ms) timer = setTimeout(step, interval_ms * (document.hidden ? HIDDEN_TIMES : 1) * Math.min(2 ** failures, BACKOFF_MAX));
+      const next_ms = interval_ms || (failures && AGAIN_MS);
+      if (next_ms) timer = setTimeout(step, next_ms * (document.hidden ? HIDDEN_TIMES : 1) * Math.min(2 ** failures, BACKOFF_MAX));
     };
     const step = async () => {
       if (busy) return;
@@ -72,9 +74,9 @@ export const usePoll = (load, interval_ms, dependencies) => {
         const value = await loadNow.current(stop.signal);
         if (stop.signal.aborted) return;
         failures = 0;
-        const wasLost = state.link !== "live";
+        state.heard_ms = Date.now();
         change({ link: "live" });
-        if (wasLost && !state.rights) learnRights();
+        if (!state.rights) learnRights();
         setResult([value, null, Date.now()]);
       } catch (error) {
         if (stop.signal.aborted) return;
@@ -96,10 +98,12 @@ export const usePoll = (load, interval_ms, dependencies) => {
 
 // -- where we are: #/view/name?parameter=value
 
+const decoded = (text) => { try { return decodeURIComponent(text); } catch { return text; } }; // an address that somebody typed
+
 const read = () => {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
   const [view, ...names] = path.split("/");
-  return { view: view || "overview", name: names.length ? decodeURIComponent(names.join("/")) : null, query: new URLSearchParams(query || "") };
+  return { view: view || "overview", name: names.length ? decoded(names.join("/")) : null, query: new URLSearchParams(query || "") };
 };
 
 export const href = (view, name, query) => {

@@ -49,7 +49,8 @@ export const Tabs = ({ label, of, now, onPick }) => html`
     ${of.map(([value, name]) => html`<button key=${value} aria-pressed=${value === now} onClick=${() => onPick(value)}>${name}</button>`)}
   </div>`;
 
-// A modal dialog: the browser keeps the focus in it, closes it by Escape and gives the focus back.
+// A modal dialog: the browser keeps the focus in it, closes it by Escape and gives the focus back. One without onClose
+// stays: a second Escape closes it whatever the page says, and it is opened again.
 export const Dialog = ({ title, onClose, children, wide }) => {
   const own = useRef(null);
   useEffect(() => {
@@ -58,7 +59,7 @@ export const Dialog = ({ title, onClose, children, wide }) => {
     return () => { own.isGone = true; dialog.close(); }; // its event comes later, when the next dialog may be open
   }, []);
   return html`
-    <dialog ref=${own} class=${wide ? "wide" : ""} aria-labelledby="dialog-title" onClose=${() => { if (onClose && !own.isGone) onClose(); }} onCancel=${(event) => { if (!onClose) event.preventDefault(); }}>
+    <dialog ref=${own} class=${wide ? "wide" : ""} aria-labelledby="dialog-title" onClose=${() => { if (own.isGone) return; if (onClose) onClose(); else own.current.showModal(); }} onCancel=${(event) => { if (!onClose) event.preventDefault(); }}>
       <header><h2 id="dialog-title">${title}</h2>${onClose && html`<button class="quiet" aria-label="Close" onClick=${onClose}>✕</button>`}</header>
       ${children}
     </dialog>`;

@@ -149,7 +149,8 @@ export const Overview = ({ themed }) => {
   return html`
     <h1 class="unseen">Overview</h1>
     <${Problem} error=${error} what="This is not up to date" />
-    <section class="warnings" aria-live="polite" aria-label="Warnings">
+    <p class="unseen" role="status">${wrong.length ? plural(wrong.length, "warning") : "All is well"}</p>
+    <section class="warnings" aria-label="Warnings">
       ${wrong.length ? html`<ul>${wrong.map(([tone, what, means]) => html`<li key=${what} class=${tone}><b>${what}</b><span>${means}</span></li>`)}</ul>`
         : html`<p class="fine"><b>All is well.</b> Every process runs, nothing waits. Up ${duration(found.topics_uptime_ms)} · version ${Object.keys(found.topics_build_info)[0]}.</p>`}
     </section>

@@ -121,7 +121,7 @@ export const Topic = ({ name, query, themed }) => {
       <//>
     </div>
     <${Panel} id="records" title="Records" aside=${html`<${Tabs} label="Records" now=${tab} onPick=${pick} of=${[["records", "Stored"], ["tail", "Live tail"]]} />`}>
-      ${tab === "tail" ? html`<${Tail} name=${name} />` : html`<${Records} name=${name} head=${state.head_seq} earliest=${state.earliest_seq} />`}
+      ${tab === "tail" ? html`<${Tail} name=${name} />` : html`<${Records} name=${name} state=${state} />`}
     <//>
     ${dialog === "write" && html`<${WriteRecord} name=${name} queue=${state.type === "queue"} onClose=${() => { setDialog(null); refreshNow(); }} />`}
     ${dialog === "delete" && html`<${DeleteRecords} name=${name} state=${state} onClose=${() => { setDialog(null); refreshNow(); }} />`}`;
