@@ -40,7 +40,8 @@ from topics.storage.filesystem import OsFileSystem
 from topics.storage.origin import Origin, RunningEnds
 from topics.storage.verify import verify
 
-NAMES = ("a", "b", "c")
+NAMES = ("a", "b", "d")
+"""Topics of both shards."""
 SHARDS = 2
 SCALE: Final = 8
 """Logs, and what goes by their size, are so many times smaller than the smallest that a service may have."""
@@ -105,6 +106,10 @@ class Archiving(RuleBasedStateMachine):
         self.leader_answers = answers
         self.told: dict[tuple[int, ...], Records] = {}
         """Records that the leader had when it told a follower these ends of its logs."""
+        self.told_in: dict[tuple[int, ...], int] = {}
+        """The number of the life in which it did so."""
+        self.lives: list[int] = [0]
+        """Counts of records at the times when the directory went back, each the beginning of a life."""
         self.is_taken_over = False
         self.restores = 0
         self.restored: dict[tuple[int, int], set[str]] = {}
@@ -198,6 +203,7 @@ class Archiving(RuleBasedStateMachine):
 
         self._restart(put)
         self.live = _copied(self.copied or {})
+        self.lives.append(self.written)
 
     def _restart(self, meanwhile: Callable[[], None]) -> None:
         self.rig.restart_service(meanwhile)
@@ -329,7 +335,8 @@ class Archiving(RuleBasedStateMachine):
         if found is not None:
             piece, _ = decode(found, Piece, "tail")
             if piece.is_moment:
-                self.told[tuple([end.position.word for end in piece.ends])] = _copied(self.live)
+                words = tuple([end.position.word for end in piece.ends])
+                self.told[words], self.told_in[words] = _copied(self.live), len(self.lives)
         return found
 
     def _expected(self, shown: tuple[int, int], words: tuple[int, ...]) -> Records:
@@ -367,6 +374,11 @@ class Archiving(RuleBasedStateMachine):
         self.is_taken_over = True
         TALLY["takeovers"] += 1
         expected = self._expected(max(self.history), self.follower.noted_words)
+        if expected is not self.history[max(self.history)]:
+            later = self.lives[self.told_in[self.follower.noted_words] :]
+            last = [data for records in self.history[max(self.history)].values() for data in records.values()]
+            for data in last if later else ():
+                assert not data.isdigit() or int(data) < later[0], "was archived after the leader lost what it had told"
         self.follower.end_promotion()
         data_dir = self.follower.settings.data_dir
         assert verify(data_dir, lambda _done, _total: None).damage == []

@@ -210,3 +210,71 @@ def test_what_was_deleted_leaves_the_archive_with_the_history_that_is_kept(servi
 
 def _shipped(service: Archiving) -> list[int]:
     return [service.rig.shared.control.shipped(shard) for shard in range(SHARDS)]
+
+
+def test_a_follower_does_not_lead_with_what_its_leader_lost_and_wrote_anew(service: Archiving) -> None:
+    """The leader had told more than the archive had. Its machine failed, and what it wrote then was in the archive."""
+    service.leader_answers = True
+    service.append("a", 3, "disk")
+    for _ in range(3):
+        service.ship(0)
+    for _ in range(4):
+        service.follow([])
+    service.copy_directory()
+    service.append("a", 8, "disk")
+    service.append("b", 8, "disk")
+    service.follow([])
+    assert service.follower is not None
+    told = service.follower.shown_words
+    service.put_copy_in_its_place()
+    service.append("a", 1, "disk")
+    service.append("b", 1, "disk")
+    service.ship(0)
+    assert service.archived_ends[max(service.moments)] < told
+    service.archived_is_in_the_last_moment()
+    expected = service.moments[max(service.moments)]
+    for _ in range(8):
+        service.follow([])
+    service.follower.assert_shown()
+    assert service.follower.read("a") == sorted(expected["a"].items())
+    service.take_over([])
+    service.live = {}
+
+
+def test_a_takeover_right_after_the_directory_went_back_is_from_the_new_generation(service: Archiving) -> None:
+    """It closed the former generation, and led with that; the leader went on in the next one."""
+    service.append("a", 3, "disk")
+    service.copy_directory()
+    service.append("a", 3, "disk")
+    for _ in range(3):
+        service.ship(0)
+    for _ in range(4):
+        service.follow([])
+    service.put_copy_in_its_place()
+    service.append("a", 1, "disk")
+    for _ in range(3):
+        service.ship(0)
+    assert max(service.moments)[0] == 2
+    service.take_over([])
+    service.live = {}
+
+
+def test_a_takeover_closes_a_generation_that_has_no_base_yet(service: Archiving) -> None:
+    service.append("a", 3, "disk")
+    service.copy_directory()
+    service.append("a", 3, "disk")
+    for _ in range(3):
+        service.ship(0)
+    for _ in range(4):
+        service.follow([])
+    service.put_copy_in_its_place()
+    service.helpers.hangs = True
+    service.ship(0)
+    assert (service.archive.generations(), service.archive.bases(2)) == ([1, 2], [])
+    service.take_over([])
+    service.helpers.go_on()
+    service.append("a", 1, "disk")
+    for _ in range(3):
+        service.ship(0)
+    assert service.rig.shared.control.is_taken_over
+    service.live = {}
