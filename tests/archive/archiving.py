@@ -315,8 +315,7 @@ class Archiving(RuleBasedStateMachine):
     @rule(troubles=st.just([]) | TROUBLES)
     def follow(self, troubles: list[Trouble]) -> None:
         if self.follower is None:
-            data_dir = os.path.join(self.directory, "follower")
-            self.follower = _SmallFollower(data_dir, SHARDS, self.archive, self.rig.clock, self._tell)
+            self.follower = self.follower_in(os.path.join(self.directory, "follower"))
         self.rig.clock.ms += 1000
         self.bucket.troubles = list(troubles)
         self.follower.advance()
@@ -326,6 +325,9 @@ class Archiving(RuleBasedStateMachine):
             TALLY["moments of a follower"] += 1
             self.follower.assert_shown()
             _compare(self.follower, self._expected(shown, self.follower.shown_words))
+
+    def follower_in(self, data_dir: str) -> FollowerRig:
+        return _SmallFollower(data_dir, SHARDS, self.archive, self.rig.clock, self._tell)
 
     def _tell(self, ends: Sequence[LogEnd]) -> bytes | None:
         """Tell a follower what the archive may not have yet."""
@@ -380,7 +382,9 @@ class Archiving(RuleBasedStateMachine):
             for data in last if later else ():
                 assert not data.isdigit() or int(data) < later[0], "was archived after the leader lost what it had told"
         self.follower.end_promotion()
-        data_dir = self.follower.settings.data_dir
+        self.compare_promoted(self.follower.settings.data_dir, expected)
+
+    def compare_promoted(self, data_dir: str, expected: Records) -> None:
         assert verify(data_dir, lambda _done, _total: None).damage == []
         promoted = _Small(data_dir, shards=SHARDS, segment_max_events="5")
         try:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
 from tests.archive.archiving import SHARDS, STEPS, Archiving, small_world
+from tests.archive.follower_rig import FollowerRig
+from tests.cases import case
+from tests.storage.faults import Crash, Fault, FaultyFileSystem
 from topics.archive import archiver
 from topics.archive.taking_over import take_over
 from topics.storage.archive_objects import piece_name
+from topics.storage.filesystem import OsFileSystem
+from topics.storage.follow_note import read_note
 
 EXAMPLES = 10
 """A sample; `make archive-sim` runs any number (`schedules.py`)."""
@@ -278,3 +285,55 @@ def test_a_takeover_closes_a_generation_that_has_no_base_yet(service: Archiving)
         service.ship(0)
     assert service.rig.shared.control.is_taken_over
     service.live = {}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("error", [Fault.CRASH, Fault.LATE_CRASH])
+def test_a_promotion_that_is_killed_at_any_call_goes_on(service: Archiving, error: int) -> None:
+    service.leader_answers = True
+    service.append("a", 3, "disk")
+    service.append("d", 3, "disk")
+    for _ in range(3):
+        service.ship(0)
+    for _ in range(4):
+        service.follow([])
+    service.append("a", 2, "disk")
+    service.ship(0)
+    assert service.follower is not None
+    service.follower.close()
+    service.is_taken_over = True
+    kept, objects = service.follower.settings.data_dir, dict(service.bucket.objects)
+    for nth in itertools.count(1):
+        data_dir = f"{kept}-{nth}"
+        shutil.copytree(kept, data_dir)
+        service.bucket.objects = dict(objects)
+        rig = service.follower_in(data_dir)
+        rig.fs = faulty = FaultyFileSystem()
+        rig.follower_dies()
+        rig.follower.promote.set()
+        faulty.arm(Fault(nth, error))
+        try:
+            _promote(rig)
+        except Crash:
+            rig.fs = OsFileSystem()
+            note = read_note(rig.fs, data_dir)
+            if note is not None and note.is_promoted:
+                rig.close()
+            else:
+                rig.follower_dies()
+                rig.follower.promote.set()  # whoever has told it to hears of no success, and tells it again
+                _promote(rig)
+        with case(nth):
+            service.compare_promoted(data_dir, service.moments[max(service.moments)])
+        if not faulty.struck:
+            break
+    assert nth > 20
+    service.live = {}
+
+
+def _promote(rig: FollowerRig) -> None:
+    for _ in range(20):
+        if rig.leads:
+            break
+        rig.advance()
+    rig.end_promotion()
