@@ -170,8 +170,18 @@ def test_a_directory_that_went_back_begins_a_generation(service: Archiving) -> N
 @pytest.fixture
 def service() -> Iterator[Archiving]:
     """A service without a backlog. At the end its first and last moments are restored."""
+    yield from _service(0)
+
+
+@pytest.fixture
+def keeping() -> Iterator[Archiving]:
+    """A service that keeps its logs until they are in the archive."""
+    yield from _service(1 << 30)
+
+
+def _service(backlog: int) -> Iterator[Archiving]:
     found = Archiving.__new__(Archiving)
-    Archiving.begin(found, backlog=0, answers=False)
+    Archiving.begin(found, backlog=backlog, answers=False)
     yield found
     found.teardown()
 
@@ -287,6 +297,36 @@ def test_a_takeover_closes_a_generation_that_has_no_base_yet(service: Archiving)
     service.live = {}
 
 
+def test_what_was_told_is_compared_over_the_pieces_of_a_moment(keeping: Archiving) -> None:
+    """A frame goes on in the next piece, and marks in the follower's log list no segments any more."""
+    keeping.leader_answers = True
+    keeping.append("a", 3, "disk")
+    for _ in range(3):
+        keeping.ship(0)
+    for _ in range(4):
+        keeping.follow([])
+    for _ in range(5):
+        keeping.append_much("a")
+        keeping.append("d", 3, "disk")
+        keeping.cut()
+    keeping.append("a", 1, "disk")
+    for _ in range(4):
+        keeping.follow([])
+    follower = keeping.follower
+    assert follower is not None
+    replica, told = follower.replica, follower.shown_words
+    assert told > tuple([end.word for end in replica.archived_ends])
+    keeping.append("a", 1, "disk")
+    keeping.leader_answers = False
+    pieces = _last_piece(keeping)[1]
+    keeping.ship(0)
+    assert _last_piece(keeping)[1] > pieces + 1
+    for _ in range(3):
+        keeping.follow([])
+    assert follower.replica is replica, "nothing is copied again"
+    assert (follower.shown, replica.note.told) == (max(keeping.moments), [])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("error", [Fault.CRASH, Fault.LATE_CRASH])
 def test_a_promotion_that_is_killed_at_any_call_goes_on(service: Archiving, error: int) -> None:
@@ -321,7 +361,7 @@ def test_a_promotion_that_is_killed_at_any_call_goes_on(service: Archiving, erro
                 rig.close()
             else:
                 rig.follower_dies()
-                rig.follower.promote.set()  # whoever has told it to hears of no success, and tells it again
+                rig.follower.promote.set()  # its operator hears of no success, and repeats the command
                 _promote(rig)
         with case(nth):
             service.compare_promoted(data_dir, service.moments[max(service.moments)])
