@@ -20,6 +20,21 @@ SMALL = {"TOPICS_CHECKPOINT_INTERVAL_MS": "100", "TOPICS_SEGMENT_MAX_EVENTS": "4
 """Settings with which records are in segments soon."""
 
 
+_PATCHED = """#!{python}
+import sys
+{patches}
+from topics.supervisor.command import main
+sys.exit(main())
+"""
+
+
+def patched(path: Path, *patches: str) -> Path:
+    """Make a command for services whose constants are others, by lines of Python; return its path."""
+    path.write_text(_PATCHED.format(python=sys.executable, patches="\n".join(patches)))
+    path.chmod(0o755)
+    return path
+
+
 def run(*arguments: object, code: int | None = 0, env: Mapping[str, str] | None = None) -> str:
     """Run `topics …`; return its output, or its errors if it should fail. `code` None: it may do either."""
     done = subprocess.run(

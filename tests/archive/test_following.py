@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,20 +14,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.archive.services import SMALL, cut, read, run
+from tests.archive.services import SMALL, cut, patched, read, run
 from tests.archive.test_archiver import archiver, shipping
 from tests.contract.asking import diff, ok, put, refused, state, write
 from tests.contract.socket_client import Socket
 from tests.harness import OWN_URL, Service, poll
 
-PATCHED = """#!{python}
-import sys
-from topics.archive import archiver, follow_main
-archiver.BASE_PIECES = {base_pieces}
-follow_main.LOOK_MS = 100
-from topics.supervisor.command import main
-sys.exit(main())
-"""
+SOON = ("from topics.archive import archiver, follow_main", "archiver.BASE_PIECES = 4", "follow_main.LOOK_MS = 100")
 
 
 def following(place: Path, **more: object) -> dict[str, str]:
@@ -284,9 +276,7 @@ def test_whatever_dies_the_follower_goes_on(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_followers_load_the_bases_of_their_leader(tmp_path: Path) -> None:
     place = tmp_path / "archive"
-    command = tmp_path / "patched"
-    command.write_text(PATCHED.format(python=sys.executable, base_pieces=4))
-    command.chmod(0o755)
+    command = patched(tmp_path / "patched", *SOON)
     with Service(env=shipping(place), command=command) as leader:
         poll("a first base", lambda: archiver(leader)["bases"] > 0)
         with Service(env=following(place), command=command) as follower:
@@ -322,7 +312,7 @@ def test_a_hole_in_the_archive_has_everything_copied_again(tmp_path: Path) -> No
 def test_a_follower_takes_over(tmp_path: Path) -> None:
     """All that was acknowledged as archived is there; the rest is a gap that readers are told of."""
     place = tmp_path / "archive"
-    with leading(place, ARCHIVE_WAIT_MS=500) as leader, Service(env=following(place)) as follower:
+    with leading(place) as leader, Service(env=following(place)) as follower:
         put(leader.client, "bank", durability="archived")
         for number in range(20):
             write(leader.client, "bank", number)
@@ -365,7 +355,7 @@ def test_a_leader_that_dies_is_replaced(tmp_path: Path) -> None:
     place = tmp_path / "archive"
     with leading(place, ADVERTISE_URL="http://127.0.0.1:1") as leader:
         put(leader.client, "bank", durability="archived")
-        with Service(env=following(place, TAKEOVER_AFTER_MS=5000)) as follower:
+        with Service(env=following(place, TAKEOVER_AFTER_MS=15_000)) as follower:
             for number in range(10):
                 write(leader.client, "bank", number)
             acknowledged = read(leader.client, "bank")[0]

@@ -18,7 +18,7 @@ from tests.harness import Service, poll
 @pytest.mark.long
 def test_the_former_service_acknowledges_nothing_as_archived_any_more(tmp_path: Path) -> None:
     place = tmp_path / "archive"
-    with Service(env=shipping(place, ARCHIVE_WAIT_MS=500)) as former:
+    with Service(env=shipping(place)) as former:
         client = former.client
         put(client, "bank", durability="archived")
         poll("a first base", lambda: archiver(former)["bases"] > 0)

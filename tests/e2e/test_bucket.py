@@ -24,6 +24,13 @@ EVENTS = 100
 """Records in a segment (`EAGER`)."""
 RECORDS = 1050
 TIMEOUT_MS = 400
+CAUSES: dict[Fault, tuple[str, ...]] = {
+    "deny": ("403",),
+    "throttle": ("503",),
+    "cut": ("body error",),
+    "drop": ("HTTP error",),
+    "hang": (f"{TIMEOUT_MS} ms", "error sending request"),  # the reader's time is over, or the request's, as long
+}
 
 
 def made(s3: Proxy, url: str, **settings: str) -> Service:
@@ -190,7 +197,9 @@ def test_orphans_in_the_bucket_go(s3: Proxy, bucket_url: str, store: BucketStore
 def test_a_bucket_that_fails_costs_reads_of_cold_records_only(
     fault: Fault, s3: Proxy, bucket_url: str, store: BucketStore
 ) -> None:
-    with made(s3, bucket_url, TOPICS_COLD_READ_TIMEOUT_MS=str(TIMEOUT_MS)) as service:
+    # Whatever answers is to be heard, also on a busy machine: else all causes would be that one.
+    timeout_ms = TIMEOUT_MS if fault == "hang" else 20_000
+    with made(s3, bucket_url, TOPICS_COLD_READ_TIMEOUT_MS=str(timeout_ms)) as service:
         client = service.client
         values = fill(service)
         all_cold(service, store)
@@ -202,7 +211,7 @@ def test_a_bucket_that_fails_costs_reads_of_cold_records_only(
                 error = refused.json()["error"]
                 assert (refused.status_code, error["code"]) == (503, "storage_unavailable")
                 assert "is in the cold tier, which cannot be read now: " in error["message"]
-                assert cause(fault) in error["message"]
+                assert any(cause in error["message"] for cause in CAUSES[fault])
                 assert "test-secret-key" not in refused.text
                 values += fill(service, 100, len(values))
                 page = client.post("/v0/topics/t/diff", json={"from_seq": len(values) - 40}).raise_for_status().json()
@@ -282,12 +291,6 @@ def test_check_says_what_the_bucket_does_not_let_it_do(s3: Proxy, bucket_url: st
 def checked(service: Service) -> subprocess.CompletedProcess[str]:
     command = [str(COMMAND), "check"]
     return subprocess.run(command, check=False, env=service.environment(), capture_output=True, text=True)
-
-
-def cause(fault: Fault) -> str:
-    return {"deny": "403", "throttle": "503", "cut": "body error", "drop": "HTTP error", "hang": f"{TIMEOUT_MS} ms"}[
-        fault
-    ]
 
 
 def is_read(client: httpx.Client) -> bool:

@@ -95,7 +95,7 @@ class Rig:
         environ = {f"TOPICS_{name.upper()}": value for name, value in settings.items()}
         environ |= {"TOPICS_DATA_DIR": data_dir, "TOPICS_WAL_SHARDS": str(shards), "TOPICS_FRONTENDS": "1"}
         environ.setdefault("TOPICS_WAL_FILE_BYTES", str(1 << 20))
-        self.settings: Settings = load_settings(environ)
+        self.settings: Settings = self.load(environ)
         self.identity = secrets.token_hex(8)
         self.clock = self.make_clock()
         self.fs = fs or FaultyFileSystem()
@@ -111,6 +111,9 @@ class Rig:
 
     def make_clock(self) -> TestClock:
         return TestClock()
+
+    def load(self, environ: dict[str, str]) -> Settings:
+        return load_settings(environ)
 
     def boot(self) -> None:
         """A (new) incarnation of the shard; the former one, if any, is simply never heard of again."""

@@ -135,6 +135,20 @@ class DirectoryCopy:
                     write_all(self._fs, fd, content[known:], part.offset + known)
             ends[part.shard] = behind
 
+    def read_log(self, shard: int, start: WalPosition, length: int) -> bytes:
+        """Return so many bytes of a log file, fewer at its end, none if it is not there."""
+        path = layout.log_path(self.log_directory(shard), start.file_no)
+        with suppress(FileNotFoundError), opened(self._fs, path, os.O_RDONLY) as fd:
+            return read_up_to(self._fs, fd, length, start.offset)
+        return b""
+
+    def has_frames(self, shard: int, start: WalPosition, frames: bytes) -> bool:
+        """Return whether a log has these frames there; segments that their marks list may be forgotten already."""
+        own, wanted = bytearray(self.read_log(shard, start, len(frames))), bytearray(frames)
+        _empty_marks(own)
+        _empty_marks(wanted)
+        return own == wanted
+
     def forget_segments(self, shard: int, start: WalPosition, end: WalPosition) -> None:
         """Empty the lists of segments in the CHECKPOINT_MARKs of a log from `start` to `end`, both behind a frame."""
         for file_no in range(start.file_no, end.file_no + 1):
@@ -250,15 +264,20 @@ def _forget_segments(fs: FileSystem, path: str, start: int, end: int | None) -> 
     with opened(fs, path, os.O_RDWR) as fd:
         length = (fs.size_bytes(fd) if end is None else end) - start
         content = bytearray(read_up_to(fs, fd, length, start))
-        found = scan(content, 0, len(content))
-        for frame_at, total_len, type_, *_ in found.frames:
-            if type_ != FrameType.CHECKPOINT_MARK:
-                continue
+        for at, behind in _empty_marks(content):
+            write_all(fs, fd, content[at:behind], start + at)
+
+
+def _empty_marks(content: bytearray) -> list[tuple[int, int]]:
+    """Empty the lists of segments in CHECKPOINT_MARKs; return where bytes may have changed."""
+    changed = []
+    for frame_at, total_len, type_, *_ in scan(content, 0, len(content)).frames:
+        if type_ == FrameType.CHECKPOINT_MARK:
             body_at, checksum_at = frame_at + HEADER_LEN, frame_at + total_len - CHECKSUM_LEN
             content[body_at:checksum_at] = _without_segments(bytes(content[body_at:checksum_at]))
-            checksum = xxh3_64_intdigest(content[frame_at + TYPE_AT : checksum_at])
-            CHECKSUM.pack_into(content, checksum_at, checksum)
-            write_all(fs, fd, content[body_at : frame_at + total_len], start + body_at)
+            CHECKSUM.pack_into(content, checksum_at, xxh3_64_intdigest(content[frame_at + TYPE_AT : checksum_at]))
+            changed.append((body_at, frame_at + total_len))
+    return changed
 
 
 def _without_segments(body: bytes) -> bytes:

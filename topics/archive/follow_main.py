@@ -108,7 +108,7 @@ class Follower:
             has_news = self._listen()
             has_news |= self._skim() if self._tells else self._look()
             self._show()
-            if self._is_look_due and not self.promote.is_set():
+            if self._clock.monotonic_ms() >= self._look_not_before_ms and not self.promote.is_set():
                 self._look_not_before_ms = self._clock.monotonic_ms() + LOOK_MS
                 self._tend_base()
             if self._is_leader_gone(has_news) or self.promote.is_set() or self._replica.note.fence_id:
@@ -187,10 +187,6 @@ class Follower:
         if self._replica.note.piece != moment:
             self._cell.add("moments")
         return has_news
-
-    @property
-    def _is_look_due(self) -> bool:
-        return self._clock.monotonic_ms() >= self._look_not_before_ms
 
     def _show(self) -> None:
         """Show the shards how far their logs are, and everybody how old that may be."""

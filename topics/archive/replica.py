@@ -5,8 +5,8 @@ and snapshot, and the logs before it go: a follower cuts nothing itself. The sha
 and write none of it.
 
 A replica may be ahead of the archive, with bytes that the leader itself has told. If the leader's machine fails and
-loses them, the archive goes on with others. So when the archive gets there, the checksum before the replica's end has
-to be in it.
+loses them, the archive goes on with others, and may never get as far as the replica is. So each piece is compared with
+what was told.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from topics.storage.archive_objects import (
 )
 from topics.storage.filesystem import FileSystem, make_dirs, names_in, read_all
 from topics.storage.follow_note import FollowNote, write_note
-from topics.storage.frame import CHECKSUM_LEN
+from topics.storage.frame import scan
 from topics.storage.logfile import WalPosition
 from topics.storage.upgrade import write_mark
 
@@ -76,10 +76,8 @@ class Replica:
         self._txn: dict[str, int] = {}
         """Digests of the files of transactions, by path."""
         self._laid_piece = 0
-        self._archived: dict[int, LogEnd] = {}
-        """The ends of the logs in that piece."""
         self._archived_moment: dict[int, LogEnd] = {}
-        """The same in the last piece that ended a moment."""
+        """The ends of the logs in the last piece that ended a moment."""
         self._has_hole = False
         self._files: dict[str, str] = {}
         """Names of the base's objects, by their paths in the directory."""
@@ -97,8 +95,7 @@ class Replica:
         if note.piece:
             self._laid, self._laid_piece = {end.shard: end for end in note.ends}, note.piece
             self._moment, self._told = dict(self._laid), set(note.told)
-            self._archived = self._ends_of_piece() if self._told else dict(self._laid)
-            self._archived_moment = dict(self._archived)
+            self._archived_moment = self._ends_of_piece() if self._told else dict(self._laid)
             self._txn = {path: self._digest(path) for path in self._txn_paths()}
             self._files, self._starts = {}, {}
             return False
@@ -162,14 +159,19 @@ class Replica:
         return None if last == known else self._archive.piece(generation, last)[0]
 
     def skip_to(self, piece: Piece) -> bool:
-        """Go on behind a piece of the archive. False if the leader has not told all of it."""
-        if not piece.is_moment or any(end.position > self._moment[end.shard].position for end in piece.ends):
+        """Go on behind a piece of the archive. False if the leader has not told all of it, or perhaps other bytes."""
+        ahead = (end for end in piece.ends if end.position > self._moment[end.shard].position or not self._has_end(end))
+        if not piece.is_moment or any(ahead):
             return False
         if piece.number > self._laid_piece:
             self._settle_told(piece)
             self._note_moment(piece)
-            self._end_piece(piece)
+            self._laid_piece = piece.number
         return True
+
+    def _has_end(self, end: LogEnd) -> bool:
+        start = WalPosition(end.position.file_no, end.position.offset - len(end.last_bytes))
+        return self._copy.read_log(end.shard, start, len(end.last_bytes)) == end.last_bytes
 
     def _lay_out(self, piece: Piece, payload: memoryview) -> None:
         if self._told:
@@ -178,7 +180,7 @@ class Replica:
         self._settle_told(piece)
         if piece.is_moment or piece.number == self.note.base:
             self._end_moment(piece, payload)
-        self._end_piece(piece)  # last: until then it can be taken again
+        self._laid_piece = piece.number  # last: until then it can be taken again
 
     def _end_moment(self, piece: Piece, payload: memoryview) -> None:
         """Have the directory be that of a moment, all bytes of which are laid out."""
@@ -199,10 +201,6 @@ class Replica:
             if self._laid[end.shard].position < end.position:
                 self._laid[end.shard] = end
 
-    def _end_piece(self, piece: Piece) -> None:
-        self._laid_piece = piece.number
-        self._archived = {end.shard: end for end in piece.ends}
-
     def _settle_told(self, piece: Piece) -> None:
         """See whether the archive has got to what the leader has told."""
         for end in piece.ends:
@@ -213,19 +211,22 @@ class Replica:
                 self._told.discard(end.shard)
 
     def _prove(self, piece: Piece, payload: memoryview) -> None:
-        """Look whether the archive goes on over the bytes that the leader has told."""
-        before = {shard: end.last_bytes for shard, end in self._archived.items()}
+        """Compare what the leader has told with the archive, as far as that has got: it may have other bytes there, and
+        never get to the end of what was told.
+        """
         for part, content in split_payload(piece, payload):
-            own, seen = self._laid[part.shard], before.get(part.shard, b"") if part.offset else b""
-            before[part.shard] = (seen + bytes(content[-CHECKSUM_LEN:]))[-CHECKSUM_LEN:]
-            end = WalPosition(part.file_no, part.offset + part.size_bytes)
-            if part.shard not in self._told or end < own.position:
+            shard, at = part.shard, WalPosition(part.file_no, part.offset)
+            if shard not in self._told:
                 continue
-            known = max(0, own.position.offset - part.offset)
-            seen += bytes(content[max(0, known - CHECKSUM_LEN) : known])
-            if part.file_no != own.position.file_no or not seen.endswith(own.last_bytes):
-                raise self._diverged(part.shard)
-            self._told.discard(part.shard)
+            own, moment = self._laid[shard].position, self._archived_moment[shard].position
+            start = WalPosition(at.file_no, moment.offset if moment.file_no == at.file_no else 0)  # a frame begins here
+            seen = self._copy.read_log(shard, start, at.offset - start.offset) + bytes(content)
+            is_there = at.file_no == own.file_no and start.offset + len(seen) >= own.offset
+            whole = own.offset - start.offset if is_there else scan(seen, 0, len(seen)).end
+            if at >= own or not self._copy.has_frames(shard, start, seen[:whole]):
+                raise self._diverged(shard)
+            if is_there:
+                self._told.discard(shard)
 
     def _diverged(self, shard: int) -> BeginAnewError:
         return BeginAnewError(
@@ -326,11 +327,11 @@ class Replica:
         self._fs.sync_all(self._data_dir)
         ids = generation.log_ids
         self._laid = {start.shard: LogEnd(start.shard, ids[start.shard], start.position) for start in base.logs}
-        self._moment, self._archived, self._archived_moment = dict(self._laid), dict(self._laid), dict(self._laid)
+        self._moment, self._archived_moment = dict(self._laid), dict(self._laid)
         self._told, self._txn = set(), {}
         self._laid_piece = base.first_piece - 1
         ends = _by_shard(self._moment)
-        fence_id = self.note.fence_id if self.note.generation == generation.number else ""
+        fence_id = self.note.fence_id if self.note.generation <= generation.number else ""
         self.note = FollowNote(self.note.url, generation.number, base.number, self._laid_piece, ends, fence_id=fence_id)
         self._note_base(base)
         self.step()
@@ -354,8 +355,7 @@ class Replica:
             raise BeginAnewError(f"the archive goes on with generation {newest}, this is {self.note.generation}")
         number = self._archive.bases(newest)[-1]
         if number > self.note.piece:
-            is_gone = self._archive.last_piece(newest, self._laid_piece) < number
-            if self._has_hole or is_gone:
+            if self._has_hole or self._archive.last_piece(newest, self._laid_piece) < number:
                 raise BeginAnewError(f"pieces between {self._laid_piece} and base {number} are not in the archive")
             if number != self._laid_piece:
                 return False
@@ -414,23 +414,39 @@ class Replica:
         """Return whether a closed generation goes on behind the hole. If not, the moment before it is the last one."""
         generation, first = self.note.generation, self._laid_piece + 1
         closing = self._archive.last_piece(generation, self._laid_piece)
-        # No list: it may be old. A base that is put after this look is given up by its archiver.
-        return any(
-            self._archive.piece(generation, number)[0].is_moment or self._archive.has_base(generation, number)
-            for number in reversed(range(first, closing))
+        # A base that is put after this look is given up by its archiver.
+        return self._has_base(generation, range(first, closing)) or any(
+            self._archive.piece(generation, number)[0].is_moment for number in range(first, closing)
         )
 
+    def _has_base(self, generation: int, numbers: range) -> bool:
+        return any(self._archive.has_base(generation, number) for number in reversed(numbers))  # a list may be old
+
+    def _close(self, generation: int, known: int, by: str) -> None:
+        if not take_over(self._archive, generation, self._clock, by, self.note.fence_id, known):
+            self.note = msgspec.structs.replace(self.note, fence_id="")
+            raise BeginAnewError("another service has taken over already")
+
+    def _close_later(self, by: str) -> None:
+        """Close generations that the leader began meanwhile, because its directory went back, say."""
+        generation = self.note.generation
+        while self._archive.has_generation(generation + 1):
+            generation += 1
+            self._close(generation, 0, by)
+            pieces = range(1, self._archive.last_piece(generation, 0))
+            if self._archive.bases(generation) or self._has_base(generation, pieces):
+                raise BeginAnewError(f"the archive goes on with generation {generation}")
+
     def promote(self, by: str) -> None:
-        """Take over from the leader: close its generation, take all that it has shipped, keep what it has told, and
+        """Take over from the leader: close its history, take all that it has shipped, keep what it has told, and
         note that this service leads from now on. `by` tells people who it is. Raise BeginAnewError if another service
         has taken over already.
         """
         if not self.note.fence_id:
             self.note = msgspec.structs.replace(self.note, fence_id=secrets.token_hex(8))
             write_note(self._fs, self._data_dir, self.note)
-        if not take_over(self._archive, self.note.generation, self._clock, by, self.note.fence_id):
-            self.note = msgspec.structs.replace(self.note, fence_id="")
-            raise BeginAnewError("another service has taken over already")
+        self._close(self.note.generation, self._laid_piece, by)
+        self._close_later(by)
         while not self.taken_over_by and not self._has_hole:
             self.step()
         if self._has_hole and self._has_base_behind_hole():

@@ -8,31 +8,28 @@ from topics.core.clock import Clock
 from topics.storage.archive_objects import Archive, Piece, encode, piece_name
 
 
-def take_over(archive: Archive, generation: int, clock: Clock, by: str, by_id: str = "") -> bool:
+def take_over(archive: Archive, generation: int, clock: Clock, by: str, by_id: str = "", known: int = 0) -> bool:
     """Close a generation with a piece that says who took over: `by`, for people; `by_id` is the id of the service that
     goes on in this archive. The service that ships into the generation finds the name of its next piece taken. What it
-    has shipped before stays. False if another one has closed it already.
+    has shipped before stays. `known` is a piece that is there: lists may be old. False if another has closed it.
 
     Raise ArchiveDamagedError, OSError.
     """
     while True:
-        bases = archive.bases(generation)
-        number = archive.last_piece(generation, bases[-1] if bases else 0)
-        closing = Piece(number + 1, clock.now_ms(), secrets.token_hex(8), [], [], taken_over_by=by, taken_over_id=by_id)
-        if number:
-            last, _ = archive.piece(generation, number)
-            if last.taken_over_by:
-                return last.taken_over_id == by_id
-            closing = Piece(
-                number + 1,
-                max(last.taken_ms, closing.taken_ms),
-                closing.nonce,
-                [],
-                last.ends,
-                has_end=last.has_end,
-                txn=last.txn,
-                taken_over_by=by,
-                taken_over_id=by_id,
-            )
+        number = archive.last_piece(generation, max([known, *archive.bases(generation)]))
+        last = archive.piece(generation, number)[0] if number else Piece(0, 0, "", [], [])
+        if last.taken_over_by:
+            return last.taken_over_id == by_id
+        closing = Piece(
+            number + 1,
+            max(last.taken_ms, clock.now_ms()),
+            secrets.token_hex(8),
+            [],
+            last.ends,
+            has_end=last.has_end,
+            txn=last.txn,
+            taken_over_by=by,
+            taken_over_id=by_id,
+        )
         if archive.store.create(piece_name(generation, closing.number), encode(closing)):
             return True

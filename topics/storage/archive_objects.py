@@ -288,6 +288,9 @@ class Archive:
     def generation(self, number: int) -> Generation:
         return self._header(generation_name(number), Generation)[0]
 
+    def has_generation(self, number: int) -> bool:
+        return self.store.exists(generation_name(number))
+
     def bases(self, generation: int) -> list[int]:
         """Return the numbers of the bases of a generation, ascending."""
         return self._numbers(base_name(generation, 0)[:-12])
