@@ -23,7 +23,8 @@ def test_the_least_of_four_bounds_counts() -> None:
 
 def test_reads_grow_with_the_cores_and_batches_end_at_the_compactor() -> None:
     assert [best(READ, cores).per_s for cores in (2, 4, 8)] == pytest.approx([10_000, 20_000, 40_000])
-    assert best(READ, 8) == (8, 8, 1, pytest.approx(40_000), "cores")
+    assert best(READ, 8)[:3] == (8, 8, 1)
+    assert best(READ, 8).full == "cores"
     assert [best(BATCH, cores).per_s for cores in (2, 4, 16)] == pytest.approx([10_000] * 3)
     assert best(BATCH, 16)[1:3] == (1, 1), "more processes than it takes"
 

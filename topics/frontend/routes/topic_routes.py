@@ -72,14 +72,14 @@ class TopicRoutes:
         names = list(itertools.islice(live_names(arenas, prefixes, after), size + 1))
         page = names[:size]
         with_copies = await self.catching_up.wait_for_all(page)
-        answer: dict[str, Any] = {"topics": list((await self._entries(page, touch)).values())}
+        answer: dict[str, Any] = {"topics": list((await self.entries(page, touch)).values())}
         if len(names) > size:
             answer["next_cursor"] = name_cursor(page[-1])
         return JsonReply(answer, with_copies=with_copies)
 
     async def _list_ranked(self, request: ApiRequest, prefixes: tuple[str, ...], size: int) -> JsonReply:
         ranked, matched = await self.ranking.best(request.query, prefixes, size)
-        shown = await self._entries([one.topic for one in ranked], touch=False)
+        shown = await self.entries([one.topic for one in ranked], touch=False)
         entries, slices = [], Slices()
         for one in ranked:
             if one.topic in shown:
@@ -163,7 +163,7 @@ class TopicRoutes:
         answer = {"topic": name, "deleted": deleted, **seqs, "count": reply.records, "bytes": reply.live_bytes}
         return JsonReply(answer, with_copies=with_copies)
 
-    async def _entries(self, names: list[str], touch: bool) -> dict[str, dict[str, Any]]:
+    async def entries(self, names: list[str], touch: bool) -> dict[str, dict[str, Any]]:
         """Return the entries of these topics in a list. A thousand are not made in one go: that takes over 10 ms."""
         refs, entries, slices = list[TopicRef](), dict[str, dict[str, Any]](), Slices()
         for name in names:
