@@ -36,8 +36,8 @@ PAGE: Final = ROOT / "docs" / "benchmarks.md"
 MODEL_PAGE: Final = ROOT / "docs" / "scale.md"
 ROLES: Final = ("frontend", "walshard", "compactor")
 SETTINGS: Final = {
-    # What was written is in segments soon, so that the compactor's part can be told.
-    "TOPICS_CHECKPOINT_INTERVAL_MS": "2000",
+    # What was written is in segments soon, so that the compactor's part can be told, by one cut if it is little.
+    "TOPICS_CHECKPOINT_INTERVAL_MS": "5000",
     "TOPICS_MAX_TOPICS": "200000",
     "TOPICS_MAX_WATCH_SESSIONS": "20000",
     "TOPICS_MAX_SSE_CONNECTIONS": "20000",

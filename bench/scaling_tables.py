@@ -86,7 +86,12 @@ def growth_table(points: Sequence[Point]) -> str:
 
 def cell(point: Point) -> str:
     rate = f", {in_words(point.per_s)}/s" if point.per_s else ""
-    return f"{point.cost_us:.3g} µs{rate}"
+    return f"{in_digits(point.cost_us)} µs{rate}"
+
+
+def in_digits(us: float) -> str:
+    """Return a number of three digits, or all of its digits before the point."""
+    return f"{us:,.0f}" if us >= 100 else f"{us:.3g}"
 
 
 def in_words(per_s: float) -> str:
@@ -109,7 +114,7 @@ def costs_table(points: Sequence[Point]) -> str:
     ]
     for point in smallest(points):
         all_us = point.cost.all_us + point.load_us
-        parts = f"{point.frontend_us:.3g} | {point.shard_us:.3g} | {point.compactor_us:.3g} | {point.load_us:.3g}"
+        parts = " | ".join(map(in_digits, (point.frontend_us, point.shard_us, point.compactor_us, point.load_us)))
         rows.append(f"| {point.operation} | {parts} | {in_words(2e6 / all_us)}/s | {in_words(point.per_s)}/s |")
     return "\n".join(rows) + "\n"
 

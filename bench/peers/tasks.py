@@ -72,8 +72,12 @@ def appends(server: Server, volume: Volume) -> Values:
     for batch in BATCHES:
         for connections in CONNECTIONS:
             rate = uvloop.run(_append(server, connections, batch, volume.append_s))
-            found[f"appends, batch {batch}, {connections} connections: records_per_s"] = rate
+            found[f"appends, batch {batch}, {plural(connections)}: records_per_s"] = rate
     return found
+
+
+def plural(connections: int) -> str:
+    return "1 connection" if connections == 1 else f"{connections} connections"
 
 
 async def _append(server: Server, connections: int, batch: int, duration_s: float) -> float:
@@ -100,7 +104,7 @@ def appends_bare(server: Server, volume: Volume) -> Values:
     found: Values = {}
     for batch in BATCHES:
         for connections in CONNECTIONS:
-            name = f"bare appends, batch {batch}, {connections} connections: records_per_s"
+            name = f"bare appends, batch {batch}, {plural(connections)}: records_per_s"
             found[name] = bare_rate(server, batch, connections, duration_s=volume.append_s) * batch
     return found
 
@@ -232,7 +236,7 @@ def retained(server: Server, volume: Volume) -> Values:
     label = f"{million:g} M records"
     return {
         f"start after a kill with {label}: seconds": took_s,
-        f"memory of a million records, of {label} written: bytes": (held - before) / million,
+        f"memory of a million records, of {label} written: bytes": max(1.0, (held - before) / million),
         f"memory of a million records, of {label} after a start: bytes": max(1.0, (after - before) / million),
     }
 
