@@ -165,7 +165,7 @@ PEERS := $(VENV)-peers/bin/python
 peers: $(STAMP) ## beside Redis, NATS JetStream and PostgreSQL: the same work in turns; who is not there is left out
 	$(PYTHON) -m venv $(VENV)-peers
 	$(PEERS) -m pip install --quiet --disable-pip-version-check -r bench/peers/requirements.txt -e '.[server]'
-	$(PEERS) -m bench.peers
+	$(PEERS) -m bench.peers --markdown
 	$(PEERS) -m bench.peers.redis_queue
 	$(BIN)/python -m bench.worker_library
 

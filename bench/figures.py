@@ -110,9 +110,19 @@ def keep(report: Report, path: Path) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 
 
-def history_name(report: Report) -> str:
+def history_name(report: Report, what: str = "") -> str:
     """Return the name of the run's file in `bench/history`, after its time: `2026-11-22T0342.json`."""
-    return report.date[: len("2026-11-22T03:42")].replace(":", "") + ".json"
+    return report.date[: len("2026-11-22T03:42")].replace(":", "") + f"{what}.json"
+
+
+def with_table(page: str, name: str, text: str) -> str:
+    """Return a page of the documentation with this text between the two lines that mark the place of this name."""
+    begin, end = (f"<!-- {name}: {edge} of what the measurement writes. -->\n" for edge in ("begin", "end"))
+    before, begun, rest = page.partition(begin)
+    _former, ended, after = rest.partition(end)
+    assert begun, f"the page has no place for {name}: it lacks the line {begin!r}"
+    assert ended, f"the page has no end of the place for {name}: it lacks the line {end!r}"
+    return f"{before}{begin}\n{text.strip()}\n\n{end}{after}"
 
 
 def with_latest(page: str, report: Report) -> str:

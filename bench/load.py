@@ -12,11 +12,13 @@ import random
 import re
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar, cast
 
 import uvloop
 from hdrh.histogram import HdrHistogram
+
+from bench import machine
 
 T = TypeVar("T")
 _CONTENT_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
@@ -25,7 +27,7 @@ LATENCY_MAX_US = 60_000_000
 
 class Plan(NamedTuple):
     """Requests to send. Each connection goes round its own requests, for `duration_s` or `rounds` times: each as soon
-    as the one before is answered, or `per_s` of them a second.
+    as the one before is answered, or `per_s` of them a second. The CPU time of `pids` is taken.
     """
 
     port: int
@@ -34,16 +36,21 @@ class Plan(NamedTuple):
     duration_s: float = 0.0
     rounds: int = 0
     per_s: float = 0.0
+    pids: tuple[int, ...] = ()
 
 
 class Outcome(NamedTuple):
-    """The answers of a plan: counted and timed after the warm-up, and the latencies in µs."""
+    """The answers of a plan: counted and timed after the warm-up, and the latencies in µs. The CPU time of the plan's
+    processes, and of the load itself, is from the first request to the last answer, the warm-up included.
+    """
 
     answers: int
     seconds: float
     p50_us: float
     p99_us: float
     max_us: float
+    cpu_ns: tuple[int, ...] = ()
+    load_cpu_ns: int = 0
 
     @property
     def per_s(self) -> float:
@@ -72,6 +79,11 @@ def percentiles(latencies_us: array[int]) -> HdrHistogram:
     return histogram
 
 
+def read_cpu(pids: Sequence[int]) -> list[int]:
+    """Return the CPU time of each of these processes in ns, and behind them that of this one."""
+    return [*map(machine.cpu_ns, pids), time.process_time_ns()]
+
+
 def closed_loop(plan: Plan) -> Outcome:
     """Run the plan in this process; LoadError for the first answer that is not 2xx."""
     return uvloop.run(_Run(plan).run())
@@ -98,9 +110,11 @@ class _Run:
         self.measure_from_ns = time.perf_counter_ns() + int(self.plan.warm_up_s * 1e9)
         if self.plan.duration_s:
             self.stop_at_ns = self.measure_from_ns + int(self.plan.duration_s * 1e9)
+        before = read_cpu(self.plan.pids)
         for client in clients:
             client.send()
         await self._done.wait()
+        *cpu_ns, load_cpu_ns = (now - then for now, then in zip(read_cpu(self.plan.pids), before, strict=True))
         if self.failure:
             raise LoadError(self.failure)
         histogram = percentiles(self.latencies_us)
@@ -110,6 +124,8 @@ class _Run:
             histogram.get_value_at_percentile(50),
             histogram.get_value_at_percentile(99),
             histogram.get_max_value(),
+            tuple(cpu_ns),
+            load_cpu_ns,
         )
 
     def closed(self) -> None:

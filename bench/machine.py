@@ -80,6 +80,11 @@ def fdatasync_us(directory: Path, seconds: float) -> list[float]:
         path.unlink()
 
 
+def cpu_ns(pid: int) -> int:
+    """Return the CPU time of a process since it began, of all its threads, to the nanosecond."""
+    return time.clock_gettime_ns(~pid << 3 | 2)  # as clock_getcpuclockid(3) makes it
+
+
 class Memory(NamedTuple):
     """Memory of a service in bytes. Page cache under mapped log files is not in it: the kernel takes it back."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import resource
+import sys
 import time
 from array import array
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typing import NamedTuple, cast
 import uvloop
 
 from bench import wire
-from bench.load import LoadError, percentiles
+from bench.load import LoadError, percentiles, read_cpu
 
 _SENT = re.compile(rb'"sent_ns":(\d{1,20})\}')
 STAMP_BYTES = 64
@@ -31,7 +32,7 @@ OPENING_AT_ONCE = 100
 
 class WatchPlan(NamedTuple):
     """The load: streams at `stream_paths`, made beforehand; one write every `1 / writes_per_s` for `duration_s`, then
-    as long without a pause.
+    as long without a pause, but no more than `unpaused_max`. The CPU time of `pids` is taken meanwhile.
     """
 
     port: int
@@ -39,11 +40,21 @@ class WatchPlan(NamedTuple):
     stream_paths: list[str]
     writes_per_s: float
     duration_s: float
+    pids: tuple[int, ...] = ()
+    unpaused_max: int = sys.maxsize
+
+
+class Used(NamedTuple):
+    """The CPU time that so many deliveries took: of the plan's processes, and of the load."""
+
+    deliveries: int
+    cpu_ns: tuple[int, ...]
+    load_cpu_ns: int
 
 
 class WatchOutcome(NamedTuple):
     """The result: latencies in µs from just before a write was sent until a stream read the record; deliveries to all
-    streams together while there was no pause, until the last stream had the last record.
+    streams together while there was no pause, until the last stream had the last record; the CPU time of either part.
     """
 
     deliveries: int
@@ -51,6 +62,8 @@ class WatchOutcome(NamedTuple):
     p99_us: float
     max_us: float
     deliveries_per_s: float
+    paced: Used
+    unpaused: Used
 
 
 def deliver(plan: WatchPlan) -> WatchOutcome:
@@ -72,12 +85,14 @@ async def _run(plan: WatchPlan) -> WatchOutcome:
     await _until(lambda: all(watcher.caught_up for watcher in watchers), "every stream to be caught up")
     writer = _Writer(plan.topic, *await asyncio.open_connection("127.0.0.1", plan.port))
 
+    before = read_cpu(plan.pids)
     writes = SETTLE_WRITES + int(plan.writes_per_s * plan.duration_s)
     start_s = loop.time()
     for number in range(writes):
         await asyncio.sleep(max(0.0, start_s + number / plan.writes_per_s - loop.time()))
         last = await writer.write()
     await _until(lambda: all(watcher.has(last) for watcher in watchers), "every record at every watcher")
+    paced = _used(plan, before, writes)
     latencies_us: array[int] = array("Q")
     for watcher in watchers:
         found = watcher.latencies_us()
@@ -87,11 +102,13 @@ async def _run(plan: WatchPlan) -> WatchOutcome:
 
     for watcher in watchers:
         watcher.keep_none()
+    before = read_cpu(plan.pids)
     writes, start_ns = 0, time.perf_counter_ns()
-    while time.perf_counter_ns() - start_ns < plan.duration_s * 1e9:
+    while time.perf_counter_ns() - start_ns < plan.duration_s * 1e9 and writes < plan.unpaused_max:
         last = await writer.write()
         writes += 1
     await _until(lambda: all(watcher.has(last) for watcher in watchers), "the last record at every watcher")
+    unpaused = _used(plan, before, writes)
     took_s = (max(watcher.last_ns for watcher in watchers) - start_ns) / 1e9
     writer.close()
     for watcher in watchers:
@@ -103,7 +120,14 @@ async def _run(plan: WatchPlan) -> WatchOutcome:
         histogram.get_value_at_percentile(99),
         histogram.get_max_value(),
         writes * len(watchers) / took_s,
+        paced,
+        unpaused,
     )
+
+
+def _used(plan: WatchPlan, before: list[int], writes: int) -> Used:
+    *cpu_ns, load_cpu_ns = (now - then for now, then in zip(read_cpu(plan.pids), before, strict=True))
+    return Used(writes * len(plan.stream_paths), tuple(cpu_ns), load_cpu_ns)
 
 
 async def _until(true: Callable[[], bool], what: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import re
 import sys
 import tomllib
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from bench import figures
+from bench.load import LoadError
 from bench.peers import servers, tables
-from bench.peers.bare_redis import command
+from bench.peers.bare import Client, command, jetstream_talk, redis_talk
 
 DISK, FSYNC, EVERYSEC, ALWAYS, *_ = servers.CONTENDERS
 ROOT = Path(__file__).parents[1]
@@ -80,3 +83,73 @@ def imports_of(entry: str) -> set[str]:
                 elif top not in sys.stdlib_module_names and top != "topics":
                     found.add(top)
     return found
+
+
+class Answering:
+    """A server of one connection that speaks as JetStream does, in pieces that end anywhere, and pings meanwhile."""
+
+    def __init__(self) -> None:
+        self.published = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"server_id":"x"}\r\n')
+        subscribed = (await reader.readuntil(b"PING\r\n")).split(b"SUB ")[1].split(b" ")[0]
+        writer.write(b"PONG\r\n")
+        while (line := await reader.readline()).startswith((b"PUB", b"PONG")):
+            if line.startswith(b"PONG"):
+                continue
+            _, _, inbox, length = line.split()
+            assert inbox == subscribed
+            await reader.readexactly(int(length) + 2)
+            self.published += 1
+            ack = b'{"stream":"bench", "seq":%d}' % self.published
+            answer = b"MSG %b 1 %d\r\n%b\r\nPING\r\n" % (inbox, len(ack), ack)
+            for at in range(0, len(answer), 7):
+                writer.write(answer[at : at + 7])
+                await writer.drain()
+                await asyncio.sleep(0)
+        writer.close()
+
+
+def test_bare_batches_are_counted_when_every_ack_is_there_however_it_is_cut() -> None:
+    async def run() -> tuple[int, int]:
+        answering = Answering()
+        async with await asyncio.start_server(answering.serve, "127.0.0.1", 0) as server:
+            client = Client(jetstream_talk("bench", b"x" * 100, 10))
+            port = server.sockets[0].getsockname()[1]
+            await asyncio.get_running_loop().create_connection(lambda: client, "127.0.0.1", port)
+            await client.is_open
+            client.begin(float("inf"), 3)
+            await client.done
+        return client.answered, answering.published
+
+    assert asyncio.run(run()) == (3, 30)
+
+
+def test_an_ack_that_is_an_error_ends_a_bare_run() -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"PING\r\n")
+        writer.write(b"+PONG\r\n")
+        await reader.readuntil(b"XADD")
+        writer.write(b"-OOM command not allowed\r\n")
+        await writer.drain()
+        writer.close()
+
+    async def run() -> None:
+        async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+            client = Client(redis_talk("bench", b"x", 1))
+            port = server.sockets[0].getsockname()[1]
+            await asyncio.get_running_loop().create_connection(lambda: client, "127.0.0.1", port)
+            await client.is_open
+            client.begin(float("inf"), 1)
+            with pytest.raises(LoadError, match="OOM"):
+                await client.done
+
+    asyncio.run(run())
+
+
+def test_the_page_has_a_place_for_the_table() -> None:
+    page = (ROOT / "docs" / "comparison.md").read_text()
+    changed = figures.with_table(page, "peers", "| new |")
+    assert "\n\n| new |\n\n" in changed
+    assert changed.endswith(page[page.index("## Sources") :])

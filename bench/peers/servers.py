@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -119,7 +120,11 @@ class Server:
         assert self._process is not None
         first = psutil.Process(self._process.pid)
         pids = [first.pid, *(one.pid for one in first.children(recursive=True))]
-        return float(sum(machine.proportional_bytes(pid) for pid in pids))
+        held = 0
+        for pid in pids:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # PostgreSQL has workers that come and go
+                held += machine.proportional_bytes(pid)
+        return float(held)
 
     def _serves(self) -> bool:
         if self.contender.family == "postgres":
@@ -199,6 +204,18 @@ def missing(contender: Contender) -> str | None:
     """Return the name of the program that this machine lacks for it."""
     name = _PROGRAMS[contender.family]
     return None if find_program(name) else name
+
+
+def versions(contenders: Sequence[Contender]) -> dict[str, str]:
+    """Return what the programs of these peers say of their version."""
+    programs = {"redis": "redis-server", "jetstream": "nats-server", "postgres": "postgres"}
+    found = {}
+    for family in dict.fromkeys(one.family for one in contenders if one.family in programs):
+        said = subprocess.run([program(programs[family]), "--version"], check=True, capture_output=True, text=True)
+        number = re.search(r"\d+\.\d+(\.\d+)?", said.stdout)
+        assert number is not None, said.stdout
+        found[family] = number[0]
+    return found
 
 
 def free_port() -> int:

@@ -23,6 +23,8 @@ def table(found: Found, contenders: Sequence[Contender]) -> str:
         lines += [f"{title}:", ""]
         lines += ["| | " + " | ".join(one.name for one in beside) + " |", "|---|" + "---|" * len(beside)]
         for name, values in found.items():
+            if not values.get(ours.name):
+                continue  # measured in one durability only
             cells = [cell(name, values[ours.name], values.get(one.name, [])) for one in beside]
             lines.append(f"| {name.rpartition(': ')[0]} | " + " | ".join(cells) + " |")
         lines += ["", *(f"- {one.name}: {one.promise}" for one in beside), ""]

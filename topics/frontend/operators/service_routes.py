@@ -145,8 +145,8 @@ class MetricsRoute:
             await room.grow(ANSWER_BYTES)
             slices = Slices()
             families = [*self._figures.families(), *await self._topic_families(prefixes, slices, topics_max)]
-            rendered = []
-            for piece in exposition.json(families) if as_json else exposition.text(families):
+            rendered, left = [], _used_up(families)
+            for piece in exposition.json(left) if as_json else exposition.text(left):
                 rendered.append(piece)
                 await slices.yield_if_over()
             return b"".join(rendered)
@@ -162,8 +162,9 @@ class MetricsRoute:
             for name in names:
                 view = self._arenas.view(name)
                 if view is not None:  # else it was deleted in the meantime
+                    labels = (name,)
                     for series, field, _ in _QUEUE_SERIES if view.is_queue else _LOG_SERIES:
-                        columns[series].append(((name,), getattr(view, field)))
+                        columns[series].append((labels, getattr(view, field)))
             after, room = names[-1], room - len(names)
             await slices.yield_if_over()
         truncated = int(next(self._names(prefixes, after), None) is not None)
@@ -175,6 +176,13 @@ class MetricsRoute:
         """Yield the topics after a name, of the shards that have recovered, as `live_names` does."""
         arenas = [self._arenas.of(shard) for shard in range(self._shards)]
         return live_names([arena for arena in arenas if arena], prefixes, after)
+
+
+def _used_up(families: list[Family]) -> Iterator[Family]:
+    """Yield families and keep none: to free 200,000 samples at once takes over 10 ms."""
+    families.reverse()
+    while families:
+        yield families.pop()
 
 
 def wants_json(accept: bytes) -> bool:

@@ -1,0 +1,93 @@
+"""A probe inside a frontend: how long its event loop came to nothing else. `bench.loop_holds` puts it there.
+
+A timer of the loop ticks each millisecond. What the loop's thread did between two ticks is one hold or a few short
+ones, so a hold is known to about a millisecond: in CPU time, and by the clock, which others on the machine change more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any, Final
+
+import uvloop
+
+TICK_S: Final = 0.001
+NOTED_US: Final = 3_000
+LOOK_S: Final = 0.002
+FRAMES_SHOWN: Final = 3
+
+
+class Probe:
+    """Writes a line for each hold into a file: its end on the monotonic clock in ns, CPU time and clock time in µs, and
+    where the loop was in the middle of it.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, directory: str) -> None:
+        self._loop = loop
+        self._descriptor = os.open(f"{directory}/{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._thread = threading.get_ident()
+        self._where = ""
+        self._ticked_ns = self._cpu_ns = self._collecting_ns = 0
+        gc.callbacks.append(self._note_collection)
+        # The first turn sets everything up and holds nobody up: it is over when the second timer ticks.
+        loop.call_later(TICK_S, lambda: loop.call_later(TICK_S, self._begin))
+
+    def _begin(self) -> None:
+        self._ticked_ns, self._cpu_ns = time.monotonic_ns(), time.thread_time_ns()
+        threading.Thread(target=self._look, daemon=True).start()
+        self._loop.call_later(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        now_ns, cpu_ns = time.monotonic_ns(), time.thread_time_ns()
+        cpu_us, clock_us = (cpu_ns - self._cpu_ns) // 1000, (now_ns - self._ticked_ns) // 1000
+        where, self._where = self._where, ""
+        if cpu_us >= NOTED_US or clock_us >= 2 * NOTED_US:
+            os.write(self._descriptor, b"%d %d %d %s\n" % (now_ns, cpu_us, clock_us, where.encode()))
+        self._ticked_ns, self._cpu_ns = time.monotonic_ns(), time.thread_time_ns()
+        self._loop.call_later(TICK_S, self._tick)
+
+    def _note_collection(self, phase: str, info: dict[str, int]) -> None:
+        """Put a full collection of the garbage collector down to itself: it happens wherever something is made."""
+        if phase == "start":
+            self._collecting_ns = time.thread_time_ns()
+        elif (took_us := (time.thread_time_ns() - self._collecting_ns) // 1000) > NOTED_US:
+            self._where = f"the garbage collector, generation {info['generation']}, {took_us / 1000:.1f} ms"
+
+    def _look(self) -> None:
+        """Look every now and then where a loop is that has not ticked for long."""
+        while True:
+            time.sleep(LOOK_S)
+            if time.monotonic_ns() - self._ticked_ns > NOTED_US * 1000:
+                frame = sys._current_frames().get(self._thread)
+                if frame is not None and not self._where:
+                    self._where = place(frame)
+
+
+def place(frame: FrameType | None) -> str:
+    """Return the innermost functions of a stack, outermost first."""
+    found: list[str] = []
+    while frame is not None and len(found) < FRAMES_SHOWN:
+        code = frame.f_code
+        name = os.path.basename(code.co_filename).removesuffix(".py")
+        found.append(f"{name}.{code.co_name}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " > ".join(reversed(found))
+
+
+def install(directory: str) -> None:
+    """Have each loop that is made from now on probed, of this process and of those that it forks."""
+    module: Any = uvloop
+    make = module.new_event_loop
+
+    def probed() -> asyncio.AbstractEventLoop:
+        loop: asyncio.AbstractEventLoop = make()
+        Probe(loop, directory)
+        return loop
+
+    module.new_event_loop = probed

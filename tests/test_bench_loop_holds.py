@@ -1,0 +1,57 @@
+"""The probe in an event loop notes what holds it, and what the table says of that."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import uvloop
+
+from bench.loop_holds import Hold, Row, table
+from bench.loop_probe import Probe
+
+BURNT_MS = 30
+
+
+def burn() -> None:
+    """Take so much CPU time, however long that lasts."""
+    until_ns = time.thread_time_ns() + BURNT_MS * 1_000_000
+    while time.thread_time_ns() < until_ns:
+        pass
+
+
+def test_a_probe_notes_a_hold_and_where_the_loop_was(tmp_path: Path) -> None:
+    async def work() -> int:
+        await asyncio.sleep(0.05)  # the probe does not count what sets the loop up
+        began_ns = time.monotonic_ns()
+        burn()
+        await asyncio.sleep(0.05)
+        return began_ns
+
+    def make() -> asyncio.AbstractEventLoop:
+        loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+        Probe(loop, str(tmp_path))
+        return loop
+
+    with asyncio.Runner(loop_factory=make) as runner:
+        began_ns = runner.run(work())
+    (path,) = tmp_path.iterdir()
+    held = [hold for hold in map(Hold.read, path.read_text().splitlines()) if hold.at_ns > began_ns]
+    longest = max(held, key=lambda hold: hold.cpu_us)
+    assert longest.cpu_us >= BURNT_MS * 1000
+    assert longest.clock_us >= BURNT_MS * 1000
+    assert "test_bench_loop_holds.burn:" in longest.where
+
+
+def test_the_table_says_where_a_loop_was_held_for_too_long() -> None:
+    rows = [
+        Row("a list", Hold(1, 4_000, 9_000, "a.b:1"), 0),
+        Row("a large body", Hold(1, 23_500, 40_000, "c.d:2 > e.f:3"), 2),
+        Row("nothing", None, 0),
+    ]
+    assert table(rows).splitlines()[2:] == [
+        "| a list | 4.0 | 9.0 | 0 |  |",
+        "| a large body | 23.5 | 40.0 | 2 | `c.d:2 > e.f:3` |",
+        "| nothing | < 3 | < 6 | 0 | |",
+    ]
