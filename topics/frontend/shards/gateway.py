@@ -1,9 +1,9 @@
 """The frontend's end of the rings: requests to shards, their answers, and the listeners for changes of topics.
 
-Nothing here blocks the event loop for longer than the 200 µs of `lone_writes.py`. A request is pushed at once, or waits
-(bounded) for room in the ring. All requests pushed in one iteration of the loop are signalled once, so that they reach
-the shard as one group. Answers are signalled by an eventfd. Requests to a dead shard wait for its restart, until
-`shard_wait_ms` is over.
+Nothing here blocks the event loop for longer than the half millisecond of `lone_writes.py`. A request is pushed at
+once, or waits (bounded) for room in the ring. All requests pushed in one iteration of the loop are signalled once, so
+that they reach the shard as one group. Answers are signalled by an eventfd. Requests to a dead shard wait for its
+restart, until `shard_wait_ms` is over.
 """
 
 from __future__ import annotations

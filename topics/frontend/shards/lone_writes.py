@@ -1,7 +1,7 @@
 """The answer to a lone write, taken without a turn of the event loop.
 
-A write that is the only request of its frontend has its answer within some 100 µs. To fall asleep for that time and to
-wake up again would take a third of it. So the frontend looks at the ring of answers instead, for LOOK_NS at most:
+A write that is the only request of its frontend has its answer within 100 to 300 µs. To fall asleep for that time and
+to wake up again takes longer. So the frontend looks at the ring of answers instead, for LOOK_NS at most:
 
     push ─▶ signal the shard ─▶ look … answer is there ─▶ take it, the task goes on at once
                                   └ LOOK_NS are over ───▶ wait as all requests do; no more looks for PAUSE_NS
@@ -20,9 +20,9 @@ from topics.shm.control import ProcessCell
 from topics.shm.memory import FENCE_IS_FULL
 from topics.shm.ring import Ring, Wake
 
-LOOK_NS: Final = 200_000
+LOOK_NS: Final = 500_000
 PAUSE_NS: Final = 100_000_000
-"""Looks that never find anything cost a busy frontend a five-hundredth of its time."""
+"""Looks that never find anything cost a busy frontend half a percent of its time."""
 
 
 class LoneWrites:
