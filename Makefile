@@ -83,7 +83,7 @@ test-all: test $(BROWSER) $(DEBIAN) $(S3S) $(DOCS)/.installed ## all tests: `mak
 	$(SUITE) long
 
 PYTHONS := 3.11 3.12 3.13
-test-pythons: $(STAMP) ## the pure suites on each supported Python that is here; says which are not
+test-pythons: $(STAMP) ## the short suite on each supported Python that is here, but for Spark; says which are not
 	$(BIN)/python -m tests.pythons $(VENV)-python $(PYTHONS)
 
 dist: $(STAMP) ## build the wheel and the sdist into dist/, install each in a bare environment, write and read there

@@ -1,6 +1,7 @@
-"""Runs the pure suites on several Pythons: `python -m tests.pythons PREFIX VERSION…`.
+"""Runs the short suite on several Pythons: `python -m tests.pythons PREFIX VERSION…`.
 
-Each version gets an environment PREFIX-VERSION with the dependencies that requirements.lock pins, but without Spark's.
+Each version gets an environment PREFIX-VERSION with the dependencies that requirements.lock pins, but without Spark and
+its tests.
 A version that this machine does not have is named and passed over; it is an error if only the running one is there.
 """
 
@@ -13,10 +14,11 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from tests import suite
+
 ROOT: Final = Path(__file__).resolve().parents[1]
-SUITES: Final = ("core", "shm", "storage", "walshard", "supervisor")
-"""Suites that need no browser and no Spark."""
-TOOLS: Final = ("httpx", "hypothesis", "moto[server]", "pytest", "pytest-timeout", "setuptools")
+SUITES: Final = [name for part in suite.PARTS["short"] for name in part.split() if name != "spark"]
+EXTRAS: Final = ("server", "bucket", "dev")
 BUILDS: Final = Path("~/.pyenv/versions").expanduser()
 
 
@@ -58,11 +60,10 @@ def run_on(python: Path, directory: Path) -> bool:
         "--quiet",
         "--disable-pip-version-check",
     ]
-    subprocess.run([*pip, "--constraint", pins, *TOOLS], check=True)
-    subprocess.run([*pip, "--constraint", pins, "--editable", f"{ROOT}[server,bucket]"], check=True)
-    suites = [f"tests/{name}" for name in SUITES]
+    subprocess.run([*pip, "--constraint", pins, "--editable", f"{ROOT}[{','.join(EXTRAS)}]"], check=True)
+    tests = [path for name in SUITES for path in suite.paths(name)]
     return not subprocess.run(
-        [directory / "bin" / "pytest", "-m", "not long", *suites], cwd=ROOT, check=False
+        [directory / "bin" / "python", "-m", "pytest", "-m", suite.CHOSEN_BY["short"], *tests], cwd=ROOT, check=False
     ).returncode
 
 

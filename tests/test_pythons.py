@@ -7,12 +7,12 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
-from importlib.metadata import packages_distributions
+from importlib.metadata import distributions, packages_distributions, requires
 from pathlib import Path
 
 import pytest
 
-from tests import pythons
+from tests import pythons, suite
 
 RUNNING = "{}.{}".format(*sys.version_info)
 
@@ -72,13 +72,34 @@ def imported(paths: list[Path]) -> Iterator[str]:
                     yield first
 
 
+def distribution(requirement: str) -> str:
+    """Return the normal name of the distribution that a requirement names."""
+    return re.split(r"[^\w.-]", requirement)[0].lower().replace("_", "-")
+
+
+def with_what_they_need(names: set[str]) -> set[str]:
+    """Return these distributions and all that they need without their extras."""
+    found: set[str] = set()
+    while left := names - found:
+        found |= left
+        needed = [one for name in left for one in requires(name) or () if "extra ==" not in one]
+        names = found | {distribution(one) for one in needed if is_installed(distribution(one))}
+    return found
+
+
+def is_installed(name: str) -> bool:
+    return any(distributions(name=name))
+
+
 def test_each_environment_has_what_its_suites_import() -> None:
     project = tomllib.loads((pythons.ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["server"], *pythons.TOOLS]
-    installed = {re.split(r"[^\w.-]", one)[0].lower().replace("_", "-") for one in wanted}
-    modules = [path for name in pythons.SUITES for path in (pythons.ROOT / "tests" / name).rglob("*.py")]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *(one for extra in pythons.EXTRAS for one in extras[extra])]
+    installed = with_what_they_need({distribution(one) for one in wanted})
+    places = [pythons.ROOT / path for name in pythons.SUITES for path in suite.paths(name)]
+    modules = [path for place in places for path in (place.rglob("*.py") if place.is_dir() else [place])]
     packages = set(imported([pythons.ROOT / "tests" / "conftest.py", *modules]))
     assert "pytest" in packages
     owners = packages_distributions()
     for package in packages:
-        assert {one.lower().replace("_", "-") for one in owners[package]} & installed, f"{package}: add it to TOOLS"
+        assert set(map(distribution, owners[package])) & installed, f"{package}: no extra of {pythons.EXTRAS} has it"
