@@ -17,7 +17,7 @@ from schemathesis import checks
 from schemathesis.specs.openapi import checks as openapi_checks
 
 from tests.contract.asking import ok, refused, write
-from tests.contract.auth_table import PROBES, ROUTES, STREAM, WORK
+from tests.contract.auth_table import PROBES, ROUTES, STREAM, TAIL, WORK
 from tests.harness import Service
 from topics.core.errors import STATUS_BY_CODE
 
@@ -52,7 +52,7 @@ def test_it_is_openapi_3_1(document: dict[str, Any]) -> None:
 
 
 def test_every_route_of_the_auth_table_is_in_it_and_no_other(document: dict[str, Any]) -> None:
-    rows = {(row.method.lower(), row.path) for row in (*ROUTES, STREAM, WORK, *PROBES)}
+    rows = {(row.method.lower(), row.path) for row in (*ROUTES, STREAM, WORK, TAIL, *PROBES)}
     assert set(operations(document)) == rows | DOCUMENTATION | {KEY, ("get", "/v0/ws")}
 
 
