@@ -124,8 +124,7 @@ def _serve(
                 return
         if served or copied or shard.upkeep.busy:
             busy_ms = now_ms
-            if copied or shard.upkeep.busy or not rings.idle:
-                continue
+            continue
         if rings.stuck:
             rings.flush()
         elif stop.requested:
