@@ -1,6 +1,6 @@
 """Archives against a model: real shards, the real compactor, archiver and restore, and a simulated bucket.
 
-What must hold: a restore of any moment in the archive has exactly the records that the service had then: none is
+The model holds it to this: a restore of any moment has exactly the records that the service had then: none is
 missing, none that was deleted is back. No record that counts as archived is missing from the last moment. Whatever
 fails, or is killed, the archive is whole.
 """

@@ -258,8 +258,8 @@ def test_a_follower_does_not_lead_with_what_its_leader_lost_and_wrote_anew(servi
     service.live = {}
 
 
-def test_a_takeover_right_after_the_directory_went_back_is_from_the_new_generation(service: Archiving) -> None:
-    """It closed the former generation, and led with that; the leader went on in the next one."""
+def follow_and_go_back(service: Archiving) -> None:
+    """Have a follower take what is shipped, then put the directory back to where it was before."""
     service.append("a", 3, "disk")
     service.copy_directory()
     service.append("a", 3, "disk")
@@ -268,6 +268,11 @@ def test_a_takeover_right_after_the_directory_went_back_is_from_the_new_generati
     for _ in range(4):
         service.follow([])
     service.put_copy_in_its_place()
+
+
+def test_a_takeover_right_after_the_directory_went_back_is_from_the_new_generation(service: Archiving) -> None:
+    """It closed the former generation, and led with that; the leader went on in the next one."""
+    follow_and_go_back(service)
     service.append("a", 1, "disk")
     for _ in range(3):
         service.ship(0)
@@ -277,14 +282,7 @@ def test_a_takeover_right_after_the_directory_went_back_is_from_the_new_generati
 
 
 def test_a_takeover_closes_a_generation_that_has_no_base_yet(service: Archiving) -> None:
-    service.append("a", 3, "disk")
-    service.copy_directory()
-    service.append("a", 3, "disk")
-    for _ in range(3):
-        service.ship(0)
-    for _ in range(4):
-        service.follow([])
-    service.put_copy_in_its_place()
+    follow_and_go_back(service)
     service.helpers.hangs = True
     service.ship(0)
     assert (service.archive.generations(), service.archive.bases(2)) == ([1, 2], [])

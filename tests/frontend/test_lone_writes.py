@@ -10,7 +10,7 @@ import pytest
 
 from tests.frontend.test_gateway import REPLY, Shard, append, on_loop
 from topics.frontend.shards.gateway import Gateway
-from topics.frontend.shards.lone_writes import LOOK_NS, PAUSE_NS, LoneWrites
+from topics.frontend.shards.lone_writes import LOOK_NS, PAUSE_NS, SHORT_BYTES, LoneWrites
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply
 from topics.shm.control import Role
@@ -143,21 +143,23 @@ def writes(shard: Shard, clock: Clock) -> LoneWrites:
 def test_a_write_is_alone_if_no_request_came_since_the_last_one(shard: Shard, writes: LoneWrites) -> None:
     cell = shard.shared.control.cell(Role.FRONTEND, 0)
     cell.add("requests")
-    assert writes.is_alone(0)
+    assert writes.is_alone(0, 100)
     cell.add("requests")
-    assert not writes.is_alone(1), "another one has no answer yet"
+    assert not writes.is_alone(1, 100), "another one has no answer yet"
     cell.add("requests", 2)
-    assert not writes.is_alone(0), "something else was asked meanwhile"
-    assert not writes.is_alone(0), "a message of a WebSocket is no request"
+    assert not writes.is_alone(0, 100), "something else was asked meanwhile"
+    assert not writes.is_alone(0, 100), "a message of a WebSocket is no request"
     cell.add("requests")
-    assert writes.is_alone(0)
+    assert not writes.is_alone(0, SHORT_BYTES + 1), "it takes longer than a look"
+    cell.add("requests")
+    assert writes.is_alone(0, SHORT_BYTES)
 
 
 def test_on_one_core_nobody_looks(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0})
     cell = shard.shared.control.cell(Role.FRONTEND, 0)
     cell.add("requests")
-    assert not LoneWrites(shard.shared.frontend_wakes[0], cell).is_alone(0)
+    assert not LoneWrites(shard.shared.frontend_wakes[0], cell).is_alone(0, 100)
 
 
 def test_a_look_ends_with_the_answer(shard: Shard, clock: Clock, writes: LoneWrites) -> None:
@@ -179,11 +181,11 @@ def test_a_look_ends_with_the_answer(shard: Shard, clock: Clock, writes: LoneWri
 def test_after_a_look_without_an_answer_there_is_a_pause(shard: Shard, clock: Clock, writes: LoneWrites) -> None:
     cell = shard.shared.control.cell(Role.FRONTEND, 0)
     cell.add("requests")
-    assert writes.is_alone(0)
+    assert writes.is_alone(0, 100)
     writes.begin()
     assert not writes.look(shard.pair.replies, [shard.pair.replies])
     cell.add("requests")
-    assert not writes.is_alone(0)
+    assert not writes.is_alone(0, 100)
     clock.ns += PAUSE_NS
     cell.add("requests")
-    assert writes.is_alone(0)
+    assert writes.is_alone(0, 100)

@@ -165,7 +165,7 @@ class Gateway:
         parts = append_messages.encode_append(
             request_id, name, create, if_head_seq, key, config, records.offset_len, records.flags, records.buffer, jobs
         )
-        if not self._lone_writes.is_alone(len(self.pending)):
+        if not self._lone_writes.is_alone(len(self.pending), len(records.buffer)):
             return self._submit(shard, request_id, parts, MessageKind.APPEND, unthrottled, None)
         self._lone_writes.begin()
         self._signals_at_once = True

@@ -21,6 +21,8 @@ from topics.shm.memory import FENCE_IS_FULL
 from topics.shm.ring import Ring, Wake
 
 LOOK_NS: Final = 500_000
+SHORT_BYTES: Final = 16 * 1024
+"""A longer write keeps its shard busy for about as long as a look, or longer."""
 PAUSE_NS: Final = 100_000_000
 """Looks that never find anything cost a busy frontend half a percent of its time."""
 
@@ -37,13 +39,14 @@ class LoneWrites:
         self._requests = 0
         self._paused_until_ns = 0
 
-    def is_alone(self, unanswered: int) -> bool:
-        """Return whether to look for the answer to a write that is about to be sent beside so many unanswered requests:
-        no other request has come since the write before it.
+    def is_alone(self, unanswered: int, size_bytes: int) -> bool:
+        """Return whether to look for the answer to a write of so many bytes that is about to be sent beside so many
+        unanswered requests: it is short, and no other request has come since the write before it.
         """
         requests = self._cell.get("requests")
         before, self._requests = self._requests, requests
-        return requests == before + 1 and not unanswered and self._can_look and self._now_ns() >= self._paused_until_ns
+        is_alone = requests == before + 1 and not unanswered and size_bytes <= SHORT_BYTES
+        return is_alone and self._can_look and self._now_ns() >= self._paused_until_ns
 
     def begin(self) -> None:
         """Begin a look, before the write is pushed. `look` ends it."""
