@@ -91,5 +91,35 @@ def test_architecture_names_the_place_of_each_rule() -> None:
     assert not [row for row in rows if not re.search(r"`[\w/]+\.py:\w", row)]
 
 
+def strays(table: str) -> list[str]:
+    """Return the modules that a row of the map names, and that are not in the folder of that row."""
+    found, folder = [], ""
+    for row in table.splitlines():
+        _, place, subject = row.split("|")[:3]
+        names = re.findall(r"`([\w/.]+)`", place)
+        if place.startswith(" `"):
+            folder = names[0]
+        folders = names if place.startswith(" `") else [f"{folder}/{name}" for name in names]
+        modules = re.findall(r"`(\w+\.py)`", subject)
+        found += [f"{place.strip()}: {one}" for one in modules if not FILES & {f"{here}/{one}" for here in folders}]
+    return found
+
+
+def test_the_map_names_modules_where_they_are() -> None:
+    section = (ROOT / "docs" / "architecture.md").read_text().split("\n## The map\n")[1].split("\n## ")[0]
+    rows = [row for row in section.splitlines() if row.startswith(("| `", "| — `"))]
+    assert len(rows) > 20
+    assert not strays("\n".join(rows))
+
+
+def test_the_guard_sees_strays() -> None:
+    table = (
+        "| `topics/archive` | `origin.py`, `main.py` |\n"
+        "| `topics/walshard` | `shard.py` |\n"
+        "| — `commit` | `logs.py`, `shard.py` |"
+    )
+    assert strays(table) == ["`topics/archive`: origin.py", "— `commit`: shard.py"]
+
+
 def test_reliability_names_its_tests() -> None:
     assert len({name for name in named((ROOT / "docs" / "reliability.md").read_text()) if "/test_" in name}) > 40

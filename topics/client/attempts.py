@@ -2,7 +2,7 @@
 
 A request is repeated when a repeat has no further effect (reads, PUT, DELETE, writes with an idempotency key), and when
 it was certainly not carried out: no connection was made, or the service says that it did nothing (429, `not_ready`,
-`shutting_down`, `storage_unavailable`). After `shard_unavailable` or a broken connection it may have been carried out.
+`shutting_down`, `storage_unavailable` but for cause `archive`). Otherwise it may have been carried out.
 """
 
 from __future__ import annotations

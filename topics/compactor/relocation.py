@@ -1,4 +1,4 @@
-"""Older sealed segments move to the cold directory: they are copied, the shard logs that, then their data are removed.
+"""Older sealed segments move to the cold tier: they are copied, the shard logs that, then their data are removed.
 
 A cold directory may be slow, or hang for minutes. So one helper thread uses it, one call after the other, and this
 process checks now and then whether a call is done; checkpoints go on meanwhile. Only the data of a cold segment leave

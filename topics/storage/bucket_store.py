@@ -1,4 +1,4 @@
-"""The store of sealed segments in a bucket (`segment_store.py` has the contract): S3, Google Cloud Storage, Azure, or a
+"""The store of objects in a bucket (`segment_store.py` has the contract): S3, Google Cloud Storage, Azure, or a
 folder by `file://`. The library is `obstore`, loaded with the first call: who has no bucket needs no library.
 
 A bucket loses, repeats and cuts short. So an object is only ever created, never written over, and then read back: a

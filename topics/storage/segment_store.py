@@ -1,9 +1,9 @@
-"""The seam to the store of sealed segments outside of the data directory: a folder, or a bucket (`bucket_store.py`).
-Nothing above this seam knows which.
+"""The seam to objects outside of the data directory, in a folder or a bucket (`bucket_store.py`): sealed segments, and
+the archive (`archive_objects.py`). Nothing above this seam knows which.
 
-An object is written once, as a whole, under a name of two parts, `<topic id, 16 hex>/<file name>`, and never changes.
-Calls block, and may take long or fail, as slow disks and networks do: only the compactor and threads of their own make
-them, never an event loop.
+An object is written once, as a whole, under a name of two parts (a segment's is `<topic id, 16 hex>/<file name>`), and
+never changes. Calls block, and may take long or fail, as slow disks and networks do: only the compactor, the archiver
+and threads of their own make them, never an event loop.
 """
 
 from __future__ import annotations
