@@ -140,7 +140,7 @@ class ChunkedBody:
         return self._pieces.complete
 
     def read(self, data: bytes | bytearray, start: int) -> tuple[int, list[bytes]]:
-        """Return the end of this body's part of `data[start:]`, and what the chunks in there hold. Raise TopicsError."""
+        """Return the end of this body's part of `data[start:]`, and what its chunks hold. Raise TopicsError."""
         position = self._chunks.follow(data, start)
         large = position - start > _VIEW_FROM_BYTES
         try:
