@@ -93,6 +93,11 @@ def completions(parser: argparse.ArgumentParser, shell: str, commands: Mapping[s
     return str(shtab.complete(parser, shell))
 
 
+def plural(count: int, noun: str) -> str:
+    """Return `1 topic`, `2 topics`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def duration(ms: int | None) -> str | None:
     """Return `850 ms`, `12 s`, `3 min 5 s`, `2 h 10 min`, `4 d 3 h`."""
     if ms is None:

@@ -61,6 +61,7 @@ class Shard:
         self.cell = self.shared.control.cell(Role.WALSHARD, 0)
         self.arena = ArenaWriter(identity, 0, 1)
         self.cell.set("generation", 1)
+        self.arrived = 0  # requests that the frontend is told of
         self._read = 0
 
     def take(self) -> list[tuple[int, int, memoryview]]:
@@ -109,7 +110,9 @@ def on_loop(
 
     async def main() -> None:
         cell = shard.shared.control.cell(Role.FRONTEND, 0)
-        gateway = Gateway(shard.shared, 0, incarnation, Arenas(shard.shared), cell, wait_ms, 1000)
+        gateway = Gateway(
+            shard.shared, 0, incarnation, Arenas(shard.shared), cell, wait_ms, 1000, lambda: shard.arrived
+        )
         gateway.start()
         try:
             async with asyncio.timeout(DEADLINE_S):

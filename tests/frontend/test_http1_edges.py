@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.frontend.http1_server import Server, until
+from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.http.connections import Connections
 from topics.frontend.http.deadlines import HttpLimits
 from topics.frontend.http.http1 import CHUNKED_BYTES_PER_TURN, TINY_CHUNKS_BYTES_PER_TURN
@@ -79,6 +80,26 @@ def test_a_body_of_tiny_chunks_is_read_in_turns(loop: str, monkeypatch: pytest.M
     assert max(lengths) <= CHUNKED_BYTES_PER_TURN
     # The first long part shows that the chunks are tiny. The parts behind it are short, each after a pause.
     assert len([length for length in lengths if length > TINY_CHUNKS_BYTES_PER_TURN]) <= 2
+
+
+def test_requests_that_come_together_count_before_the_first_begins(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that looked for its answer alone would hold up those beside it, and part them from their group."""
+    seen: list[int] = []
+
+    async def note(_scope: Scope, _receive: Receive, send: Send) -> None:
+        seen.append(server.connections.arrived)
+        await server.app.answer(send, b"")
+
+    with Server(loop=loop) as server, contextlib.ExitStack() as stack:
+        monkeypatch.setattr(server.app, "note", note, raising=False)
+        clients = [stack.enter_context(server.client()) for _ in range(3)]
+        for client in clients:
+            assert client.get("/note").answer().status == 200
+        with server.held():
+            for client in clients:
+                client.get("/note")
+        assert all(client.answer().status == 200 for client in clients)
+        assert seen == [1, 2, 3, 6, 6, 6]
 
 
 def test_pauses_of_all_connections_follow_each_other() -> None:

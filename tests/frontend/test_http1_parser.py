@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from topics.core.errors import TopicsError
 from topics.frontend.http.deadlines import HttpLimits
-from topics.frontend.http.http1_parser import Chunks, Head, RequestParser
+from topics.frontend.http.http1_parser import Chunks, Head, Heads, RequestParser
 
 LIMITS = HttpLimits(max_header_bytes=2000, max_headers=10, max_uri_bytes=200, max_body_bytes=5000)
 
@@ -23,7 +23,7 @@ class Parsed(NamedTuple):
 
 def parse(reads: list[bytes], limits: HttpLimits = LIMITS) -> tuple[list[Parsed], bytes]:
     """Run the parser as a connection does, over these reads: the requests, and what was left unused."""
-    parser = RequestParser(limits)
+    parser = RequestParser(Heads(limits))
     requests: list[Parsed] = []
     pending = b""
     head: Head | None = None
@@ -212,7 +212,7 @@ def test_other_protocols_are_left_alone() -> None:
         GET + b"Connection: keep-alive, Upgrade\r\nUpgrade: websocket\r\n\r\n",
         GET + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n\r\n",
     ):
-        parser = RequestParser(LIMITS)
+        parser = RequestParser(Heads(LIMITS))
         assert parser.find_head(head + b"SM\r\n\r\n", 0) == (0, len(head))
         assert parser.parse_head(head) is None
 
@@ -333,12 +333,46 @@ class CountingLlhttp:
         self._llhttp.feed_data(data)
 
 
+def test_a_head_that_comes_again_is_not_parsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections share what they know; a body of known length needs no llhttp."""
+    monkeypatch.setattr(httptools, "HttpRequestParser", CountingLlhttp)
+    monkeypatch.setattr(CountingLlhttp, "calls", 0)
+    heads = Heads(LIMITS)
+    head = POST + b"Content-Length: 5\r\n\r\n"
+    parsed = []
+    for body in (b"first", b"other", b"third"):
+        parser = RequestParser(heads)
+        read: list[bytes] = []
+        parsed.append(parser.parse_head(head))
+        assert not parser.complete
+        assert parser.read_body(body + GET, 0, read.append) == 5
+        assert parser.complete
+        assert read == [body]
+    assert parsed[0] is parsed[1] is parsed[2]
+    assert CountingLlhttp.calls == 1
+
+
+def test_only_short_heads_are_kept() -> None:
+    heads = Heads(HttpLimits())
+    short, long = (GET + b"X: %b\r\n\r\n" % (b"y" * length) for length in (1, 1024))
+    assert heads.parse(short) is heads.parse(short)
+    assert heads.parse(long) == heads.parse(long)
+    assert heads.parse(long) is not heads.parse(long)
+
+
+def test_a_refused_head_is_refused_again() -> None:
+    heads = Heads(LIMITS)
+    for _ in range(2):
+        with pytest.raises(TopicsError, match="header Host is there twice"):
+            heads.parse(GET + b"Host: b\r\n\r\n")
+
+
 @pytest.mark.parametrize("data", [b"\r\n\r\n" * 1000, b"0\r\n\r\n" * 800], ids=["empty lines", "ends"])
 @pytest.mark.parametrize("chunk_bytes", [4000, 500])
 def test_what_a_chunk_holds_costs_nothing(data: bytes, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One call into llhttp for a read, one piece for the app: each took microseconds of the loop, a thousand times."""
     monkeypatch.setattr(httptools, "HttpRequestParser", CountingLlhttp)
-    parser = RequestParser(LIMITS)
+    parser = RequestParser(Heads(LIMITS))
     parser.parse_head(CHUNKED)
     monkeypatch.setattr(CountingLlhttp, "calls", 0)
     chunks = [data[at : at + chunk_bytes] for at in range(0, len(data), chunk_bytes)]
@@ -360,7 +394,7 @@ def test_two_opinions_on_where_a_body_ends_are_a_refusal(llhttp_ends: bool, monk
     if llhttp_ends:
         monkeypatch.setattr(Chunks, "ended", property(lambda _: False, lambda *_: None), raising=False)
     else:
-        monkeypatch.setattr(RequestParser, "on_message_complete", lambda _: None)
+        monkeypatch.setattr("topics.frontend.http.http1_parser._Pieces.on_message_complete", lambda _: None)
     with pytest.raises(TopicsError, match="its end is not clear"):
         parse([wire])
 

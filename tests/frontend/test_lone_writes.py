@@ -13,7 +13,6 @@ from topics.frontend.shards.gateway import Gateway
 from topics.frontend.shards.lone_writes import LOOK_NS, PAUSE_NS, SHORT_BYTES, LoneWrites
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply
-from topics.shm.control import Role
 from topics.shm.memory import FENCE_IS_FULL
 
 FIRST_ID = (1 << 40) + 2  # behind Hello
@@ -35,10 +34,8 @@ def lone(shard: Shard, test: Callable[[Gateway, Callable[[], asyncio.Future[Appe
     """Run a test with a function that sends a write as the only request since the last one."""
 
     async def main(gateway: Gateway) -> None:
-        cell = shard.shared.control.cell(Role.FRONTEND, 0)
-
         def write() -> asyncio.Future[AppendReply]:
-            cell.add("requests")
+            shard.arrived += 1
             return append(gateway)
 
         await test(gateway, write)
@@ -137,29 +134,27 @@ def clock() -> Clock:
 
 @pytest.fixture
 def writes(shard: Shard, clock: Clock) -> LoneWrites:
-    return LoneWrites(shard.shared.frontend_wakes[0], shard.shared.control.cell(Role.FRONTEND, 0), clock)
+    return LoneWrites(shard.shared.frontend_wakes[0], lambda: shard.arrived, clock)
 
 
 def test_a_write_is_alone_if_no_request_came_since_the_last_one(shard: Shard, writes: LoneWrites) -> None:
-    cell = shard.shared.control.cell(Role.FRONTEND, 0)
-    cell.add("requests")
+    shard.arrived += 1
     assert writes.is_alone(0, 100)
-    cell.add("requests")
+    shard.arrived += 1
     assert not writes.is_alone(1, 100), "another one has no answer yet"
-    cell.add("requests", 2)
-    assert not writes.is_alone(0, 100), "something else was asked meanwhile"
+    shard.arrived += 2
+    assert not writes.is_alone(0, 100), "another one came with it, or meanwhile"
     assert not writes.is_alone(0, 100), "a message of a WebSocket is no request"
-    cell.add("requests")
+    shard.arrived += 1
     assert not writes.is_alone(0, SHORT_BYTES + 1), "it takes longer than a look"
-    cell.add("requests")
+    shard.arrived += 1
     assert writes.is_alone(0, SHORT_BYTES)
 
 
 def test_on_one_core_nobody_looks(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0})
-    cell = shard.shared.control.cell(Role.FRONTEND, 0)
-    cell.add("requests")
-    assert not LoneWrites(shard.shared.frontend_wakes[0], cell).is_alone(0, 100)
+    shard.arrived += 1
+    assert not LoneWrites(shard.shared.frontend_wakes[0], lambda: shard.arrived).is_alone(0, 100)
 
 
 def test_a_look_ends_with_the_answer(shard: Shard, clock: Clock, writes: LoneWrites) -> None:
@@ -179,13 +174,12 @@ def test_a_look_ends_with_the_answer(shard: Shard, clock: Clock, writes: LoneWri
 
 
 def test_after_a_look_without_an_answer_there_is_a_pause(shard: Shard, clock: Clock, writes: LoneWrites) -> None:
-    cell = shard.shared.control.cell(Role.FRONTEND, 0)
-    cell.add("requests")
+    shard.arrived += 1
     assert writes.is_alone(0, 100)
     writes.begin()
     assert not writes.look(shard.pair.replies, [shard.pair.replies])
-    cell.add("requests")
+    shard.arrived += 1
     assert not writes.is_alone(0, 100)
     clock.ns += PAUSE_NS
-    cell.add("requests")
+    shard.arrived += 1
     assert writes.is_alone(0, 100)

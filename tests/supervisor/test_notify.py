@@ -63,7 +63,7 @@ def test_a_start_is_told_as_it_gets_on(page: ControlPage) -> None:
     lines = announcements.lines(page, NOW_MS)
     assert lines == ["READY=1", "STATUS=waiting for compactor 0"], "it serves nobody, and reads as much as the shards"
     all_ready(page)
-    assert announcements.lines(page, NOW_MS) == ["STATUS=running: 2 shards, 1 frontends"]
+    assert announcements.lines(page, NOW_MS) == ["STATUS=running: 2 shards, 1 frontend"]
     assert announcements.lines(page, NOW_MS) == []
 
 
@@ -200,7 +200,7 @@ def test_what_the_manager_had_no_room_for_is_said_again(page: ControlPage, tmp_p
         notify.tell(page)
         assert manager.recv(1000).decode().splitlines() == [
             "READY=1",
-            "STATUS=running: 2 shards, 1 frontends",
+            "STATUS=running: 2 shards, 1 frontend",
             "WATCHDOG=1",
         ]
 

@@ -15,6 +15,7 @@ from topics.core.clock import SystemClock
 from topics.progress import progress
 from topics.storage.archive_objects import Archive, open_archive
 from topics.storage.filesystem import OsFileSystem
+from topics.terminal import plural
 
 _LIST: Final = """List what can be restored: each generation (one unbroken history of a service) with its bases."""
 _VERIFY: Final = """Read every object that a restore may need, and check it. Changes nothing."""
@@ -56,11 +57,12 @@ def _run_list(options: argparse.Namespace) -> int:
         if generation.first_ms is not None and generation.last_ms is not None:
             reach = f"any time from {iso(generation.first_ms)} to {iso(generation.last_ms)}"
         print(
-            f"generation {generation.number} of service {generation.service_id}, {generation.shards} shards: {reach}"
-            f" ({generation.pieces} pieces)"
+            f"generation {generation.number} of service {generation.service_id}, {plural(generation.shards, 'shard')}:"
+            f" {reach} ({plural(generation.pieces, 'piece')})"
         )
         for base in generation.bases:
-            print(f"  base {base.number}  {iso(base.taken_ms)}  {mebibytes(base.size_bytes)} in {base.files} files")
+            size = f"{mebibytes(base.size_bytes)} in {plural(base.files, 'file')}"
+            print(f"  base {base.number}  {iso(base.taken_ms)}  {size}")
     return 0
 
 
@@ -85,7 +87,7 @@ def _run_prune(options: argparse.Namespace) -> int:
         print(msgspec.json.encode(removed).decode())
     else:
         print(
-            f"{options.place}: removed {removed.generations} generations, {removed.bases} bases, {removed.pieces}"
-            f" pieces, {removed.files} files"
+            f"{options.place}: removed {plural(removed.generations, 'generation')}, {plural(removed.bases, 'base')},"
+            f" {plural(removed.pieces, 'piece')}, {plural(removed.files, 'file')}"
         )
     return 0

@@ -14,6 +14,7 @@ from topics.cli import shared
 from topics.cli.shared import EXIT_REFUSED, UsageError, print_answer, say
 from topics.client import Client, ClientError, NotAllowedError
 from topics.progress import progress
+from topics.terminal import plural
 
 LOOK_EVERY_S: Final = 0.5
 _EXAMPLES: Final = """  topics delete orders --before 1000
@@ -78,7 +79,7 @@ def _question(client: Client, options: argparse.Namespace) -> str:
     try:
         state = client.get_topic(options.topic, touch=False)
         seqs = f"seq {state.earliest_seq} to {state.head_seq}"
-        has = f" of topic {options.topic!r}, which has {state.count} records ({seqs})"
+        has = f" of topic {options.topic!r}, which has {plural(state.count, 'record')} ({seqs})"
     except NotAllowedError:
         # A key may be allowed to delete, and not to read.
         has = f" of topic {options.topic!r}"

@@ -26,7 +26,7 @@ from topics import __version__
 from topics.cli import shared
 from topics.cli.shared import EXIT_FOUND, key_file_of, print_items, url_of
 from topics.client import Client, ClientError, NotAllowedError, ServiceBusyError, UnreachableError, calls
-from topics.terminal import Cell, Styled
+from topics.terminal import Cell, Styled, plural
 
 DISTRIBUTION: Final = "topicsd"
 EXTRAS: Final = {
@@ -206,4 +206,4 @@ def service(client: Client, options: argparse.Namespace) -> Diagnosis:
     if version != __version__:
         return Diagnosis("note", subject, f"it is version {version} and this is {__version__}: upgrade one of them")
     scopes = f"the key may {', '.join(rights.scopes)}" if rights.keys else "no keys are needed"
-    return Diagnosis("ok", subject, f"ready, {state.topics} topics, pressure {state.pressure:.2f}; {scopes}")
+    return Diagnosis("ok", subject, f"ready, {plural(state.topics, 'topic')}, pressure {state.pressure:.2f}; {scopes}")

@@ -15,7 +15,7 @@ from topics.api.answers import TopicList
 from topics.cli import shared
 from topics.cli.shared import print_line, put
 from topics.client import Client, TopicEntry, calls
-from topics.terminal import CLEAR, Cell, Paint, Styled, duration, paint_for, plain, table
+from topics.terminal import CLEAR, Cell, Paint, Styled, duration, paint_for, plain, plural, table
 
 SORTS: Final = ("rate", "lag", "bytes", "count", "last_write_ts", "topic")
 OVERHEAD_LINES: Final = 5
@@ -92,7 +92,7 @@ def render(before: Look | None, look: Look, now_ms: int, paint: Paint = plain) -
     facts = [
         f"topics {version}",
         f"up {duration(metrics.get('topics_uptime_ms', 0))}",
-        f"{metrics.get('topics', 0)} topics",
+        plural(metrics.get("topics", 0), "topic"),
         paint(f"pressure {pressure:.2f}", "bad" if pressure >= 0.8 else "warn" if pressure >= 0.2 else "good"),
         f"compactor {lag:.0f} s behind",
     ]

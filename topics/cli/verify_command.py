@@ -15,6 +15,7 @@ from topics.progress import progress
 from topics.storage.lock import DataDirLocked
 from topics.storage.segment_check import Report
 from topics.storage.verify import NotADataDir, verify
+from topics.terminal import plural
 
 EXIT_DAMAGE: Final = 1
 _CODES: Final = """exit codes:
@@ -59,8 +60,9 @@ def _print(report: Report) -> None:
     for finding in report.damage:
         print(f"DAMAGE {finding.kind}: {finding.path}: offset {finding.offset}: {finding.reason}")
     print(
-        f"{'damaged' if report.damage else 'clean'}: {report.log_frames} log frames, {report.segment_records} records "
-        f"in {report.segments} segments, {report.postings} of them sealed, {report.snapshots} snapshots"
+        f"{'damaged' if report.damage else 'clean'}: {plural(report.log_frames, 'log frame')},"
+        f" {plural(report.segment_records, 'record')} in {plural(report.segments, 'segment')},"
+        f" {report.postings} of them sealed, {plural(report.snapshots, 'snapshot')}"
     )
 
 

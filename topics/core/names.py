@@ -11,6 +11,7 @@ with the time: every topic that was created before has a smaller id.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Final
 
 from topics.core.errors import invalid
@@ -38,6 +39,7 @@ def _check(pattern: re.Pattern[str], name: str, field: str, characters: str) -> 
     return name
 
 
+@lru_cache(maxsize=4096)
 def owner_shard(name: str, shards: int) -> int:
     """Return the shard that owns a topic. It depends on nothing but the name and the shard count."""
     import xxhash  # commands check names and configurations with this module, and a client's packages lack it

@@ -54,10 +54,10 @@ async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, l
     cold = None
     if settings.cold_place is not None:
         cold = open_store(OsFileSystem(), settings.cold_place, settings.cold_read_timeout_ms)
-    frontend = build_app(process, keys, cold)
     connections = Connections(
         process.quota("connections", settings.max_connections, "connections_admitted"), running_clock
     )
+    frontend = build_app(process, keys, cold, lambda: connections.arrived)
 
     def stop() -> None:
         cell.set("state", ProcessState.DRAINING)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import NamedTuple, NoReturn
@@ -104,13 +105,15 @@ def _no_cold_tier() -> NoReturn:
     raise AssertionError("a tail has no segments")
 
 
-def build_app(process: Process, keys: KeyRing, store: SegmentStore | None) -> Frontend:
-    """Make one frontend on the running event loop; start its gateway. `store` has the segments of the cold tier."""
+def build_app(process: Process, keys: KeyRing, store: SegmentStore | None, arrived: Callable[[], int]) -> Frontend:
+    """Make one frontend on the running event loop; start its gateway. `store` has the segments of the cold tier,
+    `arrived` returns how many requests have come so far.
+    """
     shared, index, settings, cell = process.shared, process.index, process.settings, process.cell
     clock, running_clock, shards = process.clock, process.running_clock, shared.shards
     arenas = Arenas(shared)
     gateway = Gateway(
-        shared, index, process.incarnation, arenas, cell, settings.shard_wait_ms, settings.archive_wait_ms
+        shared, index, process.incarnation, arenas, cell, settings.shard_wait_ms, settings.archive_wait_ms, arrived
     )
     expiry = ExpiryClock(clock, _log.warning, shared.control.trusted_offset_ms(Role.FRONTEND, index))
     cold = None if store is None else ColdTier(store, clock, settings.cold_read_timeout_ms)

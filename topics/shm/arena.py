@@ -310,6 +310,12 @@ class ArenaReader:
         entries = array("Q", copy_entries(self._words, view.ring_word, view.ring_capacity, first_seq, last_seq))
         return entries if entries[0::ENTRY_WORDS] == array("Q", range(first_seq, last_seq + 1)) else None
 
+    def entry(self, view: TopicView, seq: int) -> tuple[int, int, int] | None:
+        """Return (ts, offset | len_bytes << 32, file_no | flags << 32) of one record; None when the ring has moved."""
+        word = view.ring_word + (seq & (view.ring_capacity - 1)) * ENTRY_WORDS
+        found_seq, ts, offset_len, file_flags = self._words[word : word + ENTRY_WORDS].tolist()
+        return (ts, offset_len, file_flags) if found_seq == seq else None
+
     def locations(self, view: TopicView, first_seq: int, last_seq: int) -> Locations | None:
         """Return the columns of first_seq..last_seq; None when the ring has moved (take a new view)."""
         entries = self.entries(view, first_seq, last_seq)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 from topics.core.clock import Clock
 from topics.log import get_logger
 from topics.shm.control import BESIDE, HEARTBEAT_STALE_MS, ControlPage, ProcessCell, ProcessState, Role
+from topics.terminal import plural
 
 if TYPE_CHECKING:
     from topics.supervisor.start_bar import StartBar  # with its library, which only a terminal needs
@@ -204,7 +205,8 @@ def _words(page: ControlPage, states: dict[tuple[Role, int], ProcessState]) -> s
     ]
     if unready:
         return f"waiting for {', '.join(unready)}"
-    return f"{'following' if page.follows else 'running'}: {page.shards} shards, {page.frontends} frontends"
+    what = "following" if page.follows else "running"
+    return f"{what}: {plural(page.shards, 'shard')}, {plural(page.frontends, 'frontend')}"
 
 
 def _hanging(page: ControlPage, states: dict[tuple[Role, int], ProcessState], now_ms: int) -> bool:

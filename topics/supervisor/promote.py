@@ -15,6 +15,7 @@ from topics.shm.control import ControlPage, ProcessState, Role
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.follow_note import read_note
 from topics.supervisor.status import StatusReader
+from topics.terminal import plural
 
 POLL_S: Final = 0.02
 
@@ -33,7 +34,7 @@ class Promoted(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        return f"process {self.pid} leads with {self.topics} topics, after {self.took_ms} ms"
+        return f"process {self.pid} leads with {plural(self.topics, 'topic')}, after {self.took_ms} ms"
 
 
 def promote(data_dir: str, timeout_ms: int) -> Promoted | None:

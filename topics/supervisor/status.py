@@ -21,7 +21,7 @@ from topics.storage.filesystem import WritePath
 from topics.storage.lock import holder_pid
 from topics.supervisor.children import is_running, show_exit
 from topics.supervisor.listeners import show
-from topics.terminal import Cell, Paint, Styled, duration, plain, table
+from topics.terminal import Cell, Paint, Styled, duration, plain, plural, table
 
 _ENDED: Final = (ProcessState.DEAD, ProcessState.STOPPED)
 
@@ -366,9 +366,9 @@ def _summary(status: Status, paint: Paint) -> str:
     facts = [f"topics {status.version}", state, status.listen or "not listening", f"pid {status.pid}"]
     if (uptime := duration(status.uptime_ms)) is not None:
         facts.append(f"up {uptime}")
-    facts.append(f"{status.topics} topics")
+    facts.append(plural(status.topics, "topic"))
     if status.routers:
-        facts.append(f"{status.routers} routers")
+        facts.append(plural(status.routers, "router"))
     facts.append(f"pressure {status.pressure:.2f}{' deferring' if status.deferring else ''}")
     facts.append(f"shared memory {status.shared_memory_bytes / MIB:.0f} MiB")
     if status.write_path is not None:

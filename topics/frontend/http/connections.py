@@ -126,6 +126,8 @@ class Connections:
         self.draining = False
         self.open: set[OpenConnection] = set()
         self.turned_away = 0
+        self.arrived = 0
+        """Requests so far, over all protocols. Those of HTTP/1.1 count before the first of a burst begins."""
         self.kept = KeptAnswers(clock or SystemClock())
         self.unadmitted = UnadmittedInput()
         self.tasks: dict[Callable[[], Awaitable[None]], asyncio.Task[None]] = {}

@@ -21,7 +21,7 @@ from topics.frontend.asgi import AsgiApp, Scope
 from topics.frontend.http.connections import Connections
 from topics.frontend.http.deadlines import Awaited, Deadlines, HttpLimits, RunningClock, Verdict, body_timed_out
 from topics.frontend.http.http1_exchange import AnswerStage, Exchange, error_answer
-from topics.frontend.http.http1_parser import Head, RequestParser
+from topics.frontend.http.http1_parser import Head, Heads, RequestParser
 from topics.frontend.http.vanished import VanishedClients
 
 JOIN_MAX_BYTES: Final = 16 * 1024
@@ -48,6 +48,7 @@ class Http1Factory:
     ) -> None:
         self.app = app
         self.limits = limits
+        self.heads = Heads(limits)
         self.connections = connections
         self.hand_over = hand_over
         self.clock = clock
@@ -78,7 +79,7 @@ class Http1Protocol(asyncio.Protocol):
         self._turned_away = False
         self._ending = False  # the last answer is written, input is dropped
         # Input.
-        self._parser = RequestParser(factory.limits)
+        self._parser = RequestParser(factory.heads)
         self.pending = bytearray()  # not parsed yet
         self._held_bytes = 0  # of a head that is not whole
         self._advances_soon = False  # a part of a chunked body waits for the next turn
@@ -123,7 +124,6 @@ class Http1Protocol(asyncio.Protocol):
         connections.kept.remove(self)
         self._hold(0)
         self._can_write.set()
-        self._parser.close()
         self.pending = bytearray()
         exchange, self._exchange = self._exchange, None  # breaks a reference cycle
         if exchange is not None:
@@ -245,6 +245,7 @@ class Http1Protocol(asyncio.Protocol):
         # never suspends, but until Python 3.12 that step has no current task, and `asyncio.timeout` needs one.
         assert self._exchange is not None
         self._scope = None
+        self._factory.connections.arrived += 1
         self._factory.connections.start_task(partial(self._exchange.run, self._factory.app, scope))
 
     def _read_body(self, data: bytes | bytearray, position: int) -> int:
@@ -395,7 +396,6 @@ class Http1Protocol(asyncio.Protocol):
         self._stop_timer()
         self._factory.connections.forget(self, handed_over=True)
         self._hold(0)
-        self._parser.close()
         if not self.reading:
             self._transport.resume_reading()
         self._factory.hand_over(self._transport, data)

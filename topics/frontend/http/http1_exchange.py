@@ -10,10 +10,9 @@ import contextlib
 import re
 from collections.abc import Callable, Iterable
 from enum import IntEnum
-from functools import partial
+from functools import lru_cache, partial
 from http import HTTPStatus
 from typing import Final, Protocol
-from urllib.parse import unquote
 
 from topics.core.errors import RETRY_AFTER_S, TopicsError
 from topics.frontend.asgi import DELIVER, AsgiApp, Message, Scope, Send
@@ -124,6 +123,30 @@ def error_answer(error: TopicsError, *, with_body: bool = True) -> bytes:
     )
 
 
+@lru_cache(maxsize=1024)
+def _header_block(headers: tuple[tuple[bytes, bytes], ...]) -> tuple[bytes, int | None, bool]:
+    """Return the lines of an answer's headers, but for those of its framing; its content-length; and whether the
+    connection is to close after it. The same few come again and again. Raise ValueError if HTTP does not allow them.
+    """
+    lines = []
+    length: int | None = None
+    asks_close = False
+    for any_name, value in headers:
+        name = any_name.lower()
+        if name == b"content-length":
+            if not value.isdigit():
+                raise ValueError(f"response header content-length is {value!r}, not a number of bytes")
+            length = int(value)
+        elif name == b"connection":
+            asks_close = asks_close or b"close" in value.lower()
+        elif name != b"transfer-encoding":  # how the body is framed is decided here
+            lines.append(b"%b: %b\r\n" % (name, value))
+    block = b"".join(lines)
+    if _HEADER_LINES.fullmatch(block) is None or block.count(b"\n") != len(lines):
+        raise ValueError(f"a response header has characters that HTTP does not allow: {block!r}")
+    return block, length, asks_close
+
+
 class ExchangeConnection(Protocol):
     """The connection, as its exchange sees it."""
 
@@ -194,14 +217,13 @@ class Exchange:
         self.stage = AnswerStage.WAITING
 
     def scope(self, head: Head, client: tuple[str, int] | None, server: tuple[str, int] | None) -> Scope:
-        path = head.raw_path.decode()
         return {
             "type": "http",
             "asgi": _ASGI,
             "http_version": "1.1" if head.http11 else "1.0",
             "method": head.method,
             "scheme": "http",
-            "path": unquote(path) if "%" in path else path,
+            "path": head.path,
             "raw_path": head.raw_path,
             "query_string": head.query,
             "root_path": "",
@@ -362,21 +384,9 @@ class Exchange:
         if status_line is None or status < 200:
             raise ValueError(f"status {status!r} is not a final HTTP status")
         self._bodyless = self._head_request or status in _BODYLESS
-        lines = []
-        for any_name, value in headers:
-            name = any_name.lower()
-            if name == b"content-length":
-                if not value.isdigit():
-                    raise ValueError(f"response header content-length is {value!r}, not a number of bytes")
-                self._length_left = int(value)
-            elif name == b"connection":
-                if b"close" in value.lower():
-                    self.keep_alive = False
-            elif name != b"transfer-encoding":  # how the body is framed is decided here
-                lines.append(b"%b: %b\r\n" % (name, value))
-        block = b"".join(lines)
-        if _HEADER_LINES.fullmatch(block) is None or block.count(b"\n") != len(lines):
-            raise ValueError(f"a response header has characters that HTTP does not allow: {block!r}")
+        block, self._length_left, asks_close = _header_block(tuple(headers))
+        if asks_close:
+            self.keep_alive = False
         self._head = status_line + block
         self.stage = AnswerStage.STARTED
 

@@ -1,12 +1,11 @@
 """The parser of HTTP/1.1 requests: heads and bodies, checked and bounded. No transport, no clock, no ASGI.
 
-llhttp (httptools) checks every byte, in its strict mode. It is fed exact pieces, a whole head, then no more than the
-rest of its body, so it never sees the request behind the current one:
-
     data ─ find_head ─▶ head ─ parse_head ─▶ Head ─ read_body ─▶ pieces … complete ─▶ find_head …
-                                                    (Content-Length: counted; chunked: `Chunks` follows)
+                                                    (Content-Length: counted; chunked: `ChunkedBody`)
 
-`parse_head` refuses what llhttp accepts and this service does not. After a TopicsError nothing more can be read.
+llhttp (httptools) checks every byte of a head and of a chunked body, in its strict mode. It is fed exact pieces, a
+whole head, then no more than the rest of its body, so it never sees the request behind the current one. `Heads`
+refuses what llhttp accepts and this service does not. After a TopicsError nothing more can be read.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import lru_cache
+from urllib.parse import unquote
 
 import httptools
 import msgspec
@@ -22,6 +22,8 @@ from topics.core.errors import TopicsError, invalid
 from topics.frontend.http.deadlines import HttpLimits
 
 _VIEW_FROM_BYTES = 8 * 1024  # from this length a view is cheaper than a copy
+_KEPT_HEADS = 1024
+_KEPT_HEAD_MAX_BYTES = 1024
 _H2_PREFACE_HEAD = b"PRI * HTTP/2.0\r\n\r\n"
 _NAMES_WITH_MEANING = frozenset({b"host", b"content-length", b"transfer-encoding", b"connection", b"expect"})
 _HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?")
@@ -34,17 +36,21 @@ _SHORT_CHUNKS = re.compile(b"(?:%b)*+" % b"|".join(b"[%x%X]\r\n.{%d}" % (n, n, n
 """Any number of whole chunks of up to 15 bytes. A read may have 40,000 of them, too many for a loop in Python."""
 
 
-class Head(msgspec.Struct):
-    """A checked request head."""
+class Head(msgspec.Struct, frozen=True):
+    """A checked request head. Requests with the same bytes share one."""
 
     method: str
     raw_path: bytes
+    path: str
+    """`raw_path` without percent-encoding."""
     query: bytes
     http11: bool
     headers: list[tuple[bytes, bytes]]
-    """In the order sent, names in lower case."""
+    """In the order sent, names in lower case. Nobody changes it."""
     keep_alive: bool
     expects_continue: bool
+    length: int | None
+    """Bytes of the body; None: it is chunked."""
 
 
 class Chunks:
@@ -119,25 +125,170 @@ class Chunks:
         return len(data)
 
 
+class ChunkedBody:
+    """One chunked body. It owns the llhttp that checks it, and finds where it ends."""
+
+    def __init__(self, head: bytes) -> None:
+        self._pieces = _Pieces()
+        self._llhttp = httptools.HttpRequestParser(self._pieces)
+        # Of an Upgrade that is ignored llhttp must not know: it would take the request for one without a body.
+        self._llhttp.feed_data(_UPGRADE_LINES.sub(b"", head))
+        self._chunks = Chunks()
+
+    @property
+    def complete(self) -> bool:
+        return self._pieces.complete
+
+    def read(self, data: bytes | bytearray, start: int) -> tuple[int, list[bytes]]:
+        """Return the end of this body's part of `data[start:]`, and what its chunks hold. Raise TopicsError."""
+        position = self._chunks.follow(data, start)
+        large = position - start > _VIEW_FROM_BYTES
+        try:
+            self._llhttp.feed_data(memoryview(data)[start:position] if large else data[start:position])
+        except httptools.HttpParserError as error:
+            raise invalid(f"the chunked body is malformed: {error}") from error
+        if self._chunks.ended is not self._pieces.complete:
+            # A proxy that believes the other of the two would see another request behind this one.
+            raise invalid("the chunked body is malformed: its end is not clear")
+        found, self._pieces.found = self._pieces.found, []
+        return position, found
+
+
+class _Pieces:
+    """The part of a chunked body that llhttp has found since the last look."""
+
+    def __init__(self) -> None:
+        self.found: list[bytes] = []
+        self.complete = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Drop it: the headers are known, and trailers are of no use."""
+        assert not self.complete, "llhttp was fed beyond the end of a request"
+
+    def on_body(self, data: bytes) -> None:
+        self.found.append(data)
+
+    def on_message_complete(self) -> None:
+        self.complete = True
+
+
+class Heads:
+    """Parses and checks heads, and remembers the last of them: a client sends the same one with each of its requests.
+
+    All connections of a process share it. It keeps at most _KEPT_HEADS short heads, also those with keys in them.
+    """
+
+    def __init__(self, limits: HttpLimits) -> None:
+        self.limits = limits
+        self._remembered = lru_cache(maxsize=_KEPT_HEADS)(self._parse)
+
+    def parse(self, head: bytes) -> Head | None:
+        """Return the checked head; None if it begins HTTP/2 or an Upgrade for Hypercorn. Raise TopicsError."""
+        return self._remembered(head) if len(head) <= _KEPT_HEAD_MAX_BYTES else self._parse(head)
+
+    def _parse(self, head: bytes) -> Head | None:
+        if head == _H2_PREFACE_HEAD:
+            return None
+        limits = self.limits
+        line = head[: head.index(b"\r\n")]
+        lines = _Lines()
+        upgrade = False
+        try:
+            httptools.HttpRequestParser(lines).feed_data(head)
+        except httptools.HttpParserUpgrade:
+            upgrade = True
+        except httptools.HttpParserError as error:
+            raise _malformed(line, str(error)) from error
+        headers = lines.headers
+        # llhttp is lenient here (HTTP/0.9, other protocols, more than one space). We want three words.
+        words = line.split(b" ")
+        if len(words) != 3 or not words[2].startswith(b"HTTP/"):
+            raise _not_a_request_line(line)
+        method, target, version = words
+        http11 = version == b"HTTP/1.1"
+        if not http11 and version != b"HTTP/1.0":
+            raise _unsupported(version)
+        if len(target) > limits.max_uri_bytes:
+            raise _uri_too_long(limits)
+        if len(headers) > limits.max_headers:
+            raise TopicsError("headers_too_large", f"{len(headers)} headers, at most {limits.max_headers}")
+
+        host: bytes | None = None
+        length: int | None = 0
+        expects_continue = False
+        asks_close = asks_keep_alive = False
+        for name, value in headers:
+            if name not in _NAMES_WITH_MEANING:
+                continue
+            if name == b"host":
+                if host is not None:
+                    raise invalid("header Host is there twice")
+                host = value
+            elif name == b"content-length":
+                length = int(value)  # llhttp has checked: digits, one header, and not with chunked
+            elif name == b"transfer-encoding":
+                if length is None or not http11 or value.lower() != b"chunked":
+                    raise invalid(f"Transfer-Encoding {_show(value)} is not supported; `chunked` is, once")
+                length = None
+            elif name == b"connection":
+                tokens = [token.strip() for token in value.lower().split(b",")]
+                asks_close = asks_close or b"close" in tokens
+                asks_keep_alive = asks_keep_alive or b"keep-alive" in tokens
+            elif http11:
+                if value.lower() != b"100-continue":
+                    raise TopicsError(
+                        "expectation_failed", f"Expect {_show(value)} is unknown; `100-continue` is known"
+                    )
+                expects_continue = True
+        if host is None:
+            if http11:
+                raise invalid("header Host is missing")
+        elif not _is_host(host):
+            raise invalid(f"header Host is {_show(host)}; it must be `name` or `name:port`")
+        if length is not None and length > limits.max_body_bytes:
+            raise _body_too_large(limits, f"the body has {length} bytes, at most {limits.max_body_bytes}")
+        if method == b"CONNECT":
+            raise TopicsError("method_not_allowed", "CONNECT is for proxies; this is not a proxy")
+        if upgrade and _begins_another_protocol(method, http11, headers):
+            return None  # any other is ignored (RFC 9110 §7.8)
+        raw_path, query = _split_target(target)
+        path = raw_path.decode()
+        return Head(
+            method=method.decode(),
+            raw_path=raw_path,
+            path=unquote(path) if "%" in path else path,
+            query=query,
+            http11=http11,
+            headers=headers,
+            keep_alive=not asks_close and (http11 or asks_keep_alive),
+            expects_continue=expects_continue,
+            length=length,
+        )
+
+
+class _Lines:
+    """The headers that llhttp finds in one head."""
+
+    def __init__(self) -> None:
+        self.headers: list[tuple[bytes, bytes]] = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value.rstrip(b" \t")))
+
+
 class RequestParser:
     """Parses the requests of one connection, one after the other. Must not be used again after a TopicsError."""
 
-    def __init__(self, limits: HttpLimits) -> None:
-        self._limits = limits
-        self._llhttp = httptools.HttpRequestParser(self)
+    def __init__(self, heads: Heads) -> None:
+        self._heads = heads
+        self._limits = heads.limits
         self._scanned = 0  # leading bytes that hold no end of a head
-        self._headers: list[tuple[bytes, bytes]] | None = None  # None: trailers follow, and are dropped
-        self._pieces: list[bytes] = []  # of the body, from the data that is being fed
         self.body_left_bytes: int | None = None  # missing of the current body; None: it is chunked
         self.body_received_bytes = 0  # of the current body
         self._body_wire_bytes = 0
-        self._chunks = Chunks()
+        self._chunked_body: ChunkedBody | None = None
         self.chunks_read = 0  # pieces of a body that the last `read_body` has found
         self.complete = True  # true if the current request has been read to its end
-
-    def close(self) -> None:
-        """Free llhttp's parser, which refers back to this object."""
-        del self._llhttp
 
     def find_head(self, data: bytes | bytearray, position: int) -> tuple[int, int]:
         """Return the start and end of the next head in `data[position:]`, which is not empty; the end is -1 until the
@@ -161,128 +312,48 @@ class RequestParser:
 
     def parse_head(self, head: bytes) -> Head | None:
         """Parse and check a whole head; None if it begins HTTP/2 or an Upgrade for Hypercorn. Raise TopicsError."""
-        if head == _H2_PREFACE_HEAD:
-            return None
-        line = head[: head.index(b"\r\n")]
-        headers: list[tuple[bytes, bytes]] = []
-        self._headers = headers
-        self.complete = upgrade = False
-        try:
-            self._llhttp.feed_data(head)
-        except httptools.HttpParserUpgrade:
-            upgrade = True
-        except httptools.HttpParserError as error:
-            raise _malformed(line, str(error)) from error
-        self._headers = None
-        # llhttp is lenient here (HTTP/0.9, other protocols, more than one space). We want three words.
-        words = line.split(b" ")
-        if len(words) != 3 or not words[2].startswith(b"HTTP/"):
-            raise _not_a_request_line(line)
-        method, target, version = words
-        http11 = version == b"HTTP/1.1"
-        if not http11 and version != b"HTTP/1.0":
-            raise _unsupported(version)
-        if len(target) > self._limits.max_uri_bytes:
-            raise self._uri_too_long()
-        if len(headers) > self._limits.max_headers:
-            raise TopicsError("headers_too_large", f"{len(headers)} headers, at most {self._limits.max_headers}")
-
-        host: bytes | None = None
-        length: int | None = None
-        chunked = expects_continue = False
-        asks_close = asks_keep_alive = False
-        for name, value in headers:
-            if name not in _NAMES_WITH_MEANING:
-                continue
-            if name == b"host":
-                if host is not None:
-                    raise invalid("header Host is there twice")
-                host = value
-            elif name == b"content-length":
-                length = int(value)  # llhttp has checked: digits, one header, and not with chunked
-            elif name == b"transfer-encoding":
-                if chunked or not http11 or value.lower() != b"chunked":
-                    raise invalid(f"Transfer-Encoding {_show(value)} is not supported; `chunked` is, once")
-                chunked = True
-            elif name == b"connection":
-                tokens = [token.strip() for token in value.lower().split(b",")]
-                asks_close = asks_close or b"close" in tokens
-                asks_keep_alive = asks_keep_alive or b"keep-alive" in tokens
-            elif http11:
-                if value.lower() != b"100-continue":
-                    raise TopicsError(
-                        "expectation_failed", f"Expect {_show(value)} is unknown; `100-continue` is known"
-                    )
-                expects_continue = True
-        if host is None:
-            if http11:
-                raise invalid("header Host is missing")
-        elif not _is_host(host):
-            raise invalid(f"header Host is {_show(host)}; it must be `name` or `name:port`")
-        if length is not None and length > self._limits.max_body_bytes:
-            raise self._body_too_large(f"the body has {length} bytes, at most {self._limits.max_body_bytes}")
-        if method == b"CONNECT":
-            raise TopicsError("method_not_allowed", "CONNECT is for proxies; this is not a proxy")
-        if upgrade:
-            if _begins_another_protocol(method, http11, headers):
-                return None
-            # RFC 9110 §7.8: it is ignored. llhttp would take it for a request without a body, so it is not fed it.
-            self._llhttp = httptools.HttpRequestParser(self)
-            self.complete = False
-            self._llhttp.feed_data(_UPGRADE_LINES.sub(b"", head))
-        raw_path, query = _split_target(target)
-        self.body_left_bytes = None if chunked else length
-        self.body_received_bytes = self._body_wire_bytes = 0
-        if chunked:
-            self._chunks = Chunks()
-        keep_alive = not asks_close and (http11 or asks_keep_alive)
-        return Head(method.decode(), raw_path, query, http11, headers, keep_alive, expects_continue)
+        parsed = self._heads.parse(head)
+        if parsed is not None:
+            self.body_left_bytes = parsed.length
+            self.body_received_bytes = self._body_wire_bytes = 0
+            self._chunked_body = ChunkedBody(head) if parsed.length is None else None
+            self.complete = parsed.length == 0
+        return parsed
 
     def read_body(self, data: bytes | bytearray, position: int, sink: Callable[[bytes], None]) -> int:
         """Give `sink` the body in `data[position:]`, without framing. Return the start of the unused rest: the end of
         `data`, or of the request, which is then `complete`. Raise TopicsError.
         """
-        start = position
-        try:
-            if self.body_left_bytes is not None:
-                position = min(start + self.body_left_bytes, len(data))
-                self.body_left_bytes -= position - start
-            else:
-                position = self._chunks.follow(data, start)
-            large = position - start > _VIEW_FROM_BYTES
-            self._llhttp.feed_data(memoryview(data)[start:position] if large else data[start:position])
-        except httptools.HttpParserError as error:
-            raise invalid(f"the chunked body is malformed: {error}") from error
-        if self.body_left_bytes is None and self._chunks.ended is not self.complete:
-            # A proxy that believes the other of the two would see another request behind this one.
-            raise invalid("the chunked body is malformed: its end is not clear")
-        pieces, self._pieces = self._pieces, []
+        if self._chunked_body is not None:
+            return self._read_chunks(self._chunked_body, data, position, sink)
+        assert self.body_left_bytes is not None
+        end = min(position + self.body_left_bytes, len(data))
+        self.body_left_bytes -= end - position
+        self.body_received_bytes += end - position
+        self.complete = not self.body_left_bytes
+        self.chunks_read = 1
+        # Of bytes a slice is one copy, or none if it is the whole; a bytearray's would be two.
+        sink(data[position:end] if isinstance(data, bytes) else bytes(memoryview(data)[position:end]))
+        return end
+
+    def _read_chunks(
+        self, body: ChunkedBody, data: bytes | bytearray, start: int, sink: Callable[[bytes], None]
+    ) -> int:
+        end, pieces = body.read(data, start)
         self.chunks_read = len(pieces)
-        if pieces:
-            sink(pieces[0] if len(pieces) == 1 else b"".join(pieces))
-        self._body_wire_bytes += position - start
+        self.body_received_bytes += sum(map(len, pieces))
+        self._body_wire_bytes += end - start
         if self.body_received_bytes > self._limits.max_body_bytes:
-            raise self._body_too_large(f"the body has more than {self._limits.max_body_bytes} bytes")
+            raise _body_too_large(self._limits, f"the body has more than {self._limits.max_body_bytes} bytes")
         # Chunk extensions and trailers are dropped, but must not go on for ever. A chunk of one byte takes six.
         if self._body_wire_bytes > self._limits.max_header_bytes + 8 * self.body_received_bytes:
             raise invalid("the chunked body is nearly all framing")
-        return position
-
-    # llhttp's calls.
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header; drop a trailer."""
-        if self._headers is not None:
-            self._headers.append((name.lower(), value.rstrip(b" \t")))
-        assert not self.complete, "llhttp was fed beyond the end of a request"
-
-    def on_body(self, data: bytes) -> None:
-        self.body_received_bytes += len(data)
-        if self.body_received_bytes <= self._limits.max_body_bytes:
-            self._pieces.append(data)
-
-    def on_message_complete(self) -> None:
-        self.complete = True
+        if pieces:
+            sink(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        if body.complete:
+            self.complete = True
+            self._chunked_body = None
+        return end
 
     # Refusals.
 
@@ -303,16 +374,10 @@ class RequestParser:
             if _METHOD.match(word if b" " in word else word + b" ") is None:
                 raise _not_a_request_line(bytes(data[position:]))
 
-    def _body_too_large(self, message: str) -> TopicsError:
-        return TopicsError("payload_too_large", message, {"max_body_bytes": self._limits.max_body_bytes})
-
-    def _uri_too_long(self) -> TopicsError:
-        return TopicsError("uri_too_long", f"the request target has more than {self._limits.max_uri_bytes} bytes")
-
     def _too_large(self, data: bytes | bytearray, position: int) -> TopicsError:
         line_end = data.find(b"\r\n", position)
         if line_end < 0 or line_end - position > self._limits.max_uri_bytes:
-            return self._uri_too_long()
+            return _uri_too_long(self._limits)
         return TopicsError("headers_too_large", f"the head has more than {self._limits.max_header_bytes} bytes")
 
 
@@ -344,6 +409,14 @@ def _split_target(target: bytes) -> tuple[bytes, bytes]:
         raise invalid(f"the request target {_show(target)} has a fragment; write # as %23")
     path, _, query = target.partition(b"?")
     return path, query
+
+
+def _body_too_large(limits: HttpLimits, message: str) -> TopicsError:
+    return TopicsError("payload_too_large", message, {"max_body_bytes": limits.max_body_bytes})
+
+
+def _uri_too_long(limits: HttpLimits) -> TopicsError:
+    return TopicsError("uri_too_long", f"the request target has more than {limits.max_uri_bytes} bytes")
 
 
 def _malformed(line: bytes, why: str) -> TopicsError:

@@ -21,7 +21,7 @@ from topics.core.location import LOCATION_DELETED, LOCATION_GONE, LOCATION_IN_RA
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.frontend.reads.cold import ColdTier
 from topics.frontend.reads.files import LogFiles, OpenSegment, SegmentCache, object_name
-from topics.frontend.reads.records import LOG_FRAME, SEGMENT_FRAME, Run
+from topics.frontend.reads.records import LOG_FRAME, SEGMENT_FRAME, Run, plain_json
 from topics.shm.arena import ArenaReader, TopicView
 from topics.storage.segment import Columns
 
@@ -103,6 +103,23 @@ class LocatedRecords:
         if first_seq < self._view.base_seq:
             return iter((self._segment_run(first_seq, last_seq, room_bytes, again),))
         return self._log_runs(first_seq, last_seq, room_bytes)
+
+    def plain_record(self, seq: int) -> bytes | None:
+        """Return the JSON of one record in the log that has only data; None for any other, which `runs` returns. Most
+        pages have one record, and without columns it takes a third of the time. Raise as `runs`.
+        """
+        view = self._view
+        if seq < view.base_seq:
+            return None
+        ts, offset_len, file_flags = unmoved(self._arena.entry(view, seq))
+        flags = file_flags >> 32
+        if flags > LOCATION_IN_RAM_LOG:
+            return None
+        offset, length, file_no = offset_len & 0xFFFF_FFFF, offset_len >> 32, file_flags & 0xFFFF_FFFF
+        file = self._stores.logs.get(self._shard, bool(flags), file_no, offset + length)
+        if _IDENTITY.unpack_from(file, offset) != (length - _LENGTH_FIELD_LEN, view.topic_id, seq):
+            raise MismatchError(f"seq {seq}, file {file_no}, offset {offset}")
+        return plain_json(seq, ts, file[offset + LOG_FRAME.header_len : offset + length - LOG_FRAME.tail_len])
 
     def flags_and_offsets(self, first_seq: int, last_seq: int) -> tuple[list[int], list[int]]:
         """Return (location flags, offsets) of records of first_seq..last_seq, at least of one."""

@@ -286,12 +286,17 @@ class TopicReader:
             options = options._replace(nodes=None)
         start = cursor = max(from_seq, view.earliest_seq - 1)
         last_seq = view.head_seq if to_seq is None else min(to_seq, view.head_seq)
+        if (options.limit == 1 or last_seq - cursor == 1) and cursor < last_seq and options.is_plain:
+            body = records.plain_record(cursor + 1)
+            if body is not None:
+                return self._page(view, body, 1, cursor + 1, tombstone, 1, 0)
         bodies: list[bytes] = []
         count = size_bytes = 0
         step_max = _STEP_MAX
         ended = False
         while not ended and cursor < last_seq and count < options.limit and cursor - start < SCAN_MAX:
-            step = min(step_max, max(_STEP_MIN, options.limit - count), last_seq - cursor)
+            # Records that are filtered out are few, or many: the first step takes what is wanted, later ones more.
+            step = min(step_max, max(_STEP_MIN if cursor > start else 1, options.limit - count), last_seq - cursor)
             try:
                 room_bytes = options.max_batch_bytes - size_bytes
                 if step > options.limit - count:
@@ -324,17 +329,30 @@ class TopicReader:
                 if part.full:
                     ended = True
                     break
+        whole = bodies[0] if len(bodies) == 1 else b",".join(bodies)
+        return self._page(view, whole, count, cursor, tombstone, cursor - start, len(records.cold_segments))
+
+    def _page(
+        self,
+        view: TopicView,
+        body: bytes,
+        count: int,
+        next_from_seq: int,
+        tombstone: Tombstone | None,
+        scanned: int,
+        cold_segments: int,
+    ) -> RecordPage:
         return RecordPage(
-            bodies[0] if len(bodies) == 1 else b",".join(bodies),
+            body,
             count,
-            cursor,
+            next_from_seq,
             view.head_seq,
             view.earliest_seq,
             view.durable_seq,
             tombstone,
-            cursor - start,
+            scanned,
             self.epoch_of(view.topic_id),
-            len(records.cold_segments),
+            cold_segments,
         )
 
 

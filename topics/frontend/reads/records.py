@@ -64,6 +64,11 @@ class PageOptions(NamedTuple):
     payload_bytes: bool = False
     verify: bool = False
 
+    @property
+    def is_plain(self) -> bool:
+        """True if records that have only data are shown as they are."""
+        return self.include_data and self.extras is None and not self.payload_bytes and not self.verify
+
 
 class FrameKind(NamedTuple):
     """The differences between frames of the log and of segments, in bytes."""
@@ -108,8 +113,7 @@ class Rendered(msgspec.Struct, frozen=True, gc=False):
 
 def render(run: Run, options: PageOptions, count: int, size_bytes: int) -> Rendered:
     """Render the records of a run as far as the options allow. They count on from `count` and `size_bytes`."""
-    special = options.extras is not None or options.payload_bytes or options.verify
-    if options.include_data and max(run.flags) <= LOCATION_IN_RAM_LOG and not special:
+    if options.is_plain and max(run.flags) <= LOCATION_IN_RAM_LOG:
         return _render_plain(run, options, count, size_bytes)
     return _render_any(run, options, count, size_bytes)
 
@@ -202,6 +206,11 @@ def _part(payload: bytes, options: PageOptions) -> bytes:
     if options.include_data:
         return payload[:split]
     return payload[split:] if options.include_meta else b""
+
+
+def plain_json(seq: int, ts: int, payload: bytes) -> bytes:
+    """Return a record that has only data."""
+    return b'{"$seq":%d,"$ts":%d,%b}' % (seq, ts, payload)
 
 
 @lru_cache(maxsize=64)

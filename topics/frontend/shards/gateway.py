@@ -77,7 +77,9 @@ class Gateway:
         cell: ProcessCell,
         shard_wait_ms: int,
         archive_wait_ms: int,
+        arrived: Callable[[], int],
     ) -> None:
+        """`arrived` returns how many requests of clients this frontend has had so far."""
         self._loop = asyncio.get_running_loop()
         self._incarnation = incarnation
         self._cell = cell
@@ -86,7 +88,7 @@ class Gateway:
         self._wake = shared.frontend_wakes[index]
         self.links = [_Link(shared, index, shard) for shard in range(shared.shards)]
         self._last_id = incarnation << 40
-        self._lone_writes = LoneWrites(self._wake, cell)
+        self._lone_writes = LoneWrites(self._wake, arrived)
         self._signals_at_once = False
         self.pending = PendingRequests()
         self._spills = Spills(shared.identity, index)

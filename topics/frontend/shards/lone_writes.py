@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 from typing import Final
 
-from topics.shm.control import ProcessCell
 from topics.shm.memory import FENCE_IS_FULL
 from topics.shm.ring import Ring, Wake
 
@@ -30,22 +29,22 @@ PAUSE_NS: Final = 100_000_000
 class LoneWrites:
     """Says which write is alone, and looks for its answer. While it looks, shards do not signal this frontend."""
 
-    def __init__(self, wake: Wake, cell: ProcessCell, now_ns: Callable[[], int] = perf_counter_ns) -> None:
-        """`cell` counts the requests of this frontend in `requests`."""
+    def __init__(self, wake: Wake, arrived: Callable[[], int], now_ns: Callable[[], int] = perf_counter_ns) -> None:
+        """`arrived` returns how many requests this frontend has had so far."""
         self._wake = wake
-        self._cell = cell
+        self._arrived = arrived
         self._now_ns = now_ns
         self._can_look = FENCE_IS_FULL and len(os.sched_getaffinity(0)) > 1
-        self._requests = 0
+        self._arrived_before = 0
         self._paused_until_ns = 0
 
     def is_alone(self, unanswered: int, size_bytes: int) -> bool:
         """Return whether to look for the answer to a write of so many bytes that is about to be sent beside so many
         unanswered requests: it is short, and no other request has come since the write before it.
         """
-        requests = self._cell.get("requests")
-        before, self._requests = self._requests, requests
-        is_alone = requests == before + 1 and not unanswered and size_bytes <= SHORT_BYTES
+        arrived = self._arrived()
+        before, self._arrived_before = self._arrived_before, arrived
+        is_alone = arrived == before + 1 and not unanswered and size_bytes <= SHORT_BYTES
         return is_alone and self._can_look and self._now_ns() >= self._paused_until_ns
 
     def begin(self) -> None:
