@@ -360,6 +360,23 @@ def test_only_short_heads_are_kept() -> None:
     assert heads.parse(long) is not heads.parse(long)
 
 
+def test_no_head_with_a_key_is_kept() -> None:
+    heads = Heads(LIMITS)
+    queries = (GET.replace(b"/ ", b"/?%b=abc " % name) + b"\r\n" for name in (b"token", b"%74oken"))
+    for head in (GET + b"AUTHORIZATION: Bearer abc\r\n\r\n", *queries):
+        assert heads.parse(head) == heads.parse(head)
+        assert heads.parse(head) is not heads.parse(head)
+
+
+def test_the_oldest_head_makes_room_for_a_new_one() -> None:
+    heads = Heads(LIMITS)
+    first, *others = (heads.parse(GET.replace(b"/ ", b"/%d " % n) + b"\r\n") for n in range(1025))
+    again = heads.parse(GET.replace(b"/ ", b"/0 ") + b"\r\n")
+    assert again == first
+    assert again is not first
+    assert heads.parse(GET.replace(b"/ ", b"/1024 ") + b"\r\n") is others[-1]
+
+
 def test_a_refused_head_is_refused_again() -> None:
     heads = Heads(LIMITS)
     for _ in range(2):

@@ -173,18 +173,27 @@ class _Pieces:
 
 
 class Heads:
-    """Parses and checks heads, and remembers the last of them: a client sends the same one with each of its requests.
+    """Parses and checks heads, and remembers some of them: a client sends the same one with each of its requests.
 
-    All connections of a process share it. It keeps at most _KEPT_HEADS short heads, also those with keys in them.
+    All connections of a process share it. It keeps at most _KEPT_HEADS short heads, the latest that were new, and none
+    with a key in it.
     """
 
     def __init__(self, limits: HttpLimits) -> None:
         self.limits = limits
-        self._remembered = lru_cache(maxsize=_KEPT_HEADS)(self._parse)
+        self._kept: dict[bytes, Head] = {}
 
     def parse(self, head: bytes) -> Head | None:
         """Return the checked head; None if it begins HTTP/2 or an Upgrade for Hypercorn. Raise TopicsError."""
-        return self._remembered(head) if len(head) <= _KEPT_HEAD_MAX_BYTES else self._parse(head)
+        known = self._kept.get(head)
+        if known is not None:
+            return known
+        parsed = self._parse(head)
+        if parsed is not None and len(head) <= _KEPT_HEAD_MAX_BYTES and not _has_key(parsed):
+            if len(self._kept) == _KEPT_HEADS:
+                del self._kept[next(iter(self._kept))]
+            self._kept[head] = parsed
+        return parsed
 
     def _parse(self, head: bytes) -> Head | None:
         if head == _H2_PREFACE_HEAD:
@@ -264,6 +273,11 @@ class Heads:
             expects_continue=expects_continue,
             length=length,
         )
+
+
+def _has_key(head: Head) -> bool:
+    """Return whether a head may have an API key in it: a header, or `?token=`, however that is encoded."""
+    return b"token" in head.query or b"%" in head.query or any(name == b"authorization" for name, _ in head.headers)
 
 
 class _Lines:
