@@ -7,7 +7,7 @@ CHECKPOINT_MARKs behind it list no segments: the directory has those of the snap
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Final
 
@@ -18,7 +18,7 @@ from topics.core.ceilings import RAM_STEP, TAIL_STEP
 from topics.core.control_bodies import HeadFrameBody, MarkFrameBody, decode_mark, encode_body
 from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_DELETED
-from topics.core.segment_list import COLD
+from topics.core.segment_list import COLD, SegmentInfo
 from topics.core.shard_state import FoldedTopic, ShardState
 from topics.storage import layout
 from topics.storage.archive_objects import ArchiveDamagedError, LogStart, Piece, joined, split_payload
@@ -88,14 +88,15 @@ class DirectoryCopy:
         make_dirs(self._fs, os.path.dirname(path))
         return path
 
-    def save_snapshot(self, body: bytes) -> None:
-        """Write a snapshot without the cold tier: all data are here."""
+    def save_snapshot(self, body: bytes, borrowed: Collection[str] = ()) -> None:
+        """Write a snapshot in which only segments whose data (paths) are `borrowed` are cold: all others are here."""
         parts = []
         for part in decode_parts(body):
             state = part.decoded()
             for topic in state.topics:
+                directory = layout.topic_dir("", topic.id)
                 topic.segments = [
-                    msgspec.structs.replace(info, flags=info.flags & ~COLD)
+                    _tiered(info, layout.segment_data_path(directory, info.first_seq, info.version) in borrowed)
                     for info in topic.segments
                     if info.last_seq >= topic.floors.earliest_seq
                 ]
@@ -225,6 +226,10 @@ class DirectoryCopy:
             write_all(self._fs, fd, frames, end.offset)
         if has_end:
             note_committed(self._fs, directory, WalPosition(end.file_no, end.offset + len(frames)))
+
+
+def _tiered(info: SegmentInfo, is_cold: bool) -> SegmentInfo:
+    return msgspec.structs.replace(info, flags=info.flags | COLD if is_cold else info.flags & ~COLD)
 
 
 def marked(data: bytes, idx: bytes) -> bytes:
