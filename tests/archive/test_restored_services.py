@@ -110,12 +110,12 @@ def test_a_bucket_that_is_away_costs_reads_of_what_is_still_there(tmp_path: Path
             refused = client.post(f"/v0/topics/{TOPIC}/diff", json={"from_seq": 300})
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "storage_unavailable")
             assert "403" in refused.text, "the error says why"
-            status = service.status()["compactor"]
-            assert status["segments_borrowed"] > BORROWED_MIN
-            assert status["borrowed_bytes"] > 0
+            poll("a count", lambda: service.status()["compactor"]["segments_borrowed"] > BORROWED_MIN)
+            assert service.status()["compactor"]["borrowed_bytes"] > 0
             assert "are still in the archive" in service.run("status").stdout
             tiers = {row["tier"] for row in ok(client.get(f"/v0/topics/{TOPIC}/segments"))["segments"]}
-            assert tiers == {"archive"}
+            assert "archive" in tiers
+            assert "cold" not in tiers
             ok(client.post(f"/v0/topics/{TOPIC}/delete", json={"match": "even", "before_seq": 400}))
             cut(service)
         expected = {seq: data for seq, data in expected.items() if seq >= 400 or data % 2} | {head_seq: "new"}

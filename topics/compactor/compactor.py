@@ -152,15 +152,18 @@ class Compactor:
             for sealed in shard_copy.sealed:
                 self._rewriting.consider(shard_copy, *sealed)
             shard_copy.sealed.clear()
-        if (loan := self._rewriting.loan) is not None:
-            self._cell.set("segments_borrowed", loan.segments)
-            self._cell.set("borrowed_bytes", loan.data_bytes)
+        self._tell_borrowed()
         for _ in range(MEASURED_PER_STEP):
             if self._rewriting.step(self.shard_copies):
                 self._cell.add("segments_rewritten")
             if self._rewriting.due_in_ms() != 0:
                 break
         return self._rewriting.due_in_ms()
+
+    def _tell_borrowed(self) -> None:
+        if (loan := self._rewriting.loan) is not None:
+            self._cell.set("segments_borrowed", loan.segments)
+            self._cell.set("borrowed_bytes", loan.data_bytes)
 
     @property
     def new_bytes(self) -> int:
@@ -285,6 +288,7 @@ class Compactor:
         self._leftovers.consider_all()
         if self._rewriting.loan is not None:
             self._rewriting.loan.count(self.shard_copies)
+            self._tell_borrowed()
         for shard_copy in self.shard_copies:
             self._rewriting.consider_all(shard_copy)
             if self._relocation is not None:
