@@ -15,6 +15,7 @@ from topics.core.segment_list import COLD, SegmentInfo
 from topics.shm.control import Role
 from topics.storage import layout
 from topics.storage.borrowed import open_cold
+from topics.storage.filesystem import OsFileSystem
 from topics.storage.segment import ENTRY_LEN, CommittedFile
 from topics.storage.segment_reader import SegmentReader
 
@@ -124,7 +125,7 @@ class Compaction:
     def _segment(self, directory: str, info: SegmentInfo) -> SegmentReader:
         if not info.flags & COLD:
             return SegmentReader.open(directory, info.first_seq, info.records, info.data_bytes, info.version)
-        cold = open_cold(self.rig.fs, self.rig.settings.data_dir, self.rig.settings.cold_dir)
+        cold = open_cold(OsFileSystem(), self.rig.settings.data_dir, self.rig.settings.cold_dir)
         assert cold is not None
         name = layout.segment_data_path(os.path.basename(directory), info.first_seq, info.version)
         idx = CommittedFile(layout.segment_idx_path(directory, info.first_seq, info.version), info.records * ENTRY_LEN)

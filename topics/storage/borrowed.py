@@ -53,7 +53,7 @@ def read_borrowed(fs: FileSystem, data_dir: str) -> BorrowedNote | None:
     path = _path(data_dir)
     try:
         content = read_all(fs, path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         note = msgspec.json.decode(content, type=BorrowedNote)
