@@ -23,17 +23,8 @@ from topics.core.shard_state import FoldedTopic, ShardState
 from topics.storage import layout
 from topics.storage.archive_objects import ArchiveDamagedError, LogStart, Piece, joined, split_payload
 from topics.storage.filesystem import FileSystem, boot_id, make_dirs, opened, read_up_to, replace_file, write_all
-from topics.storage.frame import (
-    CHECKSUM,
-    CHECKSUM_LEN,
-    HEADER_LEN,
-    OVERHEAD_LEN,
-    TYPE_AT,
-    Bytes,
-    FrameType,
-    encode,
-    scan,
-)
+from topics.storage.frame import CHECKSUM, CHECKSUM_LEN, HEADER_LEN, OVERHEAD_LEN, TYPE_AT, Bytes, FrameType, encode
+from topics.storage.frame_columns import scan_columns
 from topics.storage.log_fold import OfflineFold
 from topics.storage.logfile import WalIdentity, WalPosition, note_committed, read_first_start, write_current
 from topics.storage.recovery import Recovery
@@ -276,12 +267,14 @@ def _forget_segments(fs: FileSystem, path: str, start: int, end: int | None) -> 
 def _empty_marks(content: bytearray) -> list[tuple[int, int]]:
     """Empty the lists of segments in CHECKPOINT_MARKs; return where bytes may have changed."""
     changed = []
-    for frame_at, total_len, type_, *_ in scan(content, 0, len(content)).frames:
-        if type_ == FrameType.CHECKPOINT_MARK:
-            body_at, checksum_at = frame_at + HEADER_LEN, frame_at + total_len - CHECKSUM_LEN
-            content[body_at:checksum_at] = _without_segments(bytes(content[body_at:checksum_at]))
-            CHECKSUM.pack_into(content, checksum_at, xxh3_64_intdigest(content[frame_at + TYPE_AT : checksum_at]))
-            changed.append((body_at, frame_at + total_len))
+    frames = scan_columns(content, 0, len(content), len(content), trusts_records=True).frames
+    at = -1
+    while (at := frames.types.find(FrameType.CHECKPOINT_MARK, at + 1)) >= 0:
+        frame_at, total_len, *_ = frames[at]
+        body_at, checksum_at = frame_at + HEADER_LEN, frame_at + total_len - CHECKSUM_LEN
+        content[body_at:checksum_at] = _without_segments(bytes(content[body_at:checksum_at]))
+        CHECKSUM.pack_into(content, checksum_at, xxh3_64_intdigest(content[frame_at + TYPE_AT : checksum_at]))
+        changed.append((body_at, frame_at + total_len))
     return changed
 
 
