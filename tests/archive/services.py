@@ -62,7 +62,7 @@ def restored(
 ) -> Iterator[Service]:
     """Restore, check the directory byte for byte, and run a service on it."""
     run("restore", place, "--data-dir", data_dir, *to, env=env)
-    run("verify", data_dir)
+    run("verify", data_dir, env=env)  # what is borrowed is read in the archive
     with Service(data_dir=data_dir, env=env, shards=shards) as service:
         yield service
 

@@ -14,6 +14,8 @@ from topics.core.location import LOCATION_LOST
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.shm.control import Role
 from topics.storage import layout
+from topics.storage.borrowed import open_cold
+from topics.storage.filesystem import OsFileSystem
 from topics.storage.segment import ENTRY_LEN, CommittedFile
 from topics.storage.segment_reader import SegmentReader
 
@@ -123,10 +125,8 @@ class Compaction:
     def _segment(self, directory: str, info: SegmentInfo) -> SegmentReader:
         if not info.flags & COLD:
             return SegmentReader.open(directory, info.first_seq, info.records, info.data_bytes, info.version)
-        cold_dir = self.rig.settings.cold_dir
-        assert cold_dir is not None
-        idx_path = layout.segment_idx_path(directory, info.first_seq, info.version)
-        cold = os.path.join(layout.topics_dir(cold_dir), os.path.basename(directory))
-        data = CommittedFile(layout.segment_data_path(cold, info.first_seq, info.version), info.data_bytes)
-        idx = CommittedFile(idx_path, info.records * ENTRY_LEN)
-        return SegmentReader(cold, info.first_seq, idx, data, info.version)
+        cold = open_cold(OsFileSystem(), self.rig.settings.data_dir, self.rig.settings.cold_dir)
+        assert cold is not None
+        name = layout.segment_data_path(os.path.basename(directory), info.first_seq, info.version)
+        idx = CommittedFile(layout.segment_idx_path(directory, info.first_seq, info.version), info.records * ENTRY_LEN)
+        return SegmentReader(directory, info.first_seq, idx, cold.read_range(name, 0, info.data_bytes), info.version)

@@ -11,8 +11,9 @@ from topics.api.answers import Ms, Seq, TopicAnswer, one_of
 
 class ManifestSegment(msgspec.Struct, frozen=True):
     """A sealed segment: records first_seq..last_seq, of first_ts..last_ts. `data_path` is below the cold directory when
-    `tier` is "cold", `idx_path` always below the data directory. `idx_xxh3`: XXH3-64 over offset, len and ts of all
-    entries of the index; null where it cannot be read. Frames carry checksums of their own.
+    `tier` is "cold", `idx_path` always below the data directory. With the tier "archive" the data are still in the
+    archive that the service was restored from: read these records over HTTP. `idx_xxh3`: XXH3-64 over offset, len and
+    ts of all entries of the index; null where it cannot be read. Frames carry checksums of their own.
     """
 
     first_seq: Seq
@@ -22,7 +23,7 @@ class ManifestSegment(msgspec.Struct, frozen=True):
     last_ts: Ms
     data_bytes: int
     version: int
-    tier: Annotated[str, one_of(Literal["cold", "hot"])]
+    tier: Annotated[str, one_of(Literal["archive", "cold", "hot"])]
     data_path: str
     idx_path: str
     idx_xxh3: str | None

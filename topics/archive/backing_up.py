@@ -14,10 +14,11 @@ from topics.shm import shm_names
 from topics.shm.control import ControlPage
 from topics.storage import service_id
 from topics.storage.archive_objects import Archive, open_archive
+from topics.storage.borrowed import open_cold
 from topics.storage.filesystem import FileSystem
 from topics.storage.lock import DataDirLocked, inspecting
 from topics.storage.origin import LogEnds, Origin, RestingEnds, RunningEnds
-from topics.storage.segment_store import SegmentStore, open_store
+from topics.storage.segment_store import SegmentSource
 
 _RETRY_S: Final = 0.1
 
@@ -39,15 +40,16 @@ def backup(
     until_ms = clock.monotonic_ms() + patience_ms
     archive = Archive(open_archive(fs, to))
 
-    def open_cold() -> SegmentStore:
-        if cold_place is None:
+    def cold() -> SegmentSource:
+        found = open_cold(fs, data_dir, cold_place)
+        if found is None:
             raise OSError(errno.EINVAL, "has segments in its cold tier: name it (--cold-dir, --cold-url)", data_dir)
-        return open_store(fs, cold_place)
+        return found
 
     while True:
         try:
             with _ends(data_dir) as ends:
-                origin = Origin(fs, data_dir, ends, open_cold)
+                origin = Origin(fs, data_dir, ends, cold)
                 mask = service_id.epoch_mask(fs, data_dir)
                 shipper = Shipper(archive, origin, service_id.keep_id(fs, data_dir), clock, told, mask)
                 shipper.begin()

@@ -7,7 +7,7 @@ CHECKPOINT_MARKs behind it list no segments: the directory has those of the snap
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Final
 
@@ -18,22 +18,13 @@ from topics.core.ceilings import RAM_STEP, TAIL_STEP
 from topics.core.control_bodies import HeadFrameBody, MarkFrameBody, decode_mark, encode_body
 from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_DELETED
-from topics.core.segment_list import COLD
+from topics.core.segment_list import COLD, SegmentInfo
 from topics.core.shard_state import FoldedTopic, ShardState
 from topics.storage import layout
 from topics.storage.archive_objects import ArchiveDamagedError, LogStart, Piece, joined, split_payload
 from topics.storage.filesystem import FileSystem, boot_id, make_dirs, opened, read_up_to, replace_file, write_all
-from topics.storage.frame import (
-    CHECKSUM,
-    CHECKSUM_LEN,
-    HEADER_LEN,
-    OVERHEAD_LEN,
-    TYPE_AT,
-    Bytes,
-    FrameType,
-    encode,
-    scan,
-)
+from topics.storage.frame import CHECKSUM, CHECKSUM_LEN, HEADER_LEN, OVERHEAD_LEN, TYPE_AT, Bytes, FrameType, encode
+from topics.storage.frame_columns import scan_columns
 from topics.storage.log_fold import OfflineFold
 from topics.storage.logfile import WalIdentity, WalPosition, note_committed, read_first_start, write_current
 from topics.storage.recovery import Recovery
@@ -88,14 +79,15 @@ class DirectoryCopy:
         make_dirs(self._fs, os.path.dirname(path))
         return path
 
-    def save_snapshot(self, body: bytes) -> None:
-        """Write a snapshot without the cold tier: all data are here."""
+    def save_snapshot(self, body: bytes, borrowed: Collection[str] = ()) -> None:
+        """Write a snapshot in which only segments whose data (paths) are `borrowed` are cold: all others are here."""
         parts = []
         for part in decode_parts(body):
             state = part.decoded()
             for topic in state.topics:
+                directory = layout.topic_dir("", topic.id)
                 topic.segments = [
-                    msgspec.structs.replace(info, flags=info.flags & ~COLD)
+                    _tiered(info, layout.segment_data_path(directory, info.first_seq, info.version) in borrowed)
                     for info in topic.segments
                     if info.last_seq >= topic.floors.earliest_seq
                 ]
@@ -227,6 +219,10 @@ class DirectoryCopy:
             note_committed(self._fs, directory, WalPosition(end.file_no, end.offset + len(frames)))
 
 
+def _tiered(info: SegmentInfo, is_cold: bool) -> SegmentInfo:
+    return msgspec.structs.replace(info, flags=info.flags | COLD if is_cold else info.flags & ~COLD)
+
+
 def marked(data: bytes, idx: bytes) -> bytes:
     """Return the data of a segment with the deletions that its index has: data are shipped once, an index with each
     base.
@@ -271,12 +267,14 @@ def _forget_segments(fs: FileSystem, path: str, start: int, end: int | None) -> 
 def _empty_marks(content: bytearray) -> list[tuple[int, int]]:
     """Empty the lists of segments in CHECKPOINT_MARKs; return where bytes may have changed."""
     changed = []
-    for frame_at, total_len, type_, *_ in scan(content, 0, len(content)).frames:
-        if type_ == FrameType.CHECKPOINT_MARK:
-            body_at, checksum_at = frame_at + HEADER_LEN, frame_at + total_len - CHECKSUM_LEN
-            content[body_at:checksum_at] = _without_segments(bytes(content[body_at:checksum_at]))
-            CHECKSUM.pack_into(content, checksum_at, xxh3_64_intdigest(content[frame_at + TYPE_AT : checksum_at]))
-            changed.append((body_at, frame_at + total_len))
+    frames = scan_columns(content, 0, len(content), len(content), trusts_records=True).frames
+    at = -1
+    while (at := frames.types.find(FrameType.CHECKPOINT_MARK, at + 1)) >= 0:
+        frame_at, total_len, *_ = frames[at]
+        body_at, checksum_at = frame_at + HEADER_LEN, frame_at + total_len - CHECKSUM_LEN
+        content[body_at:checksum_at] = _without_segments(bytes(content[body_at:checksum_at]))
+        CHECKSUM.pack_into(content, checksum_at, xxh3_64_intdigest(content[frame_at + TYPE_AT : checksum_at]))
+        changed.append((body_at, frame_at + total_len))
     return changed
 
 

@@ -47,12 +47,14 @@ class GenerationFigures(msgspec.Struct, frozen=True):
 
 
 class Pruned(msgspec.Struct, frozen=True):
-    """The objects that were removed, by kind."""
+    """The number of objects that were removed, by kind."""
 
     generations: int = 0
     bases: int = 0
     pieces: int = 0
     files: int = 0
+    loans: list[str] = []
+    """Names of loans because of which something stays that would be removed."""
 
 
 def figures(archive: Archive, told: Told = tell_nobody) -> list[GenerationFigures]:
@@ -164,9 +166,10 @@ def _gap(base: Base, pieces: Iterable[Piece]) -> int | None:
 
 
 def prune(archive: Archive, before_ms: int, told: Told = tell_nobody) -> Pruned:
-    """Remove what only moments before `before_ms` need; the last moment of the newest generation always stays. It may
-    run beside a backup. Raise ArchiveDamagedError, OSError: what was not removed goes next time. `told` hears how many
-    objects are gone of how many in the generations that were looked at.
+    """Remove what only moments before `before_ms` need. The last moment of the newest generation always stays, and what
+    restored services still read: everything from the oldest base on that has a loan. It may run beside a backup. Raise
+    ArchiveDamagedError, OSError: what was not removed goes next time. `told` hears how many objects are gone of how
+    many in the generations that were looked at.
     """
     removed = Pruned()
     done = total = 0
@@ -177,6 +180,9 @@ def prune(archive: Archive, before_ms: int, told: Told = tell_nobody) -> Pruned:
         keep_from = next((at for at in range(len(bases) - 1, -1, -1) if bases[at].taken_ms <= before_ms), 0)
         if not is_newest and (found.last_ms or 0) < before_ms:
             keep_from = len(bases)
+        loans = archive.loans(found.number)
+        lent = [at for at in range(keep_from) if bases[at].number in loans]
+        keep_from = min([keep_from, *lent])
         kept, superfluous = bases[keep_from:], bases[:keep_from]
         kept_names = {ref.name for base in kept for ref in base.files}
         first_kept = kept[0].first_piece if kept else (bases[0].first_piece + found.pieces if bases else 1)
@@ -189,14 +195,19 @@ def prune(archive: Archive, before_ms: int, told: Told = tell_nobody) -> Pruned:
         if not kept and not is_newest:
             going.append(generation_name(found.number))
         total += len(going)
-        for name in going:
+        held = [*removed.loans, *(loans[bases[at].number] for at in lent)]
+        for at, name in enumerate(going):
+            if at == len(superfluous) > 0 and archive.loans(found.number) != loans:
+                break  # a restore has begun that may have seen these bases: it needs the rest
             archive.store.delete(name)
             done += 1
             told(done, total)
-        removed = Pruned(
-            removed.generations + (not kept and not is_newest),
-            removed.bases + len(superfluous),
-            removed.pieces + len(pieces),
-            removed.files + len(names),
-        )
+        else:
+            removed = Pruned(
+                removed.generations + (not kept and not is_newest),
+                removed.bases + len(superfluous),
+                removed.pieces + len(pieces),
+                removed.files + len(names),
+                held,
+            )
     return removed

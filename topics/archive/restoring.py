@@ -3,6 +3,9 @@
 The restored directory is a service of its own: it has a new id and new epochs. Every topic has a gap behind its last
 record (reason `restored`), because the service may have given out seqs after the moment. The directory is made under
 another name and gets its own once it is whole and on the disk.
+
+Data of sealed segments may stay in the archive, for the service to read them there and to fetch them by and by
+(`storage/borrowed.py`). The archive keeps them as long: a loan is created before anything is fetched.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Final, NamedTuple, TypeVar
 
 import msgspec
@@ -28,9 +32,13 @@ from topics.storage.archive_objects import (
     FileRef,
     Generation,
     Piece,
+    base_name,
+    loan_name,
+    open_archive,
     read_whole,
     split_payload,
 )
+from topics.storage.borrowed import BorrowedNote, read_borrowed, write_borrowed
 from topics.storage.filesystem import FileSystem, make_dirs
 from topics.storage.frame import HEADER_LEN, FrameType, scan
 from topics.storage.snapshot import decode_parts
@@ -67,11 +75,15 @@ class Plan(NamedTuple):
 
 
 class Restored(NamedTuple):
-    """The result of a restore: the time of the moment, topics, and bytes that were fetched."""
+    """The result of a restore: the time of the moment, topics, bytes that were fetched, and segments that are borrowed,
+    with their bytes.
+    """
 
     taken_ms: int
     topics: int
     size_bytes: int
+    borrowed_segments: int
+    borrowed_bytes: int
 
 
 def plan(archive: Archive, wanted: WantedMoment) -> Plan:
@@ -188,9 +200,17 @@ class Restore:
     """One restore. Owns the directory that it makes, `<data dir>.restoring`, until that gets its name."""
 
     def __init__(
-        self, archive: Archive, plan: Plan, fs: FileSystem, data_dir: str, told: Callable[[int, int], None]
+        self,
+        archive: Archive,
+        plan: Plan,
+        fs: FileSystem,
+        data_dir: str,
+        told: Callable[[int, int], None],
+        lender: str | None = None,
     ) -> None:
-        """`told` hears how many objects of how many were fetched."""
+        """`told` hears how many objects of how many were fetched. `lender` is the place of the archive if data may
+        stay there; None: everything is fetched.
+        """
         self._archive = archive
         self._plan = plan
         self._fs = fs
@@ -198,37 +218,81 @@ class Restore:
         self._making = f"{self._data_dir}.restoring"
         self._copy = DirectoryCopy(fs, self._making, plan.generation.shards, archive.store.place(""))
         self._told = told
+        self._lender = lender
+        self._borrowed: dict[str, FileRef] = {}
+        """Data that stay in the archive, by their paths."""
         self._objects = self._bytes = 0
 
     def run(self, clock: Clock) -> Restored:
         """Make the directory. Raise ArchiveDamagedError, OSError (FileExistsError if there is something in it)."""
         if os.path.isdir(self._data_dir) and os.listdir(self._data_dir):
             raise FileExistsError(errno.EEXIST, "is not empty: name a directory that does not exist", self._data_dir)
-        shutil.rmtree(self._making, ignore_errors=True)  # of a restore that was killed
+        self._give_up()  # a restore that was killed
         try:
             topics = self._make(clock.now_ms())
             if os.path.isdir(self._data_dir):
                 os.rmdir(self._data_dir)
             self._fs.rename(self._making, self._data_dir)
         except BaseException:
-            shutil.rmtree(self._making, ignore_errors=True)
+            self._give_up()
             raise
         self._fs.fsync_dir(os.path.dirname(self._data_dir))
-        return Restored(self._plan.moment.taken_ms, topics, self._bytes)
+        borrowed_bytes = sum(ref.size_bytes for ref in self._borrowed.values())
+        return Restored(self._plan.moment.taken_ms, topics, self._bytes, len(self._borrowed), borrowed_bytes)
+
+    def _give_up(self) -> None:
+        """Remove what was made, and its loan."""
+        with suppress(OSError):
+            note = read_borrowed(self._fs, self._making)
+            if note is not None:
+                Archive(open_archive(self._fs, note.place)).store.delete(note.loan)
+        shutil.rmtree(self._making, ignore_errors=True)
 
     def _make(self, now_ms: int) -> int:
         make_dirs(self._fs, self._making)
+        if self._lender is not None:
+            self._borrow(self._lender)
         self._fetch_segments()
         self._fetch_pieces()
         if self._plan.snapshot:
-            self._copy.save_snapshot(self._plan.snapshot)
+            self._copy.save_snapshot(self._plan.snapshot, self._borrowed)
         topics = self._copy.end_history(self._plan.moment.has_end, now_ms)
         service_id.make_restored(self._fs, self._making, now_ms)
         self._fs.sync_all(self._making)
         return topics
 
+    def _borrow(self, place: str) -> None:
+        """Have the archive keep the files of sealed segments, and note which data stay there."""
+        archive, base, generation = self._archive, self._plan.base, self._plan.generation.number
+        sealed = {stem for stem, kind in (os.path.splitext(ref.path) for ref in base.files) if kind == ".tags"}
+        files = [ref for ref in base.files if os.path.splitext(ref.path)[0] in sealed]
+        if not files:
+            return
+        place = place if "://" in place else os.path.abspath(place)
+        note = BorrowedNote(place, loan_name(generation, base.number), files)
+        write_borrowed(self._fs, self._making, note)  # first: a restore that is killed can end its loan later
+        try:
+            archive.store.create(note.loan, f"{os.uname().nodename}:{self._data_dir}".encode())
+        except OSError as error:
+            way_out = "nothing keeps the archive from being pruned then: restore with --copy"
+            raise OSError(
+                error.errno, f"cannot be created ({error}); {way_out}", archive.store.place(note.loan)
+            ) from error
+        # A pruning that has not seen the loan begins with the base.
+        there = {
+            name
+            for folder in {ref.name.partition("/")[0] for ref in files}
+            for name in archive.store.list(f"{folder}/")
+        }
+        missing = [ref.name for ref in files if ref.name not in there]
+        if missing or not archive.has_base(generation, base.number):
+            name = missing[0] if missing else base_name(generation, base.number)
+            raise ArchiveDamagedError(f"{archive.store.place(name)}: is missing")
+        self._borrowed = {ref.path: ref for ref in files if ref.path.endswith(".data")}
+
     def _fetch_segments(self) -> None:
-        for ref, content in fetched_files(self._archive, self._plan.base.files):
+        wanted = (ref for ref in self._plan.base.files if ref.path not in self._borrowed)
+        for ref, content in fetched_files(self._archive, wanted):
             self._copy.write(ref.path, content)
             self._fetched(len(content))
 
@@ -258,7 +322,8 @@ class Restore:
     def _fetched(self, size_bytes: int) -> None:
         self._objects += 1
         self._bytes += size_bytes
-        self._told(self._objects, len(self._plan.base.files) + len(self._plan.pieces))
+        total = len(self._plan.base.files) - len(self._borrowed) + len(self._plan.pieces)
+        self._told(self._objects, total)
 
 
 def fetched_files(archive: Archive, refs: Iterable[FileRef]) -> Iterator[tuple[FileRef, bytes]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -19,8 +20,9 @@ from topics.terminal import plural
 
 _LIST: Final = """List what can be restored: each generation (one unbroken history of a service) with its bases."""
 _VERIFY: Final = """Read every object that a restore may need, and check it. Changes nothing."""
-_PRUNE: Final = """Remove what only older moments need; the last moment always stays. Records that were deleted in the
-service are gone from the archive once it has no moment from before the deletion."""
+_PRUNE: Final = """Remove what only older moments need; the last moment always stays, and what a restored service has
+not fetched yet. Records that were deleted in the service are gone from the archive once it has no moment from before
+the deletion."""
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
@@ -45,8 +47,9 @@ def _opened(options: argparse.Namespace) -> Archive:
 
 
 def _run_list(options: argparse.Namespace) -> int:
+    archive = _opened(options)
     with progress("base", 0) as bar:
-        found = figures(_opened(options), partial(show, bar))
+        found = figures(archive, partial(show, bar))
     if options.json:
         print(msgspec.json.encode({"generations": found}).decode())
         return 0
@@ -63,6 +66,8 @@ def _run_list(options: argparse.Namespace) -> int:
         for base in generation.bases:
             size = f"{mebibytes(base.size_bytes)} in {plural(base.files, 'file')}"
             print(f"  base {base.number}  {iso(base.taken_ms)}  {size}")
+        for base_no, loan in archive.loans(generation.number).items():
+            print(f"  base {base_no}: {_loan(archive, loan)}")
     return 0
 
 
@@ -80,9 +85,18 @@ def _run_verify(options: argparse.Namespace) -> int:
     return EXIT_FAILED if problems else 0
 
 
+def _loan(archive: Archive, name: str) -> str:
+    """Return who reads files of a base, and until when."""
+    with suppress(FileNotFoundError):
+        to = archive.store.read_range(name, 0, archive.store.len(name)).decode(errors="replace")
+        return f"{to} was restored from it and has not fetched all; if it is gone for good, delete {name}"
+    return f"{name} has just ended"
+
+
 def _run_prune(options: argparse.Namespace) -> int:
+    archive = _opened(options)
     with progress("object", 0) as bar:
-        removed = prune(_opened(options), SystemClock().now_ms() - options.keep, partial(show, bar))
+        removed = prune(archive, SystemClock().now_ms() - options.keep, partial(show, bar))
     if options.json:
         print(msgspec.json.encode(removed).decode())
     else:
@@ -90,4 +104,6 @@ def _run_prune(options: argparse.Namespace) -> int:
             f"{options.place}: removed {plural(removed.generations, 'generation')}, {plural(removed.bases, 'base')},"
             f" {plural(removed.pieces, 'piece')}, {plural(removed.files, 'file')}"
         )
+        for loan in removed.loans:
+            print(f"{options.place}: {_loan(archive, loan)}; what it needs stays")
     return 0

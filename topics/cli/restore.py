@@ -20,11 +20,14 @@ from topics.storage.filesystem import OsFileSystem
 
 _ABOUT: Final = """Make a data directory from an archive, as the service was at the last moment there, or at an earlier
 one. The restored service is one of its own: every topic has a new epoch, and behind its last record a gap whose reason
-is "restored", for seqs that may have been given out later."""
+is "restored", for seqs that may have been given out later. Most data stay in the archive, which keeps them: the service
+reads them there until it has fetched them, and `topics-supervisor status` says how much is left. `--copy` fetches
+everything at once."""
 _EXAMPLES: Final = """  topics restore /mnt/backup/topics --data-dir ./restored
   topics restore s3://my-bucket/topics --data-dir ./restored --to-ts 2026-11-22T14:00:00Z
   topics restore /mnt/backup/topics --data-dir ./restored --to-seq orders=1200
-  topics restore s3://my-bucket/topics --data-dir ./restored --take-over"""
+  topics restore s3://my-bucket/topics --data-dir ./restored --take-over
+  topics restore /mnt/backup/topics --data-dir ./restored --copy"""
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +35,11 @@ def fill(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("place", metavar="FROM", help=PLACE)
     parser.add_argument(
         "--data-dir", metavar="DIR", required=True, help="the directory to make; it must not exist, or be empty"
+    )
+    parser.add_argument(
+        "--copy",
+        action="store_true",
+        help="fetch everything: the directory needs the archive no more, which need not be writable",
     )
     to = parser.add_mutually_exclusive_group()
     to.add_argument(
@@ -60,8 +68,9 @@ def _run(options: argparse.Namespace) -> int:
             take_over(archive, generation, SystemClock(), by)
     topic, seq = options.to_seq or (None, 0)
     found = plan(archive, WantedMoment(options.to_ts, topic, seq))
+    lender = None if options.copy else options.place
     with progress("object", len(found.base.files) + len(found.pieces)) as bar:
-        done = Restore(archive, found, fs, options.data_dir, partial(show, bar)).run(SystemClock())
+        done = Restore(archive, found, fs, options.data_dir, partial(show, bar), lender).run(SystemClock())
     if options.json:
         print(msgspec.json.encode({**done._asdict(), "data_dir": options.data_dir}).decode())
     else:
@@ -69,4 +78,9 @@ def _run(options: argparse.Namespace) -> int:
             f"{options.data_dir}: is as it was at {iso(done.taken_ms)}; {done.topics} topics,"
             f" {mebibytes(done.size_bytes)} were fetched"
         )
+        if done.borrowed_segments:
+            print(
+                f"{options.data_dir}: borrows {mebibytes(done.borrowed_bytes)} in {done.borrowed_segments} segments"
+                f" from {options.place} until its service has fetched them: keep that until then"
+            )
     return 0

@@ -152,12 +152,18 @@ class Compactor:
             for sealed in shard_copy.sealed:
                 self._rewriting.consider(shard_copy, *sealed)
             shard_copy.sealed.clear()
+        self._tell_borrowed()
         for _ in range(MEASURED_PER_STEP):
             if self._rewriting.step(self.shard_copies):
                 self._cell.add("segments_rewritten")
             if self._rewriting.due_in_ms() != 0:
                 break
         return self._rewriting.due_in_ms()
+
+    def _tell_borrowed(self) -> None:
+        if (loan := self._rewriting.loan) is not None:
+            self._cell.set("segments_borrowed", loan.segments)
+            self._cell.set("borrowed_bytes", loan.data_bytes)
 
     @property
     def new_bytes(self) -> int:
@@ -174,6 +180,8 @@ class Compactor:
             if kept is None or shard_copy.link.committed not in (None, kept):
                 return True
         if self._leftovers.waiting or (self._relocation is not None and self._relocation.waiting):
+            return True
+        if self._rewriting.loan is not None and self._rewriting.loan.waits_for_snapshot:
             return True
         return any(map(self._checkpoints.has_old, self.shard_copies))
 
@@ -261,6 +269,8 @@ class Compactor:
         if former_is_fallback:
             self._trim({shard: former[shard] for shard in parts if shard in former})
             self._sweep(parts)
+            if self._rewriting.loan is not None and len(parts) == len(self.shard_copies):
+                self._rewriting.loan.snapshot_saved(self.shard_copies)
 
     def _trim(self, positions: dict[int, WalPosition]) -> None:
         for shard, position in positions.items():
@@ -276,6 +286,9 @@ class Compactor:
     def consider_all(self) -> None:
         """Queue all work that former lives may have left undone. Raise OSError."""
         self._leftovers.consider_all()
+        if self._rewriting.loan is not None:
+            self._rewriting.loan.count(self.shard_copies)
+            self._tell_borrowed()
         for shard_copy in self.shard_copies:
             self._rewriting.consider_all(shard_copy)
             if self._relocation is not None:

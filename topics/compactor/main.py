@@ -16,6 +16,7 @@ from topics.compactor.checkpoints import SYNC_ONE_BY_ONE_MAX, Checkpoints, Durab
 from topics.compactor.compactor import Compactor, CutTimes
 from topics.compactor.leftovers import Leftovers
 from topics.compactor.life import HEARTBEAT_MS, ClockNote, Life, Stopped
+from topics.compactor.loan import Loan
 from topics.compactor.relocation import HotRetention, Relocation, object_names
 from topics.compactor.rewriting import ColdFetch, Rewriting
 from topics.compactor.segment_building import SealAt
@@ -29,6 +30,7 @@ from topics.settings import Settings
 from topics.shm.control import ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.storage import kill_points, layout, service_id
+from topics.storage.borrowed import cold_source, read_borrowed
 from topics.storage.filesystem import FileSystem, OsFileSystem, boot_id, syncfs_reports_errors
 from topics.storage.log_tail import LogTail, TailLost
 from topics.storage.logfile import RefusedLog, WalPosition
@@ -112,7 +114,10 @@ def build(
     def pinned() -> Pinned:
         return read_pinned(fs, pins, clock.monotonic_ms())
 
-    relocation = fetch = None
+    note = read_borrowed(fs, settings.data_dir)
+    loan = None if note is None else Loan(fs, settings.data_dir, note, helper, clock)
+    wake = shared.compactor_wake.signal_always
+    relocation = store = None
     if settings.cold_place is not None:
         retention = HotRetention(settings.hot_retain_segments, settings.hot_retain_bytes)
         topics_dir = layout.topics_dir(settings.data_dir)
@@ -122,7 +127,7 @@ def build(
                 for shard_copy in shard_copies
                 for topic in shard_copy.fold.topics.values()
                 for info in shard_copy.index_of(topic).segments
-                if info.flags & COLD
+                if info.flags & COLD and not (loan is not None and loan.has(topic.id, info))
             ),
             None,
         )
@@ -133,9 +138,9 @@ def build(
         store = open_store(fs, settings.cold_place, apart_from=topics_dir, new=one_cold is None, owner=owner)
         if one_cold is not None:
             helper.submit(_check_cold, store, one_cold)
-        wake = shared.compactor_wake.signal_always
         relocation = Relocation(fs, settings.data_dir, store, retention, helper, clock, pinned, wake)
-        fetch = ColdFetch(fs, settings.data_dir, store, helper)
+    source = cold_source(fs, note, store)
+    fetch = None if source is None else ColdFetch(fs, settings.data_dir, source, helper, wake)
     one_by_one_max = SYNC_ONE_BY_ONE_MAX
     if not syncfs_reports_errors(release := os.uname().release):
         one_by_one_max = sys.maxsize
@@ -146,7 +151,7 @@ def build(
         Checkpoints(fs, settings.data_dir, seal_at, clock, life.alive, one_by_one_max),
         DurableMarks(fs, settings.data_dir, shared.shards, life.alive, one_by_one_max),
         Leftovers(fs, settings.data_dir, pinned, life.alive),
-        Rewriting(fs, settings.data_dir, settings.segment_rewrite_dead_ratio, clock, fetch),
+        Rewriting(fs, settings.data_dir, settings.segment_rewrite_dead_ratio, clock, fetch, loan),
         relocation,
         life,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from array import array
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from itertools import accumulate
@@ -18,6 +19,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from topics.compactor.checkpoints import Refused, mark
+from topics.compactor.loan import Loan
 from topics.compactor.shard_copy import ShardCopy
 from topics.compactor.work_queue import WorkQueue
 from topics.core.clock import Clock, doubled_ms
@@ -32,7 +34,7 @@ from topics.storage.frame import Bytes
 from topics.storage.kill_points import reached
 from topics.storage.postings import CorruptPostings, Postings, write_postings
 from topics.storage.segment import ENTRY_LEN, CommittedFile, Content, CorruptSegment, check_frames, read_columns
-from topics.storage.segment_store import SegmentStore
+from topics.storage.segment_store import SegmentSource
 
 _ENTRY_U32: Final = ENTRY_LEN // 4
 PIECE_BYTES: Final = 4 * 2**20
@@ -167,13 +169,18 @@ def _copy(fs: FileSystem, old: Content, fd: int, pieces: list[tuple[int, int]]) 
 
 
 class ColdFetch:
-    """Fetches the live frames of one cold segment at a time. `helper` has one thread, the only user of `store`."""
+    """Fetches the live frames of one cold segment at a time. `helper` has one thread, which alone uses what is cold,
+    and calls `wake` when it has fetched a segment.
+    """
 
-    def __init__(self, fs: FileSystem, data_dir: str, store: SegmentStore, helper: Executor) -> None:
+    def __init__(
+        self, fs: FileSystem, data_dir: str, source: SegmentSource, helper: Executor, wake: Callable[[], None]
+    ) -> None:
         self._fs = fs
         self._data_dir = data_dir
-        self._store = store
+        self._source = source
         self._helper = helper
+        self._wake = wake
         self._tmp_path = os.path.join(layout.topics_dir(data_dir), f"fetched{layout.TMP_SUFFIX}")
         self._future: Future[Content] | None = None
         helper.submit(self._remove_tmp)
@@ -187,6 +194,7 @@ class ColdFetch:
         """Begin to fetch the live frames of this segment."""
         assert self._future is None
         self._future = self._helper.submit(self._fetch, topic_id, info)
+        self._future.add_done_callback(lambda _: self._wake())
 
     def take(self) -> Future[Content] | None:
         """Return the fetch that was begun, once it is done.
@@ -203,22 +211,21 @@ class ColdFetch:
 
     def _fetch(self, topic_id: int, info: SegmentInfo) -> Content:
         directory = layout.topic_dir(self._data_dir, topic_id)
-        path = layout.segment_data_path(directory, info.first_seq, info.version)
-        name = f"{os.path.basename(directory)}/{os.path.basename(path)}"
+        name = layout.segment_data_path(os.path.basename(directory), info.first_seq, info.version)
         pieces = live_pieces(directory, info)
         try:
             with opened(self._fs, self._tmp_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as fd:
                 self._fs.ftruncate(fd, info.data_bytes)
                 for start, end in pieces:
                     for at in range(start, end, PIECE_BYTES):
-                        content = self._store.read_range(name, at, min(PIECE_BYTES, end - at))
+                        content = self._source.read_range(name, at, min(PIECE_BYTES, end - at))
                         write_all(self._fs, fd, content, at)
             data = CommittedFile(self._tmp_path, info.data_bytes)
         finally:
             self._remove_tmp()
         idx = CommittedFile(layout.segment_idx_path(directory, info.first_seq, info.version), info.records * ENTRY_LEN)
         columns = read_columns(idx, 0, info.records)
-        check_frames(path, data, 0, info.first_seq, columns, columns.offsets)
+        check_frames(self._source.place(name), data, 0, info.first_seq, columns, columns.offsets)
         return data
 
     def _remove_tmp(self) -> None:
@@ -238,17 +245,25 @@ class Rewriting:
     """Measures segments in which records were deleted, one a step, and rewrites those above `dead_ratio`.
 
     A cold segment comes back into the data directory for that: `fetch` gets its live frames, one segment at a time, in
-    the background. It is relocated again later. Without `fetch` cold segments stay as they are.
+    the background. It is relocated again later. Without `fetch` cold segments stay as they are. Segments of a `loan`
+    come home, whether records were deleted in them or not.
     """
 
     def __init__(
-        self, fs: FileSystem, data_dir: str, dead_ratio: float, clock: Clock, fetch: ColdFetch | None = None
+        self,
+        fs: FileSystem,
+        data_dir: str,
+        dead_ratio: float,
+        clock: Clock,
+        fetch: ColdFetch | None = None,
+        loan: Loan | None = None,
     ) -> None:
         self._fs = fs
         self._data_dir = data_dir
         self._dead_ratio = dead_ratio
         self._clock = clock
         self._fetch = fetch
+        self.loan = loan
         self._queue: WorkQueue[_Candidate] = WorkQueue(AGAIN_MS, AGAIN_MAX_MS)
         self._next_ms = 0
         self._cold: dict[_Candidate, None] = {}
@@ -260,7 +275,7 @@ class Rewriting:
 
     def consider(self, shard_copy: ShardCopy, topic_id: int, first_seq: int) -> None:
         """Queue a segment in which records were deleted."""
-        if self._dead_ratio:
+        if self._dead_ratio or self.loan is not None:
             self._queue.add(_Candidate(shard_copy.shard, topic_id, first_seq))
 
     def consider_all(self, shard_copy: ShardCopy) -> None:
@@ -271,8 +286,12 @@ class Rewriting:
                     self.consider(shard_copy, topic.id, info.first_seq)
 
     def due_in_ms(self) -> int | None:
-        """Return the time until the next segment is to be measured; None without one. A fetch is not counted."""
+        """Return the time until the next segment is to be measured or fetched; None without one. A fetch under way is
+        not counted.
+        """
         due_ms = self._queue.due_ms()
+        if due_ms is None and self._cold and self._fetching is None:
+            due_ms = self._fetch_next_ms
         return None if due_ms is None else max(0, max(due_ms, self._next_ms) - self._clock.monotonic_ms())
 
     def step(self, shard_copies: list[ShardCopy]) -> bool:
@@ -280,6 +299,8 @@ class Rewriting:
 
         Raise OSError, Refused: the segment comes again, later each time.
         """
+        if self.loan is not None:
+            self.loan.step()
         now_ms = self._clock.monotonic_ms()
         if now_ms < self._next_ms:
             return False
@@ -301,6 +322,11 @@ class Rewriting:
         if found is None:
             return False
         topic, info = found
+        if self.loan is not None and self.loan.has(topic.id, info):
+            self._cold[candidate] = None
+            return False
+        if not self._dead_ratio:
+            return False
         try:
             if dead_bytes(layout.topic_dir(self._data_dir, topic.id), info) <= self._dead_ratio * info.data_bytes:
                 self._pause(info.records * ENTRY_LEN)
@@ -353,6 +379,8 @@ class Rewriting:
                 self._rewrite(shard_copy, found[0], info, data)
             except FileNotFoundError as error:  # a hot file; one that is missing in the cold directory may come back
                 raise CorruptSegment(error.filename or "", 0, "the file is missing") from error
+            if self.loan is not None and self.loan.has(candidate.topic_id, info):
+                self.loan.came_home(info)
         except (CorruptSegment, CorruptPostings, EOFError) as error:
             self._fetches_failed = 0  # the cold directory works
             log.error("a damaged segment is not rewritten", reason=str(error))

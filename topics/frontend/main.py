@@ -25,8 +25,8 @@ from topics.frontend.wiring import Process, build_app
 from topics.settings import Settings
 from topics.shm.control import ProcessState, Role
 from topics.shm.instance import SharedMemory
+from topics.storage.borrowed import open_cold
 from topics.storage.filesystem import OsFileSystem
-from topics.storage.segment_store import open_store
 
 HEARTBEAT_S: Final = 0.25
 HEADER_BYTES_MIN: Final = 64 * 1024
@@ -51,9 +51,7 @@ async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, l
     shutdown = asyncio.Event()
     settings, control, cell = process.settings, process.shared.control, process.cell
     long_bodies.most_bytes = max(long_bodies.most_bytes, 4 * settings.max_body_bytes)
-    cold = None
-    if settings.cold_place is not None:
-        cold = open_store(OsFileSystem(), settings.cold_place, settings.cold_read_timeout_ms)
+    cold = open_cold(OsFileSystem(), settings.data_dir, settings.cold_place, settings.cold_read_timeout_ms)
     connections = Connections(
         process.quota("connections", settings.max_connections, "connections_admitted"), running_clock
     )

@@ -48,10 +48,11 @@ from topics.shm.instance import SharedMemory
 from topics.shm.quotas import KeyCounts, Quota
 from topics.shm.recency import Recency, RecencyWriter
 from topics.storage import service_id
+from topics.storage.borrowed import read_borrowed
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.origin import Origin, RunningEnds
 from topics.storage.pins import PinFiles, pins_dir
-from topics.storage.segment_store import SegmentStore
+from topics.storage.segment_store import SegmentSource
 
 _log = get_logger()
 
@@ -105,8 +106,8 @@ def _no_cold_tier() -> NoReturn:
     raise AssertionError("a tail has no segments")
 
 
-def build_app(process: Process, keys: KeyRing, store: SegmentStore | None, arrived: Callable[[], int]) -> Frontend:
-    """Make one frontend on the running event loop; start its gateway. `store` has the segments of the cold tier,
+def build_app(process: Process, keys: KeyRing, store: SegmentSource | None, arrived: Callable[[], int]) -> Frontend:
+    """Make one frontend on the running event loop; start its gateway. `store` has the data of cold segments,
     `arrived` returns how many requests have come so far.
     """
     shared, index, settings, cell = process.shared, process.index, process.settings, process.cell
@@ -118,6 +119,8 @@ def build_app(process: Process, keys: KeyRing, store: SegmentStore | None, arriv
     expiry = ExpiryClock(clock, _log.warning, shared.control.trusted_offset_ms(Role.FRONTEND, index))
     cold = None if store is None else ColdTier(store, clock, settings.cold_read_timeout_ms)
     fs, pins = OsFileSystem(), pins_dir(shared.ram_dir)
+    note = read_borrowed(fs, settings.data_dir)
+    borrowed = frozenset() if note is None else frozenset(note.names())
     files = LogFiles(settings.data_dir, shared.ram_dir, shards)
     reader = TopicReader(arenas, files, shards, expiry, cold, service_id.epoch_mask(fs, settings.data_dir))
     recency_writer = RecencyWriter(shared.identity, index, shards)
@@ -158,7 +161,7 @@ def build_app(process: Process, keys: KeyRing, store: SegmentStore | None, arriv
         work,
         CursorRoutes(gateway, reader, catching_up, settings, cell),
         TxnRoutes(append, coordinator, reader, topics.settled, settings),
-        ManifestRoutes(reader, catching_up, fs, PinFiles(fs, pins, index), pins, settings.data_dir, clock),
+        ManifestRoutes(reader, catching_up, fs, PinFiles(fs, pins, index), pins, settings.data_dir, clock, borrowed),
         TailRoutes(shared.control, origin, clock, settings.advertise_url or ""),
         metrics,
         console,

@@ -24,7 +24,7 @@ CELL_WORDS: Final = 192
 SHARDS_MAX: Final = 64
 SUPERVISOR_WORDS: Final = 16
 MAGIC: Final = 0x31535049434F5454  # "TTOCIPS1"
-VERSION: Final = 8
+VERSION: Final = 9
 
 EXIT_NEXT_LIFE: Final = 74
 """Exit code of a process that wants to be started again at once: nothing is wrong with it."""
@@ -96,6 +96,7 @@ _WORDS: Final = {
     Role.COMPACTOR: f"""{_COMMON}
         absorbed_ms* last_snapshot_ms* snapshots* checkpoints* checkpointed_records* checkpointed_bytes*
         segments_sealed* segments_dropped* segments_rewritten* segments_relocated* orphans failures* snapshot_bytes*
+        segments_borrowed* borrowed_bytes*
         {_series("absorbed_bytes_{:02d}*", range(SHARDS_MAX))}""",
     Role.ARCHIVER: f"""{_COMMON}
         moment_ms* moments* objects* bytes* bases* base_ms* failures* holes* taken_over*

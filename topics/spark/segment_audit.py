@@ -72,7 +72,9 @@ def audit_segment(topic: str, segment: ManifestSegment, earliest_seq: int, direc
             with open(path, "rb") as file:
                 contents.append(file.read())
         except FileNotFoundError:
-            finding("missing", path, 0, "the file is not there")
+            borrowed = segment.tier == "archive" and path == data_path
+            where = "it is still in the archive that the service was restored from, and was not checked"
+            finding("missing", path, 0, where if borrowed else "the file is not there")
         except OSError as error:
             finding("unreadable", path, 0, error.strerror or str(error))
     if len(contents) < 3:

@@ -63,6 +63,9 @@ class SegmentScan:
         self._with_meta = plan.options.include_meta
         self._idx_path = os.path.join(directories.data, segment.idx_path)
         data_root = directories.data if segment.tier == "hot" else directories.cold
+        if segment.tier == "archive":
+            reason = "it is still in the archive that the service was restored from"
+            raise FileNotFoundError(2, reason, segment.data_path)
         if data_root is None:
             raise FileNotFoundError(
                 2, "it is in the cold tier, and neither coldDir nor coldUrl is set", segment.data_path

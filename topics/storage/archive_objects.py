@@ -5,6 +5,7 @@ in other languages.
     g<8 digits>.pieces/<12 digits>     the next bytes of all logs, in the order in which they were shipped
     g<8 digits>.bases/<12 digits>      a snapshot and the segments that it lists; its number is that of a piece
     g<8 digits>.files/<name>           a file of a segment, byte for byte
+    loans/<8 digits>-<12 digits>-<id>  a restored service reads files of this base, which nobody may remove
 
 Every object is created once and never written over. So two services that ship into one generation
 cannot both succeed: the second one finds the number of its piece taken.
@@ -23,6 +24,8 @@ A generation, a piece and a base are laid out as
 from __future__ import annotations
 
 import os
+import re
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from struct import Struct
 from typing import Final, Protocol, TypeVar
@@ -35,32 +38,26 @@ from topics.storage.bucket_store import BucketStore
 from topics.storage.filesystem import FileSystem
 from topics.storage.frame import CHECKSUM_LEN, Bytes
 from topics.storage.logfile import WalPosition
-from topics.storage.segment_store import WHOLE_OBJECT_MS, LocalStore
+from topics.storage.segment_store import WHOLE_OBJECT_MS, LocalStore, SegmentStore
 
 MAGIC: Final = b"topicARC"
 VERSION: Final = 1
 _PREFIX: Final = Struct("<8sII")
 _CHECKSUM: Final = Struct("<Q")
 _GENERATIONS: Final = "generations"
+_LOANS: Final = "loans"
+_LOAN: Final = re.compile(rf"{_LOANS}/\d{{8}}-(\d{{12}})-[0-9a-f]{{16}}")
 
 
 class ArchiveDamagedError(Exception):
     """The archive is damaged or incomplete; the message names the object and says what is wrong with it."""
 
 
-class ArchiveStore(Protocol):
-    """The calls of a `SegmentStore` that an archive needs. They raise OSError; a failed one may be repeated."""
+class ArchiveStore(SegmentStore, Protocol):
+    """The calls of an archive's store."""
 
     def create(self, name: str, content: Bytes) -> bool:
         """Make the object durably. Return False, and leave it alone, if there is one already."""
-
-    def put(self, name: str, pieces: Iterable[Bytes]) -> None: ...
-    def read_range(self, name: str, offset: int, length: int) -> bytes: ...
-    def delete(self, name: str) -> None: ...
-    def list(self, prefix: str) -> list[str]: ...
-    def exists(self, name: str) -> bool: ...
-    def len(self, name: str) -> int: ...
-    def place(self, name: str) -> str: ...
 
 
 def open_archive(fs: FileSystem, place: str, timeout_ms: int = WHOLE_OBJECT_MS) -> ArchiveStore:
@@ -194,6 +191,11 @@ def file_name(generation: int, name: str) -> str:
     return f"g{generation:08d}.files/{name}"
 
 
+def loan_name(generation: int, base: int) -> str:
+    """Return a name for a new loan."""
+    return f"{_LOANS}/{generation:08d}-{base:012d}-{secrets.token_hex(8)}"
+
+
 def encode(header: msgspec.Struct, payload: Iterable[Bytes] = ()) -> bytes:
     """Lay out an object."""
     head = msgspec.msgpack.encode(header)
@@ -315,6 +317,11 @@ class Archive:
             middle = (low + high) // 2
             low, high = (middle, high) if self._has_piece(generation, middle) else (low, middle)
         return low
+
+    def loans(self, generation: int) -> dict[int, str]:
+        """Return the bases of a generation whose files restored services still read, each with the name of a loan."""
+        names = self.store.list(f"{_LOANS}/{generation:08d}-")
+        return {int(match[1]): match[0] for match in map(_LOAN.fullmatch, names) if match is not None}
 
     def check_file(self, ref: FileRef, content: bytes) -> None:
         """Raise ArchiveDamagedError if these are not the bytes of the file."""

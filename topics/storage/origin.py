@@ -26,7 +26,7 @@ from topics.storage.logfile import (
 )
 from topics.storage.recovery import Recovery
 from topics.storage.segment import ENTRY_LEN
-from topics.storage.segment_store import SegmentStore
+from topics.storage.segment_store import SegmentSource
 from topics.storage.snapshot import Snapshot, load_snapshot, read_snapshot
 from topics.storage.txn_files import SINK_HEAD_LEN, is_sink_name, stage_of_name
 
@@ -96,7 +96,7 @@ class RestingEnds:
 class Origin:
     """A data directory as an archive sees it. Owns no file."""
 
-    def __init__(self, fs: FileSystem, data_dir: str, ends: LogEnds, open_cold: Callable[[], SegmentStore]) -> None:
+    def __init__(self, fs: FileSystem, data_dir: str, ends: LogEnds, open_cold: Callable[[], SegmentSource]) -> None:
         self.fs = fs
         self.data_dir = data_dir
         self.ends = ends

@@ -13,11 +13,11 @@ import msgspec
 from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_GONE
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.storage import layout
+from topics.storage.borrowed import ColdSource
 from topics.storage.filesystem import FileSystem, read_all
 from topics.storage.postings import CorruptPostings, Postings
 from topics.storage.segment import ENTRY_FLAGS_AT, ENTRY_LEN
 from topics.storage.segment_reader import SegmentReader
-from topics.storage.segment_store import SegmentStore
 
 
 class FileKind(StrEnum):
@@ -75,9 +75,9 @@ _LIVE_TABLE: Final = bytes(0 if flags & LOCATION_GONE else 1 for flags in range(
 
 
 class SegmentCheck:
-    """Checks segments. `cold` has the data of cold segments; with None these are not checked."""
+    """Checks segments. `cold` has the data of cold segments; those that it does not have are not checked."""
 
-    def __init__(self, fs: FileSystem, cold: SegmentStore | None, report: Report) -> None:
+    def __init__(self, fs: FileSystem, cold: ColdSource | None, report: Report) -> None:
         self._fs = fs
         self._cold = cold
         self._report = report
@@ -123,7 +123,8 @@ class SegmentCheck:
             whole = whole or reader
         if is_sealed:
             self._postings(directory, whole or bare, whole is not None and is_in_time, info.version)
-        if info.flags & COLD and self._cold is not None:
+        in_cold = layout.segment_data_path(_in_store(topic_id), *name)
+        if info.flags & COLD and self._cold is not None and self._cold.has(in_cold):
             self._copies(self._cold, _in_store(topic_id), directory, name, idx)
         return idx
 
@@ -136,10 +137,10 @@ class SegmentCheck:
         if not info.flags & COLD:
             return [(hot_path, None)]
         places: list[tuple[str, str | None]] = [(hot_path, None)] if self._fs.exists(hot_path) else []
-        if self._cold is None:
+        in_cold = layout.segment_data_path(_in_store(topic_id), *name)
+        if self._cold is None or not self._cold.has(in_cold):
             self._report.note(f"{hot_path}: is in the cold directory, which was not looked at")
         else:
-            in_cold = layout.segment_data_path(_in_store(topic_id), *name)
             places.append((self._cold.place(in_cold), in_cold))
         return places
 
@@ -177,7 +178,7 @@ class SegmentCheck:
                 reported.add(found)
         return reader if whole else None
 
-    def _copies(self, cold: SegmentStore, topic: str, directory: str, name: tuple[int, int], idx: bytes) -> None:
+    def _copies(self, cold: ColdSource, topic: str, directory: str, name: tuple[int, int], idx: bytes) -> None:
         """Compare the copies beside cold data with their originals, where alone deletions are marked."""
         for kind, path_of in (
             (FileKind.SEGMENT, layout.segment_idx_path),

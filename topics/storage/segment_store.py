@@ -25,20 +25,13 @@ WHOLE_OBJECT_MS: Final = 300_000
 """Time-out of a request to a bucket that may carry a whole segment."""
 
 
-class SegmentStore(Protocol):
-    """Calls raise OSError (FileNotFoundError for a missing object); a failed one may be repeated."""
-
-    def put(self, name: str, pieces: Iterable[Bytes]) -> None:
-        """Make or replace the object. It is durable when this returns, and never there in part, even after a kill."""
+class SegmentSource(Protocol):
+    """The calls of who only reads. They raise OSError (FileNotFoundError for a missing object); a failed one may be
+    repeated.
+    """
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
         """Read exactly `length` bytes. Raise EOFError if the object ends before."""
-
-    def delete(self, name: str) -> None:
-        """Remove the object durably, if there is one."""
-
-    def list(self, prefix: str) -> list[str]:
-        """Return the names of all objects that begin with `prefix`, ascending, without those that are being made."""
 
     def exists(self, name: str) -> bool: ...
 
@@ -47,6 +40,19 @@ class SegmentStore(Protocol):
 
     def place(self, name: str) -> str:
         """Return where the object is, for messages: a path or a URL."""
+
+
+class SegmentStore(SegmentSource, Protocol):
+    """All calls. Those of this class raise OSError, too, and a failed one may be repeated."""
+
+    def put(self, name: str, pieces: Iterable[Bytes]) -> None:
+        """Make or replace the object. It is durable when this returns, and never there in part, even after a kill."""
+
+    def delete(self, name: str) -> None:
+        """Remove the object durably, if there is one."""
+
+    def list(self, prefix: str) -> list[str]:
+        """Return the names of all objects that begin with `prefix`, ascending, without those that are being made."""
 
 
 def open_store(

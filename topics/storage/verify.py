@@ -14,6 +14,7 @@ import msgspec
 
 from topics.core.fold import FoldError
 from topics.storage import layout
+from topics.storage.borrowed import ColdSource, open_cold
 from topics.storage.filesystem import FileSystem, ReadOnlyFileSystem, boot_id, names_in, read_all
 from topics.storage.frame import scan
 from topics.storage.lock import inspecting
@@ -30,7 +31,6 @@ from topics.storage.logfile import (
 )
 from topics.storage.recovery import CorruptLog, RecoveredFile, Recovery, Start, used_bytes
 from topics.storage.segment_check import FileKind, Report, SegmentCheck
-from topics.storage.segment_store import open_store
 from topics.storage.snapshot import (
     HEADER_LEN,
     BadSnapshot,
@@ -50,7 +50,8 @@ class NotADataDir(Exception):  # noqa: N818 — named for what it is
 
 def verify(data_dir: str, progress: Callable[[int, int], None], cold_place: str | None = None) -> Report:
     """Check a data directory; `progress` gets the bytes that are done and those there are. Without `cold_place`, the
-    directory or the URL where the data of cold segments are, these are not checked, and a note says so.
+    directory or the URL where the data of cold segments are, these are not checked, and a note says so. Data that are
+    borrowed from an archive are read there.
     Raise DataDirLocked if a service runs, NotADataDir.
     """
     if not any(map(os.path.isdir, (layout.wal_dir(data_dir), layout.topics_dir(data_dir), layout.meta_dir(data_dir)))):
@@ -65,9 +66,7 @@ class _Check:
         self._data_dir = data_dir
         self._progress = progress
         self._report = Report(data_dir)
-        self._segments = SegmentCheck(
-            self._fs, None if cold_place is None else open_store(self._fs, cold_place), self._report
-        )
+        self._segments = SegmentCheck(self._fs, self._cold(cold_place), self._report)
         self._parts: list[ShardPart] | None = None
         """Parts of the snapshot that counts; None if there are snapshots and none can be used."""
         self._fallbacks: list[list[ShardPart]] = []
@@ -77,6 +76,13 @@ class _Check:
         self._copies = RoutedCopies()
         self._total_bytes = max(1, sum(map(_size_of, _files(data_dir))))
         self._done_bytes = 0
+
+    def _cold(self, cold_place: str | None) -> ColdSource | None:
+        try:
+            return open_cold(self._fs, self._data_dir, cold_place)
+        except OSError as error:
+            self._report.unreadable(error, self._data_dir)
+        return None
 
     def run(self) -> Report:
         # The order matters: snapshots say where logs begin, and both say how much of a segment is committed.

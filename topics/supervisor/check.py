@@ -18,6 +18,7 @@ from topics.shm.instance import SharedMemory
 from topics.shm.shm_names import SHM_ROOT
 from topics.storage import layout, service_id
 from topics.storage.archive_objects import Archive, ArchiveDamagedError, open_archive
+from topics.storage.borrowed import read_borrowed
 from topics.storage.bucket_store import BucketStore, probe
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.follow_note import read_note
@@ -102,6 +103,7 @@ def check(settings: Settings, statvfs: StatVfs = os.statvfs) -> list[CheckFindin
     most_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     cold = [] if settings.cold_dir is None else [_cold_dir_finding(settings.cold_dir, settings.data_dir)]
     cold += [] if settings.cold_url is None else [_bucket_finding(settings.cold_url, settings.data_dir)]
+    cold += _lender_findings(settings.data_dir)
     cold += [] if settings.archive_url is None else [_archive_finding(settings.archive_url, settings.data_dir)]
     cold += [] if settings.follow is None else [_followed_finding(settings.follow, settings)]
     return [
@@ -171,6 +173,23 @@ def _bucket_finding(url: str, data_dir: str) -> CheckFinding:
     return CheckFinding(f"cold tier {url}", "; ".join(problems) or None)
 
 
+def _lender_findings(data_dir: str) -> list[CheckFinding]:
+    """See whether the archive is there that a restored directory still borrows data from."""
+    fs = OsFileSystem()
+    try:
+        note = read_borrowed(fs, data_dir)
+    except OSError as error:
+        return [CheckFinding(f"what {data_dir} borrows", str(error))]
+    if note is None:
+        return []
+    problem = None
+    try:
+        open_archive(fs, note.place, BUCKET_TIMEOUT_MS).len(note.files[0].name)
+    except OSError as error:
+        problem = f"{error}; the service would start, but reads of records that are still there would fail"
+    return [CheckFinding(f"archive {note.place}, from which data are borrowed", problem)]
+
+
 def _archive_finding(url: str, data_dir: str) -> CheckFinding:
     """See whether the archive can be written, and whose it is. A bucket gets an object that is deleted again."""
     fs = OsFileSystem()
@@ -218,6 +237,8 @@ def _missing_segments(cold_dir: str, data_dir: str) -> str | None:
         if any(os.scandir(layout.topics_dir(cold_dir))):
             return None
     with suppress(OSError):
+        if read_borrowed(OsFileSystem(), data_dir) is not None:
+            return None  # they may be in the archive that the directory was restored from
         for topic in islice(os.scandir(layout.topics_dir(data_dir)), TOPICS_SEARCHED_MAX):
             files = set(os.listdir(topic))
             if any(file.endswith(".idx") and f"{file[:-4]}.data" not in files for file in files):

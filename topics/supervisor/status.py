@@ -82,6 +82,9 @@ class CompactorStatus(msgspec.Struct, frozen=True):
     segments_dropped: int
     segments_rewritten: int
     segments_relocated: int
+    segments_borrowed: int
+    """Segments whose data are still in the archive that the service was restored from."""
+    borrowed_bytes: int
     orphans: int
     failures: int
 
@@ -356,6 +359,7 @@ def render(status: Status, paint: Paint = plain) -> str:
         _table([_shard_row(shard) for shard in status.shards], paint),
         _table([_frontend_row(frontend) for frontend in status.frontends], paint),
         _table([_compactor_row(compactor) for compactor in compactors], paint),
+        *(_borrowed_line(compactor, paint) for compactor in compactors if compactor.segments_borrowed),
         _table([_archiver_row(archiver) for archiver in archivers], paint),
     )
     return "\n".join([_summary(status, paint), *filter(None, tables)])
@@ -427,6 +431,12 @@ def _compactor_row(compactor: CompactorStatus) -> _Row:
         "cold": compactor.segments_relocated,
         "failures": compactor.failures,
     }
+
+
+def _borrowed_line(compactor: CompactorStatus, paint: Paint) -> str:
+    mebibytes = compactor.borrowed_bytes / MIB
+    what = f"{compactor.segments_borrowed} segments ({mebibytes:,.1f} MiB)"
+    return f"{paint(what, 'warn')} are still in the archive that this service was restored from: keep it\n"
 
 
 def _archiver_row(archiver: ArchiverStatus) -> _Row:

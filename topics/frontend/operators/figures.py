@@ -83,6 +83,8 @@ _COMPACTOR: Final = (
     ("segments_dropped_total", "segments_dropped", "Segments whose files were removed"),
     ("segments_rewritten_total", "segments_rewritten", "Segments rewritten without deleted records"),
     ("segments_relocated_total", "segments_relocated", "Segments moved to the cold directory"),
+    ("segments_borrowed", "segments_borrowed", "Segments that are still in the archive of the restore"),
+    ("borrowed_bytes", "borrowed_bytes", "Bytes of these segments"),
     ("segments_unexplained", "orphans", "Segments on the disk that belong to nothing known, and stay"),
     ("failures_total", "failures", "Checkpoints and other work that failed and was repeated later"),
 )

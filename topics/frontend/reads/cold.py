@@ -22,7 +22,7 @@ from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.frontend.entry import limits
 from topics.log import get_logger
-from topics.storage.segment_store import SegmentStore
+from topics.storage.segment_store import SegmentSource
 
 BLOCK_BYTES: Final = 1 << 16
 RUN_BYTES: Final = 1 << 20
@@ -74,7 +74,7 @@ class _RangedRead:
 class ColdTier:
     """The reads of one frontend from the cold tier, and the blocks it keeps. All calls are on one event loop."""
 
-    def __init__(self, store: SegmentStore, clock: Clock, timeout_ms: int, cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, store: SegmentSource, clock: Clock, timeout_ms: int, cache_bytes: int = CACHE_BYTES) -> None:
         """`timeout_ms` is the longest that a reader waits for the tier."""
         self._store = store
         self._clock = clock

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -56,6 +57,8 @@ class ManifestRoutes:
     pins_dir: str
     data_dir: str
     clock: Clock
+    borrowed: Collection[str]
+    """Names, in a cold tier, of files that are still in the archive that this service was restored from."""
     _digests: OrderedDict[_Key, int] = field(default_factory=OrderedDict)
 
     @api.json_route("GET", f"{api.TOPIC_PATH}/segments", Route.OTHER, KeyScope.READ, "segments")
@@ -165,7 +168,10 @@ class ManifestRoutes:
             if digest is None:
                 digest = self._digest(topic_id, info)
                 await slices.yield_if_over()
-            rows.append(_row(topic_id, info, digest))
+            row = _row(topic_id, info, digest)
+            if info.flags & COLD and row["data_path"].partition("/")[2] in self.borrowed:
+                row["tier"] = "archive"
+            rows.append(row)
         return rows
 
     def _digest(self, topic_id: int, info: SegmentInfo) -> int | None:

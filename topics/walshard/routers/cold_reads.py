@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from topics.storage.segment_store import SegmentStore
+from topics.storage.segment_store import SegmentSource
 
 READ_BYTES: Final = 2 << 20
 """Bytes of one read, or those that are asked for if they are more: a router pages through a segment."""
@@ -42,7 +42,7 @@ class _ThreadRead(msgspec.Struct):
 class ColdReads:
     """The cold reads of one shard, by object and offset. It owns their threads, and keeps the last few results."""
 
-    def __init__(self, store: SegmentStore, monotonic_ms: Callable[[], int]) -> None:
+    def __init__(self, store: SegmentSource, monotonic_ms: Callable[[], int]) -> None:
         self._store = store
         self._monotonic_ms = monotonic_ms
         self._kept: OrderedDict[tuple[str, int], tuple[bytes, int]] = OrderedDict()

@@ -24,10 +24,10 @@ from topics.shm.arena import ArenaReader, TopicView
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
 from topics.storage import layout
+from topics.storage.borrowed import open_cold
 from topics.storage.copies import Original, read_original, read_segment_original
 from topics.storage.filesystem import FileSystem
 from topics.storage.segment import ENTRY_LEN, entries_of_idx
-from topics.storage.segment_store import open_store
 from topics.walshard.routers.cold_reads import ColdReads, UnknownError
 
 _RUN_BYTES: Final = 1 << 18
@@ -52,9 +52,8 @@ class Originals:
         self, fs: FileSystem, settings: Settings, shared: SharedMemory, monotonic_ms: Callable[[], int]
     ) -> None:
         self._fs = fs
-        cold = None
-        if settings.cold_place is not None:
-            cold = ColdReads(open_store(fs, settings.cold_place, settings.cold_read_timeout_ms), monotonic_ms)
+        source = open_cold(fs, settings.data_dir, settings.cold_place, settings.cold_read_timeout_ms)
+        cold = None if source is None else ColdReads(source, monotonic_ms)
         self._segments = SegmentOriginals(fs, settings.data_dir, cold)
         self._shards = settings.wal_shards
         self._identity = shared.identity

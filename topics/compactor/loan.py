@@ -1,0 +1,99 @@
+"""The end of a loan: of the segments whose data this service borrows from the archive that it was restored from.
+
+`Rewriting` brings them home. Here is counted how many are left, and once none is, the loan is ended in the archive, so
+that it can be pruned, and the note of it is removed. As with superfluous files, two snapshots have to agree: a start
+from the older one must find what it lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Executor, Future
+from functools import partial
+from typing import Final
+
+from topics.compactor.shard_copy import ShardCopy
+from topics.core.clock import Clock, doubled_ms
+from topics.core.segment_list import COLD, SegmentInfo
+from topics.log import get_logger
+from topics.storage import layout
+from topics.storage.archive_objects import open_archive
+from topics.storage.borrowed import BorrowedNote, remove_borrowed
+from topics.storage.filesystem import FileSystem
+
+AGREEING: Final = 2
+RETRY_MS: Final = 10_000
+RETRY_MAX_MS: Final = 160_000
+
+log = get_logger()
+
+
+class Loan:
+    """The loan of one service. `helper` has one thread, which alone uses the archive."""
+
+    def __init__(self, fs: FileSystem, data_dir: str, note: BorrowedNote, helper: Executor, clock: Clock) -> None:
+        self._note = note
+        self._helper = helper
+        self._clock = clock
+        self._end = partial(_end, fs, data_dir, note)
+        self._names = note.names()
+        self._agreeing = 0
+        """Snapshots in a row that list no borrowed segment."""
+        self._ending: Future[None] | None = None
+        self._failures = 0
+        self._not_before_ms = 0
+        self.segments = self.data_bytes = 0
+        """Segments that are not home, as they were counted last, and their bytes."""
+        self.is_over = False
+
+    @property
+    def waits_for_snapshot(self) -> bool:
+        """True if everything is home, and another snapshot has to say so."""
+        return not self.segments and self._agreeing < AGREEING
+
+    def has(self, topic_id: int, info: SegmentInfo) -> bool:
+        """Return whether the data of this segment are still borrowed."""
+        name = layout.segment_data_path(f"{topic_id:016x}", info.first_seq, info.version)
+        return bool(info.flags & COLD) and name in self._names
+
+    def came_home(self, info: SegmentInfo) -> None:
+        """Count a segment that has a new version now."""
+        self.segments -= 1
+        self.data_bytes -= info.data_bytes
+
+    def count(self, shard_copies: Iterable[ShardCopy]) -> None:
+        """Count the segments that are not home yet."""
+        self.segments = self.data_bytes = 0
+        for shard_copy in shard_copies:
+            for topic in shard_copy.fold.topics.values():
+                for info in shard_copy.index_of(topic).segments:
+                    if self.has(topic.id, info):
+                        self.segments += 1
+                        self.data_bytes += info.data_bytes
+
+    def snapshot_saved(self, shard_copies: Iterable[ShardCopy]) -> None:
+        """Note that a snapshot of all shards is on the disk, and the one before it is whole, too."""
+        self.count(shard_copies)
+        self._agreeing = 0 if self.segments else self._agreeing + 1
+
+    def step(self) -> None:
+        """End the loan, if it is time to. A failure is logged and repeated."""
+        if self._ending is not None and self._ending.done():
+            ending, self._ending = self._ending, None
+            try:
+                ending.result()
+            except OSError as error:
+                log.error("the archive does not let the loan be ended, which will be repeated", reason=str(error))
+                self._not_before_ms = self._clock.monotonic_ms() + doubled_ms(RETRY_MS, self._failures, RETRY_MAX_MS)
+                self._failures += 1
+            else:
+                self.is_over = True
+                log.info("all data are here: the archive is not needed any more", archive=self._note.place)
+        is_due = self._agreeing >= AGREEING and self._clock.monotonic_ms() >= self._not_before_ms
+        if is_due and self._ending is None and not self.is_over:
+            self._ending = self._helper.submit(self._end)
+
+
+def _end(fs: FileSystem, data_dir: str, note: BorrowedNote) -> None:
+    open_archive(fs, note.place).delete(note.loan)
+    remove_borrowed(fs, data_dir)

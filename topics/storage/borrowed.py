@@ -1,0 +1,134 @@
+"""Data of segments that a restored directory borrows: they are still in the archive that it was made of.
+
+    <data dir>/meta/borrowed.json
+
+A restore copies logs, indexes and tags, and a snapshot in which all sealed segments are cold. This note says under
+which names the archive has their data, so they are read from there like those of any other cold segment. The compactor
+brings one after the other home as a new version, which is in no archive (`compactor/loan.py`). Once no snapshot lists a
+borrowed segment, the note is removed, and with it the loan: the object that keeps the archive from being pruned.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+
+from topics.storage import layout
+from topics.storage.archive_objects import ArchiveStore, FileRef, open_archive
+from topics.storage.filesystem import FileSystem, make_dirs, read_all, replace_file
+from topics.storage.segment_store import WHOLE_OBJECT_MS, SegmentSource, SegmentStore, open_store
+
+NAME: Final = "borrowed.json"
+VERSION: Final = 1
+
+
+class BorrowedNote(msgspec.Struct, frozen=True):
+    """`place` is the archive, a directory or a URL, and `loan` the object in it that keeps its files. `files` are those
+    of all borrowed segments, their indexes and tags too.
+    """
+
+    place: str
+    loan: str
+    files: list[FileRef]
+    version: int = VERSION
+
+    def names(self) -> dict[str, str]:
+        """Return the names of the archive's objects by those that they would have in a cold tier."""
+        return {ref.path.partition("/")[2]: ref.name for ref in self.files}
+
+
+def _path(data_dir: str) -> str:
+    return os.path.join(layout.meta_dir(data_dir), NAME)
+
+
+def read_borrowed(fs: FileSystem, data_dir: str) -> BorrowedNote | None:
+    """Return the note; None if all data are here, or in the service's own cold tier. Raise OSError, also for a damaged
+    note: without it data would be missing.
+    """
+    path = _path(data_dir)
+    try:
+        content = read_all(fs, path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        note = msgspec.json.decode(content, type=BorrowedNote)
+        if note.version != VERSION:
+            raise ValueError(f"version {note.version} is unknown")
+    except (msgspec.DecodeError, ValueError) as error:
+        raise OSError(errno.EIO, f"is damaged ({error}): restore the directory again", path) from error
+    return note
+
+
+def write_borrowed(fs: FileSystem, data_dir: str, note: BorrowedNote) -> None:
+    """Write the note durably. Raise OSError."""
+    make_dirs(fs, layout.meta_dir(data_dir))
+    replace_file(fs, _path(data_dir), msgspec.json.encode(note))
+
+
+def remove_borrowed(fs: FileSystem, data_dir: str) -> None:
+    """Remove the note durably. Raise OSError."""
+    with suppress(FileNotFoundError):
+        fs.unlink(_path(data_dir))
+    fs.fsync_dir(layout.meta_dir(data_dir))
+
+
+class ColdSource:
+    """The data of all cold segments: borrowed ones are read in the archive, the others in the service's own cold tier.
+    It only reads.
+    """
+
+    def __init__(self, own: SegmentStore | None, lender: ArchiveStore | None, names: Mapping[str, str]) -> None:
+        """`names` are the objects of the lender, by the names that they would have in the cold tier."""
+        self._own = own
+        self._lender = lender
+        self._names = names
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a store in which this object should be."""
+        return self._own is not None or name in self._names
+
+    def read_range(self, name: str, offset: int, length: int) -> bytes:
+        store, found = self._where(name)
+        return store.read_range(found, offset, length)
+
+    def exists(self, name: str) -> bool:
+        store, found = self._where(name)
+        return store.exists(found)
+
+    def len(self, name: str) -> int:
+        store, found = self._where(name)
+        return store.len(found)
+
+    def place(self, name: str) -> str:
+        store, found = self._where(name)
+        return store.place(found)
+
+    def _where(self, name: str) -> tuple[SegmentSource, str]:
+        if self._lender is not None and (borrowed := self._names.get(name)) is not None:
+            return self._lender, borrowed
+        if self._own is None:
+            reason = "is in the cold tier, and neither TOPICS_COLD_DIR nor TOPICS_COLD_URL is set"
+            raise FileNotFoundError(errno.ENOENT, reason, name)
+        return self._own, name
+
+
+def cold_source(
+    fs: FileSystem, note: BorrowedNote | None, own: SegmentStore | None, timeout_ms: int = WHOLE_OBJECT_MS
+) -> ColdSource | None:
+    """Return the data of all cold segments; None if there can be none. `own` is the service's cold tier."""
+    if note is None:
+        return None if own is None else ColdSource(own, None, {})
+    return ColdSource(own, open_archive(fs, note.place, timeout_ms), note.names())
+
+
+def open_cold(
+    fs: FileSystem, data_dir: str, cold_place: str | None, timeout_ms: int = WHOLE_OBJECT_MS
+) -> ColdSource | None:
+    """Return the data of all cold segments of a directory; None if there can be none. Raise OSError."""
+    own = None if cold_place is None else open_store(fs, cold_place, timeout_ms)
+    return cold_source(fs, read_borrowed(fs, data_dir), own, timeout_ms)
