@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -11,11 +12,15 @@ from topics.storage.archive_objects import (
     ArchiveDamagedError,
     Base,
     Piece,
+    Removal,
     base_name,
+    encode,
+    file_name,
     generation_name,
     joined,
     piece_name,
     read_whole,
+    removal_name,
 )
 
 Told = Callable[[int, int], None]
@@ -164,39 +169,56 @@ def _gap(base: Base, pieces: Iterable[Piece]) -> int | None:
 
 
 def prune(archive: Archive, before_ms: int, told: Told = tell_nobody) -> Pruned:
-    """Remove what only moments before `before_ms` need; the last moment of the newest generation always stays. It may
-    run beside a backup. Raise ArchiveDamagedError, OSError: what was not removed goes next time. `told` hears how many
-    objects are gone of how many in the generations that were looked at.
+    """Remove what only moments before `before_ms` need; the last moment always stays. It may run beside a backup. Raise
+    ArchiveDamagedError, OSError: what was not removed goes next time. `told` hears how many objects are gone of how
+    many in the generations that were looked at.
     """
-    removed = Pruned()
+    removed: Counter[str] = Counter()
     done = total = 0
     shown = figures(archive)
+    newest = max((found.number for found in shown if found.bases), default=0)
     for found in shown:
-        is_newest = found is shown[-1]
-        bases = [archive.base(found.number, base.number)[0] for base in found.bases]
-        keep_from = next((at for at in range(len(bases) - 1, -1, -1) if bases[at].taken_ms <= before_ms), 0)
-        if not is_newest and (found.last_ms or 0) < before_ms:
-            keep_from = len(bases)
-        kept, superfluous = bases[keep_from:], bases[:keep_from]
-        kept_names = {ref.name for base in kept for ref in base.files}
-        first_kept = kept[0].first_piece if kept else (bases[0].first_piece + found.pieces if bases else 1)
-        pieces = range(bases[0].first_piece, first_kept) if bases else range(0)
-        names = sorted({ref.name for base in superfluous for ref in base.files} - kept_names)
-        # Bases first: no restore may begin with what is about to go.
-        going = [base_name(found.number, base.number) for base in superfluous]
-        going += [piece_name(found.number, piece_no) for piece_no in pieces]
-        going += names
-        if not kept and not is_newest:
-            going.append(generation_name(found.number))
-        total += len(going)
+        # Generations behind the newest moment have no base yet.
+        is_over = found.number < newest and (found.last_ms or 0) < before_ms
+        left = archive.removals(found.number)
+        names = _superfluous(archive, found, before_ms, is_over)
+        if names:
+            own = Removal(max((removal.number for removal in left), default=0) + 1, names)
+            archive.store.create(removal_name(found.number, own.number), encode(own))
+            left.append(own)
+        going = [name for removal in left for name in removal.names]
+        total += len(going) + is_over
         for name in going:
             archive.store.delete(name)
+            removed[name.partition("/")[0].rpartition(".")[2]] += 1
             done += 1
             told(done, total)
-        removed = Pruned(
-            removed.generations + (not kept and not is_newest),
-            removed.bases + len(superfluous),
-            removed.pieces + len(pieces),
-            removed.files + len(names),
-        )
-    return removed
+        for removal in left:
+            archive.store.delete(removal_name(found.number, removal.number))
+        if is_over:
+            archive.store.delete(generation_name(found.number))
+            removed["generations"] += 1
+            done += 1
+            told(done, total)
+    return Pruned(**removed)
+
+
+def _superfluous(archive: Archive, found: GenerationFigures, before_ms: int, is_over: bool) -> list[str]:
+    """Return the names of a generation's objects that no moment needs which stays. Bases come first: no restore may
+    begin with what is about to go.
+    """
+    bases = [archive.base(found.number, base.number)[0] for base in found.bases]
+    if not bases and not is_over:
+        return []
+    keep_from = next((at for at in range(len(bases) - 1, -1, -1) if bases[at].taken_ms <= before_ms), 0)
+    superfluous, kept = (bases, []) if is_over else (bases[:keep_from], bases[keep_from:])
+    last = archive.last_piece(found.number, bases[-1].number if bases else 0)
+    # The first base may have come later than the first piece.
+    first = 1 if not bases or archive.has_piece(found.number, 1) else bases[0].first_piece
+    pieces = range(first, kept[0].first_piece if kept else last + 1)
+    kept_names = {ref.name for base in kept for ref in base.files}
+    names = sorted({ref.name for base in superfluous for ref in base.files} - kept_names)
+    if is_over:
+        names = archive.store.list(file_name(found.number, ""))
+    going = [base_name(found.number, base.number) for base in superfluous]
+    return going + [piece_name(found.number, piece_no) for piece_no in pieces] + names
