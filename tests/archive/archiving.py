@@ -78,8 +78,13 @@ class _SmallFollower(SmallLogs, FollowerRig): ...
 class Archiving(RuleBasedStateMachine):
     """A service that leads, its archive in a simulated bucket, the one that led before, and up to two followers."""
 
-    @initialize(backlog=st.sampled_from([0, 1 << 30]), answers=st.booleans(), is_cold=st.booleans())
-    def begin(self, backlog: int, answers: bool, is_cold: bool = False) -> None:
+    @initialize(
+        backlog=st.sampled_from([0, 1 << 30]),
+        answers=st.booleans(),
+        is_cold=st.booleans(),
+        grown=st.sampled_from(["", "shipped", "followed", "followed"]),
+    )
+    def begin(self, backlog: int, answers: bool, is_cold: bool = False, grown: str = "") -> None:
         self.directory = tempfile.mkdtemp(prefix="topics-sim-", dir="/dev/shm")
         self.bucket = SimulatedBucket()
         self.bucket.sent = lambda name: lambda: self._note_created(name, {})
@@ -106,6 +111,16 @@ class Archiving(RuleBasedStateMachine):
         self.restores = 0
         self.restored: dict[tuple[int, int], set[str]] = {}
         """Names of the objects that were there when a moment was restored."""
+        if grown:
+            self._grow(grown == "followed")
+
+    def _grow(self, is_followed: bool) -> None:
+        """Have a base in the archive, and a follower of it."""
+        self.append("a", 3, "disk")
+        for _ in range(2):
+            self.ship(0)
+        for _ in range(3 if is_followed else 0):
+            self.follow([])
 
     def _lead(self, data_dir: str, live: Records, shards: int) -> Leader:
         leader = Leader(self.world, len(self.leaders), data_dir, live, shards)

@@ -108,7 +108,7 @@ class FollowerRig(Rig):
     def shown(self) -> tuple[int, int] | None:
         """The (generation, piece) of the moment that the shards show; None if it is not sure."""
         words = [end.word for end in self.replica.ends]
-        if not self.every or words != [self.shared.control.readable(shard) for shard in range(len(words))]:
+        if not words or not self.every or words != [self.shared.control.readable(shard) for shard in range(len(words))]:
             return None
         return self.replica.note.generation, self.replica.note.piece
 

@@ -76,7 +76,7 @@ class SmallLogs(Rig):
 class Small(SmallLogs):
     """The same on a machine with this clock."""
 
-    def __init__(self, data_dir: str, shards: int, clock: TestClock, **settings: str) -> None:
+    def __init__(self, data_dir: str, shards: int, clock: TestClock, **settings: Any) -> None:
         self._given = clock
         super().__init__(data_dir, None, shards, segment_max_events="5", **settings)
 
@@ -153,6 +153,7 @@ class Leader:
         self.archivers = [self._archiver(), self._archiver()]
 
     def _rig(self, data_dir: str, shards: int) -> Small:
+        self.world.clock.ms += 1  # a start takes time, and ids of topics carry it
         cold = {"cold_dir": self._cold_dir, "hot_retain_segments": "1"} if self.world.is_cold else {}
         if cold:
             os.makedirs(self._cold_dir, exist_ok=True)
