@@ -380,12 +380,14 @@ class Archiving(RuleBasedStateMachine):
         self.leader.answers = answers
 
     @precondition(lambda self: any(self.followers))
-    @rule(which=st.sampled_from([0, 1]), shard=st.sampled_from([None, 0, 1]))
-    def follower_dies(self, which: int, shard: int | None) -> None:
+    @rule(which=st.sampled_from([0, 0, 1]), shard=st.sampled_from([None, 0, 1]), power=st.booleans())
+    def follower_dies(self, which: int, shard: int | None = None, power: bool = False) -> None:
         rig = self.followers[which]
         if rig is None:
             return
-        if shard is None:
+        if power:
+            rig.lose_power()
+        elif shard is None:
             rig.follower_dies()
         elif shard < rig.settings.wal_shards:
             rig.shard_dies(shard)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 from tests.executors import Inline
 from tests.storage.faults import FaultyFileSystem
+from tests.storage.page_cache import PageCache
 from tests.walshard.rig import Rig, TestClock
 from topics.archive.follow_main import Follower
 from topics.archive.leader_tail import PATH, LeaderAwayError, LeaderTail
@@ -44,6 +46,29 @@ class LeaderHere(LeaderTail):
         return decode(found, Piece, PATH)
 
 
+class Disk(PageCache):
+    """A disk that knows what of it is in the page cache alone. Directories may be removed beside it."""
+
+    def _sync(self, paths: list[str], fails: bool) -> None:
+        super()._sync([path for path in paths if os.path.exists(path)], fails)
+
+
+class ProcessFileSystem(FaultyFileSystem):
+    """A disk as one process sees it, which may end at any call."""
+
+    def __init__(self, disk: Disk) -> None:
+        super().__init__(disk)
+        self._disk = disk
+
+    def fdatasync(self, fd: int) -> None:
+        super().fdatasync(fd)
+        self._disk.fdatasync(fd)
+
+    def sync_all(self, path: str) -> None:
+        super().sync_all(path)
+        self._disk.sync_all(path)
+
+
 class FollowerRig(Rig):
     """Its shards start once the follower has said how far their logs are."""
 
@@ -53,7 +78,8 @@ class FollowerRig(Rig):
         self.archive = archive
         self.is_refused = False
         """True once it has the wrong number of shards."""
-        self.process_fs = FaultyFileSystem()
+        self.disk = Disk()
+        self.process_fs = ProcessFileSystem(self.disk)
         """The disk as the process of the follower sees it."""
         self._tell = tell
         self._leader_clock = clock
@@ -74,7 +100,7 @@ class FollowerRig(Rig):
         """Another process of the follower goes on."""
         settings = self.settings
         self.process_fs.bury()
-        self.process_fs = fs = FaultyFileSystem()
+        self.process_fs = fs = ProcessFileSystem(self.disk)
         self.replica = Replica(self.archive, fs, settings.data_dir, settings.wal_shards, self.clock)
         leader = LeaderHere(self.clock, self._tell)
         self.follower = Follower(self.replica, fs, settings, self.shared, self.clock, lambda: False, leader, Inline())
@@ -99,6 +125,11 @@ class FollowerRig(Rig):
                 self.every[shard] = self._recover(shard)
             self.every[shard].shard.copy(False)
             self.every[shard].shard.sweep()
+
+    def lose_power(self) -> None:
+        """The machine fails: what its disk does not have yet is lost."""
+        self.disk.power_loss()
+        self.restart_service()
 
     def shard_dies(self, shard: int) -> None:
         if self.every:
