@@ -63,8 +63,8 @@ TROUBLES: st.SearchStrategy[list[Trouble]] = st.lists(
 PERHAPS: st.SearchStrategy[list[Trouble]] = st.just([]) | TROUBLES
 REQUESTS: Final = st.integers(1, 16)
 """Places in a step of a process: before its n-th request to the bucket."""
-BESIDE_A_LEADER: Final = ("write", "cut", "die", "restart", "ship", "follow", "take over")
-BESIDE_A_TAKEOVER: Final = ("", "", "write", "ship", "go back", "reshard", "restart", "prune", "take over", "die")
+BESIDE_A_LEADER: Final = ("write", "cut", "die", "restart", "ship", "follow", "take over", "take over")
+BESIDE_A_TAKEOVER: Final = ("", "", "write", "ship", "begin", "begin", "restart", "prune", "take over", "die")
 TALLY: Counter[str] = Counter()
 """Counts of this process; "schedules" are those that ended as they should."""
 
@@ -225,16 +225,26 @@ class Archiving(RuleBasedStateMachine):
             self.cut()
         self.leader.bucket.is_away = False
 
-    @rule(nth=REQUESTS, what=st.sampled_from(BESIDE_A_LEADER), which=st.sampled_from([0, 0, 1]))
-    def ship_beside(self, nth: int, what: str, which: int) -> None:
-        """Something happens between two requests of an archiver."""
+    @rule(
+        nth=REQUESTS,
+        what=st.sampled_from(BESIDE_A_LEADER),
+        which=st.sampled_from([0, 0, 1]),
+        before=st.sampled_from(["", "go back", "reshard"]),
+    )
+    def ship_beside(self, nth: int, what: str, which: int, before: str = "") -> None:
+        """Something happens between two requests of an archiver, which may be about to begin a generation."""
         leader = self.leader
-        leader.before(nth, lambda: self._happens(what, which, leader))
+        other = 0 if self.followers[0] is not None else 1
+        if what == "take over" and self.followers[other] is not None:
+            self._happens(before, other)
+        leader.before(nth, lambda: self._happens(what, other, which, leader))
         leader.step(which)
         leader.before(0, lambda: None)
 
-    def _happens(self, what: str, which: int, during: Leader | None = None) -> None:
-        """Something happens `during` a step of a leader's archiver, or of a follower."""
+    def _happens(self, what: str, other: int, which: int = 1, during: Leader | None = None) -> None:
+        """Something happens `during` a step of a leader's archiver, or of a follower; `other` is another follower, and
+        `which` the archiver.
+        """
         match what:
             case "write":
                 self.leader.delete("a", 0.5)
@@ -246,14 +256,15 @@ class Archiving(RuleBasedStateMachine):
             case "ship":
                 self.leader.step(1 - which)
             case "follow":
-                self.follow([], 1 - which)
+                self.follow([], other)
             case "take over":
-                self.take_over([], 1 - which)
+                self.take_over([], other)
             case "go back" if self.leader.has_copy:
                 self.leader.put_copy_in_its_place()
-                self.leader.step(0)
             case "reshard":
                 self.leader.reshard(3 - self.leader.shards if self.leader.shards < 3 else 2)
+            case "begin":
+                self._happens("go back" if self.leader.has_copy else "reshard", other)
                 self.leader.step(0)
             case "restart":
                 self.leader.restart()
@@ -408,7 +419,7 @@ class Archiving(RuleBasedStateMachine):
                 rig = self._new_follower(which)
             rig.follower.promote.set()
             if what:
-                _bucket_of(rig).before(nth, partial(self._happens, what, which))
+                _bucket_of(rig).before(nth, partial(self._happens, what, 1 - which))
                 what = ""
             self._advance(rig, troubles)
             troubles = troubles[1:]
