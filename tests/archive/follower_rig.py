@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 from tests.executors import Inline
@@ -46,17 +45,10 @@ class LeaderHere(LeaderTail):
         return decode(found, Piece, PATH)
 
 
-class Disk(PageCache):
-    """A disk that knows what of it is in the page cache alone. Directories may be removed beside it."""
-
-    def _sync(self, paths: list[str], fails: bool) -> None:
-        super()._sync([path for path in paths if os.path.exists(path)], fails)
-
-
 class ProcessFileSystem(FaultyFileSystem):
     """A disk as one process sees it, which may end at any call."""
 
-    def __init__(self, disk: Disk) -> None:
+    def __init__(self, disk: PageCache) -> None:
         super().__init__(disk)
         self._disk = disk
 
@@ -78,7 +70,7 @@ class FollowerRig(Rig):
         self.archive = archive
         self.is_refused = False
         """True once it has the wrong number of shards."""
-        self.disk = Disk()
+        self.disk = PageCache()
         self.process_fs = ProcessFileSystem(self.disk)
         """The disk as the process of the follower sees it."""
         self._tell = tell
