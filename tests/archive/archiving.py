@@ -1,8 +1,10 @@
-"""Archives against a model: real shards, the real compactor, archiver and restore, and a simulated bucket.
+"""Archives against a model: real shards, the real compactor, archiver, follower and restore, and a simulated bucket.
 
 The model holds it to this: a restore of any moment has exactly the records that the service had then: none is
-missing, none that was deleted is back. No record that counts as archived is missing from the last moment. Whatever
-fails, or is killed, the archive is whole.
+missing, none that was deleted is back, and of a batch over topics there is all or nothing. So has a follower. One that
+takes over has the last moment, with all that ever counted as archived, and from then on nobody else ships anything: it
+is the leader in the same archive, until the next one takes over from it. Whatever fails, or is killed, the archive is
+whole.
 """
 
 from __future__ import annotations
@@ -11,402 +13,508 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Final
 from unittest.mock import patch
 
-import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.archive.follower_rig import LEADER_URL, FollowerRig
+from tests.archive.follower_rig import FollowerRig
+from tests.archive.leading import (
+    NAMES,
+    SCALE,
+    TOGETHER,
+    KilledError,
+    Leader,
+    Records,
+    Small,
+    SmallLogs,
+    World,
+    copied,
+    finish_batches,
+    shown,
+)
 from tests.archive.simulated import SimulatedBucket, Trouble
-from tests.executors import Hanging, Inline
-from tests.walshard.compaction import Compaction
-from tests.walshard.rig import Rig
+from tests.executors import Inline
+from tests.storage.faults import Crash, Fault
+from tests.walshard.rig import TestClock
 from topics.archive import archiver, base_files, directory_copy, follow_main, restoring, shipping
-from topics.archive.archiver import Archiver, ArchiverPlan
 from topics.archive.inspection import check, prune
 from topics.archive.restoring import Restore, WantedMoment, plan
-from topics.archive.shipping import Shipper
-from topics.core.config import TopicConfig
-from topics.settings import Settings
-from topics.shm.topic_messages import DeleteRecords, DeleteTopic
-from topics.storage import archive_tail, service_id
-from topics.storage.archive_objects import Archive, LogEnd, Piece, decode, piece_name
-from topics.storage.archive_tail import read_tail
+from topics.core.names import owner_shard
+from topics.storage import archive_tail
+from topics.storage.archive_objects import Archive, Generation, LogEnd, Piece, decode, generation_name, piece_name
 from topics.storage.filesystem import OsFileSystem
-from topics.storage.origin import Origin, RunningEnds
+from topics.storage.follow_note import FollowNote, read_note
 from topics.storage.verify import verify
 
-NAMES = ("a", "b", "d")
-"""Topics of both shards."""
 SHARDS = 2
-SCALE: Final = 8
-"""Logs, and what goes by their size, are so many times smaller than the smallest that a service may have."""
 STEPS: Final = 30
 """Steps of a schedule."""
-LOG_BYTES = (1 << 20) // SCALE
 BASE_PIECES = 4
 LOST_SEQS_MAX = 200
 """The gap behind a restored topic. Each of its seqs takes an entry, which took most of the time of a schedule."""
 TROUBLES: st.SearchStrategy[list[Trouble]] = st.lists(
-    st.sampled_from(["refused", "lost_answer", "cut_short", "old_list"]), min_size=1, max_size=3
+    st.sampled_from(["refused", "denied", "lost_answer", "late", "cut_short", "old_list"]), min_size=1, max_size=3
 )
+PERHAPS: st.SearchStrategy[list[Trouble]] = st.just([]) | TROUBLES
+REQUESTS: Final = st.integers(1, 16)
+"""Places in a step of a process: before its n-th request to the bucket."""
+BESIDE_A_LEADER: Final = ("write", "cut", "die", "restart", "ship", "follow", "take over", "take over")
+BESIDE_A_TAKEOVER: Final = ("", "", "write", "ship", "begin", "begin", "restart", "prune", "take over", "die")
 TALLY: Counter[str] = Counter()
 """Counts of this process; "schedules" are those that ended as they should."""
-Records = dict[str, dict[int, bytes]]
-"""Live records of all topics: data by seq."""
+
+assert {owner_shard(name, SHARDS) for name in NAMES} == set(range(SHARDS))
+assert {owner_shard(name, SHARDS) for name in TOGETHER} == set(range(SHARDS))
 
 
-class _Small(Rig):
-    """A service with small logs."""
-
-    def load(self, environ: dict[str, str]) -> Settings:
-        return msgspec.structs.replace(super().load(environ), wal_file_bytes=LOG_BYTES)
-
-
-class _SmallFollower(_Small, FollowerRig): ...
+class _SmallFollower(SmallLogs, FollowerRig): ...
 
 
 class Archiving(RuleBasedStateMachine):
-    """A service of two shards whose archive is a simulated bucket."""
+    """A service that leads, its archive in a simulated bucket, the one that led before, and up to two followers."""
 
-    keep_ms = 0
-    """The history that its archivers leave; 0: all."""
-
-    @initialize(backlog=st.sampled_from([0, 1 << 30]), answers=st.booleans())
-    def begin(self, backlog: int, answers: bool) -> None:
+    @initialize(
+        backlog=st.sampled_from([0, 1 << 30]),
+        answers=st.booleans(),
+        is_cold=st.booleans(),
+        grown=st.sampled_from(["", "shipped", "followed", "followed"]),
+    )
+    def begin(self, backlog: int, answers: bool, is_cold: bool = False, grown: str = "") -> None:
         self.directory = tempfile.mkdtemp(prefix="topics-sim-", dir="/dev/shm")
-        self.rig = _Small(
-            os.path.join(self.directory, "data"),
-            shards=SHARDS,
-            archive_url="file:///nowhere",
-            archive_backlog_bytes=str(backlog),
-            segment_max_events="5",
-            segment_rewrite_dead_ratio="0.3",
-        )
-        self.compaction = Compaction(self.rig)
-        self.helpers = Hanging()
         self.bucket = SimulatedBucket()
-        self.bucket.created = self._note_created
-        self.archive = Archive(self.bucket)
-        self.live: Records = {}
-        self.copied: Records | None = None
-        self.written = 0
+        self.bucket.sent = lambda name: lambda: self._note_created(name, {})
+        self.world = World(self.directory, self.bucket, TestClock(), self._note_created, backlog, is_cold)
         self.moments: dict[tuple[int, int], Records] = {}
         """Records of each moment in the archive, by generation and piece."""
         self.history: dict[tuple[int, int], Records] = {}
-        """The same, with those that were pruned."""
+        """The same, with those that were pruned, and those of a former leader that count for nobody."""
         self.live_at: dict[tuple[int, int], Records] = {}
-        """Records that the service had when a piece was put, by generation and piece."""
-        self.follower: FollowerRig | None = None
+        """Records that the service had at the moment to which a piece belongs, by generation and piece."""
         self.archived_ends: dict[tuple[int, int], tuple[int, ...]] = {}
-        self.leader_answers = answers
-        self.told: dict[tuple[int, ...], Records] = {}
-        """Records that the leader had when it told a follower these ends of its logs."""
-        self.told_in: dict[tuple[int, ...], int] = {}
-        """The number of the life in which it did so."""
-        self.lives: list[int] = [0]
-        """Counts of records at the times when the directory went back, each the beginning of a life."""
-        self.is_taken_over = False
+        self.leaders: dict[str, Leader] = {}
+        """All that have led, by their addresses."""
+        self.leader = self._lead(os.path.join(self.directory, "data"), {}, SHARDS)
+        self.leader.answers = answers
+        self.owner_id = self.leader.id
+        """The service that may ship into the archive, "" for none."""
+        self.former: Leader | None = None
+        self.heir: Leader | None = None
+        """The service that took over from `former`."""
+        self.archive = Archive(self.bucket)
+        self.followers: list[FollowerRig | None] = [None, None]
+        self._made = 0
         self.restores = 0
         self.restored: dict[tuple[int, int], set[str]] = {}
         """Names of the objects that were there when a moment was restored."""
-        self.archivers = [self._archiver(), self._archiver()]
-        """The second one belongs to a life that nobody knows is still there."""
+        if grown:
+            self._grow(grown == "followed")
 
-    def _origin(self) -> Origin:
-        ends = RunningEnds(self.rig.shared.control.settled_ends)
-        return Origin(self.rig.fs, self.rig.settings.data_dir, ends, _no_cold_tier)
+    def _grow(self, is_followed: bool) -> None:
+        """Have a base in the archive, and a follower of it."""
+        self.append("a", 3, "disk")
+        for _ in range(2):
+            self.ship(0)
+        for _ in range(3 if is_followed else 0):
+            self.follow([])
 
-    def shipper(self) -> Shipper:
-        fs, data_dir = self.rig.fs, self.rig.settings.data_dir
-        origin = self._origin()
-        own_id = service_id.keep_id(fs, data_dir)
-        return Shipper(self.archive, origin, own_id, self.rig.clock, leader_url=LEADER_URL)
-
-    def _archiver(self) -> Archiver:
-        page, wakes = self.rig.shared.control, self.rig.shared.shard_wakes
-        times = ArchiverPlan(1000, self.keep_ms)
-        return Archiver(self.archive, self.shipper, page, wakes, times, self.rig.clock, self.helpers)
+    def _lead(self, data_dir: str, live: Records, shards: int) -> Leader:
+        leader = Leader(self.world, len(self.leaders), data_dir, live, shards)
+        self.leaders[leader.url] = leader
+        return leader
 
     # -- the service
 
-    @rule(name=st.sampled_from(NAMES), count=st.integers(1, 8), durability=st.sampled_from(["disk", "fsync"]))
-    def append(self, name: str, count: int, durability: Any) -> None:
-        data = [b"%d" % (self.written + at) for at in range(count)]
-        self.written += count
-        reply = self.rig.append(name, *data, config=TopicConfig(durability=durability))
-        self.live.setdefault(name, {}).update(enumerate(data, reply.first_seq))
+    @rule(
+        name=st.sampled_from(NAMES),
+        count=st.integers(1, 8),
+        durability=st.sampled_from(["disk", "fsync", "archived"]),
+        tag=st.sampled_from([0, 1, 2]),
+        cap=st.sampled_from([0, 0, 0, 6]),
+    )
+    def append(self, name: str, count: int, durability: Any, tag: int = 0, cap: int = 0) -> None:
+        self.leader.append(name, count, durability, tag, cap)
 
     @rule(name=st.sampled_from(NAMES))
     def append_much(self, name: str) -> None:
-        """Fill log files, so that some are removed after a cut."""
-        padding = b'"' + b"x" * (LOG_BYTES // 5) + b'"'
-        for _ in range(6):
-            reply = self.rig.append(name, padding)
-            self.live.setdefault(name, {})[reply.first_seq] = padding
+        self.leader.append_much(name)
 
-    @rule(name=st.sampled_from(NAMES), share=st.floats(0, 1))
-    def delete(self, name: str, share: float) -> None:
-        records = self.live.get(name)
-        if not records:
-            return
-        before_seq = sorted(records)[int(share * (len(records) - 1))] + 1
-        self.rig.delete(DeleteRecords(name, before_seq, None, b""))
-        self.live[name] = {seq: data for seq, data in records.items() if seq >= before_seq}
+    @rule(name=st.sampled_from(NAMES), share=st.floats(0, 1), tag=st.sampled_from([None, 0, 1, 2]))
+    def delete(self, name: str, share: float, tag: int | None = None) -> None:
+        self.leader.delete(name, share, tag)
 
     @rule(name=st.sampled_from(NAMES))
     def delete_topic(self, name: str) -> None:
-        if name in self.live:
-            self.rig.call(DeleteTopic(name, False), self.rig.owner(name))
-            del self.live[name]
+        self.leader.delete_topic(name)
+
+    @rule(ships=st.booleans())
+    def commit(self, ships: bool) -> None:
+        """Commit a batch over topics. It may be shipped half done."""
+        self.leader.commit((lambda: self.leader.step(0)) if ships else lambda: None)
 
     @rule()
     def cut(self) -> None:
-        self.compaction.cut()
-        self.compaction.upkeep()
+        self.leader.cut()
 
     @rule(shard_dies=st.booleans())
     def crash(self, shard_dies: bool) -> None:
-        if shard_dies:
-            self.rig.boot()
-        else:
-            self.compaction.begin_again()
+        self.leader.crash(shard_dies)
 
-    @rule()
-    def restart(self) -> None:
-        """The whole service is killed and starts again."""
-        self._restart(lambda: None)
+    @rule(share=st.sampled_from([None, None, 0.0, 0.5]))
+    def restart(self, share: float | None = None) -> None:
+        """The whole service is killed, or loses its power but for a share of what is not synced, and starts again."""
+        if share is None:
+            self.leader.restart()
+        else:
+            self.leader.lose_power(share)
+
+    @rule(shards=st.sampled_from([1, 2, 2, 3]))
+    def reshard(self, shards: int) -> None:
+        self.leader.reshard(shards)
 
     @rule()
     def copy_directory(self) -> None:
-        """Somebody copies the data directory of the service while it is stopped."""
+        self.leader.copy_directory()
 
-        def copy() -> None:
-            shutil.rmtree(self._copy, ignore_errors=True)
-            shutil.copytree(self.rig.settings.data_dir, self._copy)
-
-        self._restart(copy)
-        self.copied = _copied(self.live)
-
-    @precondition(lambda self: self.copied is not None)
+    @precondition(lambda self: self.leader.has_copy)
     @rule()
     def put_copy_in_its_place(self) -> None:
-        """Somebody puts that copy back, so that the service goes on from there."""
-
-        def put() -> None:
-            shutil.rmtree(self.rig.settings.data_dir)
-            shutil.copytree(self._copy, self.rig.settings.data_dir)
-
-        self._restart(put)
-        self.live = _copied(self.copied or {})
-        self.lives.append(self.written)
-
-    def _restart(self, meanwhile: Callable[[], None]) -> None:
-        self.rig.restart_service(meanwhile)
-        self.compaction = Compaction(self.rig)
-        self.archivers = [self._archiver(), self._archiver()]
-
-    @property
-    def _copy(self) -> str:
-        return os.path.join(self.directory, "copy")
+        self.leader.put_copy_in_its_place()
 
     # -- the archive
 
     @rule(which=st.sampled_from([0, 0, 0, 1]))
     def ship(self, which: int) -> None:
-        self._step(which)
+        self.leader.step(which)
 
     @rule(which=st.sampled_from([0, 1]))
     def archiver_dies(self, which: int) -> None:
-        self.archivers[which] = self._archiver()
+        self.leader.archiver_dies(which)
 
     @rule(troubles=TROUBLES, which=st.sampled_from([0, 0, 1]))
     def ship_in_trouble(self, troubles: list[Trouble], which: int) -> None:
-        self.bucket.troubles = troubles
-        self._step(which)
-        self.bucket.troubles = []
+        self.leader.bucket.troubles = troubles
+        self.leader.step(which)
+        self.leader.bucket.troubles = []
 
-    @rule(away=st.booleans())
-    def partition(self, away: bool) -> None:
-        self.bucket.is_away = away
+    @rule(away=st.booleans(), follower=st.sampled_from([None, None, 0, 1]))
+    def partition(self, away: bool, follower: int | None = None) -> None:
+        """The leader, or a follower, cannot reach the bucket any more, or can again."""
+        rig = None if follower is None else self.followers[follower]
+        bucket = self.leader.bucket if rig is None else _bucket_of(rig)
+        bucket.is_away = away
 
     @rule(hangs=st.booleans())
     def copying(self, hangs: bool) -> None:
         """Files of bases take long to copy, or all that wait are copied now."""
-        self.helpers.hangs = hangs
+        self.leader.helpers.hangs = hangs
         if not hangs:
-            self.helpers.go_on()
+            self.leader.helpers.go_on()
 
     @rule(name=st.sampled_from(NAMES), cuts=st.integers(1, 3))
     def long_outage(self, name: str, cuts: int) -> None:
         """The bucket is away while log files fill up and are removed, as far as the archive lets them."""
-        self.bucket.is_away = True
+        self.leader.bucket.is_away = True
         for _ in range(cuts):
             self.append_much(name)
-            self._step(0)
+            self.leader.step(0)
             self.cut()
-        self.bucket.is_away = False
+        self.leader.bucket.is_away = False
 
-    @rule(name=st.sampled_from(NAMES), cuts=st.booleans())
-    def ship_beside_writers(self, name: str, cuts: bool) -> None:
-        """Records are deleted and written while the files of a base are copied."""
+    @rule(
+        nth=REQUESTS,
+        what=st.sampled_from(BESIDE_A_LEADER),
+        which=st.sampled_from([0, 0, 1]),
+        before=st.sampled_from(["", "go back", "reshard"]),
+    )
+    def ship_beside(self, nth: int, what: str, which: int, before: str = "") -> None:
+        """Something happens between two requests of an archiver, which may be about to begin a generation."""
+        leader = self.leader
+        other = 0 if self.followers[0] is not None else 1
+        if what == "take over" and self.followers[other] is not None:
+            self._happens(before, other)
+        leader.before(nth, lambda: self._happens(what, other, which, leader))
+        leader.step(which)
+        leader.before(0, lambda: None)
 
-        def meanwhile() -> None:
-            self.bucket.before_file = None
-            self.delete(name, 0.5)
-            self.append(name, 3, "disk")
-            if cuts:
-                self.cut()
-
-        self.bucket.before_file = meanwhile
-        self._step(0)
-        self.bucket.before_file = None
+    def _happens(self, what: str, other: int, which: int = 1, during: Leader | None = None) -> None:
+        """Something happens `during` a step of a leader's archiver, or of a follower; `other` is another follower, and
+        `which` the archiver.
+        """
+        match what:
+            case "write":
+                self.leader.delete("a", 0.5)
+                self.leader.append("a", 3, tag=which)
+                self.leader.delete("d", 0.7, which)
+            case "cut":
+                self.leader.append("d", 3)
+                self.leader.cut()
+            case "ship":
+                self.leader.step(1 - which)
+            case "follow":
+                self.follow([], other)
+            case "take over":
+                self.take_over([], other)
+            case "go back" if self.leader.has_copy:
+                self.leader.put_copy_in_its_place()
+            case "reshard":
+                self.leader.reshard(3 - self.leader.shards if self.leader.shards < 3 else 2)
+            case "begin":
+                self._happens("go back" if self.leader.has_copy else "reshard", other)
+                self.leader.step(0)
+            case "restart":
+                self.leader.restart()
+                if during is not None:
+                    raise KilledError
+            case "die":
+                raise KilledError
+            case "prune":
+                self.prune(0.5, [])
 
     @precondition(lambda self: len(self.moments) > 3)
-    @rule(share=st.floats(0, 1), troubles=st.just([]) | TROUBLES)
+    @rule(share=st.floats(0, 1), troubles=PERHAPS)
     def prune(self, share: float, troubles: list[Trouble]) -> None:
-        if self.bucket.is_away:
+        """Somebody removes what only moments before some time need; a share of 1 is all but the last moment."""
+        if not self.moments:
             return
+        for late in self.bucket.late:
+            late.requests = 0
+        self.bucket.exists("")
         times_ms = sorted(self._piece(*moment).taken_ms for moment in self.moments)
-        self.bucket.troubles = list(troubles)
+        before_ms = self.world.clock.ms + 1 if share == 1 else times_ms[int(share * (len(times_ms) - 1))]
+        here = SimulatedBucket(self.bucket)
+        here.troubles = list(troubles)
         try:
-            prune(self.archive, times_ms[int(share * (len(times_ms) - 1))])
+            prune(Archive(here), before_ms)
         except OSError:
             assert troubles
-        self.bucket.troubles = []
         kept = {moment for moment in self.moments if piece_name(*moment) in self.bucket.objects}
         assert max(self.moments) in kept
         self.moments = {moment: records for moment, records in self.moments.items() if moment in kept}
 
-    def _step(self, which: int) -> None:
-        """Have an archiver take a step. The service stands still, but for what `before_file` does before that."""
-        self.rig.clock.ms += 1000
-        self.archivers[which].step()
-        for shard in self.rig.shards:
-            shard.sync_in_background()
-
-    def _note_created(self, name: str) -> None:
-        """Note what the service has when a piece is put: it stands still from the moment to the put."""
+    def _note_created(self, name: str, live: Records) -> None:
+        """Note what the service had at the moment of a piece that is put, or of a base."""
         folder, _, number = name.partition("/")
         if not folder.endswith((".pieces", ".bases")):
             return
         moment = int(folder[1:].partition(".")[0]), int(number)
         piece = self._piece(*moment)
+        name_of = generation_name(moment[0])
+        is_owner = decode(self.bucket.objects[name_of], Generation, name_of)[0].service_id == self.owner_id
         if folder.endswith(".pieces"):
-            self.live_at[moment] = _copied(self.live)
-        if self.is_taken_over and folder.endswith(".bases"):
-            return  # of a moment from before; its archiver counts on nothing new
+            if piece.taken_over_by:
+                self.owner_id = piece.taken_over_id
+                return
+            assert is_owner, f"{name} is of one that was taken over from"
+            self.live_at[moment] = live
         if piece.is_moment or folder.endswith(".bases"):
-            assert not self.is_taken_over
             self.archived_ends[moment] = tuple([end.position.word for end in piece.ends])
-            self.moments[moment] = self.history[moment] = self.live_at[moment]
+            self.history[moment] = self.live_at[moment]
+            if is_owner:  # else a base of a moment from before; its archiver counts on nothing new
+                self.moments[moment] = self.history[moment]
 
     def _piece(self, generation: int, number: int) -> Piece:
         name = piece_name(generation, number)
         return decode(self.bucket.objects[name], Piece, name)[0]
 
-    # -- a service that follows
+    # -- services that follow
 
-    @precondition(lambda self: not self.is_taken_over)
-    @rule(troubles=st.just([]) | TROUBLES)
-    def follow(self, troubles: list[Trouble]) -> None:
-        if self.follower is None:
-            self.follower = self.follower_in(os.path.join(self.directory, "follower"))
-        self.rig.clock.ms += 1000
-        self.bucket.troubles = list(troubles)
-        self.follower.advance()
-        self.bucket.troubles = []
-        shown = self.follower.shown
-        if shown is not None:
+    @property
+    def follower(self) -> FollowerRig | None:
+        """The first follower."""
+        return self.followers[0]
+
+    @rule(
+        troubles=PERHAPS,
+        which=st.sampled_from([0, 0, 0, 1]),
+        dies=st.none() | st.none() | st.integers(1, 40),
+        nth=st.sampled_from([0, 0, 0]) | REQUESTS,
+    )
+    def follow(self, troubles: list[Trouble], which: int = 0, dies: int | None = None, nth: int = 0) -> None:
+        """A follower takes a step. It may die at a call that changes its disk, or before its n-th request."""
+        rig = self.followers[which]
+        if rig is None or rig.is_refused:
+            rig = self._new_follower(which)
+        if nth:
+            _bucket_of(rig).before(nth, _kill)
+        if dies is not None:
+            rig.process_fs.arm(Fault(dies, Fault.CRASH if dies % 2 else Fault.LATE_CRASH))
+        self._advance(rig, troubles)
+        _bucket_of(rig).before(0, lambda: None)
+        rig.process_fs.arm(None)
+        if rig.leads:  # it goes on with a takeover that it had begun
+            self._leads(which, rig)
+            return
+        at = rig.shown
+        if at is not None:
             TALLY["moments of a follower"] += 1
-            self.follower.assert_shown()
-            _compare(self.follower, self._expected(shown, self.follower.shown_words))
+            rig.assert_shown()
+            compare(rig, self._expected(rig.replica.note.leader_url, at, rig.shown_words))
 
-    def follower_in(self, data_dir: str) -> FollowerRig:
-        return _SmallFollower(data_dir, SHARDS, self.archive, self.rig.clock, self._tell)
+    def _new_follower(self, which: int) -> FollowerRig:
+        """Start a follower on an empty directory, or again with the number of shards that it needs."""
+        former, shards = self.followers[which], self.leader.shards
+        based = [number for number in self.archive.generations() if self.archive.bases(number)]
+        if based:
+            shards = self.archive.generation(based[-1]).shards
+        if former is None:
+            self._made += 1
+            data_dir = os.path.join(self.directory, f"follower-{self._made}")
+        else:
+            data_dir = former.settings.data_dir
+            former.close()
+        rig = self.followers[which] = self.follower_in(data_dir, shards)
+        return rig
 
-    def _tell(self, ends: Sequence[LogEnd]) -> bytes | None:
-        """Tell a follower what the archive may not have yet."""
-        if not self.leader_answers:
-            raise OSError("the leader cannot be reached")
-        found = read_tail(self._origin(), ends, self.rig.clock.ms, LEADER_URL)
-        if found is not None:
-            piece, _ = decode(found, Piece, "tail")
-            if piece.is_moment:
-                words = tuple([end.position.word for end in piece.ends])
-                self.told[words], self.told_in[words] = _copied(self.live), len(self.lives)
-        return found
+    def follower_in(self, data_dir: str, shards: int = SHARDS) -> FollowerRig:
+        bucket = SimulatedBucket(self.bucket)
+        bucket.sent = lambda name: lambda: self._note_created(name, {})
+        return _SmallFollower(data_dir, shards, Archive(bucket), self.world.clock, self._tell)
 
-    def _expected(self, shown: tuple[int, int], words: tuple[int, ...]) -> Records:
-        archived = self.archived_ends.get(shown)
-        return self.history[shown] if archived == words else self.told[words]
+    def _tell(self, url: str, ends: Sequence[LogEnd]) -> bytes | None:
+        leader = self.leaders[url]
+        if leader not in (self.leader, self.former):
+            raise OSError("is gone")
+        return leader.tell(ends)
+
+    def _expected(self, leader_url: str, at: tuple[int, int], words: tuple[int, ...]) -> Records:
+        if self.archived_ends.get(at) == words:
+            return self.history[at]
+        return self.leaders[leader_url].told[words][0]
 
     @rule(answers=st.booleans())
     def partition_from_leader(self, answers: bool) -> None:
-        self.leader_answers = answers
+        self.leader.answers = answers
 
-    @precondition(lambda self: self.follower is not None and not self.is_taken_over)
-    @rule(shard=st.sampled_from([None, 0, 1]))
-    def follower_dies(self, shard: int | None) -> None:
-        assert self.follower is not None
-        if shard is None:
-            self.follower.follower_dies()
-        else:
-            self.follower.shard_dies(shard)
-
-    @precondition(lambda self: self.follower is not None and self.follower.shown and not self.bucket.is_away)
-    @rule(troubles=st.just([]) | TROUBLES)
-    def take_over(self, troubles: list[Trouble]) -> None:
-        """The follower is promoted. Whatever the former leader has written since its last moment is its own."""
-        if self.is_taken_over:
+    @precondition(lambda self: any(self.followers))
+    @rule(which=st.sampled_from([0, 0, 1]), shard=st.sampled_from([None, 0, 1]), power=st.booleans())
+    def follower_dies(self, which: int, shard: int | None = None, power: bool = False) -> None:
+        rig = self.followers[which]
+        if rig is None:
             return
-        assert self.follower is not None
-        for _ in range(20):
-            self.follower.follower.promote.set()
-            self.bucket.troubles = troubles = troubles[1:]
-            self.follow(troubles)
-            if self.follower.leads:
-                break
-        else:
-            raise AssertionError("it does not take over")
-        self.is_taken_over = True
-        TALLY["takeovers"] += 1
-        expected = self._expected(max(self.history), self.follower.noted_words)
-        if expected is not self.history[max(self.history)]:
-            later = self.lives[self.told_in[self.follower.noted_words] :]
-            last = [data for records in self.history[max(self.history)].values() for data in records.values()]
-            for data in last if later else ():
-                assert not data.isdigit() or int(data) < later[0], "was archived after the leader lost what it had told"
-        self.follower.end_promotion()
-        self.compare_promoted(self.follower.settings.data_dir, expected)
+        if power:
+            rig.lose_power()
+        elif shard is None:
+            rig.follower_dies()
+        elif shard < rig.settings.wal_shards:
+            rig.shard_dies(shard)
 
-    def compare_promoted(self, data_dir: str, expected: Records) -> None:
-        assert verify(data_dir, lambda _done, _total: None).damage == []
-        promoted = _Small(data_dir, shards=SHARDS, segment_max_events="5")
+    @precondition(lambda self: any(rig is not None and rig.shown for rig in self.followers))
+    @rule(troubles=PERHAPS, which=st.sampled_from([0, 1]), nth=REQUESTS, what=st.sampled_from(BESIDE_A_TAKEOVER))
+    def take_over(self, troubles: list[Trouble], which: int = 0, nth: int = 0, what: str = "") -> None:
+        """A follower is promoted. Whatever the former leader has written since its last moment is its own. Something
+        may happen between two requests of the takeover.
+        """
+        rig, leader = self.followers[which], self.leader
+        if rig is None or not rig.shown or _bucket_of(rig).is_away:
+            return
+        for _ in range(25):
+            rig = self.followers[which]
+            assert rig is not None
+            if rig.is_refused:
+                rig = self._new_follower(which)
+            rig.follower.promote.set()
+            if what:
+                _bucket_of(rig).before(nth, partial(self._happens, what, 1 - which))
+                what = ""
+            self._advance(rig, troubles)
+            troubles = troubles[1:]
+            if self.leader is not leader:
+                break  # another one was faster
+            if rig.leads:
+                self._leads(which, rig)
+                return
+        _bucket_of(rig).before(0, lambda: None)
+        other = self.followers[1 - which]
+        is_closed = other is not None and _note_of(other).fence_id == self.owner_id
+        assert is_closed or self.leader is not leader, "it does not take over"
+
+    def _advance(self, rig: FollowerRig, troubles: list[Trouble]) -> None:
+        self.world.clock.ms += 1000
+        bucket = _bucket_of(rig)
+        bucket.troubles = list(troubles)
         try:
-            _compare(promoted, expected)
-            for name, records in expected.items():
-                assert promoted.append(name, b'"new"').first_seq > max(records, default=0) + 100
-        finally:
-            promoted.close()
+            rig.advance()
+        except (Crash, KilledError):
+            rig.follower_dies()
+        bucket.troubles = []
+
+    def _leads(self, which: int, rig: FollowerRig) -> None:
+        """Have a promoted follower start as the leader, and compare what it has."""
+        TALLY["takeovers"] += 1
+        if self.former is not None:
+            TALLY["takeovers in a chain"] += 1
+        note, last = _note_of(rig), max(self.moments)
+        assert (note.generation, note.piece) >= last, f"it has {note.generation}, {note.piece} of {last}"
+        at, words, data_dir = (note.generation, note.piece), rig.noted_words, rig.settings.data_dir
+        expected = self._expected(note.leader_url, at, words)
+        if expected is not self.history[at]:
+            leader = self.leaders[note.leader_url]
+            later = leader.lives[leader.told[words][1] :]
+            for records in self.history[at].values() if later else ():
+                for data in records.values():
+                    assert not data.isdigit() or int(data) < later[0], "was archived after it had lost what it had told"
+        self.followers[which] = None
+        rig.end_promotion()
+        heir = self._promoted(data_dir, expected, rig.settings.wal_shards)
+        assert heir.id == self.owner_id
+        if self.former is not None:
+            self.former.close()
+        self.former, self.leader, self.heir = self.leader, heir, heir
+        assert _is_within(self.former.archived(), heir.began_with)
+
+    def _promoted(self, data_dir: str, expected: Records, shards: int) -> Leader:
+        assert verify(data_dir, lambda _done, _total: None).damage == []
+        heads = {name: max(records, default=0) for name, records in expected.items()}
+        heir = self._lead(data_dir, copied(expected), shards)
+        compare(heir.rig, expected)
+        heir.finish_batches()
+        _check_batches(heir.live)
+        for name in NAMES:
+            if name in expected:
+                heir.append(name, 1)
+                assert max(heir.live[name]) > heads[name] + 100
+        return heir
+
+    @precondition(lambda self: self.former is not None)
+    @rule(what=st.sampled_from(["write", "ship", "ship", "restart", "comes back"]))
+    def former_leader(self, what: str) -> None:
+        """The one that was taken over from goes on, or comes back as a follower on an empty directory."""
+        former = self.former
+        assert former is not None
+        match what:
+            case "write":
+                former.append("a", 2)
+                former.cut()
+            case "ship":
+                former.append("b", 1)
+                former.step(0)
+            case "restart":
+                former.restart()
+                former.step(0)
+            case "comes back" if self.followers[1] is None:
+                self.former = None
+                former.close()
+                shutil.rmtree(former.data_dir)
+                self.followers[1] = self.follower_in(former.data_dir, self.leader.shards)
 
     # -- what must hold
 
     @invariant()
     def archived_is_in_the_last_moment(self) -> None:
-        last = self.moments[max(self.moments)] if getattr(self, "moments", None) else {}
-        for name in getattr(self, "live", ()):
-            found = self.rig.reader_of(self.rig.owner(name)).look_up(name)
-            archived_seq = 0 if found is None else found[1].archived_seq
-            for seq in self.live[name]:
-                if seq <= archived_seq:
-                    assert seq in last[name], f"{name} {seq} counts as archived"
+        if not hasattr(self, "leader"):
+            return
+        last = self.moments[max(self.moments)] if self.moments else {}
+        assert _is_within(self.leader.archived(), last), "counts as archived"
+        if self.former is not None:
+            assert self.heir is not None
+            assert _is_within(self.former.archived(), self.heir.began_with), "its heir lacks what counts as archived"
 
-    @precondition(lambda self: self.moments and self.restores < 3 and not self.bucket.is_away)
+    @precondition(lambda self: self.moments and self.restores < 3)
     @rule(share=st.floats(0, 1))
     def restore(self, share: float) -> None:
         moments = sorted(self.moments)
@@ -432,73 +540,124 @@ class Archiving(RuleBasedStateMachine):
         data_dir = os.path.join(self.directory, f"restored-{self.restores}")
         found = plan(archive, WantedMoment())
         assert (found.generation.number, found.moment.number) == moment
-        Restore(archive, found, OsFileSystem(), data_dir, lambda _done, _total: None).run(self.rig.clock)
+        Restore(archive, found, OsFileSystem(), data_dir, lambda _done, _total: None).run(self.world.clock)
         assert verify(data_dir, lambda _done, _total: None).damage == []
-        other = _Small(data_dir, shards=SHARDS, segment_max_events="5")
+        other = Small(data_dir, found.generation.shards, self.world.clock)
         try:
             expected = self.moments[moment]
-            _compare(other, expected)
+            compare(other, expected)
             for name, records in expected.items():
-                assert other.append(name, b'"new"').first_seq > max(records, default=0)
+                if name in NAMES:
+                    assert other.append(name, b'"new"').first_seq > max(records, default=0)
+            if TOGETHER[0] in expected:
+                finish_batches(other)
+                _check_batches(shown(other))
         finally:
             other.close()
             shutil.rmtree(data_dir)
 
     def teardown(self) -> None:
-        if not hasattr(self, "rig"):
+        if not hasattr(self, "leader"):
             return
         try:
-            self.bucket.is_away = False
-            self.helpers.go_on()
-            if self.is_taken_over:
-                self.append("a", 1, "disk")  # else the former leader need not notice
-            for _ in range(20):  # it may have failed often, and pause for 10 s
-                self._step(0)
-                if self.is_taken_over or (self.moments and self.moments[max(self.moments)] == self.live):
-                    break
-            for _ in range(3):
-                self._step(0)
-            assert self.moments
-            if self.is_taken_over:
-                assert self.rig.shared.control.is_taken_over
-                TALLY["schedules"] += 1
-                return
-            assert self.moments[max(self.moments)] == self.live, "all is shipped once the bucket is back"
-            self._restore(max(self.moments))
-            self._restore(min(self.moments))
-            between = sorted(self.moments)[1:-1]
-            if between:  # a cut at random: what was written decides which one
-                self._restore(between[self.written * 7919 % len(between)])
-            if self.follower is not None:
-                for _ in range(12):
-                    self.follow([])
-                reached = self.follower.shown, self.follower.replica.note
-                assert reached[0] == max(self.moments), f"a follower gets to {max(self.moments)}: {reached}"
-                self.take_over([])
+            self._end()
             TALLY["schedules"] += 1
         finally:
-            self.rig.close()
-            if self.follower is not None and not self.is_taken_over:
-                self.follower.close()
+            for service in {self.leader, *([self.former] if self.former else [])}:
+                service.close()
+            for rig in self.followers:
+                if rig is not None:
+                    rig.close()
             shutil.rmtree(self.directory)
 
+    def _end(self) -> None:
+        """Look at the end, when nothing fails any more."""
+        for rig in self.followers:
+            if rig is not None:
+                _bucket_of(rig).is_away = False
+        if self.former is not None:
+            self._notices(self.former)
+        for which, rig in enumerate(self.followers):
+            if rig is not None and self.owner_id and self.owner_id == _note_of(rig).fence_id:
+                self.take_over([], which)
+                break
+        if self.leader.id != self.owner_id:
+            self._notices(self.leader)  # the archive was closed for good
+            return
+        self.ship_all()
+        self._restore(max(self.moments))
+        self._restore(min(self.moments))
+        between = sorted(self.moments)[1:-1]
+        if between:  # a cut at random: what was written decides which one
+            self._restore(between[self.world.written * 7919 % len(between)])
+        followers = [which for which, rig in enumerate(self.followers) if rig is not None]
+        for which in followers:
+            for _ in range(14):
+                self.follow([], which)
+            rig = self.followers[which]
+            assert rig is not None
+            reached = rig.shown, rig.replica.note
+            assert reached[0] == max(self.moments), f"a follower gets to {max(self.moments)}: {reached}"
+        if followers:
+            self.take_over([], followers[0])
+            assert self.former is not None
+            self._notices(self.former)
+            self.ship_all()
+            self._restore(max(self.moments))
 
-def _compare(rig: Rig, expected: Records) -> None:
+    def ship_all(self) -> None:
+        leader = self.leader
+        leader.bucket.is_away = False
+        leader.helpers.go_on()
+        for _ in range(20):  # it may have failed often, and pause for 10 s
+            leader.step(0)
+            if self.moments and self.moments[max(self.moments)] == leader.live:
+                break
+        for _ in range(3):
+            leader.step(0)
+        assert self.moments
+        assert self.moments[max(self.moments)] == leader.live, "all is shipped once the bucket is back"
+
+    def _notices(self, former: Leader) -> None:
+        former.bucket.is_away = False
+        former.helpers.go_on()
+        former.append("a", 1)  # else it need not notice
+        for _ in range(20):
+            former.step(0)
+        assert former.rig.shared.control.is_taken_over
+
+
+def _note_of(rig: FollowerRig) -> FollowNote:
+    note = read_note(OsFileSystem(), rig.settings.data_dir)
+    assert note is not None
+    return note
+
+
+def _kill() -> None:
+    raise KilledError
+
+
+def _bucket_of(rig: FollowerRig) -> SimulatedBucket:
+    bucket = rig.archive.store
+    assert isinstance(bucket, SimulatedBucket)
+    return bucket
+
+
+def _is_within(part: Records, whole: Records) -> bool:
+    return all(records.items() <= whole.get(name, {}).items() for name, records in part.items())
+
+
+def compare(rig: Any, expected: Records) -> None:
     """Compare what a service shows with what it should have."""
-    compaction = Compaction(rig)
-    for name in NAMES:
-        exists = rig.reader_of(rig.owner(name)).look_up(name) is not None
-        assert exists == (name in expected), name
-        if exists:
-            assert dict(compaction.read(name)) == expected[name], name
+    found = shown(rig)
+    for name in (*NAMES, *TOGETHER):
+        assert found.get(name) == expected.get(name), name
 
 
-def _copied(live: Records) -> Records:
-    return {topic: dict(records) for topic, records in live.items()}
-
-
-def _no_cold_tier() -> Any:
-    raise AssertionError("nothing is cold")
+def _check_batches(live: Records) -> None:
+    """Check that of each batch over topics there is all or nothing."""
+    first, second = [sorted(live.get(name, {}).values()) for name in TOGETHER]
+    assert first == second, "a batch is half there"
 
 
 def _is_before(name: str, generation: int, number: int) -> bool:

@@ -5,31 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tests.executors import Inline
+from tests.storage.faults import FaultyFileSystem
+from tests.storage.page_cache import PageCache
 from tests.walshard.rig import Rig, TestClock
 from topics.archive.follow_main import Follower
 from topics.archive.leader_tail import PATH, LeaderAwayError, LeaderTail
 from topics.archive.promoting import finish_promotion, is_promotion_due, settle_role
 from topics.archive.replica import Replica, begin_anew
-from topics.shm.control import EXIT_AGAIN
+from topics.shm.control import EXIT_AGAIN, EXIT_REFUSED
 from topics.storage.archive_objects import Archive, LogEnd, Piece, decode
 from topics.storage.archive_tail import OtherLogsError
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.follow_note import read_note
 
 URL = "file:///nowhere"
-LEADER_URL = "http://leader:4000"
+Tell = Callable[[str, Sequence[LogEnd]], bytes | None]
+"""The part of a leader's frontends: they answer at this address with what is behind these ends."""
 
 
 class LeaderHere(LeaderTail):
-    """The way to a leader in this process: `read` is what its frontends do."""
+    """The way to a leader in this process."""
 
-    def __init__(self, clock: TestClock, read: Callable[[Sequence[LogEnd]], bytes | None]) -> None:
+    def __init__(self, clock: TestClock, tell: Tell) -> None:
         super().__init__(None, clock)
-        self._read = read
+        self._tell = tell
+        self._leader = ""
+
+    def is_due(self, url: str) -> bool:
+        self._leader = url
+        return super().is_due(url)
 
     def ask(self, ends: Sequence[LogEnd]) -> tuple[Piece, memoryview]:
         try:
-            found = self._read(ends)
+            found = self._tell(self._leader, ends)
         except (OtherLogsError, OSError) as error:
             raise LeaderAwayError(str(error)) from error
         if found is None:
@@ -37,20 +45,35 @@ class LeaderHere(LeaderTail):
         return decode(found, Piece, PATH)
 
 
+class ProcessFileSystem(FaultyFileSystem):
+    """A disk as one process sees it, which may end at any call."""
+
+    def __init__(self, disk: PageCache) -> None:
+        super().__init__(disk)
+        self._disk = disk
+
+    def fdatasync(self, fd: int) -> None:
+        super().fdatasync(fd)
+        self._disk.fdatasync(fd)
+
+    def sync_all(self, path: str) -> None:
+        super().sync_all(path)
+        self._disk.sync_all(path)
+
+
 class FollowerRig(Rig):
     """Its shards start once the follower has said how far their logs are."""
 
     def __init__(
-        self,
-        data_dir: str,
-        shards: int,
-        archive: Archive,
-        clock: TestClock,
-        read_tail: Callable[[Sequence[LogEnd]], bytes | None],
-        **settings: str,
+        self, data_dir: str, shards: int, archive: Archive, clock: TestClock, tell: Tell, **settings: str
     ) -> None:
         self.archive = archive
-        self._read_tail = read_tail
+        self.is_refused = False
+        """True once it has the wrong number of shards."""
+        self.disk = PageCache()
+        self.process_fs = ProcessFileSystem(self.disk)
+        """The disk as the process of the follower sees it."""
+        self._tell = tell
         self._leader_clock = clock
         fs = OsFileSystem()
         if read_note(fs, data_dir) is None:
@@ -68,15 +91,18 @@ class FollowerRig(Rig):
     def follower_dies(self) -> None:
         """Another process of the follower goes on."""
         settings = self.settings
-        self.replica = Replica(self.archive, self.fs, settings.data_dir, settings.wal_shards, self.clock)
-        leader = LeaderHere(self.clock, self._read_tail)
-        self.follower = Follower(
-            self.replica, self.fs, settings, self.shared, self.clock, lambda: False, leader, Inline()
-        )
+        self.process_fs.bury()
+        self.process_fs = fs = ProcessFileSystem(self.disk)
+        self.replica = Replica(self.archive, fs, settings.data_dir, settings.wal_shards, self.clock)
+        leader = LeaderHere(self.clock, self._tell)
+        self.follower = Follower(self.replica, fs, settings, self.shared, self.clock, lambda: False, leader, Inline())
 
     def advance(self) -> None:
         """Take a step, and have the shards see it. The service starts again if it wants to."""
         self.follower.step()
+        if self.follower.exit_code == EXIT_REFUSED:
+            self.is_refused = True
+            return
         if self.follower.exit_code is not None:
             assert self.follower.exit_code == EXIT_AGAIN
             self.restart_service()
@@ -92,6 +118,11 @@ class FollowerRig(Rig):
             self.every[shard].shard.copy(False)
             self.every[shard].shard.sweep()
 
+    def lose_power(self) -> None:
+        """The machine fails: what its disk does not have yet is lost."""
+        self.disk.power_loss()
+        self.restart_service()
+
     def shard_dies(self, shard: int) -> None:
         if self.every:
             self.every[shard] = self._recover(shard)
@@ -100,7 +131,7 @@ class FollowerRig(Rig):
     def shown(self) -> tuple[int, int] | None:
         """The (generation, piece) of the moment that the shards show; None if it is not sure."""
         words = [end.word for end in self.replica.ends]
-        if not self.every or words != [self.shared.control.readable(shard) for shard in range(len(words))]:
+        if not words or not self.every or words != [self.shared.control.readable(shard) for shard in range(len(words))]:
             return None
         return self.replica.note.generation, self.replica.note.piece
 

@@ -9,15 +9,20 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from tests.archive.archiving import SHARDS, STEPS, Archiving, small_world
+from tests.archive.archiving import SHARDS, STEPS, Archiving, compare, small_world
 from tests.archive.follower_rig import FollowerRig
+from tests.archive.leading import KilledError, Small, shown
+from tests.archive.simulated import SimulatedBucket
 from tests.cases import case
-from tests.storage.faults import Crash, Fault, FaultyFileSystem
+from tests.storage.faults import Crash, Fault
 from topics.archive import archiver
-from topics.archive.taking_over import take_over
-from topics.storage.archive_objects import piece_name
+from topics.archive.inspection import check, prune
+from topics.archive.ownership import TakenOverError
+from topics.archive.taking_over import close_archive, take_over
+from topics.storage.archive_objects import Archive, piece_name
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.follow_note import read_note
+from topics.storage.verify import verify
 
 EXAMPLES = 10
 """A sample; `make archive-sim` runs any number (`schedules.py`)."""
@@ -37,7 +42,7 @@ def test_behind_a_hole_there_is_no_moment_until_the_next_base(service: Archiving
     service.append("a", 3, "disk")
     service.ship(0)
     service.ship(0)
-    service.helpers.hangs = True
+    service.leader.helpers.hangs = True
     service.long_outage("a", 3)
     for _ in range(3):
         service.append("a", 1, "disk")
@@ -47,7 +52,7 @@ def test_behind_a_hole_there_is_no_moment_until_the_next_base(service: Archiving
     service.archiver_dies(0)
     service.ship(0)
     assert len(service.moments) == 1, "nor does the next archiver take them for moments"
-    service.helpers.go_on()
+    service.leader.helpers.go_on()
     service.ship(0)
     assert len(service.moments) == 2
     service.archived_is_in_the_last_moment()
@@ -59,11 +64,11 @@ def test_a_moment_behind_a_hole_is_none_without_its_base(service: Archiving) -> 
     service.ship(0)
     service.ship(0)
     service.long_outage("a", 3)
-    shipper = service.shipper()
+    shipper = service.leader.shipper()
     shipper.begin()
     files = shipper.begin_base()
     files.copy()
-    service.bucket.troubles = ["lost_answer"]
+    service.leader.bucket.troubles = ["lost_answer"]
     with pytest.raises(OSError, match="lost_answer"):
         shipper.end_base(files)
     assert len(service.moments) == 1
@@ -83,14 +88,13 @@ def test_a_follower_takes_over_at_the_last_moment_before_a_hole(service: Archivi
         service.ship(0)
     for _ in range(4):
         service.follow([])
-    service.helpers.hangs = True
+    service.leader.helpers.hangs = True
     service.long_outage("a", 3)
     for _ in range(3):
         service.append("a", 1, "disk")
         service.ship(0)
     service.take_over([])
-    assert service.is_taken_over
-    service.live = {}  # what it has written since is its own
+    assert service.former is not None
 
 
 def test_a_takeover_goes_on_when_everything_has_to_be_copied_again(service: Archiving) -> None:
@@ -109,16 +113,14 @@ def test_a_takeover_goes_on_when_everything_has_to_be_copied_again(service: Arch
     service.follower.follower.promote.set()  # once: a command is given once
     for _ in range(8):
         service.follow([])
-        if service.follower.leads:
+        if service.former is not None:
             break
-    assert service.follower.leads
-    service.take_over([])
-    service.live = {}
+    assert service.former is not None
 
 
 def test_logs_that_go_just_before_a_base_leave_a_hole(service: Archiving) -> None:
     service.append("a", 3, "disk")
-    shipper = service.shipper()
+    shipper = service.leader.shipper()
     shipper.begin()
     shipper.base()
     assert shipper.is_based
@@ -141,7 +143,7 @@ def test_an_archiver_goes_on_behind_a_piece_that_ends_with_a_log_file(service: A
         service.ship(0)
     for _ in range(6):
         service.append_much("a")
-    service.bucket.troubles = ["lost_answer"]
+    service.leader.bucket.troubles = ["lost_answer"]
     service.ship(0)
     assert _last_piece(service) not in service.moments
     for _ in range(4):  # the rest, and a base
@@ -190,25 +192,24 @@ def test_nothing_counts_as_archived_after_somebody_took_over(service: Archiving)
     service.append("a", 3, "disk")
     for _ in range(3):
         service.ship(0)
-    take_over(service.archive, service.archive.generations()[-1], service.rig.clock, "another machine")
-    moments, words = len(service.moments), _shipped(service)
+    take_over(service.archive, service.archive.generations()[-1], service.leader.rig.clock, "another machine")
+    moments, words = len(service.moments), service.leader.shipped
     for which in (0, 1, 0):
         service.append("a", 1, "disk")
         service.ship(which)
         service.archiver_dies(which)
         service.ship(which)
-    assert (len(service.moments), _shipped(service)) == (moments, words)
-    assert service.rig.shared.control.is_taken_over
-    take_over(service.archive, service.archive.generations()[-1], service.rig.clock, "a third one")
-    service.live = service.moments[max(service.moments)]  # what it has written since is its own
+    assert (len(service.moments), service.leader.shipped) == (moments, words)
+    assert service.leader.rig.shared.control.is_taken_over
+    take_over(service.archive, service.archive.generations()[-1], service.leader.rig.clock, "a third one")
 
 
 def test_what_was_deleted_leaves_the_archive_with_the_history_that_is_kept(service: Archiving) -> None:
-    service.keep_ms = 7 * archiver.BASE_MS
+    service.world.keep_ms = 7 * archiver.BASE_MS
     service.archiver_dies(0)
     service.append("a", 3, "disk")
     secret = b'"a secret"'
-    service.live["a"][service.rig.append("a", secret).first_seq] = secret
+    service.leader.live["a"][service.leader.rig.append("a", secret).first_seq] = secret
     for _ in range(3):
         service.ship(0)
     service.cut()
@@ -216,7 +217,7 @@ def test_what_was_deleted_leaves_the_archive_with_the_history_that_is_kept(servi
     service.cut()
     assert any(secret in body for body in service.bucket.objects.values())
     for _ in range(9):  # days, with a record each
-        service.rig.clock.ms += archiver.BASE_MS
+        service.leader.rig.clock.ms += archiver.BASE_MS
         service.append("b", 1, "disk")
         service.cut()
         for _ in range(3):
@@ -225,13 +226,9 @@ def test_what_was_deleted_leaves_the_archive_with_the_history_that_is_kept(servi
     service.moments = {at: found for at, found in service.moments.items() if piece_name(*at) in service.bucket.objects}
 
 
-def _shipped(service: Archiving) -> list[int]:
-    return [service.rig.shared.control.shipped(shard) for shard in range(SHARDS)]
-
-
 def test_a_follower_does_not_lead_with_what_its_leader_lost_and_wrote_anew(service: Archiving) -> None:
     """The leader had told more than the archive had. Its machine failed, and what it wrote then was in the archive."""
-    service.leader_answers = True
+    service.leader.answers = True
     service.append("a", 3, "disk")
     for _ in range(3):
         service.ship(0)
@@ -255,7 +252,6 @@ def test_a_follower_does_not_lead_with_what_its_leader_lost_and_wrote_anew(servi
     service.follower.assert_shown()
     assert service.follower.read("a") == sorted(expected["a"].items())
     service.take_over([])
-    service.live = {}
 
 
 def follow_and_go_back(service: Archiving) -> None:
@@ -278,26 +274,25 @@ def test_a_takeover_right_after_the_directory_went_back_is_from_the_new_generati
         service.ship(0)
     assert max(service.moments)[0] == 2
     service.take_over([])
-    service.live = {}
 
 
 def test_a_takeover_closes_a_generation_that_has_no_base_yet(service: Archiving) -> None:
     follow_and_go_back(service)
-    service.helpers.hangs = True
+    service.leader.helpers.hangs = True
     service.ship(0)
     assert (service.archive.generations(), service.archive.bases(2)) == ([1, 2], [])
+    former = service.leader
     service.take_over([])
-    service.helpers.go_on()
-    service.append("a", 1, "disk")
+    former.helpers.go_on()
+    former.append("a", 1)
     for _ in range(3):
-        service.ship(0)
-    assert service.rig.shared.control.is_taken_over
-    service.live = {}
+        former.step(0)
+    assert former.rig.shared.control.is_taken_over
 
 
 def test_what_was_told_is_compared_over_the_pieces_of_a_moment(keeping: Archiving) -> None:
     """A frame goes on in the next piece, and marks in the follower's log list no segments any more."""
-    keeping.leader_answers = True
+    keeping.leader.answers = True
     keeping.append("a", 3, "disk")
     for _ in range(3):
         keeping.ship(0)
@@ -315,7 +310,7 @@ def test_what_was_told_is_compared_over_the_pieces_of_a_moment(keeping: Archivin
     replica, told = follower.replica, follower.shown_words
     assert told > tuple([end.word for end in replica.archived_ends])
     keeping.append("a", 1, "disk")
-    keeping.leader_answers = False
+    keeping.leader.answers = False
     pieces = _last_piece(keeping)[1]
     keeping.ship(0)
     assert _last_piece(keeping)[1] > pieces + 1
@@ -328,7 +323,7 @@ def test_what_was_told_is_compared_over_the_pieces_of_a_moment(keeping: Archivin
 @pytest.mark.long
 @pytest.mark.parametrize("error", [Fault.CRASH, Fault.LATE_CRASH])
 def test_a_promotion_that_is_killed_at_any_call_goes_on(service: Archiving, error: int) -> None:
-    service.leader_answers = True
+    service.leader.answers = True
     service.append("a", 3, "disk")
     service.append("d", 3, "disk")
     for _ in range(3):
@@ -337,24 +332,25 @@ def test_a_promotion_that_is_killed_at_any_call_goes_on(service: Archiving, erro
         service.follow([])
     service.append("a", 2, "disk")
     service.ship(0)
-    assert service.follower is not None
-    service.follower.close()
-    service.is_taken_over = True
-    kept, objects = service.follower.settings.data_dir, dict(service.bucket.objects)
+    follower = service.follower
+    assert follower is not None
+    follower.close()
+    service.followers[0] = None
+    kept, objects, owner_id = follower.settings.data_dir, dict(service.bucket.objects), service.owner_id
     for nth in itertools.count(1):
         data_dir = f"{kept}-{nth}"
         shutil.copytree(kept, data_dir)
-        service.bucket.objects = dict(objects)
+        service.bucket.objects.clear()
+        service.bucket.objects |= objects
+        service.owner_id = owner_id
         rig = service.follower_in(data_dir)
-        rig.fs = faulty = FaultyFileSystem()
-        rig.follower_dies()
+        faulty = rig.process_fs
         rig.follower.promote.set()
         faulty.arm(Fault(nth, error))
         try:
             _promote(rig)
         except Crash:
-            rig.fs = OsFileSystem()
-            note = read_note(rig.fs, data_dir)
+            note = read_note(OsFileSystem(), data_dir)
             if note is not None and note.is_promoted:
                 rig.close()
             else:
@@ -362,11 +358,13 @@ def test_a_promotion_that_is_killed_at_any_call_goes_on(service: Archiving, erro
                 rig.follower.promote.set()  # its operator hears of no success, and repeats the command
                 _promote(rig)
         with case(nth):
-            service.compare_promoted(data_dir, service.moments[max(service.moments)])
+            assert verify(data_dir, lambda _done, _total: None).damage == []
+            promoted = Small(data_dir, SHARDS, service.world.clock)
+            compare(promoted, service.moments[max(service.moments)])
+            promoted.close()
         if not faulty.struck:
             break
     assert nth > 20
-    service.live = {}
 
 
 def _promote(rig: FollowerRig) -> None:
@@ -375,3 +373,184 @@ def _promote(rig: FollowerRig) -> None:
             break
         rig.advance()
     rig.end_promotion()
+
+
+def test_a_promoted_service_is_followed_and_taken_over_in_turn(service: Archiving) -> None:
+    """A to B to C, and A comes back as a follower each time."""
+    for _ in range(3):
+        service.append("a", 3, "archived")
+        service.append("d", 3, "disk")
+        for _ in range(3):
+            service.ship(0)
+        service.cut()
+        service.delete("d", 1.0)
+        service.ship(0)
+        for _ in range(4):
+            service.follow([])
+        former = service.leader
+        service.take_over([])
+        assert service.former is former
+        service.former_leader("comes back")
+        assert service.followers[1] is not None
+        service.followers.reverse()
+    assert len(service.leaders) == 4
+    assert min(service.moments)[0] == 1
+    for moment in sorted(service.moments):
+        service.restores = 0
+        service.restore(sorted(service.moments).index(moment) / max(1, len(service.moments) - 1))
+
+
+@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("nth", range(1, 17))
+def test_a_generation_that_is_begun_in_the_moment_of_a_takeover(service: Archiving, nth: int, dies: bool) -> None:
+    """The leader went on in that generation, and the service that took over shipped nothing. Each place between two of
+    its requests; it may die right after it has begun the generation.
+    """
+    follow_and_go_back(service)
+    former = service.leader
+
+    def takes_over() -> None:
+        service.take_over([])
+        if dies:
+            former.before(1, _die)
+
+    service.append("a", 1, "archived")
+    former.before(nth, takes_over)
+    for _ in range(3):
+        former.step(0)
+    former.before(0, lambda: None)
+    if service.former is former:
+        former.reshard(3)
+        former.step(0)
+        assert former.shipped == [0] * 3 or not any(former.shipped)
+
+
+def _die() -> None:
+    raise KilledError
+
+
+@pytest.mark.parametrize("nth", range(1, 24))
+def test_a_leader_begins_a_generation_between_two_requests_of_a_takeover(service: Archiving, nth: int) -> None:
+    follow_and_go_back(service)
+    service.append("a", 1, "archived")
+    service.take_over([], 0, nth, "ship")
+
+
+@pytest.mark.parametrize("nth", range(1, 17))
+def test_an_archive_is_closed_while_its_leader_begins_a_generation(service: Archiving, nth: int) -> None:
+    """`restore --take-over`: what the leader acknowledges is in what is restored, wherever it is."""
+    follow_and_go_back(service)
+    service.followers[0].close()  # type: ignore[union-attr]
+    service.followers[0] = None
+    service.append("a", 1, "archived")
+    service.leader.before(nth, lambda: close_archive(service.archive, service.world.clock, "another machine"))
+    for _ in range(4):
+        service.ship(0)
+    service.leader.before(0, lambda: None)
+    last = max(service.moments)
+    close_archive(service.archive, service.world.clock, "another machine")
+    service.archived_is_in_the_last_moment()
+    service.restore(1.0)
+    assert max(service.moments) == last
+
+
+def test_of_two_that_take_over_by_a_restore_one_succeeds(service: Archiving) -> None:
+    """Both succeeded, and so did one after a follower that had begun nothing in the archive yet: two led."""
+    service.append("a", 3, "archived")
+    for _ in range(3):
+        service.ship(0)
+    clock = service.world.clock
+    before = dict(service.bucket.objects)
+    for _ in range(2):  # a restore that failed is repeated
+        close_archive(service.archive, clock, "one")
+    with pytest.raises(TakenOverError, match="one took over from this service already"):
+        close_archive(service.archive, clock, "another")
+    service.bucket.objects.clear()
+    service.bucket.objects |= before
+    service.owner_id = service.leader.id
+    for _ in range(4):
+        service.follow([])
+    service.take_over([])
+    with pytest.raises(TakenOverError, match="use that one"):
+        close_archive(service.archive, clock, "one")
+    service.ship(0)
+    assert service.archive.generations() == [1, 2]
+    close_archive(service.archive, clock, "one")
+    with pytest.raises(AssertionError, match="all is shipped"):
+        service.ship_all()
+    assert service.leader.rig.shared.control.is_taken_over
+
+
+def test_the_last_moment_stays_until_the_next_generation_has_a_base(service: Archiving) -> None:
+    """It was pruned: there was nothing to restore until that base was whole."""
+    follow_and_go_back(service)
+    service.leader.helpers.hangs = True
+    service.append("b", 1, "disk")
+    service.ship(0)
+    assert (service.archive.generations(), service.archive.bases(2)) == ([1, 2], [])
+    service.prune(1, [])
+    service.restore(1.0)
+
+
+def test_what_a_generation_without_a_base_has_goes_with_it(service: Archiving) -> None:
+    """Its pieces, and files of its first base, stayed for ever."""
+    service.append("a", 3, "disk")
+    for _ in range(3):
+        service.ship(0)
+    service.copy_directory()
+    service.append("a", 3, "disk")
+    service.ship(0)
+    secret = b'"a secret"'
+    for _ in range(2):
+        service.put_copy_in_its_place()
+        service.leader.helpers.hangs = True
+        for _ in range(3):
+            service.leader.rig.append("a", secret)
+            service.leader.live["a"] = dict(shown(service.leader.rig)["a"])
+            service.ship(0)
+    service.put_copy_in_its_place()
+    service.leader.helpers.go_on()
+    service.append("a", 1, "disk")
+    for _ in range(3):
+        service.ship(0)
+    assert any(secret in body for body in service.bucket.objects.values())
+    service.prune(1, [])
+    assert not any(secret in body for body in service.bucket.objects.values())
+    newest = f"g{max(service.moments)[0]:08d}."
+    assert all(name.startswith((newest, "generations/")) for name in service.bucket.objects)
+
+
+@pytest.mark.long
+def test_a_pruning_that_is_killed_at_any_request_ends_next_time(service: Archiving) -> None:
+    """Pieces and files that only the bases needed which were gone already stayed for ever."""
+    for _ in range(4):
+        service.append("a", 7, "disk")
+        service.cut()
+        service.delete("a", 1.0, 1)
+        for _ in range(5):
+            service.append("d", 1, "disk")
+            service.ship(0)
+    assert len(service.archive.bases(1)) > 2
+    before_ms = service.world.clock.ms + 1
+
+    def pruned(nth: int) -> tuple[set[str], bool]:
+        here, is_killed = SimulatedBucket(), False
+        here.objects = dict(service.bucket.objects)
+        here.before(nth, _die)
+        try:
+            prune(Archive(here), before_ms)
+        except KilledError:
+            is_killed = True
+            assert check(Archive(here), lambda _done, _total: None) == []
+            prune(Archive(here), before_ms)
+        return set(here.objects), is_killed
+
+    expected, _ = pruned(0)
+    assert len(expected) < len(service.bucket.objects) - 20
+    for nth in itertools.count(1):
+        found, is_killed = pruned(nth)
+        with case(nth):
+            assert found == expected
+        if not is_killed:
+            break
+    assert nth > 20

@@ -47,7 +47,13 @@ def test_the_former_service_acknowledges_nothing_as_archived_any_more(tmp_path: 
         former.restart()
         poll("its next life notices, too", lambda: archiver(former)["taken_over"])
     run("archive", "verify", place)
-    with restored(place, tmp_path / "again", "--take-over") as again:  # nothing is closed twice
+    problem = run("restore", place, "--data-dir", tmp_path / "again", "--take-over", code=1)
+    assert f"({tmp_path / 'new'}) took over from this service already" in problem, "one succeeds"
+    assert not (tmp_path / "again").exists()
+    (tmp_path / "new").rename(tmp_path / "lost")
+    with restored(place, tmp_path / "new", "--take-over") as again:  # the same one may repeat it
+        assert read(again.client, "bank")[0] == acknowledged
+    with restored(place, tmp_path / "again") as again:
         assert read(again.client, "bank")[0] == acknowledged
 
 

@@ -84,7 +84,7 @@ class PageCache(OsFileSystem):
     def _sync(self, paths: list[str], fails: bool) -> None:
         for path in paths:
             extents, self._dirty[path] = self._dirty.get(path, []), []
-            if not fails and extents:
+            if not fails and extents and os.path.exists(path):  # a directory may be removed beside this
                 with open(path, "rb") as file:
                     content = file.read()
                 disk = self._disk.setdefault(path, bytearray())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -11,11 +12,15 @@ from topics.storage.archive_objects import (
     ArchiveDamagedError,
     Base,
     Piece,
+    Removal,
     base_name,
+    encode,
+    file_name,
     generation_name,
     joined,
     piece_name,
     read_whole,
+    removal_name,
 )
 
 Told = Callable[[int, int], None]
@@ -166,48 +171,91 @@ def _gap(base: Base, pieces: Iterable[Piece]) -> int | None:
 
 
 def prune(archive: Archive, before_ms: int, told: Told = tell_nobody) -> Pruned:
-    """Remove what only moments before `before_ms` need. The last moment of the newest generation always stays, and what
-    restored services still read: everything from the oldest base on that has a loan. It may run beside a backup. Raise
-    ArchiveDamagedError, OSError: what was not removed goes next time. `told` hears how many objects are gone of how
-    many in the generations that were looked at.
+    """Remove what only moments before `before_ms` need. The last moment always stays, and what restored services still
+    read: everything from the oldest base on that has a loan. It may run beside a backup. Raise ArchiveDamagedError,
+    OSError: what was not removed goes next time. `told` hears how many objects are gone of how many in the generations
+    that were looked at.
     """
-    removed = Pruned()
-    done = total = 0
+    removed: Counter[str] = Counter()
+    held: list[str] = []
+    total = 0
+
+    def gone(name: str) -> None:
+        removed[name.partition("/")[0].rpartition(".")[2]] += 1
+        told(removed.total(), total)
+
     shown = figures(archive)
+    newest = max((found.number for found in shown if found.bases), default=0)
     for found in shown:
-        is_newest = found is shown[-1]
-        bases = [archive.base(found.number, base.number)[0] for base in found.bases]
-        keep_from = next((at for at in range(len(bases) - 1, -1, -1) if bases[at].taken_ms <= before_ms), 0)
-        if not is_newest and (found.last_ms or 0) < before_ms:
-            keep_from = len(bases)
-        loans = archive.loans(found.number)
-        lent = [at for at in range(keep_from) if bases[at].number in loans]
-        keep_from = min([keep_from, *lent])
-        kept, superfluous = bases[keep_from:], bases[:keep_from]
-        kept_names = {ref.name for base in kept for ref in base.files}
-        first_kept = kept[0].first_piece if kept else (bases[0].first_piece + found.pieces if bases else 1)
-        pieces = range(bases[0].first_piece, first_kept) if bases else range(0)
-        names = sorted({ref.name for base in superfluous for ref in base.files} - kept_names)
-        # Bases first: no restore may begin with what is about to go.
-        going = [base_name(found.number, base.number) for base in superfluous]
-        going += [piece_name(found.number, piece_no) for piece_no in pieces]
-        going += names
-        if not kept and not is_newest:
-            going.append(generation_name(found.number))
-        total += len(going)
-        held = [*removed.loans, *(loans[bases[at].number] for at in lent)]
-        for at, name in enumerate(going):
-            if at == len(superfluous) > 0 and archive.loans(found.number) != loans:
-                break  # a restore has begun that may have seen these bases: it needs the rest
+        # Generations behind the newest moment have no base yet.
+        is_over = found.number < newest and (found.last_ms or 0) < before_ms
+        left = archive.removals(found.number)
+        going, lent = _superfluous(archive, found, before_ms, is_over)
+        listed = {name for removal in left for name in removal.names}
+        if names := [name for name in going if name not in listed]:
+            own = Removal(max((removal.number for removal in left), default=0) + 1, names)
+            archive.store.create(removal_name(found.number, own.number), encode(own))
+            left.append(own)
+        total += sum(len(removal.names) for removal in left) + is_over
+        for removal in left:
+            lent += _carry_out(archive, found.number, removal, gone)
+        held += lent
+        if is_over and not lent:
+            archive.store.delete(generation_name(found.number))
+            gone("generations")
+    return Pruned(**removed, loans=list(dict.fromkeys(held)))
+
+
+def _carry_out(archive: Archive, generation: int, removal: Removal, gone: Callable[[str], None]) -> list[str]:
+    """Remove what a removal names, and tell `gone` of each. Return the loans because of which some of it stays."""
+    bases = [name for name in removal.names if _base_of(name)]
+    # Bases first: no restore may begin with what is about to go. One that has begun needs the rest.
+    for names in (bases, [name for name in removal.names if not _base_of(name)]):
+        if lent := _loans_of(archive, generation, removal):
+            return lent
+        for name in names:
             archive.store.delete(name)
-            done += 1
-            told(done, total)
-        else:
-            removed = Pruned(
-                removed.generations + (not kept and not is_newest),
-                removed.bases + len(superfluous),
-                removed.pieces + len(pieces),
-                removed.files + len(names),
-                held,
-            )
-    return removed
+            gone(name)
+    archive.store.delete(removal_name(generation, removal.number))
+    return []
+
+
+def _superfluous(
+    archive: Archive, found: GenerationFigures, before_ms: int, is_over: bool
+) -> tuple[list[str], list[str]]:
+    """Return (the names of a generation's objects that no moment needs which stays, and no loan; the loans because of
+    which others stay).
+    """
+    bases = [archive.base(found.number, base.number)[0] for base in found.bases]
+    if not bases and not is_over:
+        return [], []
+    keep_from = next((at for at in range(len(bases) - 1, -1, -1) if bases[at].taken_ms <= before_ms), 0)
+    if is_over:
+        keep_from = len(bases)
+    loans = archive.loans(found.number)
+    lent = [at for at in range(keep_from) if bases[at].number in loans]
+    keep_from = min([keep_from, *lent])
+    superfluous, kept = bases[:keep_from], bases[keep_from:]
+    last = archive.last_piece(found.number, bases[-1].number if bases else 0)
+    # The first base may have come later than the first piece.
+    first = 1 if not bases or archive.has_piece(found.number, 1) else bases[0].first_piece
+    pieces = range(first, kept[0].first_piece if kept else last + 1)
+    kept_names = {ref.name for base in kept for ref in base.files}
+    names = sorted({ref.name for base in superfluous for ref in base.files} - kept_names)
+    if is_over and not lent:
+        names = archive.store.list(file_name(found.number, ""))
+    going = [base_name(found.number, base.number) for base in superfluous]
+    going += [piece_name(found.number, piece_no) for piece_no in pieces]
+    return going + names, [loans[bases[at].number] for at in lent]
+
+
+def _base_of(name: str) -> int:
+    """Return the number of the base that an object is; 0 for any other object."""
+    kind, _, number = name.partition("/")
+    return int(number) if kind.endswith(".bases") else 0
+
+
+def _loans_of(archive: Archive, generation: int, removal: Removal) -> list[str]:
+    """Return the loans of bases that are to go, or of older ones, which need what is newer, too."""
+    newest = max(map(_base_of, removal.names), default=0)
+    return [loan for base, loan in archive.loans(generation).items() if base <= newest]

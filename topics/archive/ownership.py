@@ -32,14 +32,37 @@ def require_own(archive: Archive, newest: Generation, last: Piece | None, servic
     )
 
 
+def require_open(archive: Archive, generation: int, service_id: str) -> None:
+    """Raise TakenOverError if another service has closed this generation, which may be pruned. A service
+    that begins the next one looks after that. So one that closes this one meanwhile finds the next one, or is found.
+    """
+    if not archive.has_generation(generation):
+        return
+    number = archive.last_piece(generation, max(archive.bases(generation), default=0))
+    last = archive.piece(generation, number)[0] if number else None
+    if last is not None and last.taken_over_by and last.taken_over_id != service_id:
+        raise _taken_over(archive, last.taken_over_by)
+
+
+def newest_generation(archive: Archive, service_id: str) -> Generation | None:
+    """Return the newest generation, but for those without a piece that others began: after a takeover nobody ships
+    there. Raise ArchiveDamagedError, OSError.
+    """
+    found = None
+    for number in reversed(archive.generations()):
+        found = archive.generation(number)
+        if found.service_id == service_id or archive.bases(number) or archive.last_piece(number, 0):
+            break
+    return found
+
+
 def shipping_problem(archive: Archive, service_id: str | None) -> str | None:
     """Return why the service with this id, None for one that has not begun, cannot ship; None if it can. Raise
     ArchiveDamagedError, OSError.
     """
-    numbers = archive.generations()
-    if not numbers:
+    newest = newest_generation(archive, service_id or "(new)")
+    if newest is None:
         return None
-    newest = archive.generation(numbers[-1])
     bases = archive.bases(newest.number)
     number = archive.last_piece(newest.number, bases[-1] if bases else 0)
     try:

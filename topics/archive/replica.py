@@ -423,7 +423,8 @@ class Replica:
         return any(self._archive.has_base(generation, number) for number in reversed(numbers))  # a list may be old
 
     def _close(self, generation: int, known: int, by: str) -> None:
-        if not take_over(self._archive, generation, self._clock, by, self.note.fence_id, known):
+        closing = take_over(self._archive, generation, self._clock, by, self.note.fence_id, known)
+        if closing.taken_over_id != self.note.fence_id:
             self.note = msgspec.structs.replace(self.note, fence_id="")
             raise BeginAnewError("another service has taken over already")
 

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from topics.archive.base_files import BaseFiles
-from topics.archive.ownership import OtherShipperError, require_own
+from topics.archive.ownership import OtherShipperError, newest_generation, require_open, require_own
 from topics.core.clock import Clock
 from topics.storage.archive_objects import (
     Archive,
@@ -103,15 +103,18 @@ class Shipper:
         went back, or its logs are others now.
         """
         logs, _ = self._moment()
-        numbers = self._archive.generations()
-        if numbers:
-            newest = self._archive.generation(numbers[-1])
+        newest = newest_generation(self._archive, self._service_id)
+        if newest is not None:
             last = self._load(newest)
             require_own(self._archive, newest, last, self._service_id)
+            if last is None:
+                require_open(self._archive, newest.number - 1, self._service_id)
             is_closed = last is not None and bool(last.taken_over_by)
             if not is_closed and self._goes_on(logs):
                 return
-        self._new_generation((numbers or [0])[-1] + 1, logs)
+        number = max(self._archive.generations(), default=0) + 1
+        self._new_generation(number, logs)
+        require_open(self._archive, number - 1, self._service_id)
 
     @property
     def is_based(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from topics.archive.restoring import Restore, WantedMoment, plan
-from topics.archive.taking_over import take_over
+from topics.archive.taking_over import close_archive
 from topics.cli.archive_shared import PLACE, fill_command, iso, mebibytes, show, time_ms
 from topics.core.clock import SystemClock
 from topics.progress import progress
@@ -63,9 +63,7 @@ def _run(options: argparse.Namespace) -> int:
     fs = OsFileSystem()
     archive = Archive(open_archive(fs, options.place))
     if options.take_over:
-        by = f"{socket.gethostname()} ({os.path.abspath(options.data_dir)})"
-        for generation in archive.generations()[-1:]:
-            take_over(archive, generation, SystemClock(), by)
+        close_archive(archive, SystemClock(), f"{socket.gethostname()} ({os.path.abspath(options.data_dir)})")
     topic, seq = options.to_seq or (None, 0)
     found = plan(archive, WantedMoment(options.to_ts, topic, seq))
     lender = None if options.copy else options.place

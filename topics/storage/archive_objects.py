@@ -5,12 +5,13 @@ in other languages.
     g<8 digits>.pieces/<12 digits>     the next bytes of all logs, in the order in which they were shipped
     g<8 digits>.bases/<12 digits>      a snapshot and the segments that it lists; its number is that of a piece
     g<8 digits>.files/<name>           a file of a segment, byte for byte
+    g<8 digits>.removals/<12 digits>   names of objects that are about to go, while they do
     loans/<8 digits>-<12 digits>-<id>  a restored service reads files of this base, which nobody may remove
 
 Every object is created once and never written over. So two services that ship into one generation
 cannot both succeed: the second one finds the number of its piece taken.
 
-A generation, a piece and a base are laid out as
+A generation, a piece, a base and a removal are laid out as
 
   0       8         12           16                                       -8
   ┌───────┬─────────┬────────────┬─────────────────────┬─────────┬──────────┐
@@ -172,7 +173,16 @@ class Base(msgspec.Struct, frozen=True):
     snapshot_bytes: int
 
 
-_Header = TypeVar("_Header", Generation, Piece, Base)
+class Removal(msgspec.Struct, frozen=True):
+    """The names of objects that nobody needs any more. A pruning removes them, then this object. If it is killed, the
+    next one does so.
+    """
+
+    number: int
+    names: list[str]
+
+
+_Header = TypeVar("_Header", Generation, Piece, Base, Removal)
 
 
 def generation_name(number: int) -> str:
@@ -194,6 +204,10 @@ def file_name(generation: int, name: str) -> str:
 def loan_name(generation: int, base: int) -> str:
     """Return a name for a new loan."""
     return f"{_LOANS}/{generation:08d}-{base:012d}-{secrets.token_hex(8)}"
+
+
+def removal_name(generation: int, number: int) -> str:
+    return f"g{generation:08d}.removals/{number:012d}"
 
 
 def encode(header: msgspec.Struct, payload: Iterable[Bytes] = ()) -> bytes:
@@ -304,18 +318,26 @@ class Archive:
     def has_base(self, generation: int, number: int) -> bool:
         return self.store.exists(base_name(generation, number))
 
+    def removals(self, generation: int) -> list[Removal]:
+        """Return the removals that are under way, or were when somebody was killed."""
+        names = self.store.list(removal_name(generation, 0)[:-12])
+        return [self._header(name, Removal)[0] for name in names]
+
+    def has_piece(self, generation: int, number: int) -> bool:
+        return self.store.exists(piece_name(generation, number))
+
     def piece(self, generation: int, number: int) -> tuple[Piece, memoryview]:
         return self._header(piece_name(generation, number), Piece)
 
     def last_piece(self, generation: int, known: int) -> int:
         """Return the number of the last piece, when there is one of number `known` (0: there may be none)."""
         step = 1
-        while self._has_piece(generation, known + step):
+        while self.has_piece(generation, known + step):
             step *= 2
         low, high = known + step // 2, known + step
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._has_piece(generation, middle) else (low, middle)
+            low, high = (middle, high) if self.has_piece(generation, middle) else (low, middle)
         return low
 
     def loans(self, generation: int) -> dict[int, str]:
@@ -327,9 +349,6 @@ class Archive:
         """Raise ArchiveDamagedError if these are not the bytes of the file."""
         if len(content) != ref.size_bytes or xxh3_64_intdigest(content) != ref.digest:
             raise ArchiveDamagedError(f"{self.store.place(ref.name)}: is not what was shipped, its checksum differs")
-
-    def _has_piece(self, generation: int, number: int) -> bool:
-        return self.store.exists(piece_name(generation, number))
 
     def _header(self, name: str, kind: type[_Header]) -> tuple[_Header, memoryview]:
         found = decode(read_whole(self.store, name), kind, self.store.place(name))
