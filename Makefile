@@ -146,7 +146,7 @@ oldspark: $(STAMP) ## the tests of batches on PySpark 4.0 and 4.1, each in an en
 fuzz: $(STAMP) ## a long fuzz of every route: no 500, no hang, nothing left behind
 	TOPICS_FUZZ_REQUESTS=30000 TOPICS_FUZZ_EXAMPLES=1000 $(BIN)/pytest --timeout 3600 tests/e2e/test_fuzz.py tests/contract/test_openapi.py
 
-archive-sim: $(STAMP) ## archives against a model, with a simulated bucket: 100,000 schedules, some seven hours of one core, on all there are; goes on where it was ended; EXAMPLES=1000 is a sample, FIRST= a seed
+archive-sim: $(STAMP) ## archives against a model, with a simulated bucket: 100,000 schedules, some twelve hours of one core, on all there are; goes on where it was ended; EXAMPLES=1000 is a sample, FIRST= a seed
 	$(BIN)/python -m tests.archive.schedules --schedules $(or $(EXAMPLES),100000) --first-seed $(or $(FIRST),1)
 
 failover: $(STAMP) ## leaders are killed under load and followers take over, with a ledger; ROUNDS=100

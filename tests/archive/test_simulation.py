@@ -554,3 +554,22 @@ def test_a_pruning_that_is_killed_at_any_request_ends_next_time(service: Archivi
         if not is_killed:
             break
     assert nth > 20
+
+
+def test_a_former_leader_notices_when_its_generations_are_pruned(service: Archiving) -> None:
+    """It took writes on: nothing in the archive said that it had ever been there. Found by seed 36."""
+    for _ in range(2):
+        service.append("a", 3, "disk")
+        for _ in range(3):
+            service.ship(0)
+        for _ in range(4):
+            service.follow([])
+        former = service.leader
+        service.take_over([])
+        for _ in range(3):
+            service.ship(0)
+        service.prune(1, [])
+        assert len(service.archive.generations()) == 1
+        former.restart()
+        former.step(0)
+        assert former.rig.shared.control.is_taken_over

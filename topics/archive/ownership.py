@@ -23,9 +23,9 @@ def require_own(archive: Archive, newest: Generation, last: Piece | None, servic
         return
     if newest.service_id == service_id:
         return
-    for number in archive.generations()[:-1]:
-        if archive.generation(number).service_id == service_id:
-            raise _taken_over(archive, f"service {newest.service_id}")
+    former = (archive.generation(number).service_id for number in archive.generations()[:-1])
+    if service_id in newest.former_ids or service_id in former:
+        raise _taken_over(archive, f"service {newest.service_id}")
     raise OtherShipperError(
         f"{archive.store.place('')} has the archive of service {newest.service_id}, this is service {service_id}: give"
         " each service a place of its own (a restored directory is a service of its own)"

@@ -113,7 +113,7 @@ class Shipper:
             if not is_closed and self._goes_on(logs):
                 return
         number = max(self._archive.generations(), default=0) + 1
-        self._new_generation(number, logs)
+        self._new_generation(number, logs, _former_ids(newest, self._service_id))
         require_open(self._archive, number - 1, self._service_id)
 
     @property
@@ -254,10 +254,11 @@ class Shipper:
                 return False
         return True
 
-    def _new_generation(self, number: int, logs: list[LogPlace]) -> None:
+    def _new_generation(self, number: int, logs: list[LogPlace], former_ids: list[str]) -> None:
         self._forget()
-        log_ids = [log.log_id for log in logs]
-        generation = Generation(number, self._service_id, self._clock.now_ms(), log_ids, self._nonce, self._epoch_mask)
+        own_id, log_ids = self._service_id, [log.log_id for log in logs]
+        now_ms = self._clock.now_ms()
+        generation = Generation(number, own_id, now_ms, log_ids, self._nonce, self._epoch_mask, former_ids)
         self._create(generation_name(number), encode(generation))
         self._generation = generation
 
@@ -375,3 +376,10 @@ class Shipper:
             is_behind = any(end.shard == start.shard and end.position > start.position for end in piece.ends)
             low, high = (low, middle) if is_behind else (middle, high)
         return high
+
+
+def _former_ids(newest: Generation | None, service_id: str) -> list[str]:
+    """Return the services that were taken over from before this one begins a generation."""
+    if newest is None:
+        return []
+    return newest.former_ids + [newest.service_id] * (newest.service_id != service_id)

@@ -129,6 +129,8 @@ class Generation(msgspec.Struct, frozen=True):
     nonce: str
     epoch_mask: int = 0
     """Makes epochs of topic ids (`storage/service_id.py`)."""
+    former_ids: list[str] = []
+    """The services that were taken over from, whose generations may be pruned."""
 
     @property
     def shards(self) -> int:
