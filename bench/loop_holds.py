@@ -193,7 +193,7 @@ def delete_many(probed: Probed) -> None:
     body = json.dumps({"records": [{"data": n, "tag": f"t:{n % 3}"} for n in range(10_000)]}).encode()
     for _ in range(30):
         probed.ask("POST", "/v0/topics/tagged", body)
-    probed.ask("POST", "/v0/topics/tagged/delete", {"match": ["t:1"]})
+    probed.ask("POST", "/v0/topics/tagged/delete", {"match": "t:1"})
     probed.ask("POST", "/v0/topics/tagged/delete", {"before_seq": 200_000})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import cast
@@ -31,7 +32,7 @@ def test_many_watches_are_renewed_while_others_have_their_turns() -> None:
 
     async def test() -> None:
         watches = Shard().watches()
-        handles = [watches.add(0, f"t{n}", None, lambda n=n: fired.append(n)) for n in range(count)]
+        handles = [watches.add(0, f"t{n}", None, partial(fired.append, n)) for n in range(count)]
         watches.add(1, "elsewhere", None, lambda: fired.append(-1))
         watches.renew(0)
         handles[-1].cancel()

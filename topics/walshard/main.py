@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final
 
+from topics import garbage
 from topics.core.clock import Clock, SystemClock
 from topics.core.fold import FoldError
 from topics.core.governor import Brake
@@ -46,6 +47,7 @@ def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) 
     started again at once.
     """
     arm_as_told(settings.test_kill_at, incarnation)
+    garbage.only_young()
     clock = SystemClock()
     cell = shared.control.cell(Role.WALSHARD, index)
     cell.begin_life(incarnation, clock.now_ms(), ProcessState.RECOVERING)
