@@ -13,15 +13,7 @@ import topics
 
 ROOT = Path(topics.__file__).parent
 # Modules that everybody above them may use and that use nothing of ours but each other's betters.
-BASE = {
-    "topics",
-    "topics.settings",
-    "topics.setting_values",
-    "topics.log",
-    "topics.garbage",
-    "topics.terminal",
-    "topics.progress",
-}
+BASE = {"topics", "topics.settings", "topics.setting_values", "topics.log", "topics.terminal", "topics.progress"}
 PROCESSES = {"topics.walshard", "topics.frontend", "topics.compactor", "topics.archive"}
 SHARED = BASE | {"topics.api", "topics.core", "topics.storage", "topics.shm"}
 MAY_IMPORT = {
@@ -31,7 +23,6 @@ MAY_IMPORT = {
     "topics.setting_values": {"topics.core"},
     "topics.settings": {"topics.core", "topics.setting_values"},
     "topics.log": set[str](),
-    "topics.garbage": set[str](),
     "topics.terminal": set[str](),
     "topics.progress": set[str](),
     "topics.storage": {"topics.core"},

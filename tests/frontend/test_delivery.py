@@ -22,7 +22,7 @@ from topics.core.scheduler import AGE_FULL_MS
 from topics.frontend.entry import limits
 from topics.frontend.entry.stalled_clients import STALL_CUT_MS, STALL_MAX_MS
 from topics.frontend.live import delivery, step_cache
-from topics.frontend.live.channels import PER_TURN_MAX
+from topics.frontend.live.channels import PER_TURN_MAX, Channel
 from topics.frontend.live.delivery import FAN_OUT_STEP, JOIN_STEP
 from topics.frontend.live.step_cache import KnownTopics
 from topics.frontend.reads.reading import RecordPage
@@ -125,6 +125,30 @@ def test_a_stream_that_could_not_be_opened_leaves_nothing_to_those_behind_it(
         await delivered(wire, [1, 2])
         await delivered(good, [1], "s")
         live.hub.close(connection)
+
+    on_loop(tmp_path, test)
+
+
+def test_streams_that_have_ended_leave_no_channel_to_the_garbage_collector(tmp_path: Path) -> None:
+    def channels() -> int:
+        return sum(type(one) is Channel for one in gc.get_objects())
+
+    async def test(live: Live) -> None:
+        for name in ("s", "t"):
+            await live.write(name)
+        before = channels()
+        wires = [live.follow({"s": 0, "t": 0}) for _ in range(3)]
+        await until(lambda: all(wire.seqs("t") == [1] for wire, _ in wires))
+        assert channels() == before + 2
+        gc.disable()
+        try:
+            wires[0][0].vanish()
+            live.hub.close(wires[1][1])
+            live.hub.close(wires[2][1])
+            await turns()
+            assert channels() == before
+        finally:
+            gc.enable()
 
     on_loop(tmp_path, test)
 

@@ -10,7 +10,6 @@ from typing import Final
 
 import uvloop
 
-from topics import garbage
 from topics.core.clock import SystemClock
 from topics.core.keys import KeyRing
 from topics.frontend.app import StartGate
@@ -30,7 +29,6 @@ from topics.storage.filesystem import OsFileSystem
 from topics.storage.segment_store import open_store
 
 HEARTBEAT_S: Final = 0.25
-COLLECT_MS: Final = 60_000
 HEADER_BYTES_MIN: Final = 64 * 1024
 
 
@@ -66,16 +64,10 @@ async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, l
         frontend.drain()
         shutdown.set()
 
-    collected_ms = process.clock.monotonic_ms()
-
     def beat() -> None:
-        nonlocal collected_ms
         cell.set("heartbeat_ms", process.clock.now_ms())
         cell.clock_offset_ms = frontend.expiry.trusted_offset_ms()  # also when nobody reads
         cell.set("connections", len(connections.open))
-        if not connections.open and process.clock.monotonic_ms() - collected_ms >= COLLECT_MS:
-            collected_ms = process.clock.monotonic_ms()
-            gc.collect()  # what left a cycle against all expectations; it holds up nobody
         frontend.reader.sweep()
         loop.call_later(HEARTBEAT_S, beat)
 
@@ -87,9 +79,16 @@ async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, l
         frontend.coordinator.start(janitor=process.index == 0)
     FrontendPressure(control, cell, frontend.hub, frontend.gateway).start()
     beat()
-    garbage.only_young()
+    # What is set up lives as long as the process, so the collector need not look at it again and again.
+    gc.collect()
+    gc.freeze()
     shards = [control.cell(Role.WALSHARD, shard) for shard in range(process.shared.shards)]
-    app = StartGate(frontend.app, shards, settings.shard_wait_ms / 1000, lambda: frontend.arenas.learn(Slices()))
+
+    async def learn() -> None:
+        await frontend.arenas.learn(Slices())
+        gc.freeze()  # nor at the names of a hundred thousand topics, which takes over 10 ms
+
+    app = StartGate(frontend.app, shards, settings.shard_wait_ms / 1000, learn)
     try:
         await serve(
             app if settings.cors_origins is None else Cors(app, settings.cors_origins),

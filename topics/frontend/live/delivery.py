@@ -171,6 +171,7 @@ class Hub:
         if not channel.members:
             assert channel.watch is not None
             channel.watch.cancel()
+            channel.watch = None  # which names the channel: both would be left to the garbage collector
             self._undurable.pop(channel, None)
             self.ready.discard(channel)
             self._topics.forget(name)

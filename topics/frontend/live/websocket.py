@@ -28,7 +28,7 @@ from topics.frontend.entry.responses import encode_json, send_error
 from topics.frontend.entry.stalled_clients import ReadProgress
 from topics.frontend.live import websocket_commands
 from topics.frontend.live.channels import StreamConnection
-from topics.frontend.live.delivery import Hub
+from topics.frontend.live.delivery import JOIN_STEP, Hub
 from topics.frontend.live.event_streams import StreamSlots
 from topics.frontend.live.following import check_starts, follow
 from topics.frontend.live.socket_outbox import SocketOutbox, Subscription
@@ -41,7 +41,6 @@ from topics.frontend.reads.reading import TopicReader
 from topics.frontend.routes import append
 from topics.frontend.routes import operations as api
 from topics.frontend.routes.append import AppendRoute
-from topics.frontend.shards.arenas import Slices
 from topics.frontend.shards.gateway import stopping
 from topics.log import get_logger
 from topics.settings import Settings
@@ -252,14 +251,15 @@ class Socket:
         # because its messages count with it.
         self._unfollow([*ended, *starts])
         self._outbox.add(encode_json({"op": "subscribed", "request_id": command.request_id, "topics": topics}))
-        slices = Slices()
-        for name, (ref, from_seq, _state) in found.items():
+        for at, (name, (ref, from_seq, _state)) in enumerate(found.items(), 1):
             if hub.draining or self._over.done():
                 return
             spec = hub.share(StreamSpec((name,), (ref.view.topic_id,), options, command.strong, MESSAGES))
             push = Subscription(self._outbox, partial(self.end, GOING_AWAY, _ENDED_BY_HUB), self._abort)
             self._subscriptions[name] = hub.open(push, spec.start({name: from_seq}), 0)
-            await slices.yield_if_over()
+            if at % JOIN_STEP == 0:
+                self.end_forbidden()
+                await asyncio.sleep(0)
         # The keys may have changed while the answer waited for room.
         self.end_forbidden()
 

@@ -264,12 +264,11 @@ class Spills:
         size_bytes = self._sizes.pop(request_id, None)
         if size_bytes is None:
             return
+        self.budget.release(size_bytes)
         if size_bytes <= SPILL_INLINE_BYTES_MAX:
             _remove(self.path(request_id))
-            self.budget.release(size_bytes)
-        else:
-            removing = asyncio.get_running_loop().run_in_executor(None, _remove, self.path(request_id))
-            removing.add_done_callback(lambda _: self.budget.release(size_bytes))
+        else:  # 64 MB take 10 ms
+            asyncio.get_running_loop().run_in_executor(None, _remove, self.path(request_id))
 
 
 def _remove(path: str) -> None:

@@ -1,21 +1,19 @@
-"""Frontends and shards do without looks of the garbage collector at all objects: what ends there leaves no cycle."""
+"""A shard does without looks of the garbage collector at all of its objects: a topic that ends leaves no cycle."""
 
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.frontend.live import Live, on_loop, turns, until
 from tests.walshard.rig import Rig
-from topics import garbage
 from topics.core.config import TopicConfig
 from topics.core.topic import Topic
 from topics.shm.queue_messages import Ack, Claim
 from topics.shm.topic_messages import DeleteTopic, PutTopic
+from topics.walshard.main import collect_only_young
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +32,7 @@ def test_old_objects_are_not_looked_at() -> None:
         if phase == "start":
             looks.append(info["generation"])
 
-    garbage.only_young()
+    collect_only_young()
     gc.callbacks.append(note)
     try:
         kept: list[list[object]] = []
@@ -64,22 +62,3 @@ def test_a_deleted_topic_leaves_nothing_to_the_collector(tmp_path: Path, kind: s
     rig.run()
     assert topics_in_memory() == 0
     rig.close()
-
-
-def test_a_stream_that_has_ended_leaves_nothing_to_the_collector(tmp_path: Path) -> None:
-    async def test(live: Live) -> None:
-        for name in ("s", "t"):
-            await live.write(name)
-        wires = [live.follow({"s": 0, "t": 0}) for _ in range(3)]
-        await until(lambda: all(wire.seqs("t") == [1] for wire, _ in wires))
-        gc.collect()
-        gc.disable()
-        ended = [weakref.ref(connection) for _, connection in wires]
-        wires[0][0].vanish()
-        live.hub.close(wires[1][1])
-        live.hub.drain()
-        wires.clear()
-        await turns()
-        assert [one() for one in ended] == [None] * 3
-
-    on_loop(tmp_path, test)
