@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
 import pytest
 

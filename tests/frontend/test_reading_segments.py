@@ -306,11 +306,11 @@ def test_only_so_many_segments_stay_open(
 ) -> None:
     monkeypatch.setattr(files, bound, 64)
     hosting.make("t")
-    fill(hosting, 2 * 64, plain=True)
-    hosting.checkpoint("t", records_max)
+    fill(hosting, 130, plain=True)
+    hosting.checkpoint("t", records_max=records_max)
     reader = TopicReader(hosting.arenas, hosting.reader.stores.logs, 1, hosting.clock)
     options = PageOptions(limit=records_max, max_batch_bytes=1 << 20)
-    for from_seq in range(0, 2 * 64, records_max):
+    for from_seq in range(0, 130, records_max):
         assert reader.read_page(reader.get("t"), from_seq, options).count
     assert open_files().count(str(hosting.data_path("t", 1).parent)) == 2 * (64 // records_max)
 

@@ -47,7 +47,6 @@ class Upkeep:
     def sweep(self) -> Steps[None]:
         """Once a second, expire records of topics that nobody touches, free memory, and collect idle sessions."""
         yield from self._deletes.sweep()
-        self._catalog.shrink_rings()
         yield from self._sessions.collect()
         self._files.drop_replaced()
         self._files.mark_again()

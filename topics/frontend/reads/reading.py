@@ -75,7 +75,7 @@ def _evicted(view: TopicView, seq: int, reason: EvictReason) -> TopicView:
     return view._replace(evict_floor=seq, evict_reason=int(reason), evict_run_seq=run_seq)
 
 
-SCAN_MAX: Final = 2048
+SCAN_MAX: Final = 1024
 """About the most records examined for one page: filtering a long log must not block the event loop. Each takes up to
 4 µs.
 """
