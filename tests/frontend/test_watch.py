@@ -225,7 +225,7 @@ def test_a_restarted_shard_hears_of_the_open_streams(tmp_path: Path) -> None:
 def test_a_restarted_shard_hears_of_many_streams_while_others_have_their_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one that ends meanwhile it hears before its end, or it would not take its positions."""
+    """It hears of one that ends meanwhile before its end, or it would not take its positions."""
     monkeypatch.setattr(watch, "TOLD_AT_ONCE", 2)
 
     async def test(live: Live) -> None:

@@ -101,7 +101,7 @@ def test_a_board_shows_what_was_shown_last(identity: str) -> None:
 
 
 def test_routers_that_are_not_shown_are_looked_for_once(identity: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is one missed that takes the slot of another."""
+    """No reader misses one that takes the slot of another."""
     shared = SharedObject.create(f"/topics-{identity}-routed-1", BOARD_BYTES, BOARD_RESERVE_BYTES)
     looks, slots = 0, RouterBoard.slots
 

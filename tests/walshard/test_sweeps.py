@@ -1,4 +1,4 @@
-"""What a shard does once a second for all of its topics is done in turns, between which others are served."""
+"""A shard looks at all of its topics once a second in turns, between which others are served."""
 
 from __future__ import annotations
 

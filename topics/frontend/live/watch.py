@@ -106,7 +106,7 @@ class SessionClient:
         self._open: dict[int, tuple[int, str]] = {}
         """The shard and the wid of each open stream, by its number."""
         self._untold: dict[int, tuple[int, str]] = {}
-        """Those of them of which a restarted shard has yet to hear."""
+        """The same of the streams of which a restarted shard has yet to hear."""
         gateway.on_restart(self._tell_restarted)
 
     async def create(self, session: Session) -> str:
