@@ -520,7 +520,7 @@ def test_frames_of_one_topic_are_coalesced(tmp_path: Path) -> None:
         wire, other = follow_live(live, "t")[0], follow_live(live, "other")[0]
         await until(lambda: wire.kinds() == other.kinds() == ["caught-up"])
         live.clock.ms += 1_000
-        live.hub.coalesce_ms = 20.0
+        live.hub.coalesce_ms = 500.0  # by the loop's clock: ten writes take less
         await live.write("t")
         await delivered(wire, [1])
         for _ in range(9):
@@ -529,7 +529,7 @@ def test_frames_of_one_topic_are_coalesced(tmp_path: Path) -> None:
         await delivered(other, [1], "other")
         assert wire.seqs() == [1], "it was served only just now"
         assert live.hub.waiting_ms("t") == 0
-        live.clock.ms += 20
+        live.clock.ms += 500
         await until(lambda: wire.seqs() == numbers(10))
         assert wire.kinds() == ["caught-up", "record", "record"]
 
