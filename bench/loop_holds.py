@@ -1,9 +1,10 @@
-"""`python -m bench.loop_holds`: the longest time that a frontend's event loop is held by one piece of work.
+"""`python -m bench.loop_holds`: the longest time that a frontend's event loop, or a shard, is held by one thing.
 
-Everybody who is connected to a frontend waits meanwhile, so nothing may hold a loop for more than 10 ms. A service of
-one frontend runs with `bench.loop_probe` in it while it is asked for what takes long: a first list after a start with
-50,000 topics, metrics, pages and bodies of the largest size, a thousand streams. CPU time is what counts: by the clock
-a hold is longer when others use the processor. `--markdown` puts the table into docs/benchmarks.md.
+Everybody who is connected to a frontend waits meanwhile, and everybody who asks the shard. So nothing may hold either
+for more than 10 ms. A service of one frontend and two shards runs with `bench.loop_probe` in it while it is asked for
+what takes long: a first list after a start with 50,000 topics, metrics, pages and bodies of the largest size, many
+streams, many routers. CPU time is what counts: by the clock a hold is longer when others use the processor.
+`--markdown` puts the table into docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -26,6 +28,7 @@ import httpx
 from bench import figures, machine, wire
 from bench.load import Plan, closed_loop, pin
 from bench.watchers import WatchPlan, deliver
+from tests.contract.socket_client import Socket
 from tests.harness import Service
 
 ROOT: Final = Path(__file__).parents[1]
@@ -56,12 +59,30 @@ class Hold(NamedTuple):
         return cls(int(at_ns), int(cpu_us), int(clock_us), where[0] if where else "")
 
 
-class Row(NamedTuple):
-    """The effect of a piece of work on the loop: its longest hold, and how many were over the bound."""
+class Held(NamedTuple):
+    """The effect of a piece of work on the processes of one role: the longest hold, and how many are over the bound."""
 
-    what: str
     longest: Hold | None
     over: int
+
+    @classmethod
+    def of(cls, holds: list[Hold]) -> Held:
+        longest = max(holds, key=lambda one: one.cpu_us, default=None)
+        return cls(longest, sum(one.cpu_us > MOST_US for one in holds))
+
+    def cells(self) -> str:
+        """Return its cells of a line of the table."""
+        if self.longest is None:
+            return "< 3 | < 6 | 0"
+        return f"{self.longest.cpu_us / 1000:.1f} | {self.longest.clock_us / 1000:.1f} | {self.over}"
+
+
+class Row(NamedTuple):
+    """The effect of a piece of work."""
+
+    what: str
+    frontend: Held
+    shards: Held
 
 
 class Probed:
@@ -73,21 +94,19 @@ class Probed:
         self.topics = topics
         self._directory = directory
 
-    def holds(self, from_ns: int) -> list[Hold]:
-        """Return the holds since then, of all lives of the frontend."""
-        lines = [line for path in self._directory.iterdir() for line in path.read_text().splitlines()]
-        return [hold for hold in map(Hold.read, lines) if hold.at_ns >= from_ns]
+    def held(self, role: str, from_ns: int) -> Held:
+        """Return what held the processes of this role since then, over all of their lives."""
+        lines = [line for path in self._directory.glob(f"{role}-*") for line in path.read_text().splitlines()]
+        return Held.of([hold for hold in map(Hold.read, lines) if hold.at_ns >= from_ns])
 
     def row(self, what: str, work: Callable[[Probed], object]) -> Row:
-        """Do the work and return what it did to the loop."""
+        """Do the work and return what it did to the loops."""
         time.sleep(SETTLE_S)
         from_ns = time.monotonic_ns()
         work(self)
         time.sleep(SETTLE_S)
-        held = self.holds(from_ns)
-        longest = max(held, key=lambda one: one.cpu_us, default=None)
-        row = Row(what, longest, sum(one.cpu_us > MOST_US for one in held))
-        print(f"  {what}: {longest}, {row.over} over", file=sys.stderr, flush=True)
+        row = Row(what, self.held("frontend", from_ns), self.held("shard", from_ns))
+        print(f"  {what}:\n    frontend {row.frontend}\n    shards {row.shards}", file=sys.stderr, flush=True)
         return row
 
     def load(self, connections: list[list[bytes]], rounds: int = 1) -> None:
@@ -99,9 +118,13 @@ class Probed:
         return self.service.client.request(method, path, content=content, headers=headers).raise_for_status()
 
 
+def spread(requests: list[bytes]) -> list[list[bytes]]:
+    """Spread requests over 16 connections."""
+    return [requests[n::16] for n in range(16)]
+
+
 def make_topics(probed: Probed) -> None:
-    requests = [wire.write(f"t-{number:06}", 1) for number in range(probed.topics)]
-    probed.load([requests[n::16] for n in range(16)])
+    probed.load(spread([wire.write(f"t-{number:06}", 1) for number in range(probed.topics)]))
 
 
 def restart(probed: Probed) -> None:
@@ -146,6 +169,103 @@ def use_queue(probed: Probed) -> None:
         jobs = probed.ask("POST", "/v0/topics/jobs/claim", {"node": "n", "max": 1000}).json()["claimed"]
         acks = {"seqs": [job["$seq"] for job in jobs], "lease_ids": [job["lease_id"] for job in jobs]}
         probed.ask("POST", "/v0/topics/jobs/ack", {"node": "n"} | acks)
+
+
+def write_attributes(probed: Probed) -> None:
+    """Write 10,000 records with a tag and meta, in less than 1 MiB."""
+    record = {"data": 1, "tag": "a:b", "meta": {"k": "v"}}
+    for _ in range(5):
+        probed.ask("POST", "/v0/topics/attributed", {"records": [record] * 10_000})
+
+
+def leave_out(probed: Probed) -> None:
+    """Ask for the records of others where there are none: a page is looked through for each answer."""
+    record = {"data": 1, "node": "me"}
+    for _ in range(2):
+        probed.ask("POST", "/v0/topics/own", {"records": [record] * 10_000})
+    for _ in range(5):
+        probed.ask("POST", "/v0/topics/own/diff", {"from_seq": 0, "limit": 1000, "node": "me"})
+
+
+def delete_many(probed: Probed) -> None:
+    """Delete by tag and by seq out of 300,000 records."""
+    probed.ask("PUT", "/v0/topics/tagged", {})
+    body = json.dumps({"records": [{"data": n, "tag": f"t:{n % 3}"} for n in range(10_000)]}).encode()
+    for _ in range(30):
+        probed.ask("POST", "/v0/topics/tagged", body)
+    probed.ask("POST", "/v0/topics/tagged/delete", {"match": "t:1"})
+    probed.ask("POST", "/v0/topics/tagged/delete", {"before_seq": 200_000})
+
+
+def bury_and_redrive(probed: Probed) -> None:
+    probed.ask("PUT", "/v0/topics/mortal", {"type": "queue", "max_deliveries": 1, "dead_letter": "dead"})
+    probed.ask("POST", "/v0/topics/mortal", wire.write_body(1000))
+    jobs = probed.ask("POST", "/v0/topics/mortal/claim", {"node": "n", "max": 1000}).json()["claimed"]
+    acks = {"seqs": [job["$seq"] for job in jobs], "lease_ids": [job["lease_id"] for job in jobs]}
+    probed.ask("POST", "/v0/topics/mortal/nack", {"node": "n"} | acks)
+    for _ in range(10):
+        probed.ask("POST", "/v0/topics/mortal/claim", {"node": "n", "max": 1000})
+    time.sleep(1.5)
+    probed.ask("POST", "/v0/topics/mortal/redrive", {"from": "dead", "max": 1000})
+
+
+def expire_many(probed: Probed) -> None:
+    """Let the records of many topics expire in the same second."""
+    names = [f"ttl-{number:05}" for number in range(min(5000, probed.topics))]
+    probed.load(spread([wire.put(f"/v0/topics/{name}", b'{"ttl_ms": 1000}') for name in names]))
+    probed.load(spread([wire.write(name, 1) for name in names]))
+    time.sleep(3.5)
+    probed.ask("GET", "/v0/topics?prefix=ttl-&page_size=1000")
+
+
+def list_expired(probed: Probed) -> None:
+    """List 1,000 topics whose records have expired, before their shards look."""
+    names = [f"ttl-{number:05}" for number in range(min(1000, probed.topics))]
+    probed.load(spread([wire.write(name, 1) for name in names]))
+    time.sleep(1.05)
+    probed.ask("GET", "/v0/topics?prefix=ttl-&page_size=1000")
+
+
+def route_many(probed: Probed) -> None:
+    """Make routers, then list them, and the topics that they copy into; then delete a topic that many copy from."""
+    routers = min(2000, probed.topics)
+    bodies = [b'{"source": "t-000000", "dest": "copy-%05d"}' % number for number in range(routers)]
+    probed.load(spread([wire.put(f"/v0/routers/r-{number:05}", body) for number, body in enumerate(bodies)]))
+
+
+def list_routers(probed: Probed) -> None:
+    for _ in range(3):
+        probed.ask("GET", "/v0/routers?page_size=1000&prefix=r-0")
+        probed.ask("GET", "/v0/topics?prefix=copy-&page_size=1000")
+
+
+def unroute_many(probed: Probed) -> None:
+    probed.ask("DELETE", "/v0/topics/t-000000")
+
+
+def subscribe_many(probed: Probed) -> None:
+    """Subscribe to 256 topics over a WebSocket, again and again."""
+    names = [f"t-{number:06}" for number in range(1, 257)]
+    with Socket(probed.service) as socket:
+        for request_id in range(10):
+            socket.send("subscribe", request_id=request_id, topics=names, tail=True)
+            while socket.next()["op"] != "subscribed":
+                pass
+
+
+def lose_a_shard(probed: Probed) -> None:
+    """Kill a shard while 40 streams follow 10,000 topics."""
+    names = [f"t-{number:06}" for number in range(1, min(10_241, probed.topics))]
+    client = probed.service.client
+    with ExitStack() as streams:
+        for begin in range(0, len(names), 256):
+            watch: dict[str, object] = {"topics": {name: {"tail": True} for name in names[begin : begin + 256]}}
+            path = probed.ask("POST", "/v0/watch", watch).json()["stream_url"]
+            streams.enter_context(client.stream("GET", path, headers={"Accept": "text/event-stream"}))
+        time.sleep(0.5)
+        probed.service.wait_healed(probed.service.kill("walshard", 0))
+        time.sleep(1.0)
+    time.sleep(12.0)  # the watches without a listener end
 
 
 def open_streams(probed: Probed, streams: int = 1000) -> None:
@@ -207,18 +327,31 @@ WORK: Final[dict[str, Callable[[Probed], object]]] = {
     "streams of 256 topics are opened": watch_many,
     "2,000 connections ask at once (a turn with many requests)": connect_many,
     "1,000 streams, opened 100 at once (a turn with many requests)": open_streams,
+    "writes of 10,000 records with tag and meta": write_attributes,
+    "pages without one writer, who wrote everything": leave_out,
+    "deletes by tag and by seq out of 300,000": delete_many,
+    "1,000 jobs become dead letters, and come back": bury_and_redrive,
+    "5,000 topics expire in the same second": expire_many,
+    "1,000 topics that have expired are listed": list_expired,
+    "a WebSocket subscribes to 256 topics": subscribe_many,
+    "2,000 routers are made, 16 writers": route_many,
+    "1,000 routers, and what they copy into, are listed": list_routers,
+    "the source of 2,000 routers is deleted": unroute_many,
+    "a shard dies while 40 streams follow 10,000 topics": lose_a_shard,
+    "the OpenAPI document and its page": gets("/v0/openapi.json", "/v0/docs"),
 }
 
 
 def table(rows: list[Row]) -> str:
-    lines = ["| work | longest hold, CPU ms | by the clock, ms | over 10 ms of CPU | where |", "|---|---|---|---|---|"]
-    for what, longest, over in rows:
-        if longest is None:
-            lines.append(f"| {what} | < 3 | < 6 | 0 | |")
-        else:
-            cpu_ms, clock_ms = longest.cpu_us / 1000, longest.clock_us / 1000
-            where = longest.where if longest.cpu_us > MOST_US else ""
-            lines.append(f"| {what} | {cpu_ms:.1f} | {clock_ms:.1f} | {over} | {f'`{where}`' if where else ''} |")
+    lines = [
+        "| work | frontend: longest hold, CPU ms | by the clock, ms | over 10 ms of CPU"
+        " | shard: longest hold, CPU ms | by the clock, ms | over 10 ms of CPU | where it was longer |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for what, frontend, shards in rows:
+        where = [one.longest.where for one in (frontend, shards) if one.longest is not None and one.over]
+        shown = " ".join(f"`{one}`" for one in where if one)
+        lines.append(f"| {what} | {frontend.cells()} | {shards.cells()} | {shown} |")
     return "\n".join(lines) + "\n"
 
 

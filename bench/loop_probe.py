@@ -1,72 +1,97 @@
-"""A probe inside a frontend: how long its event loop came to nothing else. `bench.loop_holds` puts it there.
+"""A probe inside a frontend or a shard: how long its loop came to nothing else. `bench.loop_holds` puts it there.
 
-A timer of the loop ticks each millisecond. What the loop's thread did between two ticks is one hold or a few short
-ones, so a hold is known to about a millisecond: in CPU time, and by the clock, which others on the machine change more.
+In a frontend a timer of the event loop ticks each millisecond. What the loop's thread did between two ticks is one hold
+or a few short ones, so a hold is known to about a millisecond. A shard has no event loop: there a hold is one call of a
+step of its pipeline. Both are noted in CPU time, and by the clock, which others on the machine change more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
 
 import uvloop
 
+from topics.walshard.shard import Shard
+
 TICK_S: Final = 0.001
 NOTED_US: Final = 3_000
 LOOK_S: Final = 0.002
 FRAMES_SHOWN: Final = 3
+SHARD_STEPS: Final = ("serve", "copy", "sync_in_background", "sweep", "use_idle_turn")
 
 
-class Probe:
-    """Writes a line for each hold into a file: its end on the monotonic clock in ns, CPU time and clock time in µs, and
-    where the loop was in the middle of it.
+class Holds:
+    """Writes a line for each hold of a thread into a file: its end on the monotonic clock in ns, CPU time and clock
+    time in µs, and where the thread was in the middle of it.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, directory: str) -> None:
-        self._loop = loop
-        self._descriptor = os.open(f"{directory}/{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    def __init__(self, directory: str, role: str) -> None:
+        path = f"{directory}/{role}-{os.getpid()}"
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._thread = threading.get_ident()
         self._where = ""
-        self._ticked_ns = self._cpu_ns = self._collecting_ns = 0
+        self._began_ns = self._cpu_ns = self._collecting_ns = 0
         gc.callbacks.append(self._note_collection)
-        # The first turn sets everything up and holds nobody up: it is over when the second timer ticks.
-        loop.call_later(TICK_S, lambda: loop.call_later(TICK_S, self._begin))
-
-    def _begin(self) -> None:
-        self._ticked_ns, self._cpu_ns = time.monotonic_ns(), time.thread_time_ns()
         threading.Thread(target=self._look, daemon=True).start()
-        self._loop.call_later(TICK_S, self._tick)
 
-    def _tick(self) -> None:
+    def begin(self) -> None:
+        self._began_ns, self._cpu_ns = time.monotonic_ns(), time.thread_time_ns()
+
+    def end(self) -> None:
         now_ns, cpu_ns = time.monotonic_ns(), time.thread_time_ns()
-        cpu_us, clock_us = (cpu_ns - self._cpu_ns) // 1000, (now_ns - self._ticked_ns) // 1000
+        cpu_us, clock_us = (cpu_ns - self._cpu_ns) // 1000, (now_ns - self._began_ns) // 1000
+        self._began_ns = 0
         where, self._where = self._where, ""
         if cpu_us >= NOTED_US or clock_us >= 2 * NOTED_US:
             os.write(self._descriptor, b"%d %d %d %s\n" % (now_ns, cpu_us, clock_us, where.encode()))
-        self._ticked_ns, self._cpu_ns = time.monotonic_ns(), time.thread_time_ns()
-        self._loop.call_later(TICK_S, self._tick)
 
     def _note_collection(self, phase: str, info: dict[str, int]) -> None:
         """Put a full collection of the garbage collector down to itself: it happens wherever something is made."""
+        if threading.get_ident() != self._thread:
+            return
         if phase == "start":
             self._collecting_ns = time.thread_time_ns()
         elif (took_us := (time.thread_time_ns() - self._collecting_ns) // 1000) > NOTED_US:
             self._where = f"the garbage collector, generation {info['generation']}, {took_us / 1000:.1f} ms"
 
     def _look(self) -> None:
-        """Look every now and then where a loop is that has not ticked for long."""
+        """Look every now and then where a thread is that has been at one thing for long."""
         while True:
             time.sleep(LOOK_S)
-            if time.monotonic_ns() - self._ticked_ns > NOTED_US * 1000:
+            began_ns = self._began_ns
+            if began_ns and time.monotonic_ns() - began_ns > NOTED_US * 1000:
                 frame = sys._current_frames().get(self._thread)
                 if frame is not None and not self._where:
                     self._where = place(frame)
+
+
+class Probe:
+    """The ticks of one event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, directory: str) -> None:
+        self._loop = loop
+        self._directory = directory
+        # The first turn sets everything up and holds nobody up: it is over when the second timer ticks.
+        loop.call_later(TICK_S, lambda: loop.call_later(TICK_S, self._begin))
+
+    def _begin(self) -> None:
+        self._holds = Holds(self._directory, "frontend")
+        self._holds.begin()
+        self._loop.call_later(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        self._holds.end()
+        self._holds.begin()
+        self._loop.call_later(TICK_S, self._tick)
 
 
 def place(frame: FrameType | None) -> str:
@@ -80,8 +105,29 @@ def place(frame: FrameType | None) -> str:
     return " > ".join(reversed(found))
 
 
+def watch_shards(directory: str) -> None:
+    """Have the steps of each shard timed that runs in this process or in those that it forks."""
+    holds: list[Holds] = []
+
+    def timed(step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def run(*args: Any) -> Any:
+            if not holds:  # the shard's own process, which has just been forked
+                holds.append(Holds(directory, "shard"))
+            holds[0].begin()
+            try:
+                return step(*args)
+            finally:
+                holds[0].end()
+
+        return run
+
+    for name in SHARD_STEPS:
+        setattr(Shard, name, timed(getattr(Shard, name)))
+
+
 def install(directory: str) -> None:
-    """Have each loop that is made from now on probed, of this process and of those that it forks."""
+    """Probe each event loop that is made from now on, and each shard, of this process and of those that it forks."""
     module: Any = uvloop
     make = module.new_event_loop
 
@@ -91,3 +137,4 @@ def install(directory: str) -> None:
         return loop
 
     module.new_event_loop = probed
+    watch_shards(directory)

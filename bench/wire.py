@@ -18,8 +18,16 @@ def write_body(batch: int, first: int = 0) -> bytes:
 
 def post(path: str, body: bytes) -> bytes:
     """Return one keep-alive request."""
+    return request("POST", path, body)
+
+
+def put(path: str, body: bytes) -> bytes:
+    return request("PUT", path, body)
+
+
+def request(method: str, path: str, body: bytes) -> bytes:
     head = (
-        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body

@@ -6,10 +6,12 @@ import asyncio
 import time
 from pathlib import Path
 
+import pytest
 import uvloop
 
-from bench.loop_holds import Hold, Row, table
-from bench.loop_probe import Probe
+from bench import loop_probe
+from bench.loop_holds import Held, Hold, Row, table
+from bench.loop_probe import Probe, watch_shards
 
 BURNT_MS = 30
 
@@ -44,14 +46,34 @@ def test_a_probe_notes_a_hold_and_where_the_loop_was(tmp_path: Path) -> None:
     assert "test_bench_loop_holds.burn:" in longest.where
 
 
+def test_a_step_of_a_shard_is_noted_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Shard:
+        def serve(self) -> bool:
+            burn()
+            return True
+
+        def copy(self, after_requests: bool) -> bool:
+            return after_requests
+
+    monkeypatch.setattr(loop_probe, "Shard", Shard)
+    monkeypatch.setattr(loop_probe, "SHARD_STEPS", ("serve", "copy"))
+    watch_shards(str(tmp_path))
+    shard = Shard()
+    assert shard.copy(shard.serve())
+    (path,) = tmp_path.iterdir()
+    assert path.name.startswith("shard-")
+    longest = max(map(Hold.read, path.read_text().splitlines()), key=lambda hold: hold.cpu_us)
+    assert longest.cpu_us >= BURNT_MS * 1000
+    assert "test_bench_loop_holds.burn:" in longest.where
+
+
 def test_the_table_says_where_a_loop_was_held_for_too_long() -> None:
+    longest = Hold(1, 23_500, 40_000, "c.d:2 > e.f:3")
     rows = [
-        Row("a list", Hold(1, 4_000, 9_000, "a.b:1"), 0),
-        Row("a large body", Hold(1, 23_500, 40_000, "c.d:2 > e.f:3"), 2),
-        Row("nothing", None, 0),
+        Row("a list", Held.of([Hold(1, 4_000, 9_000, "a.b:1")]), Held.of([])),
+        Row("a large body", Held.of([longest, Hold(2, 10_001, 11_000, "")]), Held.of([Hold(3, 12_000, 12_100, "s:4")])),
     ]
     assert table(rows).splitlines()[2:] == [
-        "| a list | 4.0 | 9.0 | 0 |  |",
-        "| a large body | 23.5 | 40.0 | 2 | `c.d:2 > e.f:3` |",
-        "| nothing | < 3 | < 6 | 0 | |",
+        "| a list | 4.0 | 9.0 | 0 | < 3 | < 6 | 0 |  |",
+        "| a large body | 23.5 | 40.0 | 2 | 12.0 | 12.1 | 1 | `c.d:2 > e.f:3` `s:4` |",
     ]

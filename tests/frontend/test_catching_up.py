@@ -6,13 +6,18 @@ from __future__ import annotations
 
 import asyncio
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from tests.frontend.hosting import Hosting, Written
 from tests.frontend.test_app import Frontend, on_loop
 from tests.frontend.test_claims import Shard
-from topics.core.routers import Router, RouterSpec
-from topics.shm.router_memory import RouterTableWriter
+from topics.core.routers import Router, RouterRegistry, RouterSpec
+from topics.frontend.reads.catching_up import CatchingUp
+from topics.frontend.shards import arenas
+from topics.shm.router_memory import RouterProgress, RouterTableWriter
 from topics.shm.topic_messages import CatchUp, CaughtUp
 
 
@@ -71,3 +76,52 @@ def test_a_source_that_could_not_be_read_at_this_moment_is_asked_for_again(hosti
 
     chain(hosting, "a", "b")
     on_loop(hosting, test)
+
+
+class Sights:
+    """Routers into topics that have all copies, or none; counts the looks at their sources."""
+
+    def __init__(self, count: int, behind: bool) -> None:
+        self.dests = [f"dest-{number}" for number in range(count)]
+        self.looks = self.asked = 0
+        self._registry = RouterRegistry()
+        for id, dest in enumerate(self.dests, 1):
+            self._registry.put(Router(id, 1, f"r{id}", RouterSpec("source", dest)))
+        self._behind = behind
+
+    def registry(self) -> RouterRegistry:
+        return self._registry
+
+    def find(self, name: str) -> object:
+        self.looks += name == "source"
+        return SimpleNamespace(view=SimpleNamespace(topic_id=7, head_seq=3))
+
+    def progress(self, _shard: int, router_id: int) -> RouterProgress:
+        return RouterProgress(router_id, 1, 7, 2 if self._behind else 3, 0)
+
+    def owner(self, name: str) -> int:
+        return 0
+
+    async def call(self, _shard: int, request: CatchUp) -> CaughtUp:
+        self.asked += 1
+        return CaughtUp(True, False)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_waits_for_many_topics_begin_while_others_have_their_turns(
+    monkeypatch: pytest.MonkeyPatch, behind: bool
+) -> None:
+    monkeypatch.setattr(arenas, "SLICE_S", 0)  # however fast this machine is
+    sights, seen = Sights(200, behind), [0]
+
+    async def test() -> bool:
+        part: Any = sights
+        waiting = asyncio.create_task(CatchingUp(part, part, part).wait_for_all(["other", *sights.dests]))
+        while not waiting.done():
+            await asyncio.sleep(0)
+            seen.append(sights.looks)
+        return waiting.result()
+
+    assert asyncio.run(test())
+    assert sights.asked == (200 if behind else 0)
+    assert max(after - before for before, after in pairwise(seen)) <= 3

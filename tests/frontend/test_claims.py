@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from typing import Any, TypeVar
+from itertools import pairwise
+from typing import Any, TypeVar, cast
 
 import pytest
 
@@ -17,7 +18,10 @@ from topics.core.config import TopicConfig
 from topics.core.job import JobView
 from topics.frontend.entry import limits
 from topics.frontend.entry.budget import Budget, Reservation
-from topics.frontend.queues.dealt_jobs import ANSWER_BYTES_MAX, ASIDE_MS
+from topics.frontend.queues.dealt_jobs import ANSWER_BYTES_MAX, ASIDE_MS, PAGE_JOBS, ReadJobs
+from topics.frontend.reads.reading import RecordPage, TopicReader
+from topics.frontend.reads.records import PageOptions
+from topics.frontend.shards import arenas
 from topics.shm import messages
 from topics.shm.arena import ArenaWriter
 from topics.shm.asks import Message
@@ -405,3 +409,36 @@ def test_a_claim_whose_jobs_cannot_be_logged_when_its_window_ends_is_told_so(hos
 
     queue(hosting, [Written(b"1")])
     on_loop(hosting, test)
+
+
+class OfJobs:
+    """A reader of a queue each of whose records is there."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def get(self, name: str) -> object:
+        return name
+
+    async def fetch_page(self, _ref: object, from_seq: int, options: PageOptions, to_seq: int) -> RecordPage:
+        self.asked.append(options.limit)
+        last_seq = min(from_seq + options.limit, to_seq)
+        body = b",".join(b"%d" % seq for seq in range(from_seq + 1, last_seq + 1))
+        return RecordPage(body, last_seq - from_seq, last_seq, to_seq, 1, to_seq, None, last_seq - from_seq, 1)
+
+
+def test_a_thousand_jobs_are_read_while_others_have_their_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "SLICE_S", 0)  # however fast this machine is
+    reader, jobs, seen = OfJobs(), ReadJobs(), list[int]()
+
+    async def test() -> None:
+        reading = asyncio.create_task(jobs.read(cast(TopicReader, reader), "q", dict.fromkeys(range(1, 1001), b"")))
+        while not reading.done():
+            await asyncio.sleep(0)
+            seen.append(len(reader.asked))
+        reading.result()
+
+    asyncio.run(test())
+    assert jobs.body == b",".join(b"%d" % seq for seq in range(1, 1001))
+    assert max(reader.asked) == PAGE_JOBS
+    assert max(after - before for before, after in pairwise(seen)) <= 1

@@ -9,6 +9,7 @@ import os
 import weakref
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,8 +22,8 @@ from topics.core.scheduler import AGE_FULL_MS
 from topics.frontend.entry import limits
 from topics.frontend.entry.stalled_clients import STALL_CUT_MS, STALL_MAX_MS
 from topics.frontend.live import delivery, step_cache
-from topics.frontend.live.channels import PER_TURN_MAX
-from topics.frontend.live.delivery import FAN_OUT_STEP
+from topics.frontend.live.channels import PER_TURN_MAX, Channel
+from topics.frontend.live.delivery import FAN_OUT_STEP, JOIN_STEP
 from topics.frontend.live.step_cache import KnownTopics
 from topics.frontend.reads.reading import RecordPage
 
@@ -124,6 +125,104 @@ def test_a_stream_that_could_not_be_opened_leaves_nothing_to_those_behind_it(
         await delivered(wire, [1, 2])
         await delivered(good, [1], "s")
         live.hub.close(connection)
+
+    on_loop(tmp_path, test)
+
+
+def test_streams_that_have_ended_leave_no_channel_to_the_garbage_collector(tmp_path: Path) -> None:
+    def channels() -> int:
+        return sum(type(one) is Channel for one in gc.get_objects())
+
+    async def test(live: Live) -> None:
+        for name in ("s", "t"):
+            await live.write(name)
+        before = channels()
+        wires = [live.follow({"s": 0, "t": 0}) for _ in range(3)]
+        await until(lambda: all(wire.seqs("t") == [1] for wire, _ in wires))
+        assert channels() == before + 2
+        gc.disable()
+        try:
+            wires[0][0].vanish()
+            live.hub.close(wires[1][1])
+            live.hub.close(wires[2][1])
+            await turns()
+            assert channels() == before
+        finally:
+            gc.enable()
+
+    on_loop(tmp_path, test)
+
+
+def count_joined(live: Live, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Return a function that counts the channels made so far."""
+    add, joined = live.gateway.watches.add, 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal joined
+        joined += 1
+        return add(*args)
+
+    monkeypatch.setattr(live.gateway.watches, "add", counted)
+    return lambda: joined
+
+
+async def make_many(live: Live) -> dict[str, int]:
+    """Make more topics than a stream joins in one turn; return where a stream of them starts."""
+    names = [f"t{number}" for number in range(3 * JOIN_STEP + 1)]
+    for name in names:
+        await live.put(name)
+    return dict.fromkeys(names, 0)
+
+
+def test_a_stream_of_many_topics_joins_them_while_others_have_their_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(live: Live) -> None:
+        starts = await make_many(live)
+        joined, seen = count_joined(live, monkeypatch), [0]
+        wire, _ = live.follow(starts)
+        while seen[-1] < len(starts):
+            seen.append(joined())
+            await asyncio.sleep(0)
+        assert max(after - before for before, after in pairwise(seen)) <= JOIN_STEP
+        await until(lambda: len(wire.of("caught-up")) == len(starts))
+        await live.write(f"t{len(starts) - 1}")
+        await delivered(wire, [1], f"t{len(starts) - 1}")
+
+    on_loop(tmp_path, test)
+
+
+def test_a_stream_that_ends_while_it_joins_its_topics_joins_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(live: Live) -> None:
+        starts = await make_many(live)
+        joined = count_joined(live, monkeypatch)
+        wire, connection = live.follow(starts)
+        wire.vanish()
+        live.hub.close(connection)
+        await turns()
+        assert joined() == JOIN_STEP
+        assert live.cell.get("sse_connections") == 0
+
+    on_loop(tmp_path, test)
+
+
+def test_a_stream_that_cannot_join_the_last_of_its_topics_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_file(*_: object) -> NoReturn:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    async def test(live: Live) -> None:
+        starts = await make_many(live)
+        wire, _ = live.follow(starts)
+        with monkeypatch.context() as patch:
+            patch.setattr(live.gateway.watches, "add", no_file)
+            await until(lambda: wire.aborted)
+        assert live.cell.get("sse_connections") == 0
+        again, _ = live.follow(starts)
+        await until(lambda: len(again.of("caught-up")) == len(starts))
 
     on_loop(tmp_path, test)
 
@@ -421,7 +520,7 @@ def test_frames_of_one_topic_are_coalesced(tmp_path: Path) -> None:
         wire, other = follow_live(live, "t")[0], follow_live(live, "other")[0]
         await until(lambda: wire.kinds() == other.kinds() == ["caught-up"])
         live.clock.ms += 1_000
-        live.hub.coalesce_ms = 20.0
+        live.hub.coalesce_ms = 500.0  # by the loop's clock: ten writes take less
         await live.write("t")
         await delivered(wire, [1])
         for _ in range(9):
@@ -430,7 +529,7 @@ def test_frames_of_one_topic_are_coalesced(tmp_path: Path) -> None:
         await delivered(other, [1], "other")
         assert wire.seqs() == [1], "it was served only just now"
         assert live.hub.waiting_ms("t") == 0
-        live.clock.ms += 20
+        live.clock.ms += 500
         await until(lambda: wire.seqs() == numbers(10))
         assert wire.kinds() == ["caught-up", "record", "record"]
 

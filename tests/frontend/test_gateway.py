@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -403,7 +405,18 @@ def test_patience_ends_when_a_dead_shard_would_be_given_up(shard: Shard) -> None
 
 
 @pytest.mark.parametrize("size_bytes", [20_000, 3_000_000], ids=["by the loop", "by a thread"])
-def test_what_is_too_long_for_the_ring_goes_by_reference(shard: Shard, size_bytes: int) -> None:
+def test_what_is_too_long_for_the_ring_goes_by_reference(
+    shard: Shard, monkeypatch: pytest.MonkeyPatch, size_bytes: int
+) -> None:
+    removed_by: list[int] = []
+    unlink = os.unlink
+
+    def noted(path: str, **options: Any) -> None:
+        removed_by.append(threading.get_ident())
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", noted)
+
     async def test(gateway: Gateway) -> None:
         assert size_bytes > shard.pair.requests.message_max_bytes
         shard.take()
@@ -420,7 +433,8 @@ def test_what_is_too_long_for_the_ring_goes_by_reference(shard: Shard, size_byte
         shard.answer(append_messages.encode_append_reply(request_id, REPLY))
         shard.wake()
         assert (await future) == REPLY
-        assert not os.path.exists(path)
+        await until(lambda: not os.path.exists(path))
+        assert (removed_by[0] == threading.get_ident()) == (size_bytes == 20_000)
 
     on_loop(shard, test)
 
@@ -460,7 +474,8 @@ def test_no_room_for_a_long_request(shard: Shard, monkeypatch: pytest.MonkeyPatc
             third = append(gateway, size_bytes)
             await asyncio.wait([third])
         assert refusal(third).code == "throttled"
-        assert [name for name in objects(shard.shared.identity) if "spill" in name] == []
+        # A thread removes a long one.
+        await until(lambda: not [name for name in objects(shard.shared.identity) if "spill" in name])
 
     on_loop(shard, test)
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from resource import RLIM_INFINITY
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from topics.core.location import LOCATION_LOST
 from topics.core.segment_list import COLD, SEALED
 from topics.frontend.reads import files
 from topics.frontend.reads.cold import FRESH_MS, RUN_BYTES, ColdMissError, ColdTier
-from topics.frontend.reads.reading import RecordPage
+from topics.frontend.reads.reading import RecordPage, TopicReader
 from topics.frontend.reads.records import PageOptions
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import lay_out
@@ -299,12 +300,26 @@ def test_removed_files_are_let_go(hosting: Hosting) -> None:
     assert str(hosting.data_path("t", 21)) in text
 
 
-def test_only_so_many_segments_stay_open(hosting: Hosting) -> None:
+@pytest.mark.parametrize(("bound", "records_max"), [("SEGMENTS_MAX", 1), ("RECORDS_MAX", 5)])
+def test_only_so_many_segments_stay_open(
+    hosting: Hosting, monkeypatch: pytest.MonkeyPatch, bound: str, records_max: int
+) -> None:
+    monkeypatch.setattr(files, bound, 64)
     hosting.make("t")
-    fill(hosting, 2 * files.SEGMENTS_MAX, plain=True)
-    hosting.checkpoint("t", records_max=1)
-    assert len(read(hosting).body) > 0
-    assert open_files().count(str(hosting.data_path("t", 1).parent)) <= 2 * files.SEGMENTS_MAX
+    fill(hosting, 130, plain=True)
+    hosting.checkpoint("t", records_max=records_max)
+    reader = TopicReader(hosting.arenas, hosting.reader.stores.logs, 1, hosting.clock)
+    options = PageOptions(limit=records_max, max_batch_bytes=1 << 20)
+    for from_seq in range(0, 130, records_max):
+        assert reader.read_page(reader.get("t"), from_seq, options).count
+    assert open_files().count(str(hosting.data_path("t", 1).parent)) == 2 * (64 // records_max)
+
+
+@pytest.mark.parametrize(
+    ("open_files", "most"), [(1024, 64), (2048, 128), (20_000, 1024), (1 << 20, 1024), (RLIM_INFINITY, 1024)]
+)
+def test_segments_leave_open_files_to_connections(open_files: int, most: int) -> None:
+    assert files.segments_max(open_files) == most
 
 
 def test_the_hot_copy_of_a_relocated_segment_is_let_go_by_the_next_reader(hosting: Hosting) -> None:

@@ -14,15 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.frontend.hosting import Hosting, Written
-from topics.core.errors import TopicsError
-from topics.core.names import check_topic_name
+from topics.core.errors import TopicsError, topic_not_found
+from topics.core.keys import ANYONE
+from topics.core.names import check_router_name, check_topic_name
+from topics.core.routers import Router, RouterRegistry, RouterSpec
 from topics.frontend.entry.wire import name_after, name_cursor
 from topics.frontend.live.step_cache import KnownTopics
+from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.files import LogFiles
-from topics.frontend.reads.reading import TopicRef
+from topics.frontend.reads.reading import TopicReader, TopicRef
+from topics.frontend.routes.router_routes import RouterRoutes
 from topics.frontend.routes.topic_ranking import RankedTopic
 from topics.frontend.routes.topic_routes import TopicRoutes
 from topics.frontend.shards import arenas
+from topics.frontend.shards.gateway import Gateway
 from topics.shm.memory import SharedObject
 from topics.shm.recency import Recency, RecencyWriter
 from topics.storage import layout
@@ -92,6 +97,80 @@ def test_a_thousand_topics_are_listed_while_others_have_their_turns(monkeypatch:
     entries = asyncio.run(test())
     assert [entry["topic"] for entry in entries.values()] == names
     assert entries["t-0"] == {"topic": "t-0", "durable": True}
+    assert max(after - before for before, after in itertools.pairwise(seen)) <= 2
+
+
+class Expired(Counted):
+    """Lists of topics all of whose records have expired, and the first of which is deleted meanwhile."""
+
+    def has_expired(self, ref: TopicRef) -> bool:
+        return True
+
+    async def settled(self, ref: TopicRef) -> TopicRef:
+        self.looked += 1
+        if ref.name == "t-0":
+            raise topic_not_found(ref.name)
+        return ref
+
+
+def test_a_thousand_topics_that_have_expired_are_listed_while_others_have_their_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(arenas, "SLICE_S", 0)  # however fast this machine is
+    routes, names, seen = Expired(), [f"t-{number}" for number in range(1000)], []
+
+    async def test() -> list[str]:
+        listing = asyncio.create_task(routes.entries(names, touch=False))
+        while not listing.done():
+            seen.append(routes.looked)
+            await asyncio.sleep(0)
+        return list(listing.result())
+
+    assert asyncio.run(test()) == names[1:]
+    assert max(after - before for before, after in itertools.pairwise(seen)) <= 3
+
+
+class ManyRouters(RouterRoutes):
+    """A thousand routers, none of which has begun; it counts its looks at them."""
+
+    def __init__(self, count: int) -> None:
+        self.looked = 0
+        registry = RouterRegistry()
+        for id in range(count):
+            registry.put(Router(id, 1, f"r-{id:04}", RouterSpec("source", f"dest-{id}")))
+        self.sight = cast(RouterSight, SimpleNamespace(registry=lambda: registry, progress=self._progress))
+        self.reader = cast(TopicReader, SimpleNamespace(find=lambda _name: None))
+        self.gateway = cast(Gateway, SimpleNamespace(owner=lambda _name: 0))
+        self.catching_up = cast(CatchingUp, SimpleNamespace(wait_for_all=self._wait))
+
+    def _progress(self, _shard: int, _id: int) -> None:
+        self.looked += 1
+
+    async def _wait(self, _names: object) -> bool:
+        return True
+
+
+def test_a_thousand_routers_are_listed_while_others_have_their_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "SLICE_S", 0)  # however fast this machine is
+    routes, seen = ManyRouters(1500), list[int]()
+    endpoint: Any = RouterRoutes.list_all
+    list_all = endpoint.__wrapped__
+
+    async def page(*_: object) -> tuple[int, str]:
+        return 1000, "r-0003"
+
+    async def test() -> dict[str, Any]:
+        request: Any = SimpleNamespace(query={}, caller=ANYONE, list_page=page)
+        listing = asyncio.create_task(list_all(routes, request))
+        while not listing.done():
+            seen.append(routes.looked)
+            await asyncio.sleep(0)
+        answer: dict[str, Any] = listing.result().answer
+        return answer
+
+    answer = asyncio.run(test())
+    assert [one["router"] for one in answer["routers"]] == [f"r-{id:04}" for id in range(4, 1004)]
+    assert name_after(answer["next_cursor"], check_router_name) == "r-1003"
     assert max(after - before for before, after in itertools.pairwise(seen)) <= 2
 
 

@@ -5,26 +5,31 @@ from __future__ import annotations
 import asyncio
 import errno
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
-from typing import NoReturn, cast
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
 
 import pytest
 
-from tests.frontend.live import DEADLINE_S, Live, on_loop, until
+from tests.frontend.live import DEADLINE_S, Live, on_loop, turns, until
 from tests.storage.faults import Fault, FaultyFileSystem
+from topics.api.requests import StartBody
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyRing
 from topics.frontend.asgi import Receive, Send
 from topics.frontend.entry import limits
 from topics.frontend.entry.access import Access, KeyLimits
+from topics.frontend.live import watch
 from topics.frontend.live.event_streams import StreamSlots, check_accept
+from topics.frontend.live.following import follow
 from topics.frontend.live.watch import Follow, Session, SessionClient, WatchRoutes
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.records import PageOptions
-from topics.frontend.shards import gateway
+from topics.frontend.shards import arenas, gateway
 from topics.shm.quotas import KeyCounts, Quota
 from topics.shm.shm_names import objects
-from topics.shm.topic_messages import SESSION_TTL_MS, Hello, SessionOpen
+from topics.shm.topic_messages import SESSION_TTL_MS, Hello, SessionClose, SessionOpen
 
 SESSION = Session({"t": Follow(1, 5)}, PageOptions(256, 1000, frozenset((b"me",))), 15_000, False, b"")
 
@@ -51,6 +56,39 @@ SESSION = Session({"t": Follow(1, 5)}, PageOptions(256, 1000, frozenset((b"me",)
 def test_accept(accept: bytes, allowed: bool) -> None:
     with nullcontext() if allowed else pytest.raises(TopicsError, match="rules out"):
         check_accept({b"accept": accept})
+
+
+class OfTopics:
+    """A reader of topics that have ten records each, but for one that does not exist."""
+
+    def __init__(self) -> None:
+        self.found = 0
+
+    def find(self, name: str) -> object:
+        self.found += 1
+        return None if name == "gone" else SimpleNamespace(view=SimpleNamespace(head_seq=10, recreated=0))
+
+    def read_page(self, _ref: object, *_: object) -> object:
+        return SimpleNamespace(head_seq=10, earliest_seq=1)
+
+
+def test_many_topics_are_looked_up_while_others_have_their_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "SLICE_S", 0)  # however fast this machine is
+    reader, names, seen = OfTopics(), [f"t{number}" for number in range(256)], [0]
+    starts = {name: StartBody(tail=True) for name in [*names[:9], "gone", *names[9:]]}
+
+    async def test() -> list[str]:
+        part: Any = reader
+        following = asyncio.create_task(follow(part, starts, strong=False, lenient=True))
+        while not following.done():
+            await asyncio.sleep(0)
+            seen.append(reader.found)
+        found = following.result()
+        assert {one.from_seq for one in found.values()} == {10}
+        return list(found)
+
+    assert asyncio.run(test()) == names
+    assert max(after - before for before, after in pairwise(seen)) <= 1
 
 
 async def refusal(sessions: SessionClient, wid: str) -> TopicsError:
@@ -180,6 +218,41 @@ def test_a_restarted_shard_hears_of_the_open_streams(tmp_path: Path) -> None:
         sessions.close(opened, {"t": 9})
         assert (await sessions.open(wid)).positions == {"t": 9}
         assert (await refusal(sessions, idle_wid)).code == "not_found"
+
+    on_loop(tmp_path, test)
+
+
+def test_a_restarted_shard_hears_of_many_streams_while_others_have_their_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hears of one that ends meanwhile before its end, or it would not take its positions."""
+    monkeypatch.setattr(watch, "TOLD_AT_ONCE", 2)
+
+    async def test(live: Live) -> None:
+        sessions = sessions_of(live)
+        opened = [await sessions.open(await sessions.create(SESSION)) for _ in range(6)]
+        post, told = live.gateway.post, list[object]()
+
+        def noted(shard: int, request: Any, may_be_lost: bool = False) -> bool:
+            told.append(request)
+            return post(shard, request, may_be_lost)
+
+        monkeypatch.setattr(live.gateway, "post", noted)
+        live.restart_shard()
+        live.gateway.check_restart(0)
+        assert told == [SessionOpen(one.wid, one.stream_no) for one in opened[:2]]
+        last = opened[-1]
+        sessions.close(last, {"t": 9})
+        assert told[2:] == [SessionOpen(last.wid, last.stream_no), SessionClose(last.wid, last.stream_no, {"t": 9})]
+        seen = [len(told)]
+        while len(told) < 7:
+            await asyncio.sleep(0)
+            seen.append(len(told))
+        assert max(after - before for before, after in pairwise(seen)) <= 2
+        await turns()
+        known = live.rig.parts.sessions.by_wid
+        assert [known[one.wid].stream for one in opened] == [(0, one.stream_no) for one in opened[:-1]] + [None]
+        assert (await sessions.open(last.wid)).positions == {"t": 9}
 
     on_loop(tmp_path, test)
 

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import case
-from topics.api.requests import DiffBody
+from topics.api.requests import AppendBody, DiffBody, RecordBody
 from topics.core.errors import TopicsError
 from topics.frontend.entry import wire
+from topics.frontend.routes.append import ATTRIBUTED_INLINE_MAX, is_long
 
 
 def refusal(body: bytes) -> TopicsError:
@@ -147,3 +148,13 @@ def test_meta_is_an_object_of_strings() -> None:
         with pytest.raises(TopicsError) as refused:
             wire.decode_meta(msgspec.Raw(meta), "records[3].meta")
         assert "records[3].meta" in refused.value.message
+
+
+def test_many_records_with_attributes_are_left_to_a_thread() -> None:
+    """Each takes some µs to lay out, so ten thousand would hold up the loop. Others take next to nothing."""
+    plain, tagged = RecordBody(msgspec.Raw(b"1")), RecordBody(msgspec.Raw(b"1"), tag="a:b")
+    many = [plain] * ATTRIBUTED_INLINE_MAX
+    assert is_long(AppendBody([*many, tagged]))
+    assert is_long(AppendBody([*many, plain], node="me"))
+    assert not is_long(AppendBody([*many, plain]))
+    assert not is_long(AppendBody([tagged] * ATTRIBUTED_INLINE_MAX))

@@ -13,6 +13,7 @@ from topics.shm import router_memory
 from topics.shm.memory import SharedObject, unlink
 from topics.shm.router_memory import (
     BOARD_BYTES,
+    BOARD_RESERVE_BYTES,
     TABLE_BYTES,
     TABLE_RESERVE_BYTES,
     Change,
@@ -97,3 +98,30 @@ def test_a_board_shows_what_was_shown_last(identity: str) -> None:
         assert former[300] == RouterProgress(300, 1, 6, 9, 9)
     finally:
         unlink(shared.name)
+
+
+def test_routers_that_are_not_shown_are_looked_for_once(identity: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No reader misses one that takes the slot of another."""
+    shared = SharedObject.create(f"/topics-{identity}-routed-1", BOARD_BYTES, BOARD_RESERVE_BYTES)
+    looks, slots = 0, RouterBoard.slots
+
+    def counted(board: RouterBoard) -> dict[int, int]:
+        nonlocal looks
+        looks += 1
+        return slots(board)
+
+    monkeypatch.setattr(RouterBoard, "slots", counted)
+    writer, reader = RouterBoardWriter(shared), RouterBoard(shared)
+    first, second = RouterProgress(1, 1, 7, 3, 0), RouterProgress(2, 1, 7, 3, 0)
+    writer.show(first)
+    assert [reader.find(id) for id in range(1, 50)] == [first] + [None] * 48
+    assert looks == 1
+    writer.show(first._replace(source_seq=4))
+    assert reader.find(30) is None
+    assert looks == 1
+    writer.remove(1)
+    writer.show(second)
+    assert (reader.find(1), reader.find(2), looks) == (None, second, 2)
+    RouterBoardWriter(shared).show(first)
+    assert (reader.find(1), reader.find(2)) == (first, None)
+    unlink(shared.name)

@@ -81,7 +81,12 @@ async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, l
     gc.collect()
     gc.freeze()
     shards = [control.cell(Role.WALSHARD, shard) for shard in range(process.shared.shards)]
-    app = StartGate(frontend.app, shards, settings.shard_wait_ms / 1000, lambda: frontend.arenas.learn(Slices()))
+
+    async def learn() -> None:
+        await frontend.arenas.learn(Slices())
+        gc.freeze()  # nor at the names of a hundred thousand topics, which takes over 10 ms
+
+    app = StartGate(frontend.app, shards, settings.shard_wait_ms / 1000, learn)
     try:
         await serve(
             app if settings.cors_origins is None else Cors(app, settings.cors_origins),

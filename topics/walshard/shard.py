@@ -79,7 +79,9 @@ class Shard:
         if self._handlers.frontends.some_died:
             self._handlers.frontends.end_dead(self._group)
             self._finish_group()
-        self._run(self.upkeep.trim_ram_log())
+        if self._run(self.upkeep.step()):
+            self._holdings.settle()
+            self._rings.flush()
         return requests > 0
 
     def tick(self) -> None:

@@ -32,7 +32,7 @@ class Upkeep:
     @property
     def busy(self) -> bool:
         """Return whether there is more to do at once."""
-        return self._log_trim.busy
+        return self._log_trim.busy or self._deletes.is_sweeping
 
     def sync(self) -> list[Hosted]:
         """Start and end background syncs; return the topics that became durable by them."""
@@ -47,7 +47,6 @@ class Upkeep:
     def sweep(self) -> Steps[None]:
         """Once a second, expire records of topics that nobody touches, free memory, and collect idle sessions."""
         yield from self._deletes.sweep()
-        self._catalog.shrink_rings()
         yield from self._sessions.collect()
         self._files.drop_replaced()
         self._files.mark_again()
@@ -62,10 +61,16 @@ class Upkeep:
         self._files.count_some()
         self._ram_trim.relieve()
 
-    def trim_ram_log(self) -> Steps[None]:
-        """Shorten the RAM log to what is needed of it, if that is worth its cost."""
+    def step(self) -> Steps[bool]:
+        """Go on with the sweep, and shorten the RAM log to what is needed of it, if that is worth its cost. True if
+        topics may have changed by that.
+        """
+        sweeping = self._deletes.is_sweeping
+        if sweeping:
+            yield from self._deletes.sweep_some()
         if self._ram_trim.due:
             yield from self._ram_trim.trim(self._clock.now_ms())
+        return sweeping
 
     def close(self) -> Steps[None]:
         """Log the heads of `ephemeral` topics exactly as they are, at a clean end."""

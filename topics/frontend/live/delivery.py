@@ -13,7 +13,9 @@ topic is looked up once (`StepCache`). A change during a slice is announced afte
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from operator import attrgetter
 from typing import Final
 from weakref import WeakValueDictionary
@@ -30,13 +32,17 @@ from topics.frontend.live.stream import RETRY_AFTER_MS, StepOutcome, StreamSpec,
 from topics.frontend.live.wording import EVENT_STREAM
 from topics.frontend.reads.cold import ColdWaits
 from topics.frontend.shards.gateway import Gateway
+from topics.log import get_logger
 from topics.shm.control import ProcessCell
 
 SLICE_S: Final = 0.0005
 FAN_OUT_STEP: Final = 64
 """A pass over a channel stops after this much cost, to serve the backlog and to look at the clock."""
+JOIN_STEP: Final = 32
+"""Topics that a new stream joins in one turn of the event loop."""
 PAGE_COST: Final = 16
 """Cost of reading and framing a page, in writes of a small frame."""
+_log = get_logger()
 
 
 class Hub:
@@ -85,14 +91,8 @@ class Hub:
         if state.spec.wording is EVENT_STREAM:
             self._cell.add("sse_connections", 1)
             push.write(EVENT_STREAM.opening)
-        try:
-            for index, name in enumerate(state.spec.names):
-                if state.phases[index] != TopicPhase.ENDED:
-                    self._join(name).members[connection] = index
-                    self._join_backlog(connection, index)
-        except BaseException:
-            self._forget(connection)
-            raise
+        indexes = (index for index, phase in enumerate(state.phases) if phase != TopicPhase.ENDED)
+        self._join_some(connection, indexes)
         if heartbeat_ms:
             self._heartbeats.start(connection)
         if self._tick_timer is None:
@@ -126,6 +126,28 @@ class Hub:
 
     # -- joining and leaving channels
 
+    def _join_some(self, connection: StreamConnection, indexes: Iterator[int]) -> None:
+        """Have a stream join the channels of some of these topics, and of the others in the next turns."""
+        joined = 0
+        try:
+            for index in islice(indexes, 0 if connection.closed else JOIN_STEP):
+                self._join(connection.state.spec.names[index]).members[connection] = index
+                self._join_backlog(connection, index)
+                joined += 1
+        except BaseException:
+            self._forget(connection)
+            raise
+        if joined == JOIN_STEP:
+            self._loop.call_soon(self._join_on, connection, indexes)
+
+    def _join_on(self, connection: StreamConnection, indexes: Iterator[int]) -> None:
+        """Go on with `_join_some`. A stream that cannot go on is cut: its client connects again."""
+        try:
+            self._join_some(connection, indexes)
+        except Exception:  # noqa: BLE001 — other streams go on
+            _log.exception("a stream cannot follow its topics")
+            connection.push.abort()
+
     def _join(self, name: str) -> Channel:
         channel, ref = self._channels.get(name), self._topics.find(name)
         view = None if ref is None else ref.view
@@ -149,6 +171,7 @@ class Hub:
         if not channel.members:
             assert channel.watch is not None
             channel.watch.cancel()
+            channel.watch = None  # which names the channel: both would be left to the garbage collector
             self._undurable.pop(channel, None)
             self.ready.discard(channel)
             self._topics.forget(name)

@@ -10,6 +10,7 @@ from topics.core.names import check_topic_name
 from topics.frontend.entry import wire
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.reads.records import PageOptions
+from topics.frontend.shards.arenas import Slices
 
 _NO_RECORDS: Final = PageOptions(limit=1, max_batch_bytes=1)
 
@@ -44,16 +45,21 @@ def check_durable(ref: TopicRef) -> None:
         )
 
 
-def follow(
+async def follow(
     reader: TopicReader, starts: dict[str, StartBody], strong: bool, lenient: bool = False
 ) -> dict[str, FollowedTopic]:
-    """Find the topics. Raise `topic_not_found` unless `lenient` leaves it out; `400` for one that is never durable."""
+    """Find the topics, in slices: each at a moment of its own. Raise `topic_not_found` unless `lenient` leaves it out;
+    `400` for one that is never durable.
+    """
     find = reader.find if lenient else reader.get
-    refs = {name: ref for name in starts if (ref := find(name)) is not None}
-    if strong:
-        for ref in refs.values():
-            check_durable(ref)
-    return {name: _followed(reader, ref, starts[name]) for name, ref in refs.items()}
+    found, slices = dict[str, FollowedTopic](), Slices()
+    for name, start in starts.items():
+        if (ref := find(name)) is not None:
+            if strong:
+                check_durable(ref)
+            found[name] = _followed(reader, ref, start)
+        await slices.yield_if_over()
+    return found
 
 
 def _followed(reader: TopicReader, ref: TopicRef, start: StartBody) -> FollowedTopic:

@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Final
 
 import msgspec
@@ -49,6 +50,8 @@ from topics.shm.topic_messages import SESSION_TTL_MS, SessionAbandon, SessionClo
 SESSION_BYTES_MAX: Final = 256 * 1024
 _WID: Final = re.compile(r"wid_[A-Za-z0-9_-]{22}")
 _WID_BYTES: Final = 16
+TOLD_AT_ONCE: Final = 128
+"""Streams that a restarted shard is told of in one turn of the event loop."""
 _STREAM_NO_SHIFT: Final = 20
 """A stream's number is the ms in which it was opened, shifted by so many bits, plus a serial."""
 
@@ -100,7 +103,10 @@ class SessionClient:
         self._owner = gateway.owner
         self._clock = clock
         self._last_stream_no = 0
-        self._open: dict[int, str] = {}  # wid by stream number
+        self._open: dict[int, tuple[int, str]] = {}
+        """The shard and the wid of each open stream, by its number."""
+        self._untold: dict[int, tuple[int, str]] = {}
+        """The same of the streams of which a restarted shard has yet to hear."""
         gateway.on_restart(self._tell_restarted)
 
     async def create(self, session: Session) -> str:
@@ -132,7 +138,7 @@ class SessionClient:
                 # The shard may have opened it, or will. A session with an open stream is never dropped.
                 self._gateway.post(owner, SessionAbandon(wid, stream_no))
             raise
-        self._open[stream_no] = wid
+        self._open[stream_no] = owner, wid
         return Opened(wid, stream_no, _decode(reply.body), reply.positions, reply.exact)
 
     def close(self, opened: Opened, positions: dict[str, int] | None) -> None:
@@ -141,6 +147,7 @@ class SessionClient:
         owner = self._owner(wid)
         self._gateway.check_restart(owner)
         del self._open[stream_no]
+        self._tell(stream_no)
         # Posted even if the ring is full: a session whose stream never ends is never dropped. Not in a task: it must
         # be before the same client's next GET.
         if not self._gateway.post(owner, SessionClose(wid, stream_no, positions), may_be_lost=True):
@@ -153,12 +160,27 @@ class SessionClient:
             self.close(opened, opened.positions)
         else:
             del self._open[opened.stream_no]
+            self._tell(opened.stream_no)
             self._gateway.post(self._owner(opened.wid), SessionAbandon(opened.wid, opened.stream_no))
 
     def _tell_restarted(self, shard: int) -> None:
-        for stream_no, wid in self._open.items():
-            if self._owner(wid) == shard:
-                self._gateway.post(shard, SessionOpen(wid, stream_no))
+        is_telling = bool(self._untold)
+        self._untold |= {stream_no: place for stream_no, place in self._open.items() if place[0] == shard}
+        if not is_telling:
+            self._tell_some()
+
+    def _tell_some(self) -> None:
+        """Tell of some streams, and of the others in the next turns of the event loop, or before they end."""
+        for stream_no in list(islice(self._untold, TOLD_AT_ONCE)):
+            self._tell(stream_no)
+        if self._untold:
+            asyncio.get_running_loop().call_soon(self._tell_some)
+
+    def _tell(self, stream_no: int) -> None:
+        place = self._untold.pop(stream_no, None)
+        if place is not None:
+            shard, wid = place
+            self._gateway.post(shard, SessionOpen(wid, stream_no))
 
 
 def _check(wid: str) -> None:
@@ -208,7 +230,7 @@ class WatchRoutes:
         check_starts(body.topics, self.settings.max_watch_topics)
         request.caller.require(KeyScope.READ, body.topics)
         await self.catching_up.wait_for_all(body.topics)
-        found = follow(self.reader, body.topics, body.strong, lenient)
+        found = await follow(self.reader, body.topics, body.strong, lenient)
         follows = {name: Follow(one.ref.view.topic_id, one.from_seq) for name, one in found.items()}
         options = page_options(body, self.settings)
         heartbeat_ms = max(self.settings.test_min_heartbeat_ms, min(body.heartbeat_ms, HEARTBEAT_MAX_MS))

@@ -28,7 +28,7 @@ from topics.frontend.entry.responses import encode_json, send_error
 from topics.frontend.entry.stalled_clients import ReadProgress
 from topics.frontend.live import websocket_commands
 from topics.frontend.live.channels import StreamConnection
-from topics.frontend.live.delivery import Hub
+from topics.frontend.live.delivery import JOIN_STEP, Hub
 from topics.frontend.live.event_streams import StreamSlots
 from topics.frontend.live.following import check_starts, follow
 from topics.frontend.live.socket_outbox import SocketOutbox, Subscription
@@ -242,7 +242,7 @@ class Socket:
         if followed > topics_max:
             raise invalid(f"a WebSocket follows at most {topics_max} topics, not {followed}", field="topics")
         reader, hub = self._services.reader, self._services.hub
-        found = follow(reader, starts, command.strong)
+        found = await follow(reader, starts, command.strong)
         topics = {name: one.state for name, one in found.items()}
         # May refuse, so before any end.
         options = page_options(command, settings)
@@ -251,12 +251,15 @@ class Socket:
         # because its messages count with it.
         self._unfollow([*ended, *starts])
         self._outbox.add(encode_json({"op": "subscribed", "request_id": command.request_id, "topics": topics}))
-        if hub.draining or self._over.done():
-            return
-        for name, (ref, from_seq, _state) in found.items():
+        for at, (name, (ref, from_seq, _state)) in enumerate(found.items(), 1):
+            if hub.draining or self._over.done():
+                return
             spec = hub.share(StreamSpec((name,), (ref.view.topic_id,), options, command.strong, MESSAGES))
             push = Subscription(self._outbox, partial(self.end, GOING_AWAY, _ENDED_BY_HUB), self._abort)
             self._subscriptions[name] = hub.open(push, spec.start({name: from_seq}), 0)
+            if at % JOIN_STEP == 0:
+                self.end_forbidden()
+                await asyncio.sleep(0)
         # The keys may have changed while the answer waited for room.
         self.end_forbidden()
 
@@ -279,7 +282,7 @@ class Socket:
             key_limits.acquire(key, Counted.REQUESTS)
             undo.callback(key_limits.release, key, Counted.REQUESTS)
             lay_out = self._services.appends.lay_out
-            if body_bytes <= INLINE_BYTES_MAX:
+            if body_bytes <= INLINE_BYTES_MAX and not append.is_long(command):
                 records = lay_out(command, body_bytes)
             else:
                 records = await asyncio.to_thread(lay_out, command, body_bytes)

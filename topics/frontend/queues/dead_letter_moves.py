@@ -20,6 +20,7 @@ from topics.frontend.entry.responses import encode_json
 from topics.frontend.queues.dealt_jobs import ASIDE_MS, UnreadableJobs
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.reads.records import PageOptions
+from topics.frontend.shards.arenas import Slices
 from topics.frontend.shards.gateway import Gateway
 from topics.log import get_logger
 from topics.shm.append_messages import AppendReply, JobAttributes
@@ -181,7 +182,7 @@ class DeadLetters:
         `config`; None: it must exist.
         """
         shard = self._gateway.owner(name)
-        futures: list[asyncio.Future[AppendReply]] = []
+        futures, slices = list[asyncio.Future[AppendReply]](), Slices()
         for copy in copies:
             record = copy.record
             meta = encode_json(copy.meta) if copy.meta else b""
@@ -191,6 +192,7 @@ class DeadLetters:
             futures.append(
                 self._gateway.submit_append(shard, name, create, None, copy.key, config, laid_out, jobs=jobs)
             )
+            await slices.yield_if_over()
         outcomes = await asyncio.gather(*futures, return_exceptions=True)
         done = []
         refusal: TopicsError | None = None

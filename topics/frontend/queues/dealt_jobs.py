@@ -127,6 +127,8 @@ class JobChannel:
 
 ANSWER_BYTES_MAX: Final = 8 << 20
 """Longest answer to one claim, which has at least one job."""
+PAGE_JOBS: Final = 128
+"""Jobs that are read before others have their turn: each has members of its own."""
 _LEASE_ID: Final = re.compile(r"lease_([0-9a-f]{16})")
 
 
@@ -174,7 +176,8 @@ class ReadJobs:
             while self.up_to_seq < last_seq:
                 if left_bytes <= 0:
                     return
-                options = PageOptions(last_seq - self.up_to_seq, left_bytes, include_tags=True, extras=members)
+                count = min(PAGE_JOBS, last_seq - self.up_to_seq)
+                options = PageOptions(count, left_bytes, include_tags=True, extras=members)
                 page = await reader.fetch_page(reader.get(name), self.up_to_seq, options, last_seq)
                 if page.next_from_seq <= self.up_to_seq:
                     raise _unreadable(name, self.up_to_seq + 1)
@@ -183,7 +186,7 @@ class ReadJobs:
                     self._bodies.append(page.body)
                     self.count += page.count
                     left_bytes -= len(page.body)
-            await slices.yield_if_over()
+                await slices.yield_if_over()
 
 
 def _unreadable(name: str, seq: int) -> TopicsError:

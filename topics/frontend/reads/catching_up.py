@@ -13,6 +13,7 @@ from typing import Final
 from topics.core.errors import TopicsError
 from topics.core.routers import RouterRegistry
 from topics.frontend.reads.reading import TopicReader
+from topics.frontend.shards.arenas import Slices
 from topics.frontend.shards.gateway import Gateway
 from topics.shm.control import Role, replay_progress
 from topics.shm.instance import SharedMemory
@@ -63,10 +64,24 @@ class CatchingUp:
         return registry.source_of(name) is None or await self._chain(registry, name)
 
     async def wait_for_all(self, names: Iterable[str]) -> bool:
-        """Wait as `wait_for` does for each of these topics."""
-        registry = self._sight.registry()
+        """Wait as `wait_for` does for each of these topics. A list has a thousand, so the waits begin in slices."""
+        registry, slices = self._sight.registry(), Slices()
         dests = [name for name in names if registry.source_of(name) is not None]
-        return all(await asyncio.gather(*[self._chain(registry, dest) for dest in dests])) if dests else True
+        waits: list[asyncio.Task[bool]] = []
+        if dests:
+            async with asyncio.TaskGroup() as group:
+                for dest in dests:
+                    if not self._has_all(registry, dest):
+                        waits.append(group.create_task(self._chain(registry, dest)))
+                    await slices.yield_if_over()
+        return all(wait.result() for wait in waits)
+
+    def _has_all(self, registry: RouterRegistry, name: str) -> bool:
+        """Return whether there is nothing to wait for. Where it is not known, the wait finds out."""
+        try:
+            return not any(self._is_behind(registry, dest) for dest in registry.upstream(name))
+        except TopicsError:
+            return False
 
     async def _chain(self, registry: RouterRegistry, name: str) -> bool:
         complete, pause_s = True, AGAIN_S

@@ -6,6 +6,7 @@ import mmap
 import os
 from array import array
 from collections import OrderedDict
+from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit
 from typing import Final
 
 from topics.core.segment_list import COLD, SegmentInfo
@@ -58,9 +59,14 @@ class LogFiles:
                 del self._maps[key]
 
 
-SEGMENTS_MAX: Final = 128
-"""Segments that are open at once, each with its index and, most often, its data."""
-_SWEEP_STEP: Final = 8
+SEGMENTS_MAX: Final = 1024
+"""Segments that are open at once, each with its index and, most often, its data, as far as open files are allowed. To
+open one for a page and check the frames costs as much as the page once more.
+"""
+RECORDS_MAX: Final = 16 << 20
+"""Records of all open segments together, for each of which a byte is kept."""
+_FILES_SHARE: Final = 16
+_SWEEP_STEP: Final = 32
 _CHECKED: Final = b"\1"
 _MARKED: Final = 2
 
@@ -101,6 +107,10 @@ class OpenSegment:
         if self._data is not None and not self._data.has_its_name:
             self._data = None
             self._checked = bytearray(len(self._checked))
+
+    @property
+    def records(self) -> int:
+        return len(self._checked)
 
     @property
     def is_current(self) -> bool:
@@ -156,11 +166,18 @@ class OpenSegment:
         return self.first_seq + segment.first_at(self._idx, self.last_seq - self.first_seq + 1, ts)
 
 
+def segments_max(open_files: int) -> int:
+    """Return how many segments may stay open under this RLIMIT_NOFILE: most of it is for connections."""
+    return SEGMENTS_MAX if open_files == RLIM_INFINITY else min(SEGMENTS_MAX, max(64, open_files // _FILES_SHARE))
+
+
 class SegmentCache:
-    """The open segments of all topics. It keeps the SEGMENTS_MAX last used ones."""
+    """The open segments of all topics. It keeps the last used ones: `segments_max`, and RECORDS_MAX records."""
 
     def __init__(self, data_dir: str) -> None:
         self._data_dir = data_dir
+        self._most = segments_max(getrlimit(RLIMIT_NOFILE)[0])
+        self._records = 0
         self._open: OrderedDict[tuple[int, int, int], OpenSegment] = OrderedDict()
         self._unswept: list[tuple[int, int, int]] = []
 
@@ -171,9 +188,11 @@ class SegmentCache:
         if opened is None or opened.last_seq < info.last_seq:
             directory = layout.topic_dir(self._data_dir, topic_id)
             opened = OpenSegment(directory, topic_id, info, opened.checked() if opened is not None else b"")
+            self._drop(key)
             self._open[key] = opened
-            if len(self._open) > SEGMENTS_MAX:
-                self._open.popitem(last=False)
+            self._records += opened.records
+            while len(self._open) > self._most or (self._records > RECORDS_MAX and len(self._open) > 1):
+                self._drop(next(iter(self._open)))
         self._open.move_to_end(key)
         opened.is_cold = bool(info.flags & COLD)
         return opened
@@ -181,7 +200,12 @@ class SegmentCache:
     def forget(self, path: str) -> None:
         """Close the segment with this damaged file. The next reader opens the file that is there by then."""
         for key in [key for key, opened in self._open.items() if path in (opened.idx_path, opened.data_path)]:
-            del self._open[key]
+            self._drop(key)
+
+    def _drop(self, key: tuple[int, int, int]) -> None:
+        opened = self._open.pop(key, None)
+        if opened is not None:
+            self._records -= opened.records
 
     def sweep(self) -> None:
         """Close some of the segments whose files were removed or replaced. Call this now and then."""
@@ -194,7 +218,7 @@ class SegmentCache:
             if known.is_current:
                 known.close_outdated()
             else:
-                del self._open[key]
+                self._drop(key)
         del self._unswept[-_SWEEP_STEP:]
 
 

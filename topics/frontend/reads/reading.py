@@ -75,8 +75,10 @@ def _evicted(view: TopicView, seq: int, reason: EvictReason) -> TopicView:
     return view._replace(evict_floor=seq, evict_reason=int(reason), evict_run_seq=run_seq)
 
 
-SCAN_MAX: Final = 8192
-"""About the most records examined for one page: filtering a long log must not block the event loop."""
+SCAN_MAX: Final = 1024
+"""About the most records examined for one page: filtering a long log must not block the event loop. Each takes up to
+4 µs.
+"""
 _STEP_MAX: Final = 1024
 _STEP_MIN: Final = 16
 _BEYOND_BYTES: Final = 64 * 1024

@@ -40,6 +40,8 @@ META_MAX_KEYS: Final = 64
 ORDER_KEY_MAX_BYTES: Final = 256
 TIME_MS_MAX: Final = 1 << 53
 SEARCHED_RECORDS_MAX: Final = 64
+ATTRIBUTED_INLINE_MAX: Final = 1000
+"""Records with node, tag or meta that are laid out on the event loop; a thread lays out more."""
 
 _APPENDED: Final = api.ok_or_created("Appended", "Appended, and the topic created", answers.AppendAnswer)
 _REFUSED: Final = ("batch_too_large", "record_too_large", "topic_not_found", "not_a_queue", "head_mismatch")
@@ -65,12 +67,19 @@ class AppendRoute:
         started_ns = time.perf_counter_ns()
         name, headers = check_topic_name(scope["path_params"]["topic"]), dict(scope["headers"])
         body = await read_body(receive, headers, self._settings.max_body_bytes)
-        if len(body) <= INLINE_BYTES_MAX:
-            request, records = self._read(body)
-        else:
+        if len(body) > INLINE_BYTES_MAX:
             request, records = await asyncio.to_thread(self._read, body)
+            # 64 MB take 5 ms to free. A long write is in memory three times, each of which goes in a turn of its own.
+            del body
+            await asyncio.sleep(0)
+        elif is_long(request := self._decoded(body)):
+            records = await asyncio.to_thread(self.lay_out, request, len(body))
+        else:
+            records = self.lay_out(request, len(body))
         with_seqs = _wants_seqs(scope["query_string"])
-        reply = await self.submit(name, request, records, headers.get(b"idempotency-key"), caller_of(scope))
+        submitted = self.submit(name, request, records, headers.get(b"idempotency-key"), caller_of(scope))
+        del request, records
+        reply = await submitted
         if reply.durability == "archived":
             await self.archive_acks.wait_for_topic(name)
         self._cell.add("records_in", reply.count)
@@ -109,10 +118,14 @@ class AppendRoute:
         )
 
     def _read(self, body: bytes) -> tuple[AppendBody, LaidOut]:
+        request = self._decoded(body)
+        return request, self.lay_out(request, len(body))
+
+    def _decoded(self, body: bytes) -> AppendBody:
         request = self.decode(wire.append_decoder, body)
         if request.if_head_seq is not None and request.if_head_seq > U64_MAX:
             wire.check_counts(request)
-        return request, self.lay_out(request, len(body))
+        return request
 
     def decode(self, decoder: msgspec.json.Decoder[BodyT], body: bytes) -> BodyT:
         """Decode a body of records. Call this in a thread for a long one."""
@@ -135,8 +148,7 @@ class AppendRoute:
         # A shorter body has no record that is too long.
         if body_bytes > settings.max_record_bytes:
             self._check_sizes(records)
-        attributed = [record for record in records if record.tag is not None or record.node is not None or record.meta]
-        if node or attributed:
+        if node or _attributed(records):
             return lay_out([self._with_attributes(record, node, at) for at, record in enumerate(records)])
         return lay_out_plain([record.data for record in records])
 
@@ -206,6 +218,16 @@ class AppendRoute:
                     f"records[{at}] has {size} bytes of data and meta, at most {max_bytes} are allowed",
                     {"max_record_bytes": max_bytes},
                 )
+
+
+def is_long(request: AppendBody) -> bool:
+    """Return whether a thread lays out these records: each with attributes takes some µs, each of the others none."""
+    records = request.records
+    return len(records) > ATTRIBUTED_INLINE_MAX and (request.node is not None or bool(_attributed(records)))
+
+
+def _attributed(records: list[RecordBody]) -> list[RecordBody]:
+    return [record for record in records if record.tag is not None or record.node is not None or record.meta]
 
 
 @lru_cache(maxsize=64)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final
 
 from topics.api import answers
@@ -18,12 +20,15 @@ from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.routes import operations as api
 from topics.frontend.routes.operations import ApiRequest, JsonReply
+from topics.frontend.shards.arenas import Slices
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
 from topics.shm.durations import Route
 from topics.shm.topic_messages import DeleteRouter, EnsureTopic, PutRouter, RemoveRouters, SyncRouters
 
 REGISTRY_SHARD: Final = 0
+SLICE_ROUTERS: Final = 256
+SYNCED_AT_ONCE: Final = 64
 BEGIN_WAIT_S: Final = 2.0
 BEGIN_RETRY_S: Final = 0.001
 _PATH: Final = "/v0/routers/{router}"
@@ -74,22 +79,29 @@ class RouterRoutes:
         query, caller = request.query, request.caller
         prefix, source, dest = query.get("prefix", ""), query.get("source"), query.get("dest")
         size, after = await request.list_page(check_router_name)
-        found = sorted(
-            (
+        routers, slices = list(self.sight.registry().by_name.values()), Slices()
+        found: list[Router] = []
+        for begin in range(0, len(routers), SLICE_ROUTERS):
+            fitting = [
                 router
-                for router in self.sight.registry().by_name.values()
+                for router in routers[begin : begin + SLICE_ROUTERS]
                 if router.name > after
                 and router.name.startswith(prefix)
                 and source in (None, router.spec.source)
                 and dest in (None, router.spec.dest)
                 and all(map(caller.covers, (router.name, router.spec.source, router.spec.dest)))
-            ),
-            key=lambda router: router.name,
-        )
-        page = found[:size]
-        lags = [self._lag(router) for router in page]
+            ]
+            found = heapq.nsmallest(size + 1, [*found, *fitting], key=attrgetter("name"))
+            await slices.yield_if_over()
+        page, lags, shown = found[:size], list[int | None](), list[dict[str, Any]]()
+        for router in page:
+            lags.append(self._lag(router))
+            await slices.yield_if_over()
         with_copies = await self.catching_up.wait_for_all({router.spec.dest for router in page})
-        answer: dict[str, Any] = {"routers": [self._shown(*router) for router in zip(page, lags, strict=True)]}
+        for router, lag in zip(page, lags, strict=True):
+            shown.append(self._shown(router, lag))
+            await slices.yield_if_over()
+        answer: dict[str, Any] = {"routers": shown}
         if len(found) > size:
             answer["next_cursor"] = name_cursor(page[-1].name)
         return JsonReply(answer, with_copies=with_copies)
@@ -164,7 +176,9 @@ class RouterRoutes:
     async def after_delete(self, topic: str, routers: list[Router]) -> None:
         """Remove the routers of a deleted topic. They forward nothing once this returns."""
         await self.gateway.call(REGISTRY_SHARD, RemoveRouters([router.id for router in routers]))
-        await asyncio.gather(*[self._sync(router.spec.dest) for router in routers if router.spec.dest != topic])
+        dests = sorted({router.spec.dest for router in routers} - {topic})
+        for begin in range(0, len(dests), SYNCED_AT_ONCE):
+            await asyncio.gather(*map(self._sync, dests[begin : begin + SYNCED_AT_ONCE]))
 
     # -- parts
 

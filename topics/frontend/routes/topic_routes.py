@@ -204,14 +204,21 @@ class TopicRoutes:
         return self.known.priority(ref) + age(self.hub.waiting_ms(ref.name))
 
     async def _all_settled(self, refs: list[TopicRef]) -> list[TopicRef]:
-        if not any(map(self.known.reader.has_expired, refs)):
-            return refs
-        settled = await asyncio.gather(*[self.settled(ref) for ref in refs], return_exceptions=True)
-        for outcome in settled:
-            if isinstance(outcome, BaseException) and not isinstance(outcome, TopicsError):
-                raise outcome
-        # A topic that was deleted in the meantime is not listed.
-        return [outcome for outcome in settled if isinstance(outcome, TopicRef)]
+        slices, expired = Slices(), dict[int, asyncio.Task[TopicRef | None]]()
+        async with asyncio.TaskGroup() as group:
+            for at, ref in enumerate(refs):
+                if self.known.reader.has_expired(ref):
+                    expired[at] = group.create_task(self._settled_if_there(ref))
+                await slices.yield_if_over()
+        settled = [expired[at].result() if at in expired else ref for at, ref in enumerate(refs)]
+        return [ref for ref in settled if ref is not None]
+
+    async def _settled_if_there(self, ref: TopicRef) -> TopicRef | None:
+        """Return the topic as `settled` does; None if it was deleted in the meantime, so that it is not listed."""
+        try:
+            return await self.settled(ref)
+        except TopicsError:
+            return None
 
     async def settled(self, ref: TopicRef) -> TopicRef:
         """Return the topic with exact floors, count and bytes: its shard evicts what has expired."""

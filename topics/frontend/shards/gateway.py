@@ -21,6 +21,7 @@ from topics.frontend.shards.lone_writes import LoneWrites
 from topics.frontend.shards.notices import JobListeners, Watches
 from topics.frontend.shards.pending_requests import (
     ROOM_WAIT_S,
+    SPILL_INLINE_BYTES_MAX,
     OnLate,
     PendingRequest,
     PendingRequests,
@@ -44,8 +45,6 @@ from topics.storage.frame import LaidOut
 SWEEP_S: Final = 0.25
 """Time between two checks for time-outs and lost wake-ups."""
 ROOM_RETRY_S: Final = 0.002
-SPILL_INLINE_BYTES_MAX: Final = 1 * 2**20
-"""Longest message that is written to shared memory on the event loop; a thread writes longer ones."""
 
 _log = get_logger()
 

@@ -20,6 +20,10 @@ from topics.shm.topic_messages import Unwatch, Watch
 
 LINGER_S: Final = 10.0
 """The time for which a watch outlives its last listener: clients that poll come back."""
+RENEWED_AT_ONCE: Final = 64
+"""Watches that are renewed in one turn of the event loop."""
+SWEPT_AT_ONCE: Final = 256
+"""Watches that one sweep ends at most; the next one goes on."""
 
 _log = get_logger()
 
@@ -111,12 +115,20 @@ class Watches:
             self.post(watched.shard, Watch(watched.token, watched.name, seen.topic_id, seen.head_seq))
 
     def renew(self, shard: int) -> None:
-        """Watch again at a shard that was restarted. It has forgotten all watches, and any topic may have changed."""
-        for watched in list(self._by_name.values()):
-            if watched.shard == shard:
+        """Watch again at a shard that was restarted, some now and the others in the next turns of the event loop. It
+        has forgotten all watches, and any topic may have changed.
+        """
+        self._renew_some([watched for watched in self._by_name.values() if watched.shard == shard])
+
+    def _renew_some(self, left: list[_Watched]) -> None:
+        some, left = left[:RENEWED_AT_ONCE], left[RENEWED_AT_ONCE:]
+        for watched in some:
+            if watched.token in self._by_token:
                 watched.topic_id = 0
                 self._watch_current(watched)
                 watched.fire()
+        if left:
+            self.loop.call_soon(self._renew_some, left)
 
     def remove(self, watched: _Watched, handle: WatchHandle) -> None:
         if handle in watched.listeners:
@@ -126,8 +138,8 @@ class Watches:
 
     def sweep(self, now_s: float) -> None:
         """End the watches that had no listener for LINGER_S."""
-        overdue = list(itertools.takewhile(lambda idle: now_s - idle[1] >= LINGER_S, self._idle_since_s.items()))
-        for watched, _since_s in overdue:
+        overdue = itertools.takewhile(lambda idle: now_s - idle[1] >= LINGER_S, self._idle_since_s.items())
+        for watched, _since_s in list(itertools.islice(overdue, SWEPT_AT_ONCE)):
             del self._idle_since_s[watched]
             if self.posts_full(watched.shard):
                 # Kept for now. If it were forgotten here alone, each poll of the topic would begin another watch.

@@ -38,6 +38,9 @@ ROOM_WAIT_S: Final = 0.25
 PRESSED_WAIT_S: Final = 0.05
 """The same under the greatest pressure: soon, but not at once. Refusals cost this process time as well, and clients
 that repeat a refused request at once would use up all of it, so that less is done than there is room for."""
+SPILL_INLINE_BYTES_MAX: Final = 1 << 20
+"""Longest message that is written to shared memory, and removed from it, on the event loop; a thread does that with
+longer ones."""
 
 
 class QueuedMessage(msgspec.Struct):
@@ -259,10 +262,18 @@ class Spills:
     def drop(self, request_id: int) -> None:
         """Remove the file of a request that was answered or never sent, if it has one."""
         size_bytes = self._sizes.pop(request_id, None)
-        if size_bytes is not None:
-            self.budget.release(size_bytes)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.path(request_id))
+        if size_bytes is None:
+            return
+        self.budget.release(size_bytes)
+        if size_bytes <= SPILL_INLINE_BYTES_MAX:
+            _remove(self.path(request_id))
+        else:  # 64 MB take 10 ms
+            asyncio.get_running_loop().run_in_executor(None, _remove, self.path(request_id))
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def take_long_reply(path: str) -> memoryview | None:

@@ -17,6 +17,7 @@ from collections.abc import Collection, Coroutine, Iterator
 from typing import Any, Final
 
 from topics.core.errors import TopicsError
+from topics.frontend.shards.arenas import Slices
 from topics.frontend.shards.gateway import Gateway
 from topics.log import get_logger
 from topics.shm.append_messages import AppendReply
@@ -247,9 +248,11 @@ class TxnCoordinator:
         else:
             await self._gateway.call(self._owner(sink), TxnEnd(sink, batch))
             await asyncio.to_thread(self.stages.drop, [stage for stage, _topic in stages])
+        slices = Slices()
         for topic in sorted({topic for _stage, topic in stages}):
             # Without its file no stage can be published again, so its topic may forget it.
             self._gateway.post(self._owner(topic), StagesOver(topic, sink, batch))
+            await slices.yield_if_over()
         return records
 
     def _finish_later(self, sink: str, batch: int, stages: StageList) -> None:

@@ -17,6 +17,7 @@ from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.routes import operations as api
 from topics.frontend.routes.append import AppendRoute
 from topics.frontend.routes.operations import ApiRequest, JsonReply
+from topics.frontend.shards.arenas import Slices
 from topics.frontend.txn.coordinator import TxnCoordinator
 from topics.settings import Settings
 from topics.shm.durations import Route
@@ -99,14 +100,18 @@ class TxnRoutes:
                 counted, counted_bytes = sums.get(topic, (0, 0))
                 sums[topic] = counted + count, counted_bytes + size_bytes
             request.caller.require(KeyScope.WRITE, sums)
+            slices = Slices()
             for topic, (count, size_bytes) in sums.items():
                 self._check_topic(topic)
                 await self._check_room(topic, count, size_bytes)
+                await slices.yield_if_over()
             stages = [(stage, head.topic) for stage, head in heads.items()]
             duplicate, last_batch, records = await self.coordinator.commit(sink, given.batch, stages)
-            archived = [
-                ref.shard for topic in sums if (ref := self.reader.find(topic)) and ref.config.durability == "archived"
-            ]
+            archived = []
+            for topic in sums:
+                if (ref := self.reader.find(topic)) and ref.config.durability == "archived":
+                    archived.append(ref.shard)
+                await slices.yield_if_over()
         else:
             archived = self.append.archive_acks.of_topics()  # nobody knows any more which topics it was about
         await self.append.archive_acks.wait_for(archived)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final
 
@@ -32,6 +32,10 @@ log = get_logger()
 
 BY_TAG_MAX: Final = 64
 """Topics whose tags are indexed in idle turns."""
+SWEEP_STEP: Final = 1024
+"""A sweep goes on in the next turn after so much cost: 1 for a topic, about 2 µs, and more where records may expire."""
+SWEPT_COST: Final = 8
+EXPIRED_COST: Final = 128
 
 
 class Deletes:
@@ -45,8 +49,12 @@ class Deletes:
         self._time = time
         self._by_tag: OrderedDict[int, None] = OrderedDict()
         """Ids of topics with a delete by tag, the latest last: only these have `Topic.tags`."""
+        self._unswept: Iterator[Hosted] | None = None
+        """Topics at which the sweep has yet to look; None between two sweeps."""
         self._kept: set[int] = set()
-        """Ids of topics whose expiry the log refused, which is logged once."""
+        """Ids of topics whose expiry the log refused in the last sweep, which is logged once."""
+        self._keeping: set[int] = set()
+        """The same of this sweep."""
 
     def expire_one(self, call: Expire, _frontend: int) -> Steps[Done]:
         """Move the floors of a topic over its expired records."""
@@ -90,18 +98,40 @@ class Deletes:
             hosted.topic.tags = None
 
     def sweep(self) -> Steps[None]:
-        """Expire records of topics that nobody touches. They stay for now if the log cannot be written."""
+        """Begin to expire records of topics that nobody touches, and to free their memory, unless that is under way;
+        `sweep_some` goes on.
+        """
         self._tags.drop_unused()
-        kept = set()
-        for hosted in list(self._catalog):
+        if self._unswept is None:
+            self._unswept, self._keeping = iter(list(self._catalog)), set()
+        yield from self.sweep_some()
+
+    @property
+    def is_sweeping(self) -> bool:
+        """Return whether `sweep_some` has something to do."""
+        return self._unswept is not None
+
+    def sweep_some(self) -> Steps[None]:
+        """Look at some topics. Expired records stay for now if the log cannot be written."""
+        cost = 0
+        while self._unswept is not None and cost < SWEEP_STEP:
+            hosted = next(self._unswept, None)
+            if hosted is None:
+                self._unswept, self._kept = None, self._keeping
+                return
             topic = hosted.topic
-            if not topic.config.ttl_ms:
-                continue
-            if not (yield from self.expire(hosted)):
-                kept.add(topic.id)
-                if topic.id not in self._kept:
-                    log.error("records that have outlived ttl_ms stay: the log cannot be written", topic=topic.name)
-        self._kept = kept
+            cost += 1
+            if self._catalog.find_id(topic.id) is not hosted:
+                continue  # deleted meanwhile
+            if topic.config.ttl_ms:
+                earliest_seq = topic.earliest_seq
+                has_expired = yield from self.expire(hosted)
+                cost += SWEPT_COST if topic.earliest_seq == earliest_seq and has_expired else EXPIRED_COST
+                if not has_expired:
+                    self._keeping.add(topic.id)
+                    if topic.id not in self._kept:
+                        log.error("records that have outlived ttl_ms stay: the log cannot be written", topic=topic.name)
+            self._catalog.shrink_ring(hosted)
 
     def delete(self, call: DeleteRecords, _frontend: int) -> Steps[DeleteRecordsReply]:
         """Delete as much as one turn takes. The reply has the rest of the request."""

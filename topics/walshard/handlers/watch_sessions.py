@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
+from typing import Final
 
 import msgspec
 
@@ -29,6 +31,9 @@ from topics.storage.topic_frames import control_frame
 from topics.walshard.commit.draft import Draft, LogWrite, Steps
 from topics.walshard.hosted.holdings import Holdings
 from topics.walshard.step_clock import StepClock
+
+COLLECTED_AT_ONCE: Final = 512
+"""Sessions that one call of `collect` removes at most."""
 
 
 class WatchSession(msgspec.Struct, eq=False):
@@ -113,11 +118,19 @@ class WatchSessions:
                 session.end_stream(session.stream, self._time.now.mono_ms)
 
     def collect(self) -> Steps[None]:
-        """Remove sessions that had no stream for SESSION_TTL_MS."""
-        now_ms = self._time.now.mono_ms
-        for wid, session in list(self.by_wid.items()):
-            if session.stream is None and now_ms - session.idle_since_ms > SESSION_TTL_MS:
-                yield from self._log(SessionFrameBody(wid, None), partial(self._set, wid, None))
+        """Remove sessions that had no stream for SESSION_TTL_MS, or some of them: the next call goes on."""
+        now = self._time.now
+        idle = (
+            wid
+            for wid, session in self.by_wid.items()
+            if session.stream is None and now.mono_ms - session.idle_since_ms > SESSION_TTL_MS
+        )
+        ends = [
+            LogWrite([_session_frame(SessionFrameBody(wid, None), now.wall_ms)], partial(self._set, wid, None))
+            for wid in islice(idle, COLLECTED_AT_ONCE)
+        ]
+        if ends:
+            yield Draft(ram=ends)
 
     def ram_frames(self, now_ms: int) -> list[bytes]:
         """Return SESSION of every session, to outlive older files of the RAM log. `now_ms` is wall time."""

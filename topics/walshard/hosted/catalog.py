@@ -108,11 +108,12 @@ class Catalog:
         self._deleted_names.add(hosted.topic.name)
         hosted.retire()
 
-    def shrink_rings(self) -> None:
-        """Shrink large rings of `ephemeral` topics, now and then between groups. Checkpoints shrink all others."""
-        for hosted in self:
-            if hosted.index.ring.capacity >= LARGE_ENTRIES and hosted.topic.config.durability == "ephemeral":
-                hosted.shrink_ring()
+    def shrink_ring(self, hosted: Hosted) -> None:
+        """Shrink the ring of an `ephemeral` topic, if it is large, now and then between groups. Checkpoints shrink all
+        others.
+        """
+        if hosted.index.ring.capacity >= LARGE_ENTRIES and hosted.topic.config.durability == "ephemeral":
+            hosted.shrink_ring()
 
     def take_over(self, fold: Fold) -> None:
         """Host the topics that the log has. Raise FoldError when one belongs to another shard, or two share a name."""

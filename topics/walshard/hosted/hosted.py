@@ -189,6 +189,7 @@ class Hosted:
         self._count(0, 0)
         self._holdings.count_leases(-self._shown_jobs[1])
         self._holdings.count_topic(self.topic.config, -1)
+        self.topic.queue = None  # the two name each other, which would leave both to the garbage collector
         self.abandon()
 
     def _count(self, records: int, live_bytes: int) -> None:
