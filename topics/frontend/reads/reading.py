@@ -76,8 +76,8 @@ def _evicted(view: TopicView, seq: int, reason: EvictReason) -> TopicView:
 
 
 SCAN_MAX: Final = 1024
-"""About the most records examined for one page: filtering a long log must not block the event loop. Each takes up to
-4 µs.
+"""About the most records examined for one page, unless it may have more: filtering a long log must not block the event
+loop. Each takes up to 4 µs.
 """
 _STEP_MAX: Final = 1024
 _STEP_MIN: Final = 16
@@ -294,9 +294,9 @@ class TopicReader:
                 return self._page(view, body, 1, cursor + 1, tombstone, 1, 0)
         bodies: list[bytes] = []
         count = size_bytes = 0
-        step_max = _STEP_MAX
+        step_max, scan_max = _STEP_MAX, max(SCAN_MAX, options.limit)
         ended = False
-        while not ended and cursor < last_seq and count < options.limit and cursor - start < SCAN_MAX:
+        while not ended and cursor < last_seq and count < options.limit and cursor - start < scan_max:
             # Records that are filtered out are few, or many: the first step takes what is wanted, later ones more.
             step = min(step_max, max(_STEP_MIN if cursor > start else 1, options.limit - count), last_seq - cursor)
             try:
