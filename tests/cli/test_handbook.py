@@ -103,4 +103,9 @@ def test_a_command_that_looks_at_a_directory_prints_what_its_page_says(
         check=False,
     )
     expected = FOLDER.sub(str(tmp_path / "data"), printed).replace("127.0.0.1:4000", "127.0.0.1:0")
-    assert re.sub(r"\d+", "0", done.stdout) == re.sub(r"\d+", "0", expected)
+    assert without_figures(done.stdout) == without_figures(expected)
+
+
+def without_figures(text: str) -> str:
+    """Return a text as it is with any figures: one record, and two records, are 0 record."""
+    return re.sub(r"\b(frame|record|segment|snapshot)s\b", r"\1", re.sub(r"\d+", "0", text))
