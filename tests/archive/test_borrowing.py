@@ -31,7 +31,7 @@ from topics.archive.shipping import Shipper
 from topics.core.segment_list import COLD
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic
 from topics.storage import kill_points, service_id
-from topics.storage.archive_objects import Archive, ArchiveDamagedError, open_archive
+from topics.storage.archive_objects import Archive, ArchiveDamagedError, loan_name, open_archive
 from topics.storage.borrowed import open_cold, read_borrowed
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.kill_points import KillPoint
@@ -345,8 +345,37 @@ def test_a_loan_keeps_the_archive_from_being_pruned(borrowing: Borrowing) -> Non
     borrowing.check()
 
 
-def test_a_pruning_that_has_not_seen_the_loan_is_noticed(tmp_path: Path) -> None:
-    """The restore, or else the pruning, gives way."""
+def test_a_pruning_that_meets_a_new_loan_waits_for_its_end(borrowing: Borrowing) -> None:
+    """The base is gone by then, but the restore has seen it, and needs everything else."""
+    borrowing.all_home()
+    rig = Rig(str(borrowing.root / "origin"), FaultyFileSystem(), segment_max_events=str(EVENTS))
+    rig.append("t", *[b'"later"'] * (3 * EVENTS))
+    Compaction(rig).cut()
+    rig.clock.ms += 100_000
+    ship(rig, borrowing.archive)
+    archive, before_ms = borrowing.archive, rig.clock.ms + 1
+    older, _ = archive.bases(1)
+    loan = loan_name(1, older)
+
+    def lend(done: int, _total: int) -> None:
+        if done == 1:
+            archive.store.create(loan, b"somebody")
+
+    rest = [*archive.store.list("g00000001.pieces/"), *archive.store.list("g00000001.files/")]
+    met = prune(archive, before_ms, lend)
+    assert (met.bases, met.pieces, met.files, met.loans) == (1, 0, 0, [loan])
+    again = prune(archive, before_ms)
+    assert (again.bases, again.pieces, again.files, again.loans) == (0, 0, 0, [loan])
+    assert [*archive.store.list("g00000001.pieces/"), *archive.store.list("g00000001.files/")] == rest
+    archive.store.delete(loan)
+    ended = prune(archive, before_ms)
+    assert ended.pieces > 0
+    assert ended.loans == []
+    assert archive.removals(1) == []
+    assert check(archive, lambda *_: None) == []
+
+
+def test_a_base_that_is_pruned_before_the_loan_is_missed_by_the_restore(tmp_path: Path) -> None:
     borrowing = Borrowing(tmp_path)
     borrowing.all_home()
     found = plan(borrowing.archive, WantedMoment())

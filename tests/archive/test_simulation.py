@@ -440,7 +440,9 @@ def test_a_leader_begins_a_generation_between_two_requests_of_a_takeover(service
 def test_an_archive_is_closed_while_its_leader_begins_a_generation(service: Archiving, nth: int) -> None:
     """`restore --take-over`: what the leader acknowledges is in what is restored, wherever it is."""
     follow_and_go_back(service)
-    service.followers[0].close()  # type: ignore[union-attr]
+    follower = service.followers[0]
+    assert follower is not None
+    follower.close()
     service.followers[0] = None
     service.append("a", 1, "archived")
     service.leader.before(nth, lambda: close_archive(service.archive, service.world.clock, "another machine"))
