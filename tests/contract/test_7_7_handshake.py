@@ -161,3 +161,29 @@ def test_over_http2(spoken: Service, version: str | None) -> None:
     assert "connection" not in answer
     envelope(body, answer["content-type"], "upgrade_required")
     assert status == "200"
+
+
+@pytest.mark.parametrize("is_http2", [False, True])
+def test_an_offer_to_compress_is_declined(spoken: Service, is_http2: bool) -> None:
+    """To pack 8 MiB would hold up every other client."""
+    offer = ("sec-websocket-extensions", "permessage-deflate")
+    with socket.create_connection(("127.0.0.1", spoken.port), timeout=15) as raw:
+        if not is_http2:
+            head = "\r\n".join(["GET /v0/ws HTTP/1.1", *(": ".join(header) for header in [*GOOD.items(), offer])])
+            raw.sendall(head.encode() + b"\r\n\r\n")
+            answer = raw.recv(65536).lower()
+            assert answer.startswith(b"http/1.1 101 ")
+            assert b"sec-websocket-extensions" not in answer
+            return
+        h2c = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
+        h2c.initiate_connection()
+        headers = [(":method", "CONNECT"), (":protocol", "websocket"), (":scheme", "http"), (":path", "/v0/ws")]
+        h2c.send_headers(1, [*headers, (":authority", "localhost"), ("sec-websocket-version", "13"), offer])
+        raw.sendall(h2c.data_to_send())
+        given: dict[str, str] = {}
+        while not given:
+            for event in h2c.receive_data(raw.recv(65536)):
+                if isinstance(event, h2.events.ResponseReceived):
+                    given = {str(name): str(value) for name, value in event.headers}
+        assert given[":status"] == "200"
+        assert offer[0] not in given

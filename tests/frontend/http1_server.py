@@ -103,7 +103,7 @@ class App:
         self.running += 1
         try:
             if scope["type"] == "websocket":
-                await (self.deaf if scope["path"] == "/deaf" else self.websocket)(receive, send)
+                await getattr(self, {"/ws": "websocket"}.get(scope["path"], scope["path"][1:]))(receive, send)
             else:
                 await getattr(self, scope["path"].split("/")[1])(scope, receive, send)
         except asyncio.CancelledError:
@@ -295,11 +295,29 @@ class App:
         await send({"type": "websocket.accept"})
         await self.go.wait()
 
+    async def unopened(self, receive: Receive, send: Send) -> None:
+        """A WebSocket that is refused, without a reason."""
+        await send({"type": "websocket.close"})
+
+    async def unanswered(self, receive: Receive, send: Send) -> None:
+        """A WebSocket whose handshake gets no answer."""
+
+    async def closing(self, receive: Receive, send: Send) -> None:
+        """A WebSocket that is closed when `go` is set."""
+        assert (await receive())["type"] == "websocket.connect"
+        await send({"type": "websocket.accept"})
+        await self.go.wait()
+        await send({"type": "websocket.close", "code": 1012, "reason": "later"})
+        while (await receive())["type"] != "websocket.disconnect":
+            pass
+        self.disconnects += 1
+
     async def websocket(self, receive: Receive, send: Send) -> None:
         assert (await receive())["type"] == "websocket.connect"
         await send({"type": "websocket.accept"})
         while (message := await receive())["type"] == "websocket.receive":
             await send({"type": "websocket.send", "text": message["text"].upper()})
+        self.disconnects += 1
 
 
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {

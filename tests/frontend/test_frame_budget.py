@@ -52,7 +52,7 @@ class Wire:
     def __init__(self) -> None:
         self.time_s = Seconds()
         self.refusals: list[str] = []
-        self.budget = FrameBudget(ClientAddresses(self.time_s).of(PEER), self.refusals.append)
+        self.budget = FrameBudget(ClientAddresses(self.time_s, self.refusals.append).of(PEER), self.refusals.append)
         self.frames = CheckedFrames(self.budget, MAX_BLOCK_BYTES)
         self.frames.max_frame_size = 16_384
         self.frames.add_data(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
@@ -87,7 +87,7 @@ def test_an_address_is_refilled_with_time_and_by_what_is_sent() -> None:
 
 
 def test_a_connection_has_a_reserve_beyond_its_address() -> None:
-    budget = FrameBudget(ClientAddresses(Seconds()).of(PEER), lambda _why: None)
+    budget = FrameBudget(ClientAddresses(Seconds(), lambda _why: None).of(PEER), lambda _why: None)
     budget.spend(FRAMES_BURST)
     for _ in range(RESERVE):
         budget.spend()
@@ -99,7 +99,7 @@ def test_a_connection_has_a_reserve_beyond_its_address() -> None:
 
 def test_all_connections_of_an_address_send_as_much_as_one_and_others_go_on() -> None:
     time_s = Seconds()
-    addresses = ClientAddresses(time_s)
+    addresses = ClientAddresses(time_s, lambda _why: None)
     quiet, *flooders = [FrameBudget(addresses.of(PEER), lambda _why: None) for _ in range(61)]
     passed = 0
     for _ in range(200):
@@ -118,7 +118,7 @@ def test_all_connections_of_an_address_send_as_much_as_one_and_others_go_on() ->
 
 
 def test_connections_that_come_and_go_find_the_budget_of_their_address() -> None:
-    addresses = ClientAddresses(Seconds())
+    addresses = ClientAddresses(Seconds(), lambda _why: None)
     FrameBudget(addresses.of(PEER), lambda _why: None).spend(FRAMES_BURST)
     assert not addresses.of(("192.0.2.1", 40_001)).frames.try_take(1)
     for n in range(ADDRESSES_MAX):
@@ -147,7 +147,7 @@ def test_so_many_pass_at_the_start_and_one_more_is_refused(one: bytes, burst: in
 
 def test_an_address_that_is_cut_again_and_again_waits_for_new_connections_one_after_the_other() -> None:
     time_s = Seconds()
-    addresses = ClientAddresses(time_s)
+    addresses = ClientAddresses(time_s, lambda _why: None)
     flooder, other = addresses.of(PEER), addresses.of(("192.0.2.2", 40_000))
     for _ in range(round(CUTS_FREE_S / CUT_S)):
         flooder.cut()
@@ -166,7 +166,7 @@ def test_an_address_that_is_cut_again_and_again_waits_for_new_connections_one_af
 
 
 def test_a_network_of_ipv6_is_one_address() -> None:
-    addresses = ClientAddresses(Seconds())
+    addresses = ClientAddresses(Seconds(), lambda _why: None)
     address = addresses.of(("2001:db8::1", 40_000, 0, 0))
     assert addresses.of(("2001:db8::ffff", 40_000, 0, 0)) is address
     assert addresses.of(("2001:db8:0:1::1", 40_000, 0, 0)) is not address

@@ -1,4 +1,4 @@
-"""Other protocols on the same port are Hypercorn's: HTTP/2 with prior knowledge or by upgrade, and WebSocket."""
+"""Other protocols on the same port: HTTP/2, with prior knowledge or by upgrade, is Hypercorn's, a WebSocket ours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import wsproto
 from wsproto.events import AcceptConnection, CloseConnection, Ping, Request, TextMessage
 
 from tests.frontend.http1_server import Client, Server, until
-from topics.frontend.http import hypercorn_connection
+from topics.frontend.http import http1_websocket
 from topics.frontend.http.deadlines import HttpLimits
 from topics.shm.control import Cell
 from topics.shm.quotas import Quota
@@ -119,8 +119,8 @@ def test_websocket_echo(client: Client, after_a_request: bool) -> None:
 def test_a_websocket_that_nobody_reads_from_gives_its_place_back(
     app_ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More messages than Hypercorn keeps for an app: until somebody takes some it reads no more, not even the end."""
-    monkeypatch.setattr(hypercorn_connection, "GONE_S", 0.05)
+    """More messages than wait for an app: until it takes some no more is read, not even the end."""
+    monkeypatch.setattr(http1_websocket, "GONE_S", 0.05)
     cell = Cell(memoryview(array("Q", [0])), ("held",))
     with Server(places=Quota("connections", 1, "held", cell, [cell])) as server:
         with server.client() as client:

@@ -207,14 +207,19 @@ def test_refusal_shows_the_value_and_the_way_out() -> None:
 
 
 def test_other_protocols_are_left_alone() -> None:
-    for head in (
-        b"PRI * HTTP/2.0\r\n\r\n",
-        GET + b"Connection: keep-alive, Upgrade\r\nUpgrade: websocket\r\n\r\n",
-        GET + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n\r\n",
-    ):
+    for head in (b"PRI * HTTP/2.0\r\n\r\n", GET + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n\r\n"):
         parser = RequestParser(Heads(LIMITS))
         assert parser.find_head(head + b"SM\r\n\r\n", 0) == (0, len(head))
         assert parser.parse_head(head) is None
+
+
+def test_the_handshake_of_a_websocket_is_a_head_like_others_but_not_kept() -> None:
+    heads = Heads(LIMITS)
+    head = GET + b"Connection: keep-alive, Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    parsed = heads.parse(head)
+    assert parsed is not None
+    assert parsed.is_websocket
+    assert heads.parse(head) is not parsed, "each one has another key"
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,9 @@ class WriteBuffer(Protocol):
 
 WRITE_BUFFER: Final = "topics.write_buffer"
 """Extension of a WebSocket's scope: its `WriteBuffer`."""
+SEND_NOW: Final = "topics.send_now"
+"""Extension of a WebSocket's scope: a function that sends a message in UTF-8 at once, and returns False if it has to
+wait: for the client, or for another message. Then `send` sends it."""
 Deliver = Callable[[Send, bytes], Awaitable[None]]
 """A function that sends a whole body by the given `send`, and returns when this process keeps no part of it."""
 DELIVER: Final = "topics.deliver"

@@ -16,6 +16,8 @@ from topics.shm.quotas import Quota
 COUNTED_FROM_BYTES: Final = 128 * 1024
 """Shorter answers are not counted: they are little more than the 64 KiB that may wait for any client."""
 CHECK_S: Final = 1.0
+GONE_S: Final = 2.0
+"""The time that an app call has after its client has closed its end of the connection."""
 
 
 class AnswerHolder(Protocol):
@@ -107,7 +109,7 @@ class UnadmittedInput:
 
 
 class OpenConnection(TcpConnection, Protocol):
-    """A connection of HTTP/1.1."""
+    """A connection of HTTP/1.1, or a WebSocket that began as one."""
 
     def drain(self) -> None:
         """Close if idle; else the running request is the last one."""
@@ -117,8 +119,9 @@ class OpenConnection(TcpConnection, Protocol):
 
 
 class Connections:
-    """Every HTTP/1.1 connection of this process: counted, drained, and waited for. For all protocols `places` caps the
-    connections of the service, `kept` bounds unread answers, `unadmitted` what comes before a key is known.
+    """Every HTTP/1.1 connection of this process, also those that became WebSockets: counted, drained, and waited for.
+    For all protocols `places` caps the connections of the service, `kept` bounds unread answers, and `unadmitted` what
+    comes before a key is known.
     """
 
     def __init__(self, places: Quota | None = None, clock: Clock | None = None) -> None:
@@ -142,6 +145,10 @@ class Connections:
             return False
         self.open.add(connection)
         return True
+
+    def adopt(self, connection: OpenConnection) -> None:
+        """Take a connection that another protocol handed over, and which has its place already."""
+        self.open.add(connection)
 
     def pause_until_s(self, pause_s: float) -> float:
         """Return the loop time until which a connection pauses: those of all connections follow each other."""

@@ -127,9 +127,15 @@ class FrameBudget:
 class ClientAddresses:
     """The addresses of clients: the last ADDRESSES_MAX that came. A /64 of IPv6 is one address."""
 
-    def __init__(self, time_s: Callable[[], float]) -> None:
+    def __init__(self, time_s: Callable[[], float], on_refusal: Callable[[str], None]) -> None:
+        """`on_refusal` is told why a connection is cut."""
         self._time_s = time_s
+        self._on_refusal = on_refusal
         self._addresses: dict[object, ClientAddress] = {}
+
+    def budget(self, peer: object) -> FrameBudget:
+        """Return the budget of a new connection of `peer`, a transport's `peername`."""
+        return FrameBudget(self.of(peer), self._on_refusal)
 
     def of(self, peer: object) -> ClientAddress:
         """Return the address of `peer`, a transport's `peername`."""

@@ -20,8 +20,9 @@ from topics.core.errors import TopicsError
 from topics.frontend.asgi import AsgiApp, Scope
 from topics.frontend.http.connections import Connections
 from topics.frontend.http.deadlines import Awaited, Deadlines, HttpLimits, RunningClock, Verdict, body_timed_out
-from topics.frontend.http.http1_exchange import AnswerStage, Exchange, error_answer
+from topics.frontend.http.http1_exchange import AnswerStage, Exchange, error_answer, scope_of
 from topics.frontend.http.http1_parser import Head, Heads, RequestParser
+from topics.frontend.http.http1_websocket import Http1WebSockets
 from topics.frontend.http.vanished import VanishedClients
 
 JOIN_MAX_BYTES: Final = 16 * 1024
@@ -44,12 +45,20 @@ class Http1Factory:
     """Makes the protocol of each accepted connection, and owns what all connections of one process share."""
 
     def __init__(
-        self, app: AsgiApp, limits: HttpLimits, connections: Connections, hand_over: HandOver, clock: RunningClock
+        self,
+        app: AsgiApp,
+        limits: HttpLimits,
+        connections: Connections,
+        websockets: Http1WebSockets,
+        hand_over: HandOver,
+        clock: RunningClock,
     ) -> None:
+        """`hand_over` takes connections that turn out to be HTTP/2."""
         self.app = app
         self.limits = limits
         self.heads = Heads(limits)
         self.connections = connections
+        self.websockets = websockets
         self.hand_over = hand_over
         self.clock = clock
         self.loop = asyncio.get_running_loop()
@@ -193,7 +202,15 @@ class Http1Protocol(asyncio.Protocol):
                         break
                     head = self._parser.parse_head(bytes(data[position:end]))
                     if head is None:
-                        self._hand_over(bytes(data[position:]))
+                        self._leave()
+                        self._factory.hand_over(self._transport, bytes(data[position:]))
+                        self._repeat_eof()
+                        return
+                    if head.is_websocket:
+                        self._leave()
+                        scope = scope_of(head, self._client, self._server)
+                        self._factory.websockets.take_over(self._transport, head, scope, bytes(data[end:]))
+                        self._repeat_eof()
                         return
                     position = end
                     self._begin(head)
@@ -391,14 +408,16 @@ class Http1Protocol(asyncio.Protocol):
         self._deadlines.note_progress(self.buffered_bytes)
         self.settle()
 
-    def _hand_over(self, data: bytes) -> None:
+    def _leave(self) -> None:
+        """Give up the connection, which keeps its place: another protocol goes on."""
         self._ending = True
         self._stop_timer()
         self._factory.connections.forget(self, handed_over=True)
         self._hold(0)
         if not self.reading:
             self._transport.resume_reading()
-        self._factory.hand_over(self._transport, data)
+
+    def _repeat_eof(self) -> None:
         if self.eof:  # it came while another request was answered, and asyncio does not repeat it
             cast(asyncio.Protocol, self._transport.get_protocol()).eof_received()
 

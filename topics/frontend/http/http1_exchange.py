@@ -113,18 +113,20 @@ def error_answer(error: TopicsError, *, with_body: bool = True) -> bytes:
     body = error_body(error)
     allow = b"allow: DELETE, GET, HEAD, OPTIONS, POST, PUT\r\n" if error.code == "method_not_allowed" else b""
     retry_after_s = RETRY_AFTER_S.get(error.code)
-    retry = b"" if retry_after_s is None else b"retry-after: %d\r\n" % retry_after_s
+    more = b"" if retry_after_s is None else b"retry-after: %d\r\n" % retry_after_s
+    if error.code == "upgrade_required":
+        more += b"sec-websocket-version: 13\r\n"
     return b"%bcontent-type: application/json\r\n%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b" % (
         STATUS_LINES[error.status],
         allow,
-        retry,
+        more,
         len(body),
         body if with_body else b"",
     )
 
 
 @lru_cache(maxsize=1024)
-def _header_block(headers: tuple[tuple[bytes, bytes], ...]) -> tuple[bytes, int | None, bool]:
+def header_block(headers: tuple[tuple[bytes, bytes], ...]) -> tuple[bytes, int | None, bool]:
     """Return the lines of an answer's headers, but for those of its framing; its content-length; and whether the
     connection is to close after it. The same few come again and again. Raise ValueError if HTTP does not allow them.
     """
@@ -145,6 +147,24 @@ def _header_block(headers: tuple[tuple[bytes, bytes], ...]) -> tuple[bytes, int 
     if _HEADER_LINES.fullmatch(block) is None or block.count(b"\n") != len(lines):
         raise ValueError(f"a response header has characters that HTTP does not allow: {block!r}")
     return block, length, asks_close
+
+
+def scope_of(head: Head, client: tuple[str, int] | None, server: tuple[str, int] | None) -> Scope:
+    """Return the ASGI scope of a request, without extensions."""
+    return {
+        "type": "http",
+        "asgi": _ASGI,
+        "http_version": "1.1" if head.http11 else "1.0",
+        "method": head.method,
+        "scheme": "http",
+        "path": head.path,
+        "raw_path": head.raw_path,
+        "query_string": head.query,
+        "root_path": "",
+        "headers": head.headers,
+        "client": client,
+        "server": server,
+    }
 
 
 class ExchangeConnection(Protocol):
@@ -217,21 +237,9 @@ class Exchange:
         self.stage = AnswerStage.WAITING
 
     def scope(self, head: Head, client: tuple[str, int] | None, server: tuple[str, int] | None) -> Scope:
-        return {
-            "type": "http",
-            "asgi": _ASGI,
-            "http_version": "1.1" if head.http11 else "1.0",
-            "method": head.method,
-            "scheme": "http",
-            "path": head.path,
-            "raw_path": head.raw_path,
-            "query_string": head.query,
-            "root_path": "",
-            "headers": head.headers,
-            "client": client,
-            "server": server,
-            "extensions": {"topics.push": self.push, DELIVER: self.deliver},
-        }
+        scope = scope_of(head, client, server)
+        scope["extensions"] = {"topics.push": self.push, DELIVER: self.deliver}
+        return scope
 
     async def run(self, app: AsgiApp, scope: Scope) -> None:
         """Run the app. Whatever it does, the client gets a whole answer or a connection that is visibly cut."""
@@ -384,7 +392,7 @@ class Exchange:
         if status_line is None or status < 200:
             raise ValueError(f"status {status!r} is not a final HTTP status")
         self._bodyless = self._head_request or status in _BODYLESS
-        block, self._length_left, asks_close = _header_block(tuple(headers))
+        block, self._length_left, asks_close = header_block(tuple(headers))
         if asks_close:
             self.keep_alive = False
         self._head = status_line + block

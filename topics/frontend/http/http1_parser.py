@@ -51,6 +51,8 @@ class Head(msgspec.Struct, frozen=True):
     expects_continue: bool
     length: int | None
     """Bytes of the body; None: it is chunked."""
+    is_websocket: bool
+    """True if it is the handshake of a WebSocket, which is still to be checked."""
 
 
 class Chunks:
@@ -184,12 +186,17 @@ class Heads:
         self._kept: dict[bytes, Head] = {}
 
     def parse(self, head: bytes) -> Head | None:
-        """Return the checked head; None if it begins HTTP/2 or an Upgrade for Hypercorn. Raise TopicsError."""
+        """Return the checked head; None if it begins HTTP/2. Raise TopicsError."""
         known = self._kept.get(head)
         if known is not None:
             return known
         parsed = self._parse(head)
-        if parsed is not None and len(head) <= _KEPT_HEAD_MAX_BYTES and not _has_key(parsed):
+        if (
+            parsed is not None
+            and not parsed.is_websocket
+            and len(head) <= _KEPT_HEAD_MAX_BYTES
+            and not _has_key(parsed)
+        ):
             if len(self._kept) == _KEPT_HEADS:
                 del self._kept[next(iter(self._kept))]
             self._kept[head] = parsed
@@ -258,8 +265,10 @@ class Heads:
             raise _body_too_large(limits, f"the body has {length} bytes, at most {limits.max_body_bytes}")
         if method == b"CONNECT":
             raise TopicsError("method_not_allowed", "CONNECT is for proxies; this is not a proxy")
-        if upgrade and _begins_another_protocol(method, http11, headers):
-            return None  # any other is ignored (RFC 9110 §7.8)
+        asked = [value.lower() for name, value in headers if name == b"upgrade"] if upgrade else []
+        if asked == [b"h2c"] and _begins_http2(http11, headers):
+            return None
+        # Any other upgrade is ignored (RFC 9110 §7.8).
         raw_path, query = _split_target(target)
         path = raw_path.decode()
         return Head(
@@ -272,6 +281,7 @@ class Heads:
             keep_alive=not asks_close and (http11 or asks_keep_alive),
             expects_continue=expects_continue,
             length=length,
+            is_websocket=asked == [b"websocket"] and _begins_websocket(method, headers),
         )
 
 
@@ -325,7 +335,7 @@ class RequestParser:
         return position, -1
 
     def parse_head(self, head: bytes) -> Head | None:
-        """Parse and check a whole head; None if it begins HTTP/2 or an Upgrade for Hypercorn. Raise TopicsError."""
+        """Parse and check a whole head; None if it begins HTTP/2. Raise TopicsError."""
         parsed = self._heads.parse(head)
         if parsed is not None:
             self.body_left_bytes = parsed.length
@@ -395,15 +405,17 @@ class RequestParser:
         return TopicsError("headers_too_large", f"the head has more than {self._limits.max_header_bytes} bytes")
 
 
-def _begins_another_protocol(method: bytes, http11: bool, headers: list[tuple[bytes, bytes]]) -> bool:
-    """Return True if Hypercorn obeys this Upgrade. Others it would serve with its own HTTP/1.1, without our bounds."""
-    asked = [value.lower() for name, value in headers if name == b"upgrade"]
-    if asked == [b"websocket"]:
-        # There may be no Connection: llhttp obeys Proxy-Connection, too.
-        connection = next((value for name, value in reversed(headers) if name == b"connection"), b"")
-        return method == b"GET" and b"upgrade" in [token.strip() for token in connection.lower().split(b",")]
-    with_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in headers)
-    return asked == [b"h2c"] and http11 and not with_body
+def _begins_websocket(method: bytes, headers: list[tuple[bytes, bytes]]) -> bool:
+    # There may be no Connection: llhttp obeys Proxy-Connection, too.
+    connection = next((value for name, value in reversed(headers) if name == b"connection"), b"")
+    return method == b"GET" and b"upgrade" in [token.strip() for token in connection.lower().split(b",")]
+
+
+def _begins_http2(http11: bool, headers: list[tuple[bytes, bytes]]) -> bool:
+    """Return True if Hypercorn obeys this upgrade to h2c. Others it would serve with its own HTTP/1.1, without our
+    bounds.
+    """
+    return http11 and not any(name in (b"content-length", b"transfer-encoding") for name, _ in headers)
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""Connections that Hypercorn serves, HTTP/2 and WebSockets: each ends when its client is gone, and all at a stop.
+"""Connections of HTTP/2, which Hypercorn serves: each ends when its client is gone, and all at a stop.
 
 Http1Protocol ─ hands over ─▶ HypercornConnections ─▶ WatchedProtocol ─▶ HypercornConnection, its apps and streams
                                                            └ closed, or not read ─▶ ConnectionContext
@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, cast
@@ -27,19 +26,15 @@ from hypercorn.protocol.ws_stream import WSStream
 from topics.frontend.asgi import ADMITTED, AsgiApp, Message, Receive, Scope, Send, WriteBuffer, until_disconnect
 from topics.frontend.entry import limits
 from topics.frontend.entry.budget import Budget
-from topics.frontend.http.connections import Connections
+from topics.frontend.http.connections import GONE_S, Connections
 from topics.frontend.http.deadlines import HttpLimits, RunningClock, SlowReaderTimer, run_in_time
 from topics.frontend.http.frame_budget import CheckedFrames, ClientAddresses, FrameBudget
+from topics.frontend.http.websocket_input import PING_INTERVAL_S
 from topics.log import get_logger
 
-GONE_S: Final = 2.0
-"""The time that an app call has after its client has closed its end of the connection."""
 CLOSED_NAP_S: Final = 0.05
 """A pinger's sleep on a connection that is already closed."""
-WS_PING_INTERVAL_S: Final = 30.0
-"""Pings keep proxies from closing a silent connection, and find clients that are gone without a word."""
 LOG_EVERY_S: Final = 60.0
-_WS_EXTENSIONS: Final = re.compile(rb"(?i)\r\nsec-websocket-extensions:[^\r\n]*")
 
 log = get_logger()
 
@@ -269,7 +264,14 @@ class HypercornConnection(TCPServer):
 class HypercornConnections:
     """All connections of this process that Hypercorn serves. Each has its place from our HTTP/1.1 already."""
 
-    def __init__(self, app: AsgiApp, limits: HttpLimits, connections: Connections, clock: RunningClock) -> None:
+    def __init__(
+        self,
+        app: AsgiApp,
+        limits: HttpLimits,
+        connections: Connections,
+        clock: RunningClock,
+        addresses: ClientAddresses,
+    ) -> None:
         self._connections = connections
         self._app = app
         self._config = _config(limits)
@@ -277,20 +279,19 @@ class HypercornConnections:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self.open: set[ConnectionContext] = set()
-        self._addresses = ClientAddresses(clock.time_s)
-        self._refusals = SparseLog(self._loop.time)
+        self._addresses = addresses
         self._failures = SparseLog(self._loop.time)
 
     def take_over(self, transport: asyncio.Transport, data: bytes) -> None:
         """Serve an open transport from now on, beginning with the bytes that were read from it."""
         watch = partial(SlowReaderTimer, self._limits, self._clock, self._loop)
-        frames = FrameBudget(self._addresses.of(transport.get_extra_info("peername")), self._refusals.warn)
+        frames = self._addresses.budget(transport.get_extra_info("peername"))
         context = ConnectionContext(transport, watch, self._connections, frames)
         reader = asyncio.StreamReader(limit=self._limits.read_high_water_bytes, loop=self._loop)
         protocol = WatchedProtocol(context, reader, partial(self._start, context), self._loop)
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
-        protocol.data_received(_without_compression(data))
+        protocol.data_received(data)
 
     def _start(self, context: ConnectionContext, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.transport.set_write_buffer_limits(high=self._limits.write_high_water_bytes)
@@ -338,8 +339,6 @@ class HypercornConnections:
         finally:
             if not disconnected:
                 context.drop(receive)
-            if scope["http_version"] == "1.1":
-                context.closed.set()
 
     def begin_drain(self) -> None:
         """Close idle connections now, and busy ones when they become idle."""
@@ -357,11 +356,5 @@ def _config(limits: HttpLimits) -> Config:
     config.h11_max_incomplete_size = limits.max_header_bytes
     config.h2_max_header_list_size = limits.max_header_bytes
     config.websocket_max_message_size = limits.max_body_bytes
-    config.websocket_ping_interval = WS_PING_INTERVAL_S
+    config.websocket_ping_interval = PING_INTERVAL_S
     return config
-
-
-def _without_compression(data: bytes) -> bytes:
-    """Return an upgrade request without its offer to compress: packing 8 MiB would block every other client."""
-    head, end, rest = data.partition(b"\r\n\r\n")
-    return _WS_EXTENSIONS.sub(b"", head) + end + rest

@@ -14,14 +14,14 @@ from h2.frame_buffer import FrameBuffer
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import EventWrapper, WorkerContext
-from hypercorn.protocol import ProtocolWrapper, h2, h11
+from hypercorn.protocol import ProtocolWrapper, h2
 from hypercorn.protocol.h2 import H2Protocol, StreamBuffer
-from hypercorn.protocol.h11 import H11Protocol, H11WSConnection
+from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.protocol.http_stream import HTTPStream
-from hypercorn.protocol.ws_stream import Handshake, WebsocketBuffer, WSStream
+from hypercorn.protocol.ws_stream import Handshake, WSStream
 
 from topics.frontend.http.http2_buffer import BoundedBuffer, BoundedProtocol, BoundedStream
-from topics.frontend.http.websocket_stream import BoundedWebSocket
+from topics.frontend.http.http2_websocket import BoundedWebSocket
 
 CHECKED_VERSIONS: Final = {"hypercorn": "0.18.0", "h2": "4.4.1"}
 
@@ -39,17 +39,15 @@ RELIED_ON: Final = (
     Reliance(StreamBuffer, "bc347b7c7806", "its `push` believes that a client without a window keeps up"),
     Reliance(HTTPStream, "e0f656feb55a", "ours gives the app room for long answers in its scope"),
     Reliance(H2Protocol, "7257f8bafcca", "the differences that `BoundedProtocol` lists"),
-    Reliance(WSStream, "67434c428a1a", "its refusals have no JSON error; it sends messages whole, uncounted"),
+    Reliance(WSStream, "67434c428a1a", "its refusals have no JSON error; it takes and sends messages uncounted"),
     # Subclassed.
-    Reliance(WebsocketBuffer, "31c9b1345f30", "incoming messages must count as bodies do"),
     Reliance(TCPServer, "3bfa72b31950", "`_close` waits for a client for ever; `send_lock` orders writers"),
     Reliance(WorkerContext, "6eeeae02ae17", "one for each connection: its waits end when the client is gone"),
     Reliance(FrameBuffer, "660a8b118b91", "looks at a length when all of a frame is there; `_data` is what it has"),
     Reliance(EventWrapper, "04c3221b13f0", "`terminated` must be set by a protocol's callback, without an await"),
     # Relied on as they are.
     Reliance(ProtocolWrapper, "caf949187e9b", "looks up `H2Protocol` when HTTP/2 begins"),
-    Reliance(H11Protocol, "b32a61e0a8ca", "looks up `WSStream`; obeys each `Upgrade: h2c` without a body"),
-    Reliance(H11WSConnection, "33372cf68942", "is never recycled: no request of HTTP/1.1 is served behind a WebSocket"),
+    Reliance(H11Protocol, "b32a61e0a8ca", "obeys each `Upgrade: h2c` without a body"),
     Reliance(Handshake, "701a154c29b5", "`is_valid` requires nothing that `handshake_error` does not"),
     Reliance(ASGIWrapper, "8670a23eb460", "runs the app of each request and WebSocket"),
     Reliance(H2Connection.receive_data, "4470c8fafce8", "takes frames from `incoming_buffer` until that has no more"),
@@ -62,6 +60,5 @@ def install(max_header_bytes: int) -> None:
     vars(h2)["StreamBuffer"] = BoundedBuffer
     vars(h2)["HTTPStream"] = BoundedStream
     vars(hypercorn.protocol)["H2Protocol"] = BoundedProtocol
-    for module in (h11, h2):
-        vars(module)["WSStream"] = BoundedWebSocket
+    vars(h2)["WSStream"] = BoundedWebSocket
     H2Connection.DEFAULT_MAX_HEADER_LIST_SIZE = max_header_bytes

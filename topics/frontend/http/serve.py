@@ -1,5 +1,6 @@
 """The HTTP server of a frontend: its listeners, and its drain. Every connection starts as our HTTP/1.1 (`http1`), and
-is handed to Hypercorn if it turns out to be HTTP/2 or a WebSocket (`hypercorn_connection`).
+may become a WebSocket (`http1_websocket`), or is handed to Hypercorn if it turns out to be HTTP/2
+(`hypercorn_connection`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from topics.frontend.asgi import AsgiApp
 from topics.frontend.http import hypercorn_patches
 from topics.frontend.http.connections import Connections
 from topics.frontend.http.deadlines import HttpLimits, RunningClock
+from topics.frontend.http.frame_budget import ClientAddresses
 from topics.frontend.http.http1 import Http1Factory
-from topics.frontend.http.hypercorn_connection import HypercornConnections
+from topics.frontend.http.http1_websocket import Http1WebSockets
+from topics.frontend.http.hypercorn_connection import HypercornConnections, SparseLog
 from topics.log import get_logger
 
 log = get_logger()
@@ -38,8 +41,10 @@ async def serve(
     hypercorn_patches.install(limits.max_header_bytes)
     clock = clock if clock is not None else RunningClock(loop.time)
     connections = connections if connections is not None else Connections(clock=clock)
-    others = HypercornConnections(app, limits, connections, clock)
-    factory = Http1Factory(app, limits, connections, others.take_over, clock)
+    addresses = ClientAddresses(clock.time_s, SparseLog(loop.time).warn)
+    others = HypercornConnections(app, limits, connections, clock, addresses)
+    websockets = Http1WebSockets(app, limits, connections, clock, addresses)
+    factory = Http1Factory(app, limits, connections, websockets, others.take_over, clock)
     clock_task = loop.create_task(clock.run())
     servers = [await loop.create_server(factory, sock=sock, backlog=1024) for sock in sockets]
     try:

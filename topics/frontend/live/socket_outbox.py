@@ -19,16 +19,20 @@ from topics.frontend.entry import limits
 from topics.frontend.live.event_streams import HIGH_WATER_BYTES
 from topics.frontend.live.wording import MESSAGE_END
 
+SendNow = Callable[[bytes], bool]
+
 STEP_MESSAGES_MAX: Final = 3
 """Messages of one step of a stream: tombstone, record, caught_up."""
 
 
 class SocketOutbox:
     """Queue of messages for one WebSocket. It owns their order, their bytes, and the turns of those that wait for room.
-    `buffer` holds what was sent and is still kept for the client; None if nobody can tell.
+    `buffer` holds what was sent and is still kept for the client; None if nobody can tell. `send_now` sends a message
+    at once, unless it has to wait (`asgi.SEND_NOW`); None if nothing can.
     """
 
-    def __init__(self, send: Send, buffer: WriteBuffer | None) -> None:
+    def __init__(self, send: Send, buffer: WriteBuffer | None, send_now: SendNow | None = None) -> None:
+        self._send_now = send_now
         self._loop = asyncio.get_running_loop()
         self._send = send
         self._buffer = buffer
@@ -80,10 +84,14 @@ class SocketOutbox:
 
     def add(self, message: bytes, owner: Subscription | None = None) -> None:
         """Add a message without asking for room: for writers that have their turn, and for last messages."""
-        if not self._closed:
-            self._queue.append((message, owner))
-            self._count(owner, len(message))
-            self._changed.set()
+        if self._closed:
+            return
+        if self._send_now is not None and not self._queue and not self._sending and self._send_now(message):
+            self._sent_bytes += len(message)
+            return
+        self._queue.append((message, owner))
+        self._count(owner, len(message))
+        self._changed.set()
 
     async def send_all(self) -> None:
         """Send messages until `close`, and then those that are left."""

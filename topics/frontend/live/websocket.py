@@ -2,8 +2,8 @@
 
     receive ─▶ command ─▶ append | hub ─▶ outbox ─▶ send        no room in the outbox: no command is read
 
-Hypercorn speaks the protocol. A socket here is three tasks: one reads commands, one sends the outbox, and one watches
-the client's progress.
+The server speaks the protocol (`http/`). A socket here is three tasks: one reads commands, one sends what had to wait
+in the outbox, and one watches the client's progress.
 """
 
 from __future__ import annotations
@@ -85,8 +85,9 @@ class Socket:
         self._digest = digest
         self._receive = receive
         self._send = send
-        self._write_buffer: WriteBuffer | None = scope.get("extensions", {}).get(asgi.WRITE_BUFFER)
-        self._outbox = SocketOutbox(send, self._write_buffer)
+        extensions = scope.get("extensions", {})
+        self._write_buffer: WriteBuffer | None = extensions.get(asgi.WRITE_BUFFER)
+        self._outbox = SocketOutbox(send, self._write_buffer, extensions.get(asgi.SEND_NOW))
         self._subscriptions: dict[str, StreamConnection] = {}
         self._publishes: set[asyncio.Task[None]] = set()
         self._may_publish = asyncio.Semaphore(limits.SOCKET_PUBLISHES.most_count)
@@ -354,7 +355,7 @@ class Socket:
             self._abort()
 
     async def _drop_input(self) -> None:
-        """Drop further messages: Hypercorn waits for ever with one that nobody receives."""
+        """Drop further messages until the client is gone: one that nobody receives stops the reading."""
         for _ in range(2):
             try:
                 async with asyncio.timeout(LINGER_S):

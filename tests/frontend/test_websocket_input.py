@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from hypercorn.protocol.ws_stream import FrameTooLargeError
 from wsproto.events import TextMessage
 
 from topics.frontend.asgi import DROPPED, RESERVATION
 from topics.frontend.entry.bodies import COUNTED_FROM_BYTES, LONG_BYTES, long_bodies, medium_bodies
-from topics.frontend.http.websocket_stream import CountedMessages
+from topics.frontend.http.frame_budget import ClientAddresses
+from topics.frontend.http.websocket_input import IncomingMessages, MessageTooLongError
 
 MOST = 4 * LONG_BYTES
 PIECE = "x" * 10_000
@@ -36,15 +36,20 @@ def on_loop(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def come(messages: CountedMessages, len_chars: int, piece: str = PIECE) -> dict[str, Any]:
-    """One message in pieces, as Hypercorn does it."""
+def incoming(max_len: int) -> IncomingMessages:
+    return IncomingMessages(max_len, ClientAddresses(lambda: 0.0, lambda _why: None).budget(("127.0.0.1", 1)))
+
+
+def come(messages: IncomingMessages, len_chars: int, piece: str = PIECE) -> dict[str, Any]:
+    """One message in pieces, as wsproto hands them out."""
+    message = None
     while len_chars:
         data = piece[:len_chars]
         len_chars -= len(data)
-        messages.extend(TextMessage(data=data, message_finished=not len_chars))
-    message = messages.to_message()
-    messages.clear()
-    return message
+        assert message is None
+        message = messages.take(TextMessage(data=data, message_finished=not len_chars))
+    assert message is not None
+    return dict(message)
 
 
 async def settle() -> None:
@@ -54,7 +59,7 @@ async def settle() -> None:
 
 def test_a_message_counts_until_nobody_has_it() -> None:
     async def test() -> None:
-        messages = CountedMessages(10 * LONG_BYTES)
+        messages = incoming(10 * LONG_BYTES)
         short = come(messages, 50_000)
         assert (short["text"], RESERVATION in short, held()) == ("x" * 50_000, False, (0, 0))
         medium = come(messages, 200_000)
@@ -79,9 +84,9 @@ def test_a_message_counts_until_nobody_has_it() -> None:
 
 def test_one_that_never_ends_counts_until_its_socket_is_gone() -> None:
     async def test() -> None:
-        messages = CountedMessages(10 * LONG_BYTES)
+        messages = incoming(10 * LONG_BYTES)
         for _ in range(10):
-            messages.extend(TextMessage(data=PIECE, message_finished=False))
+            messages.take(TextMessage(data=PIECE, message_finished=False))
         assert held()[0] >= 100_000
         del messages
         await settle()
@@ -92,7 +97,7 @@ def test_one_that_never_ends_counts_until_its_socket_is_gone() -> None:
 
 def test_where_there_is_no_room_it_is_dropped_and_the_next_one_is_not() -> None:
     async def test() -> None:
-        messages = CountedMessages(10 * LONG_BYTES)
+        messages = incoming(10 * LONG_BYTES)
         kept = [come(messages, 1_000_000) for _ in range(4)]
         assert all(RESERVATION in one for one in kept)
         dropped = come(messages, 1_000_000)
@@ -111,7 +116,7 @@ def test_where_there_is_no_room_it_is_dropped_and_the_next_one_is_not() -> None:
 
 def test_wide_characters_take_what_they_take() -> None:
     async def test() -> None:
-        message = come(CountedMessages(LONG_BYTES), 100_000, "\N{GRINNING FACE}" * 10_000)
+        message = come(incoming(LONG_BYTES), 100_000, "\N{GRINNING FACE}" * 10_000)
         assert held()[0] >= 400_000
         assert len(message["text"]) == 100_000
 
@@ -122,14 +127,13 @@ def test_one_that_is_too_long_is_refused_and_nothing_of_it_kept() -> None:
     """The same holds for a client that goes on with it after it was told."""
 
     async def test() -> None:
-        messages = CountedMessages(200_000)
+        messages = incoming(200_000)
         refused = 0
         for _ in range(100):
             try:
-                messages.extend(TextMessage(data=PIECE, message_finished=False))
-            except FrameTooLargeError:
+                messages.take(TextMessage(data=PIECE, message_finished=False))
+            except MessageTooLongError:
                 refused += 1
-                assert messages.value is None
         assert refused == 80
         await settle()
         assert held() == (0, 0)

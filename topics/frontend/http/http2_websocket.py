@@ -1,0 +1,154 @@
+"""WebSockets over HTTP/2 (RFC 8441), on Hypercorn, with other handshake errors, and with bounds on messages.
+
+    message ─▶ frame ─▶ the stream's buffer, whole
+
+Malformed handshakes get the usual JSON error (api §0.6). Hypercorn answers them with an empty 400 before the app hears
+of it. It also keeps an outgoing message in three forms until the client has read it. Here it is kept once, and its size
+is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any, Final, cast
+
+from hypercorn.protocol.events import Body, Data, EndBody, Event, Request, Response, StreamClosed
+from hypercorn.protocol.ws_stream import ASGIWebsocketState, WSStream
+from hypercorn.typing import ASGISendEvent, WebsocketAcceptEvent
+from wsproto.connection import ConnectionState
+from wsproto.events import CloseConnection, Ping, TextMessage
+from wsproto.events import Event as WebSocketEvent
+from wsproto.frame_protocol import CloseReason
+from wsproto.utilities import LocalProtocolError
+
+from topics.core.errors import TopicsError
+from topics.frontend.asgi import WRITE_BUFFER
+from topics.frontend.entry.responses import error_body
+from topics.frontend.http.frame_budget import FRAMES_PER_TURN
+from topics.frontend.http.http2_buffer import BoundedBuffer
+from topics.frontend.http.hypercorn_connection import context_of
+from topics.frontend.http.websocket_input import VERSION, IncomingMessages, MessageTooLongError, handshake_error
+
+_REFUSALS: Final = {
+    400: ("invalid_request", "frames of a WebSocket came before the answer to its handshake"),
+    403: ("forbidden", "no WebSocket may be opened here"),
+    404: ("not_found", "there is nothing at this host"),
+    500: ("internal", "the handshake failed inside the server"),
+}
+"""Code and message of the refusals that Hypercorn makes by itself, by status."""
+
+
+class BoundedWebSocket(WSStream):
+    """Hypercorn's stream of a WebSocket, except for how it refuses, reads and sends. A `WriteBuffer` in its app's
+    scope.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._incoming = IncomingMessages(self.config.websocket_max_message_size, context_of(self).frames)
+
+    async def handle(self, event: Event) -> None:
+        if not isinstance(event, Request) or self.closed:
+            await super().handle(event)
+            return
+        error = handshake_error(event.headers, event.http_version)
+        if error is not None:
+            await self._refuse(error)
+            return
+        # Without its offer to compress: packing 8 MiB would block every other client.
+        headers = [header for header in event.headers if header[0] != b"sec-websocket-extensions"]
+        await super().handle(dataclasses.replace(event, headers=headers))
+        if not self.closed:  # its app starts when this task next waits
+            cast("dict[str, Any]", self.scope["extensions"])[WRITE_BUFFER] = self
+
+    # Refusals.
+
+    async def _send_error_response(self, status_code: int) -> None:
+        await self._refuse(TopicsError(*_REFUSALS[status_code]))
+
+    async def _refuse(self, error: TopicsError) -> None:
+        self.closed = True
+        self.state = ASGIWebsocketState.HTTPCLOSED
+        body = error_body(error)
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        if error.code == "upgrade_required":
+            headers.append((b"sec-websocket-version", VERSION))
+        await self.send(Response(stream_id=self.stream_id, headers=headers, status_code=error.status))
+        await self.send(Body(stream_id=self.stream_id, data=body))
+        await self.send(EndBody(stream_id=self.stream_id))
+
+    # Messages.
+
+    async def _accept(self, message: WebsocketAcceptEvent) -> None:
+        context_of(self).admit()
+        await super()._accept(message)
+
+    async def _send_pings(self) -> None:
+        """Send a ping after each interval. Hypercorn's first one comes at once, before any answer."""
+        interval_s = self.config.websocket_ping_interval
+        assert interval_s is not None  # without one nobody sends pings
+        await self.context.sleep(interval_s)
+        await super()._send_pings()
+
+    async def _handle_events(self) -> None:
+        for number, event in enumerate(self.connection.events(), 1):
+            if number % FRAMES_PER_TURN == 0:
+                await asyncio.sleep(0)
+            if self.closed:
+                return
+            try:
+                await self._handle_frame(event)
+            except MessageTooLongError:
+                await self._send_wsproto_event(CloseConnection(CloseReason.MESSAGE_TOO_BIG))
+                return
+
+    async def _handle_frame(self, event: WebSocketEvent) -> None:
+        message = self._incoming.take(event)
+        if message is not None:
+            assert self.app_put is not None
+            await self.app_put(cast(Any, message))
+        elif isinstance(event, Ping):
+            await self._send_wsproto_event(event.response())
+        elif isinstance(event, CloseConnection):
+            if self.connection.state is not ConnectionState.CLOSED:
+                await self._send_wsproto_event(event.response())
+            await self.send(StreamClosed(stream_id=self.stream_id))
+
+    async def app_send(self, message: ASGISendEvent | None) -> None:
+        if message is None or message["type"] != "websocket.send" or self.state is not ASGIWebsocketState.CONNECTED:
+            await super().app_send(message)
+        elif not self.closed:
+            # Taken out of the message, which the sender keeps until this is done.
+            await self._send_wsproto_event(TextMessage(data=cast("dict[str, Any]", message).pop("text")))
+
+    async def _send_wsproto_event(self, event: WebSocketEvent) -> None:
+        # Must not wait: the task that reads the connection answers pings here.
+        try:
+            data = self.connection.send(event)
+        except LocalProtocolError:
+            return
+        del event
+        await self.send(Data(stream_id=self.stream_id, data=data))
+
+    # The calls of `asgi.WriteBuffer`.
+
+    def get_write_buffer_size(self) -> int:
+        """Return the number of sent bytes that are kept for the client."""
+        return 0 if self._buffer is None else self._buffer.get_write_buffer_size()
+
+    def is_closing(self) -> bool:
+        return self._buffer is None or self._buffer.is_closing()
+
+    def abort(self) -> None:
+        """Cut the stream. What waits for the client is lost."""
+        if self._buffer is not None:
+            self._buffer.abort()
+
+    @property
+    def _buffer(self) -> BoundedBuffer | None:
+        """The buffer of the stream: streams share the transport."""
+        http2 = context_of(self).http2
+        buffer = None if http2 is None else http2.stream_buffers.get(self.stream_id)
+        assert isinstance(buffer, BoundedBuffer | None)
+        return buffer
