@@ -29,6 +29,7 @@ from bench import figures, machine, wire
 from bench.cases import Bench, make_topic, plural
 from bench.fan_out import SOURCE, wait_copied
 from bench.load import Plan, closed_loop, pin
+from bench.rooms import RoomPlan, talk
 from bench.watchers import WatchPlan, deliver
 from bench.workers import WorkPlan, work
 from tests.harness import COMMAND, Service, clean_environment
@@ -48,6 +49,9 @@ PAGE_RECORDS: Final = 256
 DESTS: Final = 10
 WATCHERS: Final = {1: 200.0, 100: 50.0}
 """Watchers of a topic, and writes a second to it."""
+
+MEMBERS: Final = 30
+PACKETS_PER_S: Final = 50.0
 
 Measured = dict[str, float]
 """Values of one round by name. A name ends with its unit, which says whether more is better."""
@@ -124,6 +128,13 @@ def measure_watchers(bench: Bench, service: Service) -> Measured:
     return found
 
 
+def measure_rooms(bench: Bench, service: Service) -> Measured:
+    plan = RoomPlan(service.port, make_topic(service, "room", "disk"), MEMBERS, PACKETS_PER_S, bench.seconds)
+    outcome = bench.pool.submit(talk, plan).result()
+    what = f"room of {MEMBERS} WebSockets"
+    return {f"{what}: p50_us": outcome.p50_us, f"{what}: p99_us": outcome.p99_us}
+
+
 def measure_reads(bench: Bench, service: Service) -> Measured:
     topic = make_topic(service, "pages", "disk")
     bench.fill(service, [topic], PAGES * 1000)
@@ -174,6 +185,7 @@ def measure_copies(bench: Bench, service: Service) -> Measured:
 SHORT_SET: Final[dict[str, Callable[[Bench, Service], Measured]]] = {
     "ack": measure_acks,
     "streams": measure_watchers,
+    "rooms": measure_rooms,
     "diff": measure_reads,
     "queue": measure_queue,
     "batches": measure_batches,

@@ -51,10 +51,12 @@ def test_the_interval_holds_the_ratio_and_grows_with_the_noise() -> None:
 @pytest.mark.timeout(300)
 def test_a_commit_is_compared_with_the_checkout_in_turns() -> None:
     command = [sys.executable, "-m", "bench.compare", "HEAD", "--rounds", "2", "--seconds", "0.1", "--only", "ack"]
+    command += ["--only", "rooms"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode in (0, 1), done.stderr  # so short a measurement may say anything
     lines = [line for line in done.stdout.splitlines() if line.startswith("ack, ")]
     assert len(lines) == 8
+    assert sum(line.startswith("room of 30 WebSockets") for line in done.stdout.splitlines()) == 2
     assert [line.split(", ")[-1] for line in done.stderr.splitlines() if line.startswith("compare: round")] == [
         "HEAD …", "this checkout …", "this checkout …", "HEAD …",
     ]  # fmt: skip
