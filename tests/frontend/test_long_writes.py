@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.frontend.live import Live, on_loop
-from topics.api.requests import AppendBody
 from topics.frontend.asgi import Receive, Send
 from topics.frontend.routes.append import DECODED_INLINE_BYTES_MAX, AppendRoute
 
@@ -26,13 +25,13 @@ def test_a_thread_decodes_many_records_with_tag_and_meta(
     body = b'{"records":[%b]}' % b",".join([SHORTEST] * count)
     assert (len(body) > DECODED_INLINE_BYTES_MAX) is is_long
     decoded_in: list[int] = []
-    decoded = AppendRoute._decoded
+    decode = AppendRoute.decode
 
-    def noted(route: AppendRoute, body: bytes) -> AppendBody:
+    def noted(route: AppendRoute, *given: Any) -> Any:
         decoded_in.append(threading.get_ident())
-        return decoded(route, body)
+        return decode(route, *given)
 
-    monkeypatch.setattr(AppendRoute, "_decoded", noted)
+    monkeypatch.setattr(AppendRoute, "decode", noted)
 
     async def test(live: Live) -> None:
         sent: list[Any] = []
