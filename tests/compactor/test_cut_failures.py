@@ -12,7 +12,10 @@ import pytest
 from tests.storage.faults import Crash, FaultyFileSystem
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
+from topics.compactor import checkpoints
 from topics.core.segment_list import COLD, SEALED
+from topics.core.topic import Topic
+from topics.shm.arena import TopicView
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic
 from topics.storage import kill_points, layout
 from topics.storage.frame import Bytes
@@ -332,3 +335,52 @@ def test_on_a_full_disk_what_became_cold_gives_its_room_back(tiers: Machine) -> 
     assert tiers.compaction.cut()
     assert tiers.in_segments("small") == 1
     assert tiers.seqs("big") == list(range(1, 17))
+
+
+def test_a_topic_that_its_shard_does_not_show_holds_up_no_other(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "SHOWN_WITHIN_S", 0.0)
+    names = ["a", "b", "c"]
+    for name in names:
+        machine.rig.append(name, b"1")
+    assert machine.compaction.cut()
+    (shard_copy,) = machine.compaction.compactor.shard_copies
+    first, *others = sorted(shard_copy.fold.topics.values(), key=lambda topic: topic.id)
+    for name in names:
+        machine.rig.append(name, b"2")
+    look_up = shard_copy.look_up
+    looks: list[str] = []
+
+    def hiding(topic: Topic) -> TopicView | None:
+        view = look_up(topic)
+        if topic is not first or view is None:
+            return view
+        looks.append(topic.name)
+        return view._replace(head_seq=1)
+
+    monkeypatch.setattr(shard_copy, "look_up", hiding)
+    assert not machine.compaction.cut()
+    assert looks == [first.name]
+    assert [machine.in_segments(topic.name) for topic in (first, *others)] == [1, 2, 2]
+    monkeypatch.undo()
+    assert machine.compaction.cut()
+    assert [machine.in_segments(name) for name in names] == [2, 2, 2]
+
+
+def test_a_deletion_that_cannot_be_marked_keeps_no_new_life_from_making_segments(machine: Machine) -> None:
+    for name in ("bad", "good"):
+        machine.rig.append(name, b"1", tag=b"x")
+        machine.rig.append(name, b"2", b"3", b"4")
+    assert machine.compaction.cut()
+    directory, before = machine.directory_of("bad"), machine.snapshots()
+    machine.fs.fails = lambda call, path: errno.EIO if call == "open" and Path(path).parent == directory else 0
+    machine.rig.call(DeleteRecords("bad", None, "eq", b"x"))
+    machine.rig.append("good", b"5")
+    machine.compaction.begin_again()
+    assert not machine.compaction.cut()
+    assert machine.in_segments("good") == 5
+    assert machine.snapshots() == before, "no snapshot takes the deletion for done"
+    machine.fs.fails = lambda _call, _path: 0
+    assert machine.compaction.cut()
+    assert machine.seqs("bad") == [2, 3, 4]

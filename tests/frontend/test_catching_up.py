@@ -5,6 +5,7 @@ test.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -88,6 +89,10 @@ class Sights:
         for id, dest in enumerate(self.dests, 1):
             self._registry.put(Router(id, 1, f"r{id}", RouterSpec("source", dest)))
         self._behind = behind
+        self.shards, self.arenas = 1, self
+
+    async def renewed(self, shards: Sequence[int]) -> None:
+        assert (list(shards), self.looks) == ([0], 0), "all names are known before the first look"
 
     def registry(self) -> RouterRegistry:
         return self._registry

@@ -9,6 +9,7 @@ import pytest
 
 from topics.frontend.app import StartGate
 from topics.frontend.asgi import Receive, Scope, Send
+from topics.frontend.shards.arenas import Arenas
 from topics.shm.control import ProcessCell
 
 
@@ -25,6 +26,19 @@ class Shard:
 
 async def nothing(*_: Any) -> Any:
     raise AssertionError("nobody asks for more")
+
+
+class Renewed(Arenas):
+    """The arenas of shards that were not restarted."""
+
+    def __init__(self) -> None:
+        """Nothing is mapped."""
+
+    def renewal(self, shard: int) -> asyncio.Task[None] | None:
+        return None
+
+
+RENEWED = Renewed()
 
 
 async def learned() -> None:
@@ -46,7 +60,7 @@ def test_requests_wait_until_the_topics_are_learned_which_is_done_once() -> None
 
         shard = Shard()
         shard.generation = 1
-        gate = StartGate(app, cast(list[ProcessCell], [shard]), wait_s=3600, learn=learn)
+        gate = StartGate(app, cast(list[ProcessCell], [shard]), wait_s=3600, learn=learn, arenas=RENEWED)
         gone, stays = (asyncio.ensure_future(gate({"path": "/v0/topics/a"}, nothing, nothing)) for _ in range(2))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -68,7 +82,7 @@ def test_requests_wait_until_all_shards_have_read_their_logs() -> None:
             served.append(scope["path"])
 
         shards = [Shard(), Shard()]
-        gate = StartGate(app, cast(list[ProcessCell], shards), wait_s=3600, learn=learned)
+        gate = StartGate(app, cast(list[ProcessCell], shards), wait_s=3600, learn=learned, arenas=RENEWED)
         waiting = [asyncio.ensure_future(gate({"path": path}, nothing, nothing)) for path in ("/v0/topics/a", "/v0/ws")]
         probes = ["/v0/health", "/readyz", "/v0/metrics"]
         for path in probes:
@@ -95,7 +109,7 @@ def test_a_long_recovery_is_waited_for_no_further(wait_s: float) -> None:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             served.append(scope["path"])
 
-        gate = StartGate(app, cast(list[ProcessCell], [Shard()]), wait_s, learned)
+        gate = StartGate(app, cast(list[ProcessCell], [Shard()]), wait_s, learned, RENEWED)
         await gate({"path": "/v0/topics/a"}, nothing, nothing)
         assert served == ["/v0/topics/a"], "the app says that it is not ready"
 

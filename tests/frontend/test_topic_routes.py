@@ -134,14 +134,18 @@ class ManyRouters(RouterRoutes):
     """A thousand routers, none of which has begun; it counts its looks at them."""
 
     def __init__(self, count: int) -> None:
-        self.looked = 0
+        self.looked, self.is_learned = 0, False
         registry = RouterRegistry()
         for id in range(count):
             registry.put(Router(id, 1, f"r-{id:04}", RouterSpec("source", f"dest-{id}")))
         self.sight = cast(RouterSight, SimpleNamespace(registry=lambda: registry, progress=self._progress))
         self.reader = cast(TopicReader, SimpleNamespace(find=lambda _name: None))
-        self.gateway = cast(Gateway, SimpleNamespace(owner=lambda _name: 0))
+        self.gateway = cast(Gateway, SimpleNamespace(owner=lambda _name: 0, arenas=SimpleNamespace(learn=self._learn)))
         self.catching_up = cast(CatchingUp, SimpleNamespace(wait_for_all=self._wait))
+
+    async def _learn(self, _slices: object) -> None:
+        assert not self.looked, "the first look for a name would learn all new ones at once"
+        self.is_learned = True
 
     def _progress(self, _shard: int, _id: int) -> None:
         self.looked += 1
@@ -169,6 +173,7 @@ def test_a_thousand_routers_are_listed_while_others_have_their_turns(monkeypatch
         return answer
 
     answer = asyncio.run(test())
+    assert routes.is_learned
     assert [one["router"] for one in answer["routers"]] == [f"r-{id:04}" for id in range(4, 1004)]
     assert name_after(answer["next_cursor"], check_router_name) == "r-1003"
     assert max(after - before for before, after in itertools.pairwise(seen)) <= 2

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
+import msgspec
 import pytest
 
 from tests.frontend.live import DEADLINE_S, Live, on_loop, turns, until
@@ -21,12 +22,14 @@ from topics.frontend.asgi import Receive, Send
 from topics.frontend.entry import limits
 from topics.frontend.entry.access import Access, KeyLimits
 from topics.frontend.live import watch
+from topics.frontend.live.delivery import JOIN_STEP
 from topics.frontend.live.event_streams import StreamSlots, check_accept
 from topics.frontend.live.following import follow
 from topics.frontend.live.watch import Follow, Session, SessionClient, WatchRoutes
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards import arenas, gateway
+from topics.shm.arena import ArenaReader
 from topics.shm.quotas import KeyCounts, Quota
 from topics.shm.shm_names import objects
 from topics.shm.topic_messages import SESSION_TTL_MS, Hello, SessionClose, SessionOpen
@@ -448,6 +451,45 @@ def test_a_stream_that_sent_nothing_leaves_the_session_as_it_was(tmp_path: Path,
     on_loop(tmp_path, test)
 
 
+async def open_stream(live: Live, wid: str) -> None:
+    """Ask for the stream of a session. It is to be refused: nothing can be sent."""
+    settings = live.rig.settings
+    limits = KeyLimits(KeyCounts(live.rig.shared.key_counts, 1, 0), settings)
+    slots = StreamSlots(limits, Quota("sse_connections", 0, "sse_admitted", live.cell, [live.cell]))
+    catching_up = cast(CatchingUp, None)  # for new sessions only
+    access = Access(KeyRing(()), False, limits)
+    routes = WatchRoutes(live.reader, sessions_of(live), live.hub, access, settings, slots, catching_up)
+    scope = {"headers": [], "method": "GET", "path_params": {"wid": wid}}
+    await routes.stream(scope, cast(Receive, None), cast(Send, None))
+
+
+def test_a_stream_is_refused_before_its_answer_begins_if_its_last_topic_cannot_be_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It joins its topics in turns, and in a later turn it could only be cut."""
+
+    async def test(live: Live) -> None:
+        names = [f"t{number}" for number in range(JOIN_STEP + 1)]
+        for name in names:
+            await live.put(name)
+        follows = {name: Follow(live.reader.get(name).view.topic_id, 0) for name in names}
+        wid = await sessions_of(live).create(msgspec.structs.replace(SESSION, topics=follows))
+        require, owner = live.arenas.require, live.gateway.owner
+
+        def of_the_first(shard: int) -> ArenaReader:
+            if shard:
+                raise TopicsError("not_ready", "the shard reads its log")
+            return require(shard)
+
+        monkeypatch.setattr(live.gateway, "owner", lambda name: int(name == names[-1]) or owner(name))
+        monkeypatch.setattr(live.arenas, "require", of_the_first)
+        with pytest.raises(TopicsError, match="the shard reads its log"):
+            await open_stream(live, wid)
+        await until(lambda: live.rig.parts.sessions.by_wid[wid].stream is None)
+
+    on_loop(tmp_path, test)
+
+
 def test_a_stream_that_cannot_be_resumed_gives_its_session_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -457,18 +499,9 @@ def test_a_stream_that_cannot_be_resumed_gives_its_session_back(
     monkeypatch.setattr(WatchRoutes, "_resume", not_ready)
 
     async def test(live: Live) -> None:
-        sessions, settings = sessions_of(live), live.rig.settings
-        limits = KeyLimits(KeyCounts(live.rig.shared.key_counts, 1, 0), settings)
-        places = Quota("sse_connections", 0, "sse_admitted", live.cell, [live.cell])
-        catching_up = cast(CatchingUp, None)  # for new sessions only
-        access = Access(KeyRing(()), False, limits)
-        routes = WatchRoutes(
-            live.reader, sessions, live.hub, access, settings, StreamSlots(limits, places), catching_up
-        )
-        wid = await sessions.create(SESSION)
-        scope = {"headers": [], "method": "GET", "path_params": {"wid": wid}}
+        wid = await sessions_of(live).create(SESSION)
         with pytest.raises(TopicsError, match="the shard reads its log"):
-            await routes.stream(scope, cast(Receive, None), cast(Send, None))
+            await open_stream(live, wid)
         known = live.rig.parts.sessions.by_wid
         await until(lambda: known[wid].stream is None)
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final
 
-from topics.compactor.checkpoints import SYNC_ONE_BY_ONE_MAX, Checkpoints, DurableMarks, Refused, mark
+from topics.compactor.checkpoints import SYNC_ONE_BY_ONE_MAX, Checkpoints, DurableMarks, Refused
 from topics.compactor.compactor import Compactor, CutTimes
 from topics.compactor.leftovers import Leftovers
 from topics.compactor.life import HEARTBEAT_MS, ClockNote, Life, Stopped
@@ -23,12 +23,14 @@ from topics.compactor.segment_building import SealAt
 from topics.compactor.shard_copy import MarkedIndex, ShardCopy, ShardLink
 from topics.compactor.snapshots import Snapshots
 from topics.core.clock import SystemClock
+from topics.core.errors import TopicsError
 from topics.core.fold import Fold, FoldError
 from topics.core.segment_list import COLD
 from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.control import ProcessState, Role
 from topics.shm.instance import SharedMemory
+from topics.shm.topic_messages import Trim
 from topics.storage import kill_points, layout, service_id
 from topics.storage.borrowed import cold_source, read_borrowed
 from topics.storage.filesystem import FileSystem, OsFileSystem, boot_id, syncfs_reports_errors
@@ -100,8 +102,12 @@ def build(
     parts: dict[int, ShardPart] = {} if snapshot is None else {part.shard: part for part in snapshot.parts}
     shard_copies = [_follow(fs, settings.data_dir, shared, link, parts.get(link.shard)) for link in links]
     for shard_copy in shard_copies:
-        # After this answer no request of a former life is under way: all its marks are in the log.
-        mark(shard_copy, [])
+        # After this answer no request of a former life is under way: all its marks are in the log. The shard answers it
+        # also while deletions cannot be marked: records go into segments meanwhile, and snapshots alone wait.
+        try:
+            shard_copy.link.call(Trim(0))
+        except TopicsError as error:
+            raise Refused(f"shard {shard_copy.shard}: {error}") from error
         committed = shard_copy.link.committed
         while committed is None:
             life.wait()

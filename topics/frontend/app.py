@@ -17,7 +17,7 @@ from starlette.routing import Router
 
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
-from topics.core.names import check_router_name, check_topic_name
+from topics.core.names import check_router_name, check_topic_name, owner_shard
 from topics.frontend.asgi import ROUTE, AsgiApp, Receive, Scope, Send
 from topics.frontend.entry.bodies import ClientGoneError
 from topics.frontend.entry.responses import send_error
@@ -25,6 +25,7 @@ from topics.frontend.live.websocket import Services, WebSocketRoute, refuse
 from topics.frontend.operators.openapi import OpenApiRoutes
 from topics.frontend.reads.diff import DiffRoute
 from topics.frontend.routes.operations import ApiOperation, Endpoint
+from topics.frontend.shards.arenas import Arenas
 from topics.log import get_logger
 from topics.shm.control import ProcessCell
 from topics.shm.durations import Route
@@ -184,11 +185,17 @@ _POLL_S: Final = 0.01
 class StartGate:
     """Lets requests through to `app` as soon as every shard has read its log, and this process has learned of all
     topics (`learn`). After `wait_s` it waits for no shard any more: then `app` answers `not_ready`, with the progress
-    of the recovery. Once open, it stays open.
+    of the recovery. Once open, it stays open. A request then waits only while the topics of a shard that was restarted
+    are learned, and may be in it (`arenas`).
     """
 
     def __init__(
-        self, app: AsgiApp, shards: Sequence[ProcessCell], wait_s: float, learn: Callable[[], Coroutine[Any, Any, None]]
+        self,
+        app: AsgiApp,
+        shards: Sequence[ProcessCell],
+        wait_s: float,
+        learn: Callable[[], Coroutine[Any, Any, None]],
+        arenas: Arenas,
     ):
         self._app = app
         self._shards = shards
@@ -196,11 +203,26 @@ class StartGate:
         self._learn = learn
         self._learning: asyncio.Task[None] | None = None
         self._is_open = False
+        self._arenas = arenas
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        if self._is_open or not scope["path"].startswith(_GATED):
+        if not scope["path"].startswith(_GATED):
             return self._app(scope, receive, send)
-        return self._wait(scope, receive, send)
+        if not self._is_open:
+            return self._wait(scope, receive, send)
+        if (shards := self._renewed_for(scope["path"])) is not None:
+            return self._wait_for(shards, scope, receive, send)
+        return self._app(scope, receive, send)
+
+    def _renewed_for(self, path: str) -> Sequence[int] | None:
+        """Return the shards that this request waits for; None if it waits for none."""
+        name = path[len(_TOPICS) :].partition("/")[0] if path.startswith(_TOPICS) else ""
+        shards = [owner_shard(name, len(self._shards))] if name and name.isascii() else range(len(self._shards))
+        return shards if any(self._arenas.renewal(shard) for shard in shards) else None
+
+    async def _wait_for(self, shards: Sequence[int], scope: Scope, receive: Receive, send: Send) -> None:
+        await self._arenas.renewed(shards)
+        await self._app(scope, receive, send)
 
     async def _wait(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop = asyncio.get_running_loop()

@@ -86,7 +86,7 @@ async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, l
         await frontend.arenas.learn(Slices())
         gc.freeze()  # nor at the names of a hundred thousand topics, which takes over 10 ms
 
-    app = StartGate(frontend.app, shards, settings.shard_wait_ms / 1000, learn)
+    app = StartGate(frontend.app, shards, settings.shard_wait_ms / 1000, learn, frontend.arenas)
     try:
         await serve(
             app if settings.cors_origins is None else Cors(app, settings.cors_origins),

@@ -13,7 +13,7 @@ topic is looked up once (`StepCache`). A change during a slice is announced afte
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice
 from operator import attrgetter
@@ -31,7 +31,7 @@ from topics.frontend.live.step_cache import KnownTopics, StepCache
 from topics.frontend.live.stream import RETRY_AFTER_MS, StepOutcome, StreamSpec, StreamState, StreamStep, TopicPhase
 from topics.frontend.live.wording import EVENT_STREAM
 from topics.frontend.reads.cold import ColdWaits
-from topics.frontend.shards.gateway import Gateway
+from topics.frontend.shards.gateway import Gateway, stopping
 from topics.log import get_logger
 from topics.shm.control import ProcessCell
 
@@ -98,6 +98,15 @@ class Hub:
         if self._tick_timer is None:
             self._tick_timer = self._loop.call_later(RETRY_AFTER_MS / 1000, self._tick)
         return connection
+
+    def check_ready(self, names: Iterable[str]) -> None:
+        """Raise `not_ready` if a stream of these topics cannot join one of them yet: later it could only be cut. A
+        shard that was ready once stays known. Raise `shutting_down` while streams end.
+        """
+        if self.draining:
+            raise stopping()
+        for shard in {self._gateway.owner(name) for name in names}:
+            self._gateway.arenas.require(shard)
 
     def close(self, connection: StreamConnection) -> None:
         """End the stream in order. Idempotent."""

@@ -41,7 +41,7 @@ from topics.frontend.reads.reading import TopicReader
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.routes import operations as api
 from topics.frontend.routes.operations import ApiRequest, JsonReply
-from topics.frontend.shards.gateway import Gateway, stopping
+from topics.frontend.shards.gateway import Gateway
 from topics.frontend.shards.pending_requests import is_outcome_unknown
 from topics.settings import Settings
 from topics.shm.durations import Route
@@ -263,8 +263,7 @@ class WatchRoutes:
             # Its nodes, which may be most of it, are kept as the set that streams share.
             session = msgspec.structs.replace(opened.session, options=state.spec.options)
             opened = msgspec.structs.replace(opened, session=session)
-            if self.hub.draining:
-                raise stopping()
+            self.hub.check_ready(state.spec.names)  # before the answer begins
             push = await event_streams.begin_stream(scope, send)
             connection = self.hub.open(push, state, session.heartbeat_ms, session.pace_ms)
             end_if_forbidden = partial(self._end_if_forbidden, connection, session)

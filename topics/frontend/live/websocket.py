@@ -23,7 +23,7 @@ from topics.frontend import asgi
 from topics.frontend.asgi import Message, Receive, Scope, Send, WriteBuffer
 from topics.frontend.entry import limits, wire
 from topics.frontend.entry.access import Access, Pages
-from topics.frontend.entry.bodies import INLINE_BYTES_MAX, LONG_BYTES, MessageReservation, long_bodies, no_room, reserve
+from topics.frontend.entry.bodies import LONG_BYTES, MessageReservation, long_bodies, no_room, reserve
 from topics.frontend.entry.responses import encode_json, send_error
 from topics.frontend.entry.stalled_clients import ReadProgress
 from topics.frontend.live import websocket_commands
@@ -211,7 +211,7 @@ class Socket:
         # In UTF-8 a message may be longer than it was when it arrived.
         if len(body) > LONG_BYTES and not (reservation and reservation.reach(len(body))):
             await reserve(long_bodies, len(body))
-        if len(body) <= INLINE_BYTES_MAX:
+        if len(body) <= append.DECODED_INLINE_BYTES_MAX:
             return websocket_commands.decode(body)
         return await asyncio.to_thread(websocket_commands.decode, body)
 
@@ -283,7 +283,7 @@ class Socket:
             key_limits.acquire(key, Counted.REQUESTS)
             undo.callback(key_limits.release, key, Counted.REQUESTS)
             lay_out = self._services.appends.lay_out
-            if body_bytes <= INLINE_BYTES_MAX and not append.is_long(command):
+            if body_bytes <= append.DECODED_INLINE_BYTES_MAX and not append.is_long(command):
                 records = lay_out(command, body_bytes)
             else:
                 records = await asyncio.to_thread(lay_out, command, body_bytes)

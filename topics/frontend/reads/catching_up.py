@@ -65,6 +65,7 @@ class CatchingUp:
 
     async def wait_for_all(self, names: Iterable[str]) -> bool:
         """Wait as `wait_for` does for each of these topics. A list has a thousand, so the waits begin in slices."""
+        await self._gateway.arenas.renewed(range(self._gateway.shards))  # a command of a WebSocket passes no gate
         registry, slices = self._sight.registry(), Slices()
         dests = [name for name in names if registry.source_of(name) is not None]
         waits: list[asyncio.Task[bool]] = []

@@ -79,7 +79,9 @@ class RouterRoutes:
         query, caller = request.query, request.caller
         prefix, source, dest = query.get("prefix", ""), query.get("source"), query.get("dest")
         size, after = await request.list_page(check_router_name)
-        routers, slices = list(self.sight.registry().by_name.values()), Slices()
+        slices = Slices()
+        await self.gateway.arenas.learn(slices)  # `_lag` looks for names: new ones would be learned all at once
+        routers = list(self.sight.registry().by_name.values())
         found: list[Router] = []
         for begin in range(0, len(routers), SLICE_ROUTERS):
             fitting = [

@@ -43,21 +43,63 @@ def _range(arenas: Sequence[ArenaReader], prefix: str, after: str) -> Iterator[s
 
 
 class Arenas:
-    """The newest arena of each shard, also of a dead one. A replaced one stays mapped until the next replacement."""
+    """The newest arena of each shard, also of a dead one. A replaced one stays mapped until the next replacement.
+
+    A restarted shard has a new arena, of which nothing is known yet. If it has many topics, a task learns of them in
+    slices, and the former arena is used meanwhile. Nobody may miss what the restarted shard has done since: its
+    messages wait in its ring, and new requests wait for the task.
+    """
 
     def __init__(self, shared: SharedMemory) -> None:
         self._identity = shared.identity
         self._cells = [shared.control.cell(Role.WALSHARD, shard) for shard in range(shared.shards)]
         self._readers: list[ArenaReader | None] = [None] * shared.shards
         self._retired: list[ArenaReader | None] = [None] * shared.shards
+        self._next: list[ArenaReader | None] = [None] * shared.shards
+        self._renewals: dict[int, asyncio.Task[None]] = {}
 
     def of(self, shard: int) -> ArenaReader | None:
         """Return the arena of a shard; None until it has been ready for the first time since the service started."""
         generation = self._cells[shard].get("generation")
         reader = self._readers[shard]
-        if reader is not None and reader.generation == generation:
-            return reader
-        return self._attach(shard) if generation else None
+        if not generation or (reader is not None and reader.generation == generation):
+            return reader if generation else None
+        if reader is None:
+            return self._replace(shard, self._attach(shard))
+        if self._next[shard] is None:
+            found = self._attach(shard)
+            if found.learn(SLICE_TOPICS):
+                return self._replace(shard, found)
+            self._next[shard] = found
+        return reader
+
+    def renewal(self, shard: int) -> asyncio.Task[None] | None:
+        """Return the task that learns of a restarted shard's topics; None if its arena is in use."""
+        reader = self.of(shard)
+        if reader is None or reader.generation == self._cells[shard].get("generation"):
+            return None
+        task = self._renewals.get(shard)
+        if task is None or task.done():
+            task = self._renewals[shard] = asyncio.create_task(self._renew(shard))
+        return task
+
+    async def renewed(self, shards: Iterable[int]) -> None:
+        """Wait until the arenas of these shards are in use."""
+        for shard in shards:
+            while (task := self.renewal(shard)) is not None:
+                await asyncio.shield(task)
+
+    async def _renew(self, shard: int) -> None:
+        slices = Slices()
+        while (found := self._next[shard]) is not None:
+            if found.generation != self._cells[shard].get("generation"):
+                found.close()  # the shard was restarted once more
+                self._next[shard] = None
+            elif found.learn(SLICE_TOPICS):
+                self._next[shard] = None
+                self._replace(shard, found)
+            else:
+                await slices.yield_if_over()
 
     def require(self, shard: int) -> ArenaReader:
         """Return the arena of a shard; `503 not_ready` if there is none yet."""
@@ -85,18 +127,20 @@ class Arenas:
         for _ in range(_ATTACH_TRIES):
             generation = self._cells[shard].get("generation")
             try:
-                reader = ArenaReader(self._identity, shard, generation)
+                return ArenaReader(self._identity, shard, generation)
             except FileNotFoundError:
                 continue  # it was replaced again between the two lines
-            retired = self._retired[shard]
-            if retired is not None:
-                retired.close()
-            self._retired[shard] = self._readers[shard]
-            self._readers[shard] = reader
-            return reader
         raise RuntimeError(f"index arena {generation} of shard {shard} is announced but not there")
 
+    def _replace(self, shard: int, reader: ArenaReader) -> ArenaReader:
+        retired = self._retired[shard]
+        if retired is not None:
+            retired.close()
+        self._retired[shard] = self._readers[shard]
+        self._readers[shard] = reader
+        return reader
+
     def close(self) -> None:
-        for reader in (*self._readers, *self._retired):
+        for reader in (*self._readers, *self._retired, *self._next):
             if reader is not None:
                 reader.close()

@@ -95,6 +95,7 @@ class Gateway:
         self._retry_timer: asyncio.TimerHandle | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._spilling: set[asyncio.Task[None]] = set()
+        self._renewals: set[asyncio.Task[None]] = set()
         self.watches = Watches(self._loop, arenas, self.post, lambda shard: self.links[shard].requests.posts_full)
         self._restart_listeners: list[Callable[[int], None]] = []
         self._closed = False
@@ -346,7 +347,9 @@ class Gateway:
         their listeners are not called in the middle of a request.
         """
         link = self.links[shard]
-        if not self._lone_writes.look(link.replies, [one.replies for one in self.links]):
+        if not self._lone_writes.look(link.replies, [one.replies for one in self.links]) or self._waits_for_arena(
+            shard
+        ):
             return
         for message, position in link.replies.peek():
             kind, answered_id, _count = messages.head(message)
@@ -365,7 +368,7 @@ class Gateway:
 
     def _drain(self, shard: int) -> None:
         link = self.links[shard]
-        if link.replies.empty:
+        if link.replies.empty or self._waits_for_arena(shard):
             return
         consumed = link.replies.consumed
         try:
@@ -375,6 +378,19 @@ class Gateway:
         finally:
             link.replies.consume(consumed)
         self._send_waiting(link)  # requests that were answered have left the ring
+
+    def _waits_for_arena(self, shard: int) -> bool:
+        """True while the topics of a restarted shard are learned. What it says is taken after that."""
+        renewal = self.arenas.renewal(shard)
+        if renewal is not None and renewal not in self._renewals:
+            self._renewals.add(renewal)
+            renewal.add_done_callback(self._renewed)
+        return renewal is not None
+
+    def _renewed(self, renewal: asyncio.Task[None]) -> None:
+        self._renewals.discard(renewal)
+        if not self._closed:
+            self._drain_all()
 
     def _take(self, shard: int, message: memoryview) -> None:
         kind, request_id, _count = messages.head(message)
@@ -404,7 +420,7 @@ class Gateway:
         """Renew the watches at a shard if it was restarted, and call the listeners for restarts."""
         link = self.links[shard]
         generation = link.cell.get("generation")
-        if generation != link.generation:
+        if generation != link.generation and not self._waits_for_arena(shard):
             link.generation = generation
             self.watches.renew(shard)
             for listener in self._restart_listeners:
