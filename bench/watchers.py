@@ -75,14 +75,14 @@ def deliver(plan: WatchPlan) -> WatchOutcome:
 
 async def _run(plan: WatchPlan) -> WatchOutcome:
     loop = asyncio.get_running_loop()
-    watchers: list[_Watcher] = []
+    watchers: list[Watcher] = []
     for path in plan.stream_paths:
-        _, watcher = await loop.create_connection(_Watcher, "127.0.0.1", plan.port)
-        watcher.open(path)
+        _, watcher = await loop.create_connection(Watcher, "127.0.0.1", plan.port)
+        watcher.send(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAccept: text/event-stream\r\n\r\n".encode())
         watchers.append(watcher)
         if len(watchers) % OPENING_AT_ONCE == 0:
-            await _until(lambda: all(watcher.caught_up for watcher in watchers), "the first streams to be caught up")
-    await _until(lambda: all(watcher.caught_up for watcher in watchers), "every stream to be caught up")
+            await until(lambda: all(watcher.caught_up for watcher in watchers), "the first streams to be caught up")
+    await until(lambda: all(watcher.caught_up for watcher in watchers), "every stream to be caught up")
     writer = _Writer(plan.topic, *await asyncio.open_connection("127.0.0.1", plan.port))
 
     before = read_cpu(plan.pids)
@@ -91,7 +91,7 @@ async def _run(plan: WatchPlan) -> WatchOutcome:
     for number in range(writes):
         await asyncio.sleep(max(0.0, start_s + number / plan.writes_per_s - loop.time()))
         last = await writer.write()
-    await _until(lambda: all(watcher.has(last) for watcher in watchers), "every record at every watcher")
+    await until(lambda: all(watcher.has(last) for watcher in watchers), "every record at every watcher")
     paced = _used(plan, before, writes)
     latencies_us: array[int] = array("Q")
     for watcher in watchers:
@@ -107,7 +107,7 @@ async def _run(plan: WatchPlan) -> WatchOutcome:
     while time.perf_counter_ns() - start_ns < plan.duration_s * 1e9 and writes < plan.unpaused_max:
         last = await writer.write()
         writes += 1
-    await _until(lambda: all(watcher.has(last) for watcher in watchers), "the last record at every watcher")
+    await until(lambda: all(watcher.has(last) for watcher in watchers), "the last record at every watcher")
     unpaused = _used(plan, before, writes)
     took_s = (max(watcher.last_ns for watcher in watchers) - start_ns) / 1e9
     writer.close()
@@ -130,7 +130,7 @@ def _used(plan: WatchPlan, before: list[int], writes: int) -> Used:
     return Used(writes * len(plan.stream_paths), tuple(cpu_ns), load_cpu_ns)
 
 
-async def _until(true: Callable[[], bool], what: str) -> None:
+async def until(true: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + DRAIN_DEADLINE_S
     while not true():
         if time.monotonic() > deadline:
@@ -163,11 +163,13 @@ class _Writer:
         self._writer.close()
 
 
-class _Watcher(asyncio.Protocol):
-    """One event stream, of which only the time stamps are parsed, after the measurement."""
+class Watcher(asyncio.Protocol):
+    """One event stream, or WebSocket, of which only the time stamps are parsed, after the measurement."""
 
-    def __init__(self) -> None:
+    def __init__(self, sign: bytes = b"event: caught-up") -> None:
+        """`sign` is in what the service sends when all that was there has come."""
         self.caught_up = False
+        self._sign = sign
         self.last_ns = 0
         self._arrivals: list[tuple[int, bytes]] | None = []
         self._end = b""
@@ -176,9 +178,8 @@ class _Watcher(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.WriteTransport, transport)
 
-    def open(self, path: str) -> None:
-        request = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAccept: text/event-stream\r\n\r\n"
-        self._transport.write(request.encode())
+    def send(self, data: bytes) -> None:
+        self._transport.write(data)
 
     def data_received(self, chunk: bytes) -> None:
         self.last_ns = time.perf_counter_ns()
@@ -186,7 +187,7 @@ class _Watcher(asyncio.Protocol):
             self._arrivals.append((self.last_ns, chunk))
         self._end = chunk[-END_BYTES:] if len(chunk) >= END_BYTES else (self._end + chunk)[-END_BYTES:]
         if not self.caught_up:
-            self.caught_up = b"event: caught-up" in self._end
+            self.caught_up = self._sign in self._end
 
     def has(self, stamp: bytes) -> bool:
         """Return whether this is the stamp of the record that came last."""
