@@ -435,7 +435,12 @@ class Archiving(RuleBasedStateMachine):
         _bucket_of(rig).before(0, lambda: None)
         other = self.followers[1 - which]
         is_closed = other is not None and _note_of(other).fence_id == self.owner_id
-        assert is_closed or self.leader is not leader, "it does not take over"
+        has_base = any(
+            self.archive.generation(number).service_id == leader.id
+            for number in self.archive.generations()
+            if self.archive.bases(number)
+        )  # else it has just taken over itself, and there is nothing of it to go on with
+        assert is_closed or self.leader is not leader or not has_base, "it does not take over"
 
     def _advance(self, rig: FollowerRig, troubles: list[Trouble]) -> None:
         self.world.clock.ms += 1000

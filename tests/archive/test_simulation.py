@@ -724,3 +724,23 @@ def test_a_follower_of_a_generation_that_was_pruned_copies_the_newest_one(servic
         service.follow([])
     assert rig.shown == max(service.moments)
     service.take_over([])
+
+
+def test_a_follower_copies_a_base_behind_moments_whose_files_are_pruned(service: Archiving) -> None:
+    """It took the pieces between the base's snapshot and the base for moments, whose files of transactions were in
+    older pieces: it tried to read those for ever. Found by seed 46.
+    """
+    service.append("a", 3, "disk")
+    service.commit(False)
+    for _ in range(3):
+        service.ship(0)
+    service.cut()
+    for _ in range(12):
+        service.append("a", 1, "disk")
+        service.ship(0)
+    service.prune(1, [])
+    assert not service.archive.has_piece(1, 3)
+    for _ in range(4):
+        service.follow([])
+    assert service.follower is not None
+    assert service.follower.shown == max(service.moments)

@@ -186,7 +186,8 @@ class Replica:
             self._prove(piece, payload)
         self._copy_parts(piece, payload)
         self._settle_told(piece)
-        if piece.is_moment or piece.number == self.note.base:
+        # Moments before that of the base are none here: what else they need may be pruned.
+        if piece.number == self.note.base or (piece.is_moment and piece.number > self.note.base):
             self._end_moment(piece, payload)
         self.laid_piece = piece.number  # last: until then it can be taken again
 
