@@ -302,7 +302,8 @@ def test_a_hole_in_the_archive_has_everything_copied_again(tmp_path: Path) -> No
         with Service(env=following(place), command=command) as follower:
             follows(follower, leader, "a")
             os.kill(pid := leader.pid_of("archiver"), signal.SIGSTOP)
-            for _ in range(6):
+            files = list((leader.data_dir / "wal").rglob("*.log"))
+            while all(file.exists() for file in files):
                 write(leader.client, "a", *("x" * 10000 for _ in range(100)))
                 cut(leader)
             os.kill(pid, signal.SIGCONT)
