@@ -102,6 +102,7 @@ class Archiving(RuleBasedStateMachine):
         self.leader.answers = answers
         self.owner_id = self.leader.id
         """The service that may ship into the archive, "" for none."""
+        self.former_owner_ids: set[str] = set()
         self.former: Leader | None = None
         self.heir: Leader | None = None
         """The service that took over from `former`."""
@@ -307,6 +308,9 @@ class Archiving(RuleBasedStateMachine):
         is_owner = decode(self.bucket.objects[name_of], Generation, name_of)[0].service_id == self.owner_id
         if folder.endswith(".pieces"):
             if piece.taken_over_by:
+                assert piece.taken_over_id not in self.former_owner_ids, f"{name} is of one that was taken over from"
+                if piece.taken_over_id != self.owner_id:
+                    self.former_owner_ids.add(self.owner_id)
                 self.owner_id = piece.taken_over_id
                 return
             assert is_owner, f"{name} is of one that was taken over from"
@@ -370,10 +374,10 @@ class Archiving(RuleBasedStateMachine):
         rig = self.followers[which] = self.follower_in(data_dir, shards)
         return rig
 
-    def follower_in(self, data_dir: str, shards: int = SHARDS) -> FollowerRig:
+    def follower_in(self, data_dir: str, shards: int = SHARDS, **settings: str) -> FollowerRig:
         bucket = SimulatedBucket(self.bucket)
         bucket.sent = lambda name: lambda: self._note_created(name, {})
-        return _SmallFollower(data_dir, shards, Archive(bucket), self.world.clock, self._tell)
+        return _SmallFollower(data_dir, shards, Archive(bucket), self.world.clock, self._tell, **settings)
 
     def _tell(self, url: str, ends: Sequence[LogEnd]) -> bytes | None:
         leader = self.leaders[url]
@@ -431,7 +435,12 @@ class Archiving(RuleBasedStateMachine):
         _bucket_of(rig).before(0, lambda: None)
         other = self.followers[1 - which]
         is_closed = other is not None and _note_of(other).fence_id == self.owner_id
-        assert is_closed or self.leader is not leader, "it does not take over"
+        has_base = any(
+            self.archive.generation(number).service_id == leader.id
+            for number in self.archive.generations()
+            if self.archive.bases(number)
+        )  # else it has just taken over itself, and there is nothing of it to go on with
+        assert is_closed or self.leader is not leader or not has_base, "it does not take over"
 
     def _advance(self, rig: FollowerRig, troubles: list[Trouble]) -> None:
         self.world.clock.ms += 1000

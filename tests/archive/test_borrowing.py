@@ -426,12 +426,34 @@ def test_the_loan_of_a_restore_that_was_killed_ends_with_the_next_one(borrowing:
     assert borrowing.archive.store.list("loans/") == sorted([note.loan, own.loan])
 
 
+def test_the_loan_of_a_restore_that_loses_the_archive_ends_with_the_next_one(borrowing: Borrowing) -> None:
+    """It stayed for ever: the note that names it was removed."""
+    target, away = str(borrowing.root / "other"), borrowing.root / "away"
+
+    def loses(_done: int, _total: int) -> None:
+        if borrowing.place.exists():
+            borrowing.place.rename(away)
+
+    found = plan(borrowing.archive, WantedMoment())
+    with pytest.raises((ArchiveDamagedError, OSError)):
+        Restore(borrowing.archive, found, FS, target, loses, str(borrowing.place)).run(borrowing.rig.clock)
+    away.rename(borrowing.place)
+    assert len(borrowing.archive.store.list("loans/")) == 2
+    borrowing.restore(target)
+    note, own = read_borrowed(FS, target), read_borrowed(FS, borrowing.data_dir)
+    assert note is not None
+    assert own is not None
+    assert borrowing.archive.store.list("loans/") == sorted([note.loan, own.loan])
+    assert not os.path.exists(f"{target}.restoring")
+
+
 def test_an_archive_that_cannot_be_written_is_copied_only(borrowing: Borrowing, tmp_path: Path) -> None:
     (borrowing.place / "archive" / "loans").rename(tmp_path / "loans")
     (borrowing.place / "archive" / "loans").write_text("in the way")
     with pytest.raises(OSError, match="--copy"):
         borrowing.restore(str(tmp_path / "other"))
     assert not os.path.exists(tmp_path / "other")
+    assert not os.path.exists(tmp_path / "other.restoring")
     (borrowing.place / "archive" / "loans").unlink()
     (tmp_path / "loans").rename(borrowing.place / "archive" / "loans")
 

@@ -296,16 +296,20 @@ def test_followers_load_the_bases_of_their_leader(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_hole_in_the_archive_has_everything_copied_again(tmp_path: Path) -> None:
     place = tmp_path / "archive"
-    with leading(place, ARCHIVE_BACKLOG_BYTES=0) as leader:
+    command = patched(tmp_path / "patched", *SOON)
+    with leading(place, ARCHIVE_BACKLOG_BYTES=0, WAL_FILE_BYTES=1 << 20) as leader:
         write(leader.client, "a", *range(10))
-        with Service(env=following(place)) as follower:
+        with Service(env=following(place), command=command) as follower:
             follows(follower, leader, "a")
             os.kill(pid := leader.pid_of("archiver"), signal.SIGSTOP)
-            for _ in range(6):
+            files = list((leader.data_dir / "wal").rglob("*.log"))
+            while all(file.exists() for file in files):
                 write(leader.client, "a", *("x" * 10000 for _ in range(100)))
                 cut(leader)
             os.kill(pid, signal.SIGCONT)
+            poll("the hole", lambda: archiver(leader)["holes"] > 0)
             follows(follower, leader, "a")
+            assert "everything is copied again" in follower.log_path.read_text()
 
 
 @pytest.mark.long

@@ -456,6 +456,20 @@ def test_an_archive_is_closed_while_its_leader_begins_a_generation(service: Arch
     assert max(service.moments) == last
 
 
+@pytest.mark.parametrize("nth", range(1, 13))
+def test_one_restore_takes_over_whatever_its_leader_begins_meanwhile(service: Archiving, nth: int) -> None:
+    """A second one closed the generation that had been begun in the moment of the first one, and succeeded as well."""
+    follow_and_go_back(service)
+    service.append("a", 1, "archived")
+    service.leader.before(nth, lambda: close_archive(service.archive, service.world.clock, "one"))
+    service.ship(0)
+    service.leader.before(0, lambda: None)
+    if not service.owner_id:
+        with pytest.raises(TakenOverError, match="one took over from this service already"):
+            close_archive(service.archive, service.world.clock, "another")
+    service.archived_is_in_the_last_moment()
+
+
 def test_of_two_that_take_over_by_a_restore_one_succeeds(service: Archiving) -> None:
     """Both succeeded, and so did one after a follower that had begun nothing in the archive yet: two led."""
     service.append("a", 3, "archived")
@@ -575,3 +589,158 @@ def test_a_former_leader_notices_when_its_generations_are_pruned(service: Archiv
         former.restart()
         former.step(0)
         assert former.rig.shared.control.is_taken_over
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("nth", range(1, 17))
+def test_of_two_archivers_none_goes_on_in_an_older_generation(service: Archiving, nth: int, shards: int) -> None:
+    """Each began one: what the archiver of the older one counted as archived was not in the newest moment. Found by
+    seed 39, with a backup beside a service whose number of shards was changed.
+    """
+    service.append("a", 3, "archived")
+    for _ in range(3):
+        service.ship(0)
+    service.leader.reshard(shards)
+    service.append("d", 3, "archived")
+    service.leader.before(nth, lambda: service.ship(0))
+    service.ship(1)
+    service.leader.before(0, lambda: None)
+    for turn in range(8):
+        service.append("a", 1, "disk")
+        service.append("d", 1, "disk")
+        service.ship(turn % 2)
+        service.archived_is_in_the_last_moment()
+    assert service.leader.shards == shards
+
+
+@pytest.mark.parametrize("nth", range(1, 12))
+def test_an_archiver_that_begins_while_another_one_ships_goes_on(service: Archiving, nth: int) -> None:
+    """It looked at the logs before it looked at the archive, took them for older, and began a generation."""
+    service.append("a", 3, "disk")
+    for _ in range(3):
+        service.ship(0)
+
+    def ships() -> None:
+        service.append("a", 1, "disk")
+        service.ship(0)
+
+    service.leader.before(nth, ships)
+    service.ship(1)
+    service.leader.before(0, lambda: None)
+    assert service.archive.generations() == [1]
+
+
+@pytest.mark.parametrize("nth", range(1, 17))
+def test_a_former_leader_closes_nothing_of_its_heir(service: Archiving, nth: int) -> None:
+    """It had looked at its own generation before the takeover, began one behind its heir's, and went on there."""
+    follow_and_go_back(service)
+    former = service.leader
+
+    def is_replaced() -> None:
+        service.take_over([])
+        for _ in range(3):
+            service.ship(0)
+
+    former.before(nth, is_replaced)
+    for _ in range(3):
+        former.step(0)
+    former.before(0, lambda: None)
+
+
+def followed_into_a_new_generation(service: Archiving, takeover_after_ms: str = "0") -> FollowerRig:
+    """Have the leader go on in the next generation, which has no base yet; return a follower of the one before."""
+    service.leader.answers = True
+    service.append("a", 3, "archived")
+    for _ in range(3):
+        service.ship(0)
+    rig = service.followers[0] = service.follower_in(
+        f"{service.directory}/follower", takeover_after_ms=takeover_after_ms
+    )
+    for _ in range(4):
+        service.follow([])
+    service.append("a", 3, "archived")
+    service.ship(0)
+    service.follow([])
+    service.leader.reshard(3)
+    service.leader.helpers.hangs = True
+    service.append("a", 1, "archived")
+    service.ship(0)
+    assert (service.archive.generations(), service.archive.bases(2)) == ([1, 2], [])
+    return rig
+
+
+def test_a_follower_takes_over_behind_a_generation_that_its_leader_closed(service: Archiving) -> None:
+    """The pieces of the next generation count for nothing without a base."""
+    rig = followed_into_a_new_generation(service)
+    service.follow([])
+    assert rig.replica.is_over
+    former = service.leader
+    service.take_over([])
+    assert service.former is former
+    former.helpers.go_on()
+    former.append("a", 1)
+    for _ in range(3):
+        former.step(0)
+    assert former.rig.shared.control.is_taken_over
+
+
+def test_a_leader_gives_signs_in_a_generation_without_a_base(service: Archiving) -> None:
+    """Its followers took over while the files of the first base were copied."""
+    rig = followed_into_a_new_generation(service, "10000")
+    shipper = service.leader.shipper()
+    shipper.begin()
+    shipper.begin_base()
+    for _ in range(30):
+        shipper.ship(is_sign=True)
+        service.follow([])
+    assert not rig.leads, "the leader lives"
+    for _ in range(30):
+        service.follow([])
+        if service.former is not None:
+            break
+    assert service.former is not None
+
+
+def test_a_follower_of_a_generation_that_was_pruned_copies_the_newest_one(service: Archiving) -> None:
+    """Told to take over, it tried to close that generation for ever."""
+    service.append("a", 3, "disk")
+    service.copy_directory()
+    for _ in range(3):
+        service.ship(0)
+    for _ in range(4):
+        service.follow([])
+    service.partition(True, 0)
+    service.put_copy_in_its_place()
+    service.append("a", 3, "disk")
+    for _ in range(3):
+        service.ship(0)
+    service.prune(1, [])
+    assert service.archive.generations() == [2]
+    service.partition(False, 0)
+    rig = service.follower
+    assert rig is not None
+    rig.follower.promote.set()
+    for _ in range(8):
+        service.follow([])
+    assert rig.shown == max(service.moments)
+    service.take_over([])
+
+
+def test_a_follower_copies_a_base_behind_moments_whose_files_are_pruned(service: Archiving) -> None:
+    """It took the pieces between the base's snapshot and the base for moments, whose files of transactions were in
+    older pieces: it tried to read those for ever. Found by seed 46.
+    """
+    service.append("a", 3, "disk")
+    service.commit(False)
+    for _ in range(3):
+        service.ship(0)
+    service.cut()
+    for _ in range(12):
+        service.append("a", 1, "disk")
+        service.ship(0)
+    service.prune(1, [])
+    assert not service.archive.has_piece(1, 3)
+    for _ in range(4):
+        service.follow([])
+    assert service.follower is not None
+    assert service.follower.shown == max(service.moments)

@@ -89,7 +89,7 @@ class Archiver:
         self._underway: _BaseUnderway | None = None
         self._prune_not_before_ms = 0
         self._shipped_ms = 0
-        """Monotonic time of the last moment."""
+        """Monotonic time of the last piece."""
         self._counted = Shipped(0, 0, 0, 0)
         """The end of the archive as it was noted last."""
         self._bytes_behind_base = 0
@@ -162,11 +162,12 @@ class Archiver:
         cell.add("bytes", shipped.size_bytes - counted.size_bytes)
         self._bytes_behind_base += shipped.size_bytes - counted.size_bytes
         self._counted = shipped
+        if shipped.piece != counted.piece:
+            self._shipped_ms = self._clock.monotonic_ms()
         if not shipper.is_based:
             return
         if shipped.piece != counted.piece:
             cell.add("moments")
-            self._shipped_ms = self._clock.monotonic_ms()
         cell.set("moment_ms", shipped.taken_ms)
         for shard, end in enumerate(shipper.ends):
             if cell.get(f"shipped_{shard:02d}") != end.word:

@@ -15,6 +15,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Final
 
 from topics.archive.leader_tail import LeaderAwayError, LeaderTail
+from topics.archive.promoting import promote
 from topics.archive.replica import BeginAnewError, OtherShardsError, Replica, begin_anew
 from topics.archive.restoring import NotThereError
 from topics.core.clock import Clock, SystemClock, doubled_ms
@@ -112,7 +113,7 @@ class Follower:
                 self._look_not_before_ms = self._clock.monotonic_ms() + LOOK_MS
                 self._tend_base()
             if self._is_leader_gone(has_news) or self.promote.is_set() or self._replica.note.fence_id:
-                self._replica.promote(socket.gethostname())
+                promote(self._replica, self._clock, socket.gethostname())
                 log.info("this service leads from now on; it starts again", url=self._replica.note.url)
                 self.exit_code = EXIT_AGAIN
         except BeginAnewError as error:
@@ -141,7 +142,9 @@ class Follower:
     def _listen(self) -> bool:
         """Ask the leader, if it can be asked. True if it has answered: it lives."""
         note = self._replica.note
-        if self.promote.is_set() or self._replica.taken_over_by or not self._leader.is_due(note.leader_url):
+        if self._replica.is_over:
+            self._tells = False  # what it would tell is of another generation
+        if self.promote.is_set() or self._replica.is_over or not self._leader.is_due(note.leader_url):
             return False
         told, asked_ms = self._tells, self._clock.now_ms()
         try:
@@ -199,7 +202,9 @@ class Follower:
                 self._wakes[shard].signal_always()
 
     def _is_leader_gone(self, has_news: bool) -> bool:
-        """Return whether a leader that gives signs has given none for `takeover_after_ms`. Each piece is one."""
+        """Return whether a leader that gives signs has given none for `takeover_after_ms`. Each piece is one, also of a
+        generation that it has begun.
+        """
         if has_news:
             self._has_sign()
         after_ms = self._settings.takeover_after_ms

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from topics.storage.archive_objects import Archive, Generation, Piece
 
 
@@ -13,43 +15,39 @@ class TakenOverError(OtherShipperError):
     """Another service took over from this one: nothing of it gets into the archive any more."""
 
 
+def taken_over(archive: Archive, by: str) -> TakenOverError:
+    """Return the error of a service that `by` took over from."""
+    return TakenOverError(
+        f"{archive.store.place('')}: {by} took over from this service. Stop it and use the other one; or give it an"
+        " archive of its own (TOPICS_ARCHIVE_URL), if both are to go on"
+    )
+
+
 def require_own(archive: Archive, newest: Generation, last: Piece | None, service_id: str) -> None:
     """Raise OtherShipperError unless this service may ship behind the newest generation, whose `last` piece that is.
     Raise ArchiveDamagedError, OSError.
     """
     if last is not None and last.taken_over_by:
         if last.taken_over_id != service_id:
-            raise _taken_over(archive, last.taken_over_by)
+            raise taken_over(archive, last.taken_over_by)
         return
     if newest.service_id == service_id:
         return
     former = (archive.generation(number).service_id for number in archive.generations()[:-1])
     if service_id in newest.former_ids or service_id in former:
-        raise _taken_over(archive, f"service {newest.service_id}")
+        raise taken_over(archive, f"service {newest.service_id}")
     raise OtherShipperError(
         f"{archive.store.place('')} has the archive of service {newest.service_id}, this is service {service_id}: give"
         " each service a place of its own (a restored directory is a service of its own)"
     )
 
 
-def require_open(archive: Archive, generation: int, service_id: str) -> None:
-    """Raise TakenOverError if another service has closed this generation, which may be pruned. A service
-    that begins the next one looks after that. So one that closes this one meanwhile finds the next one, or is found.
-    """
-    if not archive.has_generation(generation):
-        return
-    number = archive.last_piece(generation, max(archive.bases(generation), default=0))
-    last = archive.piece(generation, number)[0] if number else None
-    if last is not None and last.taken_over_by and last.taken_over_id != service_id:
-        raise _taken_over(archive, last.taken_over_by)
-
-
-def newest_generation(archive: Archive, service_id: str) -> Generation | None:
-    """Return the newest generation, but for those without a piece that others began: after a takeover nobody ships
-    there. Raise ArchiveDamagedError, OSError.
+def newest_generation(archive: Archive, numbers: Sequence[int], service_id: str) -> Generation | None:
+    """Return the newest one of these generations, but for those without a piece that others began: after a takeover
+    nobody ships there. Raise ArchiveDamagedError, OSError.
     """
     found = None
-    for number in reversed(archive.generations()):
+    for number in reversed(numbers):
         found = archive.generation(number)
         if found.service_id == service_id or archive.bases(number) or archive.last_piece(number, 0):
             break
@@ -60,7 +58,7 @@ def shipping_problem(archive: Archive, service_id: str | None) -> str | None:
     """Return why the service with this id, None for one that has not begun, cannot ship; None if it can. Raise
     ArchiveDamagedError, OSError.
     """
-    newest = newest_generation(archive, service_id or "(new)")
+    newest = newest_generation(archive, archive.generations(), service_id or "(new)")
     if newest is None:
         return None
     bases = archive.bases(newest.number)
@@ -80,10 +78,3 @@ def following_problem(archive: Archive, shards: int) -> str | None:
             has = archive.generation(number).shards
             return None if has == shards else f"the service there has {has} shards: set TOPICS_WAL_SHARDS={has}"
     return f"{place} has no base yet: start the service that is to be followed with TOPICS_ARCHIVE_URL set to it"
-
-
-def _taken_over(archive: Archive, by: str) -> TakenOverError:
-    return TakenOverError(
-        f"{archive.store.place('')}: {by} took over from this service. Stop it and use the other one; or give it an"
-        " archive of its own (TOPICS_ARCHIVE_URL), if both are to go on"
-    )

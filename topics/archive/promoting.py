@@ -1,20 +1,23 @@
 """Leading or following: what a service is, by its setting `follow` and the note of its directory, and its promotion.
 
-A follower is promoted in two steps. While it runs it closes the leader's history and takes all of it (`replica.py`).
-Then all its processes end, the directory becomes one of its own, and they start again. Each step can be repeated.
+A follower is promoted in two steps. While it runs it closes the leader's history and takes all of it (`promote`). Then
+all its processes end, the directory becomes one of its own, and they start again. Each step can be repeated.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 
 import msgspec
 
 from topics.archive.directory_copy import DirectoryCopy
-from topics.archive.replica import begin_anew
+from topics.archive.replica import BeginAnewError, Replica, begin_anew
+from topics.archive.taking_over import take_over
 from topics.core.clock import Clock
 from topics.settings import Settings
 from topics.storage import layout, service_id
+from topics.storage.archive_objects import Archive
 from topics.storage.filesystem import FileSystem
 from topics.storage.follow_note import read_note, write_note
 
@@ -53,6 +56,71 @@ def settle_role(fs: FileSystem, settings: Settings, clock: Clock) -> Settings:
             " follow another one"
         )
     return settings
+
+
+def promote(replica: Replica, clock: Clock, by: str) -> None:
+    """Have a follower take over from its leader: close its history, take all that it has shipped, keep what it has
+    told, and note that this service leads from now on. `by` tells people who it is.
+
+    Raise BeginAnewError if another service has taken over already, or the directory cannot go on to the end; OSError,
+    ArchiveDamagedError: repeat it.
+    """
+    if not replica.note.fence_id:
+        replica.keep_note(fence_id=secrets.token_hex(8))
+    generation = replica.note.generation
+    if not replica.archive.has_generation(generation):
+        raise _given_up(replica, f"generation {generation} of the archive is pruned: it goes on elsewhere")
+    _close(replica, generation, replica.laid_piece, clock, by)
+    _close_later(replica, clock, by)
+    while not replica.is_over and not replica.has_hole:
+        replica.step()
+    if replica.has_hole and _has_base_behind_hole(replica):
+        raise BeginAnewError("the archive has a hole before its end: the newest base is behind it")
+    replica.sync()
+    replica.keep_note(promoted_id=replica.note.fence_id)
+
+
+def _close(replica: Replica, generation: int, known: int, clock: Clock, by: str) -> None:
+    archive, fence_id = replica.archive, replica.note.fence_id
+    closing = take_over(archive, generation, clock, by, fence_id, known)
+    if closing.taken_over_id == fence_id:
+        return
+    if closing.taken_over_id != archive.generation(generation).service_id:
+        raise _given_up(replica, "another service has taken over already")
+    # The service that shipped there has begun the next one, which is to be closed, too.
+    if not archive.has_generation(generation + 1):
+        raise _given_up(replica, f"generation {generation + 1} of the archive is pruned: it goes on elsewhere")
+
+
+def _given_up(replica: Replica, reason: str) -> BeginAnewError:
+    """Have the directory only follow again: the promotion is given up."""
+    replica.note = msgspec.structs.replace(replica.note, fence_id="")
+    return BeginAnewError(reason)
+
+
+def _close_later(replica: Replica, clock: Clock, by: str) -> None:
+    """Close generations that the leader began meanwhile, because its directory went back, say."""
+    archive, generation = replica.archive, replica.note.generation
+    while archive.has_generation(generation + 1):
+        generation += 1
+        _close(replica, generation, 0, clock, by)
+        pieces = range(1, archive.last_piece(generation, 0))
+        if archive.bases(generation) or _has_base(archive, generation, pieces):
+            raise BeginAnewError(f"the archive goes on with generation {generation}")
+
+
+def _has_base_behind_hole(replica: Replica) -> bool:
+    """Return whether a closed generation goes on behind the hole. If not, the moment before it is the last one."""
+    archive, generation, first = replica.archive, replica.note.generation, replica.laid_piece + 1
+    closing = archive.last_piece(generation, replica.laid_piece)
+    # A base that is put after this look is given up by its archiver.
+    return _has_base(archive, generation, range(first, closing)) or any(
+        archive.piece(generation, number)[0].is_moment for number in range(first, closing)
+    )
+
+
+def _has_base(archive: Archive, generation: int, numbers: range) -> bool:
+    return any(archive.has_base(generation, number) for number in reversed(numbers))  # a list may be old
 
 
 def is_promotion_due(fs: FileSystem, data_dir: str) -> bool:

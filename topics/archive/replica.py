@@ -12,7 +12,6 @@ what was told.
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from itertools import groupby
@@ -23,7 +22,6 @@ from xxhash import xxh3_64_intdigest
 
 from topics.archive.directory_copy import DirectoryCopy, MissingBytesError
 from topics.archive.restoring import NotThereError, fetched_ahead, fetched_files
-from topics.archive.taking_over import take_over
 from topics.core.clock import Clock
 from topics.storage import layout, service_id
 from topics.storage.archive_objects import (
@@ -60,7 +58,7 @@ class Replica:
     """
 
     def __init__(self, archive: Archive, fs: FileSystem, data_dir: str, shards: int, clock: Clock) -> None:
-        self._archive = archive
+        self.archive = archive
         self._fs = fs
         self._data_dir = data_dir
         self._shards = shards
@@ -75,25 +73,30 @@ class Replica:
         """The shards whose end was told by the leader; the archive has not got there."""
         self._txn: dict[str, int] = {}
         """Digests of the files of transactions, by path."""
-        self._laid_piece = 0
+        self.laid_piece = 0
+        """The last piece that is laid out."""
         self._archived_moment: dict[int, LogEnd] = {}
         """The ends of the logs in the last piece that ended a moment."""
-        self._has_hole = False
+        self.has_hole = False
+        """True if what comes next in the archive cannot be laid out here: the next base is behind it."""
+        self.is_over = False
+        """True if the generation is closed, and all of it is here."""
+        self._seen = self._seen_behind = 0
+        """The last pieces that were seen in the archive, of this generation and of the next one."""
         self._files: dict[str, str] = {}
         """Names of the base's objects, by their paths in the directory."""
         self._starts: dict[int, WalPosition] = {}
         """Places in the logs where the base's snapshot ends, by shard."""
         self.looked_ms = 0
         """Wall time of the last look that left nothing of the archive behind, 0 for none."""
-        self.taken_over_by = ""
-        """The machine that took over from the leader."""
 
     def begin(self, note: FollowNote) -> bool:
         """Go on where the directory is, or copy the newest base and the first moment behind it: then True."""
         self.note = note
-        self._has_hole, self.taken_over_by = False, ""
+        self.has_hole = self.is_over = False
+        self._seen = self._seen_behind = 0
         if note.piece:
-            self._laid, self._laid_piece = {end.shard: end for end in note.ends}, note.piece
+            self._laid, self.laid_piece = {end.shard: end for end in note.ends}, note.piece
             self._moment, self._told = dict(self._laid), set(note.told)
             self._archived_moment = self._ends_of_piece() if self._told else dict(self._laid)
             self._txn = {path: self._digest(path) for path in self._txn_paths()}
@@ -120,22 +123,27 @@ class Replica:
     # -- moments
 
     def step(self) -> bool:
-        """Take the pieces that are new in the archive, up to the last moment. True if there was one."""
-        looked_ms, generation, before = self._clock.now_ms(), self.note.generation, self._laid_piece
-        last = self._archive.last_piece(generation, self._laid_piece)
-        wanted = range(self._laid_piece + 1, last + 1)
-        for _, (piece, payload) in fetched_ahead(lambda number: self._archive.piece(generation, number), wanted):
+        """Take the pieces that are new in the archive, up to the last moment. True if the archive has grown: its leader
+        lives, even if what is new can only be had from the next base on.
+        """
+        looked_ms, generation = self._clock.now_ms(), self.note.generation
+        last = self.archive.last_piece(generation, self.laid_piece)
+        wanted = range(self.laid_piece + 1, last + 1)
+        for _, (piece, payload) in fetched_ahead(lambda number: self.archive.piece(generation, number), wanted):
             if piece.taken_over_by:
-                self.taken_over_by = piece.taken_over_by
+                self.is_over = True
                 break
             try:
                 self._lay_out(piece, payload)
             except MissingBytesError:
-                self._has_hole = True  # the next base is behind it
+                self.has_hole = True
                 break
         else:
             self.looked_ms = looked_ms
-        return self._laid_piece > before
+        behind = self.archive.last_piece(generation + 1, self._seen_behind) if self.is_over else 0
+        has_grown = last > self._seen or behind > self._seen_behind
+        self._seen, self._seen_behind = last, behind
+        return has_grown
 
     def take_tail(self, piece: Piece, payload: memoryview, asked_ms: int) -> bool:
         """Lay out what the leader itself has told. False if a file of a transaction has changed meanwhile: what comes
@@ -154,19 +162,19 @@ class Replica:
 
     def newest_piece(self) -> Piece | None:
         """Return the last piece of the archive, None if it is known. Another thread may ask."""
-        generation, known = self.note.generation, self._laid_piece
-        last = self._archive.last_piece(generation, known)
-        return None if last == known else self._archive.piece(generation, last)[0]
+        generation, known = self.note.generation, self.laid_piece
+        last = self.archive.last_piece(generation, known)
+        return None if last == known else self.archive.piece(generation, last)[0]
 
     def skip_to(self, piece: Piece) -> bool:
         """Go on behind a piece of the archive. False if the leader has not told all of it, or perhaps other bytes."""
         ahead = (end for end in piece.ends if end.position > self._moment[end.shard].position or not self._has_end(end))
         if not piece.is_moment or any(ahead):
             return False
-        if piece.number > self._laid_piece:
+        if piece.number > self.laid_piece:
             self._settle_told(piece)
             self._note_moment(piece)
-            self._laid_piece = piece.number
+            self.laid_piece = piece.number
         return True
 
     def _has_end(self, end: LogEnd) -> bool:
@@ -178,9 +186,10 @@ class Replica:
             self._prove(piece, payload)
         self._copy_parts(piece, payload)
         self._settle_told(piece)
-        if piece.is_moment or piece.number == self.note.base:
+        # Moments before that of the base are none here: what else they need may be pruned.
+        if piece.number == self.note.base or (piece.is_moment and piece.number > self.note.base):
             self._end_moment(piece, payload)
-        self._laid_piece = piece.number  # last: until then it can be taken again
+        self.laid_piece = piece.number  # last: until then it can be taken again
 
     def _end_moment(self, piece: Piece, payload: memoryview) -> None:
         """Have the directory be that of a moment, all bytes of which are laid out."""
@@ -195,7 +204,7 @@ class Replica:
         for end in piece.ends:
             if positions[end.shard] < end.position:
                 raise MissingBytesError(
-                    f"{self._archive.store.place('')}: piece {piece.number} ends log {end.shard} at {end.position}, the"
+                    f"{self.archive.store.place('')}: piece {piece.number} ends log {end.shard} at {end.position}, the"
                     f" pieces have it up to {positions[end.shard]}"
                 )
             if self._laid[end.shard].position < end.position:
@@ -255,7 +264,7 @@ class Replica:
             if self._txn.get(file.path) != file.digest:
                 has = payload
                 if file.piece != piece.number:
-                    _, has = self._archive.piece(self.note.generation, file.piece)
+                    _, has = self.archive.piece(self.note.generation, file.piece)
                 self._copy.replace(file.path, bytes(has[file.offset : file.offset + file.size_bytes]))
         self._txn = {file.path: file.digest for file in piece.txn}
         for path in list(self._txn_paths()):
@@ -265,7 +274,7 @@ class Replica:
     def _note_moment(self, piece: Piece) -> None:
         """Note the moment that is here; the archive has all up to `piece`."""
         self._archived_moment = {end.shard: end for end in piece.ends}
-        self._sync()
+        self.sync()
         self.note = msgspec.structs.replace(
             self.note,
             piece=piece.number,
@@ -276,7 +285,7 @@ class Replica:
         if piece.number >= self.note.base:
             write_note(self._fs, self._data_dir, self.note)
 
-    def _sync(self) -> None:
+    def sync(self) -> None:
         """Have the moment that is here on the disk, and in the note that is written next."""
         for former in self.note.ends:
             end = self._moment[former.shard]
@@ -284,9 +293,14 @@ class Replica:
                 self._copy.sync_log(former.shard, former.position, end.position)
         self.note = msgspec.structs.replace(self.note, ends=_by_shard(self._moment), told=sorted(self._told))
 
+    def keep_note(self, **changes: str) -> None:
+        """Write the note with these changes."""
+        self.note = msgspec.structs.replace(self.note, **changes)
+        write_note(self._fs, self._data_dir, self.note)
+
     def _ends_of_piece(self) -> dict[int, LogEnd]:
         try:
-            piece, _ = self._archive.piece(self.note.generation, self._laid_piece)
+            piece, _ = self.archive.piece(self.note.generation, self.laid_piece)
         except ArchiveDamagedError as error:
             raise BeginAnewError(f"{error}: the archive may have been pruned past it") from error
         return {end.shard: end for end in piece.ends}
@@ -307,18 +321,18 @@ class Replica:
             shutil.rmtree(os.path.join(self._data_dir, name), ignore_errors=True)
         for number in layout.list_snapshots(self._fs, self._data_dir):
             self._fs.unlink(layout.snapshot_path(self._data_dir, number))
-        generation = self._archive.generation(self._newest_generation())
+        generation = self.archive.generation(self._newest_generation())
         if generation.shards != self._shards:
             raise OtherShardsError(
                 f"the service that is followed has {generation.shards} shards, this one {self._shards}: set"
                 f" TOPICS_WAL_SHARDS={generation.shards}"
             )
-        number = self._archive.bases(generation.number)[-1]
-        base, snapshot = self._archive.base(generation.number, number)
+        number = self.archive.bases(generation.number)[-1]
+        base, snapshot = self.archive.base(generation.number, number)
         for start in base.logs:
             make_dirs(self._fs, self._copy.log_directory(start.shard))
             self._copy.begin_log(start)
-        for ref, content in fetched_files(self._archive, base.files):
+        for ref, content in fetched_files(self.archive, base.files):
             self._copy.write(ref.path, content)
         if snapshot:
             self._copy.save_snapshot(bytes(snapshot))
@@ -329,22 +343,22 @@ class Replica:
         self._laid = {start.shard: LogEnd(start.shard, ids[start.shard], start.position) for start in base.logs}
         self._moment, self._archived_moment = dict(self._laid), dict(self._laid)
         self._told, self._txn = set(), {}
-        self._laid_piece = base.first_piece - 1
+        self.laid_piece = base.first_piece - 1
         ends = _by_shard(self._moment)
         fence_id = self.note.fence_id if self.note.generation <= generation.number else ""
-        self.note = FollowNote(self.note.url, generation.number, base.number, self._laid_piece, ends, fence_id=fence_id)
+        self.note = FollowNote(self.note.url, generation.number, base.number, self.laid_piece, ends, fence_id=fence_id)
         self._note_base(base)
         self.step()
         if self.note.piece < base.number:
-            raise ArchiveDamagedError(f"{self._archive.store.place('')}: base {base.number} has no moment")
+            raise ArchiveDamagedError(f"{self.archive.store.place('')}: base {base.number} has no moment")
 
     def _newest_generation(self) -> int:
         """Return the newest generation that can be followed."""
-        for number in reversed(self._archive.generations()):
-            if self._archive.bases(number):
+        for number in reversed(self.archive.generations()):
+            if self.archive.bases(number):
                 return number
         raise NotThereError(
-            f"{self._archive.store.place('')}: has no base yet; the service that is to be followed needs"
+            f"{self.archive.store.place('')}: has no base yet; the service that is to be followed needs"
             f" TOPICS_ARCHIVE_URL={self.note.url}"
         )
 
@@ -353,16 +367,16 @@ class Replica:
         newest = self._newest_generation()
         if newest != self.note.generation:
             raise BeginAnewError(f"the archive goes on with generation {newest}, this is {self.note.generation}")
-        number = self._archive.bases(newest)[-1]
+        number = self.archive.bases(newest)[-1]
         if number > self.note.piece:
-            if self._has_hole or self._archive.last_piece(newest, self._laid_piece) < number:
-                raise BeginAnewError(f"pieces between {self._laid_piece} and base {number} are not in the archive")
-            if number != self._laid_piece:
+            if self.has_hole or self.archive.last_piece(newest, self.laid_piece) < number:
+                raise BeginAnewError(f"pieces between {self.laid_piece} and base {number} are not in the archive")
+            if number != self.laid_piece:
                 return False
-            self._end_moment(*self._archive.piece(newest, number))  # by its base alone
+            self._end_moment(*self.archive.piece(newest, number))  # by its base alone
         if number <= self.note.base:
             return False
-        base, snapshot = self._archive.base(newest, number)
+        base, snapshot = self.archive.base(newest, number)
         self._update_files(base)
         if snapshot:
             self._copy.save_snapshot(bytes(snapshot))
@@ -385,13 +399,13 @@ class Replica:
                 self._mark(changed[0])
             elif changed:
                 fetched += refs
-        for ref, content in fetched_files(self._archive, fetched):
+        for ref, content in fetched_files(self.archive, fetched):
             self._copy.replace(ref.path, content)
 
     def _mark(self, ref: FileRef) -> None:
         """Mark deletions in a segment whose data are here."""
-        idx = read_whole(self._archive.store, ref.name)
-        self._archive.check_file(ref, idx)
+        idx = read_whole(self.archive.store, ref.name)
+        self.archive.check_file(ref, idx)
         self._copy.mark_deleted(ref.path.removesuffix(".idx") + ".data", idx)
         self._copy.replace(ref.path, idx)
 
@@ -407,54 +421,6 @@ class Replica:
                 if os.path.relpath(path, self._data_dir) not in self._files:
                     self._fs.unlink(path)
         self._starts = {}
-
-    # -- promotion
-
-    def _has_base_behind_hole(self) -> bool:
-        """Return whether a closed generation goes on behind the hole. If not, the moment before it is the last one."""
-        generation, first = self.note.generation, self._laid_piece + 1
-        closing = self._archive.last_piece(generation, self._laid_piece)
-        # A base that is put after this look is given up by its archiver.
-        return self._has_base(generation, range(first, closing)) or any(
-            self._archive.piece(generation, number)[0].is_moment for number in range(first, closing)
-        )
-
-    def _has_base(self, generation: int, numbers: range) -> bool:
-        return any(self._archive.has_base(generation, number) for number in reversed(numbers))  # a list may be old
-
-    def _close(self, generation: int, known: int, by: str) -> None:
-        closing = take_over(self._archive, generation, self._clock, by, self.note.fence_id, known)
-        if closing.taken_over_id != self.note.fence_id:
-            self.note = msgspec.structs.replace(self.note, fence_id="")
-            raise BeginAnewError("another service has taken over already")
-
-    def _close_later(self, by: str) -> None:
-        """Close generations that the leader began meanwhile, because its directory went back, say."""
-        generation = self.note.generation
-        while self._archive.has_generation(generation + 1):
-            generation += 1
-            self._close(generation, 0, by)
-            pieces = range(1, self._archive.last_piece(generation, 0))
-            if self._archive.bases(generation) or self._has_base(generation, pieces):
-                raise BeginAnewError(f"the archive goes on with generation {generation}")
-
-    def promote(self, by: str) -> None:
-        """Take over from the leader: close its history, take all that it has shipped, keep what it has told, and
-        note that this service leads from now on. `by` tells people who it is. Raise BeginAnewError if another service
-        has taken over already.
-        """
-        if not self.note.fence_id:
-            self.note = msgspec.structs.replace(self.note, fence_id=secrets.token_hex(8))
-            write_note(self._fs, self._data_dir, self.note)
-        self._close(self.note.generation, self._laid_piece, by)
-        self._close_later(by)
-        while not self.taken_over_by and not self._has_hole:
-            self.step()
-        if self._has_hole and self._has_base_behind_hole():
-            raise BeginAnewError("the archive has a hole before its end: the newest base is behind it")
-        self._sync()
-        self.note = msgspec.structs.replace(self.note, promoted_id=self.note.fence_id)
-        write_note(self._fs, self._data_dir, self.note)
 
 
 def _by_shard(ends: Mapping[int, LogEnd]) -> list[LogEnd]:

@@ -24,7 +24,7 @@ import msgspec
 from topics.archive.directory_copy import DirectoryCopy, marked
 from topics.core.clock import Clock
 from topics.core.shard_state import FoldedTopic
-from topics.storage import service_id
+from topics.storage import layout, service_id
 from topics.storage.archive_objects import (
     Archive,
     ArchiveDamagedError,
@@ -39,7 +39,7 @@ from topics.storage.archive_objects import (
     split_payload,
 )
 from topics.storage.borrowed import BorrowedNote, read_borrowed, write_borrowed
-from topics.storage.filesystem import FileSystem, make_dirs
+from topics.storage.filesystem import FileSystem, make_dirs, names_in
 from topics.storage.frame import HEADER_LEN, FrameType, scan
 from topics.storage.snapshot import decode_parts
 
@@ -227,7 +227,8 @@ class Restore:
         """Make the directory. Raise ArchiveDamagedError, OSError (FileExistsError if there is something in it)."""
         if os.path.isdir(self._data_dir) and os.listdir(self._data_dir):
             raise FileExistsError(errno.EEXIST, "is not empty: name a directory that does not exist", self._data_dir)
-        self._give_up()  # a restore that was killed
+        self._give_up()  # a restore that was killed, or could not reach the archive any more
+        shutil.rmtree(self._making, ignore_errors=True)
         try:
             topics = self._make(clock.now_ms())
             if os.path.isdir(self._data_dir):
@@ -241,12 +242,25 @@ class Restore:
         return Restored(self._plan.moment.taken_ms, topics, self._bytes, len(self._borrowed), borrowed_bytes)
 
     def _give_up(self) -> None:
-        """Remove what was made, and its loan."""
+        """Remove what was made, and its loan. If that cannot be ended now, its note stays: the next try ends it."""
+        kept = None if self._end_loan() else layout.meta_dir(self._making)
+        for name in names_in(self._fs, self._making):
+            if (path := os.path.join(self._making, name)) != kept:
+                shutil.rmtree(path, ignore_errors=True)
+        if kept is None:
+            shutil.rmtree(self._making, ignore_errors=True)
+
+    def _end_loan(self) -> bool:
+        """Return whether there is no loan in the archive any more."""
         with suppress(OSError):
             note = read_borrowed(self._fs, self._making)
-            if note is not None:
-                Archive(open_archive(self._fs, note.place)).store.delete(note.loan)
-        shutil.rmtree(self._making, ignore_errors=True)
+            if note is None:
+                return True
+            archive = Archive(open_archive(self._fs, note.place))
+            with suppress(OSError):  # perhaps it was never created
+                archive.store.delete(note.loan)
+            return bool(archive.generations()) and not archive.store.exists(note.loan)
+        return False
 
     def _make(self, now_ms: int) -> int:
         make_dirs(self._fs, self._making)

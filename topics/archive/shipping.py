@@ -19,7 +19,8 @@ from typing import Final, NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from topics.archive.base_files import BaseFiles
-from topics.archive.ownership import OtherShipperError, newest_generation, require_open, require_own
+from topics.archive.ownership import OtherShipperError, newest_generation, require_own
+from topics.archive.taking_over import close_former
 from topics.core.clock import Clock
 from topics.storage.archive_objects import (
     Archive,
@@ -35,6 +36,7 @@ from topics.storage.archive_objects import (
     encode,
     generation_name,
     piece_name,
+    read_whole,
 )
 from topics.storage.logfile import WalPosition
 from topics.storage.origin import LogPlace, Origin, OriginGoneError
@@ -102,19 +104,21 @@ class Shipper:
         """Find where the archive ends, and whether it goes on from there. A new generation begins if the directory
         went back, or its logs are others now.
         """
-        logs, _ = self._moment()
-        newest = newest_generation(self._archive, self._service_id)
+        numbers = self._archive.generations()  # once: a generation that somebody begins after this look is met below
+        newest = newest_generation(self._archive, numbers, self._service_id)
+        is_open = False
         if newest is not None:
             last = self._load(newest)
             require_own(self._archive, newest, last, self._service_id)
             if last is None:
-                require_open(self._archive, newest.number - 1, self._service_id)
-            is_closed = last is not None and bool(last.taken_over_by)
-            if not is_closed and self._goes_on(logs):
-                return
-        number = max(self._archive.generations(), default=0) + 1
+                close_former(self._archive, newest.number - 1, self._clock, self._service_id)
+            is_open = last is None or not last.taken_over_by
+        logs, _ = self._moment()  # after the look at what is shipped: it cannot be before that
+        if is_open and self._goes_on(logs):
+            return
+        number = max(numbers, default=0) + 1
         self._new_generation(number, logs, _former_ids(newest, self._service_id))
-        require_open(self._archive, number - 1, self._service_id)
+        close_former(self._archive, number - 1, self._clock, self._service_id)
 
     @property
     def is_based(self) -> bool:
@@ -142,8 +146,8 @@ class Shipper:
         return [self._ends[shard].position for shard in sorted(self._ends)]
 
     def ship(self, is_sign: bool = False) -> Shipped:
-        """Ship the present moment; without a base only its bytes. One that `is_sign` of life is shipped even if it is
-        like the last one.
+        """Ship the present moment; without a base only its bytes. A piece that `is_sign` of life is shipped even if it
+        is like the last one.
 
         Raise OriginGoneError if logs were removed before they were shipped, or none was: `begin_base` goes on.
         """
@@ -151,7 +155,7 @@ class Shipper:
         if not self._ends:
             raise OriginGoneError("nothing is shipped yet")
         try:
-            return self._ship(logs, txn if self.is_based else None, self._ends, is_sign and self.is_based)
+            return self._ship(logs, txn if self.is_based else None, self._ends, is_sign)
         except OriginGoneError:
             self._has_part = True  # whatever comes next does not go on here
             raise
@@ -345,7 +349,7 @@ class Shipper:
         return found
 
     def _create(self, name: str, content: bytes) -> None:
-        if not self._store.create(name, content) and self._store.read_range(name, 0, len(content)) != content:
+        if not self._store.create(name, content) and read_whole(self._store, name) != content:
             raise OtherShipperError(
                 f"{self._store.place(name)}: somebody else made this object: two services, or two backups, use one"
                 " archive at a time; end one of them"
