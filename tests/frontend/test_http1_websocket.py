@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import wsproto
 from wsproto.events import AcceptConnection, BytesMessage, CloseConnection, Event, Ping, Pong, Request, TextMessage
+from wsproto.frame_protocol import FrameDecoder
 
 from tests.frontend.http1_server import Client, Server, until
 from topics.frontend.http import http1_websocket
@@ -303,3 +304,86 @@ def test_the_frame_of_one_message_is_made_once() -> None:
     assert text_frame(message) is text_frame(message)
     assert text_frame(message) == b"\x81\x07to many"
     assert text_frame(b"x" * 300)[:4] == b"\x81\x7e\x01\x2c"
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_a_client_that_sends_faster_than_its_frames_are_parsed_is_not_read(
+    loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of 1 KiB are free. A turn handles 8 KiB of them, and could read 256 KiB."""
+    held: list[int] = []
+    receive_bytes = FrameDecoder.receive_bytes
+
+    def seen(self: FrameDecoder, data: bytes) -> None:
+        receive_bytes(self, data)
+        if not self.client:
+            held.append(len(self.buffer))
+
+    monkeypatch.setattr(FrameDecoder, "receive_bytes", seen)
+    with Server(loop, limits=LIMITS) as server, Peer(server) as peer:
+        part = peer.packed(TextMessage("x" * 1024, message_finished=False))
+        rest = struct.pack("!BBH4x", 0, 0x80 | 126, 1024) + b"x" * 1024
+        peer.client.send(part + rest * 3500 + raw(0, b""))
+        assert len(peer.texts(1)[0]) == 3501 * 1024
+    assert max(held) < 1_000_000
+
+
+def test_a_ping_behind_the_close_frame_of_the_app_changes_nothing() -> None:
+    with Server(limits=HttpLimits(linger_ms=60_000)) as server, Peer(server, "/closing") as peer:
+        server.call(server.app.go.set)
+        assert isinstance(peer.next(), CloseConnection)
+        errors: list[object] = []
+        server.call(lambda: asyncio.get_running_loop().set_exception_handler(lambda _, what: errors.append(what)))
+        peer.client.send(raw(9, b"there?") + raw(1, b"late") + raw(8, b"\x03\xf4"))
+        assert peer.client.is_closed()
+        until(lambda: server.app.disconnects, "the app is told of the client's close frame")
+        assert not errors
+
+
+def test_a_cancelled_send_of_a_long_message_cuts_the_connection() -> None:
+    """The next frame would be read as a part of it."""
+    with (
+        Server(limits=HttpLimits(write_stall_timeout_ms=600_000, read_min_bytes_per_s=1)) as server,
+        Peer(server, receive_buffer_bytes=4096),
+    ):
+        websocket = inside(server)
+        sending: list[asyncio.Task[None]] = []
+        message = {"type": "websocket.send", "text": "x" * 16_000_000}
+        server.call(lambda: sending.append(asyncio.get_running_loop().create_task(websocket.send(message))))
+        until(lambda: websocket.get_write_buffer_size() > 1_000_000, "it is on its way")
+        server.call(sending[0].cancel)
+        until(lambda: websocket not in server.connections.open, "it is cut")
+
+
+def test_a_close_frame_comes_behind_the_long_message_that_is_being_sent() -> None:
+    limits = HttpLimits(max_body_bytes=4_000_000, linger_ms=60_000)
+    with Server(limits=limits) as server, Peer(server, receive_buffer_bytes=4096) as peer:
+        peer.say(TextMessage("x" * 3_900_000))
+        until(lambda: inside(server).get_write_buffer_size() > 500_000, "most of the answer waits")
+        with contextlib.suppress(OSError):
+            for _ in range(5):
+                peer.say(TextMessage("x" * 1_000_000, message_finished=False))
+        assert peer.texts(1) == ["X" * 3_900_000]
+        event = peer.next()
+        assert isinstance(event, CloseConnection)
+        assert event.code == 1009
+
+
+def test_a_receive_that_follows_a_cancelled_one_at_once_is_woken() -> None:
+    with Server(limits=LIMITS) as server, Peer(server, "/deaf") as peer:
+        websocket = inside(server)
+        receiving: list[asyncio.Task[Any]] = []
+
+        def receive() -> None:
+            receiving.append(asyncio.get_running_loop().create_task(websocket.receive()))
+
+        def cancel_and_receive() -> None:
+            receive()  # before the cancelled one has ended
+            receiving[0].cancel()
+
+        server.call(receive)
+        server.call(lambda: None)
+        server.call(cancel_and_receive)
+        server.call(lambda: None)
+        peer.say(TextMessage("one"))
+        until(receiving[1].done, "it is woken")

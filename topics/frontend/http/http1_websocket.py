@@ -116,6 +116,7 @@ class Http1WebSocket(asyncio.Protocol):
         self._wire = Connection(ConnectionType.SERVER)
         self._incoming = IncomingMessages(shared.limits.max_body_bytes, self._frames)
         self._unparsed = bytearray()
+        self._is_wire_empty = True  # but for a part of a frame
         self._parses_soon = False
         self._is_full = False
         self._is_ended = False  # whether the client has ended its side
@@ -126,6 +127,7 @@ class Http1WebSocket(asyncio.Protocol):
         self._can_write = asyncio.Event()  # means nothing while `_writable`
         self._sending = asyncio.Lock()
         self._left_bytes = 0  # of the frame that is sent in pieces
+        self._close_frame = b""  # waits until half a frame is whole
         self._pong = b""  # waits until there is room, or half a frame is whole
         self._reader_timer = SlowReaderTimer(shared.limits, shared.clock, shared.loop, self)
 
@@ -181,11 +183,9 @@ class Http1WebSocket(asyncio.Protocol):
     async def receive(self) -> Message:
         """ASGI receive: `websocket.connect`, messages, and then `websocket.disconnect` again and again."""
         while not self._messages:
-            self._arrival = self._loop.create_future()
-            try:
-                await self._arrival
-            finally:
-                self._arrival = None
+            if self._arrival is None or self._arrival.done():  # one that was cancelled may end behind the next one
+                self._arrival = self._loop.create_future()
+            await self._arrival
         message = self._messages[0]
         if message["type"] != "websocket.disconnect":
             self._messages.popleft()
@@ -291,6 +291,7 @@ class Http1WebSocket(asyncio.Protocol):
 
     def _parse(self) -> None:
         """Handle the frames that are whole, some of them now. Stop while the app has enough to do."""
+        self._is_wire_empty = False
         try:
             for number, event in enumerate(self._wire.events(), 1):
                 self._handle(event)
@@ -303,6 +304,7 @@ class Http1WebSocket(asyncio.Protocol):
                     self._parse_soon()
                     break
             else:
+                self._is_wire_empty = True
                 if self._unparsed:
                     self._parse_soon()
                 elif self._is_ended:
@@ -324,7 +326,7 @@ class Http1WebSocket(asyncio.Protocol):
         self._parses_soon = False
         if self._stage is SocketStage.OVER:
             return
-        if self._unparsed:
+        if self._unparsed and self._is_wire_empty:  # else a client that sends faster than we parse would fill it
             self._wire.receive_data(bytes(self._unparsed))
             self._unparsed.clear()
         self._parse()
@@ -336,10 +338,12 @@ class Http1WebSocket(asyncio.Protocol):
             self._end(event.code)
             return
         message = self._incoming.take(event)
+        if self._stage is not SocketStage.OPEN:
+            return  # only the client's close frame counts now
         if isinstance(event, Ping):
             self._pong = bytes(self._wire.send(event.response()))  # only the last one needs one (RFC 6455 §5.5.3)
             self._send_pong()
-        elif message is not None and self._stage is SocketStage.OPEN:
+        elif message is not None:
             self._put(message)
 
     def _settle(self) -> None:
@@ -386,8 +390,14 @@ class Http1WebSocket(asyncio.Protocol):
                 self._left_bytes -= len(piece)
                 self._transport.write(piece)
                 await self._wait_writable()
+        except asyncio.CancelledError:
+            if self._left_bytes and self._stage is not SocketStage.OVER:
+                self._transport.abort()  # nothing can follow half a frame
+            raise
         finally:
             timer.close()
+        if self._stage is SocketStage.CLOSING:
+            self._transport.write(self._close_frame)
         self._send_pong()
 
     async def _wait_writable(self) -> None:
@@ -399,7 +409,7 @@ class Http1WebSocket(asyncio.Protocol):
             self._transport.write(frame)
 
     def _send_pong(self) -> None:
-        if self._pong and self._writable and not self._left_bytes and self._stage is not SocketStage.OVER:
+        if self._pong and self._writable and not self._left_bytes and self._stage is SocketStage.OPEN:
             self._transport.write(self._pong)
             self._pong = b""
 
@@ -414,7 +424,10 @@ class Http1WebSocket(asyncio.Protocol):
         """Send a close frame. The client has `linger_ms` to answer it."""
         if self._stage is SocketStage.OPEN:
             self._stage = SocketStage.CLOSING
-            self._write_control(self._wire.send(CloseConnection(code, reason)))
+            frame = bytes(self._wire.send(CloseConnection(code, reason)))
+            if self._left_bytes:
+                self._close_frame = frame
+            self._write_control(frame)
             self._set_timer(self._shared.limits.linger_ms / 1000, lambda: self._end(code))
 
     def _lose(self) -> None:
