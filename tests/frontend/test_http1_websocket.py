@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import struct
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ from wsproto.events import AcceptConnection, BytesMessage, CloseConnection, Even
 from wsproto.frame_protocol import FrameDecoder
 
 from tests.frontend.http1_server import Client, Server, until
+from topics.frontend.entry.bodies import medium_bodies
 from topics.frontend.http import http1_websocket
 from topics.frontend.http.deadlines import HttpLimits
 from topics.frontend.http.frame_budget import FRAMES_BURST, OVERDRAWN
@@ -263,6 +266,25 @@ def test_an_app_that_ends_by_itself(server: Server) -> None:
     with Server(limits=LIMITS) as ending, Peer(ending, "/deaf") as peer:
         ending.call(ending.app.go.set)
         assert peer.closed_with() == 1011
+
+
+@pytest.mark.parametrize("path", ["/ws", "/deaf"])
+def test_nothing_of_a_client_that_is_gone_waits_for_the_collector(path: str) -> None:
+    """Half a message may be megabytes, and counts as a long body."""
+    with Server(limits=LIMITS) as server:
+        gc.collect()
+        gc.disable()
+        try:
+            with Peer(server, path) as peer:
+                gone = weakref.ref(inside(server))
+                peer.say(*(TextMessage("whole") for _ in range(20)), TextMessage("x" * 500_000, message_finished=False))
+                until(lambda: medium_bodies.held_bytes > 0 or path == "/deaf", "the half message counts")
+                peer.client.reset()
+            server.call(server.app.go.set, server.app.scopes.clear)
+            until(lambda: gone() is None, "all of it is free")
+            until(lambda: medium_bodies.held_bytes == 0, "nothing counts")
+        finally:
+            gc.enable()
 
 
 def test_a_silent_client_is_pinged(monkeypatch: pytest.MonkeyPatch) -> None:

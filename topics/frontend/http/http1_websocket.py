@@ -175,10 +175,12 @@ class Http1WebSocket(asyncio.Protocol):
             _log.exception("a WebSocket failed", path=scope["path"])
         finally:
             self._app = None
+            self._messages.clear()
             if self._stage is SocketStage.HANDSHAKE:
                 self._refuse(TopicsError("internal", "the handshake failed inside the server"))
             else:
-                self._close(CloseReason.INTERNAL_ERROR)
+                is_draining = self._shared.connections.draining
+                self._close(CloseReason.SERVICE_RESTART if is_draining else CloseReason.INTERNAL_ERROR)
 
     async def receive(self) -> Message:
         """ASGI receive: `websocket.connect`, messages, and then `websocket.disconnect` again and again."""
@@ -286,6 +288,9 @@ class Http1WebSocket(asyncio.Protocol):
         self._shared.connections.kept.remove(self)
         self._shared.connections.forget(self)
         self._can_write.set()
+        # What refers to this object, and may hold much: the collector may be long in coming.
+        self._scope = None
+        del self._reader_timer, self._incoming, self._wire, self._unparsed
 
     # Frames of the client.
 
