@@ -15,7 +15,7 @@ EXIT_USAGE: Final = 2
 BASE_MODULES: Final = frozenset(("httptools", "msgspec", "shtab", "tqdm"))
 """Modules that `pip install topicsd` brings."""
 SERVER_MODULES: Final = frozenset(
-    ("h2", "hypercorn", "posix_ipc", "psutil", "sortedcontainers", "starlette", "structlog", "uvloop")
+    ("h2", "hypercorn", "posix_ipc", "psutil", "sortedcontainers", "starlette", "structlog", "uvloop", "wsproto")
 ) | {"xxhash"}
 """Modules that `topicsd[server]` brings."""
 BUCKET_MODULE: Final = "obstore"
