@@ -182,11 +182,7 @@ def test_more_frames_without_content_than_an_address_may_send() -> None:
         with contextlib.suppress(OSError):
             for _ in range(20):
                 peer.client.send(peer.packed(Pong(b"")) * (FRAMES_BURST // 4 + FRAMES_BURST // OVERDRAWN))
-        codes = set()
-        with contextlib.suppress(OSError):
-            codes.add(peer.closed_with())
-        assert codes <= {1008}
-        assert not codes or peer.client.is_closed()
+        until(lambda: not server.connections.open, "it is cut")
 
 
 def test_binary_messages_are_for_the_app_to_judge(server: Server) -> None:
@@ -318,7 +314,6 @@ def test_what_is_sent_at_once_keeps_its_order_behind_what_waits() -> None:
         assert not sent[-1], "there is an end"
         assert websocket.get_write_buffer_size() < 200_000
         assert [text.split()[0] for text in peer.texts(len(sent) - 1)] == [f"{n}" for n in range(len(sent) - 1)]
-        server.call(fill)
 
 
 def test_the_frame_of_one_message_is_made_once() -> None:

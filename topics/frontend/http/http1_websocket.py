@@ -147,6 +147,7 @@ class Http1WebSocket(asyncio.Protocol):
         else:
             self._accept_token = generate_accept_token(dict(head.headers)[b"sec-websocket-key"])
             extensions = {"websocket.http.response": {}, WRITE_BUFFER: self, SEND_NOW: self.send_now}
+            del scope["method"]  # a WebSocket has none
             self._scope = {**scope, "type": "websocket", "scheme": "ws", "subprotocols": [], "extensions": extensions}
             if wait_s > 0:
                 self._set_timer(wait_s, self._start_app)
