@@ -210,7 +210,7 @@ class StartGate:
             return self._app(scope, receive, send)
         if not self._is_open:
             return self._wait(scope, receive, send)
-        if (shards := self._renewed_for(scope["path"])) is not None:
+        if self._arenas.is_behind() and (shards := self._renewed_for(scope["path"])) is not None:
             return self._wait_for(shards, scope, receive, send)
         return self._app(scope, receive, send)
 

@@ -73,6 +73,13 @@ class Arenas:
             self._next[shard] = found
         return reader
 
+    def is_behind(self) -> bool:
+        """True if a shard was restarted, and its new arena is not in use. Each request asks; `renewal` says which."""
+        for cell, reader in zip(self._cells, self._readers, strict=True):
+            if reader is not None and reader.generation != cell.get("generation"):
+                return True
+        return False
+
     def renewal(self, shard: int) -> asyncio.Task[None] | None:
         """Return the task that learns of a restarted shard's topics; None if its arena is in use."""
         reader = self.of(shard)
