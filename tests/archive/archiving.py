@@ -640,7 +640,7 @@ class Archiving(RuleBasedStateMachine):
             if _borrows(rig.settings.data_dir) is None:
                 return
             self.follow([], which)
-        raise AssertionError(f"a follower lacks {rig.replica.homecoming.missing}")
+        raise AssertionError("a follower does not get all data")
 
     def brings_home(self) -> None:
         """The compactor of a service that took over fetches what that has borrowed."""

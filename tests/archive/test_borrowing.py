@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest

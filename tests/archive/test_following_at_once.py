@@ -55,10 +55,7 @@ def shows(follower: Service, expected: dict[int, Any]) -> None:
 def test_a_follower_serves_reads_at_once_and_takes_over_before_it_has_everything(tmp_path: Path) -> None:
     place = tmp_path / "archive"
     hardly = patched(tmp_path / "hardly", *HARDLY)
-    with (
-        with_history(place.as_uri(), {}) as leader,
-        Service(env=following(place), command=hardly) as follower,
-    ):
+    with with_history(place.as_uri(), {}) as leader, Service(env=following(place), command=hardly) as follower:
         expected = read(leader.client, TOPIC)[0]
         shows(follower, expected)
         found = archiver(follower)
@@ -93,10 +90,7 @@ def test_a_follower_serves_reads_at_once_and_takes_over_before_it_has_everything
 def test_a_follower_that_is_killed_while_data_come_goes_on(tmp_path: Path) -> None:
     place = tmp_path / "archive"
     slowly = patched(tmp_path / "slowly", *SLOWLY)
-    with (
-        with_history(place.as_uri(), {}) as leader,
-        Service(env=following(place), command=slowly) as follower,
-    ):
+    with with_history(place.as_uri(), {}) as leader, Service(env=following(place), command=slowly) as follower:
         expected = read(leader.client, TOPIC)[0]
         shows(follower, expected)
         follower.wait_healed(follower.kill("follower", 0))

@@ -16,20 +16,12 @@ from topics.archive.directory_copy import DirectoryCopy
 from topics.archive.fetching import fetched_ahead
 from topics.core.clock import Clock
 from topics.log import get_logger
-from topics.storage.archive_objects import (
-    Archive,
-    ArchiveDamagedError,
-    Base,
-    FileRef,
-    base_name,
-    loan_name,
-    read_whole,
-)
+from topics.storage.archive_objects import Archive, ArchiveDamagedError, Base, FileRef, base_name, loan_name, read_whole
 from topics.storage.borrowed import BorrowedNote, read_borrowed, remove_borrowed, write_borrowed
 from topics.storage.filesystem import FileSystem
 
 BATCH_BYTES: Final = 16 << 20
-"""Bytes that are fetched at a time, but for an object that is larger: the follower takes moments between two of them."""
+"""Bytes that are fetched at a time, but for an object that is larger. The follower takes moments between."""
 BATCH_MS: Final = 1000
 RETRY_MS: Final = 10_000
 _READ_ONLY: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -100,10 +92,9 @@ class Homecoming:
         """
         self._forget(read_borrowed(self._fs, self._data_dir))
         self._end()  # of a try before, or of a copy that was given up
+        who = f"{os.uname().nodename}:{self._data_dir}"
         try:
-            self.missing = borrow(
-                self._archive, generation, base, self._fs, self._data_dir, place, f"{os.uname().nodename}:{self._data_dir}"
-            )
+            self.missing = borrow(self._archive, generation, base, self._fs, self._data_dir, place, who)
         except NoLoanError as error:
             if error.errno not in _READ_ONLY:
                 raise

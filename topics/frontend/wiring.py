@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import msgspec
 
