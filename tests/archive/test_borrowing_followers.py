@@ -148,7 +148,7 @@ def test_another_base_comes_while_data_are_missing(service: Archiving) -> None:
 
 
 def test_what_is_deleted_while_data_come_stays_deleted(service: Archiving) -> None:
-    """The shard marks indexes alone then; whoever takes over has the marks in the data, too (`topics verify`)."""
+    """The shard marks indexes alone then; one that takes over has the marks in the data, too (`topics verify`)."""
     follower(service)
     for tag in (0, 1, None, 0):
         service.delete("a", 0.5, tag)

@@ -48,7 +48,7 @@ def borrow(
         return {}
     place = place if "://" in place else os.path.abspath(place)
     note = BorrowedNote(place, loan_name(generation, base.number), files)
-    write_borrowed(fs, data_dir, note)  # first: whoever is killed can end its loan later
+    write_borrowed(fs, data_dir, note)  # first: one that is killed can end its loan later
     try:
         archive.store.create(note.loan, who.encode())
     except OSError as error:
