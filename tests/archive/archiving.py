@@ -22,7 +22,7 @@ from unittest.mock import patch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.archive.follower_rig import FollowerRig
+from tests.archive.follower_rig import URL, FollowerRig
 from tests.archive.leading import (
     NAMES,
     SCALE,
@@ -37,17 +37,19 @@ from tests.archive.leading import (
     finish_batches,
     shown,
 )
-from tests.archive.simulated import SimulatedBucket, Trouble
+from tests.archive.simulated import AT, SimulatedBucket, Trouble
 from tests.executors import Inline
 from tests.storage.faults import Crash, Fault
 from tests.walshard.rig import TestClock
-from topics.archive import archiver, base_files, directory_copy, follow_main, restoring, shipping
+from topics.archive import archiver, base_files, borrowing, directory_copy, fetching, follow_main, shipping
 from topics.archive.inspection import check, prune
 from topics.archive.restoring import Restore, WantedMoment, plan
+from topics.compactor import loan
 from topics.core.names import owner_shard
-from topics.storage import archive_tail
+from topics.storage import archive_tail, borrowed
 from topics.storage.archive_objects import Archive, Generation, LogEnd, Piece, decode, generation_name, piece_name
-from topics.storage.filesystem import OsFileSystem
+from topics.storage.borrowed import BorrowedNote, read_borrowed
+from topics.storage.filesystem import FileSystem, OsFileSystem
 from topics.storage.follow_note import FollowNote, read_note
 from topics.storage.verify import verify
 
@@ -86,7 +88,7 @@ class Archiving(RuleBasedStateMachine):
     )
     def begin(self, backlog: int, answers: bool, is_cold: bool = False, grown: str = "") -> None:
         self.directory = tempfile.mkdtemp(prefix="topics-sim-", dir="/dev/shm")
-        self.bucket = SimulatedBucket()
+        self.bucket = AT[URL] = SimulatedBucket()
         self.bucket.sent = lambda name: lambda: self._note_created(name, {})
         self.world = World(self.directory, self.bucket, TestClock(), self._note_created, backlog, is_cold)
         self.moments: dict[tuple[int, int], Records] = {}
@@ -356,6 +358,7 @@ class Archiving(RuleBasedStateMachine):
         at = rig.shown
         if at is not None:
             TALLY["moments of a follower"] += 1
+            TALLY["moments of one that borrows"] += bool(rig.replica.homecoming.missing)
             rig.assert_shown()
             compare(rig, self._expected(rig.replica.note.leader_url, at, rig.shown_words))
 
@@ -457,6 +460,8 @@ class Archiving(RuleBasedStateMachine):
         TALLY["takeovers"] += 1
         if self.former is not None:
             TALLY["takeovers in a chain"] += 1
+        if _borrows(rig.settings.data_dir):
+            TALLY["takeovers by one that borrows"] += 1
         note, last = _note_of(rig), max(self.moments)
         assert (note.generation, note.piece) >= last, f"it has {note.generation}, {note.piece} of {last}"
         at, words, data_dir = (note.generation, note.piece), rig.noted_words, rig.settings.data_dir
@@ -473,8 +478,15 @@ class Archiving(RuleBasedStateMachine):
         assert heir.id == self.owner_id
         if self.former is not None:
             self.former.close()
+            self._gone(self.former)
         self.former, self.leader, self.heir = self.leader, heir, heir
         assert _is_within(self.former.archived(), heir.began_with)
+
+    def _gone(self, leader: Leader) -> None:
+        """A service is gone for good; somebody removes its loan."""
+        note = _borrows(leader.data_dir)
+        if note is not None:
+            self.bucket.objects.pop(note.loan, None)
 
     def _promoted(self, data_dir: str, expected: Records, shards: int) -> Leader:
         assert verify(data_dir, lambda _done, _total: None).damage == []
@@ -508,6 +520,7 @@ class Archiving(RuleBasedStateMachine):
             case "comes back" if self.followers[1] is None:
                 self.former = None
                 former.close()
+                self._gone(former)
                 shutil.rmtree(former.data_dir)
                 self.followers[1] = self.follower_in(former.data_dir, self.leader.shards)
 
@@ -607,12 +620,44 @@ class Archiving(RuleBasedStateMachine):
             assert rig is not None
             reached = rig.shown, rig.replica.note
             assert reached[0] == max(self.moments), f"a follower gets to {max(self.moments)}: {reached}"
+            if which != followers[0] or self.world.written % 2:
+                self._gets_home(which)
+        self._no_loan_is_forgotten()
         if followers:
             self.take_over([], followers[0])
+            self.brings_home()
+            self._no_loan_is_forgotten()
             assert self.former is not None
             self._notices(self.former)
             self.ship_all()
             self._restore(max(self.moments))
+
+    def _gets_home(self, which: int) -> None:
+        """A follower has all data at last, and needs nothing of the archive for them."""
+        for _ in range(200):
+            rig = self.followers[which]
+            assert rig is not None
+            if _borrows(rig.settings.data_dir) is None:
+                return
+            self.follow([], which)
+        raise AssertionError("a follower does not get all data")
+
+    def brings_home(self) -> None:
+        """The compactor of a service that took over fetches what that has borrowed."""
+        leader = self.leader
+        for _ in range(30):
+            if _borrows(leader.data_dir) is None:
+                break
+            self.world.clock.ms += 160_000  # later than any pause
+            leader.cut()
+        assert _borrows(leader.data_dir) is None, "all data come home"
+        compare(leader.rig, leader.live)
+
+    def _no_loan_is_forgotten(self) -> None:
+        """Nothing keeps the archive for a service that has everything."""
+        notes = [_borrows(os.path.join(self.directory, name)) for name in os.listdir(self.directory)]
+        loans = {name for name in self.bucket.objects if name.startswith("loans/")}
+        assert loans <= {note.loan for note in notes if note is not None} | self.bucket.came_late
 
     def ship_all(self) -> None:
         leader = self.leader
@@ -640,6 +685,10 @@ def _note_of(rig: FollowerRig) -> FollowNote:
     note = read_note(OsFileSystem(), rig.settings.data_dir)
     assert note is not None
     return note
+
+
+def _borrows(data_dir: str) -> BorrowedNote | None:
+    return read_borrowed(OsFileSystem(), data_dir)
 
 
 def _kill() -> None:
@@ -672,6 +721,8 @@ def _check_batches(live: Records) -> None:
 def _is_before(name: str, generation: int, number: int) -> bool:
     """True for objects of an archive that ends with this piece."""
     folder, _, own = name.partition("/")
+    if folder == "loans":
+        return False
     if folder == "generations":
         return int(own) <= generation
     of = int(folder[1:].partition(".")[0])
@@ -692,7 +743,10 @@ def small_world() -> Iterator[None]:
             (follow_main, "LOOK_MS", 2000),
             (directory_copy, "LOST_SEQS_MAX", LOST_SEQS_MAX),
             (base_files, "ThreadPoolExecutor", _inline),
-            (restoring, "ThreadPoolExecutor", _inline),
+            (fetching, "ThreadPoolExecutor", _inline),
+            (borrowing, "BATCH_BYTES", 1),
+            (borrowed, "open_archive", _found_at),
+            (loan, "open_archive", _found_at),
             (os, "posix_fallocate", _grow),
         ):
             patches.enter_context(patch.object(module, name, value))
@@ -701,6 +755,11 @@ def small_world() -> Iterator[None]:
 
 def _inline(_threads: int, _name: str) -> Inline:
     return Inline()
+
+
+def _found_at(_fs: FileSystem, place: str, _timeout_ms: int = 0) -> SimulatedBucket:
+    """Return the bucket of a place, by a way on which nothing fails."""
+    return SimulatedBucket(AT[place])
 
 
 def _grow(fd: int, offset: int, length: int) -> None:

@@ -37,12 +37,12 @@ from topics.shm.topic_messages import (
 from topics.storage import layout, service_id
 from topics.storage.archive_objects import Archive, LogEnd, Piece, decode
 from topics.storage.archive_tail import read_tail
+from topics.storage.borrowed import read_borrowed
 from topics.storage.filesystem import OsFileSystem, boot_id
 from topics.storage.frame import lay_out
 from topics.storage.logfile import WalPosition, note_committed
 from topics.storage.origin import Origin, RunningEnds
 from topics.storage.reshard import finish_swap, needs_reshard, reshard
-from topics.storage.segment_store import SegmentStore, open_store
 from topics.storage.snapshot import plan_move
 
 NAMES: Final = ("a", "b", "d")
@@ -314,7 +314,9 @@ class Leader:
 
     @property
     def has_copy(self) -> bool:
-        return self._copied is not None and not self.world.is_cold  # the cold tier does not go back with it
+        if self._copied is None or self.world.is_cold:
+            return False  # the cold tier does not go back with it
+        return read_borrowed(self.rig.fs, self._copy) is None  # what it borrows may be pruned by now
 
     def put_copy_in_its_place(self) -> None:
         """Somebody puts that copy back, so that the service goes on from there."""
@@ -331,11 +333,7 @@ class Leader:
     # -- the archive
 
     def _origin(self) -> Origin:
-        return Origin(self.rig.fs, self.data_dir, _NotingEnds(self), self._open_cold)
-
-    def _open_cold(self) -> SegmentStore:
-        assert self.world.is_cold, "nothing is cold"
-        return open_store(self.rig.fs, self._cold_dir)
+        return Origin(self.rig.fs, self.data_dir, _NotingEnds(self), self._cold_dir if self.world.is_cold else None)
 
     def shipper(self) -> Shipper:
         mask = service_id.epoch_mask(self.rig.fs, self.data_dir)

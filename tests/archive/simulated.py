@@ -14,6 +14,8 @@ Trouble = Literal["refused", "denied", "lost_answer", "late", "cut_short", "old_
 LATE_REQUESTS = (1, 3, 10, 40)
 """Requests that all make before a put arrives that came too late."""
 Note = Callable[[], None]
+AT: dict[str, SimulatedBucket] = {}
+"""The buckets that services find by the places that their notes name."""
 
 
 def _nothing() -> None: ...
@@ -40,6 +42,8 @@ class SimulatedBucket:
         self.is_away = False
         self.sent: Callable[[str], Note] = lambda _name: _nothing
         self.late: list[_Late] = [] if beside is None else beside.late
+        self.came_late: set[str] = set() if beside is None else beside.came_late
+        """Names of objects that were given up when they came."""
         self._lates = 0
         self._listed: dict[str, list[str]] = {}
         self._requests_left = 0
@@ -124,6 +128,7 @@ class SimulatedBucket:
             late.requests -= 1
             if late.requests < 0:
                 self.late.remove(late)
+                self.came_late.add(late.name)
                 self._create(late.name, late.content, late.note)
         for trouble in troubles:
             self._fail(trouble)

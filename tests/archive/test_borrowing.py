@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -47,14 +46,10 @@ RETRY_MS = 160_000
 FS = OsFileSystem()
 
 
-def nothing_is_cold() -> Any:
-    raise AssertionError("nothing is cold")
-
-
 def ship(rig: Rig, archive: Archive) -> None:
     """Back up a service, which ends then."""
     data_dir = rig.settings.data_dir
-    origin = Origin(FS, data_dir, RunningEnds(rig.shared.control.settled_ends), nothing_is_cold)
+    origin = Origin(FS, data_dir, RunningEnds(rig.shared.control.settled_ends))
     shipper = Shipper(archive, origin, service_id.keep_id(FS, data_dir), rig.clock)
     shipper.begin()
     shipper.base()

@@ -90,7 +90,7 @@ def test_a_follower_shows_what_its_leader_has(tmp_path: Path) -> None:
             write(there, "capped", *range(30))
             put(there, "gone")
             follows(follower, leader, "before", "capped")
-            assert "gone" in _names(follower)
+            poll("the topic", lambda: "gone" in _names(follower))
             ok(there.delete("/v0/topics/gone"))
             put(there, "capped", cap_records=5)
             write(there, "capped", "last")

@@ -52,7 +52,7 @@ def test_a_service_goes_on_while_its_data_come_home(tmp_path: Path) -> None:
     run("verify", data_dir)
     pruned = run("archive", "prune", place, "--keep", "0")
     assert "removed 0 generations, 0 bases" in pruned
-    assert "was restored from it" in run("archive", "list", place)
+    assert "was made of it" in run("archive", "list", place)
     with Service(env=SMALL, shards=1, data_dir=data_dir) as service:
         assert read(service.client, TOPIC)[0] == expected
         ok(service.client.post(f"/v0/topics/{TOPIC}/delete", json={"match": "even", "before_seq": 400}))

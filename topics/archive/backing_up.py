@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,11 +13,9 @@ from topics.shm import shm_names
 from topics.shm.control import ControlPage
 from topics.storage import service_id
 from topics.storage.archive_objects import Archive, open_archive
-from topics.storage.borrowed import open_cold
 from topics.storage.filesystem import FileSystem
 from topics.storage.lock import DataDirLocked, inspecting
 from topics.storage.origin import LogEnds, Origin, RestingEnds, RunningEnds
-from topics.storage.segment_store import SegmentSource
 
 _RETRY_S: Final = 0.1
 
@@ -39,17 +36,10 @@ def backup(
     """
     until_ms = clock.monotonic_ms() + patience_ms
     archive = Archive(open_archive(fs, to))
-
-    def cold() -> SegmentSource:
-        found = open_cold(fs, data_dir, cold_place)
-        if found is None:
-            raise OSError(errno.EINVAL, "has segments in its cold tier: name it (--cold-dir, --cold-url)", data_dir)
-        return found
-
     while True:
         try:
             with _ends(data_dir) as ends:
-                origin = Origin(fs, data_dir, ends, cold)
+                origin = Origin(fs, data_dir, ends, cold_place)
                 mask = service_id.epoch_mask(fs, data_dir)
                 shipper = Shipper(archive, origin, service_id.keep_id(fs, data_dir), clock, told, mask)
                 shipper.begin()

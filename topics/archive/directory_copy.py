@@ -7,7 +7,7 @@ CHECKPOINT_MARKs behind it list no segments: the directory has those of the snap
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Final
 
@@ -22,14 +22,23 @@ from topics.core.segment_list import COLD, SegmentInfo
 from topics.core.shard_state import FoldedTopic, ShardState
 from topics.storage import layout
 from topics.storage.archive_objects import ArchiveDamagedError, LogStart, Piece, joined, split_payload
-from topics.storage.filesystem import FileSystem, boot_id, make_dirs, opened, read_up_to, replace_file, write_all
+from topics.storage.filesystem import (
+    FileSystem,
+    boot_id,
+    make_dirs,
+    opened,
+    read_all,
+    read_up_to,
+    replace_file,
+    write_all,
+)
 from topics.storage.frame import CHECKSUM, CHECKSUM_LEN, HEADER_LEN, OVERHEAD_LEN, TYPE_AT, Bytes, FrameType, encode
 from topics.storage.frame_columns import scan_columns
 from topics.storage.log_fold import OfflineFold
 from topics.storage.logfile import WalIdentity, WalPosition, note_committed, read_first_start, write_current
 from topics.storage.recovery import Recovery
 from topics.storage.segment import DELETED, ENTRY_LEN, read_columns
-from topics.storage.snapshot import decode_parts, encode_part, encode_parts, load_snapshot, save_snapshot
+from topics.storage.snapshot import ShardPart, decode_parts, encode_part, encode_parts, load_snapshot, save_snapshot
 from topics.storage.upgrade import write_mark
 
 LOST_SEQS_MAX: Final = 1 << 17
@@ -67,6 +76,11 @@ class DirectoryCopy:
         """Write a file durably; who has it open goes on with the former one."""
         replace_file(self._fs, self._full(path), content)
 
+    def replace_data(self, path: str, data: bytes) -> None:
+        """Write the data of a segment durably, with the deletions of the index that is here."""
+        idx = read_all(self._fs, self._full(path.removesuffix(".data") + ".idx"))
+        self.replace(path, marked(data, idx))
+
     def mark_deleted(self, path: str, idx: bytes) -> None:
         """Mark the deletions that an index has in a segment's data, durably."""
         with opened(self._fs, os.path.join(self._data_dir, path), os.O_RDWR) as fd:
@@ -81,8 +95,17 @@ class DirectoryCopy:
 
     def save_snapshot(self, body: bytes, borrowed: Collection[str] = ()) -> None:
         """Write a snapshot in which only segments whose data (paths) are `borrowed` are cold: all others are here."""
+        self._save_parts(decode_parts(body), borrowed)
+
+    def save_snapshot_again(self, borrowed: Collection[str]) -> None:
+        """Write the newest snapshot once more, with these data borrowed."""
+        snapshot = load_snapshot(self._fs, self._data_dir)
+        if snapshot is not None:
+            self._save_parts(snapshot.parts, borrowed)
+
+    def _save_parts(self, snapshot: Iterable[ShardPart], borrowed: Collection[str]) -> None:
         parts = []
-        for part in decode_parts(body):
+        for part in snapshot:
             state = part.decoded()
             for topic in state.topics:
                 directory = layout.topic_dir("", topic.id)

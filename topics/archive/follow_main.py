@@ -56,7 +56,7 @@ class Follower:
         leader: LeaderTail,
         helper: Executor,
     ) -> None:
-        """`helper` looks at the archive while this thread listens to the leader."""
+        """`helper` looks at the archive while this thread listens to the leader, and fetches data from there."""
         self._replica = replica
         self._fs = fs
         self._settings = settings
@@ -109,6 +109,7 @@ class Follower:
             has_news = self._listen()
             has_news |= self._skim() if self._tells else self._look()
             self._show()
+            self._fetch()
             if self._clock.monotonic_ms() >= self._look_not_before_ms and not self.promote.is_set():
                 self._look_not_before_ms = self._clock.monotonic_ms() + LOOK_MS
                 self._tend_base()
@@ -201,6 +202,15 @@ class Follower:
                 cell.set_all(words)
                 self._wakes[shard].signal_always()
 
+    def _fetch(self) -> None:
+        """Fetch data that are still in the archive, and say how much is left."""
+        homecoming, cell = self._replica.homecoming, self._cell
+        for error in homecoming.step(self._helper):
+            self._fail(error)  # they are read in the archive meanwhile
+        if cell.get("segments_borrowed") != len(homecoming.missing):
+            cell.set("segments_borrowed", len(homecoming.missing))
+            cell.set("borrowed_bytes", homecoming.missing_bytes)
+
     def _is_leader_gone(self, has_news: bool) -> bool:
         """Return whether a leader that gives signs has given none for `takeover_after_ms`. Each piece is one, also of a
         generation that it has begun.
@@ -230,6 +240,8 @@ class Follower:
         if self._replica.look_for_base():
             self._cell.set("base_ms", self._clock.now_ms())
             self._load()
+        elif self._replica.homecoming.come_home():
+            self._load()
 
 
 def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
@@ -249,7 +261,7 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
         return bool(read_pinned(fs, pins_dir(shared.ram_dir), clock.now_ms()))
 
     leader = LeaderTail(settings.follow_key, clock)
-    helper = ThreadPoolExecutor(1, "archive")
+    helper = ThreadPoolExecutor(2, "archive")
     follower = Follower(replica, fs, settings, shared, clock, is_pinned, leader, helper)
     signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
     signal.signal(signal.SIGUSR1, lambda _number, _frame: follower.promote.set())

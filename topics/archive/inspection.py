@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import msgspec
 
@@ -11,6 +12,7 @@ from topics.storage.archive_objects import (
     Archive,
     ArchiveDamagedError,
     Base,
+    Generation,
     Piece,
     Removal,
     base_name,
@@ -51,6 +53,14 @@ class GenerationFigures(msgspec.Struct, frozen=True):
     bases: list[BaseFigures]
 
 
+class _Found(NamedTuple):
+    """A generation as it is: its bases, ascending, and its last piece, 0 if none can be restored."""
+
+    generation: Generation
+    bases: list[Base]
+    last: int
+
+
 class Pruned(msgspec.Struct, frozen=True):
     """The number of objects that were removed, by kind."""
 
@@ -67,32 +77,44 @@ def figures(archive: Archive, told: Told = tell_nobody) -> list[GenerationFigure
 
     `told` hears how many bases of how many were read.
     """
-    found = []
+    return [_figures(archive, found) for found in _look(archive, told)]
+
+
+def _look(archive: Archive, told: Told) -> list[_Found]:
     work = [(number, archive.bases(number)) for number in archive.generations()]
-    done, total = 0, sum(len(base_numbers) for _, base_numbers in work)
+    found, done, total = [], 0, sum(len(base_numbers) for _, base_numbers in work)
     for number, base_numbers in work:
-        generation = archive.generation(number)
         bases = []
         for base_no in base_numbers:
             bases.append(archive.base(number, base_no)[0])
             done += 1
             told(done, total)
-        shown = [
-            BaseFigures(base.number, base.taken_ms, len(base.files), sum(ref.size_bytes for ref in base.files))
-            for base in bases
-        ]
-        first_ms = last_ms = None
-        pieces = 0
-        if bases:
-            last = archive.last_piece(number, bases[-1].number)
-            first_ms, last_ms = bases[0].taken_ms, archive.piece(number, last)[0].taken_ms
-            pieces = last - bases[0].first_piece + 1
-        found.append(
-            GenerationFigures(
-                number, generation.service_id, generation.shards, generation.begun_ms, first_ms, last_ms, pieces, shown
-            )
-        )
+        last = archive.last_piece(number, base_numbers[-1]) if bases else 0
+        found.append(_Found(archive.generation(number), bases, last))
     return found
+
+
+def _last_ms(archive: Archive, found: _Found) -> int:
+    """Return the time of the last moment, 0 if there is none."""
+    return archive.piece(found.generation.number, found.last)[0].taken_ms if found.bases else 0
+
+
+def _figures(archive: Archive, found: _Found) -> GenerationFigures:
+    generation, bases, last = found
+    shown = [
+        BaseFigures(base.number, base.taken_ms, len(base.files), sum(ref.size_bytes for ref in base.files))
+        for base in bases
+    ]
+    return GenerationFigures(
+        generation.number,
+        generation.service_id,
+        generation.shards,
+        generation.begun_ms,
+        first_ms=bases[0].taken_ms if bases else None,
+        last_ms=_last_ms(archive, found) or None,
+        pieces=last - bases[0].first_piece + 1 if bases else 0,
+        bases=shown,
+    )
 
 
 def check(archive: Archive, told: Told) -> list[str]:
@@ -184,24 +206,25 @@ def prune(archive: Archive, before_ms: int, told: Told = tell_nobody) -> Pruned:
         removed[name.partition("/")[0].rpartition(".")[2]] += 1
         told(removed.total(), total)
 
-    shown = figures(archive)
-    newest = max((found.number for found in shown if found.bases), default=0)
-    for found in shown:
+    every = _look(archive, tell_nobody)
+    newest = max((found.generation.number for found in every if found.bases), default=0)
+    for found in every:
+        generation = found.generation.number
         # Generations behind the newest moment have no base yet.
-        is_over = found.number < newest and (found.last_ms or 0) < before_ms
-        left = archive.removals(found.number)
+        is_over = generation < newest and _last_ms(archive, found) < before_ms
+        left = archive.removals(generation)
         going, lent = _superfluous(archive, found, before_ms, is_over)
         listed = {name for removal in left for name in removal.names}
         if names := [name for name in going if name not in listed]:
             own = Removal(max((removal.number for removal in left), default=0) + 1, names)
-            archive.store.create(removal_name(found.number, own.number), encode(own))
+            archive.store.create(removal_name(generation, own.number), encode(own))
             left.append(own)
         total += sum(len(removal.names) for removal in left) + is_over
         for removal in left:
-            lent += _carry_out(archive, found.number, removal, gone)
+            lent += _carry_out(archive, generation, removal, gone)
         held += lent
         if is_over and not lent:
-            archive.store.delete(generation_name(found.number))
+            archive.store.delete(generation_name(generation))
             gone("generations")
     return Pruned(**removed, loans=list(dict.fromkeys(held)))
 
@@ -220,32 +243,29 @@ def _carry_out(archive: Archive, generation: int, removal: Removal, gone: Callab
     return []
 
 
-def _superfluous(
-    archive: Archive, found: GenerationFigures, before_ms: int, is_over: bool
-) -> tuple[list[str], list[str]]:
+def _superfluous(archive: Archive, found: _Found, before_ms: int, is_over: bool) -> tuple[list[str], list[str]]:
     """Return (the names of a generation's objects that no moment needs which stays, and no loan; the loans because of
     which others stay).
     """
-    bases = [archive.base(found.number, base.number)[0] for base in found.bases]
+    generation, bases = found.generation.number, found.bases
     if not bases and not is_over:
         return [], []
     keep_from = next((at for at in range(len(bases) - 1, -1, -1) if bases[at].taken_ms <= before_ms), 0)
     if is_over:
         keep_from = len(bases)
-    loans = archive.loans(found.number)
+    loans = archive.loans(generation)
     lent = [at for at in range(keep_from) if bases[at].number in loans]
     keep_from = min([keep_from, *lent])
     superfluous, kept = bases[:keep_from], bases[keep_from:]
-    last = archive.last_piece(found.number, bases[-1].number if bases else 0)
     # The first base may have come later than the first piece.
-    first = 1 if not bases or archive.has_piece(found.number, 1) else bases[0].first_piece
-    pieces = range(first, kept[0].first_piece if kept else last + 1)
+    first = 1 if not bases or archive.has_piece(generation, 1) else bases[0].first_piece
+    pieces = range(first, kept[0].first_piece if kept else archive.last_piece(generation, found.last) + 1)
     kept_names = {ref.name for base in kept for ref in base.files}
     names = sorted({ref.name for base in superfluous for ref in base.files} - kept_names)
     if is_over and not lent:
-        names = archive.store.list(file_name(found.number, ""))
-    going = [base_name(found.number, base.number) for base in superfluous]
-    going += [piece_name(found.number, piece_no) for piece_no in pieces]
+        names = archive.store.list(file_name(generation, ""))
+    going = [base_name(generation, base.number) for base in superfluous]
+    going += [piece_name(generation, piece_no) for piece_no in pieces]
     return going + names, [loans[bases[at].number] for at in lent]
 
 

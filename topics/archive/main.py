@@ -21,10 +21,8 @@ from topics.shm.control import ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.storage import kill_points, service_id
 from topics.storage.archive_objects import Archive, open_archive
-from topics.storage.borrowed import open_cold
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.origin import Origin, RunningEnds
-from topics.storage.segment_store import SegmentSource
 
 HEARTBEAT_S: Final = 0.25
 LAST_SHIP_S: Final = 2.0
@@ -48,13 +46,7 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
     signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
 
     archive = Archive(open_archive(fs, settings.archive_url, REQUEST_MS))
-
-    def cold() -> SegmentSource:
-        found = open_cold(fs, settings.data_dir, settings.cold_place)
-        assert found is not None, "cold segments without a cold tier"
-        return found
-
-    origin = Origin(fs, settings.data_dir, RunningEnds(shared.control.settled_ends), cold)
+    origin = Origin(fs, settings.data_dir, RunningEnds(shared.control.settled_ends), settings.cold_place)
 
     def make_shipper() -> Shipper:
         mask = service_id.epoch_mask(fs, settings.data_dir)

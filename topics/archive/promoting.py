@@ -77,6 +77,7 @@ def promote(replica: Replica, clock: Clock, by: str) -> None:
     if replica.has_hole and _has_base_behind_hole(replica):
         raise BeginAnewError("the archive has a hole before its end: the newest base is behind it")
     replica.sync()
+    replica.homecoming.settle()
     replica.keep_note(promoted_id=replica.note.fence_id)
 
 

@@ -1,6 +1,7 @@
 """A replica: a data directory that is kept as another service's archive says, moment by moment.
 
-The logs are those of the leader, byte for byte. With each base of the archive the directory gets the base's segments
+The logs are those of the leader, byte for byte. Data of sealed segments come later than the rest of the first base
+(`borrowing.py`). With each base of the archive the directory gets the base's segments
 and snapshot, and the logs before it go: a follower cuts nothing itself. The shards of the follower read all of that,
 and write none of it.
 
@@ -14,14 +15,17 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import groupby
 from typing import Final
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
+from topics.archive.borrowing import Homecoming
 from topics.archive.directory_copy import DirectoryCopy, MissingBytesError
-from topics.archive.restoring import NotThereError, fetched_ahead, fetched_files
+from topics.archive.fetching import fetched_ahead, fetched_files
+from topics.archive.restoring import NotThereError
 from topics.core.clock import Clock
 from topics.storage import layout, service_id
 from topics.storage.archive_objects import (
@@ -64,6 +68,7 @@ class Replica:
         self._shards = shards
         self._clock = clock
         self._copy = DirectoryCopy(fs, data_dir, shards, archive.store.place(""))
+        self.homecoming = Homecoming(archive, fs, data_dir, self._copy, clock)
         self.note = FollowNote("")
         self._laid: dict[int, LogEnd] = {}
         """The ends of what is laid out, which may be behind the moment."""
@@ -101,6 +106,7 @@ class Replica:
             self._archived_moment = self._ends_of_piece() if self._told else dict(self._laid)
             self._txn = {path: self._digest(path) for path in self._txn_paths()}
             self._files, self._starts = {}, {}
+            self.homecoming.go_on()
             return False
         self._copy_base()
         return True
@@ -329,13 +335,15 @@ class Replica:
             )
         number = self.archive.bases(generation.number)[-1]
         base, snapshot = self.archive.base(generation.number, number)
+        self.homecoming.begin(generation.number, base, self.note.url)
+        borrowed = self.homecoming.missing
         for start in base.logs:
             make_dirs(self._fs, self._copy.log_directory(start.shard))
             self._copy.begin_log(start)
-        for ref, content in fetched_files(self.archive, base.files):
+        for ref, content in fetched_files(self.archive, (ref for ref in base.files if ref.path not in borrowed)):
             self._copy.write(ref.path, content)
         if snapshot:
-            self._copy.save_snapshot(bytes(snapshot))
+            self._copy.save_snapshot(bytes(snapshot), borrowed)
         service_id.set_epoch_mask(self._fs, self._data_dir, generation.epoch_mask, self._clock.now_ms())
         write_mark(self._fs, self._data_dir)
         self._fs.sync_all(self._data_dir)
@@ -376,24 +384,29 @@ class Replica:
             self._end_moment(*self.archive.piece(newest, number))  # by its base alone
         if number <= self.note.base:
             return False
+        if not self._files:  # this process has just begun
+            with suppress(ArchiveDamagedError):  # the former base is pruned: everything is fetched again
+                self._files = _names(self.archive.base(newest, self.note.base)[0])
         base, snapshot = self.archive.base(newest, number)
         self._update_files(base)
         if snapshot:
-            self._copy.save_snapshot(bytes(snapshot))
+            self._copy.save_snapshot(bytes(snapshot), self.homecoming.missing)
+        self.homecoming.keep_only(_names(base))  # last: the snapshot before needs the others
         self.note = msgspec.structs.replace(self.note, base=number)
         write_note(self._fs, self._data_dir, self.note)
         self._note_base(base)
         return True
 
     def _note_base(self, base: Base) -> None:
-        self._files = {ref.path: ref.name for ref in base.files}
+        self._files = _names(base)
         self._starts = {start.shard: start.position for start in base.logs}
 
     def _update_files(self, base: Base) -> None:
-        """Fetch segments that are new, or have grown, and deletions of the others."""
+        """Fetch segments that are new, or have grown, and deletions of the others; not what is to come later."""
+        missing = self.homecoming.missing
         fetched: list[FileRef] = []
         for _, group in groupby(base.files, lambda ref: os.path.splitext(ref.path)[0]):
-            refs = list(group)
+            refs = [ref for ref in group if ref.path not in missing]
             changed = [ref for ref in refs if self._files.get(ref.path) != ref.name]
             if len(changed) == 1 and changed[0].path.endswith(".idx"):
                 self._mark(changed[0])
@@ -403,10 +416,12 @@ class Replica:
             self._copy.replace(ref.path, content)
 
     def _mark(self, ref: FileRef) -> None:
-        """Mark deletions in a segment whose data are here."""
+        """Mark deletions in a segment."""
         idx = read_whole(self.archive.store, ref.name)
         self.archive.check_file(ref, idx)
-        self._copy.mark_deleted(ref.path.removesuffix(".idx") + ".data", idx)
+        data_path = ref.path.removesuffix(".idx") + ".data"
+        if data_path not in self.homecoming.missing:
+            self._copy.mark_deleted(data_path, idx)
         self._copy.replace(ref.path, idx)
 
     def remove_leftovers(self) -> None:
@@ -421,6 +436,10 @@ class Replica:
                 if os.path.relpath(path, self._data_dir) not in self._files:
                     self._fs.unlink(path)
         self._starts = {}
+
+
+def _names(base: Base) -> dict[str, str]:
+    return {ref.path: ref.name for ref in base.files}
 
 
 def _by_shard(ends: Mapping[int, LogEnd]) -> list[LogEnd]:

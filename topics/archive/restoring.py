@@ -13,15 +13,15 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Final, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
-from topics.archive.directory_copy import DirectoryCopy, marked
+from topics.archive.borrowing import NoLoanError, borrow
+from topics.archive.directory_copy import DirectoryCopy
+from topics.archive.fetching import fetched_ahead, fetched_files
 from topics.core.clock import Clock
 from topics.core.shard_state import FoldedTopic
 from topics.storage import layout, service_id
@@ -32,21 +32,13 @@ from topics.storage.archive_objects import (
     FileRef,
     Generation,
     Piece,
-    base_name,
-    loan_name,
     open_archive,
-    read_whole,
     split_payload,
 )
-from topics.storage.borrowed import BorrowedNote, read_borrowed, write_borrowed
+from topics.storage.borrowed import read_borrowed
 from topics.storage.filesystem import FileSystem, make_dirs, names_in
 from topics.storage.frame import HEADER_LEN, FrameType, scan
 from topics.storage.snapshot import decode_parts
-
-FETCHED_AHEAD: Final = 8
-
-_Wanted = TypeVar("_Wanted")
-_Got = TypeVar("_Got")
 
 
 class WantedMoment(NamedTuple):
@@ -180,22 +172,6 @@ def _topics_of(snapshot: bytes) -> list[FoldedTopic]:
     return [topic for part in (decode_parts(snapshot) if snapshot else ()) for topic in part.decoded().topics]
 
 
-def fetched_ahead(fetch: Callable[[_Wanted], _Got], wanted: Iterable[_Wanted]) -> Iterator[tuple[_Wanted, _Got]]:
-    """Yield (wanted, fetched) in order, FETCHED_AHEAD at a time: most of the time of a bucket is waiting."""
-    underway: deque[tuple[_Wanted, Future[_Got]]] = deque()
-    with ThreadPoolExecutor(FETCHED_AHEAD, "fetch") as pool:
-        try:
-            for one in wanted:
-                underway.append((one, pool.submit(fetch, one)))
-                if len(underway) == FETCHED_AHEAD:
-                    first, work = underway.popleft()
-                    yield first, work.result()
-            for first, work in underway:
-                yield first, work.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
 class Restore:
     """One restore. Owns the directory that it makes, `<data dir>.restoring`, until that gets its name."""
 
@@ -277,32 +253,13 @@ class Restore:
 
     def _borrow(self, place: str) -> None:
         """Have the archive keep the files of sealed segments, and note which data stay there."""
-        archive, base, generation = self._archive, self._plan.base, self._plan.generation.number
-        sealed = {stem for stem, kind in (os.path.splitext(ref.path) for ref in base.files) if kind == ".tags"}
-        files = [ref for ref in base.files if os.path.splitext(ref.path)[0] in sealed]
-        if not files:
-            return
-        place = place if "://" in place else os.path.abspath(place)
-        note = BorrowedNote(place, loan_name(generation, base.number), files)
-        write_borrowed(self._fs, self._making, note)  # first: a restore that is killed can end its loan later
+        base, generation = self._plan.base, self._plan.generation.number
+        who = f"{os.uname().nodename}:{self._data_dir}"
         try:
-            archive.store.create(note.loan, f"{os.uname().nodename}:{self._data_dir}".encode())
-        except OSError as error:
+            self._borrowed = borrow(self._archive, generation, base, self._fs, self._making, place, who)
+        except NoLoanError as error:
             way_out = "nothing keeps the archive from being pruned then: restore with --copy"
-            raise OSError(
-                error.errno, f"cannot be created ({error}); {way_out}", archive.store.place(note.loan)
-            ) from error
-        # A pruning that has not seen the loan begins with the base.
-        there = {
-            name
-            for folder in {ref.name.partition("/")[0] for ref in files}
-            for name in archive.store.list(f"{folder}/")
-        }
-        missing = [ref.name for ref in files if ref.name not in there]
-        if missing or not archive.has_base(generation, base.number):
-            name = missing[0] if missing else base_name(generation, base.number)
-            raise ArchiveDamagedError(f"{archive.store.place(name)}: is missing")
-        self._borrowed = {ref.path: ref for ref in files if ref.path.endswith(".data")}
+            raise OSError(error.errno, f"{error.strerror}; {way_out}", error.filename) from error
 
     def _fetch_segments(self) -> None:
         wanted = (ref for ref in self._plan.base.files if ref.path not in self._borrowed)
@@ -338,15 +295,3 @@ class Restore:
         self._bytes += size_bytes
         total = len(self._plan.base.files) - len(self._borrowed) + len(self._plan.pieces)
         self._told(self._objects, total)
-
-
-def fetched_files(archive: Archive, refs: Iterable[FileRef]) -> Iterator[tuple[FileRef, bytes]]:
-    """Yield files of a base as they are to be in a data directory: data have the deletions of their index. Raise
-    ArchiveDamagedError, OSError.
-    """
-    idx = b""
-    for ref, content in fetched_ahead(lambda ref: read_whole(archive.store, ref.name), refs):
-        archive.check_file(ref, content)
-        if ref.path.endswith(".idx"):
-            idx = content
-        yield ref, marked(content, idx) if ref.path.endswith(".data") else content

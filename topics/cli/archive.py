@@ -89,7 +89,7 @@ def _loan(archive: Archive, name: str) -> str:
     """Return who reads files of a base, and until when."""
     with suppress(FileNotFoundError):
         to = archive.store.read_range(name, 0, archive.store.len(name)).decode(errors="replace")
-        return f"{to} was restored from it and has not fetched all; if it is gone for good, delete {name}"
+        return f"{to} was made of it and has not fetched all; if it is gone for good, delete {name}"
     return f"{name} has just ended"
 
 

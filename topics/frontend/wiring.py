@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import msgspec
 
@@ -102,10 +102,6 @@ class Frontend(NamedTuple):
         self.hub.drain()
 
 
-def _no_cold_tier() -> NoReturn:
-    raise AssertionError("a tail has no segments")
-
-
 def build_app(process: Process, keys: KeyRing, store: SegmentSource | None, arrived: Callable[[], int]) -> Frontend:
     """Make one frontend on the running event loop; start its gateway. `store` has the data of cold segments,
     `arrived` returns how many requests have come so far.
@@ -149,7 +145,7 @@ def build_app(process: Process, keys: KeyRing, store: SegmentSource | None, arri
     coordinator = TxnCoordinator(gateway, Stages(settings.data_dir, settings.stage_ttl_ms))
     probes = ProbeRoutes(shared.control, clock)
     console = ConsoleRoutes(access)
-    origin = Origin(fs, settings.data_dir, RunningEnds(shared.control.settled_ends), _no_cold_tier)
+    origin = Origin(fs, settings.data_dir, RunningEnds(shared.control.settled_ends))
     routes = [
         topics,
         append,

@@ -99,7 +99,8 @@ _WORDS: Final = {
         segments_borrowed* borrowed_bytes*
         {_series("absorbed_bytes_{:02d}*", range(SHARDS_MAX))}""",
     Role.ARCHIVER: f"""{_COMMON}
-        moment_ms* moments* objects* bytes* bases* base_ms* failures* holes* taken_over*
+        moment_ms* moments* objects* bytes* bases* base_ms* failures* holes* taken_over* segments_borrowed
+        borrowed_bytes
         {_series("shipped_{:02d}*", range(SHARDS_MAX))} {_series("readable_{:02d}*", range(SHARDS_MAX))}""",
 }
 """The words of each child. A new life of the process keeps those with a `*`: counters never go down while the service

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, Protocol
 from topics.core.segment_list import COLD, SEALED
 from topics.storage import layout
 from topics.storage.archive_objects import LogStart
+from topics.storage.borrowed import open_cold
 from topics.storage.filesystem import FileSystem, ReadOnlyFileSystem, boot_id, names_in, opened, read_all, read_up_to
 from topics.storage.frame import CHECKSUM_LEN, FrameType, scan
 from topics.storage.logfile import (
@@ -26,7 +27,6 @@ from topics.storage.logfile import (
 )
 from topics.storage.recovery import Recovery
 from topics.storage.segment import ENTRY_LEN
-from topics.storage.segment_store import SegmentSource
 from topics.storage.snapshot import Snapshot, load_snapshot, read_snapshot
 from topics.storage.txn_files import SINK_HEAD_LEN, is_sink_name, stage_of_name
 
@@ -94,13 +94,13 @@ class RestingEnds:
 
 
 class Origin:
-    """A data directory as an archive sees it. Owns no file."""
+    """A data directory as an archive sees it. Owns no file. `cold_place` is the cold tier, None if it has none."""
 
-    def __init__(self, fs: FileSystem, data_dir: str, ends: LogEnds, open_cold: Callable[[], SegmentSource]) -> None:
+    def __init__(self, fs: FileSystem, data_dir: str, ends: LogEnds, cold_place: str | None = None) -> None:
         self.fs = fs
         self.data_dir = data_dir
         self.ends = ends
-        self._open_cold = open_cold
+        self._cold_place = cold_place
 
     def logs(self, ends: list[WalPosition]) -> list[LogPlace]:
         """Return the logs with these ends, by shard. Raise OriginGoneError while another shard count is being made."""
@@ -160,8 +160,12 @@ class Origin:
         except FileNotFoundError as error:
             if not file.is_cold or file.size_bytes is None:
                 raise OriginGoneError(f"{path}: was replaced or removed") from error
+            cold = open_cold(self.fs, self.data_dir, self._cold_place)
+            if cold is None:
+                reason = "has segments in its cold tier: name it (--cold-dir, --cold-url)"
+                raise OSError(errno.EINVAL, reason, self.data_dir) from error
             try:
-                return self._open_cold().read_range(file.path.partition("/")[2], 0, file.size_bytes)
+                return cold.read_range(file.path.partition("/")[2], 0, file.size_bytes)
             except FileNotFoundError as missing:
                 raise OriginGoneError(f"{missing.filename}: was replaced or removed") from missing
         if len(found) != file.size_bytes:

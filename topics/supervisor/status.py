@@ -103,6 +103,9 @@ class ArchiverStatus(msgspec.Struct, frozen=True):
     bytes: int
     failures: int
     holes: int
+    segments_borrowed: int
+    """Segments whose data this service, which follows another one, has not fetched yet."""
+    borrowed_bytes: int
     taken_over: bool
     """True if another service took over: this one only reads."""
     follows: bool
@@ -284,7 +287,7 @@ def _archiver(page: ControlPage, now_ms: int) -> ArchiverStatus:
         moment_age_ms=max(0, now_ms - moment_ms) if moment_ms else None,
         taken_over=page.is_taken_over,
         follows=page.follows,
-        **_figures(cell, "moments bases objects bytes failures holes"),
+        **_figures(cell, "moments bases objects bytes failures holes segments_borrowed borrowed_bytes"),
     )
 
 
@@ -354,13 +357,14 @@ def render(status: Status, paint: Paint = plain) -> str:
         return f"topics  {paint(status.state, _STYLES.get(status.state, 'warn'))}  {status.data_dir}\n"
     compactors = [] if status.compactor is None else [status.compactor]
     archivers = [] if status.archiver is None else [status.archiver]
+    borrowers: tuple[CompactorStatus | ArchiverStatus | None, ...] = (status.compactor, status.archiver)
     tables = (
         _table([_process_row(process) for process in status.processes], paint),
         _table([_shard_row(shard) for shard in status.shards], paint),
         _table([_frontend_row(frontend) for frontend in status.frontends], paint),
         _table([_compactor_row(compactor) for compactor in compactors], paint),
-        *(_borrowed_line(compactor, paint) for compactor in compactors if compactor.segments_borrowed),
         _table([_archiver_row(archiver) for archiver in archivers], paint),
+        *(_borrowed_line(one, paint) for one in borrowers if one is not None and one.segments_borrowed),
     )
     return "\n".join([_summary(status, paint), *filter(None, tables)])
 
@@ -433,10 +437,9 @@ def _compactor_row(compactor: CompactorStatus) -> _Row:
     }
 
 
-def _borrowed_line(compactor: CompactorStatus, paint: Paint) -> str:
-    mebibytes = compactor.borrowed_bytes / MIB
-    what = f"{compactor.segments_borrowed} segments ({mebibytes:,.1f} MiB)"
-    return f"{paint(what, 'warn')} are still in the archive that this service was restored from: keep it\n"
+def _borrowed_line(one: CompactorStatus | ArchiverStatus, paint: Paint) -> str:
+    what = f"{one.segments_borrowed} segments ({one.borrowed_bytes / MIB:,.1f} MiB)"
+    return f"{paint(what, 'warn')} are still in the archive that this service was made of: keep it\n"
 
 
 def _archiver_row(archiver: ArchiverStatus) -> _Row:

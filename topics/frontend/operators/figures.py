@@ -97,6 +97,8 @@ _ARCHIVER: Final = (
     ("bases_total", "bases", "Bases completed in the archive"),
     ("failures_total", "failures", "Times that the archive could not be written, which was repeated"),
     ("holes_total", "holes", "Times that logs were removed before they were in the archive"),
+    ("segments_borrowed", "segments_borrowed", "Segments that a service that follows another one has not fetched yet"),
+    ("borrowed_bytes", "borrowed_bytes", "Bytes of these segments"),
     ("taken_over", "taken_over", "1 if another service took over from this one, which only reads now"),
 )
 """(name, field, help) of each metric that is a field of the archiver."""

@@ -1,0 +1,279 @@
+"""A follower serves reads while data of sealed segments are still in the archive: whatever is deleted, pruned, killed
+or taken over meanwhile. The model of archives (`archiving.py`), step by step.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from tests.archive.archiving import Archiving, compare, small_world
+from tests.archive.follower_rig import FollowerRig
+from tests.cases import case
+from tests.storage.faults import Crash, Fault
+from topics.archive import borrowing
+from topics.shm.control import Role
+from topics.storage.borrowed import read_borrowed
+from topics.storage.filesystem import OsFileSystem
+
+
+@pytest.fixture
+def service() -> Iterator[Archiving]:
+    """A service with sealed segments in the archive's base."""
+    with small_world():
+        found = Archiving.__new__(Archiving)
+        Archiving.begin(found, backlog=1 << 30, answers=False)
+        for name in ("a", "d"):
+            found.append(name, 8, "disk", 0)
+            found.append(name, 8, "disk", 1)
+        found.delete("a", 0.2, 1)
+        found.cut()
+        found.delete("d", 0.2)
+        for _ in range(3):
+            found.ship(0)
+        yield found
+        found.teardown()
+
+
+def follower(service: Archiving) -> FollowerRig:
+    """A follower that shows a moment."""
+    for _ in range(4):
+        service.follow([])
+        rig = service.follower
+        assert rig is not None
+        if rig.shown:
+            return rig
+    raise AssertionError("a follower shows nothing")
+
+
+def missing(rig: FollowerRig) -> set[str]:
+    return set(rig.replica.homecoming.missing)
+
+
+def local_data(rig: FollowerRig) -> set[str]:
+    root = Path(rig.settings.data_dir)
+    return {str(path.relative_to(root)) for path in root.glob("topics/*/*.data")}
+
+
+def borrows(rig: FollowerRig) -> bool:
+    return read_borrowed(OsFileSystem(), rig.settings.data_dir) is not None
+
+
+def until_home(service: Archiving) -> None:
+    for _ in range(60):
+        service.follow([])
+        rig = service.follower
+        assert rig is not None
+        if not borrows(rig):
+            return
+    raise AssertionError("a follower does not get all data")
+
+
+def ship_bases(service: Archiving, count: int) -> None:
+    """Ship until there are so many more bases."""
+    wanted = len(service.archive.bases(1)) + count
+    for _ in range(20 * count):
+        service.append("b", 1, "disk")
+        service.ship(0)
+        if len(service.archive.bases(1)) >= wanted:
+            return
+    raise AssertionError("no base")
+
+
+def test_reads_are_served_before_the_data_are_here(service: Archiving) -> None:
+    rig = follower(service)
+    borrowed = missing(rig)
+    assert len(borrowed) > 2
+    assert not borrowed & local_data(rig)
+    cell = rig.shared.control.cell(Role.ARCHIVER, 0)
+    left = []
+    while missing(rig):
+        service.follow([])  # which compares what it shows
+        left.append((cell.get("segments_borrowed"), cell.get("borrowed_bytes")))
+    assert left == sorted(left, reverse=True)
+    assert left[-1] == (0, 0)
+    assert borrowed <= local_data(rig)
+    until_home(service)
+    assert service.archive.loans(1) == {}
+    for name in list(service.bucket.objects):
+        if ".files/" in name and name.endswith(".data"):
+            kept = service.bucket.objects.pop(name)
+            service.follow([])
+            service.bucket.objects[name] = kept
+    rig.restart_service()
+    assert follower(service).replica.homecoming.missing == {}
+
+
+def test_a_loan_keeps_what_a_follower_has_not_fetched(service: Archiving) -> None:
+    rig = follower(service)
+    assert missing(rig)
+    service.partition(True, 0)
+    service.delete("a", 1.0)
+    service.cut()
+    ship_bases(service, 2)
+    service.prune(1, [])
+    lent = [ref.name for ref in rig.replica.homecoming.missing.values()]
+    assert set(lent) <= service.bucket.objects.keys()
+    assert len(service.archive.bases(1)) == 3
+    service.partition(False, 0)
+    rig.restart_service()
+    until_home(service)
+    service.prune(1, [])
+    assert len(service.archive.bases(1)) == 1
+    assert not set(lent) <= service.bucket.objects.keys(), "what was deleted goes"
+    service.moments = {at: found for at, found in service.moments.items() if at[1] >= service.archive.bases(1)[0]}
+
+
+def test_another_base_comes_while_data_are_missing(service: Archiving) -> None:
+    """Its segments are fetched with it, deletions in those that are missing go into their indexes."""
+    rig = follower(service)
+    before = missing(rig)
+    for nth in range(3):
+        service.delete("a", 0.1, nth)
+        service.append("a", 7, "disk", nth)
+        service.cut()
+        ship_bases(service, 1)
+        service.follow([])
+        service.follow([])
+    assert rig.replica.note.base > 1
+    assert not missing(rig) - before, "what is new comes with the base"
+    until_home(service)
+    service.take_over([])
+
+
+def test_what_is_deleted_while_data_come_stays_deleted(service: Archiving) -> None:
+    """The shard marks indexes alone then; one that takes over has the marks in the data, too (`topics verify`)."""
+    follower(service)
+    for tag in (0, 1, None, 0):
+        service.delete("a", 0.5, tag)
+        service.delete("d", 0.3, tag)
+        service.append("a", 1, "disk")
+        service.ship(0)
+        service.follow([])
+        service.follow([])
+    until_home(service)
+    service.delete("d", 0.5)
+    service.ship(0)
+    service.follow([])
+    service.take_over([])
+
+
+def test_one_that_borrows_takes_over(service: Archiving) -> None:
+    """It leads as a restored service does: its compactor fetches the rest, and ends the loan."""
+    rig = follower(service)
+    service.follow([])
+    service.follow([])
+    assert missing(rig)
+    service.take_over([])
+    leader = service.leader
+    assert read_borrowed(OsFileSystem(), leader.data_dir) is not None
+    compare(leader.rig, leader.live)
+    service.delete("a", 0.5, 1)
+    compare(leader.rig, leader.live)
+    service.brings_home()
+    assert service.archive.loans(1) == {}
+
+
+def test_a_promotion_keeps_what_has_come(service: Archiving) -> None:
+    rig = follower(service)
+    while len(missing(rig)) > 1:
+        service.follow([])
+    last = missing(rig)
+    service.take_over([])
+    leader = service.leader
+    note = read_borrowed(OsFileSystem(), leader.data_dir)
+    assert note is not None
+    leader.compaction.compactor.upkeep()
+    cell = leader.rig.shared.control.cell(Role.COMPACTOR, 0)
+    assert cell.get("segments_borrowed") <= len(last), "the compactor fetches nothing twice"
+
+
+def test_an_archive_that_lends_nothing_is_copied(service: Archiving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A follower needs to read alone, until it takes over."""
+
+    def denied(_name: str, _content: bytes) -> NoReturn:
+        raise OSError(errno.EACCES, "denied", "sim://bucket")
+
+    rig = service.followers[0] = service.follower_in(f"{service.directory}/follower")
+    monkeypatch.setattr(rig.archive.store, "create", denied)
+    rig = follower(service)
+    assert not missing(rig)
+    assert not borrows(rig)
+    assert service.archive.loans(1) == {}
+    rig.restart_service()
+    service.follow([])
+
+
+def test_an_object_that_is_gone_keeps_its_segment_borrowed_and_no_other(service: Archiving) -> None:
+    rig = follower(service)
+    path, ref = list(rig.replica.homecoming.missing.items())[-1]
+    content = service.bucket.objects.pop(ref.name)
+    cell = rig.shared.control.cell(Role.ARCHIVER, 0)
+    for _ in range(60):
+        service.world.clock.ms += borrowing.RETRY_MS
+        rig.advance()
+    assert missing(rig) == {path}
+    assert cell.get("failures") > 0
+    service.bucket.objects[ref.name] = content
+    service.world.clock.ms += borrowing.RETRY_MS
+    until_home(service)
+
+
+@pytest.mark.parametrize("nth", range(1, 40, 3))
+def test_the_loan_of_a_copy_that_was_killed_ends_with_the_next_one(service: Archiving, nth: int) -> None:
+    """At any request of the first copy, and of the next one."""
+    for _ in range(2):
+        service.follow([], nth=nth)
+    rig = follower(service)
+    note = read_borrowed(OsFileSystem(), rig.settings.data_dir)
+    assert note is not None
+    assert service.bucket.list("loans/") == [note.loan]
+    until_home(service)
+    assert service.bucket.list("loans/") == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("error", [Fault.CRASH, Fault.LATE_CRASH])
+def test_a_follower_that_is_killed_at_any_call_while_data_come_goes_on(service: Archiving, error: int) -> None:
+    rig = follower(service)
+    service.delete("a", 0.5, 0)
+    service.append("a", 1, "disk")
+    service.ship(0)
+    rig.close()
+    service.followers[0] = None
+    kept, objects = rig.settings.data_dir, dict(service.bucket.objects)
+    expected = service.moments[max(service.moments)]
+    for nth in itertools.count(1):
+        data_dir = f"{kept}-{nth}"
+        shutil.copytree(kept, data_dir)
+        service.bucket.objects.clear()
+        service.bucket.objects |= objects
+        again = service.followers[0] = service.follower_in(data_dir)
+        faulty = again.process_fs
+        faulty.arm(Fault(nth, error))
+        with case(nth):
+            for _ in range(60):
+                service.world.clock.ms += 1000
+                try:
+                    again.advance()
+                except Crash:
+                    again.follower_dies()
+                if again.shown:
+                    compare(again, service.history[again.shown])
+                if not borrows(again):
+                    break
+            assert not borrows(again)
+            assert service.archive.loans(1) == {}
+            compare(again, expected)
+        again.close()
+        service.followers[0] = None
+        shutil.rmtree(data_dir)
+        if not faulty.struck:
+            break
+    assert nth > 10

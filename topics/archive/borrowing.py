@@ -1,0 +1,195 @@
+"""Borrowing: data of sealed segments stay in the archive at first, and a loan keeps them there (`storage/borrowed.py`).
+
+A restored service brings them home by rewriting (`compactor/loan.py`). A replica has no compactor: its process fetches
+them, and the shards load a snapshot in which they are here.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from concurrent.futures import Executor, Future
+from typing import Final
+
+from topics.archive.directory_copy import DirectoryCopy
+from topics.archive.fetching import fetched_ahead
+from topics.core.clock import Clock
+from topics.log import get_logger
+from topics.storage.archive_objects import Archive, ArchiveDamagedError, Base, FileRef, base_name, loan_name, read_whole
+from topics.storage.borrowed import BorrowedNote, read_borrowed, remove_borrowed, write_borrowed
+from topics.storage.filesystem import FileSystem
+
+BATCH_BYTES: Final = 16 << 20
+"""Bytes that are fetched at a time, but for an object that is larger. The follower takes moments between."""
+BATCH_MS: Final = 1000
+RETRY_MS: Final = 10_000
+_READ_ONLY: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
+_FAILURES: Final = (OSError, EOFError, ArchiveDamagedError)
+
+log = get_logger()
+
+
+class NoLoanError(OSError):
+    """The archive does not let a loan be created."""
+
+
+def borrow(
+    archive: Archive, generation: int, base: Base, fs: FileSystem, data_dir: str, place: str, who: str
+) -> dict[str, FileRef]:
+    """Have the archive keep the files of a base's sealed segments, and note which data stay there; return these by
+    their paths. `place` is the archive's, and `who` tells people of whom the loan is.
+
+    Raise NoLoanError, ArchiveDamagedError if a file is not there any more, OSError. The note may be there then, too.
+    """
+    sealed = {stem for stem, kind in (os.path.splitext(ref.path) for ref in base.files) if kind == ".tags"}
+    files = [ref for ref in base.files if os.path.splitext(ref.path)[0] in sealed]
+    if not files:
+        return {}
+    place = place if "://" in place else os.path.abspath(place)
+    note = BorrowedNote(place, loan_name(generation, base.number), files)
+    write_borrowed(fs, data_dir, note)  # first: one that is killed can end its loan later
+    try:
+        archive.store.create(note.loan, who.encode())
+    except OSError as error:
+        raise NoLoanError(error.errno, f"cannot be created ({error})", archive.store.place(note.loan)) from error
+    # A pruning that has not seen the loan begins with the base.
+    there = {
+        name for folder in {ref.name.partition("/")[0] for ref in files} for name in archive.store.list(f"{folder}/")
+    }
+    missing = [ref.name for ref in files if ref.name not in there]
+    if missing or not archive.has_base(generation, base.number):
+        name = missing[0] if missing else base_name(generation, base.number)
+        raise ArchiveDamagedError(f"{archive.store.place(name)}: is missing")
+    return {ref.path: ref for ref in files if ref.path.endswith(".data")}
+
+
+class Homecoming:
+    """The data of a replica that are still in the archive, and their way here. Owns the note of them, and the loan.
+
+    Readers take data from the data directory as soon as they are there (`frontend/reads/files.py`). The segment is cold
+    until the shards load the next snapshot: what they mark in its index alone till then is in the logs behind that
+    snapshot, and marked in the data as they load it.
+    """
+
+    def __init__(self, archive: Archive, fs: FileSystem, data_dir: str, copy: DirectoryCopy, clock: Clock) -> None:
+        self._archive = archive
+        self._fs = fs
+        self._data_dir = data_dir
+        self._copy = copy
+        self._clock = clock
+        self.missing: dict[str, FileRef] = {}
+        """Data that are not here, by their paths."""
+        self._note: BorrowedNote | None = None
+        self._is_home = False
+        """True once no snapshot that a start may use lists a borrowed segment."""
+        self._coming: Future[list[tuple[FileRef, bytes | Exception]]] | None = None
+        self._not_before_ms = 0
+
+    def begin(self, generation: int, base: Base, place: str) -> None:
+        """Borrow the data of a base, of which nothing is here. From an archive that lets no loan be created everything
+        has to be copied: nothing is missing then. Raise ArchiveDamagedError, OSError: begin again.
+        """
+        self._forget(read_borrowed(self._fs, self._data_dir))
+        self._end()  # of a try before, or of a copy that was given up
+        who = f"{os.uname().nodename}:{self._data_dir}"
+        try:
+            self.missing = borrow(self._archive, generation, base, self._fs, self._data_dir, place, who)
+        except NoLoanError as error:
+            if error.errno not in _READ_ONLY:
+                raise
+            log.warning("everything is copied before anything is served: nothing can be borrowed", reason=str(error))
+            remove_borrowed(self._fs, self._data_dir)
+        self._note = read_borrowed(self._fs, self._data_dir)
+
+    def go_on(self) -> None:
+        """Go on where the directory is. Raise OSError."""
+        self._forget(read_borrowed(self._fs, self._data_dir))
+        if self._note is not None:
+            self.missing = {
+                ref.path: ref
+                for ref in self._note.files
+                if ref.path.endswith(".data") and not self._fs.exists(os.path.join(self._data_dir, ref.path))
+            }
+
+    def _forget(self, note: BorrowedNote | None) -> None:
+        self._note, self.missing, self._is_home, self._coming = note, {}, False, None
+
+    def keep_only(self, files: Mapping[str, str]) -> None:
+        """Fetch only data that another base has, too: `files` are names of its objects, by their paths."""
+        self.missing = {path: ref for path, ref in self.missing.items() if files.get(path) == ref.name}
+
+    @property
+    def missing_bytes(self) -> int:
+        return sum(ref.size_bytes for ref in self.missing.values())
+
+    def step(self, helper: Executor) -> list[Exception]:
+        """Lay out what has come, and have the helper fetch more. Return why data could not be fetched, which will be
+        repeated. Raise OSError.
+        """
+        failures: list[Exception] = []
+        if self._coming is not None and self._coming.done():
+            found, self._coming = self._coming.result(), None
+            for ref, content in found:
+                if isinstance(content, Exception):
+                    failures.append(content)
+                    if ref.path in self.missing:
+                        self.missing[ref.path] = self.missing.pop(ref.path)  # others first
+                elif ref.path in self.missing:
+                    self._copy.replace_data(ref.path, content)
+                    del self.missing[ref.path]
+            if failures:
+                self._not_before_ms = self._clock.monotonic_ms() + RETRY_MS
+        if self.missing and self._coming is None and self._clock.monotonic_ms() >= self._not_before_ms:
+            self._not_before_ms = self._clock.monotonic_ms() + BATCH_MS
+            self._coming = helper.submit(self._fetch, self._next_batch())
+        return failures
+
+    def _next_batch(self) -> list[FileRef]:
+        batch: list[FileRef] = []
+        size_bytes = 0
+        for ref in self.missing.values():
+            size_bytes += ref.size_bytes
+            if batch and size_bytes > BATCH_BYTES:
+                break
+            batch.append(ref)
+        return batch
+
+    def _fetch(self, refs: list[FileRef]) -> list[tuple[FileRef, bytes | Exception]]:
+        """Fetch data, on the helper's thread."""
+
+        def content(ref: FileRef) -> bytes | Exception:
+            try:
+                found = read_whole(self._archive.store, ref.name)
+                self._archive.check_file(ref, found)
+            except _FAILURES as error:
+                return error
+            return found
+
+        return list(fetched_ahead(content, refs))
+
+    def settle(self) -> None:
+        """Have the next start find what has come. Raise OSError."""
+        if self._note is not None:
+            self._copy.save_snapshot_again(self.missing)
+
+    def come_home(self) -> bool:
+        """Take the next step once nothing is missing, and all shards have loaded the newest snapshot: another snapshot,
+        then the end of the loan. True if the shards have to load the snapshot. Raise OSError.
+        """
+        if self._note is None or self.missing:
+            return False
+        if self._is_home:
+            self._end()
+            log.info("all data are here: the archive is not needed for them any more")
+            return False
+        for _ in range(2):  # a start may have to use the older one
+            self.settle()
+        self._is_home = True
+        return True
+
+    def _end(self) -> None:
+        if self._note is not None:
+            self._archive.store.delete(self._note.loan)
+            remove_borrowed(self._fs, self._data_dir)
+            self._note = None
