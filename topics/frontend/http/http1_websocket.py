@@ -5,6 +5,8 @@ send(), send_now() ─▶ frame ─▶ transport                 a long frame in
 
 HANDSHAKE ─ accept ─▶ OPEN ─ a close frame is sent ─▶ CLOSING ─▶ OVER: half-close, and drop input until the client
     └── refused ──────────┴─ the client's close, or it is gone ─────┘  has closed, too
+
+Nothing can follow half a frame: a close frame of ours comes behind the rest of it (ANSWERING, where it is an answer).
 """
 
 from __future__ import annotations
@@ -14,12 +16,11 @@ import math
 import socket
 from collections import deque
 from contextlib import suppress
-from enum import IntEnum
 from typing import Any, Final
 
 from h2.exceptions import DenialOfServiceError
 from wsproto.connection import Connection, ConnectionType
-from wsproto.events import CloseConnection, Event, Ping, TextMessage
+from wsproto.events import CloseConnection, Event, Ping
 from wsproto.frame_protocol import CloseReason
 from wsproto.utilities import LocalProtocolError, generate_accept_token
 
@@ -37,36 +38,14 @@ from topics.frontend.http.websocket_input import (
     MessageTooLongError,
     handshake_error,
 )
+from topics.frontend.http.websocket_output import SocketStage, long_frame, text_frame
 from topics.log import get_logger
 
 MESSAGES_MAX: Final = 8
 """Whole messages that wait for the app. Then nothing more is read."""
 
 _TOO_EARLY: Final = invalid("frames of a WebSocket came before the answer to its handshake")
-_framer: Final = Connection(ConnectionType.SERVER)
-_last_frame: tuple[bytes, bytes] = (b"", b"")
 _log = get_logger()
-
-
-def text_frame(message: bytes) -> bytes:
-    """Return the frame of a message in UTF-8. The same one goes to many clients in turn: the last one is remembered."""
-    global _last_frame
-    if _last_frame[0] is not message:
-        _last_frame = (message, _frame(message))
-    return _last_frame[1]
-
-
-def _frame(message: bytes) -> bytes:
-    return bytes(_framer.send(TextMessage(message.decode())))
-
-
-class SocketStage(IntEnum):
-    """The progress of a WebSocket."""
-
-    HANDSHAKE = 0
-    OPEN = 1
-    CLOSING = 2  # a close frame is sent: the client is to answer it
-    OVER = 3  # nothing more is sent or taken
 
 
 class Http1WebSockets:
@@ -128,6 +107,7 @@ class Http1WebSocket(asyncio.Protocol):
         self._sending = asyncio.Lock()
         self._left_bytes = 0  # of the frame that is sent in pieces
         self._close_frame = b""  # waits until half a frame is whole
+        self._close_code = 0  # of that frame
         self._pong = b""  # waits until there is room, or half a frame is whole
         self._reader_timer = SlowReaderTimer(shared.limits, shared.clock, shared.loop, self)
 
@@ -248,7 +228,7 @@ class Http1WebSocket(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._stage is SocketStage.HANDSHAKE:
             self._refuse(_TOO_EARLY)
-        elif self._stage is SocketStage.OVER:
+        elif self._stage >= SocketStage.ANSWERING:
             return
         elif self._parses_soon or self._is_full:
             self._unparsed += data
@@ -262,7 +242,7 @@ class Http1WebSocket(asyncio.Protocol):
         self._is_ended = True
         if self._stage is SocketStage.OVER:
             return False
-        if not (self._parses_soon or self._is_full):
+        if not (self._parses_soon or self._is_full or self._stage is SocketStage.ANSWERING):
             self._lose()
         return True
 
@@ -282,7 +262,7 @@ class Http1WebSocket(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """asyncio: the connection is closed. Everything that waits for it ends."""
-        self._over(CloseReason.ABNORMAL_CLOSURE)
+        self._over(self._close_code if self._stage is SocketStage.ANSWERING else CloseReason.ABNORMAL_CLOSURE)
         if self._timer is not None:
             self._timer.cancel()
         self._reader_timer.close()
@@ -301,7 +281,7 @@ class Http1WebSocket(asyncio.Protocol):
         try:
             for number, event in enumerate(self._wire.events(), 1):
                 self._handle(event)
-                if self._stage is SocketStage.OVER:
+                if self._stage >= SocketStage.ANSWERING:
                     return
                 self._is_full = len(self._messages) >= MESSAGES_MAX
                 if self._is_full:
@@ -330,7 +310,7 @@ class Http1WebSocket(asyncio.Protocol):
 
     def _parse_on(self) -> None:
         self._parses_soon = False
-        if self._stage is SocketStage.OVER:
+        if self._stage >= SocketStage.ANSWERING:
             return
         if self._unparsed and self._is_wire_empty:  # else a client that sends faster than we parse would fill it
             self._wire.receive_data(bytes(self._unparsed))
@@ -339,9 +319,12 @@ class Http1WebSocket(asyncio.Protocol):
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, CloseConnection):
-            with suppress(LocalProtocolError):  # ours is sent already
-                self._write_control(self._wire.send(event.response()))
-            self._end(event.code)
+            with suppress(LocalProtocolError):  # ours is sent already, or waits
+                self._send_close(self._wire.send(event.response()))
+            if self._left_bytes:
+                self._stage, self._close_code = SocketStage.ANSWERING, event.code
+            else:
+                self._end(event.code)
             return
         message = self._incoming.take(event)
         if self._stage is not SocketStage.OPEN:
@@ -377,7 +360,7 @@ class Http1WebSocket(asyncio.Protocol):
             await self._wait_writable()
             if self._stage is not SocketStage.OPEN:
                 return
-            frame = text_frame(message) if len(message) <= PIECE_BYTES_MAX else _frame(message)
+            frame = text_frame(message) if len(message) <= PIECE_BYTES_MAX else long_frame(message)
             del message
             if len(frame) <= PIECE_BYTES_MAX:
                 self._transport.write(frame)
@@ -402,8 +385,9 @@ class Http1WebSocket(asyncio.Protocol):
             raise
         finally:
             timer.close()
-        if self._stage is SocketStage.CLOSING:
+        if self._close_frame and self._stage is not SocketStage.OVER:
             self._transport.write(self._close_frame)
+            self._await_close()
         self._send_pong()
 
     async def _wait_writable(self) -> None:
@@ -429,12 +413,23 @@ class Http1WebSocket(asyncio.Protocol):
     def _close(self, code: int, reason: str | None = None) -> None:
         """Send a close frame. The client has `linger_ms` to answer it."""
         if self._stage is SocketStage.OPEN:
-            self._stage = SocketStage.CLOSING
-            frame = bytes(self._wire.send(CloseConnection(code, reason)))
-            if self._left_bytes:
-                self._close_frame = frame
-            self._write_control(frame)
-            self._set_timer(self._shared.limits.linger_ms / 1000, lambda: self._end(code))
+            self._close_code = code
+            self._send_close(self._wire.send(CloseConnection(code, reason)))
+            if not self._left_bytes:
+                self._await_close()
+
+    def _send_close(self, frame: bytes) -> None:
+        self._stage = SocketStage.CLOSING
+        if self._left_bytes:
+            self._close_frame = bytes(frame)
+        else:
+            self._transport.write(frame)
+
+    def _await_close(self) -> None:
+        if self._stage is SocketStage.ANSWERING:
+            self._end(self._close_code)
+        else:
+            self._set_timer(self._shared.limits.linger_ms / 1000, lambda: self._end(self._close_code))
 
     def _lose(self) -> None:
         """The client has ended its side without a close frame, and all that it sent before is handled."""
