@@ -14,7 +14,7 @@ import pytest
 from tests.test_import_circles import imported
 from tests.test_imports import MODULES
 
-LINES_MAX = 58_850
+LINES_MAX = 58_950
 """The engine and its commands are 51,900 lines; the archive, with followers and their promotion, is 5,400. A client of
 several services may add 900.
 """

@@ -11,13 +11,8 @@ from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.shm.queue_messages import CursorAdvance, CursorDelete, CursorGet, CursorPassedOn, CursorPut, WorkOpen
 from topics.shm.topic_messages import DeleteTopic, Hello, PutTopic, Unwatch, Watch
-from topics.walshard.handlers.frontends import Frontends
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
-
-
-def frontends(rig: Rig) -> Frontends:
-    return rig.shard._handlers.frontends
 
 
 def cursor(rig: Rig, topic: str, name: str) -> int:
@@ -56,11 +51,10 @@ def test_no_look_at_all_topics_finds_what_a_frontend_had(rig: Rig, monkeypatch: 
     assert len(rig.notices) == notices, "it watches nothing more"
     assert rig.call(CursorGet("t", "c")).cursors[0].seq == 0, "what it had not passed on is read again"
     assert rig.view("q").jobs_ready == 1, "its job is another's"
-    assert not frontends(rig)._queues._held
 
 
 def test_what_a_frontend_watches_is_forgotten_with_its_watch(rig: Rig) -> None:
-    watched = frontends(rig)._watched[0]
+    watched = rig.shard.handlers.frontends.watched[0]
     for name in ("stays", "goes"):
         rig.append(name, b"1")
         rig.post_call(Watch(5, name, 0, 0))
@@ -80,7 +74,7 @@ def test_a_cursor_that_is_not_read_any_more_is_not_looked_at(rig: Rig, end: str)
     rig.append("t", b"1", b"2")
     revision = cursor(rig, "t", "c")
     rig.call(CursorAdvance("t", "c", revision, 0, 1, 1))
-    being_read = rig.shard._handlers.cursors._being_read
+    being_read = rig.shard.handlers.cursors.being_read
     assert len(being_read) == 1
     gc.disable()
     try:

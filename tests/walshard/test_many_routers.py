@@ -31,7 +31,7 @@ def two(tmp_path: Path) -> Iterator[Rig]:
 
 
 class Commit:
-    """What one step wrote: its synced writes and all frames."""
+    """A count of what one step wrote."""
 
     def __init__(self) -> None:
         self.synced_commits = 0
@@ -118,9 +118,7 @@ def test_the_routers_of_a_deleted_source_end_in_steps_of_a_bounded_size(
     two.post_call(DeleteTopic("source", False), two.owner("source"))
     seen = list(steps(two, monkeypatch))
     assert feeds(two) == 0
-    registrar = two.shard.routing.registrar
-    assert registrar is not None
-    assert not len(registrar._registry)
+    assert not len(two.shard.routing.sources.table.registry)
     assert max(one.frames for one in seen) <= ENDED_PER_STEP + DESTS_PER_STEP
     assert sum(one.frames for one in seen) <= 2 * ROUTERS + 8, "one for each router, one for each dest"
     synced = sum(one.synced_commits for one in seen)
@@ -156,15 +154,14 @@ def test_topics_of_another_shard_are_learned_in_steps_of_a_bounded_size(
     every = make_topics_of_shard_1(two, 3 * LEARNED_AT_ONCE)
     source, dest = every[-1], dest_on_shard_0(two)
     learned = 0
-    learn_slot = ArenaReader._learn_slot
+    learn = ArenaReader.learn
 
-    def counted(self: ArenaReader, slot: int) -> None:
+    def counted(self: ArenaReader, slots_max: int) -> bool:
         nonlocal learned
-        learned += self in originals._arenas
-        learn_slot(self, slot)
+        learned += min(slots_max, self.unlearned)
+        return learn(self, slots_max)
 
-    originals = two.shard.routing._originals
-    monkeypatch.setattr(ArenaReader, "_learn_slot", counted)
+    monkeypatch.setattr(ArenaReader, "learn", counted)
     two.post_call(PutRouter("r", RouterSpec(source, dest)))
     two.post_call(EnsureTopic(dest))
     two.post_call(SyncRouters(dest, 0, 0))

@@ -34,12 +34,12 @@ class NamedCursors:
     def __init__(self, catalog: Catalog, time: StepClock) -> None:
         self._catalog = catalog
         self._time = time
-        self._being_read: WeakSet[NamedCursor] = WeakSet()
+        self.being_read: WeakSet[NamedCursor] = WeakSet()
         """Cursors with reads under way, and maybe others. Those that end leave by themselves."""
 
     def frontend_died(self, frontend: int) -> None:
         """Note that a frontend died: the answers that it had not passed on are lost."""
-        for cursor in self._being_read:
+        for cursor in self.being_read:
             cursor.frontend_died(frontend)
 
     def settle(self) -> Steps[None]:
@@ -105,7 +105,7 @@ class NamedCursors:
         moved = cursor.advance(call.revision, call.from_seq, call.to_seq, frontend, call.read)
         reply = CursorMoved(moved, cursor.seq, cursor.up_to_seq, cursor.revision, moved and not cursor.strict)
         if moved and not cursor.strict:
-            self._being_read.add(cursor)
+            self.being_read.add(cursor)
         elif moved:
             self._persist(group, hosted, cursor, partial(cursor.mark_missing, [(call.from_seq, call.to_seq)]))
         return reply
@@ -121,7 +121,7 @@ class NamedCursors:
         else:
             cursor.failed(call.revision, frontend, call.read)
         if not cursor.is_being_read:
-            self._being_read.discard(cursor)
+            self.being_read.discard(cursor)
         self._persist(group, hosted, cursor, cursor.persist_failed)
         return Done()
 

@@ -206,7 +206,7 @@ class Feeds:
         return draft.committed
 
     def reroute(self, feed: Feed, sight: TopicView | None, routers: list[Router]) -> LogWrite:
-        """Return the write that takes other routers, or changed ones, from the same source. New ones begin at its head."""
+        """Return the write that takes other or changed routers from the same source. New ones begin at its head."""
         head_seq = 0 if sight is None else sight.head_seq
         known = {one.router.id: one for one in feed.routers}
         body = feed.body()

@@ -48,8 +48,8 @@ class SourceLocations(NamedTuple):
 
 
 class Originals:
-    """Reads topics of all shards. It keeps a few log files open. A shard's topics are unknown while many of them are new:
-    after a start, or when thousands were made. `learn_some` learns of them, again and again.
+    """Reads topics of all shards. It keeps a few log files open. A shard's topics are unknown while many of them are
+    new: after a start, or when thousands were made. `learn_some` learns of them, again and again.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class Originals:
         return False
 
     def look(self, name: str) -> TopicView | None:
-        """Return a topic or None; its `base_seq` is the lowest readable seq. Raise UnknownError without a shard, or while
-        its topics are unknown.
+        """Return a topic or None; its `base_seq` is the lowest readable seq. Raise UnknownError without a shard, or
+        while its topics are unknown.
         """
         arena = self._arena_of(name)
         found = arena.look_up(name)

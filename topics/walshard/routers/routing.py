@@ -104,7 +104,7 @@ class Routing:
     _due: set[str] = field(default_factory=set)
     """Dests whose routers are not yet as the table says."""
     _round: dict[str, None] = field(default_factory=dict)
-    """Those of them that are yet to be tried in this round, in this order."""
+    """The order in which those of them are tried that are left of this round."""
     _missing: dict[str, int] = field(default_factory=dict)
     """Dests that do not exist, and since when (monotonic ms)."""
     _ended_ids: list[int] = field(default_factory=list)
@@ -358,7 +358,7 @@ class Routing:
         return write
 
     def _wake_for_sources(self) -> None:
-        """Have feeds go on whose source could not be looked at."""
+        """Give turns to the feeds whose source could not be looked at."""
         for dest_id, feed in self.feeds.by_dest.items():
             if feed.hindrance is Hindrance.SOURCE:
                 self._turns.wake(dest_id)
