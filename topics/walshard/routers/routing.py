@@ -172,7 +172,7 @@ class Routing:
         """Hear what other shards say, reconcile, and return the feed of a dest."""
         yield from self._receive()
         self._are_due(self.sources.take_rerouted())
-        if dest in self._due:
+        if dest in self._due and not self._originals.unlearned:
             yield from self._reconcile(dest)
         return self._feed_into(dest)
 
@@ -207,7 +207,7 @@ class Routing:
             if self._originals.learn_some():
                 self._wake_for_sources()
         self._are_due(self.sources.take_rerouted())
-        if self._due:
+        if self._due and not self._originals.unlearned:
             worked |= yield from self._reconcile()
         if self._turns.some_wait:
             self._turns.wake_due(self._clock.monotonic_ms())
