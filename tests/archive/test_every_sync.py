@@ -21,6 +21,7 @@ from topics.archive.restoring import Restore, WantedMoment, plan
 from topics.storage import layout
 from topics.storage.archive_objects import Archive, open_archive
 from topics.storage.filesystem import OsFileSystem
+from topics.storage.follow_note import read_note
 from topics.storage.logfile import WalPosition
 
 NOTED = ["fdatasync following.json.tmp", "rename following.json", "fsync_dir meta"]
@@ -87,8 +88,9 @@ def test_a_base_is_on_the_disk_before_the_note_of_it_and_a_promotion_before_its_
     data_dir = str(tmp_path / "followed")
     begin_anew(OsFileSystem(), data_dir, URL)
     replica = Replica(archive, fs, data_dir, 1, TestClock())
-    while not replica.note.ends:
-        replica.step()
+    note = read_note(OsFileSystem(), data_dir)
+    assert note is not None
+    assert replica.begin(note)
     first_note = fs.lasting.index("rename following.json")
     assert "sync_all followed" in fs.lasting[:first_note]
     assert fs.lasting[-len(NOTED) :] == NOTED
