@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from topics.compactor.compactor import RETRY_MS, SHORT_OF_ROOM_MS, CutTimes
+from topics.compactor.compactor import RETRY_MS, SHORT_OF_ROOM_MS, TIDY_MIN_MS, CutTimes
 
 INTERVAL_MS = 60_000
 WAL_BYTES = 1000
@@ -70,6 +70,14 @@ def test_a_long_interval_puts_off_no_retry_and_no_tidying() -> None:
     assert times.is_tidying_due(120_000)
     times.done(True, 120_000)
     assert not times.is_tidying_due(120_000)
+
+
+def test_a_short_interval_makes_tidying_no_more_frequent_than_once_a_second() -> None:
+    times = CutTimes(20, WAL_BYTES, 0)
+    assert not times.is_tidying_due(TIDY_MIN_MS - 1)
+    assert times.is_tidying_due(TIDY_MIN_MS)
+    times.tidied(TIDY_MIN_MS)
+    assert not times.is_tidying_due(2 * TIDY_MIN_MS - 1)
 
 
 def test_upkeep_may_begin_behind_the_first_try_of_a_cut() -> None:

@@ -112,6 +112,27 @@ def test_pauses_of_all_connections_follow_each_other() -> None:
     asyncio.run(pauses())
 
 
+def test_an_app_call_that_is_cut_before_its_first_step_ends_as_any_other() -> None:
+    """It would not answer its client, and a drain would wait for it for ever."""
+    ended: list[str] = []
+
+    async def run() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append("told")
+
+    async def cut() -> None:
+        connections = Connections()
+        connections.start_task(run)
+        await connections.abort()
+        assert not connections.tasks
+        await connections.wait_closed()
+
+    asyncio.run(cut())
+    assert ended == ["told"]
+
+
 def test_the_end_of_file_is_passed_on_to_every_pipelined_request(loop: str) -> None:
     """Each begins after it; a long poll is answered to nobody."""
     with Server(loop=loop) as server, server.client() as client:

@@ -20,7 +20,8 @@ from topics.frontend.entry.bodies import medium_bodies
 from topics.frontend.http import http1_websocket
 from topics.frontend.http.deadlines import HttpLimits
 from topics.frontend.http.frame_budget import FRAMES_BURST, OVERDRAWN
-from topics.frontend.http.http1_websocket import Http1WebSocket, Http1WebSockets, text_frame
+from topics.frontend.http.http1_websocket import Http1WebSocket, Http1WebSockets
+from topics.frontend.http.websocket_output import SocketStage, text_frame
 
 LIMITS = HttpLimits(max_body_bytes=4_000_000, linger_ms=200)
 
@@ -372,18 +373,41 @@ def test_a_cancelled_send_of_a_long_message_cuts_the_connection() -> None:
         until(lambda: websocket not in server.connections.open, "it is cut")
 
 
-def test_a_close_frame_comes_behind_the_long_message_that_is_being_sent() -> None:
-    limits = HttpLimits(max_body_bytes=4_000_000, linger_ms=60_000)
+@pytest.mark.parametrize("linger_ms", [1, 60_000])
+def test_a_close_frame_comes_behind_the_long_message_that_is_being_sent(linger_ms: int) -> None:
+    """The time to answer it begins then."""
+    limits = HttpLimits(max_body_bytes=4_000_000, linger_ms=linger_ms)
     with Server(limits=limits) as server, Peer(server, receive_buffer_bytes=4096) as peer:
         peer.say(TextMessage("x" * 3_900_000))
         until(lambda: inside(server).get_write_buffer_size() > 500_000, "most of the answer waits")
         with contextlib.suppress(OSError):
             for _ in range(5):
                 peer.say(TextMessage("x" * 1_000_000, message_finished=False))
+        until(lambda: inside(server).stage is SocketStage.CLOSING, "it is too long")
         assert peer.texts(1) == ["X" * 3_900_000]
         event = peer.next()
         assert isinstance(event, CloseConnection)
         assert event.code == 1009
+
+
+@pytest.mark.parametrize("ends_its_side", [False, True])
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_a_close_in_the_middle_of_a_long_message_is_answered_behind_it(loop: str, ends_its_side: bool) -> None:
+    limits = HttpLimits(max_body_bytes=4_000_000, linger_ms=60_000)
+    with Server(loop, limits=limits) as server, Peer(server, receive_buffer_bytes=4096) as peer:
+        peer.say(TextMessage("x" * 3_900_000))
+        until(lambda: inside(server).get_write_buffer_size() > 500_000, "most of the answer waits")
+        websocket = inside(server)
+        peer.say(CloseConnection(1001, "bye"))
+        until(lambda: websocket.stage is SocketStage.ANSWERING, "the close is read")
+        peer.client.send(raw(1, b"behind the close"))
+        if ends_its_side:
+            peer.client.half_close()
+        assert not server.app.disconnects, "the app may not end its send"
+        assert peer.texts(1) == ["X" * 3_900_000]
+        assert peer.closed_with() == 1001
+        until(lambda: server.app.disconnects == 1, "the app is told")
+        assert not server.app.errors
 
 
 def test_a_receive_that_follows_a_cancelled_one_at_once_is_woken() -> None:

@@ -17,13 +17,17 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-PACKAGES: Final = ("storage", "compactor", "walshard", "supervisor")
+PACKAGES: Final = ("storage", "compactor", "walshard", "supervisor", "archive")
 CALLS: Final = frozenset(("fdatasync", "fsync_dir", "sync_all", "fsync", "rename"))
 SYNC_OF: Final = frozenset(("writer", "active", "_logs"))
 """Names of objects whose `sync()` is such a call, too."""
 TIMEOUT_S: Final = 300
 
 NOTICED_BY: Final[dict[str, Sequence[str]]] = {
+    "archive/directory_copy.py": ("archive/test_every_sync.py",),
+    "archive/promoting.py": ("archive/test_every_sync.py",),
+    "archive/replica.py": ("archive/test_every_sync.py",),
+    "archive/restoring.py": ("archive/test_every_sync.py",),
     "compactor/checkpoints.py": (
         *("walshard/test_every_sync.py", "compactor/test_cut_failures.py", "compactor/test_durable_marks.py"),
     ),

@@ -6,6 +6,7 @@ A kill cannot show one that is missing, for the page cache survives it (docs/rel
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.compactor.checkpoints import SYNC_ONE_BY_ONE_MAX
 from topics.core.config import TopicConfig
-from topics.core.routers import FeedFrameBody, RouterSpec
+from topics.core.routers import RouterSpec
+from topics.shm.arena import TopicView
 from topics.shm.asks import Message
 from topics.shm.queue_messages import CursorDelete, CursorPut
 from topics.shm.topic_messages import (
@@ -31,7 +33,7 @@ from topics.shm.topic_messages import (
     SyncRouters,
 )
 from topics.storage import layout
-from topics.walshard.commit.draft import Steps
+from topics.walshard.commit.draft import LogWrite, Steps
 from topics.walshard.routers.feeds import Feed
 
 
@@ -144,7 +146,7 @@ def test_each_step_of_a_checkpoint_is_on_the_disk_before_the_next(
     deletions before the snapshot that takes them for done.
     """
     rig = machine.rig
-    alone = rig.shard._handlers.alone
+    alone = rig.shard.handlers.alone
     assert isinstance(alone, dict)
     take = alone[Checkpoint]
     told: list[int] = []
@@ -186,15 +188,29 @@ def test_where_a_dest_stands_is_on_the_disk_whenever_its_routers_change(
     """Copies are made from some record on, and of all by the end: the source may give up its records."""
     rig = machine.rig
     feeds = rig.shard.routing.feeds
-    log_cursor = feeds.log_cursor
+    bind = feeds.bind
     on_disk: list[bool] = []
 
-    def looking(feed: Feed, body: FeedFrameBody, *, sync: bool = False) -> Steps[bool]:
-        logged = yield from log_cursor(feed, body, sync=sync)
+    def looking(make: Callable[..., LogWrite], *arguments: Any) -> LogWrite:
+        write = make(*arguments)
+        apply = write.apply
+
+        def logged() -> None:
+            assert apply is not None
+            apply()
+            on_disk.append(not machine.unsynced_logs)
+
+        write.apply = logged
+        return write
+
+    def looking_at_bind(feed: Feed, sight: TopicView) -> Steps[bool]:
+        logged = yield from bind(feed, sight)
         on_disk.append(not machine.unsynced_logs)
         return logged
 
-    monkeypatch.setattr(feeds, "log_cursor", looking)
+    for name in ("start", "reroute", "stop"):
+        monkeypatch.setattr(feeds, name, partial(looking, getattr(feeds, name)))
+    monkeypatch.setattr(feeds, "bind", looking_at_bind)
 
     def changed(call: Message) -> None:
         before = len(on_disk)

@@ -49,6 +49,8 @@ RETRY_MS: Final = 2_000
 RETRY_MAX_MS: Final = 60_000
 """A bound that holds however long the interval is: a full disk must get its room back."""
 
+TIDY_MIN_MS: Final = 1_000
+"""The least time between two tries to remove what a cut could not remove: each reads all pins."""
 SHORT_OF_ROOM_MS: Final = 1_000
 """The time between two cuts while the disk has little room: what a delete gives up is there soon after it."""
 SHORT_OF_ROOM_BYTES: Final = 1024 * 1024
@@ -93,7 +95,7 @@ class CutTimes:
 
     def is_tidying_due(self, now_ms: int) -> bool:
         """True if it is time to try again to remove files that a cut could not remove."""
-        return now_ms - self._tidied_ms >= self._retry_max_ms
+        return now_ms - self._tidied_ms >= max(TIDY_MIN_MS, self._retry_max_ms)
 
     def tidied(self, now_ms: int) -> None:
         """Note that removing them was tried."""

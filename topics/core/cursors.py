@@ -53,7 +53,7 @@ class CursorFrameBody(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.missing[0][0] if self.missing else self.seq
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class NamedCursor:
     """One cursor: its position and the reads under way. `revision` changes when anything but a reader moves it."""
 
@@ -86,6 +86,11 @@ class NamedCursor:
     def seq(self) -> int:
         """Position of the next read."""
         return self._missing[0][0] if self._missing else self._front
+
+    @property
+    def is_being_read(self) -> bool:
+        """Return whether reads are under way."""
+        return bool(self._under_way)
 
     @property
     def up_to_seq(self) -> int | None:

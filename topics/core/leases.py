@@ -251,6 +251,11 @@ class Leases(QueueJobs):
         """True while the end of any job of a stream is being committed."""
         return any(self._jobs[seq].phase == JobPhase.HELD for seq in self._holders.get(holder, ()))
 
+    @property
+    def has_holders(self) -> bool:
+        """Return whether jobs belong to streams, or are on their way to the dead letters."""
+        return bool(self._holders)
+
     def holders_at(self, frontend: int) -> list[Holder]:
         """Return the holders of jobs that are connected to this frontend."""
         return [holder for holder in self._holders if holder[0] == frontend]

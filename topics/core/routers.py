@@ -84,6 +84,7 @@ class RouterRegistry:
 
     def __init__(self) -> None:
         self.by_name: dict[str, Router] = {}
+        self.by_id: dict[int, Router] = {}
         self._into: dict[str, dict[str, Router]] = {}
         """Routers by dest, then by name."""
         self._from: dict[str, dict[str, Router]] = {}
@@ -144,7 +145,7 @@ class RouterRegistry:
 
     def put(self, router: Router) -> None:
         self.remove(router.name)
-        self.by_name[router.name] = router
+        self.by_name[router.name] = self.by_id[router.id] = router
         self._into.setdefault(router.spec.dest, {})[router.name] = router
         self._from.setdefault(router.spec.source, {})[router.name] = router
         self.last_id = max(self.last_id, router.id)
@@ -153,6 +154,7 @@ class RouterRegistry:
         """Remove the router of this name, if there is one."""
         router = self.by_name.pop(name, None)
         if router is not None:
+            del self.by_id[router.id]
             for index, topic in ((self._into, router.spec.dest), (self._from, router.spec.source)):
                 del index[topic][name]
                 if not index[topic]:

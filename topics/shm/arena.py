@@ -356,6 +356,11 @@ class ArenaReader:
             if self._words[word] == published:
                 return _decode_descriptor(body), view
 
+    @property
+    def unlearned(self) -> int:
+        """The most changes of topics that the next look for a name learns of."""
+        return len(self._unlearned) + self._words[_Header.CHANGE_COUNT] - self._listed_changes
+
     def learn(self, slots_max: int) -> bool:
         """Learn of at most `slots_max` changed topics: ten thousand would hold up the process. True if none is left."""
         if not self._unlearned:

@@ -174,7 +174,7 @@ class FollowerShard(Shard):
         for hosted in changed:
             hosted.publish()
             if hosted.topic.queue is not None:
-                self._handlers.queues.changed(hosted)
+                self.handlers.queues.changed(hosted)
             if hosted.watchers:
                 self._rings.notify(hosted.watchers)
         if changed or bereft:

@@ -58,7 +58,7 @@ class Shard:
     """One shard at work. `serve` and `copy` are called for ever; nothing else takes requests or commits."""
 
     _rings: ShardRings
-    _handlers: Handlers
+    handlers: Handlers
     routing: Routing
     _commits: Commits
     _holdings: Holdings
@@ -74,10 +74,10 @@ class Shard:
         self._time.look()
         self.tick()
         requests = self._serve_requests()
-        if requests or self._handlers.queues.have_changed:
+        if requests or self.handlers.queues.have_changed:
             self._finish_group()
-        if self._handlers.frontends.some_died:
-            self._handlers.frontends.end_dead(self._group)
+        if self.handlers.frontends.some_died:
+            self.handlers.frontends.end_dead(self._group)
             self._finish_group()
         if self._run(self.upkeep.step()):
             self._holdings.settle()
@@ -86,8 +86,8 @@ class Shard:
 
     def tick(self) -> None:
         """Do what no request brings about, and has its own time."""
-        if self._handlers.queues.is_due:
-            self._run(self._handlers.queues.tick())
+        if self.handlers.queues.is_due:
+            self._run(self.handlers.queues.tick())
 
     def copy(self, after_requests: bool) -> bool:
         """Copy for a moment, a page at a time while requests come: they go first. False when there is nothing."""
@@ -152,10 +152,10 @@ class Shard:
         else:
             assert kind == MessageKind.CALL
             call = messages.decode(message)
-        in_group = self._handlers.in_group.get(type(call))
+        in_group = self.handlers.in_group.get(type(call))
         if in_group is None:
             self._commit_group()
-            self._run(self._handlers.alone[type(call)](call, request.frontend), request)
+            self._run(self.handlers.alone[type(call)](call, request.frontend), request)
             return False
         for _ in range(TRIES_MAX):
             try:
@@ -205,7 +205,7 @@ class Shard:
             self._notify(draft.touched.values())
         for hosted in draft.deleted:
             self.routing.deleted(hosted)
-            self._handlers.queues.topic_deleted(hosted)
+            self.handlers.queues.topic_deleted(hosted)
             self._rings.notify(hosted.watchers)
 
     # -- publish, notify
@@ -215,7 +215,7 @@ class Shard:
         for hosted in changed:
             hosted.publish()
             if hosted.topic.queue is not None:
-                self._handlers.queues.changed(hosted)
+                self.handlers.queues.changed(hosted)
 
     def _notify(self, changed: Iterable[Hosted]) -> None:
         """Tell watching frontends and routers that topics have changed."""
@@ -229,8 +229,8 @@ class Shard:
     def _finish_group(self) -> None:
         """Commit what is gathered, deal out jobs that are ready by it, and answer everything so far."""
         self._commit_group()
-        if self._handlers.queues.have_changed:
-            self._handlers.queues.deal(self._group)
+        if self.handlers.queues.have_changed:
+            self.handlers.queues.deal(self._group)
             self._commit_group()
         self._holdings.settle()
         for request in self._unanswered:
@@ -257,7 +257,7 @@ class Shard:
     @property
     def next_tick_ms(self) -> int | None:
         """Monotonic ms at which `serve` will have something to do though nobody asks; None: never."""
-        return self._handlers.queues.next_tick_ms
+        return self.handlers.queues.next_tick_ms
 
     def sync_in_background(self) -> None:
         """Sync what nobody waits for, and show what became durable by it."""
@@ -279,7 +279,7 @@ class Shard:
     def close(self) -> None:
         """End cleanly: everything is in the logs as it is, and on the disk."""
         self._time.look()
-        for steps in (self.routing.feeds.log_ephemeral(), self._handlers.cursors.settle(), self.upkeep.close()):
+        for steps in (self.routing.feeds.log_ephemeral(), self.handlers.cursors.settle(), self.upkeep.close()):
             self._run(steps)
         self._commits.close()
 

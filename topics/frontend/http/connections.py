@@ -179,7 +179,8 @@ class Connections:
         """Cut what is left. Requests that are not answered yet get `503 shutting_down`."""
         if tasks := list(self.tasks.values()):
             for task in tasks:
-                task.cancel()
+                # Behind its first step, without which it would neither answer nor leave `tasks`.
+                self._loop.call_soon(task.cancel)
             await asyncio.wait(tasks, timeout=1.0)
         for connection in list(self.open):
             connection.close_now()

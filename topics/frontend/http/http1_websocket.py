@@ -5,6 +5,8 @@ send(), send_now() ─▶ frame ─▶ transport                 a long frame in
 
 HANDSHAKE ─ accept ─▶ OPEN ─ a close frame is sent ─▶ CLOSING ─▶ OVER: half-close, and drop input until the client
     └── refused ──────────┴─ the client's close, or it is gone ─────┘  has closed, too
+
+Nothing can follow half a frame: a close frame of ours comes behind the rest of it (ANSWERING, where it is an answer).
 """
 
 from __future__ import annotations
@@ -14,12 +16,11 @@ import math
 import socket
 from collections import deque
 from contextlib import suppress
-from enum import IntEnum
 from typing import Any, Final
 
 from h2.exceptions import DenialOfServiceError
 from wsproto.connection import Connection, ConnectionType
-from wsproto.events import CloseConnection, Event, Ping, TextMessage
+from wsproto.events import CloseConnection, Event, Ping
 from wsproto.frame_protocol import CloseReason
 from wsproto.utilities import LocalProtocolError, generate_accept_token
 
@@ -37,36 +38,14 @@ from topics.frontend.http.websocket_input import (
     MessageTooLongError,
     handshake_error,
 )
+from topics.frontend.http.websocket_output import SocketStage, long_frame, text_frame
 from topics.log import get_logger
 
 MESSAGES_MAX: Final = 8
 """Whole messages that wait for the app. Then nothing more is read."""
 
 _TOO_EARLY: Final = invalid("frames of a WebSocket came before the answer to its handshake")
-_framer: Final = Connection(ConnectionType.SERVER)
-_last_frame: tuple[bytes, bytes] = (b"", b"")
 _log = get_logger()
-
-
-def text_frame(message: bytes) -> bytes:
-    """Return the frame of a message in UTF-8. The same one goes to many clients in turn: the last one is remembered."""
-    global _last_frame
-    if _last_frame[0] is not message:
-        _last_frame = (message, _frame(message))
-    return _last_frame[1]
-
-
-def _frame(message: bytes) -> bytes:
-    return bytes(_framer.send(TextMessage(message.decode())))
-
-
-class SocketStage(IntEnum):
-    """The progress of a WebSocket."""
-
-    HANDSHAKE = 0
-    OPEN = 1
-    CLOSING = 2  # a close frame is sent: the client is to answer it
-    OVER = 3  # nothing more is sent or taken
 
 
 class Http1WebSockets:
@@ -106,7 +85,7 @@ class Http1WebSocket(asyncio.Protocol):
         self._shared = shared
         self._loop = shared.loop
         self._transport = transport
-        self._stage = SocketStage.HANDSHAKE
+        self.stage = SocketStage.HANDSHAKE
         self._scope: Scope | None = None  # until its app is started
         self._app: asyncio.Task[Any] | None = None
         self._accept_token = b""
@@ -128,6 +107,7 @@ class Http1WebSocket(asyncio.Protocol):
         self._sending = asyncio.Lock()
         self._left_bytes = 0  # of the frame that is sent in pieces
         self._close_frame = b""  # waits until half a frame is whole
+        self._close_code = 0  # of that frame
         self._pong = b""  # waits until there is room, or half a frame is whole
         self._reader_timer = SlowReaderTimer(shared.limits, shared.clock, shared.loop, self)
 
@@ -162,7 +142,7 @@ class Http1WebSocket(asyncio.Protocol):
     # The app.
 
     def _start_app(self) -> None:
-        if self._stage is SocketStage.HANDSHAKE:
+        if self.stage is SocketStage.HANDSHAKE:
             self._shared.connections.arrived += 1
             self._shared.connections.start_task(self._run_app)
 
@@ -177,7 +157,7 @@ class Http1WebSocket(asyncio.Protocol):
         finally:
             self._app = None
             self._messages.clear()
-            if self._stage is SocketStage.HANDSHAKE:
+            if self.stage is SocketStage.HANDSHAKE:
                 self._refuse(TopicsError("internal", "the handshake failed inside the server"))
             else:
                 is_draining = self._shared.connections.draining
@@ -208,7 +188,7 @@ class Http1WebSocket(asyncio.Protocol):
         if kind == "websocket.send":
             # Taken out of the message, which the sender keeps until this is done.
             await self._send(message.pop("text").encode())
-        elif self._stage is SocketStage.OVER:
+        elif self.stage is SocketStage.OVER:
             return
         elif kind == "websocket.accept":
             self._accept(message.get("headers", ()))
@@ -220,7 +200,7 @@ class Http1WebSocket(asyncio.Protocol):
             self._transport.write(message.get("body", b""))
             if not message.get("more_body", False):
                 self._end(CloseReason.NORMAL_CLOSURE)
-        elif self._stage is SocketStage.HANDSHAKE:
+        elif self.stage is SocketStage.HANDSHAKE:
             self._refuse(TopicsError("forbidden", "no WebSocket may be opened here"))
         else:
             async with self._sending:
@@ -229,9 +209,9 @@ class Http1WebSocket(asyncio.Protocol):
     # The handshake.
 
     def _accept(self, headers: Any) -> None:
-        assert self._stage is SocketStage.HANDSHAKE
+        assert self.stage is SocketStage.HANDSHAKE
         block, _, _ = header_block(tuple(headers))
-        self._stage = SocketStage.OPEN
+        self.stage = SocketStage.OPEN
         self._transport.write(
             b"%bupgrade: websocket\r\nconnection: Upgrade\r\nsec-websocket-accept: %b\r\n%b\r\n"
             % (STATUS_LINES[101], self._accept_token, block)
@@ -239,16 +219,16 @@ class Http1WebSocket(asyncio.Protocol):
         self._set_timer(PING_INTERVAL_S, self._ping)
 
     def _refuse(self, error: TopicsError) -> None:
-        if self._stage is SocketStage.HANDSHAKE:
+        if self.stage is SocketStage.HANDSHAKE:
             self._transport.write(error_answer(error))
             self._end(CloseReason.NORMAL_CLOSURE)
 
     # The transport's calls.
 
     def data_received(self, data: bytes) -> None:
-        if self._stage is SocketStage.HANDSHAKE:
+        if self.stage is SocketStage.HANDSHAKE:
             self._refuse(_TOO_EARLY)
-        elif self._stage is SocketStage.OVER:
+        elif self.stage >= SocketStage.ANSWERING:
             return
         elif self._parses_soon or self._is_full:
             self._unparsed += data
@@ -260,9 +240,9 @@ class Http1WebSocket(asyncio.Protocol):
     def eof_received(self) -> bool:
         """asyncio: the client has closed its sending side. Return True to keep ours open for what it sent before."""
         self._is_ended = True
-        if self._stage is SocketStage.OVER:
+        if self.stage is SocketStage.OVER:
             return False
-        if not (self._parses_soon or self._is_full):
+        if not (self._parses_soon or self._is_full or self.stage is SocketStage.ANSWERING):
             self._lose()
         return True
 
@@ -282,7 +262,7 @@ class Http1WebSocket(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """asyncio: the connection is closed. Everything that waits for it ends."""
-        self._over(CloseReason.ABNORMAL_CLOSURE)
+        self._over(self._close_code if self.stage is SocketStage.ANSWERING else CloseReason.ABNORMAL_CLOSURE)
         if self._timer is not None:
             self._timer.cancel()
         self._reader_timer.close()
@@ -301,7 +281,7 @@ class Http1WebSocket(asyncio.Protocol):
         try:
             for number, event in enumerate(self._wire.events(), 1):
                 self._handle(event)
-                if self._stage is SocketStage.OVER:
+                if self.stage >= SocketStage.ANSWERING:
                     return
                 self._is_full = len(self._messages) >= MESSAGES_MAX
                 if self._is_full:
@@ -330,7 +310,7 @@ class Http1WebSocket(asyncio.Protocol):
 
     def _parse_on(self) -> None:
         self._parses_soon = False
-        if self._stage is SocketStage.OVER:
+        if self.stage >= SocketStage.ANSWERING:
             return
         if self._unparsed and self._is_wire_empty:  # else a client that sends faster than we parse would fill it
             self._wire.receive_data(bytes(self._unparsed))
@@ -339,12 +319,15 @@ class Http1WebSocket(asyncio.Protocol):
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, CloseConnection):
-            with suppress(LocalProtocolError):  # ours is sent already
-                self._write_control(self._wire.send(event.response()))
-            self._end(event.code)
+            with suppress(LocalProtocolError):  # ours is sent already, or waits
+                self._send_close(self._wire.send(event.response()))
+            if self._left_bytes:
+                self.stage, self._close_code = SocketStage.ANSWERING, event.code
+            else:
+                self._end(event.code)
             return
         message = self._incoming.take(event)
-        if self._stage is not SocketStage.OPEN:
+        if self.stage is not SocketStage.OPEN:
             return  # only the client's close frame counts now
         if isinstance(event, Ping):
             self._pong = bytes(self._wire.send(event.response()))  # only the last one needs one (RFC 6455 §5.5.3)
@@ -368,16 +351,16 @@ class Http1WebSocket(asyncio.Protocol):
         """Send a message at once (`asgi.SEND_NOW`); False if it has to wait: `send` does."""
         if not self._writable or self._sending.locked() or len(message) > PIECE_BYTES_MAX:
             return False
-        if self._stage is SocketStage.OPEN:
+        if self.stage is SocketStage.OPEN:
             self._transport.write(text_frame(message))
         return True
 
     async def _send(self, message: bytes) -> None:
         async with self._sending:  # one frame at a time
             await self._wait_writable()
-            if self._stage is not SocketStage.OPEN:
+            if self.stage is not SocketStage.OPEN:
                 return
-            frame = text_frame(message) if len(message) <= PIECE_BYTES_MAX else _frame(message)
+            frame = text_frame(message) if len(message) <= PIECE_BYTES_MAX else long_frame(message)
             del message
             if len(frame) <= PIECE_BYTES_MAX:
                 self._transport.write(frame)
@@ -391,19 +374,20 @@ class Http1WebSocket(asyncio.Protocol):
         timer = SlowReaderTimer(self._shared.limits, self._shared.clock, self._loop, self)
         timer.start()
         try:
-            while self._left_bytes and self._stage is not SocketStage.OVER:
+            while self._left_bytes and self.stage is not SocketStage.OVER:
                 piece = bytes(frame[-self._left_bytes :][:PIECE_BYTES_MAX])
                 self._left_bytes -= len(piece)
                 self._transport.write(piece)
                 await self._wait_writable()
         except asyncio.CancelledError:
-            if self._left_bytes and self._stage is not SocketStage.OVER:
+            if self._left_bytes and self.stage is not SocketStage.OVER:
                 self._transport.abort()  # nothing can follow half a frame
             raise
         finally:
             timer.close()
-        if self._stage is SocketStage.CLOSING:
+        if self._close_frame and self.stage is not SocketStage.OVER:
             self._transport.write(self._close_frame)
+            self._await_close()
         self._send_pong()
 
     async def _wait_writable(self) -> None:
@@ -415,12 +399,12 @@ class Http1WebSocket(asyncio.Protocol):
             self._transport.write(frame)
 
     def _send_pong(self) -> None:
-        if self._pong and self._writable and not self._left_bytes and self._stage is SocketStage.OPEN:
+        if self._pong and self._writable and not self._left_bytes and self.stage is SocketStage.OPEN:
             self._transport.write(self._pong)
             self._pong = b""
 
     def _ping(self) -> None:
-        if self._stage is SocketStage.OPEN:
+        if self.stage is SocketStage.OPEN:
             self._write_control(self._wire.send(Ping()))
             self._set_timer(PING_INTERVAL_S, self._ping)
 
@@ -428,13 +412,24 @@ class Http1WebSocket(asyncio.Protocol):
 
     def _close(self, code: int, reason: str | None = None) -> None:
         """Send a close frame. The client has `linger_ms` to answer it."""
-        if self._stage is SocketStage.OPEN:
-            self._stage = SocketStage.CLOSING
-            frame = bytes(self._wire.send(CloseConnection(code, reason)))
-            if self._left_bytes:
-                self._close_frame = frame
-            self._write_control(frame)
-            self._set_timer(self._shared.limits.linger_ms / 1000, lambda: self._end(code))
+        if self.stage is SocketStage.OPEN:
+            self._close_code = code
+            self._send_close(self._wire.send(CloseConnection(code, reason)))
+            if not self._left_bytes:
+                self._await_close()
+
+    def _send_close(self, frame: bytes) -> None:
+        self.stage = SocketStage.CLOSING
+        if self._left_bytes:
+            self._close_frame = bytes(frame)
+        else:
+            self._transport.write(frame)
+
+    def _await_close(self) -> None:
+        if self.stage is SocketStage.ANSWERING:
+            self._end(self._close_code)
+        else:
+            self._set_timer(self._shared.limits.linger_ms / 1000, lambda: self._end(self._close_code))
 
     def _lose(self) -> None:
         """The client has ended its side without a close frame, and all that it sent before is handled."""
@@ -444,7 +439,7 @@ class Http1WebSocket(asyncio.Protocol):
 
     def _end(self, code: int) -> None:
         """Half-close, and drop input until the client closes, too: a reset could destroy what was sent last."""
-        if self._stage is SocketStage.OVER:
+        if self.stage is SocketStage.OVER:
             return
         self._over(code)
         self._unparsed.clear()
@@ -464,8 +459,8 @@ class Http1WebSocket(asyncio.Protocol):
 
     def _over(self, code: int) -> None:
         """Tell the app that the WebSocket is over. It has GONE_S to end."""
-        if self._stage is not SocketStage.OVER:
-            self._stage = SocketStage.OVER
+        if self.stage is not SocketStage.OVER:
+            self.stage = SocketStage.OVER
             self._put({"type": "websocket.disconnect", "code": int(code)})
             if self._app is not None:
                 self._loop.call_later(GONE_S, self._app.cancel)

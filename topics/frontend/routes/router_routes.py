@@ -177,7 +177,9 @@ class RouterRoutes:
 
     async def after_delete(self, topic: str, routers: list[Router]) -> None:
         """Remove the routers of a deleted topic. They forward nothing once this returns."""
-        await self.gateway.call(REGISTRY_SHARD, RemoveRouters([router.id for router in routers]))
+        for begin in range(0, len(routers), SLICE_ROUTERS):
+            ids = [router.id for router in routers[begin : begin + SLICE_ROUTERS]]
+            await self.gateway.call(REGISTRY_SHARD, RemoveRouters(ids))
         dests = sorted({router.spec.dest for router in routers} - {topic})
         for begin in range(0, len(dests), SYNCED_AT_ONCE):
             await asyncio.gather(*map(self._sync, dests[begin : begin + SYNCED_AT_ONCE]))

@@ -42,6 +42,8 @@ class Frontends:
         self._cells = [control.cell(Role.FRONTEND, index).supervisor for index in range(control.frontends)]
         self._ended = [_incarnation_ended(cell) for cell in self._cells]
         """By frontend: the last incarnation that is known to be over."""
+        self.watched: list[set[str]] = [set() for _ in self._cells]
+        """By frontend: the topics that it watches, also deleted ones. To look at all topics may take long."""
 
     def watch(self, call: Watch, frontend: int, group: Draft) -> None:
         """Note who watches a topic, and notify at once if it is not what was seen. Nobody waits for a reply."""
@@ -50,6 +52,7 @@ class Frontends:
         hosted = self._catalog.find(call.name)
         if hosted is not None:
             hosted.watchers[frontend] = call.token
+            self.watched[frontend].add(hosted.topic.name)
         if hosted is None or (hosted.topic.id, hosted.topic.head_seq) != (call.seen_topic_id, call.seen_head_seq):
             self._notify({frontend: call.token})
 
@@ -58,6 +61,8 @@ class Frontends:
         hosted = self._catalog.find(call.name)
         if hosted is not None and hosted.watchers.get(frontend) == call.token:
             del hosted.watchers[frontend]
+        if hosted is None or frontend not in hosted.watchers:
+            self.watched[frontend].discard(call.name)
 
     def hello(self, call: Hello, frontend: int, group: Draft) -> None:
         """End all incarnations of a frontend before the one that says hello. Nobody waits for a reply."""
@@ -81,8 +86,9 @@ class Frontends:
                 self._end(frontend, group)
 
     def _end(self, frontend: int, group: Draft) -> None:
-        for hosted in self._catalog:
+        for hosted in filter(None, map(self._catalog.find, self.watched[frontend])):
             hosted.watchers.pop(frontend, None)
+        self.watched[frontend].clear()
         self._forget(frontend)
         self._sessions.frontend_died(frontend)
         self._queues.frontend_died(frontend, group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from weakref import WeakSet
 
 import msgspec
 
@@ -33,12 +34,13 @@ class NamedCursors:
     def __init__(self, catalog: Catalog, time: StepClock) -> None:
         self._catalog = catalog
         self._time = time
+        self.being_read: WeakSet[NamedCursor] = WeakSet()
+        """Cursors with reads under way, and maybe others. Those that end leave by themselves."""
 
     def frontend_died(self, frontend: int) -> None:
         """Note that a frontend died: the answers that it had not passed on are lost."""
-        for hosted in self._catalog:
-            for cursor in hosted.topic.cursors:
-                cursor.frontend_died(frontend)
+        for cursor in self.being_read:
+            cursor.frontend_died(frontend)
 
     def settle(self) -> Steps[None]:
         """Log each cursor at a clean end: behind every answer that was passed on, and before all others."""
@@ -102,7 +104,9 @@ class NamedCursors:
         cursor = hosted.topic.cursors.get(call.name, call.cursor)
         moved = cursor.advance(call.revision, call.from_seq, call.to_seq, frontend, call.read)
         reply = CursorMoved(moved, cursor.seq, cursor.up_to_seq, cursor.revision, moved and not cursor.strict)
-        if moved and cursor.strict:
+        if moved and not cursor.strict:
+            self.being_read.add(cursor)
+        elif moved:
             self._persist(group, hosted, cursor, partial(cursor.mark_missing, [(call.from_seq, call.to_seq)]))
         return reply
 
@@ -116,6 +120,8 @@ class NamedCursors:
             cursor.passed_on(call.revision, frontend, call.read)
         else:
             cursor.failed(call.revision, frontend, call.read)
+        if not cursor.is_being_read:
+            self.being_read.discard(cursor)
         self._persist(group, hosted, cursor, cursor.persist_failed)
         return Done()
 

@@ -70,6 +70,8 @@ class Queues:
         """Workers that wait, by topic id of their queue."""
         self._changed: dict[int, Hosted] = {}
         """Queues whose counts are to be published and whose jobs may be dealt, by topic id."""
+        self._held: set[int] = set()
+        """Ids of queues that were dealt last while frontends held jobs of them."""
         self._timers = Timers()
         for hosted in catalog:
             if hosted.topic.queue is not None:
@@ -103,6 +105,10 @@ class Queues:
                 held = workers.hold(patience_ms, leases.ready, now)
                 if workers.may_deal(leases.ready, config.claim_jitter_ms, now, held):
                     self._deal(group, hosted, leases, workers, held)
+            if leases.has_holders:
+                self._held.add(topic_id)
+            else:
+                self._held.discard(topic_id)
             hosted.publish_counts()
             self._set_timer(hosted, leases, workers)
 
@@ -129,6 +135,7 @@ class Queues:
     def topic_deleted(self, hosted: Hosted) -> None:
         """Tell those who wait for jobs of a deleted queue that it ended."""
         self._timers.forget(hosted.topic.id)
+        self._held.discard(hosted.topic.id)
         workers = self._workers.pop(hosted.topic.id, None)
         for worker in workers.clear() if workers is not None else ():
             frontend, stream = worker.where
@@ -136,9 +143,10 @@ class Queues:
 
     def frontend_died(self, frontend: int, group: Draft) -> None:
         """End the streams of a frontend, and release the jobs that it was moving to dead letters."""
-        for hosted in self._catalog:
-            leases = hosted.topic.queue
-            if leases is None:
+        for topic_id in sorted({*self._workers, *self._held, *self._changed}):
+            hosted = self._catalog.find_id(topic_id)
+            leases = None if hosted is None else hosted.topic.queue
+            if hosted is None or leases is None:
                 continue
             workers = self._workers.get(hosted.topic.id)
             if workers is not None:

@@ -131,7 +131,9 @@ class Feed:
 
 
 class Feeds:
-    """One shard's feeds by dest and by source, and the board of their progress. Steps to False have changed nothing."""
+    """One shard's feeds by dest and by source, and the board of their progress. A write changes what it says once it is
+    logged.
+    """
 
     def __init__(self, board: RouterBoardWriter, now_ms: Callable[[], int]) -> None:
         self._board = board
@@ -179,27 +181,32 @@ class Feeds:
             if former is not None and former.source_topic_id == feed.source_topic_id:
                 feed.source_seq = max(feed.source_seq, former.source_seq)
 
-    def start(self, hosted: Hosted, source: str, sight: TopicView | None, routers: list[Router]) -> Steps[bool]:
-        """Begin to copy into a dest, behind the head of its source. A restart begins at the same place."""
+    def start(self, hosted: Hosted, source: str, sight: TopicView | None, routers: list[Router]) -> LogWrite:
+        """Return the write that begins to copy into a dest, behind the head of its source. A restart begins at the same
+        place.
+        """
         head_seq = 0 if sight is None else sight.head_seq
         body = FeedFrameBody(
             source, 0 if sight is None else sight.topic_id, head_seq, [FeedRouter(one, head_seq) for one in routers]
         )
         feed = Feed(hosted, body)
-        if not (yield from self.log_cursor(feed, feed.body(), sync=True)):
-            return False
-        self._add(feed)
-        self.show_progress(feed)
-        return True
+
+        def begun() -> None:
+            self._add(feed)
+            self.show_progress(feed)
+
+        return self._write(feed, feed.body(), begun)
 
     def bind(self, feed: Feed, sight: TopicView) -> Steps[bool]:
-        """Copy a source that exists now from its first record on."""
+        """Copy a source that exists now from its first record on. False, and nothing has changed, if that fails."""
         body = feed.body()
         body.source_topic_id = sight.topic_id
-        return (yield from self._log_and_show(feed, body))
+        draft = Draft([self._write(feed, body, partial(self.show_progress, feed))])
+        yield draft
+        return draft.committed
 
-    def reroute(self, feed: Feed, sight: TopicView | None, routers: list[Router]) -> Steps[bool]:
-        """Take other routers, or changed ones, from the same source. New ones begin at its head."""
+    def reroute(self, feed: Feed, sight: TopicView | None, routers: list[Router]) -> LogWrite:
+        """Return the write that takes other or changed routers from the same source. New ones begin at its head."""
         head_seq = 0 if sight is None else sight.head_seq
         known = {one.router.id: one for one in feed.routers}
         body = feed.body()
@@ -209,22 +216,25 @@ class Feeds:
             else FeedRouter(router, head_seq)
             for router in routers
         ]
-        if not (yield from self._log_and_show(feed, body)):
-            return False
-        for router_id in known.keys() - {router.id for router in routers}:
-            self._board.remove(router_id)
-        feed.no_room_for = 0, 0, 0
-        return True
 
-    def stop(self, feed: Feed) -> Steps[bool]:
-        """Copy nothing into the dest any more; its copies stay."""
+        def rerouted() -> None:
+            self.show_progress(feed)
+            for router_id in known.keys() - {router.id for router in routers}:
+                self._board.remove(router_id)
+            feed.no_room_for = 0, 0, 0
+
+        return self._write(feed, body, rerouted)
+
+    def stop(self, feed: Feed) -> LogWrite:
+        """Return the write after which nothing is copied into the dest any more; its copies stay."""
         body, former = feed.body(), feed.routers
         body.routers = []
-        if not (yield from self.log_cursor(feed, body, sync=True)):
-            return False
-        feed.routers = former
-        self.forget(feed)
-        return True
+
+        def stopped() -> None:
+            feed.routers = former
+            self.forget(feed)
+
+        return self._write(feed, body, stopped)
 
     def forget(self, feed: Feed) -> None:
         """Forget a feed whose dest was deleted, or into which nothing is copied any more."""
@@ -236,9 +246,9 @@ class Feeds:
         if not siblings:
             del self.by_source[feed.source]
 
-    def log_cursor(self, feed: Feed, body: FeedFrameBody, *, sync: bool = False) -> Steps[bool]:
-        """Log how far a feed is, in the durable log."""
-        draft = Draft([feed.cursor_write(body, self._now_ms(), sync=sync)])
+    def log_cursor(self, feed: Feed) -> Steps[bool]:
+        """Log how far a feed is, in the durable log. False if that fails."""
+        draft = Draft([feed.cursor_write(feed.body(), self._now_ms())])
         yield draft
         return draft.committed
 
@@ -272,11 +282,14 @@ class Feeds:
                 frames.append(feed.cursor_frame(body, feed.topic.head_seq, now_ms))
         return frames
 
-    def _log_and_show(self, feed: Feed, body: FeedFrameBody) -> Steps[bool]:
-        if not (yield from self.log_cursor(feed, body, sync=True)):
-            return False
-        self.show_progress(feed)
-        return True
+    def _write(self, feed: Feed, body: FeedFrameBody, then: Callable[[], None]) -> LogWrite:
+        def logged() -> None:
+            feed.logged(body)
+            then()
+
+        write = feed.cursor_write(body, self._now_ms(), sync=True)
+        write.apply = logged
+        return write
 
     def _add(self, feed: Feed) -> None:
         self.by_dest[feed.topic.id] = feed

@@ -87,8 +87,8 @@ class Registrar:
             log.error("routers of a deleted topic cannot be removed now", reason=error.message)
 
     def _with_ids(self, router_ids: list[int]) -> list[Router]:
-        wanted = set(router_ids)
-        return [router for router in self._registry.by_name.values() if router.id in wanted]
+        by_id = self._registry.by_id
+        return [by_id[router_id] for router_id in dict.fromkeys(router_ids) if router_id in by_id]
 
     def _remove(self, routers: list[Router], reply: Message | None) -> Steps[None]:
         if not routers:

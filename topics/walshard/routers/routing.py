@@ -6,16 +6,17 @@ that clients wait for, some pages at a time. Handlers here yield what they want 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final
 
 from topics.core.clock import Clock
-from topics.core.routers import FoldedRouters
+from topics.core.routers import FoldedRouters, Router
 from topics.log import get_logger
 from topics.shm.arena import TopicView
 from topics.shm.topic_messages import CatchUp, CaughtUp, SyncRouters, SyncRoutersReply
-from topics.walshard.commit.draft import Draft, Steps
+from topics.walshard.commit.draft import Draft, LogWrite, Steps
 from topics.walshard.handlers.deletes import Deletes
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
@@ -31,7 +32,12 @@ log = get_logger()
 
 PAGES_PER_STEP: Final = 4
 """Pages that are copied before requests have their turn again."""
-PAGES_PER_CALL: Final = 64
+DESTS_PER_STEP: Final = 32
+"""Dests whose routers are changed before requests have their turn again. One source may have thousands."""
+ENDED_PER_STEP: Final = 256
+"""Routers of a deleted topic that are removed before requests have their turn again."""
+PAGES_BEFORE_CHANGE: Final = 64
+"""Pages at most that the routers of a dest copy as they were, before they change."""
 FAILED_WAIT_MS: Final = 1_000
 UNKNOWN_WAIT_MS: Final = 1_000
 """Wait before a source whose shard has not recovered is looked for again."""
@@ -97,6 +103,8 @@ class Routing:
     _turns: FeedTurns = field(default_factory=FeedTurns)
     _due: set[str] = field(default_factory=set)
     """Dests whose routers are not yet as the table says."""
+    _round: dict[str, None] = field(default_factory=dict)
+    """The order in which those of them are tried that are left of this round."""
     _missing: dict[str, int] = field(default_factory=dict)
     """Dests that do not exist, and since when (monotonic ms)."""
     _ended_ids: list[int] = field(default_factory=list)
@@ -117,7 +125,7 @@ class Routing:
         """Note that a topic was made."""
         self.sources.created(hosted)
         if self._missing.pop(hosted.topic.name, None) is not None:
-            self._due.add(hosted.topic.name)
+            self._are_due([hosted.topic.name])
 
     def deleted(self, hosted: Hosted) -> None:
         """Note that a topic was deleted: its routers end."""
@@ -131,7 +139,7 @@ class Routing:
         feed = self.feeds.by_dest.get(hosted.topic.id)
         if feed is None or not feed.is_ephemeral or feed.logged_source_seq == feed.source_seq:
             return True
-        return (yield from self.feeds.log_cursor(feed, feed.body()))
+        return (yield from self.feeds.log_cursor(feed))
 
     def follow(self, state: FoldedRouters, changed: Iterable[Hosted], with_table: bool) -> None:
         """Show routers as the log of another service has them."""
@@ -148,7 +156,7 @@ class Routing:
         pending = call.dest in self._due
         if feed is None:
             return CaughtUp(True, pending)
-        if not (yield from self._copy_all(feed)):
+        if (yield from self._copy_all(feed, PAGES_PER_STEP)) == PAGES_PER_STEP:
             return CaughtUp(False, False)
         pending |= feed.hindrance != Hindrance.NONE
         return CaughtUp(feed.hindrance != Hindrance.SOURCE, pending)
@@ -163,16 +171,17 @@ class Routing:
     def _current_feed(self, dest: str) -> Steps[Feed | None]:
         """Hear what other shards say, reconcile, and return the feed of a dest."""
         yield from self._receive()
-        yield from self._reconcile()
-        hosted = self._catalog.find(dest)
-        return None if hosted is None else self.feeds.by_dest.get(hosted.topic.id)
+        self._are_due(self.sources.take_rerouted())
+        if dest in self._due and not self._originals.unlearned:
+            yield from self._reconcile(dest)
+        return self._feed_into(dest)
 
     # -- between groups
 
     @property
     def has_work(self) -> bool:
         """Return whether `pump` may have something to do."""
-        return not self.idle or self.stuck or bool(self._due)
+        return not self.idle or self.stuck or bool(self._due or self._ended_ids or self._originals.unlearned)
 
     @property
     def idle(self) -> bool:
@@ -193,8 +202,13 @@ class Routing:
     def pump(self, pages_max: int = PAGES_PER_STEP) -> Steps[bool]:
         """Hear what other shards say and copy some pages. True if there was anything to do."""
         worked = yield from self._receive()
-        if self.sources.table.stale or self.sources.rerouted or self._due:
-            yield from self._reconcile()
+        if self._originals.unlearned:
+            worked = True
+            if self._originals.learn_some():
+                self._wake_for_sources()
+        self._are_due(self.sources.take_rerouted())
+        if self._due and not self._originals.unlearned:
+            worked |= yield from self._reconcile()
         if self._turns.some_wait:
             self._turns.wake_due(self._clock.monotonic_ms())
         pages = 0
@@ -209,7 +223,7 @@ class Routing:
 
     def sweep(self) -> Steps[None]:
         """Look again, once a second, at what may have been missed."""
-        self._due |= self.sources.take_rerouted()
+        self._are_due(self.sources.take_rerouted())
         now_ms = self._clock.monotonic_ms()
         for dest, since_ms in list(self._missing.items()):
             if now_ms - since_ms > DEST_WAIT_MS:
@@ -223,45 +237,66 @@ class Routing:
 
     # -- feeds and the table
 
-    def _reconcile(self) -> Steps[None]:
-        """Bring the feeds into line with the table."""
-        self._due |= self.sources.take_rerouted()
-        for dest in sorted(self._due):
-            try:
-                if (yield from self._reconcile_dest(dest)):
-                    self._due.discard(dest)
-            except UnknownError:
-                continue
+    def _are_due(self, dests: Collection[str]) -> None:
+        """Have these dests brought into line with the table."""
+        self._due.update(dests)
+        self._round.update(dict.fromkeys(sorted(dests)))
 
-    def _reconcile_dest(self, dest: str) -> Steps[bool]:
-        """Bring the feed into a dest into line. After False or UnknownError it is to be tried again."""
-        registry = self.sources.table.registry
-        wanted = [router for router in registry.into(dest) if not self.sources.has_ended(router.id)]
+    def _reconcile(self, asked: str | None = None) -> Steps[bool]:
+        """Bring some feeds into line with the table, that of `asked` first. True if others are to be tried at once."""
+        if not self._round:
+            self._are_due(list(self._due))
+        dests = dict.fromkeys([*([] if asked is None else [asked]), *islice(self._round, DESTS_PER_STEP)])
+        writes: list[LogWrite] = []
+        done: list[str] = []
+        for dest in dests:
+            self._round.pop(dest, None)
+            wanted, feed = self._wanted(dest), self._feed_into(dest)
+            pages = 0
+            if feed is not None and feed.registered() != wanted:
+                # The routers as they were forward what was acknowledged before.
+                pages = yield from self._copy_all(feed, PAGES_BEFORE_CHANGE)
+            try:
+                for write in self._changes(dest, wanted):
+                    writes.append(write)
+                done.append(dest)
+            except UnknownError:
+                pass
+            if pages:
+                break
+        draft = Draft(writes)  # one sync for all of them: a source may have thousands
+        if writes:
+            yield draft
+        if not writes or draft.committed:
+            self._due.difference_update(done)
+        return bool(self._round)
+
+    def _wanted(self, dest: str) -> list[Router]:
+        return [router for router in self.sources.table.registry.into(dest) if not self.sources.has_ended(router.id)]
+
+    def _feed_into(self, dest: str) -> Feed | None:
         hosted = self._catalog.find(dest)
+        return None if hosted is None else self.feeds.by_dest.get(hosted.topic.id)
+
+    def _changes(self, dest: str, wanted: list[Router]) -> Iterator[LogWrite]:
+        """Yield the writes that bring the feed into a dest into line. Raise UnknownError if they are not all."""
+        hosted, feed = self._catalog.find(dest), self._feed_into(dest)
         if hosted is None:
             if wanted:
                 self._missing.setdefault(dest, self._clock.monotonic_ms())
-            return True
-        feed = self.feeds.by_dest.get(hosted.topic.id)
-        if feed is not None and feed.registered() != wanted:
-            # The routers as they were forward what was acknowledged before.
-            yield from self._copy_all(feed)
+            return
         if feed is not None and (not wanted or feed.source != wanted[0].spec.source):
-            if not (yield from self.feeds.stop(feed)):
-                return False
+            yield self.feeds.stop(feed)
             feed = None
-        if not wanted:
-            return True
+        if not wanted or (feed is not None and feed.registered() == wanted):
+            return
         source = wanted[0].spec.source
-        if feed is None:
-            if not (yield from self.feeds.start(hosted, source, self._originals.look(source), wanted)):
-                return False
-        elif feed.registered() != wanted and not (
-            yield from self.feeds.reroute(feed, self._originals.look(source), wanted)
-        ):
-            return False
+        sight = self._originals.look(source)
         self._turns.line_up(hosted.topic.id)
-        return True
+        if feed is None:
+            yield self.feeds.start(hosted, source, sight, wanted)
+        else:
+            yield self.feeds.reroute(feed, sight, wanted)
 
     # -- copying
 
@@ -274,12 +309,12 @@ class Routing:
                 feeds.append(feed)
         return feeds
 
-    def _copy_all(self, feed: Feed) -> Steps[bool]:
-        """Copy what the source has. False when there are more than PAGES_PER_CALL pages."""
-        for _ in range(PAGES_PER_CALL):
+    def _copy_all(self, feed: Feed, pages_max: int) -> Steps[int]:
+        """Copy what the source has, `pages_max` pages of it. Return the number of pages."""
+        for pages in range(pages_max):
             if not (yield from self._copy_some([feed])):
-                return True
-        return False
+                return pages
+        return pages_max
 
     def _copy_some(self, feeds: list[Feed]) -> Steps[bool]:
         """Copy a page for each of these, all in one group of the logs. False when none had anything to copy."""
@@ -322,6 +357,12 @@ class Routing:
             return None
         return write
 
+    def _wake_for_sources(self) -> None:
+        """Give turns to the feeds whose source could not be looked at."""
+        for dest_id, feed in self.feeds.by_dest.items():
+            if feed.hindrance is Hindrance.SOURCE:
+                self._turns.wake(dest_id)
+
     def _hold(self, feed: Feed, hindrance: Hindrance, wait_ms: int) -> None:
         feed.hindrance = hindrance
         feed.retry_ms = self._clock.monotonic_ms() + wait_ms
@@ -363,10 +404,11 @@ class Routing:
         worked = self.sources.links.receive(self._take_message)
         if self._ended_ids:
             assert self.registrar is not None, "only shard 0 is told of routers that ended"
-            ended_ids, self._ended_ids = self._ended_ids, []
+            ended_ids = self._ended_ids[:ENDED_PER_STEP]
+            del self._ended_ids[:ENDED_PER_STEP]
             yield from self.registrar.ended(ended_ids)
         self.sources.links.flush()
-        return worked
+        return worked or bool(self._ended_ids)
 
     def _take_message(self, message: PeerMessage) -> None:
         match message:

@@ -158,13 +158,16 @@ class Sources:
         """Take over what has changed in the table."""
         if not self.table.stale:
             return
-        links = self.links
+        links, registry = self.links, self.table.registry
         touched = {name for name in self.table.refresh() if owner_shard(name, links.shards) == links.shard}
-        self._shards_of_dests.clear()
         for name in touched:
+            self._shards_of_dests.pop(name, None)
             hosted = self._catalog.find(name)
             if hosted is not None:
-                self._keep(hosted)
+                # What it keeps for its other routers is enough for a new one, which begins at its head. To look at
+                # all of them with each one that comes or goes would take quadratic time: `sweep` does.
+                if not (hosted.topic.id in self._kept and registry.is_source(name)):
+                    self._keep(hosted)
                 self.changed(hosted)
         self.rerouted |= touched
 
@@ -178,11 +181,17 @@ class Sources:
             return
         shards = self._shards_of_dests.get(name)
         if shards is None:
-            dests = {router.spec.dest for router in registry.from_source(name)}
-            shards = tuple({owner_shard(dest, self.links.shards) for dest in dests})
-            self._shards_of_dests[name] = shards
+            shards = self._shards_of_dests[name] = self._find_shards_of_dests(name)
         for shard in shards:
             self.links.changed(shard, name)
+
+    def _find_shards_of_dests(self, source: str) -> tuple[int, ...]:
+        shards: set[int] = set()
+        for router in self.table.registry.from_source(source):
+            shards.add(owner_shard(router.spec.dest, self.links.shards))
+            if len(shards) == self.links.shards:
+                break
+        return tuple(shards)
 
     def created(self, hosted: Hosted) -> None:
         """Note that a topic was made: routers may have waited for it, and copy it from its first record on."""
@@ -195,8 +204,7 @@ class Sources:
         """End the routers of a deleted topic; first tell the shards of its dests where it ended."""
         self._refresh()
         topic, registry = hosted.topic, self.table.registry
-        dests = {router.spec.dest for router in registry.from_source(topic.name)}
-        for shard in {owner_shard(dest, self.links.shards) for dest in dests}:
+        for shard in self._find_shards_of_dests(topic.name):
             self.links.send(shard, Ended(topic.name, topic.id, topic.head_seq))
         self.links.flush()
         self._kept.pop(topic.id, None)
@@ -218,7 +226,7 @@ class Sources:
     def sweep(self) -> None:
         """Once a second, repeat to shard 0 which routers ended, and drop what was copied from rings."""
         if self._ended:
-            self._ended &= {router.id for router in self.table.registry.by_name.values()}
+            self._ended &= self.table.registry.by_id.keys()
             self._tell_ended(sorted(self._ended))
         for hosted in list(self._kept.values()):
             if hosted.ring.base_seq < hosted.topic.earliest_seq:
