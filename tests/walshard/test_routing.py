@@ -37,6 +37,7 @@ from topics.walshard.routers.feeds import Feeds
 from topics.walshard.routers.page import PAGE_RECORDS
 from topics.walshard.routers.routing import PAGES_PER_STEP
 from topics.walshard.routers.sources import Ended
+from topics.walshard.shard import WRITERS_STAY_MS
 
 
 def route(rig: Rig, name: str, source: str, dest: str, **fields: Any) -> None:
@@ -78,8 +79,10 @@ def logged_types(rig: Rig) -> list[FrameType]:
     return [type_ for type_ in found if type_ not in (32, 33, 34)]
 
 
-def most_copies_in_a_step(rig: Rig, other_requests: bool) -> int:
-    """Records of a burst of 6 pages that one step of the shard copies, at most, until all are copied."""
+def most_copies_in_a_step(rig: Rig, other_requests: bool, step_ms: int = 0) -> int:
+    """Records of a burst of 6 pages that one step of the shard copies, at most, until all are copied. The clock goes on
+    by `step_ms` before each.
+    """
     route(rig, "r", "a", "b")
     rig.append("other", b"1")
     for _ in range(2):
@@ -88,6 +91,7 @@ def most_copies_in_a_step(rig: Rig, other_requests: bool) -> int:
     while copied < 6 * PAGE_RECORDS:
         if other_requests:
             rig.post_append("other", [b"1"])
+        rig.clock.ms += step_ms
         assert rig.step()
         rig.take_replies()
         view = rig.view("b")
@@ -99,8 +103,25 @@ def test_while_requests_come_a_page_is_copied_after_each_group_of_them(rig: Rig)
     assert most_copies_in_a_step(rig, other_requests=True) == PAGE_RECORDS
 
 
+def test_so_it_is_while_writers_may_come_again(rig: Rig) -> None:
+    assert most_copies_in_a_step(rig, other_requests=False) == PAGE_RECORDS
+
+
 def test_otherwise_so_many_pages_are_as_one_step_may_copy(rig: Rig) -> None:
-    assert most_copies_in_a_step(rig, other_requests=False) == PAGES_PER_STEP * PAGE_RECORDS
+    most = most_copies_in_a_step(rig, other_requests=False, step_ms=WRITERS_STAY_MS)
+    assert most == PAGES_PER_STEP * PAGE_RECORDS
+
+
+def test_what_was_copied_up_to_the_head_of_its_source_is_not_looked_at_again(rig: Rig) -> None:
+    route(rig, "r", "a", "b")
+    rig.append("a", b"1")
+    while rig.step():
+        pass
+    assert rig.view("b").head_seq == 1
+    rig.post_append("a", [b"2"])
+    assert rig.step(), "it is written, and copied"
+    assert rig.view("b").head_seq == 2
+    assert rig.shard.is_idle
 
 
 def test_copies_and_their_cursor_are_one_write_of_the_dest(rig: Rig) -> None:

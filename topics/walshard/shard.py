@@ -35,6 +35,8 @@ from topics.walshard.upkeep import Upkeep
 
 REPLY_BYTES_PER_GROUP_MAX: Final = 64 * 1024
 """Replies of queue requests are as long as their clients want: a group ends before the journal is full of them."""
+WRITERS_STAY_MS: Final = 50
+"""Time after a request in which the next one is expected: they come again once they have their answers."""
 TRIES_MAX: Final = 4
 """Times that a request of a group may ask for a commit before it."""
 
@@ -68,12 +70,16 @@ class Shard:
     _group: Draft = field(default_factory=Draft)
     _unanswered: list[RingRequest] = field(default_factory=list)
     """Requests that are prepared and not answered."""
+    _asked_ms: int = 0
+    """Monotonic ms of the last turn with a request."""
 
     def serve(self) -> bool:
         """Take one turn of the pipeline: all requests that wait, up to a bound. False when there were none."""
         self._time.look()
         self.tick()
         requests = self._serve_requests()
+        if requests:
+            self._asked_ms = self._time.now.mono_ms
         if requests or self._handlers.queues.have_changed:
             self._finish_group()
         if self._handlers.frontends.some_died:
@@ -89,11 +95,12 @@ class Shard:
         if self._handlers.queues.is_due:
             self._run(self._handlers.queues.tick())
 
-    def copy(self, after_requests: bool) -> bool:
+    def copy(self) -> bool:
         """Copy for a moment, a page at a time while requests come: they go first. False when there is nothing."""
         if not self.routing.has_work:
             return False
-        copied = self._run(self.routing.pump(1 if after_requests else PAGES_PER_STEP))
+        are_asking = self._time.now.mono_ms - self._asked_ms < WRITERS_STAY_MS
+        copied = self._run(self.routing.pump(1 if are_asking else PAGES_PER_STEP))
         if copied:
             self._holdings.settle()
             self._rings.flush()
