@@ -22,8 +22,8 @@ _NEXT: Final = re.compile(rb'"next_from_seq":(\d+)')
 
 
 class ChainPlan(NamedTuple):
-    """The load: `events` that go around the topics `actors`, each over a connection of its own. They are deleted by
-    tag, or else by seq. The CPU time of `pids` is taken.
+    """The load: `events` that go around, each among as many of the topics `actors`, which are empty, and over a
+    connection of its own. They are deleted by tag, or else by seq. The CPU time of `pids` is taken.
     """
 
     port: int
@@ -55,7 +55,6 @@ def hand_around(plan: ChainPlan) -> ChainOutcome:
 class _Run:
     def __init__(self, plan: ChainPlan) -> None:
         self.plan = plan
-        self.read_up_to = [0] * len(plan.actors)
         self.steps = 0
         self.failure = ""
         self.stop_at_ns = 0
@@ -64,7 +63,7 @@ class _Run:
 
     async def run(self) -> ChainOutcome:
         plan, loop = self.plan, asyncio.get_running_loop()
-        events = [_Event(self, number * len(plan.actors) // plan.events) for number in range(plan.events)]
+        events = [_Event(self, number, plan.actors[number :: plan.events]) for number in range(plan.events)]
         for event in events:
             await loop.create_connection(always(event), "127.0.0.1", plan.port)
         self.stop_at_ns = time.perf_counter_ns() + int((plan.warm_up_s + plan.duration_s) * 1e9)
@@ -86,13 +85,15 @@ class _Run:
 
 
 class _Event(asyncio.Protocol):
-    """One event on its way: write, read, delete behind it, write to the next actor."""
+    """One event on its way: read it, write it to the next actor, delete it where it was."""
 
-    def __init__(self, run: _Run, at: int) -> None:
+    def __init__(self, run: _Run, number: int, actors: list[str]) -> None:
         self._run = run
-        self._at = at
-        self._tag = b"event-%d" % at
-        self._seq = 0
+        self._number = number
+        self._actors = actors
+        self._at = 0
+        self._seqs = [0] * len(actors)
+        self._tag = b"event-%d" % number
         self._next: Callable[[bytes], None] = self._written
         self._answer = bytearray()
         self._finished = False
@@ -121,13 +122,13 @@ class _Event(asyncio.Protocol):
 
     def write(self) -> None:
         """Write the event to the actor at which it is to be."""
-        body = b'{"records":[{"data":%b,"tag":"%b"}]}' % (wire.data(self._at), self._tag)
+        body = b'{"records":[{"data":%b,"tag":"%b"}]}' % (wire.data(self._number), self._tag)
         self._send("?return_seqs=false", body, self._written)
 
     def _written(self, _body: bytes) -> None:
-        if self._seq:
-            former = (self._at - 1) % len(self._run.plan.actors)
-            match = b'"match":"%b"' % self._tag if self._run.plan.by_tag else b'"before_seq":%d' % (self._seq + 1)
+        former = (self._at - 1) % len(self._actors)
+        if seq := self._seqs[former]:
+            match = b'"match":"%b"' % self._tag if self._run.plan.by_tag else b'"before_seq":%d' % (seq + 1)
             self._send("/delete", b"{" + match + b"}", self._deleted, former)
         else:
             self._read()
@@ -144,20 +145,20 @@ class _Event(asyncio.Protocol):
             self._read()
 
     def _read(self) -> None:
-        self._send("/diff", b'{"from_seq":%d,"limit":1}' % self._run.read_up_to[self._at], self._found)
+        self._send("/diff", b'{"from_seq":%d,"limit":1}' % self._seqs[self._at], self._found)
 
     def _found(self, body: bytes) -> None:
         seq = _NEXT.search(body)
-        if seq is None or self._tag not in body:
+        if seq is None or b'"n":%d,' % self._number not in body:
             self._fail(f"an event is not where it was written: {body[:200]!r}")
             return
-        self._run.read_up_to[self._at] = self._seq = int(seq[1])
-        self._at = (self._at + 1) % len(self._run.plan.actors)
+        self._seqs[self._at] = int(seq[1])
+        self._at = (self._at + 1) % len(self._actors)
         self.write()
 
     def _send(self, what: str, body: bytes, then: Callable[[bytes], None], actor: int | None = None) -> None:
         self._next = then
-        name = self._run.plan.actors[self._at if actor is None else actor]
+        name = self._actors[self._at if actor is None else actor]
         self._transport.write(wire.post(f"/v0/topics/{name}{what}", body))
 
     def _fail(self, what: str) -> None:

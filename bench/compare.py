@@ -168,8 +168,8 @@ def measure_routed(bench: Bench, service: Service) -> Measured:
 
 def measure_actors(bench: Bench, service: Service) -> Measured:
     found: Measured = {}
-    actors = [make_topic(service, f"actor-{number:04}", "disk") for number in range(ACTORS)]
     for how, by_tag in (("seq", False), ("tag", True)):
+        actors = [make_topic(service, f"actor-{how}-{number:04}", "disk") for number in range(ACTORS)]
         plan = ChainPlan(service.port, actors, EVENTS, by_tag, bench.warm_up_s, bench.seconds, tuple(service.family()))
         outcome = bench.pool.submit(hand_around, plan).result()
         what = f"{ACTORS} actors, delete by {how}"
