@@ -26,13 +26,16 @@ from typing import Final, NamedTuple
 import msgspec
 
 from bench import figures, machine, wire
+from bench.actors import ChainPlan, hand_around
 from bench.cases import Bench, make_topic, plural
 from bench.fan_out import SOURCE, wait_copied
 from bench.load import Plan, closed_loop, pin
 from bench.rooms import RoomPlan, talk
+from bench.routed import CopyPlan, read_copies
 from bench.watchers import WatchPlan, deliver
 from bench.workers import WorkPlan, work
 from tests.harness import COMMAND, Service, clean_environment
+from topics.core.names import owner_shard
 
 ROOT: Final = Path(__file__).parents[1]
 OUT: Final = ROOT / "bench" / "out"
@@ -52,6 +55,9 @@ WATCHERS: Final = {1: 200.0, 100: 50.0}
 
 MEMBERS: Final = 30
 PACKETS_PER_S: Final = 50.0
+
+ACTORS: Final = 1000
+EVENTS: Final = 32
 
 Measured = dict[str, float]
 """Values of one round by name. A name ends with its unit, which says whether more is better."""
@@ -135,6 +141,42 @@ def measure_rooms(bench: Bench, service: Service) -> Measured:
     return {f"{what}: p50_us": outcome.p50_us, f"{what}: p99_us": outcome.p99_us}
 
 
+def measure_routed(bench: Bench, service: Service) -> Measured:
+    """A lone write until its copy is read, and until a stream of the dest has it; what either takes of the service."""
+    found: Measured = {}
+    pids = tuple(service.family())
+    for where, is_same in (("same shard", True), ("other shard", False)):
+        names = [f"{what}-{where[:5].strip()}-{n}" for what in ("from", "to") for n in range(40)]
+        source = names[0]
+        dest = next(
+            name for name in names[40:] if (owner_shard(name, SHARDS) == owner_shard(source, SHARDS)) is is_same
+        )
+        make_topic(service, source, "disk")
+        service.client.put(f"/v0/routers/{dest}", json={"source": source, "dest": dest}).raise_for_status()
+        read = bench.pool.submit(read_copies, CopyPlan(service.port, source, dest, bench.seconds, pids)).result()
+        what = f"copy, {where}"
+        found |= {f"{what}, ack: p50_us": read.ack_p50_us, f"{what}, read: p50_us": read.p50_us}
+        found[f"{what}, read: cpu_us"] = sum(read.cpu_us[:-1])
+        watch: dict[str, object] = {"topics": {dest: {}}}
+        stream = service.client.post("/v0/watch", json=watch).raise_for_status().json()["stream_url"]
+        plan = WatchPlan(service.port, source, [stream], WATCHERS[1], bench.seconds, pids, unpaused_max=1)
+        seen = bench.pool.submit(deliver, plan).result()
+        found[f"{what}, stream: p50_us"] = seen.p50_us
+        found[f"{what}, stream: cpu_us"] = sum(seen.paced.cpu_ns) / 1000 / seen.paced.deliveries
+    return found
+
+
+def measure_actors(bench: Bench, service: Service) -> Measured:
+    found: Measured = {}
+    for how, by_tag in (("seq", False), ("tag", True)):
+        actors = [make_topic(service, f"actor-{how}-{number:04}", "disk") for number in range(ACTORS)]
+        plan = ChainPlan(service.port, actors, EVENTS, by_tag, bench.warm_up_s, bench.seconds, tuple(service.family()))
+        outcome = bench.pool.submit(hand_around, plan).result()
+        what = f"{ACTORS} actors, delete by {how}"
+        found |= {f"{what}: events_per_s": outcome.per_s, f"{what}: cpu_us": sum(outcome.cpu_us[:-1])}
+    return found
+
+
 def measure_reads(bench: Bench, service: Service) -> Measured:
     topic = make_topic(service, "pages", "disk")
     bench.fill(service, [topic], PAGES * 1000)
@@ -186,8 +228,10 @@ SHORT_SET: Final[dict[str, Callable[[Bench, Service], Measured]]] = {
     "ack": measure_acks,
     "streams": measure_watchers,
     "rooms": measure_rooms,
+    "routed": measure_routed,
     "diff": measure_reads,
     "queue": measure_queue,
+    "actors": measure_actors,
     "batches": measure_batches,
     "copies": measure_copies,
 }

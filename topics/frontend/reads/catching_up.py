@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from functools import partial
 from typing import Final
 
 from topics.core.errors import TopicsError
@@ -61,7 +62,10 @@ class CatchingUp:
     async def wait_for(self, name: str) -> bool:
         """Wait until the topic has all that its sources have. False: a shard was too slow, or could not copy all."""
         registry = self._sight.registry()
-        return registry.source_of(name) is None or await self._chain(registry, name)
+        if registry.source_of(name) is None or self._has_all(registry, name):
+            return True
+        # Its own client may have written just before: then the shard is copying at this moment.
+        return self._gateway.look_for(partial(self._has_all, registry, name)) or await self._chain(registry, name)
 
     async def wait_for_all(self, names: Iterable[str]) -> bool:
         """Wait as `wait_for` does for each of these topics. A list has a thousand, so the waits begin in slices."""
@@ -80,7 +84,8 @@ class CatchingUp:
     def _has_all(self, registry: RouterRegistry, name: str) -> bool:
         """Return whether there is nothing to wait for. Where it is not known, the wait finds out."""
         try:
-            return not any(self._is_behind(registry, dest) for dest in registry.upstream(name))
+            # From the far end: what comes there while this looks is not taken for what is here.
+            return not any(self._is_behind(registry, dest) for dest in reversed(list(registry.upstream(name))))
         except TopicsError:
             return False
 
