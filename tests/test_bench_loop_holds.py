@@ -52,8 +52,8 @@ def test_a_step_of_a_shard_is_noted_too(tmp_path: Path, monkeypatch: pytest.Monk
             burn()
             return True
 
-        def copy(self, pages: bool) -> bool:
-            return pages
+        def copy(self, after_requests: bool) -> bool:
+            return after_requests
 
     monkeypatch.setattr(loop_probe, "Shard", Shard)
     monkeypatch.setattr(loop_probe, "SHARD_STEPS", ("serve", "copy"))

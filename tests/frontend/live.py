@@ -127,7 +127,7 @@ class Live:
         self.store = ColdStore(str(Path(data_dir, "cold")))
         settings = msgspec.structs.replace(rig.settings, cold_read_timeout_ms=cold_timeout_ms)
         process = Process(rig.shared, 0, 1, settings, rig.clock, rig.clock)
-        self.frontend = frontend = build_app(process, KeyRing(()), self.store, lambda: (0, 0))
+        self.frontend = frontend = build_app(process, KeyRing(()), self.store, lambda: 0)
         self.cell, self.arenas, self.gateway = process.cell, frontend.arenas, frontend.gateway
         self.reader, self.hub = frontend.reader, frontend.hub
         assert frontend.cold is not None

@@ -40,7 +40,7 @@ class Frontend:
         given = {"data_dir": hosting.data_dir, "wal_shards": 1, "frontends": 1, "cold_read_timeout_ms": 60_000}
         settings = settings_module.load({}, given | {"shard_wait_ms": shard_wait_ms})
         process = Process(hosting.shared, 0, 1, settings, hosting.clock, hosting.clock)
-        built = build_app(process, KeyRing(()), hosting.store, lambda: (0, 0))
+        built = build_app(process, KeyRing(()), hosting.store, lambda: 0)
         self.cell, self.gateway, self.reader = process.cell, built.gateway, built.reader
         self.app, self.access, self.diff = built.app, built.access, built.diff
         self.append = built.app._append

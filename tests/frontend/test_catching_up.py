@@ -130,3 +130,28 @@ def test_waits_for_many_topics_begin_while_others_have_their_turns(
     assert asyncio.run(test())
     assert sights.asked == (200 if behind else 0)
     assert max(after - before for before, after in pairwise(seen)) <= 3
+
+
+class Hastening(Sights):
+    """a is copied into b, and b into c. As soon as one of the routers was looked at, a record is in a and in b."""
+
+    def __init__(self) -> None:
+        super().__init__(0, behind=False)
+        for id, (source, dest) in enumerate(pairwise("abc"), 1):
+            self._registry.put(Router(id, 1, f"r{id}", RouterSpec(source, dest)))
+        self._looked_at: set[str] = set()
+
+    def find(self, name: str) -> object:
+        return SimpleNamespace(view=SimpleNamespace(topic_id=ord(name), head_seq=2 if self._looked_at else 1))
+
+    def progress(self, _shard: int, router_id: int) -> RouterProgress:
+        source = "ab"[router_id - 1]
+        copied = 2 if self._looked_at and source == "a" else 1
+        self._looked_at.add(source)
+        return RouterProgress(router_id, 1, ord(source), copied, 0)
+
+
+def test_a_record_that_passes_while_a_list_looks_is_waited_for() -> None:
+    sights: Any = Hastening()
+    assert asyncio.run(CatchingUp(sights, sights, sights).wait_for_all(["c"]))
+    assert sights.asked, "c lacks what b has had since"

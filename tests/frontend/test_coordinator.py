@@ -113,7 +113,7 @@ def on_loop(
 ) -> None:
     async def main() -> None:
         cell = shards.shared.control.cell(Role.FRONTEND, 0)
-        gateway = Gateway(shards.shared, 0, 1, shards.arenas, cell, shard_wait_ms, 1000, lambda: (0, 0))
+        gateway = Gateway(shards.shared, 0, 1, shards.arenas, cell, shard_wait_ms, 1000, lambda: 0)
         gateway.start()
         commits = TxnCoordinator(gateway, Stages(str(data_dir), STAGE_TTL_MS))
         try:

@@ -64,7 +64,6 @@ class Shard:
         self.arena = ArenaWriter(identity, 0, 1)
         self.cell.set("generation", 1)
         self.arrived = 0  # requests that the frontend is told of
-        self.in_a_row = 1  # the last of these, which came over one connection
         self._read = 0
 
     def take(self) -> list[tuple[int, int, memoryview]]:
@@ -114,14 +113,7 @@ def on_loop(
     async def main() -> None:
         cell = shard.shared.control.cell(Role.FRONTEND, 0)
         gateway = Gateway(
-            shard.shared,
-            0,
-            incarnation,
-            Arenas(shard.shared),
-            cell,
-            wait_ms,
-            1000,
-            lambda: (shard.arrived, shard.in_a_row),
+            shard.shared, 0, incarnation, Arenas(shard.shared), cell, wait_ms, 1000, lambda: shard.arrived
         )
         gateway.start()
         try:

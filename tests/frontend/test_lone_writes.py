@@ -134,7 +134,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def writes(shard: Shard, clock: Clock) -> LoneWrites:
-    return LoneWrites(shard.shared.frontend_wakes[0], lambda: (shard.arrived, shard.in_a_row), clock)
+    return LoneWrites(shard.shared.frontend_wakes[0], lambda: shard.arrived, clock)
 
 
 def test_a_write_is_alone_if_no_request_came_since_the_last_one(shard: Shard, writes: LoneWrites) -> None:
@@ -151,48 +151,10 @@ def test_a_write_is_alone_if_no_request_came_since_the_last_one(shard: Shard, wr
     assert writes.is_alone(0, SHORT_BYTES)
 
 
-def test_a_write_is_alone_if_its_client_has_read_meanwhile_and_nobody_else(shard: Shard, writes: LoneWrites) -> None:
-    shard.arrived, shard.in_a_row = 5, 5
-    assert writes.is_alone(0, 100)
-    shard.arrived, shard.in_a_row = 8, 8
-    assert writes.is_alone(0, 100), "two reads over the same connection"
-    shard.arrived, shard.in_a_row = 11, 2
-    assert not writes.is_alone(0, 100), "a read over another one"
-
-
-def test_copies_are_looked_for_while_their_reader_is_alone(shard: Shard, clock: Clock, writes: LoneWrites) -> None:
-    looks = 0
-
-    def copied() -> bool:
-        nonlocal looks
-        looks += 1
-        return looks == 3
-
-    shard.arrived = shard.in_a_row = 1
-    assert writes.is_alone(0, 100)
-    assert not writes.look_for(0, copied), "no request came since the write"
-    shard.arrived = shard.in_a_row = 2
-    assert not writes.look_for(1, copied), "another one has no answer yet"
-    assert looks == 0
-    assert writes.look_for(0, copied)
-    shard.arrived, shard.in_a_row = 4, 1
-    assert not writes.look_for(0, copied), "somebody else asked for something"
-    assert looks == 3
-
-
-def test_copies_that_do_not_come_are_not_looked_for_soon_again(shard: Shard, clock: Clock, writes: LoneWrites) -> None:
-    shard.arrived += 1
-    began_ns = clock.ns
-    assert not writes.look_for(0, lambda: False)
-    assert clock.ns - began_ns < 2 * LOOK_NS
-    assert not writes.look_for(0, lambda: True), "a pause"
-    clock.ns += PAUSE_NS
-    assert writes.look_for(0, lambda: True)
-
-
 def test_on_one_core_nobody_looks(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0})
-    assert not LoneWrites(shard.shared.frontend_wakes[0], lambda: (1, 1)).is_alone(0, 100)
+    shard.arrived += 1
+    assert not LoneWrites(shard.shared.frontend_wakes[0], lambda: shard.arrived).is_alone(0, 100)
 
 
 def test_a_look_ends_with_the_answer(shard: Shard, clock: Clock, writes: LoneWrites) -> None:

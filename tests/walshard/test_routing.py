@@ -103,18 +103,6 @@ def test_otherwise_so_many_pages_are_as_one_step_may_copy(rig: Rig) -> None:
     assert most_copies_in_a_step(rig, other_requests=False) == PAGES_PER_STEP * PAGE_RECORDS
 
 
-def test_what_was_copied_up_to_the_head_of_its_source_is_not_looked_at_again(rig: Rig) -> None:
-    route(rig, "r", "a", "b")
-    rig.append("a", b"1")
-    while rig.step():
-        pass
-    assert rig.view("b").head_seq == 1
-    rig.post_append("a", [b"2"])
-    assert rig.step(), "it is written, and copied"
-    assert rig.view("b").head_seq == 2
-    assert rig.shard.is_idle
-
-
 def test_copies_and_their_cursor_are_one_write_of_the_dest(rig: Rig) -> None:
     route(rig, "r", "a", "b")
     rig.append("a", b"1")

@@ -55,7 +55,7 @@ async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, l
     connections = Connections(
         process.quota("connections", settings.max_connections, "connections_admitted"), running_clock
     )
-    frontend = build_app(process, keys, cold, lambda: (connections.arrived, connections.in_a_row))
+    frontend = build_app(process, keys, cold, lambda: connections.arrived)
 
     def stop() -> None:
         cell.set("state", ProcessState.DRAINING)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -38,7 +39,6 @@ from topics.frontend.routes.topic_ranking import TopicRanking
 from topics.frontend.routes.topic_routes import TopicRoutes
 from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import Gateway
-from topics.frontend.shards.lone_writes import Arrived
 from topics.frontend.txn.coordinator import Stages, TxnCoordinator
 from topics.frontend.txn.txn_routes import TxnRoutes
 from topics.log import get_logger
@@ -102,9 +102,9 @@ class Frontend(NamedTuple):
         self.hub.drain()
 
 
-def build_app(process: Process, keys: KeyRing, store: SegmentSource | None, arrived: Arrived) -> Frontend:
+def build_app(process: Process, keys: KeyRing, store: SegmentSource | None, arrived: Callable[[], int]) -> Frontend:
     """Make one frontend on the running event loop; start its gateway. `store` has the data of cold segments,
-    `arrived` counts the requests that have come.
+    `arrived` returns how many requests have come so far.
     """
     shared, index, settings, cell = process.shared, process.index, process.settings, process.cell
     clock, running_clock, shards = process.clock, process.running_clock, shared.shards

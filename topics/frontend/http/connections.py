@@ -129,11 +129,8 @@ class Connections:
         self.draining = False
         self.open: set[OpenConnection] = set()
         self.turned_away = 0
-        self.arrived = self.in_a_row = 0
-        """Requests so far, over all protocols, and how many of them came last over one connection of HTTP/1.1. Those of
-        HTTP/1.1 count before the first of a burst begins.
-        """
-        self._last_id = 0
+        self.arrived = 0
+        """Requests so far, over all protocols. Those of HTTP/1.1 count before the first of a burst begins."""
         self.kept = KeptAnswers(clock or SystemClock())
         self.unadmitted = UnadmittedInput()
         self.tasks: dict[Callable[[], Awaitable[None]], asyncio.Task[None]] = {}
@@ -148,12 +145,6 @@ class Connections:
             return False
         self.open.add(connection)
         return True
-
-    def note_request(self, connection: OpenConnection | None = None) -> None:
-        """Count a request. `connection` is None for a protocol whose connections have many at once."""
-        last_id, self._last_id = self._last_id, id(connection)
-        self.arrived += 1
-        self.in_a_row = self.in_a_row + 1 if connection is not None and last_id == self._last_id else 1
 
     def adopt(self, connection: OpenConnection) -> None:
         """Take a connection that another protocol handed over, and which has its place already."""

@@ -262,7 +262,7 @@ class Http1Protocol(asyncio.Protocol):
         # never suspends, but until Python 3.12 that step has no current task, and `asyncio.timeout` needs one.
         assert self._exchange is not None
         self._scope = None
-        self._factory.connections.note_request(self)
+        self._factory.connections.arrived += 1
         self._factory.connections.start_task(partial(self._exchange.run, self._factory.app, scope))
 
     def _read_body(self, data: bytes | bytearray, position: int) -> int:

@@ -143,7 +143,7 @@ class Http1WebSocket(asyncio.Protocol):
 
     def _start_app(self) -> None:
         if self.stage is SocketStage.HANDSHAKE:
-            self._shared.connections.note_request()
+            self._shared.connections.arrived += 1
             self._shared.connections.start_task(self._run_app)
 
     async def _run_app(self) -> None:

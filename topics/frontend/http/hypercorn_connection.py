@@ -321,7 +321,7 @@ class HypercornConnections:
         task = asyncio.current_task()
         assert task is not None
         context.add_app(task)
-        self._connections.note_request()
+        self._connections.arrived += 1
         scope[ADMITTED] = context.admit
         if scope["type"] != "websocket":
             await run_in_time(self._app, self._limits, self._clock, scope, receive, send)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from functools import partial
 from typing import Final
 
 from topics.core.errors import TopicsError
@@ -62,10 +61,7 @@ class CatchingUp:
     async def wait_for(self, name: str) -> bool:
         """Wait until the topic has all that its sources have. False: a shard was too slow, or could not copy all."""
         registry = self._sight.registry()
-        if registry.source_of(name) is None or self._has_all(registry, name):
-            return True
-        # Its own client may have written just before: then the shard is copying at this moment.
-        return self._gateway.look_for(partial(self._has_all, registry, name)) or await self._chain(registry, name)
+        return registry.source_of(name) is None or await self._chain(registry, name)
 
     async def wait_for_all(self, names: Iterable[str]) -> bool:
         """Wait as `wait_for` does for each of these topics. A list has a thousand, so the waits begin in slices."""

@@ -17,7 +17,7 @@ from topics.core.errors import TopicsError
 from topics.core.names import owner_shard
 from topics.frontend.shards.archive_acks import ArchiveAcks
 from topics.frontend.shards.arenas import Arenas
-from topics.frontend.shards.lone_writes import Arrived, LoneWrites
+from topics.frontend.shards.lone_writes import LoneWrites
 from topics.frontend.shards.notices import JobListeners, Watches
 from topics.frontend.shards.pending_requests import (
     ROOM_WAIT_S,
@@ -76,8 +76,9 @@ class Gateway:
         cell: ProcessCell,
         shard_wait_ms: int,
         archive_wait_ms: int,
-        arrived: Arrived,
+        arrived: Callable[[], int],
     ) -> None:
+        """`arrived` returns how many requests of clients this frontend has had so far."""
         self._loop = asyncio.get_running_loop()
         self._incarnation = incarnation
         self._cell = cell
@@ -189,10 +190,6 @@ class Gateway:
     async def call(self, shard: int, request: Asks[ReplyT], unthrottled: bool = False) -> ReplyT:
         """Send a request as `submit` does, and wait for the reply, whose type the request names."""
         return request.checked(await self.submit(shard, request, unthrottled=unthrottled))
-
-    def look_for(self, is_there: Callable[[], bool]) -> bool:
-        """Look for what a shard is about to do, if the request that waits is alone. Return whether it is there."""
-        return self._lone_writes.look_for(len(self.pending), is_there)
 
     def no_answer(self, shard: int) -> TopicsError:
         return TopicsError(

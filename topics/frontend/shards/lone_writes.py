@@ -1,4 +1,4 @@
-"""The answer to a lone write, and the copies for a lone read, taken without a turn of the event loop.
+"""The answer to a lone write, taken without a turn of the event loop.
 
 A write that is the only request of its frontend has its answer within 100 to 300 µs. To fall asleep for that time and
 to wake up again takes longer. So the frontend looks at the ring of answers instead, for LOOK_NS at most:
@@ -7,7 +7,6 @@ to wake up again takes longer. So the frontend looks at the ring of answers inst
                                   └ LOOK_NS are over ───▶ wait as all requests do; no more looks for PAUSE_NS
 
 A look needs a core of its own beside the shard's. If it finds nothing, there was none, or the shard had more to do.
-A read of a router's dest looks for its copies in the same way: what its client wrote just before is being copied.
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ SHORT_BYTES: Final = 16 * 1024
 """A longer write keeps its shard busy for about as long as a look, or longer."""
 PAUSE_NS: Final = 100_000_000
 """Looks that never find anything cost a busy frontend half a percent of its time."""
-Arrived = Callable[[], tuple[int, int]]
-"""Returns how many requests this frontend has had so far, and how many of these came last over one connection."""
 
 
 class LoneWrites:
     """Says which write is alone, and looks for its answer. While it looks, shards do not signal this frontend."""
 
-    def __init__(self, wake: Wake, arrived: Arrived, now_ns: Callable[[], int] = perf_counter_ns) -> None:
+    def __init__(self, wake: Wake, arrived: Callable[[], int], now_ns: Callable[[], int] = perf_counter_ns) -> None:
+        """`arrived` returns how many requests this frontend has had so far."""
         self._wake = wake
         self._arrived = arrived
         self._now_ns = now_ns
@@ -42,30 +40,12 @@ class LoneWrites:
 
     def is_alone(self, unanswered: int, size_bytes: int) -> bool:
         """Return whether to look for the answer to a write of so many bytes that is about to be sent beside so many
-        unanswered requests: it is short, and nobody else has asked for anything since the write before it.
+        unanswered requests: it is short, and no other request has come since the write before it.
         """
-        is_alone = self._nobody_else() and not unanswered and size_bytes <= SHORT_BYTES and self._may_look()
-        self._arrived_before = self._arrived()[0]
-        return is_alone
-
-    def _nobody_else(self) -> bool:
-        """Return whether all requests since the last write, at least one, came over one connection."""
-        arrived, in_a_row = self._arrived()
-        return 0 < arrived - self._arrived_before <= in_a_row
-
-    def _may_look(self) -> bool:
-        return self._can_look and self._now_ns() >= self._paused_until_ns
-
-    def look_for(self, unanswered: int, is_there: Callable[[], bool]) -> bool:
-        """Look for what a shard is about to do, if the request that waits is alone. Return whether it is there."""
-        if unanswered or not self._nobody_else() or not self._may_look():
-            return False
-        ends_ns = self._now_ns() + LOOK_NS
-        while not is_there():
-            if self._now_ns() >= ends_ns:
-                self._paused_until_ns = ends_ns + PAUSE_NS
-                return False
-        return True
+        arrived = self._arrived()
+        before, self._arrived_before = self._arrived_before, arrived
+        is_alone = arrived == before + 1 and not unanswered and size_bytes <= SHORT_BYTES
+        return is_alone and self._can_look and self._now_ns() >= self._paused_until_ns
 
     def begin(self) -> None:
         """Begin a look, before the write is pushed. `look` ends it."""

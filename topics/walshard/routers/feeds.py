@@ -83,11 +83,6 @@ class Feed:
         """Number of the source's records that are yet to be copied, as far as this life of the shard has seen."""
         return max(0, self.source_head_seq - self.source_seq)
 
-    @property
-    def has_all(self) -> bool:
-        """Return whether it had all at the last look. The shard of the source tells of what comes after that."""
-        return self.source_seq == self.source_head_seq and not self.full
-
     def has_no_room(self) -> bool:
         """Return whether the next record is known not to fit into the dest, without reading it."""
         source_seq, records, size_bytes = self.no_room_for

@@ -317,7 +317,7 @@ class Routing:
         return pages_max
 
     def _copy_some(self, feeds: list[Feed]) -> Steps[bool]:
-        """Copy a page for each of these, all in one group of the logs. False when none has more to copy now."""
+        """Copy a page for each of these, all in one group of the logs. False when none had anything to copy."""
         writes: list[CopyWrite] = []
         for feed in feeds:
             write = yield from self._next_write(feed)
@@ -330,12 +330,11 @@ class Routing:
         for feed in feeds:
             if feed.retry_ms:
                 self._turns.defer(feed.topic.id, feed.retry_ms)
-        unfinished = [write.feed for write in writes if not write.feed.retry_ms and not write.feed.has_all]
         for write in writes:
             self.feeds.show_progress(write.feed)
-        for feed in unfinished:
-            self._turns.line_up(feed.topic.id)
-        return bool(unfinished)
+            if not write.feed.retry_ms:
+                self._turns.line_up(write.feed.topic.id)
+        return any(not write.feed.retry_ms for write in writes)
 
     def _next_write(self, feed: Feed) -> Steps[CopyWrite | None]:
         feed.retry_ms = 0
