@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 
 from tests.executors import Inline
 from tests.storage.faults import FaultyFileSystem
@@ -70,6 +71,7 @@ class FollowerRig(Rig):
         self.archive = archive
         self.is_refused = False
         """True once it has the wrong number of shards."""
+        self.helper: Executor = Inline()
         self.disk = PageCache()
         self.process_fs = ProcessFileSystem(self.disk)
         """The disk as the process of the follower sees it."""
@@ -95,7 +97,9 @@ class FollowerRig(Rig):
         self.process_fs = fs = ProcessFileSystem(self.disk)
         self.replica = Replica(self.archive, fs, settings.data_dir, settings.wal_shards, self.clock)
         leader = LeaderHere(self.clock, self._tell)
-        self.follower = Follower(self.replica, fs, settings, self.shared, self.clock, lambda: False, leader, Inline())
+        self.follower = Follower(
+            self.replica, fs, settings, self.shared, self.clock, lambda: False, leader, self.helper
+        )
 
     def advance(self) -> None:
         """Take a step, and have the shards see it. The service starts again if it wants to."""

@@ -16,11 +16,14 @@ import pytest
 from tests.archive.archiving import Archiving, compare, small_world
 from tests.archive.follower_rig import FollowerRig
 from tests.cases import case
+from tests.executors import Hanging, Inline
 from tests.storage.faults import Crash, Fault
-from topics.archive import borrowing
+from topics.archive import borrowing, follow_main, replica
+from topics.archive.directory_copy import DirectoryCopy
 from topics.shm.control import Role
 from topics.storage.borrowed import read_borrowed
-from topics.storage.filesystem import OsFileSystem
+from topics.storage.filesystem import FileSystem, OsFileSystem
+from topics.storage.follow_note import FollowNote, write_note
 
 
 @pytest.fixture
@@ -223,6 +226,156 @@ def test_an_object_that_is_gone_keeps_its_segment_borrowed_and_no_other(service:
     service.bucket.objects[ref.name] = content
     service.world.clock.ms += borrowing.RETRY_MS
     until_home(service)
+
+
+def slow(service: Archiving) -> FollowerRig:
+    """A follower that shows a moment, and has to wait for the data that it fetches."""
+    rig = follower(service)
+    rig.helper = helper = Hanging()
+    helper.hangs = True
+    rig.follower_dies()
+    rig.advance()
+    assert missing(rig)
+    return rig
+
+
+def test_one_that_may_only_read_copies_everything_also_after_a_failure(
+    service: Archiving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The note of a loan that was perhaps created is there then, and the loan cannot be removed."""
+    errors = [OSError(errno.EIO, "failed", "sim://bucket")]
+
+    def create(_name: str, _content: bytes) -> NoReturn:
+        raise errors.pop() if errors else OSError(errno.EACCES, "denied", "sim://bucket")
+
+    def delete(_name: str) -> NoReturn:
+        raise OSError(errno.EACCES, "denied", "sim://bucket")
+
+    rig = service.followers[0] = service.follower_in(f"{service.directory}/follower")
+    monkeypatch.setattr(rig.archive.store, "create", create)
+    monkeypatch.setattr(rig.archive.store, "delete", delete)
+    for _ in range(4):
+        service.world.clock.ms += 10_000
+        rig.advance()
+    assert rig.shown
+    assert not errors
+    assert not borrows(rig)
+
+
+def test_what_is_shown_as_deleted_stays_so_while_a_base_from_before_is_laid_out(
+    service: Archiving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow_main, "LOOK_MS", 1 << 40)
+    rig = slow(service)
+    service.delete("a", 0.4, 1)
+    service.cut()
+    ship_bases(service, 1)
+    service.delete("a", 1.0, 2)
+    service.ship(0)
+    rig.advance()
+    base = rig.replica.note.base
+    shown = rig.shown
+    assert shown == max(service.moments)
+    compare(rig, service.history[shown])
+    rig.follower_dies()
+    rig.follower.step()  # lays the base out; no shard has loaded it yet
+    assert rig.replica.note.base > base
+    compare(rig, service.history[shown])
+
+
+def test_a_segment_that_is_dropped_before_it_has_come_is_not_fetched_after_a_restart(service: Archiving) -> None:
+    rig = slow(service)
+    before = missing(rig)
+    service.delete("a", 1.0)
+    service.cut()
+    ship_bases(service, 1)
+    for _ in range(4):
+        service.world.clock.ms += follow_main.LOOK_MS
+        rig.advance()
+    assert missing(rig) < before
+    rig.helper = Inline()
+    rig.follower_dies()
+    until_home(service)
+
+
+def test_a_full_disk_is_no_reason_to_fetch_again_and_again(service: Archiving, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_copy: DirectoryCopy, path: str, _data: bytes) -> NoReturn:
+        raise OSError(errno.ENOSPC, "no space left", path)
+
+    rig = follower(service)
+    monkeypatch.setattr(DirectoryCopy, "replace_data", full)
+    read_range, fetched = rig.archive.store.read_range, []
+
+    def read(name: str, offset: int, length: int) -> bytes:
+        if name.endswith(".data"):
+            fetched.append(service.world.clock.ms)
+        return read_range(name, offset, length)
+
+    monkeypatch.setattr(rig.archive.store, "read_range", read)
+    before = missing(rig)
+    for _ in range(120):
+        service.world.clock.ms += 500
+        rig.follower.step()
+    times = sorted(set(fetched))
+    assert len(times) > 3
+    assert all(after - at >= borrowing.RETRY_MS for at, after in itertools.pairwise(times[1:]))
+    assert missing(rig) == before
+    monkeypatch.undo()
+
+
+def test_a_leader_that_lives_is_not_taken_over_from_while_data_are_laid_out(
+    service: Archiving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives a sign each second. To lay out a batch takes longer than a leader may be silent."""
+    rig = service.followers[0] = service.follower_in(f"{service.directory}/follower", takeover_after_ms="5000")
+    rig = slow(service)
+    replace_data, laid_out = DirectoryCopy.replace_data, []
+
+    def slowly(copy: DirectoryCopy, path: str, data: bytes) -> None:
+        for _ in range(8):
+            service.append("b", 1, "disk")
+            service.ship(0)
+        replace_data(copy, path, data)
+        laid_out.append(path)
+
+    monkeypatch.setattr(DirectoryCopy, "replace_data", slowly)
+    while missing(rig):
+        service.append("b", 1, "disk")
+        service.ship(0)
+        rig.follower.step()  # takes what is new, and begins to fetch
+        helper = rig.helper
+        assert isinstance(helper, Hanging)
+        helper.go_on()
+        helper.hangs = True
+        rig.follower.step()  # nothing is new, until it lays out what has come
+        assert rig.follower.exit_code is None, "it took over"
+    assert laid_out
+    monkeypatch.undo()
+
+
+def test_a_base_whose_note_cannot_be_written_is_laid_out_again(
+    service: Archiving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = follower(service)
+    base, failures = rig.replica.note.base, [OSError(errno.ENOSPC, "no space left", "following.json")]
+
+    def write(fs: FileSystem, data_dir: str, note: FollowNote) -> None:
+        if note.base > base and failures:
+            raise failures.pop()
+        write_note(fs, data_dir, note)
+
+    monkeypatch.setattr(replica, "write_note", write)
+    service.delete("a", 0.5)
+    service.cut()
+    ship_bases(service, 1)
+    cell = rig.shared.control.cell(Role.ARCHIVER, 0)
+    loads = cell.get("bases")
+    for _ in range(3):
+        service.world.clock.ms += follow_main.LOOK_MS
+        rig.advance()
+    assert not failures
+    assert rig.replica.note.base > base
+    assert cell.get("bases") > loads
 
 
 @pytest.mark.parametrize("nth", range(1, 40, 3))

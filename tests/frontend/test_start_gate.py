@@ -34,6 +34,9 @@ class Renewed(Arenas):
     def __init__(self) -> None:
         """Nothing is mapped."""
 
+    def is_behind(self) -> bool:
+        return False
+
     def renewal(self, shard: int) -> asyncio.Task[None] | None:
         return None
 

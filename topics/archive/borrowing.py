@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Executor, Future
 from typing import Final
@@ -23,6 +24,8 @@ from topics.storage.filesystem import FileSystem
 BATCH_BYTES: Final = 16 << 20
 """Bytes that are fetched at a time, but for an object that is larger. The follower takes moments between."""
 BATCH_MS: Final = 1000
+LAID_OUT_MS: Final = 20
+"""Time that is given to laying out between two moments: each file is synced."""
 RETRY_MS: Final = 10_000
 _READ_ONLY: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
 _FAILURES: Final = (OSError, EOFError, ArchiveDamagedError)
@@ -84,14 +87,22 @@ class Homecoming:
         self._is_home = False
         """True once no snapshot that a start may use lists a borrowed segment."""
         self._coming: Future[list[tuple[FileRef, bytes | Exception]]] | None = None
+        self._arrived: deque[tuple[FileRef, bytes | Exception]] = deque()
+        """Data that were fetched, or why not, and are not laid out."""
         self._not_before_ms = 0
 
     def begin(self, generation: int, base: Base, place: str) -> None:
         """Borrow the data of a base, of which nothing is here. From an archive that lets no loan be created everything
         has to be copied: nothing is missing then. Raise ArchiveDamagedError, OSError: begin again.
         """
-        self._forget(read_borrowed(self._fs, self._data_dir))
-        self._end()  # of a try before, or of a copy that was given up
+        self._take_note()
+        try:
+            self._end()  # of a try before, or of a copy that was given up
+        except OSError as error:
+            if error.errno not in _READ_ONLY:
+                raise
+            log.warning("the loan of a copy before cannot be ended: delete it", reason=str(error))
+            remove_borrowed(self._fs, self._data_dir)
         who = f"{os.uname().nodename}:{self._data_dir}"
         try:
             self.missing = borrow(self._archive, generation, base, self._fs, self._data_dir, place, who)
@@ -104,16 +115,23 @@ class Homecoming:
 
     def go_on(self) -> None:
         """Go on where the directory is. Raise OSError."""
-        self._forget(read_borrowed(self._fs, self._data_dir))
+        self._take_note()
         if self._note is not None:
-            self.missing = {
-                ref.path: ref
-                for ref in self._note.files
-                if ref.path.endswith(".data") and not self._fs.exists(os.path.join(self._data_dir, ref.path))
-            }
+            data = (ref for ref in self._note.files if ref.path.endswith(".data"))
+            self.missing = {ref.path: ref for ref in data if self._is_missing(ref.path)}
 
-    def _forget(self, note: BorrowedNote | None) -> None:
-        self._note, self.missing, self._is_home, self._coming = note, {}, False, None
+    def _is_missing(self, data_path: str) -> bool:
+        """Return whether data are to be fetched: of a segment that a later base has dropped, the index is gone, too."""
+        idx_path = data_path.removesuffix(".data") + ".idx"
+        data_is_here, idx_is_here = (
+            self._fs.exists(os.path.join(self._data_dir, one)) for one in (data_path, idx_path)
+        )
+        return idx_is_here and not data_is_here
+
+    def _take_note(self) -> None:
+        self._note = read_borrowed(self._fs, self._data_dir)
+        self.missing, self._is_home, self._coming = {}, False, None
+        self._arrived.clear()
 
     def keep_only(self, files: Mapping[str, str]) -> None:
         """Fetch only data that another base has, too: `files` are names of its objects, by their paths."""
@@ -123,27 +141,37 @@ class Homecoming:
     def missing_bytes(self) -> int:
         return sum(ref.size_bytes for ref in self.missing.values())
 
-    def step(self, helper: Executor) -> list[Exception]:
-        """Lay out what has come, and have the helper fetch more. Return why data could not be fetched, which will be
-        repeated. Raise OSError.
+    def step(self, helper: Executor) -> Exception | None:
+        """Lay out what has come, for a moment, and have the helper fetch more. Return why data could not be fetched or
+        laid out, if so: they are fetched again later.
         """
-        failures: list[Exception] = []
+        failure: Exception | None = None
         if self._coming is not None and self._coming.done():
-            found, self._coming = self._coming.result(), None
-            for ref, content in found:
-                if isinstance(content, Exception):
-                    failures.append(content)
-                    if ref.path in self.missing:
-                        self.missing[ref.path] = self.missing.pop(ref.path)  # others first
-                elif ref.path in self.missing:
-                    self._copy.replace_data(ref.path, content)
-                    del self.missing[ref.path]
-            if failures:
-                self._not_before_ms = self._clock.monotonic_ms() + RETRY_MS
-        if self.missing and self._coming is None and self._clock.monotonic_ms() >= self._not_before_ms:
-            self._not_before_ms = self._clock.monotonic_ms() + BATCH_MS
+            self._arrived.extend(self._coming.result())
+            self._coming = None
+        until_ms = self._clock.monotonic_ms() + LAID_OUT_MS
+        while self._arrived and self._clock.monotonic_ms() < until_ms:
+            ref, content = self._arrived.popleft()
+            if ref.path in self.missing and (error := self._lay_out(ref, content)) is not None:
+                failure = failure or error
+                self.missing[ref.path] = self.missing.pop(ref.path)  # others first
+        now_ms = self._clock.monotonic_ms()
+        if failure is not None:
+            self._not_before_ms = now_ms + RETRY_MS
+        if self.missing and self._coming is None and not self._arrived and now_ms >= self._not_before_ms:
+            self._not_before_ms = now_ms + BATCH_MS
             self._coming = helper.submit(self._fetch, self._next_batch())
-        return failures
+        return failure
+
+    def _lay_out(self, ref: FileRef, content: bytes | Exception) -> Exception | None:
+        if isinstance(content, Exception):
+            return content
+        try:
+            self._copy.replace_data(ref.path, content)
+        except OSError as error:
+            return error
+        del self.missing[ref.path]
+        return None
 
     def _next_batch(self) -> list[FileRef]:
         batch: list[FileRef] = []

@@ -37,7 +37,7 @@ from topics.storage.frame_columns import scan_columns
 from topics.storage.log_fold import OfflineFold
 from topics.storage.logfile import WalIdentity, WalPosition, note_committed, read_first_start, write_current
 from topics.storage.recovery import Recovery
-from topics.storage.segment import DELETED, ENTRY_LEN, read_columns
+from topics.storage.segment import DELETED, ENTRY_FLAGS_AT, ENTRY_LEN, read_columns
 from topics.storage.snapshot import ShardPart, decode_parts, encode_part, encode_parts, load_snapshot, save_snapshot
 from topics.storage.upgrade import write_mark
 
@@ -256,6 +256,14 @@ def marked(data: bytes, idx: bytes) -> bytes:
     content = bytearray(data)
     for end in ends:
         content[end - 1] = DELETED
+    return bytes(content)
+
+
+def with_marks(idx: bytes, own: bytes) -> bytes:
+    """Return an index with the deletions that another state of it has, too."""
+    content = bytearray(idx)
+    for at in range(ENTRY_FLAGS_AT, min(len(idx), len(own)), ENTRY_LEN):
+        content[at] |= own[at] & LOCATION_DELETED
     return bytes(content)
 
 

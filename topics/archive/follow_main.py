@@ -109,11 +109,12 @@ class Follower:
             has_news = self._listen()
             has_news |= self._skim() if self._tells else self._look()
             self._show()
+            is_gone = self._is_leader_gone(has_news)  # before what follows, which may take longer than its signs may
             self._fetch()
             if self._clock.monotonic_ms() >= self._look_not_before_ms and not self.promote.is_set():
                 self._look_not_before_ms = self._clock.monotonic_ms() + LOOK_MS
                 self._tend_base()
-            if self._is_leader_gone(has_news) or self.promote.is_set() or self._replica.note.fence_id:
+            if is_gone or self.promote.is_set() or self._replica.note.fence_id:
                 promote(self._replica, self._clock, socket.gethostname())
                 log.info("this service leads from now on; it starts again", url=self._replica.note.url)
                 self.exit_code = EXIT_AGAIN
@@ -205,7 +206,7 @@ class Follower:
     def _fetch(self) -> None:
         """Fetch data that are still in the archive, and say how much is left."""
         homecoming, cell = self._replica.homecoming, self._cell
-        for error in homecoming.step(self._helper):
+        if (error := homecoming.step(self._helper)) is not None:
             self._fail(error)  # they are read in the archive meanwhile
         if cell.get("segments_borrowed") != len(homecoming.missing):
             cell.set("segments_borrowed", len(homecoming.missing))

@@ -23,7 +23,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from topics.archive.borrowing import Homecoming
-from topics.archive.directory_copy import DirectoryCopy, MissingBytesError
+from topics.archive.directory_copy import DirectoryCopy, MissingBytesError, marked, with_marks
 from topics.archive.fetching import fetched_ahead, fetched_files
 from topics.archive.restoring import NotThereError
 from topics.core.clock import Clock
@@ -392,8 +392,9 @@ class Replica:
         if snapshot:
             self._copy.save_snapshot(bytes(snapshot), self.homecoming.missing)
         self.homecoming.keep_only(_names(base))  # last: the snapshot before needs the others
-        self.note = msgspec.structs.replace(self.note, base=number)
-        write_note(self._fs, self._data_dir, self.note)
+        note = msgspec.structs.replace(self.note, base=number)
+        write_note(self._fs, self._data_dir, note)
+        self.note = note  # now: if it cannot be written, all of this is done again
         self._note_base(base)
         return True
 
@@ -412,13 +413,26 @@ class Replica:
                 self._mark(changed[0])
             elif changed:
                 fetched += refs
+        idx = b""
         for ref, content in fetched_files(self.archive, fetched):
-            self._copy.replace(ref.path, content)
+            if ref.path.endswith(".idx"):
+                idx = self._with_own_marks(ref.path, content)
+                self._copy.replace(ref.path, idx)
+            else:
+                self._copy.replace(ref.path, marked(content, idx) if ref.path.endswith(".data") else content)
+
+    def _with_own_marks(self, path: str, idx: bytes) -> bytes:
+        """Return an index of a base with the deletions that are shown already, and came behind the base: shards that
+        have not loaded it yet mark them only once.
+        """
+        full = os.path.join(self._data_dir, path)
+        return with_marks(idx, read_all(self._fs, full)) if self._fs.exists(full) else idx
 
     def _mark(self, ref: FileRef) -> None:
         """Mark deletions in a segment."""
         idx = read_whole(self.archive.store, ref.name)
         self.archive.check_file(ref, idx)
+        idx = self._with_own_marks(ref.path, idx)
         data_path = ref.path.removesuffix(".idx") + ".data"
         if data_path not in self.homecoming.missing:
             self._copy.mark_deleted(data_path, idx)
