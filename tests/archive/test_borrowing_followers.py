@@ -267,10 +267,10 @@ def test_what_is_shown_as_deleted_stays_so_while_a_base_from_before_is_laid_out(
 ) -> None:
     monkeypatch.setattr(follow_main, "LOOK_MS", 1 << 40)
     rig = slow(service)
-    service.delete("a", 0.4, 1)
+    service.delete("a", 0.4, 0)
     service.cut()
     ship_bases(service, 1)
-    service.delete("a", 1.0, 2)
+    service.delete("a", 1.0, 1)
     service.ship(0)
     rig.advance()
     base = rig.replica.note.base
