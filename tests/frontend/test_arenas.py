@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from tests.frontend.live import Live
+from tests.walshard.rig import Rig
+from topics.frontend.app import StartGate
 from topics.frontend.shards import arenas
 from topics.frontend.shards.arenas import SLICE_TOPICS, Arenas, Slices
 from topics.shm.arena import ArenaReader, TopicView
+from topics.shm.topic_messages import EnsureTopic
 
 
 class Unlearned:
@@ -34,6 +38,9 @@ class Mapped(Arenas):
 
     def of(self, shard: int) -> ArenaReader | None:
         return self._readers[shard]
+
+    async def renewed(self, shards: Iterable[int]) -> None:
+        """No shard was restarted."""
 
 
 def test_fifty_thousand_topics_are_learned_while_others_have_their_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,3 +94,47 @@ def test_the_topics_of_a_restarted_shard_are_learned_while_others_have_their_tur
         live.close()
 
     asyncio.run(test())
+
+
+async def nothing(*_: Any) -> Any:
+    raise AssertionError("nobody asks for more")
+
+
+def test_topics_of_a_shard_that_recovered_late_are_learned_in_slices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(str(tmp_path))
+    for number in range(8 * SLICE_TOPICS):
+        rig.post_call(EnsureTopic(f"t{number}"))
+        if number % 100 == 0:
+            rig.run()
+    rig.run()
+    generation = rig.cell.get("generation")
+    rig.cell.set("generation", 0)  # it still reads its log
+    at_once: list[int] = []
+    learn = ArenaReader.learn
+
+    def counted(self: ArenaReader, slots_max: int) -> bool:
+        at_once.append(min(slots_max, self.unlearned))
+        return learn(self, slots_max)
+
+    monkeypatch.setattr(ArenaReader, "learn", counted)
+
+    async def test() -> None:
+        arenas = Arenas(rig.shared)
+
+        async def app(*_: Any) -> None:
+            arenas.view("t0")
+
+        async def learned() -> None:
+            await arenas.learn(Slices())
+
+        gate = StartGate(app, [rig.cell], 0, learned, arenas)
+        await gate({"path": "/v0/topics/t0"}, nothing, nothing)  # answered `not_ready` after shard_wait_ms
+        rig.cell.set("generation", generation)
+        await gate({"path": "/v0/topics/t0"}, nothing, nothing)
+        arenas.close()
+
+    asyncio.run(test())
+    rig.close()
+    assert 0 < max(at_once) <= SLICE_TOPICS, f"{max(at_once)} topics were learned in one turn of the loop"

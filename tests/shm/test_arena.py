@@ -231,3 +231,19 @@ def test_a_reader_of_another_version_is_refused(identity: str) -> None:
         file.write((99).to_bytes(8, "little"))
     with pytest.raises(ValueError, match="not an index arena of this version"):
         ArenaReader(identity, 0, 1)
+
+
+def test_topics_that_come_and_go_do_not_keep_a_reader_from_knowing_the_others(identity: str) -> None:
+    directory = Directory(identity)
+    for number in range(20_000):
+        directory.make(f"t{number}")
+    reader = ArenaReader(identity, 0, 1)
+    steps = made = 0
+    while reader.unlearned > 256:
+        reader.learn(256)
+        steps += 1
+        assert steps < 10 * 20_000 // 256, f"{reader.unlearned} are left after {steps} steps"
+        for _ in range(15):
+            directory.delete(f"t{made}")
+            directory.make(f"t{20_000 + made}")
+            made += 1

@@ -12,7 +12,7 @@ from topics.core.routers import RouterSpec
 from topics.shm.arena import ArenaReader
 from topics.shm.asks import Message
 from topics.shm.router_memory import RouterBoard
-from topics.shm.topic_messages import DeleteTopic, EnsureTopic, PutRouter, SyncRouters
+from topics.shm.topic_messages import DeleteRouter, DeleteTopic, EnsureTopic, PutRouter, SyncRouters
 from topics.walshard.commit.commits import Commits
 from topics.walshard.commit.draft import Draft
 from topics.walshard.routers.originals import LEARNED_AT_ONCE
@@ -65,6 +65,16 @@ def settle(rig: Rig) -> None:
     while rig.step():
         rig.take_replies()
     rig.take_replies()
+
+
+def settle_and_sweep(rig: Rig) -> None:
+    """Let 40 seconds pass."""
+    for _ in range(40):
+        settle(rig)
+        rig.clock.ms += 1000
+        for shard in rig.shards:
+            shard.sweep()
+    settle(rig)
 
 
 def ask(rig: Rig, *calls: tuple[Message, int]) -> None:
@@ -184,3 +194,81 @@ def test_a_source_that_had_to_be_learned_is_copied_at_once(two: Rig) -> None:
     two.boot()
     two.append(names[0], b"2")
     assert head_of(two, dest) == 2
+
+
+def test_a_router_whose_end_was_answered_forwards_nothing_more(two: Rig) -> None:
+    """The shard of the dest is learning topics of the source's shard, as after any start with more than 256."""
+    names, dest = make_topics_of_shard_1(two, 1100), dest_on_shard_0(two)
+    ask(two, (PutRouter("r", RouterSpec(names[0], dest)), 0), (EnsureTopic(dest), 0), (SyncRouters(dest, 0, 0), 0))
+    two.append(names[0], b"before")
+    assert head_of(two, dest) == 1
+    two.boot()
+    two.shards[0].copy(after_requests=False)  # its feeds have their first turn: it begins to learn
+    # What RouterRoutes.delete does, before it answers 200.
+    gone = two.post_call(DeleteRouter("r"), 0)
+    two.shards[0].serve()
+    two.shards[0].copy(after_requests=True)
+    two.post_call(SyncRouters(dest, 0, 0), 0)
+    two.shards[0].serve()
+    two.take_replies()
+    assert two.replies[gone].deleted
+    two.append(names[0], b"after the answer")
+    settle(two)
+    assert [data for _, data in two.read(dest)] == [b"before"]
+
+
+def test_a_router_whose_end_was_answered_stays_ended_when_the_service_is_killed(two: Rig) -> None:
+    names, dest = make_topics_of_shard_1(two, 1100), dest_on_shard_0(two)
+    ask(two, (PutRouter("r", RouterSpec(names[0], dest)), 0), (EnsureTopic(dest), 0), (SyncRouters(dest, 0, 0), 0))
+    two.append(names[0], b"before")
+    two.boot()
+    two.shards[0].copy(after_requests=False)
+    gone, synced = two.post_call(DeleteRouter("r"), 0), two.post_call(SyncRouters(dest, 0, 0), 0)
+    two.shards[0].serve()
+    two.take_replies()
+    assert two.replies[gone].deleted
+    assert two.replies[synced]  # now the client has its 200
+    two.restart_service()
+    for data in (b"an hour later", b"two"):
+        two.append(names[0], data)
+        for _ in range(5):
+            two.run()
+            two.clock.ms += 1000
+            for shard in two.shards:
+                shard.sweep()
+    two.run()
+    assert [data for _, data in two.read(dest)] == [b"before"]
+
+
+def test_routers_of_a_deleted_source_are_gone_after_a_kill_between_two_parts(two: Rig) -> None:
+    ask(two, (EnsureTopic("source"), two.owner("source")))
+    make_routers(two, 0, ROUTERS)
+    two.post_call(DeleteTopic("source", False), two.owner("source"))
+    while two.cell.get("routers") == ROUTERS:
+        two.step()
+        two.take_replies()
+    assert two.cell.get("routers") > 0
+    two.restart_service()
+    settle_and_sweep(two)
+    assert feeds(two) == 0
+
+
+@pytest.mark.parametrize("of_shard", [0, 1])
+def test_a_removed_router_is_gone_after_a_restart_of_the_service(two: Rig, of_shard: int) -> None:
+    dest = next(f"d-{n}" for n in range(99) if two.owner(f"d-{n}") == of_shard)
+    two.call(EnsureTopic("source"), two.owner("source"))
+    two.call(PutRouter("r", RouterSpec("source", dest)), 0)
+    two.call(EnsureTopic(dest), of_shard)
+    two.call(SyncRouters(dest, 0, 0), of_shard)
+    two.append("source", b"before")
+    two.run()
+    assert two.read(dest) == [(1, b"before")]
+    gone = two.post_call(DeleteRouter("r"), 0)
+    two.shards[0].serve()
+    two.take_replies()
+    assert two.replies[gone].deleted  # it is in the log of shard 0; the shard of the dest has not looked yet
+    two.restart_service()
+    settle_and_sweep(two)
+    two.append("source", b"after")
+    settle_and_sweep(two)
+    assert two.read(dest) == [(1, b"before")], "no list of routers has it, and no DELETE can end it"

@@ -236,7 +236,7 @@ class ArenaReader:
             raise ValueError(f"{self._shared.name} is not an index arena of this version")
         self.generation = generation
         self._seen_changes = 0
-        self._unlearned: list[int] = []
+        self._unlearned: set[int] = set()
         """Slots that changed up to `_listed_changes` and are not learned yet."""
         self._listed_changes = 0
         self._names: SortedDict[str, int] = SortedDict()
@@ -363,8 +363,7 @@ class ArenaReader:
 
     def learn(self, slots_max: int) -> bool:
         """Learn of at most `slots_max` changed topics: ten thousand would hold up the process. True if none is left."""
-        if not self._unlearned:
-            self._list_changes()
+        self._list_changes()
         for _ in range(min(slots_max, len(self._unlearned))):
             self._learn_slot(self._unlearned.pop())
         if not self._unlearned:
@@ -373,11 +372,11 @@ class ArenaReader:
 
     def _list_changes(self) -> None:
         count = self._words[_Header.CHANGE_COUNT]
-        if count - self._seen_changes > CHANGES // 2:
-            changed = set(range(self._words[_Header.SLOTS_USED]))
+        if count - self._listed_changes > CHANGES // 2:
+            self._unlearned.update(range(self._words[_Header.SLOTS_USED]))
         else:
-            changed = {self._words[_CHANGES_WORD + at % CHANGES] for at in range(self._seen_changes, count)}
-        self._unlearned = list(changed)
+            changes = range(self._listed_changes, count)
+            self._unlearned.update(self._words[_CHANGES_WORD + at % CHANGES] for at in changes)
         self._listed_changes = count
 
     def _learn_slot(self, slot: int) -> None:

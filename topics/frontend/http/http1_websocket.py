@@ -380,8 +380,8 @@ class Http1WebSocket(asyncio.Protocol):
                 self._transport.write(piece)
                 await self._wait_writable()
         except asyncio.CancelledError:
-            if self._left_bytes and self.stage is not SocketStage.OVER:
-                self._transport.abort()  # nothing can follow half a frame
+            if (self._left_bytes or self._close_frame) and self.stage is not SocketStage.OVER:
+                self._transport.abort()  # nothing can follow half a frame, and nobody else sends what waits for its end
             raise
         finally:
             timer.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Final
@@ -210,23 +211,24 @@ class RouterRoutes:
 
     async def _wait_until_begun(self, router: Router) -> None:
         """Wait until the shard of the dest forwards new records; `shard_unavailable` if that takes too long."""
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + BEGIN_WAIT_S
-        call = SyncRouters(router.spec.dest, router.id, router.version)
-        while True:
-            reply = await self.gateway.call(self.gateway.owner(router.spec.dest), call)
-            if reply.begun or loop.time() > until_s:
-                break
-            await asyncio.sleep(BEGIN_RETRY_S)
-        if not reply.begun and self.sight.registry().by_name.get(router.name) == router:
+        has_begun = await self._until_begun(SyncRouters(router.spec.dest, router.id, router.version))
+        if not has_begun and self.sight.registry().by_name.get(router.name) == router:
             raise TopicsError("shard_unavailable", f"router {router.name!r} has not begun yet; ask again")
 
     async def _sync(self, dest: str) -> None:
-        """Have the shard of this dest read the router table now. A shard that is down reads it when it starts."""
-        try:
-            await self.gateway.call(self.gateway.owner(dest), SyncRouters(dest, 0, 0))
-        except TopicsError:
-            return
+        """Have the shard of this dest do what the router table says now. One that is down does it when it starts."""
+        with suppress(TopicsError):
+            await self._until_begun(SyncRouters(dest, 0, 0))
+
+    async def _until_begun(self, call: SyncRouters) -> bool:
+        """Ask the shard of a dest until it does what the table says; False if that takes too long."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + BEGIN_WAIT_S
+        while True:
+            reply = await self.gateway.call(self.gateway.owner(call.dest), call)
+            if reply.begun or loop.time() > until_s:
+                return reply.begun
+            await asyncio.sleep(BEGIN_RETRY_S)
 
 
 def _router_name(request: ApiRequest) -> str:

@@ -45,9 +45,9 @@ def _range(arenas: Sequence[ArenaReader], prefix: str, after: str) -> Iterator[s
 class Arenas:
     """The newest arena of each shard, also of a dead one. A replaced one stays mapped until the next replacement.
 
-    A restarted shard has a new arena, of which nothing is known yet. If it has many topics, a task learns of them in
-    slices, and the former arena is used meanwhile. Nobody may miss what the restarted shard has done since: its
-    messages wait in its ring, and new requests wait for the task.
+    A shard that has started has a new arena, of which nothing is known yet. If it has many topics, a task learns of
+    them in slices, and the former arena, if there is one, is used meanwhile. Nobody may miss what the new life of the
+    shard has done: its messages wait in its ring, and new requests wait for the task.
     """
 
     def __init__(self, shared: SharedMemory) -> None:
@@ -59,13 +59,13 @@ class Arenas:
         self._renewals: dict[int, asyncio.Task[None]] = {}
 
     def of(self, shard: int) -> ArenaReader | None:
-        """Return the arena of a shard; None until it has been ready for the first time since the service started."""
+        """Return the arena of a shard; None until it has been ready for the first time since the service started, and
+        its topics are known.
+        """
         generation = self._cells[shard].get("generation")
         reader = self._readers[shard]
         if not generation or (reader is not None and reader.generation == generation):
             return reader if generation else None
-        if reader is None:
-            return self._replace(shard, self._attach(shard))
         if self._next[shard] is None:
             found = self._attach(shard)
             if found.learn(SLICE_TOPICS):
@@ -74,16 +74,17 @@ class Arenas:
         return reader
 
     def is_behind(self) -> bool:
-        """True if a shard was restarted, and its new arena is not in use. Each request asks; `renewal` says which."""
+        """True if a shard has a new arena that is not in use. Each request asks; `renewal` says which."""
         for cell, reader in zip(self._cells, self._readers, strict=True):
-            if reader is not None and reader.generation != cell.get("generation"):
+            generation = cell.get("generation")
+            if generation and (reader is None or reader.generation != generation):
                 return True
         return False
 
     def renewal(self, shard: int) -> asyncio.Task[None] | None:
-        """Return the task that learns of a restarted shard's topics; None if its arena is in use."""
-        reader = self.of(shard)
-        if reader is None or reader.generation == self._cells[shard].get("generation"):
+        """Return the task that learns of the topics in a shard's new arena; None if it has none that is not in use."""
+        self.of(shard)
+        if self._next[shard] is None:
             return None
         task = self._renewals.get(shard)
         if task is None or task.done():
@@ -127,6 +128,7 @@ class Arenas:
         hold up the loop where these are thousands of topics, as after a start.
         """
         for shard in range(len(self._readers)):
+            await self.renewed([shard])
             while (arena := self.of(shard)) is not None and not arena.learn(SLICE_TOPICS):
                 await slices.yield_if_over()
 

@@ -72,12 +72,12 @@ class Originals:
         self._open: OrderedDict[tuple[int, int, int], int] = OrderedDict()
 
     def learn_some(self) -> bool:
-        """Learn of some new topics. True if all those of a shard are known by that."""
-        for shard, arena in self.unlearned.items():
-            if not arena.learn(LEARNED_AT_ONCE) and arena.unlearned > LEARNED_AT_ONCE:
-                return False
-            del self.unlearned[shard]
+        """Learn of some new topics of a shard in `unlearned`, which has one. True if that shard's are known by that."""
+        shard = next(iter(self.unlearned))
+        arena = self.unlearned.pop(shard)
+        if arena.learn(LEARNED_AT_ONCE) or arena.unlearned <= LEARNED_AT_ONCE:
             return True
+        self.unlearned[shard] = arena  # behind the others
         return False
 
     def look(self, name: str) -> TopicView | None:

@@ -109,6 +109,8 @@ class Routing:
     """Dests that do not exist, and since when (monotonic ms)."""
     _ended_ids: list[int] = field(default_factory=list)
     """On shard 0: routers that ended with a topic, as the topic's shard says."""
+    _are_feeds_compared: bool = False
+    """True once all feeds of the log are due: routers may have ended while this shard did not look."""
 
     def __post_init__(self) -> None:
         for dest_id in self.feeds.by_dest:
@@ -172,7 +174,7 @@ class Routing:
         """Hear what other shards say, reconcile, and return the feed of a dest."""
         yield from self._receive()
         self._are_due(self.sources.take_rerouted())
-        if dest in self._due and not self._originals.unlearned:
+        if dest in self._due:
             yield from self._reconcile(dest)
         return self._feed_into(dest)
 
@@ -207,6 +209,9 @@ class Routing:
             if self._originals.learn_some():
                 self._wake_for_sources()
         self._are_due(self.sources.take_rerouted())
+        if not self._are_feeds_compared and self.sources.table.known:
+            self._are_feeds_compared = True
+            self._are_due([feed.topic.name for feed in self.feeds.by_dest.values()])
         if self._due and not self._originals.unlearned:
             worked |= yield from self._reconcile()
         if self._turns.some_wait:
@@ -243,10 +248,13 @@ class Routing:
         self._round.update(dict.fromkeys(sorted(dests)))
 
     def _reconcile(self, asked: str | None = None) -> Steps[bool]:
-        """Bring some feeds into line with the table, that of `asked` first. True if others are to be tried at once."""
+        """Bring some feeds into line with the table, that of `asked` first. True if others are to be tried at once.
+        While names of topics are learned most could not begin, so only who asks has a try: its routers may end.
+        """
         if not self._round:
             self._are_due(list(self._due))
-        dests = dict.fromkeys([*([] if asked is None else [asked]), *islice(self._round, DESTS_PER_STEP)])
+        others = () if self._originals.unlearned else islice(self._round, DESTS_PER_STEP)
+        dests = dict.fromkeys([*([] if asked is None else [asked]), *others])
         writes: list[LogWrite] = []
         done: list[str] = []
         for dest in dests:
