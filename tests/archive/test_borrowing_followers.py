@@ -197,6 +197,20 @@ def test_a_promotion_keeps_what_has_come(service: Archiving) -> None:
     assert cell.get("segments_borrowed") <= len(last), "the compactor fetches nothing twice"
 
 
+def test_what_has_come_may_go_to_the_cold_tier_of_one_that_takes_over(service: Archiving) -> None:
+    """It has the same name there as in the archive that it was borrowed from."""
+    service.world.is_cold = True
+    rig = follower(service)
+    while len(missing(rig)) > 1:
+        service.follow([])
+    service.take_over([])
+    for _ in range(4):
+        service.world.clock.ms += 100_000_000
+        service.leader.cut()
+    service.brings_home()
+    assert service.archive.loans(1) == {}
+
+
 def test_an_archive_that_lends_nothing_is_copied(service: Archiving, monkeypatch: pytest.MonkeyPatch) -> None:
     """A follower needs to read alone, until it takes over."""
 

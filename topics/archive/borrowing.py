@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from concurrent.futures import Executor, Future
 from typing import Final
 
+import msgspec
+
 from topics.archive.directory_copy import DirectoryCopy
 from topics.archive.fetching import fetched_ahead
 from topics.core.clock import Clock
@@ -197,12 +199,20 @@ class Homecoming:
         return list(fetched_ahead(content, refs))
 
     def settle(self) -> None:
-        """Have the next start find what has come. Raise OSError."""
-        if self._note is not None:
+        """Have the next start find what has come, and only the rest borrowed: under the name of a segment that is here
+        the cold tier of a service that leads may have the same one. Raise OSError.
+        """
+        if self._note is None:
+            return
+        for _ in range(2):  # a start may have to use the older one
             self._copy.save_snapshot_again(self.missing)
+        missing = {os.path.splitext(path)[0] for path in self.missing}
+        files = [ref for ref in self._note.files if os.path.splitext(ref.path)[0] in missing]
+        self._note = msgspec.structs.replace(self._note, files=files)
+        write_borrowed(self._fs, self._data_dir, self._note)
 
     def come_home(self) -> bool:
-        """Take the next step once nothing is missing, and all shards have loaded the newest snapshot: another snapshot,
+        """Take the next step once nothing is missing, and all shards have loaded the newest snapshot: other snapshots,
         then the end of the loan. True if the shards have to load the snapshot. Raise OSError.
         """
         if self._note is None or self.missing:
@@ -211,8 +221,7 @@ class Homecoming:
             self._end()
             log.info("all data are here: the archive is not needed for them any more")
             return False
-        for _ in range(2):  # a start may have to use the older one
-            self.settle()
+        self.settle()
         self._is_home = True
         return True
 
