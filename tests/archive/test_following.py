@@ -172,9 +172,12 @@ def test_a_follower_that_died_ahead_of_the_archive_goes_back_to_it(tmp_path: Pat
         os.kill(pid := leader.pid_of("archiver"), signal.SIGSTOP)
         write(leader.client, "orders", *range(100))
         follows(follower, leader, "orders")
-        follower.wait_healed(follower.kill("follower", 0))
+        frontend = follower.pid_of("frontend")
+        follower.kill("follower", 0)
+        follower.wait_healed(frontend)  # the next one has all processes start again
         follows(follower, leader, "orders")
-        leader.kill("frontend", 0)
+        killed = leader.kill("frontend", 0)
+        poll("another frontend", lambda: leader.pid_of("frontend") != killed)  # a connection to that one is reset
         write(leader.client, "orders", *range(100))
         follows(follower, leader, "orders")
         os.kill(pid, signal.SIGCONT)
