@@ -15,9 +15,8 @@ from typing import Final, NamedTuple, cast
 import uvloop
 
 from bench import wire
-from bench.load import LoadError, always, read_cpu
+from bench.load import LoadError, always, body_of, read_cpu
 
-_CONTENT_LENGTH: Final = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _NEXT: Final = re.compile(rb'"next_from_seq":(\d+)')
 
 
@@ -109,15 +108,12 @@ class _Event(asyncio.Protocol):
 
     def data_received(self, chunk: bytes) -> None:
         self._answer += chunk
-        end = self._answer.find(b"\r\n\r\n")
-        if end < 0:
+        try:
+            body = body_of(self._answer)
+        except LoadError as error:
+            self._fail(str(error))
             return
-        length = _CONTENT_LENGTH.search(self._answer, 0, end + 2)
-        if self._answer[9:10] != b"2" or length is None:
-            self._fail(self._answer[:500].decode(errors="replace"))
-        elif len(self._answer) >= end + 4 + int(length[1]):
-            body = bytes(self._answer[end + 4 :])
-            self._answer.clear()
+        if body is not None:
             self._next(body)
 
     def write(self) -> None:

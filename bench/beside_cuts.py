@@ -100,8 +100,11 @@ def table(batch: int, turns: dict[bool, list[Turn]]) -> str:
     def middle(value: Callable[[Turn], float]) -> tuple[float, float]:
         return statistics.median(map(value, turns[True])), statistics.median(map(value, turns[False]))
 
+    def time_of(what: str) -> Callable[[Turn], float]:
+        return lambda one: one.times[what]
+
     for what in turns[True][0].times:
-        row(what, *middle(lambda one, what=what: one.times[what]))  # type: ignore[misc]
+        row(what, *middle(time_of(what)))
     row("requests/s", *middle(lambda one: one.requests_per_s))
     row("p99, µs", *middle(lambda one: one.p99_us))
     row("log behind the last snapshot, bytes", *middle(lambda one: one.lag_bytes))

@@ -61,6 +61,21 @@ class LoadError(Exception):
     """An answer that was not a success, or none: a figure made of errors is not a figure."""
 
 
+def body_of(answer: bytearray) -> bytes | None:
+    """Take the body out of an answer once it is whole, else return None. LoadError if it is not 2xx."""
+    end = answer.find(b"\r\n\r\n")
+    if end < 0:
+        return None
+    length = _CONTENT_LENGTH.search(answer, 0, end + 2)
+    if answer[9:10] != b"2" or length is None:
+        raise LoadError(answer[:500].decode(errors="replace"))
+    if len(answer) < end + 4 + int(length[1]):
+        return None
+    body = bytes(answer[end + 4 :])
+    answer.clear()
+    return body
+
+
 def pin(cores: set[int]) -> None:
     """Keep a pool's process on these cores."""
     os.sched_setaffinity(0, cores)

@@ -18,7 +18,7 @@ from bench import machine, wire
 from bench.cases import Bench
 from bench.engine import NO_CHECKPOINTS, scaled, service_with
 from bench.figures import Figure
-from bench.load import LoadError, percentiles
+from bench.load import LoadError, body_of, percentiles
 from tests.harness import Service
 
 WAITING: Final = 1_000_000
@@ -31,7 +31,6 @@ CLAIM_MAX: Final = 1000
 LEASE_MS: Final = 3_600_000
 ASK_MAX: Final = 32
 _SEQ = re.compile(rb'"\$seq":(\d+),')
-_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 
 
 class Connection:
@@ -52,14 +51,9 @@ class Connection:
         start_ns = time.perf_counter_ns()
         self.send(request)
         answer = bytearray()
-        while (end := answer.find(b"\r\n\r\n")) < 0:
+        while (body := body_of(answer)) is None:
             answer += self.receive()
-        length = _LENGTH.search(answer, 0, end + 2)
-        if answer[9:10] != b"2" or length is None:
-            raise LoadError(answer[:500].decode(errors="replace"))
-        while len(answer) < end + 4 + int(length[1]):
-            answer += self.receive()
-        return bytes(answer[end + 4 :]), (time.perf_counter_ns() - start_ns) / 1000
+        return body, (time.perf_counter_ns() - start_ns) / 1000
 
     def send(self, request: bytes) -> None:
         self._socket.sendall(request)

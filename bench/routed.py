@@ -7,18 +7,16 @@ every record that its source acknowledged before.
 from __future__ import annotations
 
 import re
-import socket
 import time
 from array import array
 from typing import Final, NamedTuple
 
 from bench import wire
 from bench.load import LoadError, percentiles, read_cpu
+from bench.queue_depth import Connection
 
 SETTLE_COPIES: Final = 50
-_LENGTH: Final = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _COUNT: Final = re.compile(rb'"next_from_seq":(\d+)')
-RECEIVE_BYTES: Final = 64 * 1024
 
 
 class CopyPlan(NamedTuple):
@@ -45,8 +43,7 @@ class CopyOutcome(NamedTuple):
 
 def read_copies(plan: CopyPlan) -> CopyOutcome:
     """Run the plan in this process; LoadError when a read lacks the copy."""
-    with socket.create_connection(("127.0.0.1", plan.port)) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with Connection(plan.port) as connection:
         write = wire.write(plan.source, 1)
         seq = 0
         for _ in range(SETTLE_COPIES):
@@ -67,29 +64,11 @@ def read_copies(plan: CopyPlan) -> CopyOutcome:
     return CopyOutcome(len(copies_us), acks.get_value_at_percentile(50), p50_us, p99_us, tuple(used))
 
 
-def _write_and_read(connection: socket.socket, write: bytes, dest: str, seq: int) -> tuple[int, int]:
+def _write_and_read(connection: Connection, write: bytes, dest: str, seq: int) -> tuple[int, int]:
     read = wire.diff(dest, seq, 10)
-    sent_ns = time.perf_counter_ns()
-    connection.sendall(write)
-    _receive(connection)
-    acked_ns = time.perf_counter_ns()
-    connection.sendall(read)
-    page = _receive(connection)
-    read_ns = time.perf_counter_ns()
+    _, ack_us = connection.ask(write)
+    page, read_us = connection.ask(read)
     found = _COUNT.search(page)
     if found is None or int(found[1]) != seq + 1:
         raise LoadError(f"the copy of record {seq + 1} is not in {page[:500].decode(errors='replace')}")
-    return (acked_ns - sent_ns) // 1000, (read_ns - sent_ns) // 1000
-
-
-def _receive(connection: socket.socket) -> bytes:
-    """Return the body of the next answer."""
-    got = connection.recv(RECEIVE_BYTES)
-    while (end := got.find(b"\r\n\r\n")) < 0:
-        got += connection.recv(RECEIVE_BYTES)
-    length = _LENGTH.search(got, 0, end + 2)
-    if got[9:10] != b"2" or length is None:
-        raise LoadError(got[:500].decode(errors="replace"))
-    while len(got) < end + 4 + int(length[1]):
-        got += connection.recv(RECEIVE_BYTES)
-    return got[end + 4 :]
+    return int(ack_us), int(ack_us + read_us)

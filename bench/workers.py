@@ -11,10 +11,9 @@ from typing import NamedTuple, cast
 import uvloop
 
 from bench import wire
-from bench.load import LoadError, always, percentiles
+from bench.load import LoadError, always, body_of, percentiles
 
 _SEQ = re.compile(rb'"\$seq":(\d+),')
-_CONTENT_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 
 
 class WorkPlan(NamedTuple):
@@ -111,15 +110,12 @@ class _Worker(asyncio.Protocol):
 
     def data_received(self, chunk: bytes) -> None:
         self._answer += chunk
-        end = self._answer.find(b"\r\n\r\n")
-        if end < 0:
+        try:
+            body = body_of(self._answer)
+        except LoadError as error:
+            self._fail(str(error))
             return
-        length = _CONTENT_LENGTH.search(self._answer, 0, end + 2)
-        if self._answer[9:10] != b"2" or length is None:
-            self._fail(self._answer[:500].decode(errors="replace"))
-        elif len(self._answer) >= end + 4 + int(length[1]):
-            body = bytes(self._answer[end + 4 :])
-            self._answer.clear()
+        if body is not None:
             self._acked(body) if self._acking else self._claimed(body)
 
     def _claimed(self, body: bytes) -> None:

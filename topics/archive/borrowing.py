@@ -36,7 +36,7 @@ log = get_logger()
 
 
 class NoLoanError(OSError):
-    """The archive does not let a loan be created."""
+    """A loan cannot be created: the archive does not let it, or is away."""
 
 
 def borrow(
@@ -98,12 +98,13 @@ class Homecoming:
         has to be copied: nothing is missing then. Raise ArchiveDamagedError, OSError: begin again.
         """
         self._take_note()
+        former = "" if self._note is None else self._note.loan
         try:
             self._end()  # of a try before, or of a copy that was given up
         except OSError as error:
             if error.errno not in _READ_ONLY:
                 raise
-            log.warning("the loan of a copy before cannot be ended: delete it", reason=str(error))
+            log.warning("the loan of a copy before cannot be ended: delete it", loan=former, reason=str(error))
             remove_borrowed(self._fs, self._data_dir)
         who = f"{os.uname().nodename}:{self._data_dir}"
         try:

@@ -127,7 +127,7 @@ class Routing:
         """Note that a topic was made."""
         self.sources.created(hosted)
         if self._missing.pop(hosted.topic.name, None) is not None:
-            self._are_due([hosted.topic.name])
+            self._make_due([hosted.topic.name])
 
     def deleted(self, hosted: Hosted) -> None:
         """Note that a topic was deleted: its routers end."""
@@ -173,7 +173,7 @@ class Routing:
     def _current_feed(self, dest: str) -> Steps[Feed | None]:
         """Hear what other shards say, reconcile, and return the feed of a dest."""
         yield from self._receive()
-        self._are_due(self.sources.take_rerouted())
+        self._make_due(self.sources.take_rerouted())
         if dest in self._due:
             yield from self._reconcile(dest)
         return self._feed_into(dest)
@@ -208,10 +208,10 @@ class Routing:
             worked = True
             if self._originals.learn_some():
                 self._wake_for_sources()
-        self._are_due(self.sources.take_rerouted())
+        self._make_due(self.sources.take_rerouted())
         if not self._are_feeds_compared and self.sources.table.known:
             self._are_feeds_compared = True
-            self._are_due([feed.topic.name for feed in self.feeds.by_dest.values()])
+            self._make_due([feed.topic.name for feed in self.feeds.by_dest.values()])
         if self._due and not self._originals.unlearned:
             worked |= yield from self._reconcile()
         if self._turns.some_wait:
@@ -228,7 +228,7 @@ class Routing:
 
     def sweep(self) -> Steps[None]:
         """Look again, once a second, at what may have been missed."""
-        self._are_due(self.sources.take_rerouted())
+        self._make_due(self.sources.take_rerouted())
         now_ms = self._clock.monotonic_ms()
         for dest, since_ms in list(self._missing.items()):
             if now_ms - since_ms > DEST_WAIT_MS:
@@ -242,7 +242,7 @@ class Routing:
 
     # -- feeds and the table
 
-    def _are_due(self, dests: Collection[str]) -> None:
+    def _make_due(self, dests: Collection[str]) -> None:
         """Have these dests brought into line with the table."""
         self._due.update(dests)
         self._round.update(dict.fromkeys(sorted(dests)))
@@ -252,7 +252,7 @@ class Routing:
         While names of topics are learned most could not begin, so only who asks has a try: its routers may end.
         """
         if not self._round:
-            self._are_due(list(self._due))
+            self._make_due(list(self._due))
         others = () if self._originals.unlearned else islice(self._round, DESTS_PER_STEP)
         dests = dict.fromkeys([*([] if asked is None else [asked]), *others])
         writes: list[LogWrite] = []
@@ -269,9 +269,9 @@ class Routing:
                     writes.append(write)
                 done.append(dest)
             except UnknownError:
-                pass
+                pass  # it stays due; a feed that stops meanwhile has stopped
             if pages:
-                break
+                break  # that was enough for one step
         draft = Draft(writes)  # one sync for all of them: a source may have thousands
         if writes:
             yield draft
