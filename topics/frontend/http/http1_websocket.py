@@ -38,7 +38,7 @@ from topics.frontend.http.websocket_input import (
     MessageTooLongError,
     handshake_error,
 )
-from topics.frontend.http.websocket_output import SocketStage, long_frame, text_frame
+from topics.frontend.http.websocket_output import SocketStage, message_frame, text_frame
 from topics.log import get_logger
 
 MESSAGES_MAX: Final = 8
@@ -360,7 +360,7 @@ class Http1WebSocket(asyncio.Protocol):
             await self._wait_writable()
             if self.stage is not SocketStage.OPEN:
                 return
-            frame = text_frame(message) if len(message) <= PIECE_BYTES_MAX else long_frame(message)
+            frame = text_frame(message) if len(message) <= PIECE_BYTES_MAX else message_frame(message)
             del message
             if len(frame) <= PIECE_BYTES_MAX:
                 self._transport.write(frame)

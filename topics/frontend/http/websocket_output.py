@@ -23,13 +23,13 @@ class SocketStage(IntEnum):
 
 
 def text_frame(message: bytes) -> bytes:
-    """Return the frame of a message in UTF-8. The same one goes to many clients in turn: the last one is remembered."""
+    """Return `message_frame`. The same message goes to many clients in turn: the last one is remembered."""
     global _last_frame
     if _last_frame[0] is not message:
-        _last_frame = (message, long_frame(message))
+        _last_frame = (message, message_frame(message))
     return _last_frame[1]
 
 
-def long_frame(message: bytes) -> bytes:
-    """Return the frame of a message in UTF-8 that is too long to be kept."""
+def message_frame(message: bytes) -> bytes:
+    """Return the frame of a message in UTF-8."""
     return bytes(_framer.send(TextMessage(message.decode())))
