@@ -24,7 +24,8 @@ def shipping(place: Path, **more: object) -> dict[str, str]:
 
 
 def archiver(service: Service) -> dict[str, Any]:
-    found: dict[str, Any] = service.status()["archiver"]
+    """Return its part of the status. A service that starts again has none for a moment."""
+    found: dict[str, Any] = poll("an archiver", lambda: service.status()["archiver"])
     return found
 
 
