@@ -119,7 +119,7 @@ class FollowerRig(Rig):
         for shard in numbers:
             if control.is_outdated(shard):
                 self.every[shard] = self._recover(shard)
-            self.every[shard].shard.copy(False)
+            self.every[shard].shard.copy()
             self.every[shard].shard.sweep()
 
     def lose_power(self) -> None:

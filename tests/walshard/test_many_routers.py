@@ -56,7 +56,7 @@ def steps(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Commit]:
             for shard in rig.shards:
                 now = Commit()
                 served = shard.serve()
-                worked |= shard.copy(after_requests=served) or served
+                worked |= shard.copy() or served
                 yield now
             rig.take_replies()
 
@@ -203,11 +203,11 @@ def test_a_router_whose_end_was_answered_forwards_nothing_more(two: Rig) -> None
     two.append(names[0], b"before")
     assert head_of(two, dest) == 1
     two.boot()
-    two.shards[0].copy(after_requests=False)  # its feeds have their first turn: it begins to learn
+    two.shards[0].copy()  # its feeds have their first turn: it begins to learn
     # What RouterRoutes.delete does, before it answers 200.
     gone = two.post_call(DeleteRouter("r"), 0)
     two.shards[0].serve()
-    two.shards[0].copy(after_requests=True)
+    two.shards[0].copy()
     two.post_call(SyncRouters(dest, 0, 0), 0)
     two.shards[0].serve()
     two.take_replies()
@@ -222,7 +222,7 @@ def test_a_router_whose_end_was_answered_stays_ended_when_the_service_is_killed(
     ask(two, (PutRouter("r", RouterSpec(names[0], dest)), 0), (EnsureTopic(dest), 0), (SyncRouters(dest, 0, 0), 0))
     two.append(names[0], b"before")
     two.boot()
-    two.shards[0].copy(after_requests=False)
+    two.shards[0].copy()
     gone, synced = two.post_call(DeleteRouter("r"), 0), two.post_call(SyncRouters(dest, 0, 0), 0)
     two.shards[0].serve()
     two.take_replies()

@@ -35,7 +35,7 @@ from topics.walshard import setup
 from topics.walshard.routers.copier import Copier
 from topics.walshard.routers.feeds import Feeds
 from topics.walshard.routers.page import PAGE_RECORDS
-from topics.walshard.routers.routing import PAGES_PER_STEP
+from topics.walshard.routers.routing import FEEDS_PER_STEP
 from topics.walshard.routers.sources import Ended
 
 
@@ -95,12 +95,24 @@ def most_copies_in_a_step(rig: Rig, other_requests: bool) -> int:
     return most
 
 
-def test_while_requests_come_a_page_is_copied_after_each_group_of_them(rig: Rig) -> None:
-    assert most_copies_in_a_step(rig, other_requests=True) == PAGE_RECORDS
+@pytest.mark.parametrize("other_requests", [True, False])
+def test_a_step_copies_a_page_then_requests_have_their_turn(rig: Rig, other_requests: bool) -> None:
+    assert most_copies_in_a_step(rig, other_requests) == PAGE_RECORDS
 
 
-def test_otherwise_so_many_pages_are_as_one_step_may_copy(rig: Rig) -> None:
-    assert most_copies_in_a_step(rig, other_requests=False) == PAGES_PER_STEP * PAGE_RECORDS
+@pytest.mark.parametrize(
+    ("records", "dests"), [(1, FEEDS_PER_STEP), (PAGE_RECORDS // 2, 2), (PAGE_RECORDS, 1), (5 * PAGE_RECORDS, 1)]
+)
+def test_a_step_copies_into_as_many_dests_as_make_a_page(rig: Rig, records: int, dests: int) -> None:
+    names = [f"d{number:02}" for number in range(2 * FEEDS_PER_STEP)]
+    for name in names:
+        route(rig, name, "a", name)
+    rig.post_append("a", [b"1"] * records)
+    rig.shard.serve()
+    assert rig.shard.copy()
+    assert sum(rig.view(name).head_seq > 0 for name in names) == dests
+    rig.run()
+    assert {rig.view(name).head_seq for name in names} == {records}
 
 
 def test_copies_and_their_cursor_are_one_write_of_the_dest(rig: Rig) -> None:

@@ -168,7 +168,7 @@ class FollowerShard(Shard):
     _: KW_ONLY
     log: FollowedLog
 
-    def copy(self, after_requests: bool) -> bool:
+    def copy(self) -> bool:
         changed, bereft = self.log.read()
         self._rings.notify(bereft)
         for hosted in changed:

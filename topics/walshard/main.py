@@ -120,7 +120,7 @@ def _serve(
     while True:
         pressure.gather()
         served = pressure.group(shard.serve)
-        copied = pressure.aside(partial(shard.copy, served))
+        copied = pressure.aside(shard.copy)
         now_ms = clock.monotonic_ms()
         shard.sync_in_background()
         pressure.sample()

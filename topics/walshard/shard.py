@@ -29,7 +29,7 @@ from topics.walshard.handlers.named_cursors import NamedCursors
 from topics.walshard.handlers.queues import Queues
 from topics.walshard.hosted.holdings import Holdings
 from topics.walshard.hosted.hosted import Hosted
-from topics.walshard.routers.routing import PAGES_PER_STEP, Routing
+from topics.walshard.routers.routing import Routing
 from topics.walshard.step_clock import StepClock
 from topics.walshard.upkeep import Upkeep
 
@@ -89,11 +89,11 @@ class Shard:
         if self.handlers.queues.is_due:
             self._run(self.handlers.queues.tick())
 
-    def copy(self, after_requests: bool) -> bool:
-        """Copy for a moment, a page at a time while requests come: they go first. False when there is nothing."""
+    def copy(self) -> bool:
+        """Copy for a moment, then requests go first. False when there is nothing."""
         if not self.routing.has_work:
             return False
-        copied = self._run(self.routing.pump(1 if after_requests else PAGES_PER_STEP))
+        copied = self._run(self.routing.pump())
         if copied:
             self._holdings.settle()
             self._rings.flush()

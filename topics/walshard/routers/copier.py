@@ -43,12 +43,15 @@ LOG_CURSOR_SEQS: Final = 16_384
 
 
 class CopyWrite(NamedTuple):
-    """The next write of a dest, for the durable log and the RAM log; `moves_head` if the dest's head moves with it."""
+    """The next write of a dest, for the durable log and the RAM log; `moves_head` if the dest's head moves with it.
+    `records` of the source were read for it.
+    """
 
     feed: Feed
     durable: list[LogWrite]
     ram: list[LogWrite]
     moves_head: bool = False
+    records: int = 0
 
 
 @dataclass(eq=False)
@@ -154,9 +157,9 @@ class Copier:
             return self._left_out(feed, page.oversize) if page.oversize else self._wait_for_room(feed)
         # No router lets these records pass.
         if _must_be_logged(feed, sight, page.source_seq):
-            return self._cursor(feed, page.source_seq)
-        feed.source_seq = page.source_seq
-        return CopyWrite(feed, [], [])
+            return self._cursor(feed, page.source_seq)._replace(records=page.source_seq - feed.source_seq)
+        records, feed.source_seq = page.source_seq - feed.source_seq, page.source_seq
+        return CopyWrite(feed, [], [], records=records)
 
     def _write(self, feed: Feed, page: CopyPage) -> CopyWrite:
         topic, in_ram = feed.topic, feed.is_ephemeral
@@ -183,7 +186,8 @@ class Copier:
         undo = partial(self.wait, feed)
         write = LogWrite([frames, cursor], place=place, more_frames=len(page) - 1, undo=undo, takes_room=True)
         ceilings = ceiling_writes(topic, len(page), ts)
-        return CopyWrite(feed, ceilings, [write], True) if in_ram else CopyWrite(feed, [*ceilings, write], [], True)
+        durable, ram = (ceilings, [write]) if in_ram else ([*ceilings, write], [])
+        return CopyWrite(feed, durable, ram, True, page.source_seq - feed.source_seq)
 
     # -- what is not copied
 

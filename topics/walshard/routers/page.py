@@ -17,7 +17,7 @@ from topics.core.topic import Topic
 from topics.storage.copies import Original, as_copies, lay_out_copy
 from topics.storage.frame import Bytes, stamp
 
-PAGE_RECORDS: Final = 1024
+PAGE_RECORDS: Final = 512
 PAGE_BYTES: Final = 1 << 20
 
 
