@@ -115,10 +115,10 @@ class FollowerRig(Rig):
         if not all(map(control.readable, numbers)):
             return
         if not self.every:
-            self.every = [self._recover(shard) for shard in numbers]
+            self.every = [self.recover(shard) for shard in numbers]
         for shard in numbers:
             if control.is_outdated(shard):
-                self.every[shard] = self._recover(shard)
+                self.every[shard] = self.recover(shard)
             self.every[shard].shard.copy()
             self.every[shard].shard.sweep()
 
@@ -129,7 +129,7 @@ class FollowerRig(Rig):
 
     def shard_dies(self, shard: int) -> None:
         if self.every:
-            self.every[shard] = self._recover(shard)
+            self.every[shard] = self.recover(shard)
 
     @property
     def shown(self) -> tuple[int, int] | None:

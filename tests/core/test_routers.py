@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.core.cost import lines_of
 from topics.core.errors import TopicsError
 from topics.core.routers import (
     FoldedRouters,
@@ -151,6 +153,97 @@ def test_the_state_of_the_log_is_the_last_word() -> None:
     assert "r" in state.routers
     state.deleted(2)
     assert (state.routers, state.last_id) == ({}, 2)
+
+
+step = st.tuples(st.sampled_from(["made", "changed", "deleted", "again", "kept", "moved"]), st.integers(0, 7))
+
+
+@given(st.lists(step, max_size=60))
+def test_the_state_of_the_log_is_that_of_a_look_at_all_routers(steps: list[tuple[str, int]]) -> None:
+    state, expected, last_id = FoldedRouters(), dict[str, Router](), 0
+    frames: list[Router | int] = []
+
+    def fold(frame: Router | int) -> None:
+        nonlocal expected, last_id
+        if isinstance(frame, Router):
+            state.created(encode_router(frame))
+            expected[frame.name] = frame
+            last_id = max(last_id, frame.id)
+        else:
+            state.deleted(frame)
+            expected = {name: router for name, router in expected.items() if router.id != frame}
+            last_id = max(last_id, frame)
+
+    for what, number in steps:
+        name, count = f"r{number}", len(frames)
+        match what:
+            case "made":
+                frames.append(Router(last_id + 1, 1, name, RouterSpec("a", f"d{last_id}")))
+            case "changed" if name in expected:
+                former = expected[name]
+                frames.append(Router(former.id, former.version + 1, name, former.spec))
+            case "deleted":
+                frames.append(max(0, last_id - number))
+            case "again":  # as when a log file is copied into the next one
+                count -= min(count, number)
+            case "kept":
+                state = msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=FoldedRouters)
+            case "moved":
+                former_state, state = state, FoldedRouters()
+                state.add_routers(former_state)
+        for frame in frames[count:]:
+            fold(frame)
+        assert (state.routers, state.last_id) == (expected, last_id)
+        by_id = {router.id: router for router in expected.values()}
+        assert all(state.find(id) == by_id.get(id) for id in range(last_id + 2))
+
+
+def test_a_deletion_in_the_log_costs_the_same_however_many_routers_there_are() -> None:
+    def cost(count: int) -> int:
+        state = FoldedRouters()
+        for id in range(1, count + 1):
+            state.created(encode_router(Router(id, 1, f"r{id}", RouterSpec("a", f"d{id}"))))
+        return lines_of(lambda: state.deleted(count // 2))
+
+    assert cost(1000) == cost(10) > 0
+
+
+def test_a_chain_grows_at_its_ends_at_the_same_cost_however_long_it_is() -> None:
+    registry = RouterRegistry()
+
+    def cost(name: str, source: int, dest: int) -> int:
+        spec, planned = RouterSpec(f"t{source}", f"t{dest}"), list[Router]()
+        lines = lines_of(lambda: planned.append(registry.plan(name, spec)[0]))
+        registry.put(planned[0])
+        return lines
+
+    behind = [cost(f"r{at}", at, at + 1) for at in range(1000, 1200)]
+    before = [cost(f"r{at}", at, at + 1) for at in range(999, 800, -1)]
+    assert behind[0] > 0
+    assert max(behind) == behind[0]
+    assert max(before[1:]) == before[1]
+
+
+def test_a_cycle_of_many_topics_is_found_in_as_many_steps() -> None:
+    def cost(count: int) -> int:
+        registry = RouterRegistry()
+        for at in range(count):
+            registry.put(registry.plan(f"r{at}", RouterSpec(f"t{at}", f"t{at + 1}"))[0])
+        closing = RouterSpec(f"t{count}", "t0", allow_cycle=True)
+        assert registry.plan("closing", closing)[0].counts_hops
+        return lines_of(lambda: registry.plan("closing", closing))
+
+    assert cost(400) < 5 * cost(100)
+
+
+@given(st.sets(st.text("ab>", min_size=1, max_size=4)), st.text("ab>", max_size=2), st.text("ab>", max_size=3))
+def test_routers_are_found_by_name_as_by_a_look_at_all_of_them(names: set[str], prefix: str, after: str) -> None:
+    registry = RouterRegistry()
+    for id, name in enumerate(names, 1):
+        registry.put(Router(id, 1, name, RouterSpec("a", "b")))
+    expected = sorted(name for name in names if name.startswith(prefix) and name > after)
+    for most in (1, 3, 100):
+        assert [router.name for router in registry.named(prefix, after, most)] == expected[:most]
 
 
 @pytest.mark.parametrize(

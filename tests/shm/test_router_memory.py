@@ -100,15 +100,64 @@ def test_a_board_shows_what_was_shown_last(identity: str) -> None:
         unlink(shared.name)
 
 
+def test_a_board_that_grows_is_read_once(identity: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that looks for each router, before it is there and then, looks at each slot once."""
+    shared = SharedObject.create(f"/topics-{identity}-routed-2", BOARD_BYTES, BOARD_RESERVE_BYTES)
+    read, slots = 0, RouterBoard.slots
+
+    def counted(board: RouterBoard, first: int = 0) -> dict[int, int]:
+        nonlocal read
+        found = slots(board, first)
+        read += len(found)
+        return found
+
+    monkeypatch.setattr(RouterBoard, "slots", counted)
+    writer, reader = RouterBoardWriter(shared), RouterBoard(shared)
+    for router_id in range(1, 201):
+        assert reader.find(router_id) is None
+        writer.show(RouterProgress(router_id, 1, 7, 3, 0))
+        assert reader.find(router_id) is not None
+    assert read == 200
+    unlink(shared.name)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_reader_of_a_board_finds_who_is_there(identity: str, seed: int) -> None:
+    """Slots are given again, and the writer has several lives; each reader looks when it likes."""
+    chance = random.Random(seed)
+    shared = SharedObject.create(f"/topics-{identity}-routed-3", BOARD_BYTES, BOARD_RESERVE_BYTES)
+    writer, readers = RouterBoardWriter(shared), [RouterBoard(shared) for _ in range(3)]
+    shown: dict[int, RouterProgress] = {}
+    for number in range(1500):
+        match chance.randrange(20):
+            case 0 if number % 7 == 0:
+                writer = RouterBoardWriter(shared)
+                for progress in chance.sample(list(shown.values()), len(shown)):
+                    writer.show(progress)
+            case 1 | 2 | 3 | 4 | 5 if shown:
+                gone = chance.choice(list(shown))
+                writer.remove(gone)
+                del shown[gone]
+            case _:
+                progress = RouterProgress(chance.randrange(1, 60), 1, 7, number, 0)
+                writer.show(progress)
+                shown[progress.router_id] = progress
+        for at, reader in enumerate(readers):
+            if chance.randrange(1 + 10 * at) == 0:
+                some = chance.sample(range(1, 60), 1 + 10 * at)
+                assert [reader.find(id) for id in some] == [shown.get(id) for id in some]
+    unlink(shared.name)
+
+
 def test_routers_that_are_not_shown_are_looked_for_once(identity: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No reader misses one that takes the slot of another."""
     shared = SharedObject.create(f"/topics-{identity}-routed-1", BOARD_BYTES, BOARD_RESERVE_BYTES)
     looks, slots = 0, RouterBoard.slots
 
-    def counted(board: RouterBoard) -> dict[int, int]:
+    def counted(board: RouterBoard, first: int = 0) -> dict[int, int]:
         nonlocal looks
         looks += 1
-        return slots(board)
+        return slots(board, first)
 
     monkeypatch.setattr(RouterBoard, "slots", counted)
     writer, reader = RouterBoardWriter(shared), RouterBoard(shared)

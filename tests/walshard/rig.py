@@ -117,9 +117,10 @@ class Rig:
 
     def boot(self) -> None:
         """A (new) incarnation of the shard; the former one, if any, is simply never heard of again."""
-        self.every = [self._recover(shard) for shard in reversed(range(self._shard_count))][::-1]
+        self.every = [self.recover(shard) for shard in reversed(range(self._shard_count))][::-1]
 
-    def _recover(self, number: int) -> Parts:
+    def recover(self, number: int) -> Parts:
+        """A (new) incarnation of one shard, to be put into `every`."""
         self.cell = self.shared.control.cell(Role.WALSHARD, number)
         self.outbox = ShardRings(self.shared, number)
         inline = Inline()

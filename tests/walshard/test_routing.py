@@ -109,8 +109,9 @@ def test_a_step_copies_into_as_many_dests_as_make_a_page(rig: Rig, records: int,
         route(rig, name, "a", name)
     rig.post_append("a", [b"1"] * records)
     rig.shard.serve()
-    assert rig.shard.copy()
-    assert sum(rig.view(name).head_seq > 0 for name in names) == dests
+    for step in (1, 2):
+        assert rig.shard.copy()
+        assert [name for name in names if rig.view(name).head_seq > 0] == names[: step * dests]
     rig.run()
     assert {rig.view(name).head_seq for name in names} == {records}
 

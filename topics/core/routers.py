@@ -12,7 +12,8 @@ the feed of the dest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from itertools import islice, takewhile
 from typing import Any, Final
 
 import msgspec
@@ -83,7 +84,11 @@ class RouterRegistry:
     """All routers of a service, by name, and the graph they form."""
 
     def __init__(self) -> None:
-        self.by_name: dict[str, Router] = {}
+        from sortedcontainers import SortedDict  # commands parse routers, and a client's packages lack it
+
+        self._sorted: SortedDict[str, Router] = SortedDict()
+        self.by_name: dict[str, Router] = self._sorted
+        """Sorted by name."""
         self.by_id: dict[int, Router] = {}
         self._into: dict[str, dict[str, Router]] = {}
         """Routers by dest, then by name."""
@@ -94,6 +99,12 @@ class RouterRegistry:
     def __len__(self) -> int:
         return len(self.by_name)
 
+    def named(self, prefix: str, after: str, most: int) -> list[Router]:
+        """Return the first routers whose names begin with a prefix, behind a name, by name."""
+        names = self._sorted.irange(max(prefix, after), None, (prefix > after, True))
+        names = islice(takewhile(lambda name: name.startswith(prefix), names), most)
+        return [self.by_name[name] for name in names]
+
     def into(self, dest: str) -> list[Router]:
         """Return the routers that lead into a topic, oldest first; all have one source."""
         return sorted(self._into.get(dest, {}).values(), key=lambda router: router.id)
@@ -102,8 +113,9 @@ class RouterRegistry:
         """True if routers copy from this topic."""
         return topic in self._from
 
-    def from_source(self, source: str) -> list[Router]:
-        return list(self._from.get(source, {}).values())
+    def from_source(self, source: str) -> Collection[Router]:
+        """Return the routers from a topic, a view of them: a source may have thousands."""
+        return self._from.get(source, {}).values()
 
     def touching(self, topic: str) -> list[Router]:
         """Return the routers into and from a topic, by name: its deletion deletes them."""
@@ -112,7 +124,12 @@ class RouterRegistry:
 
     def source_of(self, dest: str) -> str | None:
         """Return the one topic that is copied into `dest`, if any."""
-        return next((router.spec.source for router in self._into.get(dest, {}).values()), None)
+        found = self._one_into(dest)
+        return None if found is None else found.spec.source
+
+    def _one_into(self, dest: str, but: str = "") -> Router | None:
+        """Return a router into a topic, of another name than `but`, if there is one: all have one source."""
+        return next((router for router in self._into.get(dest, {}).values() if router.name != but), None)
 
     def plan(self, name: str, spec: RouterSpec) -> tuple[Router, bool]:
         """Return (the router that `PUT` makes of this spec, whether it is new); call `put` with it once it is logged.
@@ -121,14 +138,14 @@ class RouterRegistry:
         """
         old = self.by_name.get(name)
         same_edge = old is not None and (old.spec.source, old.spec.dest) == (spec.source, spec.dest)
-        for other in self.into(spec.dest):
-            if other.name != name and other.spec.source != spec.source:
-                raise TopicsError(
-                    "topic_exists_incompatible",
-                    f"topic {spec.dest!r} already gets copies of {other.spec.source!r} through router {other.name!r};"
-                    " a dest has only one source",
-                    {"reason": "router_dest_fan_in", "source": other.spec.source, "router": other.name},
-                )
+        other = self._one_into(spec.dest, but=name)
+        if other is not None and other.spec.source != spec.source:
+            raise TopicsError(
+                "topic_exists_incompatible",
+                f"topic {spec.dest!r} already gets copies of {other.spec.source!r} through router {other.name!r};"
+                " a dest has only one source",
+                {"reason": "router_dest_fan_in", "source": other.spec.source, "router": other.name},
+            )
         cycle = self._cycle(name, spec)
         if cycle is not None and not same_edge and not spec.allow_cycle:
             raise TopicsError(
@@ -171,13 +188,15 @@ class RouterRegistry:
 
     def _cycle(self, name: str, spec: RouterSpec) -> list[str] | None:
         """Return source, dest, …, source if an edge from source to dest closes that path."""
-        path = [spec.source]
+        if not self.is_source(spec.dest):  # so that a chain can grow at its end without a look at all of it
+            return None
+        path = {spec.source: None}
         topic = spec.source
         while topic != spec.dest:
-            sources = {router.spec.source for router in self.into(topic) if router.name != name}
-            if not sources or (topic := sources.pop()) in path:
+            before = self._one_into(topic, but=name)
+            if before is None or (topic := before.spec.source) in path:
                 return None
-            path.append(topic)
+            path[topic] = None
         return [spec.source, *reversed(path)]
 
 
@@ -227,13 +246,19 @@ class FeedFrameBody(msgspec.Struct, omit_defaults=True):
     full: bool = False
 
 
-class FoldedRouters(msgspec.Struct):
-    """All routers; `feeds` of the durable log and `ram_feeds` of the RAM log, by the topic id of their dest."""
+class FoldedRouters(msgspec.Struct, dict=True):
+    """All routers; `feeds` of the durable log and `ram_feeds` of the RAM log, by the topic id of their dest.
+
+    It has the names of `routers` by id as well, which no snapshot has.
+    """
 
     routers: dict[str, Router] = {}
     last_id: int = 0
     feeds: dict[int, FeedFrameBody] = {}
     ram_feeds: dict[int, FeedFrameBody] = {}
+
+    def __post_init__(self) -> None:
+        self._names = {router.id: name for name, router in self.routers.items()}
 
     def add_feeds(self, topic_id: int, other: FoldedRouters) -> None:
         """Add the feeds that `other` has of a dest."""
@@ -243,18 +268,30 @@ class FoldedRouters(msgspec.Struct):
 
     def add_routers(self, other: FoldedRouters) -> None:
         """Add the routers of `other`."""
-        self.routers |= other.routers
+        for router in other.routers.values():
+            self._put(router)
         self.last_id = max(self.last_id, other.last_id)
 
     def created(self, data: bytes) -> None:
-        router = _decode_router(data)
+        self._put(_decode_router(data))
+
+    def _put(self, router: Router) -> None:
+        former = self.routers.get(router.name)
+        if former is not None:
+            del self._names[former.id]
         self.routers[router.name] = router
+        self._names[router.id] = router.name
         self.last_id = max(self.last_id, router.id)
 
     def deleted(self, router_id: int) -> None:
-        for name in [name for name, router in self.routers.items() if router.id == router_id]:
+        name = self._names.pop(router_id, None)
+        if name is not None:
             del self.routers[name]
         self.last_id = max(self.last_id, router_id)
+
+    def find(self, router_id: int) -> Router | None:
+        name = self._names.get(router_id)
+        return None if name is None else self.routers[name]
 
     def cursor(self, dest_topic_id: int, feed: FeedFrameBody, in_ram: bool) -> None:
         feeds = self.ram_feeds if in_ram else self.feeds

@@ -125,6 +125,10 @@ class RouterTable:
         return bool(self._words[_EPOCH])
 
     @property
+    def was_read(self) -> bool:
+        return bool(self._epoch)
+
+    @property
     def stale(self) -> bool:
         words, epoch = self._words, self._epoch
         return words[_EPOCH] != epoch or (epoch > 0 and words[_LENGTHS[epoch & 1]] != self._length)
@@ -262,8 +266,8 @@ class RouterBoard:
     def __init__(self, shared: SharedObject) -> None:
         self._words = shared.words
         self._slots: dict[int, int] = {}
-        self._searched = -1
-        """The slots that were taken when `_slots` was made."""
+        self._searched, self._used = 0, 0
+        """The slots that were taken, and used, when `_slots` was made."""
 
     def find(self, router_id: int) -> RouterProgress | None:
         """Return a router's progress, None while its shard does not forward for it."""
@@ -271,7 +275,7 @@ class RouterBoard:
         slot = self._slots.get(router_id)
         if slot is None or words[(1 + slot) * SLOT_WORDS] != router_id:
             if (taken := words[_TAKEN]) != self._searched:
-                self._slots, self._searched = self.slots(), taken
+                self._search(taken)
             slot = self._slots.get(router_id)
             if slot is None:
                 return None
@@ -279,8 +283,16 @@ class RouterBoard:
         progress = RouterProgress._make(words[at : at + 5].tolist())
         return progress if words[at] == router_id == progress.router_id else None
 
-    def slots(self) -> dict[int, int]:
-        """Return the slot of each router. With thousands of them this takes half a millisecond."""
+    def _search(self, taken: int) -> None:
         used = self._words[0]
-        ids = self._words[SLOT_WORDS : (1 + used) * SLOT_WORDS : SLOT_WORDS].tolist()
-        return {found: slot for slot, found in enumerate(ids) if found}
+        # As long as no slot was given to a second router, who is new is behind the others.
+        if taken - self._searched == used - self._used:
+            self._slots |= self.slots(self._used)
+        else:
+            self._slots = self.slots()
+        self._searched, self._used = taken, used
+
+    def slots(self, first: int = 0) -> dict[int, int]:
+        """Return the slot of each router, from a slot on. With thousands of them this takes half a millisecond."""
+        ids = self._words[(1 + first) * SLOT_WORDS : (1 + self._words[0]) * SLOT_WORDS : SLOT_WORDS].tolist()
+        return {found: slot for slot, found in enumerate(ids, first) if found}

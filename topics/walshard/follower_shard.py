@@ -42,7 +42,7 @@ _READS: Final = frozenset(
         topic_messages.Watch,
     )
 )
-_ROUTERS: Final = frozenset((FrameType.ROUTER_CREATE, FrameType.ROUTER_DELETE))
+_ROUTERS: Final = bytes((FrameType.ROUTER_CREATE, FrameType.ROUTER_DELETE))
 
 
 def only_reads(handlers: Handlers) -> Handlers:
@@ -114,12 +114,12 @@ class FollowedLog:
             return News(self._archived(), {})
         touched: set[int] = set()
         watchers: dict[int, int] = {}
-        with_routers = False
+        router_ids: set[int] = set()
         for batch in self._tail.read(until):
             fold_frames(self._fold, batch, in_ram=False)
-            for kind, topic_id in batch.frames.kinds_and_topics():
-                touched.add(topic_id)
-                with_routers |= kind in _ROUTERS
+            touched |= {topic_id for _, topic_id in batch.frames.kinds_and_topics()}
+            if batch.frames.of_any(_ROUTERS):
+                router_ids |= {seq for _, _, kind, _, _, seq, *_ in batch.frames if kind in _ROUTERS}
         self._fold.apply_pending()
         gone = touched - self._fold.topics.keys()
         for hosted in filter(None, map(self._catalog.find_id, gone)):  # first: others may have their names
@@ -128,7 +128,7 @@ class FollowedLog:
             self._catalog.retire(hosted)
             watchers |= hosted.watchers
         changed = [self._take(self._fold.topics[topic_id]) for topic_id in touched - gone]
-        self._routing.follow(self._fold.routers, changed, with_routers)
+        self._routing.follow(self._fold.routers, changed, router_ids)
         self._wait.committed(_kept(changed), until.word)
         return News(list({id(hosted): hosted for hosted in (*changed, *self._archived())}.values()), watchers)
 

@@ -77,25 +77,10 @@ class RouterRoutes:
         *api.PAGED,
     )
     async def list_all(self, request: ApiRequest) -> JsonReply:
-        query, caller = request.query, request.caller
-        prefix, source, dest = query.get("prefix", ""), query.get("source"), query.get("dest")
         size, after = await request.list_page(check_router_name)
         slices = Slices()
         await self.gateway.arenas.learn(slices)  # `_lag` looks for names: new ones would be learned all at once
-        routers = list(self.sight.registry().by_name.values())
-        found: list[Router] = []
-        for begin in range(0, len(routers), SLICE_ROUTERS):
-            fitting = [
-                router
-                for router in routers[begin : begin + SLICE_ROUTERS]
-                if router.name > after
-                and router.name.startswith(prefix)
-                and source in (None, router.spec.source)
-                and dest in (None, router.spec.dest)
-                and all(map(caller.covers, (router.name, router.spec.source, router.spec.dest)))
-            ]
-            found = heapq.nsmallest(size + 1, [*found, *fitting], key=attrgetter("name"))
-            await slices.yield_if_over()
+        found = await self._find(request, after, size + 1, slices)
         page, lags, shown = found[:size], list[int | None](), list[dict[str, Any]]()
         for router in page:
             lags.append(self._lag(router))
@@ -186,6 +171,39 @@ class RouterRoutes:
             await asyncio.gather(*map(self._sync, dests[begin : begin + SYNCED_AT_ONCE]))
 
     # -- parts
+
+    async def _find(self, request: ApiRequest, after: str, most: int, slices: Slices) -> list[Router]:
+        """Return the first routers behind a name that a list is to show, by name."""
+        query, caller, registry = request.query, request.caller, self.sight.registry()
+        prefix, source, dest = query.get("prefix", ""), query.get("source"), query.get("dest")
+
+        def fits(router: Router) -> bool:
+            named = router.name, router.spec.source, router.spec.dest
+            return (
+                router.name > after
+                and router.name.startswith(prefix)
+                and source in (None, router.spec.source)
+                and dest in (None, router.spec.dest)
+                and all(map(caller.covers, named))
+            )
+
+        found: list[Router] = []
+        if dest is not None:
+            routers = registry.into(dest)
+        elif source is not None:
+            routers = list(registry.from_source(source))
+        else:
+            last = after
+            while len(found) < most and (some := registry.named(prefix, last, SLICE_ROUTERS)):
+                found += filter(fits, some)
+                last = some[-1].name
+                await slices.yield_if_over()
+            return found[:most]
+        for begin in range(0, len(routers), SLICE_ROUTERS):
+            fitting = filter(fits, routers[begin : begin + SLICE_ROUTERS])
+            found = heapq.nsmallest(most, [*found, *fitting], key=attrgetter("name"))
+            await slices.yield_if_over()
+        return found
 
     def _visible(self, name: str, caller: ApiKey) -> Router:
         router = self.sight.registry().by_name.get(name)

@@ -83,6 +83,13 @@ class Feed:
         """Number of the source's records that are yet to be copied, as far as this life of the shard has seen."""
         return max(0, self.source_head_seq - self.source_seq)
 
+    def has_all(self, sight: TopicView | None) -> bool:
+        """Return whether it has all of its source as that is now, None if there is none, and the log says so."""
+        if sight is None:
+            return not self.source_topic_id
+        is_there = self.source_topic_id == sight.topic_id and self.source_seq == sight.head_seq
+        return is_there and self.logged_source_seq == self.source_seq and not self.full
+
     def has_no_room(self) -> bool:
         """Return whether the next record is known not to fit into the dest, without reading it."""
         source_seq, records, size_bytes = self.no_room_for
@@ -168,9 +175,8 @@ class Feeds:
             if feed is None:
                 feed = Feed(dest, body)
                 self._add(feed)
-            for one in feed.routers:
-                if one.router.id not in {kept.router.id for kept in body.routers}:
-                    self._board.remove(one.router.id)
+            for router_id in {one.router.id for one in feed.routers} - {kept.router.id for kept in body.routers}:
+                self._board.remove(router_id)
             feed.logged(body)
             self.show_progress(feed)
 

@@ -37,16 +37,31 @@ class Registrar:
         self._cell = cell
         self._routers_max = routers_max
         self._now_ms = now_ms
-        self.follow(state)
-
-    def follow(self, state: FoldedRouters) -> None:
-        """Take over, and show, the routers that a log has."""
         self._registry = RouterRegistry()
         for router in sorted(state.routers.values(), key=lambda router: router.id):
             self._registry.put(router)
         self._registry.last_id = max(self._registry.last_id, state.last_id)
         self._table.store_all(self._registry.by_name.values())
         self._cell.set("routers", len(self._registry))
+
+    def follow(self, state: FoldedRouters, router_ids: set[int]) -> None:
+        """Take over, and show, what became of these routers in the log of another service."""
+        changes: list[Change] = []
+        by_id = self._registry.by_id
+        if any(router_id not in by_id and state.find(router_id) is None for router_id in router_ids):
+            router_ids = router_ids | by_id.keys()  # one came and went, and may have taken the name of another
+        for router_id in sorted(router_ids):
+            router, former = state.find(router_id), by_id.get(router_id)
+            if router == former:
+                continue
+            if router is not None:
+                self._registry.put(router)
+                changes.append(Change(router.name, router))
+            elif former is not None:
+                self._registry.remove(former.name)
+                changes.append(Change(former.name, None))
+        self._registry.last_id = max(self._registry.last_id, state.last_id)
+        self._show(changes)
 
     def put(self, call: PutRouter, _frontend: int) -> Steps[PutRouterReply]:
         """Register or change a router. Raise TopicsError when it may not be."""

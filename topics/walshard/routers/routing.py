@@ -6,6 +6,8 @@ that clients wait for, some pages at a time. Handlers here yield what they want 
 
 from __future__ import annotations
 
+import heapq
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -55,8 +57,10 @@ class FeedTurns:
     """Turns of dests, by topic id: first come, first served. Who waits is back at a time (monotonic ms) or woken."""
 
     def __init__(self) -> None:
-        self._ready: dict[int, None] = {}
+        self._ready: OrderedDict[int, None] = OrderedDict()  # a dict steps over all that were taken from its front
         self._waiting: dict[int, int] = {}
+        self._times: list[tuple[int, int]] = []
+        """Heap of (time, dest). Only one that is in `_waiting` counts."""
 
     def __bool__(self) -> bool:
         """True if a dest has its turn."""
@@ -81,17 +85,24 @@ class FeedTurns:
         """Take a dest's turn away until then."""
         self._ready.pop(dest_id, None)
         self._waiting[dest_id] = until_ms
+        heapq.heappush(self._times, (until_ms, dest_id))
 
     def wake_due(self, now_ms: int) -> None:
         """Give a turn to the dests whose time has come."""
-        for dest_id in [dest_id for dest_id, until_ms in self._waiting.items() if until_ms <= now_ms]:
-            self.line_up(dest_id)
+        while self._times and self._times[0][0] <= now_ms:
+            until_ms, dest_id = heapq.heappop(self._times)
+            if self._waiting.get(dest_id) == until_ms:
+                self.line_up(dest_id)
 
     def take(self) -> int:
         """Return the dest whose turn it is. There must be one."""
-        dest_id = next(iter(self._ready))
-        del self._ready[dest_id]
-        return dest_id
+        return self._ready.popitem(last=False)[0]
+
+    def give_back(self, dest_ids: list[int]) -> None:
+        """Put dests that were taken and did not come to copy in front again."""
+        for dest_id in reversed(dest_ids):
+            self.line_up(dest_id)
+            self._ready.move_to_end(dest_id, last=False)
 
 
 @dataclass(eq=False)
@@ -109,7 +120,7 @@ class Routing:
     _turns: FeedTurns = field(default_factory=FeedTurns)
     _due: set[str] = field(default_factory=set)
     """Dests whose routers are not yet as the table says."""
-    _round: dict[str, None] = field(default_factory=dict)
+    _round: OrderedDict[str, None] = field(default_factory=OrderedDict)
     """The order in which those of them are tried that are left of this round."""
     _missing: dict[str, int] = field(default_factory=dict)
     """Dests that do not exist, and since when (monotonic ms)."""
@@ -149,10 +160,10 @@ class Routing:
             return True
         return (yield from self.feeds.log_cursor(feed))
 
-    def follow(self, state: FoldedRouters, changed: Iterable[Hosted], with_table: bool) -> None:
-        """Show routers as the log of another service has them."""
-        if with_table and self.registrar is not None:
-            self.registrar.follow(state)
+    def follow(self, state: FoldedRouters, changed: Iterable[Hosted], router_ids: set[int]) -> None:
+        """Show routers, and how far those into `changed` are, as the log of another service has them."""
+        if router_ids and self.registrar is not None:
+            self.registrar.follow(state, router_ids)
         self.feeds.follow(state, changed)
 
     # -- asked by frontends
@@ -220,13 +231,11 @@ class Routing:
             self._make_due([feed.topic.name for feed in self.feeds.by_dest.values()])
         if self._due and not self._originals.unlearned:
             worked |= yield from self._reconcile()
-        if self._turns.some_wait:
-            self._turns.wake_due(self._clock.monotonic_ms())
+        self._turns.wake_due(self._clock.monotonic_ms())
         if self._turns:
             worked = True
             yield from self._copy_some(self._take_turns(FEEDS_PER_STEP))
-        if worked:
-            self.sources.links.flush()
+        self.sources.links.flush()
         return worked
 
     def sweep(self) -> Steps[None]:
@@ -239,8 +248,14 @@ class Routing:
                 self.sources.end(router.id for router in self.sources.table.registry.into(dest))
         self.sources.sweep()
         yield from self.feeds.log_ephemeral()
-        for feed in self.feeds.by_dest.values():
-            self._turns.line_up(feed.topic.id)
+        for source, feeds in self.feeds.by_source.items():
+            try:
+                sight = self._originals.look(source)
+                behind = [dest_id for dest_id, feed in feeds.items() if not feed.has_all(sight)]
+            except UnknownError:
+                behind = [*feeds]
+            for dest_id in behind:
+                self._turns.line_up(dest_id)
         self.sources.links.flush()
 
     # -- feeds and the table
@@ -328,15 +343,14 @@ class Routing:
         return pages_max
 
     def _copy_some(self, feeds: list[Feed]) -> Steps[bool]:
-        """Copy a page for each of these, all in one group of the logs, as far as one step goes: the others are lined
-        up again. False when none had anything to copy.
+        """Copy a page for each of these, all in one group of the logs, as far as one step goes: the others are next in
+        the following step. False when none had anything to copy.
         """
         writes: list[CopyWrite] = []
         records = 0
         for at, feed in enumerate(feeds):
             if records >= RECORDS_PER_STEP:
-                for other in feeds[at:]:
-                    self._turns.line_up(other.topic.id)
+                self._turns.give_back([left.topic.id for left in feeds[at:]])
                 feeds = feeds[:at]
                 break
             write = yield from self._next_write(feed)

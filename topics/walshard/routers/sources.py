@@ -97,11 +97,12 @@ class Links:
             while waiting and ring.push(_encode(waiting[0])):
                 waiting.popleft()
                 sent = True
-            while changed and not waiting:
-                names = list(changed)[:_NAMES_PER_MESSAGE]
-                if not ring.push(_encode(Changed(names))):
+            names = [] if waiting else list(changed)
+            for at in range(0, len(names), _NAMES_PER_MESSAGE):
+                some = names[at : at + _NAMES_PER_MESSAGE]
+                if not ring.push(_encode(Changed(some))):
                     break
-                for name in names:
+                for name in some:
                     del changed[name]
                 sent = True
             if sent:
@@ -155,9 +156,18 @@ class Sources:
         return rerouted
 
     def _refresh(self) -> None:
-        """Take over what has changed in the table."""
+        """Take over what has changed in the table.
+
+        A router that is made or changed, or whose source is another one now, concerns its dest alone. The shard of the
+        dest reads the table itself, begins at a head of the source that it looks up afterwards, and gives the dest a
+        turn (`routing.py:_changes`). What is published later is told: `changed` and `created` look at the table behind
+        the publication. If the source is not there yet, `created` tells; if it is deleted, `deleted` does. To tell the
+        other dests of the source with each router that is made would take quadratic time. But all are told once, when
+        this life of the shard sees the table for the first time: what was published before may be told to nobody.
+        """
         if not self.table.stale:
             return
+        is_first = not self.table.was_read
         links, registry = self.links, self.table.registry
         touched = {name for name in self.table.refresh() if owner_shard(name, links.shards) == links.shard}
         for name in touched:
@@ -168,7 +178,8 @@ class Sources:
                 # all of them with each one that comes or goes would take quadratic time: `sweep` does.
                 if not (hosted.topic.id in self._kept and registry.is_source(name)):
                     self._keep(hosted)
-                self.changed(hosted)
+                if is_first:
+                    self.changed(hosted)
         self.rerouted |= touched
 
     def changed(self, hosted: Hosted) -> None:
