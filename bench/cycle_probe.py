@@ -146,7 +146,9 @@ def bytes_of(left: list[Any]) -> int:
 
 
 def look() -> dict[str, Any]:
-    """Collect everything, and return what was left: how much, of which kinds, and in which circles."""
+    """Collect everything, and return what was left: how much, of which kinds, and in which circles. `threshold` says
+    when the collector would look at all by itself.
+    """
     gc.set_debug(gc.DEBUG_SAVEALL)
     gc.collect()
     gc.set_debug(0)
@@ -160,6 +162,7 @@ def look() -> dict[str, Any]:
         shown = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(KINDS_SHOWN))
         ways[f"{len(circle)} in a circle: {shown}: {described(shortest(graph, circle), by_id)}"] += 1
     return {
+        "threshold": gc.get_threshold()[2],
         "objects": len(left),
         "bytes": bytes_of(left),
         "kinds": Counter(map(name_of, left)).most_common(40),

@@ -470,6 +470,8 @@ def http2_nonsense(probed: Probed) -> None:
 
 GET_TOPIC: Final = ("GET", "/v0/topics/t", b"", 200)
 
+UNREAD: Final = "event streams that are not read, cut"
+"""Work that takes most of a minute."""
 WORK: Final[dict[str, Callable[[Probed], None]]] = {
     "writes over one connection": asks(("POST", "/v0/topics/t", RECORD, 200)),
     "writes, a connection each": write_each,
@@ -496,7 +498,7 @@ WORK: Final[dict[str, Callable[[Probed], None]]] = {
     "event streams, reset": event_stream("reset"),
     "event streams, of a topic that is deleted": event_stream("deleted"),
     "event streams, taken over": event_stream("taken over"),
-    "event streams that are not read, cut": slow_streams,
+    UNREAD: slow_streams,
     "claims and acks": claims,
     "/work streams, closed by the client": work_streams("close"),
     "/work streams, reset": work_streams("reset"),
@@ -526,6 +528,21 @@ WORK: Final[dict[str, Callable[[Probed], None]]] = {
 }
 
 
+@contextlib.contextmanager
+def running() -> Iterator[Probed]:
+    """Run a service with a probe in its frontend, and a topic `t`."""
+    with tempfile.TemporaryDirectory(prefix="topics-cycles-") as kept:
+        directory, command = Path(kept) / "left", Path(kept) / "topics-supervisor"
+        directory.mkdir()
+        command.write_text(COMMAND.format(python=sys.executable, root=str(ROOT), directory=str(directory)))
+        command.chmod(0o755)
+        env = {"TOPICS_ALLOWED_HOSTS": "test"}
+        with Service(shards=1, frontends=1, env=env, command=command) as service:
+            probed = Probed(service, directory)
+            probed.write("t")
+            yield probed
+
+
 def measure(probed: Probed, what: str) -> dict[str, Any]:
     """Do the work twice; the first time is for what is made once, and stays."""
     for _ in range(2):
@@ -541,23 +558,16 @@ def main() -> int:
     parser.add_argument("--circles", action="store_true", help="show what refers to what in a circle")
     arguments = parser.parse_args()
     print("| work | objects left, each | bytes left, each |\n|---|---|---|")
-    with tempfile.TemporaryDirectory(prefix="topics-cycles-") as kept:
-        directory, command = Path(kept) / "left", Path(kept) / "topics-supervisor"
-        directory.mkdir()
-        command.write_text(COMMAND.format(python=sys.executable, root=str(ROOT), directory=str(directory)))
-        command.chmod(0o755)
-        with Service(shards=1, frontends=1, env={"TOPICS_ALLOWED_HOSTS": "test"}, command=command) as service:
-            probed = Probed(service, directory)
-            probed.write("t")
-            for what in WORK:
-                if arguments.only and not any(part in what for part in arguments.only):
-                    continue
-                found = measure(probed, what)
-                print(f"| {what} | {found['objects'] / TIMES:.1f} | {found['bytes'] / TIMES:,.0f} |", flush=True)
-                if arguments.circles:
-                    for text, count in found["circles"]:
-                        print(f"    {count} × {text}", flush=True)
-                    print(f"    {found['kinds']}", flush=True)
+    with running() as probed:
+        for what in WORK:
+            if arguments.only and not any(part in what for part in arguments.only):
+                continue
+            found = measure(probed, what)
+            print(f"| {what} | {found['objects'] / TIMES:.1f} | {found['bytes'] / TIMES:,.0f} |", flush=True)
+            if arguments.circles:
+                for text, count in found["circles"]:
+                    print(f"    {count} × {text}", flush=True)
+                print(f"    {found['kinds']}", flush=True)
     return 0
 
 

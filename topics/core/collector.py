@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Final
 
 FEW: Final = 100
-"""Connections beside which a look takes some ms."""
+"""Connections or streams beside which a look takes 6 ms."""
 WORTH: Final = 100
 """Looks at middle-aged objects that make a look at all worth it. Each means 7,000 objects more made than freed."""
 GROWN_BLOCKS: Final = 2_000_000
-"""Blocks of memory, mostly of some 100 bytes, by which a process may grow until all is looked at however many wait."""
+"""Blocks of memory by which a process grows until all is looked at anyway. 10,000 streams are 1.3 million."""
 
 
 def collect_only_young() -> None:
