@@ -44,6 +44,14 @@ class Streams:
         self.flush()
         return stream_id
 
+    def open_websocket(self, path: str) -> int:
+        """Ask for a WebSocket (RFC 8441); returns the stream."""
+        stream_id, self._next = self._next, self._next + 2
+        head = [(":method", "CONNECT"), (":protocol", "websocket"), (":path", path), *HEADERS]
+        self._h2.send_headers(stream_id, [*head, ("sec-websocket-version", "13")])
+        self.flush()
+        return stream_id
+
     def go_on(self, stream_id: int, body: bytes, *, whole: bool) -> None:
         """Send more of a body. Raise ProtocolError if the stream was reset, whose window opens no more."""
         while stream_id not in self.reset and self._h2.local_flow_control_window(stream_id) < len(body):

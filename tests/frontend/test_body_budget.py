@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -61,6 +63,25 @@ def on_loop(test: Callable[[], Awaitable[None]]) -> None:
             await test()
 
     asyncio.run(main())
+
+
+def test_a_request_that_is_cancelled_while_it_waits_leaves_nothing_to_the_collector(budget: Budget) -> None:
+    async def test() -> None:
+        held = Request(budget, MOST)
+        waiting = asyncio.create_task(reserve(budget, MOST))
+        await settle()
+        gc.disable()
+        try:
+            gone = weakref.ref(waiting)
+            waiting.cancel()
+            del waiting
+            await settle()
+            assert gone() is None
+        finally:
+            gc.enable()
+        await held.end()
+
+    on_loop(test)
 
 
 def test_room_is_given_in_turn_and_given_back(budget: Budget) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from functools import partial
 
@@ -66,6 +68,24 @@ def test_close_ends_the_answer_and_the_connection_goes_on(server: Server, client
     assert stream.closed
     assert not stream.writable
     assert server.app.push_closed == 0
+
+
+@pytest.mark.parametrize("end", ["by the app", "by the client"])
+def test_nothing_of_a_stream_that_is_over_waits_for_the_collector(server: Server, end: str) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        with server.client() as client:
+            gone = weakref.ref(opened(server, client))
+            if end == "by the app":
+                server.call(server.app.pushes[-1].close)
+                assert client.chunk() == b""
+            else:
+                client.reset()
+        server.call(server.app.pushes.clear, server.app.scopes.clear)
+        until(lambda: gone() is None, "all of it is free")
+    finally:
+        gc.enable()
 
 
 def test_one_frame_for_many_watchers(server: Server) -> None:

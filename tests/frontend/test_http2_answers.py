@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 
 import pytest
+from priority.priority import Stream
 
 from tests.frontend.http1_server import Client, Server, until
 from tests.frontend.http2_client import Streams
@@ -13,6 +15,9 @@ from topics.frontend.entry import stalled_clients
 from topics.frontend.entry.limits import CONNECTION_ANSWERS
 from topics.frontend.http import connections
 from topics.frontend.http.deadlines import HttpLimits
+from topics.frontend.http.http2_buffer import BoundedProtocol, BoundedStream
+from topics.frontend.http.http2_websocket import BoundedWebSocket
+from topics.frontend.http.hypercorn_connection import ConnectionContext, HypercornConnection
 
 PAGE_BYTES = 1 << 20
 KEPT_MAX_BYTES = CONNECTION_ANSWERS.most_bytes
@@ -20,6 +25,8 @@ AT_ONCE = KEPT_MAX_BYTES // PAGE_BYTES
 """Pages that are made and kept for one connection."""
 PAGES = 100
 """Streams that a connection may have."""
+PARTS = (ConnectionContext, HypercornConnection, BoundedProtocol, BoundedStream, BoundedWebSocket, Stream)
+"""Objects of each connection, and of each of its streams."""
 
 
 @pytest.fixture
@@ -119,6 +126,31 @@ def test_nothing_is_left_of_a_connection_that_is_closed(server: Server) -> None:
     until(lambda: not server.connections.kept.budget.held_bytes, "nothing to be kept")
     assert server.app.made == AT_ONCE
     assert not server.app.cut, "they ended only when they were cancelled"
+
+
+@pytest.mark.parametrize("end", ["close", "reset"])
+@pytest.mark.parametrize("path", ["/echo", "/wait", "/endless", "/ws"])
+def test_nothing_of_a_connection_that_is_over_waits_for_the_collector(server: Server, path: str, end: str) -> None:
+    """Its streams have not sent their end, wait for an app or for their client, or are WebSockets."""
+    gc.collect()
+    gc.disable()
+    try:
+        with server.client() as client:
+            streams = streams_of(client)
+            for _ in range(3):
+                if path == "/ws":
+                    streams.open_websocket(path)
+                else:
+                    streams.ask(path)
+            until(lambda: len(server.app.scopes) == 3, "all have asked")
+            if path == "/echo":
+                until(lambda: not server.app.running, "all are answered")
+            if end == "reset":
+                client.reset()
+        server.call(server.app.go.set, server.app.scopes.clear)
+        until(lambda: not any(isinstance(one, PARTS) for one in gc.get_objects()), "all of it is free")
+    finally:
+        gc.enable()
 
 
 def test_what_might_have_been_longer_holds_as_much_as_it_is_long(server: Server) -> None:

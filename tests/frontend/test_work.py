@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from topics.frontend.entry.stalled_clients import STALL_MAX_MS
 from topics.frontend.live.event_streams import StreamSlots
 from topics.frontend.queues import work as module
 from topics.frontend.queues.queue_routes import QueueServices
-from topics.frontend.queues.work import WorkRoutes
+from topics.frontend.queues.work import WorkRoutes, WorkStream
 from topics.frontend.shards import gateway
 from topics.shm import messages
 from topics.shm.queue_messages import Claim, WorkClose
@@ -265,5 +266,33 @@ def test_a_stream_that_is_over_leaves_no_listener_for_ever(tmp_path: Path) -> No
         worker.wire.vanish()
         await asked
         await until(lambda: not len(live.gateway.job_listeners))
+
+    on_loop(tmp_path, test)
+
+
+@pytest.mark.parametrize("end", ["client", "service"])
+def test_a_stream_that_is_over_waits_for_no_collector(tmp_path: Path, end: str) -> None:
+    def streams() -> int:
+        return sum(type(one) is WorkStream for one in gc.get_objects())
+
+    async def test(live: Live) -> None:
+        live.gateway.shard_wait_s = 0.001
+        gc.collect()
+        gc.disable()
+        try:
+            await live.put("q", type="queue")
+            worker = Worker(live)
+            asked = asyncio.create_task(worker.ask())
+            await until(lambda: worker.wire.writes)
+            assert streams() == 1
+            if end == "client":
+                worker.wire.vanish()
+            else:
+                worker.routes.drain()
+            await asked
+            worker.wire = Wire()
+            await until(lambda: not streams())
+        finally:
+            gc.enable()
 
     on_loop(tmp_path, test)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
+import sys
 from socket import socket
 from typing import Final
 
 import uvloop
 
 from topics.core.clock import SystemClock
+from topics.core.collector import FullLooks, collect_only_young
 from topics.core.keys import KeyRing
 from topics.frontend.app import StartGate
 from topics.frontend.entry.access import Cors, KeyReload
@@ -57,6 +59,9 @@ async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, l
     )
     frontend = build_app(process, keys, cold, lambda: connections.arrived)
 
+    collect_only_young()
+    looks = FullLooks(gc.collect, lambda: gc.get_count()[2], sys.getallocatedblocks)
+
     def stop() -> None:
         cell.set("state", ProcessState.DRAINING)
         frontend.drain()
@@ -67,6 +72,9 @@ async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, l
         cell.clock_offset_ms = frontend.expiry.trusted_offset_ms()  # also when nobody reads
         cell.set("connections", len(connections.open))
         frontend.reader.sweep()
+        looks.beat(
+            max(len(connections.open), len(connections.tasks), cell.get("sse_connections"), cell.get("long_polls"))
+        )
         loop.call_later(HEARTBEAT_S, beat)
 
     loop.add_signal_handler(signal.SIGTERM, stop)

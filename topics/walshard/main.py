@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +9,7 @@ from functools import partial
 from typing import Final
 
 from topics.core.clock import Clock, SystemClock
+from topics.core.collector import collect_only_young
 from topics.core.fold import FoldError
 from topics.core.governor import Brake
 from topics.log import get_logger
@@ -42,20 +42,12 @@ STUCK_MS: Final = 10
 log = get_logger()
 
 
-def collect_only_young() -> None:
-    """Have the garbage collector look at no object any more that has survived two looks. A look at all takes a
-    microsecond each, a second with a hundred thousand topics, and finds nothing: nothing here leaves a cycle.
-    """
-    young, middle, _ = gc.get_threshold()
-    gc.set_threshold(young, middle, 2**31 - 1)
-
-
 def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) -> int:
     """Run the process. EXIT_REFUSED when the log must not be used as it is, EXIT_NEXT_LIFE when the process is to be
     started again at once.
     """
     arm_as_told(settings.test_kill_at, incarnation)
-    collect_only_young()
+    collect_only_young()  # a look at all is a second with a hundred thousand topics, and nothing here leaves a cycle
     clock = SystemClock()
     cell = shared.control.cell(Role.WALSHARD, index)
     cell.begin_life(incarnation, clock.now_ms(), ProcessState.RECOVERING)

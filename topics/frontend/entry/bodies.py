@@ -83,6 +83,7 @@ async def reserve(budget: Budget, size_bytes: int) -> None:
     if task not in _reservations:
         task.add_done_callback(_release)
     reservation = _reservations.setdefault(task, {}).setdefault(budget, Reservation(budget))
+    del task  # one that is cancelled here keeps its stack, which must not keep it
     try:
         await reservation.grow(size_bytes, budget.limit.wait_s)
     except TimeoutError:

@@ -453,6 +453,7 @@ class Exchange:
     def _done(self) -> None:
         self.stage = AnswerStage.DONE
         self._body = b""
+        self.push_stream = None  # which names the exchange: both would be left to the garbage collector
         self._wake()
         self._connection.answer_done(self)
 

@@ -49,6 +49,8 @@ class BoundedWebSocket(WSStream):
         self._incoming = IncomingMessages(self.config.websocket_max_message_size, context_of(self).frames)
 
     async def handle(self, event: Event) -> None:
+        if isinstance(event, StreamClosed) and hasattr(self, "scope"):
+            self.scope["extensions"].pop(WRITE_BUFFER, None)  # breaks a reference cycle
         if not isinstance(event, Request) or self.closed:
             await super().handle(event)
             return

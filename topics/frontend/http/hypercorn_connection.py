@@ -212,10 +212,14 @@ class HypercornConnection(TCPServer):
         try:
             await super().run()
         finally:
-            # Breaks reference cycles, h2's among them: the collector may be long in coming, and much input may be left.
+            # Breaks reference cycles, also those of libraries: the collector may be long in coming (`FullLooks`).
             context = context_of(self)
-            if context.http2 is not None:
-                vars(context.http2.connection).clear()
+            http2, error = context.http2, self.reader.exception()
+            if http2 is not None:
+                for part in (*vars(http2.priority).get("_streams", {}).values(), http2.connection, http2):
+                    vars(part).clear()
+            if error is not None:
+                error.__traceback__ = None
             context.server = context.http2 = context.http2_frames = None
             vars(self).pop("protocol", None)
             del self.reader
@@ -321,6 +325,7 @@ class HypercornConnections:
         task = asyncio.current_task()
         assert task is not None
         context.add_app(task)
+        del task  # a cancelled one keeps its stack, which must not keep it
         self._connections.arrived += 1
         scope[ADMITTED] = context.admit
         if scope["type"] != "websocket":

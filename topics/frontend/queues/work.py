@@ -212,6 +212,7 @@ class WorkStream:
             self._channel.leave(self.shard, self.name, self._number, self._move_dead)
         else:
             self._channel.listeners.forget(self._number, self._take_dealt)
+        self._push = None  # which names the stream: both would be left to the garbage collector
 
     def _stop(self) -> None:
         self._closed = True
