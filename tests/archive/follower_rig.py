@@ -97,9 +97,7 @@ class FollowerRig(Rig):
         self.process_fs = fs = ProcessFileSystem(self.disk)
         self.replica = Replica(self.archive, fs, settings.data_dir, settings.wal_shards, self.clock)
         leader = LeaderHere(self.clock, self._tell)
-        self.follower = Follower(
-            self.replica, fs, settings, self.shared, self.clock, lambda: False, leader, self.helper
-        )
+        self.follower = Follower(self.replica, fs, settings, self.shared, self.clock, leader, self.helper)
 
     def advance(self) -> None:
         """Take a step, and have the shards see it. The service starts again if it wants to."""

@@ -24,6 +24,7 @@ from topics.shm.control import Role
 from topics.storage.borrowed import read_borrowed
 from topics.storage.filesystem import FileSystem, OsFileSystem
 from topics.storage.follow_note import FollowNote, write_note
+from topics.storage.pins import Pin, PinFiles, new_pin_id, pins_dir
 
 
 @pytest.fixture
@@ -310,6 +311,29 @@ def test_a_segment_that_is_dropped_before_it_has_come_is_not_fetched_after_a_res
     rig.helper = Inline()
     rig.follower_dies()
     until_home(service)
+
+
+def test_files_that_a_program_has_pinned_stay_until_it_is_done(service: Archiving) -> None:
+    clock, rig = service.world.clock, follower(service)
+    clock.skew_ms = 1 << 40  # pins hold by the time since the machine's start, which is not that since 1970
+    until_home(service)
+    before = local_data(rig)
+    pins = PinFiles(OsFileSystem(), pins_dir(rig.shared.ram_dir), 0)
+    pins.put(new_pin_id(), Pin("a", 1, [(1, 0)], clock.monotonic_ms() + 600_000))
+    service.delete("a", 1.0)
+    service.cut()
+    ship_bases(service, 1)
+    looks(service, 4)
+    assert before <= local_data(rig)
+    clock.ms += 600_000
+    looks(service, 4)
+    assert not before <= local_data(rig)
+
+
+def looks(service: Archiving, times: int) -> None:
+    for _ in range(times):
+        service.world.clock.ms += follow_main.LOOK_MS
+        service.follow([])
 
 
 def test_a_full_disk_is_no_reason_to_fetch_again_and_again(service: Archiving, monkeypatch: pytest.MonkeyPatch) -> None:
