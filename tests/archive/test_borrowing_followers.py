@@ -337,11 +337,11 @@ def looks(service: Archiving, times: int) -> None:
 
 
 def test_a_full_disk_is_no_reason_to_fetch_again_and_again(service: Archiving, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_copy: DirectoryCopy, path: str, _data: bytes) -> NoReturn:
+    def full(_copy: DirectoryCopy, path: str, _content: bytes) -> NoReturn:
         raise OSError(errno.ENOSPC, "no space left", path)
 
     rig = follower(service)
-    monkeypatch.setattr(DirectoryCopy, "replace_data", full)
+    monkeypatch.setattr(DirectoryCopy, "replace", full)
     read_range, fetched = rig.archive.store.read_range, []
 
     def read(name: str, offset: int, length: int) -> bytes:
@@ -367,16 +367,16 @@ def test_a_leader_that_lives_is_not_taken_over_from_while_data_are_laid_out(
     """It gives a sign each second. To lay out a batch takes longer than a leader may be silent."""
     rig = service.followers[0] = service.follower_in(f"{service.directory}/follower", takeover_after_ms="5000")
     rig = slow(service)
-    replace_data, laid_out = DirectoryCopy.replace_data, []
+    replace, laid_out = DirectoryCopy.replace, []
 
-    def slowly(copy: DirectoryCopy, path: str, data: bytes) -> None:
-        for _ in range(8):
+    def slowly(copy: DirectoryCopy, path: str, content: bytes) -> None:
+        for _ in range(8 if path.endswith(".data") else 0):
             service.append("b", 1, "disk")
             service.ship(0)
-        replace_data(copy, path, data)
+        replace(copy, path, content)
         laid_out.append(path)
 
-    monkeypatch.setattr(DirectoryCopy, "replace_data", slowly)
+    monkeypatch.setattr(DirectoryCopy, "replace", slowly)
     while missing(rig):
         service.append("b", 1, "disk")
         service.ship(0)

@@ -67,21 +67,28 @@ class DirectoryCopy:
     # -- files
 
     def write(self, path: str, content: Bytes) -> None:
-        """Write a file of a directory that nobody reads yet."""
-        path = self._full(path)
-        with opened(self._fs, path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
+        """Write a file of a directory that nobody reads yet, an index before its data."""
+        content = content if path.endswith(".idx") else self.merged(path, content)
+        with opened(self._fs, self._full(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
             write_all(self._fs, fd, content, 0)
 
-    def replace(self, path: str, content: bytes) -> None:
-        """Write a file durably; who has it open goes on with the former one."""
+    def replace(self, path: str, content: Bytes) -> None:
+        """Write a file durably, an index before its data; who has it open goes on with the former one."""
+        content = self.merged(path, content)
         replace_file(self._fs, self._full(path), content)
 
-    def replace_data(self, path: str, data: bytes) -> None:
-        """Write the data of a segment durably, with the deletions of the index that is here."""
-        idx = read_all(self._fs, self._full(path.removesuffix(".data") + ".idx"))
-        self.replace(path, marked(data, idx))
+    def merged(self, path: str, content: Bytes) -> Bytes:
+        """Return a file of an archive with the deletions that the index here has: data are shipped once, without them.
+        An index may be older than what is shown here; shards that have not loaded it yet mark deletions only once.
+        """
+        stem, kind = os.path.splitext(os.path.join(self._data_dir, path))
+        if kind == ".data":
+            return _marked(content, read_all(self._fs, f"{stem}.idx"))
+        if kind == ".idx" and self._fs.exists(f"{stem}.idx"):
+            return _with_marks(content, read_all(self._fs, f"{stem}.idx"))
+        return content
 
-    def mark_deleted(self, path: str, idx: bytes) -> None:
+    def mark_deleted(self, path: str, idx: Bytes) -> None:
         """Mark the deletions that an index has in a segment's data, durably."""
         with opened(self._fs, os.path.join(self._data_dir, path), os.O_RDWR) as fd:
             for end in _deleted_ends(idx):
@@ -246,28 +253,26 @@ def _tiered(info: SegmentInfo, is_cold: bool) -> SegmentInfo:
     return msgspec.structs.replace(info, flags=info.flags | COLD if is_cold else info.flags & ~COLD)
 
 
-def marked(data: bytes, idx: bytes) -> bytes:
-    """Return the data of a segment with the deletions that its index has: data are shipped once, an index with each
-    base.
-    """
+def _marked(data: Bytes, idx: bytes) -> Bytes:
+    """Return the data of a segment with the deletions that an index has."""
     ends = _deleted_ends(idx)
     if not ends:
         return data
     content = bytearray(data)
     for end in ends:
         content[end - 1] = DELETED
-    return bytes(content)
+    return content
 
 
-def with_marks(idx: bytes, own: bytes) -> bytes:
+def _with_marks(idx: Bytes, own: bytes) -> Bytes:
     """Return an index with the deletions that another state of it has, too."""
     content = bytearray(idx)
     for at in range(ENTRY_FLAGS_AT, min(len(idx), len(own)), ENTRY_LEN):
         content[at] |= own[at] & LOCATION_DELETED
-    return bytes(content)
+    return content
 
 
-def _deleted_ends(idx: bytes) -> list[int]:
+def _deleted_ends(idx: Bytes) -> list[int]:
     _, offsets, lengths, flags = read_columns(idx, 0, len(idx) // ENTRY_LEN)
     return [
         offset + length

@@ -23,22 +23,13 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from topics.archive.borrowing import Homecoming
-from topics.archive.directory_copy import DirectoryCopy, MissingBytesError, marked, with_marks
-from topics.archive.fetching import fetched_ahead, fetched_files
+from topics.archive.directory_copy import DirectoryCopy, MissingBytesError
+from topics.archive.fetching import fetched_ahead
 from topics.archive.restoring import NotThereError
 from topics.core.clock import Clock
 from topics.storage import layout, service_id
-from topics.storage.archive_objects import (
-    Archive,
-    ArchiveDamagedError,
-    Base,
-    FileRef,
-    LogEnd,
-    Piece,
-    read_whole,
-    split_payload,
-)
-from topics.storage.filesystem import FileSystem, make_dirs, names_in, read_all
+from topics.storage.archive_objects import Archive, ArchiveDamagedError, Base, FileRef, LogEnd, Piece, split_payload
+from topics.storage.filesystem import FileSystem, names_in, read_all
 from topics.storage.follow_note import FollowNote, write_note
 from topics.storage.frame import scan
 from topics.storage.logfile import WalPosition
@@ -271,7 +262,7 @@ class Replica:
                 has = payload
                 if file.piece != piece.number:
                     _, has = self.archive.piece(self.note.generation, file.piece)
-                self._copy.replace(file.path, bytes(has[file.offset : file.offset + file.size_bytes]))
+                self._copy.replace(file.path, has[file.offset : file.offset + file.size_bytes])
         self._txn = {file.path: file.digest for file in piece.txn}
         for path in list(self._txn_paths()):
             if path not in self._txn:
@@ -338,9 +329,9 @@ class Replica:
         self.homecoming.begin(generation.number, base, self.note.url)
         borrowed = self.homecoming.missing
         for start in base.logs:
-            make_dirs(self._fs, self._copy.log_directory(start.shard))
             self._copy.begin_log(start)
-        for ref, content in fetched_files(self.archive, (ref for ref in base.files if ref.path not in borrowed)):
+        copied = (ref for ref in base.files if ref.path not in borrowed)
+        for ref, content in fetched_ahead(self.archive.file, copied):
             self._copy.write(ref.path, content)
         if snapshot:
             self._copy.save_snapshot(bytes(snapshot), borrowed)
@@ -413,26 +404,12 @@ class Replica:
                 self._mark(changed[0])
             elif changed:
                 fetched += refs
-        idx = b""
-        for ref, content in fetched_files(self.archive, fetched):
-            if ref.path.endswith(".idx"):
-                idx = self._with_own_marks(ref.path, content)
-                self._copy.replace(ref.path, idx)
-            else:
-                self._copy.replace(ref.path, marked(content, idx) if ref.path.endswith(".data") else content)
-
-    def _with_own_marks(self, path: str, idx: bytes) -> bytes:
-        """Return an index of a base with the deletions that are shown already, and came behind the base: shards that
-        have not loaded it yet mark them only once.
-        """
-        full = os.path.join(self._data_dir, path)
-        return with_marks(idx, read_all(self._fs, full)) if self._fs.exists(full) else idx
+        for ref, content in fetched_ahead(self.archive.file, fetched):
+            self._copy.replace(ref.path, content)
 
     def _mark(self, ref: FileRef) -> None:
         """Mark deletions in a segment."""
-        idx = read_whole(self.archive.store, ref.name)
-        self.archive.check_file(ref, idx)
-        idx = self._with_own_marks(ref.path, idx)
+        idx = self._copy.merged(ref.path, self.archive.file(ref))
         data_path = ref.path.removesuffix(".idx") + ".data"
         if data_path not in self.homecoming.missing:
             self._copy.mark_deleted(data_path, idx)

@@ -21,7 +21,7 @@ import msgspec
 
 from topics.archive.borrowing import NoLoanError, borrow
 from topics.archive.directory_copy import DirectoryCopy
-from topics.archive.fetching import fetched_ahead, fetched_files
+from topics.archive.fetching import fetched_ahead
 from topics.core.clock import Clock
 from topics.core.shard_state import FoldedTopic
 from topics.storage import layout, service_id
@@ -263,7 +263,7 @@ class Restore:
 
     def _fetch_segments(self) -> None:
         wanted = (ref for ref in self._plan.base.files if ref.path not in self._borrowed)
-        for ref, content in fetched_files(self._archive, wanted):
+        for ref, content in fetched_ahead(self._archive.file, wanted):
             self._copy.write(ref.path, content)
             self._fetched(len(content))
 

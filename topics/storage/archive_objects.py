@@ -347,10 +347,12 @@ class Archive:
         names = self.store.list(f"{_LOANS}/{generation:08d}-")
         return {int(match[1]): match[0] for match in map(_LOAN.fullmatch, names) if match is not None}
 
-    def check_file(self, ref: FileRef, content: bytes) -> None:
-        """Raise ArchiveDamagedError if these are not the bytes of the file."""
+    def file(self, ref: FileRef) -> bytes:
+        """Read a file. Raise ArchiveDamagedError if it is not what was shipped."""
+        content = read_whole(self.store, ref.name)
         if len(content) != ref.size_bytes or xxh3_64_intdigest(content) != ref.digest:
             raise ArchiveDamagedError(f"{self.store.place(ref.name)}: is not what was shipped, its checksum differs")
+        return content
 
     def _header(self, name: str, kind: type[_Header]) -> tuple[_Header, memoryview]:
         found = decode(read_whole(self.store, name), kind, self.store.place(name))
