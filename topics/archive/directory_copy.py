@@ -7,7 +7,7 @@ CHECKPOINT_MARKs behind it list no segments: the directory has those of the snap
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from typing import Final
 
@@ -138,7 +138,7 @@ class DirectoryCopy:
             content += encode(FrameType.SYNC_MARK, 0, file_no, start_len, 0, b"", b"", room)
         self.write(os.path.relpath(layout.log_path(self.log_directory(start.shard), file_no), self._data_dir), content)
 
-    def lay_out(self, piece: Piece, payload: memoryview, ends: dict[int, WalPosition]) -> None:
+    def lay_out(self, piece: Piece, payload: memoryview, ends: list[WalPosition]) -> None:
         """Write the next bytes of the logs, which end at `ends`, by shard; these move. Raise MissingBytesError if
         bytes are missing before them.
         """
@@ -199,12 +199,12 @@ class DirectoryCopy:
                     self._fs.ftruncate(fd, end.offset)
         self._fs.fsync_dir(directory)
 
-    def remove_logs_before(self, starts: Mapping[int, WalPosition]) -> None:
-        """Remove log files before these positions, by shard."""
-        for shard, start in starts.items():
-            directory = self.log_directory(shard)
+    def remove_logs_before(self, starts: Iterable[LogStart]) -> None:
+        """Remove log files before these places."""
+        for start in starts:
+            directory = self.log_directory(start.shard)
             for file_no in layout.list_log_files(self._fs, directory):
-                if file_no < start.file_no:
+                if file_no < start.position.file_no:
                     with suppress(FileNotFoundError):
                         self._fs.unlink(layout.log_path(directory, file_no))
 

@@ -270,7 +270,7 @@ class Restore:
     def _fetch_pieces(self) -> None:
         """Lay the logs out again, and the files of transactions."""
         plan, wanted = self._plan, {(file.piece, file.path): file for file in self._plan.moment.txn}
-        ends = {start.shard: start.position for start in plan.base.logs}
+        ends = [start.position for start in plan.base.logs]
         for start in plan.base.logs:
             self._copy.begin_log(start)
         for number, (piece, payload) in fetched_ahead(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import errno
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
@@ -93,7 +93,8 @@ class Shipper:
         self._files: dict[str, FileRef] = {}
         """Files of the newest base, by the names of their objects."""
         self._number = 0
-        self._ends: dict[int, LogEnd] = {}
+        self._ends: list[LogEnd] = []
+        """The ends of the logs as they were shipped, by shard; none before the first piece."""
         self._txn: dict[str, TxnFile] = {}
         self._taken_ms = 0
         self._has_part = True
@@ -143,7 +144,7 @@ class Shipper:
     @property
     def ends(self) -> list[WalPosition]:
         """The ends of the logs as they were shipped, by shard."""
-        return [self._ends[shard].position for shard in sorted(self._ends)]
+        return [end.position for end in self._ends]
 
     def ship(self, is_sign: bool = False) -> Shipped:
         """Ship the present moment; without a base only its bytes. A piece that `is_sign` of life is shipped even if it
@@ -228,7 +229,7 @@ class Shipper:
         if not self._number:
             return None
         last, _ = self._archive.piece(generation.number, self._number)
-        self._ends = {end.shard: end for end in last.ends}
+        self._ends = last.ends
         self._txn = {file.path: file for file in last.txn}
         self._taken_ms = last.taken_ms
         self._has_part = not last.is_moment and self._number != known
@@ -236,7 +237,7 @@ class Shipper:
 
     def _forget(self) -> None:
         self._generation, self._base = None, None
-        self._files, self._ends, self._txn = {}, {}, {}
+        self._files, self._ends, self._txn = {}, [], {}
         self._number = self._taken_ms = 0
         self._has_part = True
 
@@ -245,10 +246,7 @@ class Shipper:
         assert self._generation is not None
         if self._generation.log_ids != [log.log_id for log in logs]:
             return False
-        for log in logs:
-            shipped = self._ends.get(log.shard)
-            if shipped is None:
-                continue
+        for log, shipped in zip(logs, self._ends, strict=False):
             if log.end < shipped.position:
                 return False
             if not shipped.position.offset:
@@ -281,7 +279,7 @@ class Shipper:
         self,
         logs: list[LogPlace],
         txn: dict[str, bytes] | None,
-        starts: Mapping[int, LogEnd],
+        starts: Sequence[LogEnd],
         is_sign: bool = False,
         needs_base: bool = False,
     ) -> Shipped:
@@ -305,7 +303,7 @@ class Shipper:
         return self._shipped()
 
     def _is_shipped(self, logs: list[LogPlace], txn: dict[str, bytes] | None) -> bool:
-        if [log.end for log in logs] != [end.position for end in self._ends.values()]:
+        if [log.end for log in logs] != self.ends:
             return False
         if txn is None:
             return True
@@ -327,7 +325,7 @@ class Shipper:
             self._taken_ms,
             self._nonce,
             draft.parts,
-            draft.ends_by_shard,
+            draft.ends,
             is_moment,
             self._origin.ends.has_end,
             list(self._txn.values()),
@@ -359,15 +357,15 @@ class Shipper:
 
     # -- a base
 
-    def _ends_to_go_on(self, logs: list[LogPlace], starts: list[LogStart]) -> dict[int, LogEnd]:
+    def _ends_to_go_on(self, logs: list[LogPlace], starts: list[LogStart]) -> list[LogEnd]:
         """Return where to go on with each log: where the archive ends, or at the snapshot if that is gone."""
-        ends = {}
+        ends = []
         for log, start in zip(logs, starts, strict=True):
-            shipped = self._ends.get(log.shard)
+            shipped = self._ends[log.shard] if self._ends else None
             if shipped is None or not self._origin.has_log_file(log, shipped.position.file_no):
                 last_bytes = self._origin.bytes_before(log, start.position) or b""
                 shipped = LogEnd(log.shard, log.log_id, start.position, last_bytes)
-            ends[log.shard] = shipped
+            ends.append(shipped)
         return ends
 
     def _piece_of(self, start: LogStart) -> int:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from struct import Struct
 from typing import Final, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -141,8 +141,8 @@ class Piece(msgspec.Struct, frozen=True):
     """The next bytes of the logs. One that `is_moment` ends a moment: a state of all logs and transactions that the
     service had at `taken_ms`, to which it can be restored. Others are parts of one, or lie between bytes that were
     removed before they were shipped and the next base, or are a moment only by the base of their number. `ends` are
-    those of all logs behind this piece, and never go back in a generation. Without `has_end` the logs may lack what was
-    written last.
+    those of all logs behind this piece, by shard, and never go back in a generation. Without `has_end` the logs may
+    lack what was written last.
     """
 
     number: int
@@ -244,8 +244,8 @@ def decode(content: bytes, kind: type[_Header], place: str) -> tuple[_Header, me
 class PieceDraft:
     """The bytes of logs that a piece is to have. `ends` are those of all logs behind them, by shard."""
 
-    def __init__(self, starts: Mapping[int, LogEnd]) -> None:
-        self.ends = dict(starts)
+    def __init__(self, starts: Sequence[LogEnd]) -> None:
+        self.ends = list(starts)
         self.parts: list[LogPart] = []
         self.payload: list[bytes] = []
         self.size_bytes = 0
@@ -257,10 +257,6 @@ class PieceDraft:
         self.size_bytes += len(content)
         last_bytes = (self.ends[shard].last_bytes + content)[-CHECKSUM_LEN:]
         self.ends[shard] = LogEnd(shard, log_id, WalPosition(file_no, offset + len(content)), last_bytes)
-
-    @property
-    def ends_by_shard(self) -> list[LogEnd]:
-        return [self.ends[shard] for shard in sorted(self.ends)]
 
 
 def read_whole(store: ArchiveStore, name: str) -> bytes:

@@ -34,13 +34,13 @@ def read_tail(origin: Origin, ends: Sequence[LogEnd], now_ms: int, leader_url: s
         logs, txn = found
         ends = ends or [_end_of(origin, log) for log in logs]
         _check(origin, logs, ends)
-        draft, is_whole = PieceDraft({end.shard: end for end in ends}), True
+        draft, is_whole = PieceDraft(ends), True
         for log in logs:
             is_whole &= _add(origin, log, draft)
     except OriginGoneError as gone:
         raise OtherLogsError(str(gone)) from gone
     files = [TxnFile(path, 0, 0, len(content), xxh3_64_intdigest(content)) for path, content in sorted(txn.items())]
-    piece = Piece(0, now_ms, "", draft.parts, draft.ends_by_shard, is_whole, True, files, leader_url=leader_url)
+    piece = Piece(0, now_ms, "", draft.parts, draft.ends, is_whole, True, files, leader_url=leader_url)
     return encode(piece, draft.payload)
 
 
