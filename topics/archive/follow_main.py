@@ -16,7 +16,6 @@ from typing import Final
 from topics.archive.leader_tail import LeaderAwayError, LeaderTail
 from topics.archive.promoting import promote
 from topics.archive.replica import BeginAnewError, OtherShardsError, Replica, begin_anew
-from topics.archive.restoring import NotThereError
 from topics.core.clock import Clock, SystemClock, doubled_ms
 from topics.log import get_logger
 from topics.settings import Settings
@@ -38,7 +37,7 @@ TOLD_S: Final = 0.025
 
 log = get_logger()
 
-_FAILURES: Final = (OSError, EOFError, ArchiveDamagedError, NotThereError)
+_FAILURES: Final = (OSError, EOFError, ArchiveDamagedError)
 
 
 class Follower:

@@ -25,7 +25,7 @@ from xxhash import xxh3_64_intdigest
 from topics.archive.borrowing import Homecoming
 from topics.archive.directory_copy import DirectoryCopy, MissingBytesError
 from topics.archive.fetching import fetched_ahead
-from topics.archive.restoring import NotThereError
+from topics.archive.ownership import followed_generation
 from topics.core.clock import Clock
 from topics.storage import layout, service_id
 from topics.storage.archive_objects import (
@@ -58,7 +58,7 @@ class OtherShardsError(Exception):
 class Replica:
     """Keeps one directory. Owns its logs, snapshots, segments, files of transactions, and its note.
 
-    Methods raise OSError, ArchiveDamagedError, NotThereError (repeat them later), BeginAnewError, OtherShardsError.
+    Methods raise OSError, ArchiveDamagedError (repeat them later), BeginAnewError, OtherShardsError.
     """
 
     def __init__(self, archive: Archive, fs: FileSystem, data_dir: str, shards: int, clock: Clock) -> None:
@@ -354,10 +354,9 @@ class Replica:
 
     def _newest_generation(self) -> int:
         """Return the newest generation that can be followed."""
-        for number in reversed(self.archive.generations()):
-            if self.archive.bases(number):
-                return number
-        raise NotThereError(
+        if number := followed_generation(self.archive):
+            return number
+        raise OSError(
             f"{self.archive.store.place('')}: has no base yet; the service that is to be followed needs"
             f" TOPICS_ARCHIVE_URL={self.note.url}"
         )

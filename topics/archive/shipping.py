@@ -19,8 +19,7 @@ from typing import Final, NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from topics.archive.base_files import BaseFiles
-from topics.archive.ownership import OtherShipperError, newest_generation, require_own
-from topics.archive.taking_over import close_former
+from topics.archive.ownership import OtherShipperError, close_former, newest_generation, require_own
 from topics.core.clock import Clock
 from topics.storage.archive_objects import (
     Archive,

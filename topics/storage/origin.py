@@ -34,7 +34,9 @@ TRIES_MAX: Final = 200
 
 
 class OriginGoneError(Exception):
-    """Bytes that were there are not there any more: another process of the service removed them. Begin again."""
+    """Bytes that were there are not there any more: another process of the service removed them, or the directory has
+    another history. Begin again.
+    """
 
 
 class LogPlace(NamedTuple):
