@@ -41,9 +41,8 @@ class BaseFiles:
         known: Mapping[str, FileRef],
         told: Callable[[int, int], None],
     ) -> None:
-        """Raise OriginGoneError if there is a newer snapshot now."""
         self.starts = starts
-        self.body = b"" if snapshot is None else origin.snapshot_body(snapshot.number)
+        self.body = b"" if snapshot is None else snapshot.body
         self.refs: dict[str, FileRef] = {}
         """All files, by the names of their objects, once they are copied."""
         self.put_bytes = self.put_objects = 0

@@ -88,7 +88,8 @@ class Shipper:
         self._leader_url = leader_url
         self._nonce = secrets.token_hex(8)
         self._generation: Generation | None = None
-        self._base: Base | None = None
+        self.last_base: Base | None = None
+        """The newest base; without one nothing can be restored."""
         self._files: dict[str, FileRef] = {}
         """Files of the newest base, by the names of their objects."""
         self._number = 0
@@ -123,22 +124,7 @@ class Shipper:
     @property
     def is_based(self) -> bool:
         """True if a restore can get from the last base to the end of the archive. Else a base has to come first."""
-        return self._base is not None and not self._has_part
-
-    @property
-    def has_base(self) -> bool:
-        """True if anything can be restored."""
-        return self._base is not None
-
-    @property
-    def based_ms(self) -> int:
-        """The time of the last base, 0 without one."""
-        return 0 if self._base is None else self._base.taken_ms
-
-    @property
-    def pieces_behind_base(self) -> int:
-        """The number of pieces since the last base, or since the beginning."""
-        return self._number - (0 if self._base is None else self._base.number)
+        return self.last_base is not None and not self._has_part
 
     @property
     def ends(self) -> list[WalPosition]:
@@ -178,7 +164,7 @@ class Shipper:
         """Return the files that the newest snapshot needs, for `copy`, perhaps in another thread, and `end_base`. Where
         the logs cannot be shipped any more from where they were, they go on at the snapshot.
 
-        Raise OriginGoneError if a newer snapshot took its place: begin again.
+        Raise OriginGoneError if logs were removed behind it: begin again.
         """
         assert self._generation is not None
         snapshot = self._origin.snapshot()
@@ -198,7 +184,7 @@ class Shipper:
         self._txn = {}  # so that no restore from this base needs pieces before it
         needs_base = self._has_part
         self._ship(logs, txn, self._ends_to_go_on(logs, files.starts), needs_base=needs_base)
-        if self._base is not None and self._base.number == self._number:
+        if self.last_base is not None and self.last_base.number == self._number:
             return self._shipped()  # nothing has happened since
         first_piece = min(self._piece_of(start) for start in files.starts)
         refs = list(files.refs.values())
@@ -209,7 +195,7 @@ class Shipper:
             raise OtherShipperError(
                 f"{self._store.place('')}: somebody else put a piece while base {base.number} was made"
             )
-        self._base, self._files, self._has_part = base, files.refs, False
+        self.last_base, self._files, self._has_part = base, files.refs, False
         return self._shipped()
 
     # -- the end of the archive
@@ -221,9 +207,9 @@ class Shipper:
         bases = self._archive.bases(generation.number)
         known = 0
         if bases:
-            self._base, _ = self._archive.base(generation.number, bases[-1])
-            self._files = {ref.name: ref for ref in self._base.files}
-            known = self._base.number
+            self.last_base, _ = self._archive.base(generation.number, bases[-1])
+            self._files = {ref.name: ref for ref in self.last_base.files}
+            known = self.last_base.number
         self._number = self._archive.last_piece(generation.number, known)
         if not self._number:
             return None
@@ -235,7 +221,7 @@ class Shipper:
         return last
 
     def _forget(self) -> None:
-        self._generation, self._base = None, None
+        self._generation, self.last_base = None, None
         self._files, self._ends, self._txn = {}, [], {}
         self._number = self._taken_ms = 0
         self._has_part = True
@@ -370,7 +356,7 @@ class Shipper:
     def _piece_of(self, start: LogStart) -> int:
         """Return the first piece with anything behind this place of a log, the last piece if none has."""
         assert self._generation is not None
-        low, high = 0 if self._base is None else self._base.first_piece - 1, self._number
+        low, high = 0 if self.last_base is None else self.last_base.first_piece - 1, self._number
         while high - low > 1:
             middle = (low + high) // 2
             piece, _ = self._archive.piece(self._generation.number, middle)
