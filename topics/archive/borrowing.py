@@ -20,7 +20,7 @@ from topics.archive.fetching import fetched_ahead
 from topics.core.clock import Clock
 from topics.log import get_logger
 from topics.storage.archive_objects import Archive, ArchiveDamagedError, Base, FileRef, base_name, loan_name
-from topics.storage.borrowed import BorrowedNote, read_borrowed, remove_borrowed, write_borrowed
+from topics.storage.borrowed import BorrowedNote, end_loan, read_borrowed, remove_borrowed, write_borrowed
 from topics.storage.filesystem import FileSystem
 
 BATCH_BYTES: Final = 16 << 20
@@ -225,6 +225,5 @@ class Homecoming:
 
     def _end(self) -> None:
         if self._note is not None:
-            self._archive.store.delete(self._note.loan)
-            remove_borrowed(self._fs, self._data_dir)
+            end_loan(self._fs, self._data_dir, self._note, self._archive.store)
             self._note = None

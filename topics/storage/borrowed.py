@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from topics.storage import layout
-from topics.storage.archive_objects import ArchiveStore, FileRef, open_archive
+from topics.storage.archive_objects import Archive, ArchiveStore, FileRef, open_archive
 from topics.storage.filesystem import FileSystem, make_dirs, read_all, replace_file
 from topics.storage.segment_store import WHOLE_OBJECT_MS, SegmentSource, SegmentStore, open_store
 
@@ -75,6 +75,17 @@ def remove_borrowed(fs: FileSystem, data_dir: str) -> None:
     with suppress(FileNotFoundError):
         fs.unlink(_path(data_dir))
     fs.fsync_dir(layout.meta_dir(data_dir))
+
+
+def end_loan(fs: FileSystem, data_dir: str, note: BorrowedNote, store: ArchiveStore) -> None:
+    """Have the archive keep nothing any more for this directory, and remove the note. Raise OSError, also if there is
+    no archive: a folder is empty while its disk is not mounted, and the loan would stay there for good.
+    """
+    if not Archive(store).generations():
+        reason = "has no archive now: mount its disk; if it is gone for good, remove meta/borrowed.json"
+        raise FileNotFoundError(errno.ENOENT, reason, store.place(""))
+    store.delete(note.loan)
+    remove_borrowed(fs, data_dir)
 
 
 class ColdSource:
