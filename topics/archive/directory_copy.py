@@ -38,7 +38,7 @@ from topics.storage.log_fold import OfflineFold
 from topics.storage.logfile import WalIdentity, WalPosition, note_committed, read_first_start, write_current
 from topics.storage.recovery import Recovery
 from topics.storage.segment import DELETED, ENTRY_FLAGS_AT, ENTRY_LEN, read_columns
-from topics.storage.snapshot import ShardPart, decode_parts, encode_part, encode_parts, load_snapshot, save_snapshot
+from topics.storage.snapshot import decode_parts, encode_part, encode_parts, load_snapshot, save_snapshot
 from topics.storage.upgrade import write_mark
 
 LOST_SEQS_MAX: Final = 1 << 17
@@ -102,17 +102,8 @@ class DirectoryCopy:
 
     def save_snapshot(self, body: bytes, borrowed: Collection[str] = ()) -> None:
         """Write a snapshot in which only segments whose data (paths) are `borrowed` are cold: all others are here."""
-        self._save_parts(decode_parts(body), borrowed)
-
-    def save_snapshot_again(self, borrowed: Collection[str]) -> None:
-        """Write the newest snapshot once more, with these data borrowed."""
-        snapshot = load_snapshot(self._fs, self._data_dir)
-        if snapshot is not None:
-            self._save_parts(snapshot.parts, borrowed)
-
-    def _save_parts(self, snapshot: Iterable[ShardPart], borrowed: Collection[str]) -> None:
         parts = []
-        for part in snapshot:
+        for part in decode_parts(body):
             state = part.decoded()
             for topic in state.topics:
                 directory = layout.topic_dir("", topic.id)
@@ -123,6 +114,12 @@ class DirectoryCopy:
                 ]
             parts.append(encode_part(part.shard, part.shards, part.log_id, part.position, state))
         save_snapshot(self._fs, self._data_dir, encode_parts(parts))
+
+    def save_snapshot_again(self, borrowed: Collection[str]) -> None:
+        """Write the newest snapshot once more, with these data borrowed."""
+        snapshot = load_snapshot(self._fs, self._data_dir)
+        if snapshot is not None:
+            self.save_snapshot(snapshot.body, borrowed)
 
     # -- logs
 
@@ -174,9 +171,12 @@ class DirectoryCopy:
     def forget_segments(self, shard: int, start: WalPosition, end: WalPosition) -> None:
         """Empty the lists of segments in the CHECKPOINT_MARKs of a log from `start` to `end`, both behind a frame."""
         for file_no in range(start.file_no, end.file_no + 1):
-            path = layout.log_path(self.log_directory(shard), file_no)
             first = start.offset if file_no == start.file_no else 0
-            _forget_segments(self._fs, path, first, end.offset if file_no == end.file_no else None)
+            with opened(self._fs, layout.log_path(self.log_directory(shard), file_no), os.O_RDWR) as fd:
+                last = end.offset if file_no == end.file_no else self._fs.size_bytes(fd)
+                content = bytearray(read_up_to(self._fs, fd, last - first, first))
+                for at, behind in _empty_marks(content):
+                    write_all(self._fs, fd, content[at:behind], first + at)
 
     def sync_log(self, shard: int, start: WalPosition, end: WalPosition) -> None:
         """Bring the bytes of a log from `start` to `end` to the disk."""
@@ -290,14 +290,6 @@ def _lost_tail_frame(topic: FoldedTopic, lost_seqs: int, now_ms: int) -> bytes:
         body = HeadFrameBody(True, EvictReason.RESTORED)
         seq = max(topic.head_seq + lost_seqs, topic.head_ceiling)
     return encode(FrameType.HEAD_WATERMARK, 0, topic.id, seq, now_ms, b"", b"", encode_body(body))
-
-
-def _forget_segments(fs: FileSystem, path: str, start: int, end: int | None) -> None:
-    with opened(fs, path, os.O_RDWR) as fd:
-        length = (fs.size_bytes(fd) if end is None else end) - start
-        content = bytearray(read_up_to(fs, fd, length, start))
-        for at, behind in _empty_marks(content):
-            write_all(fs, fd, content[at:behind], start + at)
 
 
 def _empty_marks(content: bytearray) -> list[tuple[int, int]]:
