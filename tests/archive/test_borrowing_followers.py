@@ -23,7 +23,7 @@ from topics.archive.directory_copy import DirectoryCopy
 from topics.shm.control import Role
 from topics.storage.borrowed import read_borrowed
 from topics.storage.filesystem import FileSystem, OsFileSystem
-from topics.storage.follow_note import FollowNote, write_note
+from topics.storage.follow_note import FollowNote, read_note, write_note
 from topics.storage.pins import Pin, PinFiles, new_pin_id, pins_dir
 
 
@@ -414,6 +414,36 @@ def test_a_base_whose_note_cannot_be_written_is_laid_out_again(
     assert not failures
     assert rig.replica.note.base > base
     assert cell.get("bases") > loads
+
+
+def test_nothing_is_closed_in_the_archive_with_an_id_that_is_not_noted(
+    service: Archiving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A follower that died then could not go on: nobody would have the id, and nobody else could lead."""
+    rig = follower(service)
+    failures, closed = [OSError(errno.ENOSPC, "no space left", "following.json")], []
+
+    def write(fs: FileSystem, data_dir: str, note: FollowNote) -> None:
+        if note.fence_id and failures:
+            raise failures.pop()
+        write_note(fs, data_dir, note)
+
+    def create(name: str, content: bytes) -> bool:
+        noted = read_note(OsFileSystem(), rig.settings.data_dir)
+        assert noted is not None
+        assert noted.fence_id
+        closed.append(name)
+        return put(name, content)
+
+    put = rig.archive.store.create
+    monkeypatch.setattr(replica, "write_note", write)
+    monkeypatch.setattr(rig.archive.store, "create", create)
+    rig.follower.promote.set()
+    for _ in range(2):
+        service.world.clock.ms += 1000
+        rig.follower.step()
+    assert not failures
+    assert closed
 
 
 @pytest.mark.parametrize("nth", range(1, 40, 3))

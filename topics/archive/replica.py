@@ -292,10 +292,11 @@ class Replica:
                 self._copy.sync_log(end.shard, former.position, end.position)
         self.note = msgspec.structs.replace(self.note, ends=self._moment, told=sorted(self._told))
 
-    def keep_note(self, **changes: str) -> None:
-        """Write the note with these changes."""
-        self.note = msgspec.structs.replace(self.note, **changes)
-        write_note(self._fs, self._data_dir, self.note)
+    def keep_note(self, **changes: str | int) -> None:
+        """Write the note with these changes, which count only then: what could not be written is done again."""
+        note = msgspec.structs.replace(self.note, **changes)
+        write_note(self._fs, self._data_dir, note)
+        self.note = note
 
     def _ends_of_piece(self) -> list[LogEnd]:
         try:
@@ -383,9 +384,7 @@ class Replica:
         if snapshot:
             self._copy.save_snapshot(bytes(snapshot), self.homecoming.missing)
         self.homecoming.keep_only(_names(base))  # last: the snapshot before needs the others
-        note = msgspec.structs.replace(self.note, base=number)
-        write_note(self._fs, self._data_dir, note)
-        self.note = note  # now: if it cannot be written, all of this is done again
+        self.keep_note(base=number)
         self._note_base(base)
         return True
 
