@@ -15,9 +15,9 @@ from topics.archive.promoting import finish_promotion, is_promotion_due, settle_
 from topics.archive.replica import Replica, begin_anew
 from topics.shm.control import EXIT_AGAIN, EXIT_REFUSED
 from topics.storage.archive_objects import Archive, LogEnd, Piece, decode
-from topics.storage.archive_tail import OtherLogsError
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.follow_note import read_note
+from topics.storage.origin import OriginGoneError
 
 URL = "file:///nowhere"
 Tell = Callable[[str, Sequence[LogEnd]], bytes | None]
@@ -39,7 +39,7 @@ class LeaderHere(LeaderTail):
     def ask(self, ends: Sequence[LogEnd]) -> tuple[Piece, memoryview]:
         try:
             found = self._tell(self._leader, ends)
-        except (OtherLogsError, OSError) as error:
+        except (OriginGoneError, OSError) as error:
             raise LeaderAwayError(str(error)) from error
         if found is None:
             raise LeaderAwayError("no moment can be told now")
@@ -97,9 +97,7 @@ class FollowerRig(Rig):
         self.process_fs = fs = ProcessFileSystem(self.disk)
         self.replica = Replica(self.archive, fs, settings.data_dir, settings.wal_shards, self.clock)
         leader = LeaderHere(self.clock, self._tell)
-        self.follower = Follower(
-            self.replica, fs, settings, self.shared, self.clock, lambda: False, leader, self.helper
-        )
+        self.follower = Follower(self.replica, fs, settings, self.shared, self.clock, leader, self.helper)
 
     def advance(self) -> None:
         """Take a step, and have the shards see it. The service starts again if it wants to."""

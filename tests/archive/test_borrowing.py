@@ -442,6 +442,24 @@ def test_the_loan_of_a_restore_that_loses_the_archive_ends_with_the_next_one(bor
     assert not os.path.exists(f"{target}.restoring")
 
 
+def test_a_loan_does_not_count_as_ended_while_the_archive_is_away(borrowing: Borrowing, tmp_path: Path) -> None:
+    """The disk of its folder is not mounted, say."""
+
+    def has_all() -> bool:
+        borrowing.rig.clock.ms += RETRY_MS
+        borrowing.compaction.upkeep()
+        return borrowing.borrowed() == []
+
+    poll("all data to be here", has_all, 20.0)
+    away = borrowing.place.rename(tmp_path / "away")
+    for _ in range(4):
+        borrowing.go_on()
+    assert read_borrowed(FS, borrowing.data_dir) is not None
+    away.rename(borrowing.place)
+    borrowing.all_home()
+    assert borrowing.archive.loans(1) == {}
+
+
 def test_an_archive_that_cannot_be_written_is_copied_only(borrowing: Borrowing, tmp_path: Path) -> None:
     (borrowing.place / "archive" / "loans").rename(tmp_path / "loans")
     (borrowing.place / "archive" / "loans").write_text("in the way")

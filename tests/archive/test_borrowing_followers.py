@@ -23,7 +23,8 @@ from topics.archive.directory_copy import DirectoryCopy
 from topics.shm.control import Role
 from topics.storage.borrowed import read_borrowed
 from topics.storage.filesystem import FileSystem, OsFileSystem
-from topics.storage.follow_note import FollowNote, write_note
+from topics.storage.follow_note import FollowNote, read_note, write_note
+from topics.storage.pins import Pin, PinFiles, new_pin_id, pins_dir
 
 
 @pytest.fixture
@@ -312,12 +313,35 @@ def test_a_segment_that_is_dropped_before_it_has_come_is_not_fetched_after_a_res
     until_home(service)
 
 
+def test_files_that_a_program_has_pinned_stay_until_it_is_done(service: Archiving) -> None:
+    clock, rig = service.world.clock, follower(service)
+    clock.skew_ms = 1 << 40  # pins hold by the time since the machine's start, which is not that since 1970
+    until_home(service)
+    before = local_data(rig)
+    pins = PinFiles(OsFileSystem(), pins_dir(rig.shared.ram_dir), 0)
+    pins.put(new_pin_id(), Pin("a", 1, [(1, 0)], clock.monotonic_ms() + 600_000))
+    service.delete("a", 1.0)
+    service.cut()
+    ship_bases(service, 1)
+    looks(service, 4)
+    assert before <= local_data(rig)
+    clock.ms += 600_000
+    looks(service, 4)
+    assert not before <= local_data(rig)
+
+
+def looks(service: Archiving, times: int) -> None:
+    for _ in range(times):
+        service.world.clock.ms += follow_main.LOOK_MS
+        service.follow([])
+
+
 def test_a_full_disk_is_no_reason_to_fetch_again_and_again(service: Archiving, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_copy: DirectoryCopy, path: str, _data: bytes) -> NoReturn:
+    def full(_copy: DirectoryCopy, path: str, _content: bytes) -> NoReturn:
         raise OSError(errno.ENOSPC, "no space left", path)
 
     rig = follower(service)
-    monkeypatch.setattr(DirectoryCopy, "replace_data", full)
+    monkeypatch.setattr(DirectoryCopy, "replace", full)
     read_range, fetched = rig.archive.store.read_range, []
 
     def read(name: str, offset: int, length: int) -> bytes:
@@ -343,16 +367,16 @@ def test_a_leader_that_lives_is_not_taken_over_from_while_data_are_laid_out(
     """It gives a sign each second. To lay out a batch takes longer than a leader may be silent."""
     rig = service.followers[0] = service.follower_in(f"{service.directory}/follower", takeover_after_ms="5000")
     rig = slow(service)
-    replace_data, laid_out = DirectoryCopy.replace_data, []
+    replace, laid_out = DirectoryCopy.replace, []
 
-    def slowly(copy: DirectoryCopy, path: str, data: bytes) -> None:
-        for _ in range(8):
+    def slowly(copy: DirectoryCopy, path: str, content: bytes) -> None:
+        for _ in range(8 if path.endswith(".data") else 0):
             service.append("b", 1, "disk")
             service.ship(0)
-        replace_data(copy, path, data)
+        replace(copy, path, content)
         laid_out.append(path)
 
-    monkeypatch.setattr(DirectoryCopy, "replace_data", slowly)
+    monkeypatch.setattr(DirectoryCopy, "replace", slowly)
     while missing(rig):
         service.append("b", 1, "disk")
         service.ship(0)
@@ -390,6 +414,36 @@ def test_a_base_whose_note_cannot_be_written_is_laid_out_again(
     assert not failures
     assert rig.replica.note.base > base
     assert cell.get("bases") > loads
+
+
+def test_nothing_is_closed_in_the_archive_with_an_id_that_is_not_noted(
+    service: Archiving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A follower that died then could not go on: nobody would have the id, and nobody else could lead."""
+    rig = follower(service)
+    failures, closed = [OSError(errno.ENOSPC, "no space left", "following.json")], []
+
+    def write(fs: FileSystem, data_dir: str, note: FollowNote) -> None:
+        if note.fence_id and failures:
+            raise failures.pop()
+        write_note(fs, data_dir, note)
+
+    def create(name: str, content: bytes) -> bool:
+        noted = read_note(OsFileSystem(), rig.settings.data_dir)
+        assert noted is not None
+        assert noted.fence_id
+        closed.append(name)
+        return put(name, content)
+
+    put = rig.archive.store.create
+    monkeypatch.setattr(replica, "write_note", write)
+    monkeypatch.setattr(rig.archive.store, "create", create)
+    rig.follower.promote.set()
+    for _ in range(2):
+        service.world.clock.ms += 1000
+        rig.follower.step()
+    assert not failures
+    assert closed
 
 
 @pytest.mark.parametrize("nth", range(1, 40, 3))

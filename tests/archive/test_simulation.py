@@ -17,8 +17,7 @@ from tests.cases import case
 from tests.storage.faults import Crash, Fault
 from topics.archive import archiver
 from topics.archive.inspection import check, prune
-from topics.archive.ownership import TakenOverError
-from topics.archive.taking_over import close_archive, take_over
+from topics.archive.ownership import TakenOverError, close_archive, take_over
 from topics.storage.archive_objects import Archive, piece_name
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.follow_note import read_note

@@ -31,7 +31,7 @@ from tests.e2e.fetch_axe import FETCHED
 from tests.e2e.npm_package import CannotFetchError
 from tests.e2e.vendor_console import VENDOR, vendored
 from tests.harness import Service, poll
-from topics.archive.taking_over import take_over
+from topics.archive.ownership import take_over
 from topics.core.clock import SystemClock
 from topics.storage.archive_objects import Archive, open_archive
 from topics.storage.filesystem import OsFileSystem

@@ -146,7 +146,7 @@ class Archiver:
         try:
             shipped = shipper.ship(self._plan.gives_signs and began_ms - self._shipped_ms >= LEADER_SIGN_MS)
         except OriginGoneError as gone:
-            if shipper.has_base:
+            if shipper.last_base is not None:
                 self._cell.add("holes")
                 log.error("logs were removed before they were in the archive, which begins anew", reason=str(gone))
             shipped = self._counted
@@ -198,7 +198,7 @@ class Archiver:
         """Begin a base that is due, or end the one whose files are copied."""
         if self._underway is None:
             if self._is_base_due(shipper):
-                with suppress(OriginGoneError):  # a newer snapshot took its place: next time
+                with suppress(OriginGoneError):  # a newer snapshot has taken its place: next time
                     files = shipper.begin_base()
                     self._underway = _BaseUnderway(files, self._helpers.submit(files.copy))
             return
@@ -217,10 +217,12 @@ class Archiver:
         self._bytes_behind_base = 0
 
     def _is_base_due(self, shipper: Shipper) -> bool:
-        pieces = shipper.pieces_behind_base
-        is_old = pieces > 0 and self._clock.now_ms() - shipper.based_ms >= BASE_MS
-        is_far = self._bytes_behind_base >= BASE_BYTES or pieces >= BASE_PIECES
-        return is_old or is_far or not shipper.is_based
+        base = shipper.last_base
+        if base is None or not shipper.is_based:
+            return True
+        pieces = self._counted.piece - base.number
+        is_old = pieces > 0 and self._clock.now_ms() - base.taken_ms >= BASE_MS
+        return is_old or self._bytes_behind_base >= BASE_BYTES or pieces >= BASE_PIECES
 
     def _give_up_base(self) -> None:
         if self._underway is not None:

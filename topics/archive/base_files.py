@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from threading import Event
-from typing import Final, NamedTuple
+from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
@@ -16,12 +16,6 @@ from topics.storage.snapshot import Snapshot
 
 COPIERS: Final = 8
 """Segments that are copied at a time: most of the time of a bucket is waiting."""
-
-
-class _Copied(NamedTuple):
-    refs: list[FileRef]
-    put_bytes: int
-    put_objects: int
 
 
 class BaseFiles:
@@ -41,9 +35,8 @@ class BaseFiles:
         known: Mapping[str, FileRef],
         told: Callable[[int, int], None],
     ) -> None:
-        """Raise OriginGoneError if there is a newer snapshot now."""
         self.starts = starts
-        self.body = b"" if snapshot is None else origin.snapshot_body(snapshot.number)
+        self.body = b"" if snapshot is None else snapshot.body
         self.refs: dict[str, FileRef] = {}
         """All files, by the names of their objects, once they are copied."""
         self.put_bytes = self.put_objects = 0
@@ -66,10 +59,10 @@ class BaseFiles:
             works = {pool.submit(self._copy, segment): segment for segment in self._segments}
             try:
                 for work in as_completed(works):
-                    copied = work.result()
-                    self.refs.update((ref.name, ref) for ref in copied.refs)
-                    self.put_bytes += copied.put_bytes
-                    self.put_objects += copied.put_objects
+                    for ref, put_bytes in work.result():
+                        self.refs[ref.name] = ref
+                        self.put_bytes += put_bytes
+                        self.put_objects += put_bytes > 0
                     done += works[work].data.size_bytes or 0
                     self._told(done, total)
             finally:
@@ -80,7 +73,8 @@ class BaseFiles:
         """Have `copy` end soon, in whatever thread it runs; it raises then."""
         self._is_over.set()
 
-    def _copy(self, segment: ListedSegment) -> _Copied:
+    def _copy(self, segment: ListedSegment) -> list[tuple[FileRef, int]]:
+        """Copy the files of a segment; return them, each with the bytes that were put for it."""
         if self._is_over.is_set():
             raise InterruptedError("the base was given up")
         idx = self._origin.read_segment_file(segment.idx)
@@ -92,10 +86,9 @@ class BaseFiles:
         # Data before the index: a deletion marks the frame, then the index.
         idx = self._origin.read_segment_file(segment.idx)
         copied.insert(0, self._copy_file(segment.idx, xxh3_64_intdigest(idx), idx))
-        return _Copied([ref for ref, _ in copied], sum(put for _, put in copied), sum(put > 0 for _, put in copied))
+        return copied
 
     def _copy_file(self, file: SegmentFile, identity: int, content: bytes | None = None) -> tuple[FileRef, int]:
-        """Return the file, and how many bytes were put for it."""
         _, topic, own = file.path.split("/")
         size = "" if file.size_bytes is None else f"-{file.size_bytes}"
         name = file_name(self._generation, f"{topic}-{identity:016x}{size}-{own}")

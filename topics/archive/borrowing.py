@@ -19,8 +19,8 @@ from topics.archive.directory_copy import DirectoryCopy
 from topics.archive.fetching import fetched_ahead
 from topics.core.clock import Clock
 from topics.log import get_logger
-from topics.storage.archive_objects import Archive, ArchiveDamagedError, Base, FileRef, base_name, loan_name, read_whole
-from topics.storage.borrowed import BorrowedNote, read_borrowed, remove_borrowed, write_borrowed
+from topics.storage.archive_objects import Archive, ArchiveDamagedError, Base, FileRef, base_name, loan_name
+from topics.storage.borrowed import BorrowedNote, end_loan, read_borrowed, remove_borrowed, write_borrowed
 from topics.storage.filesystem import FileSystem
 
 BATCH_BYTES: Final = 16 << 20
@@ -30,7 +30,6 @@ LAID_OUT_MS: Final = 20
 """Time that is given to laying out between two moments: each file is synced."""
 RETRY_MS: Final = 10_000
 _READ_ONLY: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
-_FAILURES: Final = (OSError, EOFError, ArchiveDamagedError)
 
 log = get_logger()
 
@@ -170,7 +169,7 @@ class Homecoming:
         if isinstance(content, Exception):
             return content
         try:
-            self._copy.replace_data(ref.path, content)
+            self._copy.replace(ref.path, content)
         except OSError as error:
             return error
         del self.missing[ref.path]
@@ -191,11 +190,9 @@ class Homecoming:
 
         def content(ref: FileRef) -> bytes | Exception:
             try:
-                found = read_whole(self._archive.store, ref.name)
-                self._archive.check_file(ref, found)
-            except _FAILURES as error:
+                return self._archive.file(ref)
+            except (OSError, ArchiveDamagedError) as error:
                 return error
-            return found
 
         return list(fetched_ahead(content, refs))
 
@@ -228,6 +225,5 @@ class Homecoming:
 
     def _end(self) -> None:
         if self._note is not None:
-            self._archive.store.delete(self._note.loan)
-            remove_borrowed(self._fs, self._data_dir)
+            end_loan(self._fs, self._data_dir, self._note, self._archive.store)
             self._note = None

@@ -7,7 +7,7 @@ CHECKPOINT_MARKs behind it list no segments: the directory has those of the snap
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from typing import Final
 
@@ -38,7 +38,7 @@ from topics.storage.log_fold import OfflineFold
 from topics.storage.logfile import WalIdentity, WalPosition, note_committed, read_first_start, write_current
 from topics.storage.recovery import Recovery
 from topics.storage.segment import DELETED, ENTRY_FLAGS_AT, ENTRY_LEN, read_columns
-from topics.storage.snapshot import ShardPart, decode_parts, encode_part, encode_parts, load_snapshot, save_snapshot
+from topics.storage.snapshot import decode_parts, encode_part, encode_parts, load_snapshot, save_snapshot
 from topics.storage.upgrade import write_mark
 
 LOST_SEQS_MAX: Final = 1 << 17
@@ -67,21 +67,28 @@ class DirectoryCopy:
     # -- files
 
     def write(self, path: str, content: Bytes) -> None:
-        """Write a file of a directory that nobody reads yet."""
-        path = self._full(path)
-        with opened(self._fs, path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
+        """Write a file of a directory that nobody reads yet, an index before its data."""
+        content = content if path.endswith(".idx") else self.merged(path, content)
+        with opened(self._fs, self._full(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
             write_all(self._fs, fd, content, 0)
 
-    def replace(self, path: str, content: bytes) -> None:
-        """Write a file durably; who has it open goes on with the former one."""
+    def replace(self, path: str, content: Bytes) -> None:
+        """Write a file durably, an index before its data; who has it open goes on with the former one."""
+        content = self.merged(path, content)
         replace_file(self._fs, self._full(path), content)
 
-    def replace_data(self, path: str, data: bytes) -> None:
-        """Write the data of a segment durably, with the deletions of the index that is here."""
-        idx = read_all(self._fs, self._full(path.removesuffix(".data") + ".idx"))
-        self.replace(path, marked(data, idx))
+    def merged(self, path: str, content: Bytes) -> Bytes:
+        """Return a file of an archive with the deletions that the index here has: data are shipped once, without them.
+        An index may be older than what is shown here; shards that have not loaded it yet mark deletions only once.
+        """
+        stem, kind = os.path.splitext(os.path.join(self._data_dir, path))
+        if kind == ".data":
+            return _marked(content, read_all(self._fs, f"{stem}.idx"))
+        if kind == ".idx" and self._fs.exists(f"{stem}.idx"):
+            return _with_marks(content, read_all(self._fs, f"{stem}.idx"))
+        return content
 
-    def mark_deleted(self, path: str, idx: bytes) -> None:
+    def mark_deleted(self, path: str, idx: Bytes) -> None:
         """Mark the deletions that an index has in a segment's data, durably."""
         with opened(self._fs, os.path.join(self._data_dir, path), os.O_RDWR) as fd:
             for end in _deleted_ends(idx):
@@ -95,17 +102,8 @@ class DirectoryCopy:
 
     def save_snapshot(self, body: bytes, borrowed: Collection[str] = ()) -> None:
         """Write a snapshot in which only segments whose data (paths) are `borrowed` are cold: all others are here."""
-        self._save_parts(decode_parts(body), borrowed)
-
-    def save_snapshot_again(self, borrowed: Collection[str]) -> None:
-        """Write the newest snapshot once more, with these data borrowed."""
-        snapshot = load_snapshot(self._fs, self._data_dir)
-        if snapshot is not None:
-            self._save_parts(snapshot.parts, borrowed)
-
-    def _save_parts(self, snapshot: Iterable[ShardPart], borrowed: Collection[str]) -> None:
         parts = []
-        for part in snapshot:
+        for part in decode_parts(body):
             state = part.decoded()
             for topic in state.topics:
                 directory = layout.topic_dir("", topic.id)
@@ -116,6 +114,12 @@ class DirectoryCopy:
                 ]
             parts.append(encode_part(part.shard, part.shards, part.log_id, part.position, state))
         save_snapshot(self._fs, self._data_dir, encode_parts(parts))
+
+    def save_snapshot_again(self, borrowed: Collection[str]) -> None:
+        """Write the newest snapshot once more, with these data borrowed."""
+        snapshot = load_snapshot(self._fs, self._data_dir)
+        if snapshot is not None:
+            self.save_snapshot(snapshot.body, borrowed)
 
     # -- logs
 
@@ -131,7 +135,7 @@ class DirectoryCopy:
             content += encode(FrameType.SYNC_MARK, 0, file_no, start_len, 0, b"", b"", room)
         self.write(os.path.relpath(layout.log_path(self.log_directory(start.shard), file_no), self._data_dir), content)
 
-    def lay_out(self, piece: Piece, payload: memoryview, ends: dict[int, WalPosition]) -> None:
+    def lay_out(self, piece: Piece, payload: memoryview, ends: list[WalPosition]) -> None:
         """Write the next bytes of the logs, which end at `ends`, by shard; these move. Raise MissingBytesError if
         bytes are missing before them.
         """
@@ -167,9 +171,12 @@ class DirectoryCopy:
     def forget_segments(self, shard: int, start: WalPosition, end: WalPosition) -> None:
         """Empty the lists of segments in the CHECKPOINT_MARKs of a log from `start` to `end`, both behind a frame."""
         for file_no in range(start.file_no, end.file_no + 1):
-            path = layout.log_path(self.log_directory(shard), file_no)
             first = start.offset if file_no == start.file_no else 0
-            _forget_segments(self._fs, path, first, end.offset if file_no == end.file_no else None)
+            with opened(self._fs, layout.log_path(self.log_directory(shard), file_no), os.O_RDWR) as fd:
+                last = end.offset if file_no == end.file_no else self._fs.size_bytes(fd)
+                content = bytearray(read_up_to(self._fs, fd, last - first, first))
+                for at, behind in _empty_marks(content):
+                    write_all(self._fs, fd, content[at:behind], first + at)
 
     def sync_log(self, shard: int, start: WalPosition, end: WalPosition) -> None:
         """Bring the bytes of a log from `start` to `end` to the disk."""
@@ -192,12 +199,12 @@ class DirectoryCopy:
                     self._fs.ftruncate(fd, end.offset)
         self._fs.fsync_dir(directory)
 
-    def remove_logs_before(self, starts: Mapping[int, WalPosition]) -> None:
-        """Remove log files before these positions, by shard."""
-        for shard, start in starts.items():
-            directory = self.log_directory(shard)
+    def remove_logs_before(self, starts: Iterable[LogStart]) -> None:
+        """Remove log files before these places."""
+        for start in starts:
+            directory = self.log_directory(start.shard)
             for file_no in layout.list_log_files(self._fs, directory):
-                if file_no < start.file_no:
+                if file_no < start.position.file_no:
                     with suppress(FileNotFoundError):
                         self._fs.unlink(layout.log_path(directory, file_no))
 
@@ -246,28 +253,26 @@ def _tiered(info: SegmentInfo, is_cold: bool) -> SegmentInfo:
     return msgspec.structs.replace(info, flags=info.flags | COLD if is_cold else info.flags & ~COLD)
 
 
-def marked(data: bytes, idx: bytes) -> bytes:
-    """Return the data of a segment with the deletions that its index has: data are shipped once, an index with each
-    base.
-    """
+def _marked(data: Bytes, idx: bytes) -> Bytes:
+    """Return the data of a segment with the deletions that an index has."""
     ends = _deleted_ends(idx)
     if not ends:
         return data
     content = bytearray(data)
     for end in ends:
         content[end - 1] = DELETED
-    return bytes(content)
+    return content
 
 
-def with_marks(idx: bytes, own: bytes) -> bytes:
+def _with_marks(idx: Bytes, own: bytes) -> Bytes:
     """Return an index with the deletions that another state of it has, too."""
     content = bytearray(idx)
     for at in range(ENTRY_FLAGS_AT, min(len(idx), len(own)), ENTRY_LEN):
         content[at] |= own[at] & LOCATION_DELETED
-    return bytes(content)
+    return content
 
 
-def _deleted_ends(idx: bytes) -> list[int]:
+def _deleted_ends(idx: Bytes) -> list[int]:
     _, offsets, lengths, flags = read_columns(idx, 0, len(idx) // ENTRY_LEN)
     return [
         offset + length
@@ -285,14 +290,6 @@ def _lost_tail_frame(topic: FoldedTopic, lost_seqs: int, now_ms: int) -> bytes:
         body = HeadFrameBody(True, EvictReason.RESTORED)
         seq = max(topic.head_seq + lost_seqs, topic.head_ceiling)
     return encode(FrameType.HEAD_WATERMARK, 0, topic.id, seq, now_ms, b"", b"", encode_body(body))
-
-
-def _forget_segments(fs: FileSystem, path: str, start: int, end: int | None) -> None:
-    with opened(fs, path, os.O_RDWR) as fd:
-        length = (fs.size_bytes(fd) if end is None else end) - start
-        content = bytearray(read_up_to(fs, fd, length, start))
-        for at, behind in _empty_marks(content):
-            write_all(fs, fd, content[at:behind], start + at)
 
 
 def _empty_marks(content: bytearray) -> list[tuple[int, int]]:

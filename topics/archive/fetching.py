@@ -7,9 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, TypeVar
 
-from topics.archive.directory_copy import marked
-from topics.storage.archive_objects import Archive, FileRef, read_whole
-
 FETCHED_AHEAD: Final = 8
 
 _Wanted = TypeVar("_Wanted")
@@ -30,15 +27,3 @@ def fetched_ahead(fetch: Callable[[_Wanted], _Got], wanted: Iterable[_Wanted]) -
                 yield first, work.result()
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def fetched_files(archive: Archive, refs: Iterable[FileRef]) -> Iterator[tuple[FileRef, bytes]]:
-    """Yield files of a base as they are to be in a data directory: data have the deletions of their index. Raise
-    ArchiveDamagedError, OSError.
-    """
-    idx = b""
-    for ref, content in fetched_ahead(lambda ref: read_whole(archive.store, ref.name), refs):
-        archive.check_file(ref, content)
-        if ref.path.endswith(".idx"):
-            idx = content
-        yield ref, marked(content, idx) if ref.path.endswith(".data") else content

@@ -10,14 +10,12 @@ from __future__ import annotations
 import signal
 import socket
 import threading
-from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Final
 
 from topics.archive.leader_tail import LeaderAwayError, LeaderTail
 from topics.archive.promoting import promote
 from topics.archive.replica import BeginAnewError, OtherShardsError, Replica, begin_anew
-from topics.archive.restoring import NotThereError
 from topics.core.clock import Clock, SystemClock, doubled_ms
 from topics.log import get_logger
 from topics.settings import Settings
@@ -39,7 +37,7 @@ TOLD_S: Final = 0.025
 
 log = get_logger()
 
-_FAILURES: Final = (OSError, EOFError, ArchiveDamagedError, NotThereError)
+_FAILURES: Final = (OSError, EOFError, ArchiveDamagedError)
 
 
 class Follower:
@@ -52,7 +50,6 @@ class Follower:
         settings: Settings,
         shared: SharedMemory,
         clock: Clock,
-        is_pinned: Callable[[], bool],
         leader: LeaderTail,
         helper: Executor,
     ) -> None:
@@ -64,8 +61,8 @@ class Follower:
         self._cell = page.cell(Role.ARCHIVER, 0)
         self._shards = [page.cell(Role.WALSHARD, shard) for shard in range(page.shards)]
         self._wakes = shared.shard_wakes
+        self._pins_dir = pins_dir(shared.ram_dir)
         self._clock = clock
-        self._is_pinned = is_pinned
         self._leader = leader
         self._helper = helper
         self._newest: Future[Piece | None] | None = None
@@ -236,7 +233,7 @@ class Follower:
     def _tend_base(self) -> None:
         if any(cell.get("bases_loaded") < self._cell.get("bases") for cell in self._shards):
             return  # files that they still read must stay
-        if not self._is_pinned():
+        if not read_pinned(self._fs, self._pins_dir, self._clock.monotonic_ms()):
             self._replica.remove_leftovers()
         if self._replica.look_for_base():
             self._cell.set("base_ms", self._clock.now_ms())
@@ -257,13 +254,9 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
     stop = threading.Event()
     archive = Archive(open_archive(fs, settings.follow, REQUEST_MS))
     replica = Replica(archive, fs, settings.data_dir, settings.wal_shards, clock)
-
-    def is_pinned() -> bool:
-        return bool(read_pinned(fs, pins_dir(shared.ram_dir), clock.now_ms()))
-
     leader = LeaderTail(settings.follow_key, clock)
     helper = ThreadPoolExecutor(2, "archive")
-    follower = Follower(replica, fs, settings, shared, clock, is_pinned, leader, helper)
+    follower = Follower(replica, fs, settings, shared, clock, leader, helper)
     signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
     signal.signal(signal.SIGUSR1, lambda _number, _frame: follower.promote.set())
     worker = threading.Thread(target=follower.work, args=(stop,), name="following", daemon=True)

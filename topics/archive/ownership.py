@@ -1,10 +1,16 @@
-"""One service ships into an archive, until another one takes over from it: the rules, and what is wrong otherwise."""
+"""One service ships into an archive, until another one takes over from it: the rules, and what is wrong otherwise.
+
+Who takes over closes a generation: nothing that its archiver ships later can be there. Another service closes the last
+one, and a service that begins the next one closes the one before.
+"""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 
-from topics.storage.archive_objects import Archive, Generation, Piece
+from topics.core.clock import Clock
+from topics.storage.archive_objects import Archive, Generation, Piece, encode, piece_name
 
 
 class OtherShipperError(Exception):
@@ -70,11 +76,88 @@ def shipping_problem(archive: Archive, service_id: str | None) -> str | None:
     return None
 
 
+def followed_generation(archive: Archive) -> int:
+    """Return the newest generation that can be followed, 0 without a base. Raise ArchiveDamagedError, OSError."""
+    return next((number for number in reversed(archive.generations()) if archive.bases(number)), 0)
+
+
 def following_problem(archive: Archive, shards: int) -> str | None:
     """Return why a service with so many shards cannot follow; None if it can. Raise ArchiveDamagedError, OSError."""
-    place = archive.store.place("")
-    for number in reversed(archive.generations()):
-        if archive.bases(number):
-            has = archive.generation(number).shards
-            return None if has == shards else f"the service there has {has} shards: set TOPICS_WAL_SHARDS={has}"
-    return f"{place} has no base yet: start the service that is to be followed with TOPICS_ARCHIVE_URL set to it"
+    if not (number := followed_generation(archive)):
+        place = archive.store.place("")
+        return f"{place} has no base yet: start the service that is to be followed with TOPICS_ARCHIVE_URL set to it"
+    has = archive.generation(number).shards
+    return None if has == shards else f"the service there has {has} shards: set TOPICS_WAL_SHARDS={has}"
+
+
+def take_over(archive: Archive, generation: int, clock: Clock, by: str, by_id: str = "", known: int = 0) -> Piece:
+    """Close a generation with a piece that says who took over: `by`, for people; `by_id` is the id of the service that
+    goes on in this archive. The service that ships into the generation finds the name of its next piece taken. What it
+    has shipped before stays. `known` is a piece that is there: lists may be old. Return the piece that closes it, which
+    may be another one's.
+
+    Generations that are begun meanwhile have to be looked for after that (`Archive.has_generation`).
+    Raise ArchiveDamagedError, OSError.
+    """
+    while True:
+        number = archive.last_piece(generation, max([known, *archive.bases(generation)]))
+        last = archive.piece(generation, number)[0] if number else Piece(0, 0, "", [], [])
+        if last.taken_over_by:
+            return last
+        closing = Piece(
+            number + 1,
+            max(last.taken_ms, clock.now_ms()),
+            secrets.token_hex(8),
+            [],
+            last.ends,
+            has_end=last.has_end,
+            txn=last.txn,
+            taken_over_by=by,
+            taken_over_id=by_id,
+        )
+        if archive.store.create(piece_name(generation, closing.number), encode(closing)):
+            return closing
+
+
+def close_former(archive: Archive, generation: int, clock: Clock, service_id: str) -> None:
+    """Close a generation, which may be pruned, behind which this service has begun the next one: another archiver of
+    the same directory, a backup say, can ship nothing there any more. Raise TakenOverError if another service has
+    closed it first, and OSError, ArchiveDamagedError. A service that takes over looks for the next generation after it
+    has closed this one. So it finds that, or is found here.
+    """
+    if not archive.has_generation(generation):
+        return
+    closing = take_over(archive, generation, clock, f"service {service_id}", service_id)
+    if closing.taken_over_id != service_id:
+        raise taken_over(archive, closing.taken_over_by)
+
+
+def close_archive(archive: Archive, clock: Clock, by: str) -> None:
+    """Close an archive in which nobody is to go on. `by` may do so again. Raise TakenOverError if another one has taken
+    over, ArchiveDamagedError, OSError.
+    """
+    generation = max(archive.generations(), default=0)
+    # Who began a generation in which nothing is yet has perhaps not closed the one before, or has found it closed.
+    while archive.has_generation(generation - 1) and not (
+        archive.bases(generation) or archive.has_piece(generation, 1)
+    ):
+        generation -= 1
+    while generation and archive.has_generation(generation):
+        closing = take_over(archive, generation, clock, by)
+        is_own = closing.taken_over_by == by and not closing.taken_over_id
+        if not is_own and not _goes_on(archive, generation, closing.taken_over_id):
+            raise TakenOverError(
+                f"{archive.store.place('')}: {closing.taken_over_by} took over from this service already: use that one."
+                " A restore without --take-over makes one more service, from the last moment here"
+            )
+        generation += 1
+
+
+def _goes_on(archive: Archive, generation: int, own_id: str) -> bool:
+    """Return whether the service of this id began a generation behind this one."""
+    number = generation + 1
+    while archive.has_generation(number):
+        if archive.generation(number).service_id == own_id:
+            return True
+        number += 1
+    return False

@@ -6,14 +6,15 @@ all its processes end, the directory becomes one of its own, and they start agai
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 
 import msgspec
 
 from topics.archive.directory_copy import DirectoryCopy
+from topics.archive.ownership import take_over
 from topics.archive.replica import BeginAnewError, Replica, begin_anew
-from topics.archive.taking_over import take_over
 from topics.core.clock import Clock
 from topics.settings import Settings
 from topics.storage import layout, service_id
@@ -22,14 +23,10 @@ from topics.storage.filesystem import FileSystem
 from topics.storage.follow_note import read_note, write_note
 
 
-class FollowRefusedError(Exception):
-    """The directory and the settings do not agree about whether the service follows; the message has the way out."""
-
-
 def settle_role(fs: FileSystem, settings: Settings, clock: Clock) -> Settings:
     """Return the settings with which to start: a service that was promoted does not follow, and ships into the archive
-    that it followed unless it has one. It gets another id, and its topics other epochs. Raise FollowRefusedError,
-    OSError.
+    that it followed unless it has one. It gets another id, and its topics other epochs. Raise OSError, also if the
+    directory and the settings do not agree about whether the service follows: it has the way out.
     """
     note = read_note(fs, settings.data_dir)
     if note is not None and note.leads:
@@ -39,23 +36,27 @@ def settle_role(fs: FileSystem, settings: Settings, clock: Clock) -> Settings:
         return msgspec.structs.replace(settings, follow=None, archive_url=url)
     if settings.follow is None:
         if note is not None:
-            raise FollowRefusedError(
+            raise _refused(
                 f"{settings.data_dir} is a copy of the service in {note.url}: start it with --follow {note.url}, and"
                 " promote it if it is to lead"
             )
         return settings
     if note is None:
         if os.path.isdir(layout.wal_dir(settings.data_dir)):
-            raise FollowRefusedError(
+            raise _refused(
                 f"{settings.data_dir} has a service of its own: give --follow an empty directory, or remove this one"
             )
         begin_anew(fs, settings.data_dir, settings.follow)
     elif note.url != settings.follow:
-        raise FollowRefusedError(
+        raise _refused(
             f"{settings.data_dir} is a copy of the service in {note.url}, not {settings.follow}: empty the directory to"
             " follow another one"
         )
     return settings
+
+
+def _refused(reason: str) -> OSError:
+    return OSError(errno.EINVAL, reason)
 
 
 def promote(replica: Replica, clock: Clock, by: str) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import groupby
 from typing import Final
@@ -23,9 +23,9 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from topics.archive.borrowing import Homecoming
-from topics.archive.directory_copy import DirectoryCopy, MissingBytesError, marked, with_marks
-from topics.archive.fetching import fetched_ahead, fetched_files
-from topics.archive.restoring import NotThereError
+from topics.archive.directory_copy import DirectoryCopy, MissingBytesError
+from topics.archive.fetching import fetched_ahead
+from topics.archive.ownership import followed_generation
 from topics.core.clock import Clock
 from topics.storage import layout, service_id
 from topics.storage.archive_objects import (
@@ -34,11 +34,11 @@ from topics.storage.archive_objects import (
     Base,
     FileRef,
     LogEnd,
+    LogStart,
     Piece,
-    read_whole,
     split_payload,
 )
-from topics.storage.filesystem import FileSystem, make_dirs, names_in, read_all
+from topics.storage.filesystem import FileSystem, names_in, read_all
 from topics.storage.follow_note import FollowNote, write_note
 from topics.storage.frame import scan
 from topics.storage.logfile import WalPosition
@@ -58,7 +58,7 @@ class OtherShardsError(Exception):
 class Replica:
     """Keeps one directory. Owns its logs, snapshots, segments, files of transactions, and its note.
 
-    Methods raise OSError, ArchiveDamagedError, NotThereError (repeat them later), BeginAnewError, OtherShardsError.
+    Methods raise OSError, ArchiveDamagedError (repeat them later), BeginAnewError, OtherShardsError.
     """
 
     def __init__(self, archive: Archive, fs: FileSystem, data_dir: str, shards: int, clock: Clock) -> None:
@@ -70,9 +70,9 @@ class Replica:
         self._copy = DirectoryCopy(fs, data_dir, shards, archive.store.place(""))
         self.homecoming = Homecoming(archive, fs, data_dir, self._copy, clock)
         self.note = FollowNote("")
-        self._laid: dict[int, LogEnd] = {}
-        """The ends of what is laid out, which may be behind the moment."""
-        self._moment: dict[int, LogEnd] = {}
+        self.laid_ends: list[LogEnd] = []
+        """The ends of what is laid out, by shard, which may be behind the moment. The leader can go on from there."""
+        self._moment: list[LogEnd] = []
         """The ends of the last moment. The note may have an earlier one."""
         self._told: set[int] = set()
         """The shards whose end was told by the leader; the archive has not got there."""
@@ -80,7 +80,7 @@ class Replica:
         """Digests of the files of transactions, by path."""
         self.laid_piece = 0
         """The last piece that is laid out."""
-        self._archived_moment: dict[int, LogEnd] = {}
+        self._archived_moment: list[LogEnd] = []
         """The ends of the logs in the last piece that ended a moment."""
         self.has_hole = False
         """True if what comes next in the archive cannot be laid out here: the next base is behind it."""
@@ -90,8 +90,8 @@ class Replica:
         """The last pieces that were seen in the archive, of this generation and of the next one."""
         self._files: dict[str, str] = {}
         """Names of the base's objects, by their paths in the directory."""
-        self._starts: dict[int, WalPosition] = {}
-        """Places in the logs where the base's snapshot ends, by shard."""
+        self._starts: list[LogStart] = []
+        """Places in the logs where the base's snapshot ends."""
         self.looked_ms = 0
         """Wall time of the last look that left nothing of the archive behind, 0 for none."""
 
@@ -101,11 +101,11 @@ class Replica:
         self.has_hole = self.is_over = False
         self._seen = self._seen_behind = 0
         if note.piece:
-            self._laid, self.laid_piece = {end.shard: end for end in note.ends}, note.piece
-            self._moment, self._told = dict(self._laid), set(note.told)
-            self._archived_moment = self._ends_of_piece() if self._told else dict(self._laid)
+            self.laid_ends, self.laid_piece = list(note.ends), note.piece
+            self._moment, self._told = note.ends, set(note.told)
+            self._archived_moment = self._ends_of_piece() if self._told else note.ends
             self._txn = {path: self._digest(path) for path in self._txn_paths()}
-            self._files, self._starts = {}, {}
+            self._files, self._starts = {}, []
             self.homecoming.go_on()
             return False
         self._copy_base()
@@ -114,17 +114,12 @@ class Replica:
     @property
     def ends(self) -> list[WalPosition]:
         """The ends of the logs at the last moment, by shard."""
-        return [end.position for end in _by_shard(self._moment)]
+        return [end.position for end in self._moment]
 
     @property
     def archived_ends(self) -> list[WalPosition]:
         """The ends of the logs at the last moment of the archive that is here, by shard."""
-        return [end.position for end in _by_shard(self._archived_moment)]
-
-    @property
-    def laid_ends(self) -> list[LogEnd]:
-        """The ends of what is laid out, from which the leader can go on."""
-        return _by_shard(self._laid)
+        return [end.position for end in self._archived_moment]
 
     # -- moments
 
@@ -157,11 +152,11 @@ class Replica:
         """
         if {file.path: file.digest for file in piece.txn} != self._txn:
             return False
-        before = dict(self._laid)
+        before = list(self.laid_ends)
         self._copy_parts(piece, payload)
-        self._told |= {shard for shard, end in self._laid.items() if end != before[shard]}
+        self._told |= {end.shard for end in self.laid_ends if end != before[end.shard]}
         if piece.is_moment:
-            self._go_to(self._laid)
+            self._go_to(list(self.laid_ends))
             self.note = msgspec.structs.replace(self.note, taken_ms=piece.taken_ms)
             self.looked_ms = asked_ms
         return True
@@ -200,12 +195,12 @@ class Replica:
     def _end_moment(self, piece: Piece, payload: memoryview) -> None:
         """Have the directory be that of a moment, all bytes of which are laid out."""
         if not self._is_behind(piece):
-            self._go_to({end.shard: end for end in piece.ends})
+            self._go_to(piece.ends)
             self._take_txn(piece, payload)
         self._note_moment(piece)
 
     def _copy_parts(self, piece: Piece, payload: memoryview) -> None:
-        positions = {shard: end.position for shard, end in self._laid.items()}
+        positions = [end.position for end in self.laid_ends]
         self._copy.lay_out(piece, payload, positions)
         for end in piece.ends:
             if positions[end.shard] < end.position:
@@ -213,16 +208,16 @@ class Replica:
                     f"{self.archive.store.place('')}: piece {piece.number} ends log {end.shard} at {end.position}, the"
                     f" pieces have it up to {positions[end.shard]}"
                 )
-            if self._laid[end.shard].position < end.position:
-                self._laid[end.shard] = end
+            if self.laid_ends[end.shard].position < end.position:
+                self.laid_ends[end.shard] = end
 
     def _settle_told(self, piece: Piece) -> None:
         """See whether the archive has got to what the leader has told."""
         for end in piece.ends:
-            if self._laid[end.shard].position == end.position:
-                if end.shard in self._told and self._laid[end.shard].last_bytes != end.last_bytes:
+            if self.laid_ends[end.shard].position == end.position:
+                if end.shard in self._told and self.laid_ends[end.shard].last_bytes != end.last_bytes:
                     raise self._diverged(end.shard)
-                self._laid[end.shard] = end
+                self.laid_ends[end.shard] = end
                 self._told.discard(end.shard)
 
     def _prove(self, piece: Piece, payload: memoryview) -> None:
@@ -233,7 +228,7 @@ class Replica:
             shard, at = part.shard, WalPosition(part.file_no, part.offset)
             if shard not in self._told:
                 continue
-            own, moment = self._laid[shard].position, self._archived_moment[shard].position
+            own, moment = self.laid_ends[shard].position, self._archived_moment[shard].position
             start = WalPosition(at.file_no, moment.offset if moment.file_no == at.file_no else 0)  # a frame begins here
             seen = self._copy.read_log(shard, start, at.offset - start.offset) + bytes(content)
             is_there = at.file_no == own.file_no and start.offset + len(seen) >= own.offset
@@ -250,19 +245,18 @@ class Replica:
 
     def _is_behind(self, piece: Piece) -> bool:
         """True for a moment before the one that is here, or before the place where a base begins."""
-        later = {shard for shard, end in self._moment.items() if end.position > piece.ends[shard].position}
-        is_mixed = any(end.position < piece.ends[shard].position for shard, end in self._moment.items())
-        if later and is_mixed and self._told:
+        is_later = any(end.position > piece.ends[end.shard].position for end in self._moment)
+        is_mixed = any(end.position < piece.ends[end.shard].position for end in self._moment)
+        if is_later and is_mixed and self._told:
             raise BeginAnewError(f"what the leader told is no moment before or after that of piece {piece.number}")
-        return bool(later)
+        return is_later
 
-    def _go_to(self, ends: Mapping[int, LogEnd]) -> None:
+    def _go_to(self, ends: list[LogEnd]) -> None:
         """Have the logs be those of a moment that is laid out."""
-        for shard, end in ends.items():
-            start = self._moment[shard].position
-            if start != end.position:
-                self._copy.forget_segments(shard, start, end.position)
-        self._moment = dict(ends)
+        for former, end in zip(self._moment, ends, strict=True):
+            if former.position != end.position:
+                self._copy.forget_segments(end.shard, former.position, end.position)
+        self._moment = ends
 
     def _take_txn(self, piece: Piece, payload: memoryview) -> None:
         """Have the files of transactions be those of a moment."""
@@ -271,7 +265,7 @@ class Replica:
                 has = payload
                 if file.piece != piece.number:
                     _, has = self.archive.piece(self.note.generation, file.piece)
-                self._copy.replace(file.path, bytes(has[file.offset : file.offset + file.size_bytes]))
+                self._copy.replace(file.path, has[file.offset : file.offset + file.size_bytes])
         self._txn = {file.path: file.digest for file in piece.txn}
         for path in list(self._txn_paths()):
             if path not in self._txn:
@@ -279,7 +273,7 @@ class Replica:
 
     def _note_moment(self, piece: Piece) -> None:
         """Note the moment that is here; the archive has all up to `piece`."""
-        self._archived_moment = {end.shard: end for end in piece.ends}
+        self._archived_moment = piece.ends
         self.sync()
         self.note = msgspec.structs.replace(
             self.note,
@@ -293,23 +287,23 @@ class Replica:
 
     def sync(self) -> None:
         """Have the moment that is here on the disk, and in the note that is written next."""
-        for former in self.note.ends:
-            end = self._moment[former.shard]
+        for former, end in zip(self.note.ends, self._moment, strict=True):
             if former.position != end.position:
-                self._copy.sync_log(former.shard, former.position, end.position)
-        self.note = msgspec.structs.replace(self.note, ends=_by_shard(self._moment), told=sorted(self._told))
+                self._copy.sync_log(end.shard, former.position, end.position)
+        self.note = msgspec.structs.replace(self.note, ends=self._moment, told=sorted(self._told))
 
-    def keep_note(self, **changes: str) -> None:
-        """Write the note with these changes."""
-        self.note = msgspec.structs.replace(self.note, **changes)
-        write_note(self._fs, self._data_dir, self.note)
+    def keep_note(self, **changes: str | int) -> None:
+        """Write the note with these changes, which count only then: what could not be written is done again."""
+        note = msgspec.structs.replace(self.note, **changes)
+        write_note(self._fs, self._data_dir, note)
+        self.note = note
 
-    def _ends_of_piece(self) -> dict[int, LogEnd]:
+    def _ends_of_piece(self) -> list[LogEnd]:
         try:
             piece, _ = self.archive.piece(self.note.generation, self.laid_piece)
         except ArchiveDamagedError as error:
             raise BeginAnewError(f"{error}: the archive may have been pruned past it") from error
-        return {end.shard: end for end in piece.ends}
+        return piece.ends
 
     def _digest(self, path: str) -> int:
         return xxh3_64_intdigest(read_all(self._fs, os.path.join(self._data_dir, path)))
@@ -338,9 +332,9 @@ class Replica:
         self.homecoming.begin(generation.number, base, self.note.url)
         borrowed = self.homecoming.missing
         for start in base.logs:
-            make_dirs(self._fs, self._copy.log_directory(start.shard))
             self._copy.begin_log(start)
-        for ref, content in fetched_files(self.archive, (ref for ref in base.files if ref.path not in borrowed)):
+        copied = (ref for ref in base.files if ref.path not in borrowed)
+        for ref, content in fetched_ahead(self.archive.file, copied):
             self._copy.write(ref.path, content)
         if snapshot:
             self._copy.save_snapshot(bytes(snapshot), borrowed)
@@ -348,11 +342,10 @@ class Replica:
         write_mark(self._fs, self._data_dir)
         self._fs.sync_all(self._data_dir)
         ids = generation.log_ids
-        self._laid = {start.shard: LogEnd(start.shard, ids[start.shard], start.position) for start in base.logs}
-        self._moment, self._archived_moment = dict(self._laid), dict(self._laid)
+        ends = [LogEnd(start.shard, ids[start.shard], start.position) for start in base.logs]
+        self.laid_ends, self._moment, self._archived_moment = list(ends), ends, ends
         self._told, self._txn = set(), {}
         self.laid_piece = base.first_piece - 1
-        ends = _by_shard(self._moment)
         fence_id = self.note.fence_id if self.note.generation <= generation.number else ""
         self.note = FollowNote(self.note.url, generation.number, base.number, self.laid_piece, ends, fence_id=fence_id)
         self._note_base(base)
@@ -362,10 +355,9 @@ class Replica:
 
     def _newest_generation(self) -> int:
         """Return the newest generation that can be followed."""
-        for number in reversed(self.archive.generations()):
-            if self.archive.bases(number):
-                return number
-        raise NotThereError(
+        if number := followed_generation(self.archive):
+            return number
+        raise OSError(
             f"{self.archive.store.place('')}: has no base yet; the service that is to be followed needs"
             f" TOPICS_ARCHIVE_URL={self.note.url}"
         )
@@ -392,15 +384,13 @@ class Replica:
         if snapshot:
             self._copy.save_snapshot(bytes(snapshot), self.homecoming.missing)
         self.homecoming.keep_only(_names(base))  # last: the snapshot before needs the others
-        note = msgspec.structs.replace(self.note, base=number)
-        write_note(self._fs, self._data_dir, note)
-        self.note = note  # now: if it cannot be written, all of this is done again
+        self.keep_note(base=number)
         self._note_base(base)
         return True
 
     def _note_base(self, base: Base) -> None:
         self._files = _names(base)
-        self._starts = {start.shard: start.position for start in base.logs}
+        self._starts = base.logs
 
     def _update_files(self, base: Base) -> None:
         """Fetch segments that are new, or have grown, and deletions of the others; not what is to come later."""
@@ -413,26 +403,12 @@ class Replica:
                 self._mark(changed[0])
             elif changed:
                 fetched += refs
-        idx = b""
-        for ref, content in fetched_files(self.archive, fetched):
-            if ref.path.endswith(".idx"):
-                idx = self._with_own_marks(ref.path, content)
-                self._copy.replace(ref.path, idx)
-            else:
-                self._copy.replace(ref.path, marked(content, idx) if ref.path.endswith(".data") else content)
-
-    def _with_own_marks(self, path: str, idx: bytes) -> bytes:
-        """Return an index of a base with the deletions that are shown already, and came behind the base: shards that
-        have not loaded it yet mark them only once.
-        """
-        full = os.path.join(self._data_dir, path)
-        return with_marks(idx, read_all(self._fs, full)) if self._fs.exists(full) else idx
+        for ref, content in fetched_ahead(self.archive.file, fetched):
+            self._copy.replace(ref.path, content)
 
     def _mark(self, ref: FileRef) -> None:
         """Mark deletions in a segment."""
-        idx = read_whole(self.archive.store, ref.name)
-        self.archive.check_file(ref, idx)
-        idx = self._with_own_marks(ref.path, idx)
+        idx = self._copy.merged(ref.path, self.archive.file(ref))
         data_path = ref.path.removesuffix(".idx") + ".data"
         if data_path not in self.homecoming.missing:
             self._copy.mark_deleted(data_path, idx)
@@ -449,15 +425,11 @@ class Replica:
                 path = os.path.join(directory, name)
                 if os.path.relpath(path, self._data_dir) not in self._files:
                     self._fs.unlink(path)
-        self._starts = {}
+        self._starts = []
 
 
 def _names(base: Base) -> dict[str, str]:
     return {ref.path: ref.name for ref in base.files}
-
-
-def _by_shard(ends: Mapping[int, LogEnd]) -> list[LogEnd]:
-    return [ends[shard] for shard in sorted(ends)]
 
 
 def begin_anew(fs: FileSystem, data_dir: str, url: str, former: FollowNote | None = None) -> FollowNote:

@@ -21,9 +21,8 @@ import msgspec
 
 from topics.archive.borrowing import NoLoanError, borrow
 from topics.archive.directory_copy import DirectoryCopy
-from topics.archive.fetching import fetched_ahead, fetched_files
+from topics.archive.fetching import fetched_ahead
 from topics.core.clock import Clock
-from topics.core.shard_state import FoldedTopic
 from topics.storage import layout, service_id
 from topics.storage.archive_objects import (
     Archive,
@@ -85,17 +84,18 @@ def plan(archive: Archive, wanted: WantedMoment) -> Plan:
         raise NotThereError(f"{archive.store.place('')}: there is no archive here")
     earliest_ms = None
     for number in reversed(numbers):
-        generation = archive.generation(number)
-        for base_no in reversed(archive.bases(number)):
-            base, snapshot = archive.base(number, base_no)
-            earliest_ms = base.taken_ms
+        generation, bases = archive.generation(number), archive.bases(number)
+        for base_no in reversed(bases):
+            base, body = archive.base(number, base_no)
+            snapshot, earliest_ms = bytes(body), base.taken_ms
             if wanted.ts_ms is not None and base.taken_ms > wanted.ts_ms:
                 continue
-            if wanted.topic is not None and not _is_behind(archive, generation, base, snapshot, wanted):
-                continue
-            moment = _moment(archive, generation, base, wanted)
+            has_earlier = wanted.topic is not None and base_no != bases[0]
+            if has_earlier and _piece_with(archive, number, base, snapshot, wanted, base_no - 1) is not None:
+                continue  # the service had the record before this base
+            moment = _moment(archive, number, base, snapshot, wanted)
             if moment is not None:
-                return Plan(generation, base, bytes(snapshot), moment)
+                return Plan(generation, base, snapshot, moment)
             if wanted.topic is not None:
                 raise NotThereError(f"{archive.store.place('')}: topic {wanted.topic!r} has no record {wanted.seq}")
     if earliest_ms is None:
@@ -104,17 +104,17 @@ def plan(archive: Archive, wanted: WantedMoment) -> Plan:
     raise NotThereError(f"{archive.store.place('')}: {what} is before the first moment, which is of {earliest_ms}")
 
 
-def _moment(archive: Archive, generation: Generation, base: Base, wanted: WantedMoment) -> Piece | None:
+def _moment(archive: Archive, generation: int, base: Base, snapshot: bytes, wanted: WantedMoment) -> Piece | None:
     """Return the last moment from this base on that is wanted, None without one."""
-    last = archive.last_piece(generation.number, base.number)
+    last = archive.last_piece(generation, base.number)
     if wanted.topic is not None:
-        found = _piece_with(archive, generation, base, wanted, last)
+        found = _piece_with(archive, generation, base, snapshot, wanted, last)
         numbers: Iterator[int] = iter(() if found is None else range(found, last + 1))
     elif wanted.ts_ms is not None:
         low, high = base.number, last + 1  # the piece `low` is early enough, `high` is not, or is none
         while high - low > 1:
             middle = (low + high) // 2
-            if archive.piece(generation.number, middle)[0].taken_ms <= wanted.ts_ms:
+            if archive.piece(generation, middle)[0].taken_ms <= wanted.ts_ms:
                 low = middle
             else:
                 high = middle
@@ -122,33 +122,25 @@ def _moment(archive: Archive, generation: Generation, base: Base, wanted: Wanted
     else:
         numbers = iter(range(last, base.number - 1, -1))
     for number in numbers:
-        piece, _ = archive.piece(generation.number, number)
+        piece, _ = archive.piece(generation, number)
         if piece.is_moment or number == base.number:
             return piece
     return None
 
 
-def _is_behind(
-    archive: Archive, generation: Generation, base: Base, snapshot: memoryview, wanted: WantedMoment
-) -> bool:
-    """True if the topic had not got the wanted record at the moment of the base, or if there is no earlier base."""
-    if base.number == archive.bases(generation.number)[0]:
-        return True
-    topic = next((topic for topic in _topics_of(bytes(snapshot)) if topic.name == wanted.topic), None)
-    if topic is not None and topic.head_seq >= wanted.seq:
-        return False
-    return _piece_with(archive, generation, base, wanted, base.number - 1) is None
-
-
-def _piece_with(archive: Archive, generation: Generation, base: Base, wanted: WantedMoment, last: int) -> int | None:
-    """Return the first piece, from the base's on, that has the wanted record, None if none up to `last` has."""
-    _, snapshot = archive.base(generation.number, base.number)
-    ids = {topic.id: topic.head_seq for topic in _topics_of(bytes(snapshot)) if topic.name == wanted.topic}
+def _piece_with(
+    archive: Archive, generation: int, base: Base, snapshot: bytes, wanted: WantedMoment, last: int
+) -> int | None:
+    """Return the first piece, from the base's on, that has the wanted record, None if none up to `last` has. The base
+    may have it by its snapshot.
+    """
+    topics = [topic for part in (decode_parts(snapshot) if snapshot else ()) for topic in part.decoded().topics]
+    ids = {topic.id: topic.head_seq for topic in topics if topic.name == wanted.topic}
     if any(head_seq >= wanted.seq for head_seq in ids.values()):
         return base.number
     left: dict[int, bytes] = {}
     for number in range(base.first_piece, last + 1):
-        piece, payload = archive.piece(generation.number, number)
+        piece, payload = archive.piece(generation, number)
         for part, found_bytes in split_payload(piece, payload):
             content = (left.get(part.shard, b"") if part.offset else b"") + bytes(found_bytes)
             found = scan(content, 0, len(content))
@@ -156,20 +148,11 @@ def _piece_with(archive: Archive, generation: Generation, base: Base, wanted: Wa
             for frame_at, _, type_, _, topic_id, seq, _, node_len, tag_len, data_len in found.frames:
                 if type_ == FrameType.TOPIC_CREATE:
                     body_at = frame_at + HEADER_LEN + node_len + tag_len
-                    if _created_name(content[body_at : body_at + data_len]) == wanted.topic:
+                    if msgspec.msgpack.decode(content[body_at : body_at + data_len])["name"] == wanted.topic:
                         ids[topic_id] = 0
                 elif type_ == FrameType.APPEND and seq >= wanted.seq and topic_id in ids:
                     return max(number, base.number)
     return None
-
-
-def _created_name(body: bytes) -> str:
-    name: str = msgspec.msgpack.decode(body)["name"]
-    return name
-
-
-def _topics_of(snapshot: bytes) -> list[FoldedTopic]:
-    return [topic for part in (decode_parts(snapshot) if snapshot else ()) for topic in part.decoded().topics]
 
 
 class Restore:
@@ -263,14 +246,14 @@ class Restore:
 
     def _fetch_segments(self) -> None:
         wanted = (ref for ref in self._plan.base.files if ref.path not in self._borrowed)
-        for ref, content in fetched_files(self._archive, wanted):
+        for ref, content in fetched_ahead(self._archive.file, wanted):
             self._copy.write(ref.path, content)
             self._fetched(len(content))
 
     def _fetch_pieces(self) -> None:
         """Lay the logs out again, and the files of transactions."""
         plan, wanted = self._plan, {(file.piece, file.path): file for file in self._plan.moment.txn}
-        ends = {start.shard: start.position for start in plan.base.logs}
+        ends = [start.position for start in plan.base.logs]
         for start in plan.base.logs:
             self._copy.begin_log(start)
         for number, (piece, payload) in fetched_ahead(

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import errno
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
 from topics.archive.base_files import BaseFiles
-from topics.archive.ownership import OtherShipperError, newest_generation, require_own
-from topics.archive.taking_over import close_former
+from topics.archive.ownership import OtherShipperError, close_former, newest_generation, require_own
 from topics.core.clock import Clock
 from topics.storage.archive_objects import (
     Archive,
@@ -89,11 +88,13 @@ class Shipper:
         self._leader_url = leader_url
         self._nonce = secrets.token_hex(8)
         self._generation: Generation | None = None
-        self._base: Base | None = None
+        self.last_base: Base | None = None
+        """The newest base; without one nothing can be restored."""
         self._files: dict[str, FileRef] = {}
         """Files of the newest base, by the names of their objects."""
         self._number = 0
-        self._ends: dict[int, LogEnd] = {}
+        self._ends: list[LogEnd] = []
+        """The ends of the logs as they were shipped, by shard; none before the first piece."""
         self._txn: dict[str, TxnFile] = {}
         self._taken_ms = 0
         self._has_part = True
@@ -123,27 +124,12 @@ class Shipper:
     @property
     def is_based(self) -> bool:
         """True if a restore can get from the last base to the end of the archive. Else a base has to come first."""
-        return self._base is not None and not self._has_part
-
-    @property
-    def has_base(self) -> bool:
-        """True if anything can be restored."""
-        return self._base is not None
-
-    @property
-    def based_ms(self) -> int:
-        """The time of the last base, 0 without one."""
-        return 0 if self._base is None else self._base.taken_ms
-
-    @property
-    def pieces_behind_base(self) -> int:
-        """The number of pieces since the last base, or since the beginning."""
-        return self._number - (0 if self._base is None else self._base.number)
+        return self.last_base is not None and not self._has_part
 
     @property
     def ends(self) -> list[WalPosition]:
         """The ends of the logs as they were shipped, by shard."""
-        return [self._ends[shard].position for shard in sorted(self._ends)]
+        return [end.position for end in self._ends]
 
     def ship(self, is_sign: bool = False) -> Shipped:
         """Ship the present moment; without a base only its bytes. A piece that `is_sign` of life is shipped even if it
@@ -178,7 +164,7 @@ class Shipper:
         """Return the files that the newest snapshot needs, for `copy`, perhaps in another thread, and `end_base`. Where
         the logs cannot be shipped any more from where they were, they go on at the snapshot.
 
-        Raise OriginGoneError if a newer snapshot took its place: begin again.
+        Raise OriginGoneError if logs were removed behind it: begin again.
         """
         assert self._generation is not None
         snapshot = self._origin.snapshot()
@@ -198,7 +184,7 @@ class Shipper:
         self._txn = {}  # so that no restore from this base needs pieces before it
         needs_base = self._has_part
         self._ship(logs, txn, self._ends_to_go_on(logs, files.starts), needs_base=needs_base)
-        if self._base is not None and self._base.number == self._number:
+        if self.last_base is not None and self.last_base.number == self._number:
             return self._shipped()  # nothing has happened since
         first_piece = min(self._piece_of(start) for start in files.starts)
         refs = list(files.refs.values())
@@ -209,7 +195,7 @@ class Shipper:
             raise OtherShipperError(
                 f"{self._store.place('')}: somebody else put a piece while base {base.number} was made"
             )
-        self._base, self._files, self._has_part = base, files.refs, False
+        self.last_base, self._files, self._has_part = base, files.refs, False
         return self._shipped()
 
     # -- the end of the archive
@@ -221,22 +207,22 @@ class Shipper:
         bases = self._archive.bases(generation.number)
         known = 0
         if bases:
-            self._base, _ = self._archive.base(generation.number, bases[-1])
-            self._files = {ref.name: ref for ref in self._base.files}
-            known = self._base.number
+            self.last_base, _ = self._archive.base(generation.number, bases[-1])
+            self._files = {ref.name: ref for ref in self.last_base.files}
+            known = self.last_base.number
         self._number = self._archive.last_piece(generation.number, known)
         if not self._number:
             return None
         last, _ = self._archive.piece(generation.number, self._number)
-        self._ends = {end.shard: end for end in last.ends}
+        self._ends = last.ends
         self._txn = {file.path: file for file in last.txn}
         self._taken_ms = last.taken_ms
         self._has_part = not last.is_moment and self._number != known
         return last
 
     def _forget(self) -> None:
-        self._generation, self._base = None, None
-        self._files, self._ends, self._txn = {}, {}, {}
+        self._generation, self.last_base = None, None
+        self._files, self._ends, self._txn = {}, [], {}
         self._number = self._taken_ms = 0
         self._has_part = True
 
@@ -245,10 +231,7 @@ class Shipper:
         assert self._generation is not None
         if self._generation.log_ids != [log.log_id for log in logs]:
             return False
-        for log in logs:
-            shipped = self._ends.get(log.shard)
-            if shipped is None:
-                continue
+        for log, shipped in zip(logs, self._ends, strict=False):
             if log.end < shipped.position:
                 return False
             if not shipped.position.offset:
@@ -281,7 +264,7 @@ class Shipper:
         self,
         logs: list[LogPlace],
         txn: dict[str, bytes] | None,
-        starts: Mapping[int, LogEnd],
+        starts: Sequence[LogEnd],
         is_sign: bool = False,
         needs_base: bool = False,
     ) -> Shipped:
@@ -305,7 +288,7 @@ class Shipper:
         return self._shipped()
 
     def _is_shipped(self, logs: list[LogPlace], txn: dict[str, bytes] | None) -> bool:
-        if [log.end for log in logs] != [end.position for end in self._ends.values()]:
+        if [log.end for log in logs] != self.ends:
             return False
         if txn is None:
             return True
@@ -327,7 +310,7 @@ class Shipper:
             self._taken_ms,
             self._nonce,
             draft.parts,
-            draft.ends_by_shard,
+            draft.ends,
             is_moment,
             self._origin.ends.has_end,
             list(self._txn.values()),
@@ -359,21 +342,21 @@ class Shipper:
 
     # -- a base
 
-    def _ends_to_go_on(self, logs: list[LogPlace], starts: list[LogStart]) -> dict[int, LogEnd]:
+    def _ends_to_go_on(self, logs: list[LogPlace], starts: list[LogStart]) -> list[LogEnd]:
         """Return where to go on with each log: where the archive ends, or at the snapshot if that is gone."""
-        ends = {}
+        ends = []
         for log, start in zip(logs, starts, strict=True):
-            shipped = self._ends.get(log.shard)
+            shipped = self._ends[log.shard] if self._ends else None
             if shipped is None or not self._origin.has_log_file(log, shipped.position.file_no):
                 last_bytes = self._origin.bytes_before(log, start.position) or b""
                 shipped = LogEnd(log.shard, log.log_id, start.position, last_bytes)
-            ends[log.shard] = shipped
+            ends.append(shipped)
         return ends
 
     def _piece_of(self, start: LogStart) -> int:
         """Return the first piece with anything behind this place of a log, the last piece if none has."""
         assert self._generation is not None
-        low, high = 0 if self._base is None else self._base.first_piece - 1, self._number
+        low, high = 0 if self.last_base is None else self.last_base.first_piece - 1, self._number
         while high - low > 1:
             middle = (low + high) // 2
             piece, _ = self._archive.piece(self._generation.number, middle)

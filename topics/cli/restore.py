@@ -10,8 +10,8 @@ from typing import Final
 
 import msgspec
 
+from topics.archive.ownership import close_archive
 from topics.archive.restoring import Restore, WantedMoment, plan
-from topics.archive.taking_over import close_archive
 from topics.cli.archive_shared import PLACE, fill_command, iso, mebibytes, show, time_ms
 from topics.core.clock import SystemClock
 from topics.progress import progress

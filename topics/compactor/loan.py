@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import Executor, Future
-from functools import partial
 from typing import Final
 
 from topics.compactor.shard_copy import ShardCopy
@@ -18,7 +17,7 @@ from topics.core.segment_list import COLD, SegmentInfo
 from topics.log import get_logger
 from topics.storage import layout
 from topics.storage.archive_objects import open_archive
-from topics.storage.borrowed import BorrowedNote, remove_borrowed
+from topics.storage.borrowed import BorrowedNote, end_loan
 from topics.storage.filesystem import FileSystem
 
 AGREEING: Final = 2
@@ -35,7 +34,7 @@ class Loan:
         self._note = note
         self._helper = helper
         self._clock = clock
-        self._end = partial(_end, fs, data_dir, note)
+        self._end = lambda: end_loan(fs, data_dir, note, open_archive(fs, note.place))
         self._names = note.names()
         self._agreeing = 0
         """Snapshots in a row that list no borrowed segment."""
@@ -92,8 +91,3 @@ class Loan:
         is_due = self._agreeing >= AGREEING and self._clock.monotonic_ms() >= self._not_before_ms
         if is_due and self._ending is None and not self.is_over:
             self._ending = self._helper.submit(self._end)
-
-
-def _end(fs: FileSystem, data_dir: str, note: BorrowedNote) -> None:
-    open_archive(fs, note.place).delete(note.loan)
-    remove_borrowed(fs, data_dir)

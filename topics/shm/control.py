@@ -343,14 +343,11 @@ class ControlPage:
 
     def archive_lag_ms(self, now_ms: int) -> int:
         """Return how old the last moment in the archive is; 0 if everything that is committed is in it."""
-        if self.follows:
-            return self.follow_lag_ms(now_ms)
-        if all(
+        if not self.follows and all(
             self.cell(Role.WALSHARD, shard).get("committed") == self.shipped(shard) != 0 for shard in range(self.shards)
         ):
             return 0
-        moment_ms = self.cell(Role.ARCHIVER, 0).get("moment_ms") or self.header.get("started_ms")
-        return max(0, now_ms - moment_ms)
+        return self.follow_lag_ms(now_ms)
 
     def cut_bytes(self) -> int:
         """Return the room that a cut of all logs needs: 3/2 of their bytes for segments, and two snapshots."""

@@ -27,7 +27,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from struct import Struct
 from typing import Final, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -141,8 +141,8 @@ class Piece(msgspec.Struct, frozen=True):
     """The next bytes of the logs. One that `is_moment` ends a moment: a state of all logs and transactions that the
     service had at `taken_ms`, to which it can be restored. Others are parts of one, or lie between bytes that were
     removed before they were shipped and the next base, or are a moment only by the base of their number. `ends` are
-    those of all logs behind this piece, and never go back in a generation. Without `has_end` the logs may lack what was
-    written last.
+    those of all logs behind this piece, by shard, and never go back in a generation. Without `has_end` the logs may
+    lack what was written last.
     """
 
     number: int
@@ -244,8 +244,8 @@ def decode(content: bytes, kind: type[_Header], place: str) -> tuple[_Header, me
 class PieceDraft:
     """The bytes of logs that a piece is to have. `ends` are those of all logs behind them, by shard."""
 
-    def __init__(self, starts: Mapping[int, LogEnd]) -> None:
-        self.ends = dict(starts)
+    def __init__(self, starts: Sequence[LogEnd]) -> None:
+        self.ends = list(starts)
         self.parts: list[LogPart] = []
         self.payload: list[bytes] = []
         self.size_bytes = 0
@@ -257,10 +257,6 @@ class PieceDraft:
         self.size_bytes += len(content)
         last_bytes = (self.ends[shard].last_bytes + content)[-CHECKSUM_LEN:]
         self.ends[shard] = LogEnd(shard, log_id, WalPosition(file_no, offset + len(content)), last_bytes)
-
-    @property
-    def ends_by_shard(self) -> list[LogEnd]:
-        return [self.ends[shard] for shard in sorted(self.ends)]
 
 
 def read_whole(store: ArchiveStore, name: str) -> bytes:
@@ -347,10 +343,12 @@ class Archive:
         names = self.store.list(f"{_LOANS}/{generation:08d}-")
         return {int(match[1]): match[0] for match in map(_LOAN.fullmatch, names) if match is not None}
 
-    def check_file(self, ref: FileRef, content: bytes) -> None:
-        """Raise ArchiveDamagedError if these are not the bytes of the file."""
+    def file(self, ref: FileRef) -> bytes:
+        """Read a file. Raise ArchiveDamagedError if it is not what was shipped."""
+        content = read_whole(self.store, ref.name)
         if len(content) != ref.size_bytes or xxh3_64_intdigest(content) != ref.digest:
             raise ArchiveDamagedError(f"{self.store.place(ref.name)}: is not what was shipped, its checksum differs")
+        return content
 
     def _header(self, name: str, kind: type[_Header]) -> tuple[_Header, memoryview]:
         found = decode(read_whole(self.store, name), kind, self.store.place(name))

@@ -16,31 +16,25 @@ TAIL_BYTES: Final = 4 << 20
 """The most bytes of logs in one answer."""
 
 
-class OtherLogsError(Exception):
-    """The logs do not go on from there; the message says why. The archive does, or has another history."""
-
-
 def read_tail(origin: Origin, ends: Sequence[LogEnd], now_ms: int, leader_url: str) -> bytes | None:
     """Return what the logs have behind these ends, as an encoded piece; None if no moment can be told now. Without any
     ends, say where the logs end.
 
     The piece `is_moment` if it has all of it. Its `txn` are the files of transactions at that moment, without their
-    bytes. Raise OtherLogsError, OSError.
+    bytes. Raise OriginGoneError if the logs do not go on from there (the archive does, or has another history), and
+    OSError.
     """
-    try:
-        found = origin.moment()
-        if found is None:
-            return None
-        logs, txn = found
-        ends = ends or [_end_of(origin, log) for log in logs]
-        _check(origin, logs, ends)
-        draft, is_whole = PieceDraft({end.shard: end for end in ends}), True
-        for log in logs:
-            is_whole &= _add(origin, log, draft)
-    except OriginGoneError as gone:
-        raise OtherLogsError(str(gone)) from gone
+    found = origin.moment()
+    if found is None:
+        return None
+    logs, txn = found
+    ends = ends or [_end_of(origin, log) for log in logs]
+    _check(origin, logs, ends)
+    draft, is_whole = PieceDraft(ends), True
+    for log in logs:
+        is_whole &= _add(origin, log, draft)
     files = [TxnFile(path, 0, 0, len(content), xxh3_64_intdigest(content)) for path, content in sorted(txn.items())]
-    piece = Piece(0, now_ms, "", draft.parts, draft.ends_by_shard, is_whole, True, files, leader_url=leader_url)
+    piece = Piece(0, now_ms, "", draft.parts, draft.ends, is_whole, True, files, leader_url=leader_url)
     return encode(piece, draft.payload)
 
 
@@ -50,11 +44,11 @@ def _end_of(origin: Origin, log: LogPlace) -> LogEnd:
 
 def _check(origin: Origin, logs: Sequence[LogPlace], ends: Sequence[LogEnd]) -> None:
     if [(end.shard, end.log_id) for end in ends] != [(log.shard, log.log_id) for log in logs]:
-        raise OtherLogsError("these are other logs: their ids differ")
+        raise OriginGoneError("these are other logs: their ids differ")
     for log, end in zip(logs, ends, strict=True):
         last_bytes = origin.bytes_before(log, end.position)
         if log.end < end.position or last_bytes is None or not last_bytes.endswith(end.last_bytes):
-            raise OtherLogsError(f"log {log.shard} has no end {end.position}, or had another record before it")
+            raise OriginGoneError(f"log {log.shard} has no end {end.position}, or had another record before it")
 
 
 def _add(origin: Origin, log: LogPlace, draft: PieceDraft) -> bool:

@@ -11,7 +11,6 @@ borrowed segment, the note is removed, and with it the loan: the object that kee
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final
@@ -19,12 +18,12 @@ from typing import Final
 import msgspec
 
 from topics.storage import layout
-from topics.storage.archive_objects import ArchiveStore, FileRef, open_archive
-from topics.storage.filesystem import FileSystem, make_dirs, read_all, replace_file
+from topics.storage.archive_objects import Archive, ArchiveStore, FileRef, open_archive
+from topics.storage.filesystem import FileSystem
+from topics.storage.notes import VERSION, note_path, read_note_file, write_note_file
 from topics.storage.segment_store import WHOLE_OBJECT_MS, SegmentSource, SegmentStore, open_store
 
 NAME: Final = "borrowed.json"
-VERSION: Final = 1
 
 
 class BorrowedNote(msgspec.Struct, frozen=True):
@@ -42,39 +41,34 @@ class BorrowedNote(msgspec.Struct, frozen=True):
         return {ref.path.partition("/")[2]: ref.name for ref in self.files}
 
 
-def _path(data_dir: str) -> str:
-    return os.path.join(layout.meta_dir(data_dir), NAME)
-
-
 def read_borrowed(fs: FileSystem, data_dir: str) -> BorrowedNote | None:
     """Return the note; None if all data are here, or in the service's own cold tier. Raise OSError, also for a damaged
     note: without it data would be missing.
     """
-    path = _path(data_dir)
-    try:
-        content = read_all(fs, path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    try:
-        note = msgspec.json.decode(content, type=BorrowedNote)
-        if note.version != VERSION:
-            raise ValueError(f"version {note.version} is unknown")
-    except (msgspec.DecodeError, ValueError) as error:
-        raise OSError(errno.EIO, f"is damaged ({error}): restore the directory again", path) from error
-    return note
+    return read_note_file(fs, data_dir, NAME, BorrowedNote, "restore the directory again")
 
 
 def write_borrowed(fs: FileSystem, data_dir: str, note: BorrowedNote) -> None:
     """Write the note durably. Raise OSError."""
-    make_dirs(fs, layout.meta_dir(data_dir))
-    replace_file(fs, _path(data_dir), msgspec.json.encode(note))
+    write_note_file(fs, data_dir, NAME, msgspec.json.encode(note))
 
 
 def remove_borrowed(fs: FileSystem, data_dir: str) -> None:
     """Remove the note durably. Raise OSError."""
     with suppress(FileNotFoundError):
-        fs.unlink(_path(data_dir))
+        fs.unlink(note_path(data_dir, NAME))
     fs.fsync_dir(layout.meta_dir(data_dir))
+
+
+def end_loan(fs: FileSystem, data_dir: str, note: BorrowedNote, store: ArchiveStore) -> None:
+    """Have the archive keep nothing any more for this directory, and remove the note. Raise OSError, also if there is
+    no archive: a folder is empty while its disk is not mounted, and the loan would stay there for good.
+    """
+    if not Archive(store).generations():
+        reason = "has no archive now: mount its disk; if it is gone for good, remove meta/borrowed.json"
+        raise FileNotFoundError(errno.ENOENT, reason, store.place(""))
+    store.delete(note.loan)
+    remove_borrowed(fs, data_dir)
 
 
 class ColdSource:

@@ -6,14 +6,14 @@ a start without it only has nothing to compare the clock with.
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Final
 
 import msgspec
 
 from topics.core.clock import TrustedTime
 from topics.storage import layout
-from topics.storage.filesystem import FileSystem, make_dirs, read_all, replace_file
+from topics.storage.filesystem import FileSystem, read_all
+from topics.storage.notes import note_path, write_note_file
 
 VERSION: Final = 1
 _Ms = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
@@ -27,13 +27,12 @@ class _Note(msgspec.Struct):
 
 
 def clock_path(data_dir: str) -> str:
-    return os.path.join(layout.meta_dir(data_dir), layout.CLOCK_NAME)
+    return note_path(data_dir, layout.CLOCK_NAME)
 
 
 def write_clock(fs: FileSystem, data_dir: str, trusted: TrustedTime) -> None:
     """Replace the file durably. Raise OSError; the former one is as it was then."""
-    make_dirs(fs, layout.meta_dir(data_dir))
-    replace_file(fs, clock_path(data_dir), msgspec.json.encode(_Note(VERSION, *trusted)))
+    write_note_file(fs, data_dir, layout.CLOCK_NAME, msgspec.json.encode(_Note(VERSION, *trusted)))
 
 
 def read_clock(fs: FileSystem, data_dir: str) -> TrustedTime | None:

@@ -223,7 +223,7 @@ def write_all(fs: FileSystem, fd: int, content: Bytes, offset: int) -> None:
         written += count
 
 
-def replace_file(fs: FileSystem, path: str, content: bytes) -> None:
+def replace_file(fs: FileSystem, path: str, content: Bytes) -> None:
     """Make or replace a file durably: it gets its name only once it is whole and on the disk.
 
     Raise OSError; the former file is as it was then, unless only the directory's sync failed.

@@ -8,18 +8,15 @@ A directory without one is a service of its own. The note stays when the service
 
 from __future__ import annotations
 
-import errno
-import os
 from typing import Final
 
 import msgspec
 
-from topics.storage import layout
 from topics.storage.archive_objects import LogEnd
-from topics.storage.filesystem import FileSystem, make_dirs, read_all, replace_file
+from topics.storage.filesystem import FileSystem
+from topics.storage.notes import VERSION, read_note_file, write_note_file
 
 NAME: Final = "following.json"
-VERSION: Final = 1
 
 
 class FollowNote(msgspec.Struct, frozen=True):
@@ -50,26 +47,11 @@ class FollowNote(msgspec.Struct, frozen=True):
         return bool(self.promoted_id)
 
 
-def _path(data_dir: str) -> str:
-    return os.path.join(layout.meta_dir(data_dir), NAME)
-
-
 def read_note(fs: FileSystem, data_dir: str) -> FollowNote | None:
     """Return the note, None for a service of its own. Raise OSError, also for a damaged one."""
-    path = _path(data_dir)
-    if not fs.exists(path):
-        return None
-    try:
-        note = msgspec.json.decode(read_all(fs, path), type=FollowNote)
-        if note.version != VERSION:
-            raise ValueError(f"version {note.version} is unknown")
-    except (msgspec.DecodeError, ValueError) as error:
-        way_out = "empty the directory to follow from the beginning"
-        raise OSError(errno.EIO, f"is damaged ({error}): {way_out}", path) from error
-    return note
+    return read_note_file(fs, data_dir, NAME, FollowNote, "empty the directory to follow from the beginning")
 
 
 def write_note(fs: FileSystem, data_dir: str, note: FollowNote) -> None:
     """Write the note durably. Raise OSError."""
-    make_dirs(fs, layout.meta_dir(data_dir))
-    replace_file(fs, _path(data_dir), msgspec.json.encode(note))
+    write_note_file(fs, data_dir, NAME, msgspec.json.encode(note))

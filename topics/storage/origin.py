@@ -27,14 +27,16 @@ from topics.storage.logfile import (
 )
 from topics.storage.recovery import Recovery
 from topics.storage.segment import ENTRY_LEN
-from topics.storage.snapshot import Snapshot, load_snapshot, read_snapshot
+from topics.storage.snapshot import Snapshot, load_snapshot
 from topics.storage.txn_files import SINK_HEAD_LEN, is_sink_name, stage_of_name
 
 TRIES_MAX: Final = 200
 
 
 class OriginGoneError(Exception):
-    """Bytes that were there are not there any more: another process of the service removed them. Begin again."""
+    """Bytes that were there are not there any more: another process of the service removed them, or the directory has
+    another history. Begin again.
+    """
 
 
 class LogPlace(NamedTuple):
@@ -139,13 +141,6 @@ class Origin:
 
     def snapshot(self) -> Snapshot | None:
         return load_snapshot(self.fs, self.data_dir)
-
-    def snapshot_body(self, number: int) -> bytes:
-        """Return the body of a snapshot. Raise OriginGoneError if a newer one took its place."""
-        try:
-            return read_snapshot(self.fs, self.data_dir, number)
-        except FileNotFoundError as error:
-            raise OriginGoneError(f"snapshot {number} was replaced") from error
 
     def read_segment_file(self, file: SegmentFile) -> bytes:
         """Read the committed bytes of a file, from the cold tier if it went there. Raise OriginGoneError if the

@@ -10,23 +10,22 @@ import errno
 import os
 import re
 import secrets
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
-from topics.storage import layout
-from topics.storage.filesystem import FileSystem, make_dirs, read_all, replace_file
+from topics.storage.filesystem import FileSystem, read_all
+from topics.storage.notes import VERSION, note_path, read_note_file, write_note_file
 from topics.storage.snapshot import present_log_ids
 
 NAME: Final = "service-id"
 RESTORED_NAME: Final = "restored.json"
-RESTORED_VERSION: Final = 1
 _ID: Final = re.compile(rb"[0-9a-f]{16}")
 
 
 def known_id(fs: FileSystem, data_dir: str) -> str | None:
     """Return the id, None for a directory without one and without a log. Raise OSError, also for a damaged file."""
-    path = os.path.join(layout.meta_dir(data_dir), NAME)
+    path = note_path(data_dir, NAME)
     if fs.exists(path):
         found = read_all(fs, path)
         if not _ID.fullmatch(found):
@@ -41,17 +40,15 @@ def keep_id(fs: FileSystem, data_dir: str) -> str:
     found = known_id(fs, data_dir)
     if found is None:
         raise OSError(errno.ENOENT, "has no log that can be read", data_dir)
-    path = os.path.join(layout.meta_dir(data_dir), NAME)
-    if not fs.exists(path):
-        make_dirs(fs, layout.meta_dir(data_dir))
-        replace_file(fs, path, found.encode())
+    if not fs.exists(note_path(data_dir, NAME)):
+        write_note_file(fs, data_dir, NAME, found.encode())
     return found
 
 
 class _RestoredNote(msgspec.Struct):
     version: int
     restored_ms: int
-    epoch_mask: str
+    epoch_mask: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 
 
 def make_restored(fs: FileSystem, data_dir: str, now_ms: int, new_id: str = "") -> None:
@@ -59,30 +56,21 @@ def make_restored(fs: FileSystem, data_dir: str, now_ms: int, new_id: str = "") 
     and its topics other epochs. Raise OSError.
     """
     set_epoch_mask(fs, data_dir, secrets.randbits(64), now_ms)
-    replace_file(fs, os.path.join(layout.meta_dir(data_dir), NAME), (new_id or secrets.token_hex(8)).encode())
+    write_note_file(fs, data_dir, NAME, (new_id or secrets.token_hex(8)).encode())
 
 
 def set_epoch_mask(fs: FileSystem, data_dir: str, mask: int, now_ms: int) -> None:
     """Note what makes epochs of topic ids, 0 for nothing. Raise OSError."""
-    make_dirs(fs, layout.meta_dir(data_dir))
-    note = _RestoredNote(RESTORED_VERSION, now_ms, f"{mask:016x}")
-    replace_file(fs, os.path.join(layout.meta_dir(data_dir), RESTORED_NAME), msgspec.json.encode(note))
+    note = _RestoredNote(VERSION, now_ms, f"{mask:016x}")
+    write_note_file(fs, data_dir, RESTORED_NAME, msgspec.json.encode(note))
 
 
 def epoch_mask(fs: FileSystem, data_dir: str) -> int:
     """Return what makes epochs of topic ids (`epoch = id ^ mask`): 0 unless the directory was restored. Raise OSError,
     also for a damaged file: without it readers would take restored topics for those that they knew.
     """
-    path = os.path.join(layout.meta_dir(data_dir), RESTORED_NAME)
-    if not fs.exists(path):
-        return 0
-    try:
-        note = msgspec.json.decode(read_all(fs, path), type=_RestoredNote)
-        if note.version != RESTORED_VERSION or not _ID.fullmatch(note.epoch_mask.encode()):
-            raise ValueError(f"version {note.version}, epoch_mask {note.epoch_mask!r}")
-    except (msgspec.DecodeError, ValueError) as error:
-        raise OSError(errno.EIO, f"is damaged ({error}): restore the directory again", path) from error
-    return int(note.epoch_mask, 16)
+    note = read_note_file(fs, data_dir, RESTORED_NAME, _RestoredNote, "restore the directory again")
+    return 0 if note is None else int(note.epoch_mask, 16)
 
 
 def describe(service_id: str, data_dir: str) -> str:

@@ -151,6 +151,7 @@ class Snapshot(NamedTuple):
     """The snapshot that counts. `skipped` are newer ones that cannot be used."""
 
     number: int
+    body: bytes
     parts: list[ShardPart]
     skipped: list[BadSnapshot]
 
@@ -194,7 +195,7 @@ def load_snapshot(fs: FileSystem, data_dir: str) -> Snapshot | None:
         with suppress(msgspec.DecodeError):
             parts = decode_parts(body)
             if {part.log_id for part in parts} <= log_ids:
-                return Snapshot(number, parts, skipped)
+                return Snapshot(number, body, parts, skipped)
         path = layout.snapshot_path(data_dir, number)
         skipped.append(BadSnapshot(path, HEADER_LEN, "it goes with other logs than those that are here"))
     if not skipped:

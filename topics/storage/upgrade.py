@@ -9,7 +9,6 @@ cursor of every dest is at the head of its source: then all copies are in the lo
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Final
 
@@ -19,9 +18,10 @@ from topics.core.fold import FoldError
 from topics.core.routers import FeedFrameBody
 from topics.core.shard_state import ShardState
 from topics.storage import layout
-from topics.storage.filesystem import FileSystem, ReadOnlyFileSystem, boot_id, make_dirs, read_all, replace_file
+from topics.storage.filesystem import FileSystem, ReadOnlyFileSystem, boot_id, read_all
 from topics.storage.log_fold import OfflineFold
 from topics.storage.logfile import NotALogFile, RefusedLog, WalIdentity, read_first_start
+from topics.storage.notes import note_path, write_note_file
 from topics.storage.recovery import Recovery
 from topics.storage.snapshot import load_snapshot
 
@@ -33,13 +33,12 @@ class _Mark(msgspec.Struct):
 
 
 def mark_path(data_dir: str) -> str:
-    return os.path.join(layout.meta_dir(data_dir), layout.FORMAT_NAME)
+    return note_path(data_dir, layout.FORMAT_NAME)
 
 
 def write_mark(fs: FileSystem, data_dir: str) -> None:
     """Make the mark of this release durably. Raise OSError."""
-    make_dirs(fs, layout.meta_dir(data_dir))
-    replace_file(fs, mark_path(data_dir), msgspec.json.encode(_Mark(VERSION)))
+    write_note_file(fs, data_dir, layout.FORMAT_NAME, msgspec.json.encode(_Mark(VERSION)))
 
 
 def has_mark(fs: FileSystem, data_dir: str) -> bool:

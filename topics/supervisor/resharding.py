@@ -4,8 +4,6 @@ all shards.
 
 from __future__ import annotations
 
-import errno
-
 from topics import log
 from topics.archive import promoting
 from topics.core.clock import SystemClock
@@ -26,10 +24,7 @@ _logger = log.get_logger()
 
 def settle_role(settings: Settings) -> Settings:
     """Return the settings of what the service is now. Raise OSError if they do not fit the data directory."""
-    try:
-        return promoting.settle_role(OsFileSystem(), settings, SystemClock())
-    except promoting.FollowRefusedError as refusal:
-        raise OSError(errno.EINVAL, str(refusal)) from refusal
+    return promoting.settle_role(OsFileSystem(), settings, SystemClock())
 
 
 def is_needed(settings: Settings) -> bool:

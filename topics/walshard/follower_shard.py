@@ -6,7 +6,7 @@ watch sessions. Topics, floors, jobs and routers change only by what the leader 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Final, NamedTuple, NoReturn
 
@@ -95,7 +95,7 @@ class FollowedLog:
         self._tail = tail
         self._until = until
         self._wait = wait
-        wait.committed(_kept(catalog), tail.position.word)
+        wait.committed(catalog, tail.position.word)
         self._catalog = catalog
         self._routing = routing
         self._configs = {hosted.topic.id: hosted.topic.config for hosted in catalog}
@@ -129,7 +129,7 @@ class FollowedLog:
             watchers |= hosted.watchers
         changed = [self._take(self._fold.topics[topic_id]) for topic_id in touched - gone]
         self._routing.follow(self._fold.routers, changed, router_ids)
-        self._wait.committed(_kept(changed), until.word)
+        self._wait.committed(changed, until.word)
         return News(list({id(hosted): hosted for hosted in (*changed, *self._archived())}.values()), watchers)
 
     def _archived(self) -> list[Hosted]:
@@ -154,11 +154,6 @@ class FollowedLog:
         """Show another configuration, which the fold has set already."""
         config, topic.config = topic.config, former
         hosted.configured(config, hosted.prepare_config(config))
-
-
-def _kept(topics: Iterable[Hosted]) -> list[Hosted]:
-    """Return the topics whose records get into the archive."""
-    return [hosted for hosted in topics if hosted.topic.config.durability != "ephemeral"]
 
 
 @dataclass(eq=False)

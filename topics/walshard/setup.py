@@ -256,7 +256,7 @@ def _follow_archive(place: Place, logs: Logs, catalog: Catalog) -> ArchiveWait |
     files_max = settings.archive_backlog_bytes // (settings.wal_file_bytes * settings.wal_shards)
     room_bytes = partial(room_left_bytes, place.fs, settings.data_dir, shared.control.cut_bytes)
     wait = ArchiveWait(partial(shared.control.shipped, place.shard), room_bytes, files_max)
-    wait.committed((hosted for hosted in catalog if hosted.topic.config.durability != "ephemeral"), logs.end_word)
+    wait.committed(catalog, logs.end_word)
     return wait
 
 

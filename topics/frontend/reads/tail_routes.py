@@ -25,8 +25,8 @@ from topics.frontend.routes.operations import ApiRequest
 from topics.shm.control import ControlPage
 from topics.shm.durations import Route
 from topics.storage.archive_objects import LogEnd
-from topics.storage.archive_tail import TAIL_BYTES, OtherLogsError, read_tail
-from topics.storage.origin import Origin
+from topics.storage.archive_tail import TAIL_BYTES, read_tail
+from topics.storage.origin import Origin, OriginGoneError
 
 WAIT_MS_MAX: Final = 1000
 POLL_S: Final = 0.005
@@ -82,7 +82,7 @@ class TailRoutes:
     async def _read(self, ends: list[LogEnd]) -> bytes:
         try:
             body = await asyncio.to_thread(read_tail, self.origin, ends, self.clock.now_ms(), self.leader_url)
-        except OtherLogsError as error:
+        except OriginGoneError as error:
             raise TopicsError("head_mismatch", f"{error}: take the archive instead") from error
         if body is None:
             raise TopicsError("not_ready", "a shard recovers, or transactions follow each other too fast; ask again")

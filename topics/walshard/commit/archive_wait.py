@@ -60,8 +60,11 @@ class ArchiveWait:
     # -- topics
 
     def committed(self, touched: Iterable[Hosted], end: int) -> None:
-        """Note topics of a group in the durable log, which ends at `end` now."""
-        heads = [(hosted, hosted.topic.head_seq) for hosted in touched]
+        """Note topics of a group in the durable log, which ends at `end` now. Only their records get into the archive
+        that are in this log.
+        """
+        durable = (hosted for hosted in touched if hosted.topic.config.durability != "ephemeral")
+        heads = [(hosted, hosted.topic.head_seq) for hosted in durable]
         if not heads:
             return
         if end <= self._seen:

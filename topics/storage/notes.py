@@ -1,0 +1,47 @@
+"""Notes in `<data dir>/meta`: small JSON files, each replaced as a whole, that say what the directory is."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Final, Protocol, TypeVar
+
+import msgspec
+
+from topics.storage import layout
+from topics.storage.filesystem import FileSystem, make_dirs, read_all, replace_file
+
+VERSION: Final = 1
+"""The version of all notes that `read_note_file` reads."""
+
+
+class _VersionedNote(Protocol):
+    @property
+    def version(self) -> int: ...
+
+
+_Note = TypeVar("_Note", bound=_VersionedNote)
+
+
+def note_path(data_dir: str, name: str) -> str:
+    return os.path.join(layout.meta_dir(data_dir), name)
+
+
+def write_note_file(fs: FileSystem, data_dir: str, name: str, content: bytes) -> None:
+    """Replace a note durably. Raise OSError; the former one is as it was then."""
+    make_dirs(fs, layout.meta_dir(data_dir))
+    replace_file(fs, note_path(data_dir, name), content)
+
+
+def read_note_file(fs: FileSystem, data_dir: str, name: str, kind: type[_Note], way_out: str) -> _Note | None:
+    """Return a note, None if there is none. Raise OSError, also for a damaged one, which must never count as none."""
+    path = note_path(data_dir, name)
+    try:
+        note = msgspec.json.decode(read_all(fs, path), type=kind)
+        if note.version != VERSION:
+            raise ValueError(f"version {note.version} is unknown")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (msgspec.DecodeError, ValueError) as error:
+        raise OSError(errno.EIO, f"is damaged ({error}): {way_out}", path) from error
+    return note
