@@ -13,7 +13,7 @@ from topics.archive.follow_main import Follower
 from topics.archive.leader_tail import PATH, LeaderAwayError, LeaderTail
 from topics.archive.promoting import finish_promotion, is_promotion_due, settle_role
 from topics.archive.replica import Replica, begin_anew
-from topics.shm.control import EXIT_AGAIN, EXIT_REFUSED
+from topics.shm.control import EXIT_AGAIN, EXIT_REFUSED, Role
 from topics.storage.archive_objects import Archive, LogEnd, Piece, decode
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.follow_note import read_note
@@ -136,6 +136,14 @@ class FollowerRig(Rig):
         if not words or not self.every or words != [self.shared.control.readable(shard) for shard in range(len(words))]:
             return None
         return self.replica.note.generation, self.replica.note.piece
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """Another one once its shards may show something else: there is more in the logs, a shard or the process began
+        again, or a call has changed the disk.
+        """
+        arenas = [self.shared.control.cell(Role.WALSHARD, shard).get("generation") for shard in range(len(self.every))]
+        return self.replica, len(self.process_fs.log), self.shown, self.shown_words, tuple(arenas)
 
     @property
     def shown_words(self) -> tuple[int, ...]:

@@ -84,10 +84,10 @@ class Small(SmallLogs):
         return self._given
 
 
-def shown(rig: Rig) -> Records:
-    """Return what a service shows."""
+def shown(rig: Rig, names: Sequence[str] = (*NAMES, *TOGETHER)) -> Records:
+    """Return what a service shows of these topics."""
     compaction, found = Compaction(rig), {}
-    for name in (*NAMES, *TOGETHER):
+    for name in names:
         if rig.reader_of(rig.owner(name)).look_up(name) is not None:
             found[name] = dict(compaction.read(name))
     return found
@@ -146,6 +146,8 @@ class Leader:
         """Records that it had when its ends were read last."""
         self._copy = f"{data_dir}-copy"
         self._copied: tuple[Records, int] | None = None
+        self._copied_at = -1
+        """The number above those of all records when the directory was copied."""
         self.lives: list[int] = [0]
         """Numbers of records at the times when the directory went back, each the beginning of a life."""
         self.told: dict[tuple[int, ...], tuple[Records, int]] = {}
@@ -242,7 +244,7 @@ class Leader:
         finish_batches(self.rig, self._published)
 
     def _published(self, name: str, first_seq: int) -> None:
-        found = shown(self.rig)[name]
+        found = shown(self.rig, [name])[name]
         self.live[name] |= {seq: data for seq, data in found.items() if seq >= first_seq}
 
     # -- its processes and its machine
@@ -310,7 +312,12 @@ class Leader:
             shutil.copytree(self.data_dir, self._copy)
 
         self.restart(copy)
-        self._copied = copied(self.live), self.shards
+        self._copied, self._copied_at = (copied(self.live), self.shards), self.world.written
+
+    @property
+    def may_copy(self) -> bool:
+        """True if a copy of the directory would be another one, and could be put back."""
+        return not self.world.is_cold and self._copied_at < self.world.written
 
     @property
     def has_copy(self) -> bool:

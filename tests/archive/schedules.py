@@ -8,6 +8,7 @@ ended goes on with the same command; another range of seeds is `--first-seed`.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import multiprocessing
@@ -28,6 +29,8 @@ from tests.archive.archiving import STEPS, TALLY, Archiving, small_world
 PER_SEED: Final = 100
 SEEDS_PER_PROCESS: Final = 10
 """A process ends then: what it has mapped, it keeps."""
+GARBAGE: Final = 5_000
+"""Objects that are made between two looks for garbage."""
 TOLD_S: Final = 60.0
 
 _SETTINGS: Final = hypothesis.settings(
@@ -87,6 +90,9 @@ def run(seed: int) -> dict[str, Any]:
     """Run the schedules of a seed; return what was counted, and what was found if one is not as it should be."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     TALLY.clear()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GARBAGE)
     result: dict[str, Any] = {"seed": seed}
     try:
         with small_world():

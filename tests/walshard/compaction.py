@@ -10,11 +10,11 @@ from tests.executors import Inline
 from tests.walshard.rig import Rig
 from topics.compactor.compactor import Compactor
 from topics.compactor.main import build
-from topics.core.location import LOCATION_LOST
+from topics.core.location import LOCATION_GONE, LOCATION_LOST, flags_of
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.shm.control import Role
 from topics.storage import layout
-from topics.storage.borrowed import open_cold
+from topics.storage.borrowed import ColdSource, open_cold
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.segment import ENTRY_LEN, CommittedFile
 from topics.storage.segment_reader import SegmentReader
@@ -100,14 +100,16 @@ class Compaction:
         records: list[tuple[int, bytes]] = []
         next_seq = view.earliest_seq
         directory = layout.topic_dir(self.rig.settings.data_dir, view.topic_id)
+        cold = self._cold() if any(info.flags & COLD for info in segments) else None
         for info in segments:
             if info.last_seq < view.earliest_seq:
                 continue
             assert info.first_seq <= next_seq, "no seq is missing between earliest and head"
             assert info.last_seq < view.base_seq
-            segment = self._segment(directory, info)
-            for seq in range(next_seq, info.last_seq + 1):
-                if segment.entries(seq, seq)[3] >> 32 & 34:
+            segment = self._segment(directory, info, cold)
+            flags = flags_of(segment.entries(next_seq, info.last_seq))
+            for seq, gone in zip(range(next_seq, info.last_seq + 1), flags, strict=True):
+                if gone & LOCATION_GONE:
                     continue
                 frame = segment.frame(seq)
                 assert frame is not None
@@ -120,13 +122,19 @@ class Compaction:
     def lost(self, name: str, info: SegmentInfo, seq: int) -> bool:
         """Return whether a segment has the record of a topic as a lost one."""
         directory = layout.topic_dir(self.rig.settings.data_dir, self.rig.hosted(name).topic.id)
-        return bool(self._segment(directory, info).entries(seq, seq)[3] >> 32 & LOCATION_LOST)
+        return bool(self._segment(directory, info, self._cold()).entries(seq, seq)[3] >> 32 & LOCATION_LOST)
 
-    def _segment(self, directory: str, info: SegmentInfo) -> SegmentReader:
-        if not info.flags & COLD:
-            return SegmentReader.open(directory, info.first_seq, info.records, info.data_bytes, info.version)
-        cold = open_cold(OsFileSystem(), self.rig.settings.data_dir, self.rig.settings.cold_dir)
-        assert cold is not None
-        name = layout.segment_data_path(os.path.basename(directory), info.first_seq, info.version)
+    def _cold(self) -> ColdSource | None:
+        return open_cold(OsFileSystem(), self.rig.settings.data_dir, self.rig.settings.cold_dir)
+
+    def _segment(self, directory: str, info: SegmentInfo, cold: ColdSource | None) -> SegmentReader:
+        """Return a segment, all of which is read at once."""
         idx = CommittedFile(layout.segment_idx_path(directory, info.first_seq, info.version), info.records * ENTRY_LEN)
-        return SegmentReader(directory, info.first_seq, idx, cold.read_range(name, 0, info.data_bytes), info.version)
+        if info.flags & COLD:
+            assert cold is not None
+            name = layout.segment_data_path(os.path.basename(directory), info.first_seq, info.version)
+            data = cold.read_range(name, 0, info.data_bytes)
+        else:
+            path = layout.segment_data_path(directory, info.first_seq, info.version)
+            data = CommittedFile(path, info.data_bytes)[:]
+        return SegmentReader(directory, info.first_seq, idx[:], data, info.version)

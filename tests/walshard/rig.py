@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tests.executors import Inline
 from tests.storage.faults import FaultyFileSystem
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
+from topics.core.location import FILE_BITS
 from topics.core.names import owner_shard
 from topics.settings import Settings
 from topics.settings import load as load_settings
@@ -359,18 +361,17 @@ class Rig:
         shard = self.owner(name)
         locations = self.reader_of(shard).locations(view, first_seq, view.head_seq)
         assert locations is not None, name
-        records = []
+        ram_directory = ram_group_dir(self.shared.ram_dir, shard)
+        directory = group_dir(self.settings.data_dir, shard, self._shard_count)
+        records, files = [], dict[int, bytes]()
         for at, (offset_len, file_flags) in enumerate(zip(locations.offset_len, locations.file_flags, strict=True)):
             if file_flags >> 32 & 34:
                 continue
-            directory = (
-                ram_group_dir(self.shared.ram_dir, shard)
-                if file_flags >> 32 & 1
-                else group_dir(self.settings.data_dir, shard, self._shard_count)
-            )
-            with open(log_path(directory, file_flags & 0xFFFF_FFFF), "rb") as file:
-                file.seek(offset_len & 0xFFFF_FFFF)
-                frame = file.read(offset_len >> 32)
+            file_key, offset = file_flags & FILE_BITS, offset_len & 0xFFFF_FFFF
+            if file_key not in files:
+                path = log_path(ram_directory if file_flags >> 32 & 1 else directory, file_flags & 0xFFFF_FFFF)
+                files[file_key] = Path(path).read_bytes()
+            frame = files[file_key][offset : offset + (offset_len >> 32)]
             _, _, _, topic_id, seq, _, node_len, tag_len, data_len = HEADER.unpack_from(frame)
             assert (topic_id, seq) == (view.topic_id, first_seq + at)
             start = HEADER_LEN + node_len + tag_len

@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import IntEnum
+from functools import cache
 from typing import Any, Final, Protocol
 
 from topics.storage.frame import Bytes
@@ -249,6 +250,7 @@ def new_file(fs: FileSystem, path: str, flags: int) -> Iterator[int]:
         raise
 
 
+@cache
 def boot_id() -> str:
     """Return an id that changes with every boot: what a power loss may have torn was written under another one."""
     with open(BOOT_ID_PATH, encoding="ascii") as file:
