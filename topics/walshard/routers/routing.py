@@ -344,7 +344,7 @@ class Routing:
 
     def _copy_some(self, feeds: list[Feed]) -> Steps[bool]:
         """Copy a page for each of these, all in one group of the logs, as far as one step goes: the others are next in
-        the following step. False when none had anything to copy.
+        the step after it. False when none had anything to copy.
         """
         writes: list[CopyWrite] = []
         records = 0

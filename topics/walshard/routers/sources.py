@@ -160,7 +160,7 @@ class Sources:
 
         A router that is made or changed, or whose source is another one now, concerns its dest alone. The shard of the
         dest reads the table itself, begins at a head of the source that it looks up afterwards, and gives the dest a
-        turn (`routing.py:_changes`). What is published later is told: `changed` and `created` look at the table behind
+        turn (`Routing._changes`). What is published later is told: `changed` and `created` look at the table behind
         the publication. If the source is not there yet, `created` tells; if it is deleted, `deleted` does. To tell the
         other dests of the source with each router that is made would take quadratic time. But all are told once, when
         this life of the shard sees the table for the first time: what was published before may be told to nobody.
