@@ -65,6 +65,26 @@ def test_a_clean_stop_ships_what_was_written_last(tmp_path: Path) -> None:
         assert list(read(other.client, "orders")[0].values()) == list(range(100))
 
 
+def test_a_base_that_takes_long_has_nobody_wait_for_the_interval(tmp_path: Path) -> None:
+    """The archiver ships once there is enough for a piece, as it does at other times."""
+    place = tmp_path / "archive"
+    command = patched(
+        tmp_path / "patched",
+        "from topics.archive import archiver, base_files",
+        "archiver.PIECE_BYTES, archiver.BASE_PIECES = 1000, 1",
+        "copy, copied = base_files.BaseFiles.copy, []",
+        "def stuck(files):",
+        "    copied.append(files)",
+        "    return copy(files) if len(copied) == 1 else files._is_over.wait()",
+        "base_files.BaseFiles.copy = stuck",
+    )
+    with Service(env=shipping(place, ARCHIVE_INTERVAL_MS=3_600_000), command=command) as service:
+        poll("a first base", lambda: archiver(service)["bases"] == 1)
+        for number in range(3):
+            write(service.client, "orders", "x" * 2000)
+            poll("it is shipped", lambda: state(service.client, "orders").get("archived_seq") == number + 1)
+
+
 @pytest.mark.long
 def test_a_killed_archiver_goes_on(tmp_path: Path) -> None:
     place = tmp_path / "archive"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import secrets
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from topics.core.location import LOCATION_IN_RAM_LOG, LOCATION_LOST, flags_of
 from topics.core.segment_list import SEALED
 from topics.frontend.reads.cold import ColdMissError
 from topics.frontend.reads.files import LogFiles
+from topics.frontend.reads.located_records import MovedError
 from topics.frontend.reads.reading import SCAN_MAX, RecordPage, TopicReader
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards.arenas import Arenas
@@ -574,3 +578,31 @@ def test_pages_of_any_log_follow_the_rules(
     finally:
         hosting.close()
         shm_names.unlink_all(identity)
+
+
+def test_a_read_that_was_tried_again_leaves_nothing_to_the_collector(
+    hosting: Hosting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of the first try names its frames, in which is the page that was being made."""
+
+    class Gathered: ...
+
+    found: list[weakref.ref[Gathered]] = []
+    read: Callable[..., RecordPage] = vars(TopicReader)["_read"]
+
+    def moved_once(*arguments: Any) -> RecordPage:
+        gathered = Gathered()
+        found.append(weakref.ref(gathered))
+        if len(found) == 1:
+            raise MovedError
+        return read(*arguments)
+
+    monkeypatch.setattr(TopicReader, "_read", moved_once)
+    hosting.make("t")
+    hosting.write("t", numbered(3))
+    gc.disable()
+    try:
+        assert seqs(page(hosting, "t")) == [1, 2, 3]
+        assert [one() for one in found] == [None, None]
+    finally:
+        gc.enable()

@@ -18,6 +18,7 @@ from topics.core.errors import TopicsError
 from topics.core.floors import EvictReason
 from topics.core.routers import RouterSpec
 from topics.shm import append_messages
+from topics.shm.arena import TopicView
 from topics.shm.memory import SharedObject
 from topics.shm.topic_messages import (
     CatchUp,
@@ -32,9 +33,11 @@ from topics.shm.topic_messages import (
 from topics.storage.frame import FLAG_MORE, Bytes, FrameType, lay_out, scan
 from topics.storage.layout import group_dir, log_path
 from topics.walshard import setup
+from topics.walshard.routers import routing
 from topics.walshard.routers.copier import Copier
 from topics.walshard.routers.feeds import Feeds
-from topics.walshard.routers.page import PAGE_RECORDS
+from topics.walshard.routers.originals import Originals
+from topics.walshard.routers.page import PAGE_BYTES, PAGE_RECORDS
 from topics.walshard.routers.routing import FEEDS_PER_STEP
 from topics.walshard.routers.sources import Ended
 
@@ -114,6 +117,57 @@ def test_a_step_copies_into_as_many_dests_as_make_a_page(rig: Rig, records: int,
         assert [name for name in names if rig.view(name).head_seq > 0] == names[: step * dests]
     rig.run()
     assert {rig.view(name).head_seq for name in names} == {records}
+
+
+def test_a_step_of_large_records_is_less_than_two_pages_of_bytes(rig: Rig) -> None:
+    names = [f"d{number}" for number in range(FEEDS_PER_STEP)]
+    for name in names:
+        route(rig, name, "a", name)
+    for _ in range(3):
+        rig.post_append("a", [b'"%s"' % (b"x" * (PAGE_BYTES // 8))] * 2)
+        rig.shard.serve()
+    for step in range(1, FEEDS_PER_STEP // 2 + 1):
+        assert rig.shard.copy()
+        assert [name for name in names if rig.view(name).head_seq == 6] == names[: 2 * step]
+
+
+def test_the_look_once_a_second_is_taken_in_steps(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"d{number}" for number in range(5)]
+    for name in names:
+        route(rig, name, f"from-{name}", name)
+        rig.append(f"from-{name}", b"1")
+    looked: list[str] = []
+    look = Originals.look
+
+    def noted(self: Originals, source: str) -> TopicView | None:
+        looked.append(source)
+        return look(self, source)
+
+    monkeypatch.setattr(Originals, "look", noted)
+    monkeypatch.setattr(routing, "LOOKED_AT_PER_STEP", 2)
+    rig.shard.sweep()
+    steps: list[int] = []
+    while rig.shard.copy():
+        steps.append(len(looked) - sum(steps))
+    assert steps == [2, 2, 1], "all of them have everything, so none has a turn"
+    assert sorted(looked) == [f"from-{name}" for name in names]
+
+
+def test_a_look_that_fails_ends_no_shard(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    route(rig, "r", "a", "b")
+    rig.append("a", b"1")
+    with monkeypatch.context() as patches:
+
+        def fails(_self: Originals, _source: str) -> TopicView | None:
+            raise OSError(errno.EMFILE, "too many open files")
+
+        patches.setattr(Originals, "look", fails)
+        rig.shard.sweep()
+        while rig.shard.copy():
+            pass
+    rig.clock.ms += 2000
+    rig.append("a", b"2")
+    assert rig.read("b") == [(1, b"1"), (2, b"2")]
 
 
 def test_copies_and_their_cursor_are_one_write_of_the_dest(rig: Rig) -> None:

@@ -93,6 +93,8 @@ class Archiver:
         self._counted = Shipped(0, 0, 0, 0)
         """The end of the archive as it was noted last."""
         self._bytes_behind_base = 0
+        self._noted_bytes = 0
+        """Bytes of the logs when the last moment was begun: what came meanwhile counts for the next one."""
         self._took_ms = 0
         self._told = ""
 
@@ -142,7 +144,7 @@ class Archiver:
 
     def _ship(self, shipper: Shipper) -> None:
         """Ship a moment, and take the next step of a base."""
-        began_ms = self._clock.monotonic_ms()
+        began_ms, self._noted_bytes = self._clock.monotonic_ms(), self._log_bytes
         try:
             shipped = shipper.ship(self._plan.gives_signs and began_ms - self._shipped_ms >= LEADER_SIGN_MS)
         except OriginGoneError as gone:
@@ -178,7 +180,7 @@ class Archiver:
         """Wait until the next step is due: after the interval, once there is a piece to ship or a base to end, or soon
         if somebody waits for the archive.
         """
-        began_ms, began_bytes = self._clock.monotonic_ms(), sum(map(log_bytes, self._shards))
+        began_ms = self._clock.monotonic_ms()
         soon_ms = max(SOON_MS - self._took_ms, min(GATHER_MS[1], max(GATHER_MS[0], self._took_ms // 4)))
         poll_ms = SOON_POLL_MS if any(cell.get("topics_archived") for cell in self._shards) else POLL_MS
         while (left_ms := began_ms + self._plan.interval_ms - self._clock.monotonic_ms()) > 0:
@@ -186,11 +188,17 @@ class Archiver:
             if is_soon and any(cell.get("archive_waits") for cell in self._waiters):
                 return
             step_s = min(left_ms, poll_ms) / 1000
+            if self._log_bytes - self._noted_bytes > PIECE_BYTES:
+                return
             if self._underway is not None:
                 if wait([self._underway.work], step_s).done or stop.is_set():
                     return
-            elif stop.wait(step_s) or sum(map(log_bytes, self._shards)) - began_bytes > PIECE_BYTES:
+            elif stop.wait(step_s):
                 return
+
+    @property
+    def _log_bytes(self) -> int:
+        return sum(map(log_bytes, self._shards))
 
     # -- bases
 

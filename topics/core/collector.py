@@ -10,8 +10,8 @@ FEW: Final = 100
 """Connections or streams beside which a look takes 6 ms."""
 WORTH: Final = 100
 """Looks at middle-aged objects that make a look at all worth it. Each means 7,000 objects more made than freed."""
-GROWN_BLOCKS: Final = 2_000_000
-"""Blocks of memory by which a process grows until all is looked at anyway. 10,000 streams are 1.3 million."""
+GROWN_BYTES: Final = 256 << 20
+"""Memory by which a process may grow until all is looked at however many wait: 10,000 event streams take less."""
 
 
 def collect_only_young() -> None:
@@ -23,30 +23,23 @@ def collect_only_young() -> None:
 class FullLooks:
     """Says when a frontend has all of its objects looked at, beside `collect_only_young`.
 
-    What a frontend does leaves no cycle that gets old (`python -m bench.cycles`), but for what libraries leave when
-    something fails. So a look can wait until few are connected; by itself Python would look again and again while many
-    connect, for 70 µs a connection. However many are connected, what an unknown cycle leaks is bounded by GROWN_BLOCKS.
+    Ordinary work of a frontend leaves no cycle that gets old (`python -m bench.cycles`), some failures do. So a look
+    can wait until few are connected; by itself Python would look again and again while many connect, for 70 µs a
+    connection. However many are connected, what cycles may keep is bounded by GROWN_BYTES.
     """
 
-    def __init__(self, look: Callable[[], object], worth: Callable[[], int], blocks: Callable[[], int]) -> None:
-        """`look` looks at all, `worth` counts looks at middle-aged objects since then, `blocks` those in use."""
+    def __init__(self, look: Callable[[], object], worth: Callable[[], int], own_bytes: Callable[[], int]) -> None:
+        """`look` looks at all, `worth` counts looks at middle-aged objects since then, `own_bytes` is the memory that
+        the process shares with nobody.
+        """
         self._look = look
         self._worth = worth
-        self._blocks = blocks
-        self._blocks_before = blocks()
-        self._next = WORTH
+        self._own_bytes = own_bytes
+        self._bytes_before = own_bytes()
 
     def beat(self, connected: int) -> None:
         """Look if now is the time for it. Call it every now and then."""
-        worth = self._worth()
-        if worth < WORTH:
-            return
-        if connected > FEW:
-            if worth < self._next:
-                return
-            self._next = worth + WORTH
-            if self._blocks() - self._blocks_before < GROWN_BLOCKS:
-                return
-        self._look()
-        self._blocks_before = self._blocks()
-        self._next = WORTH
+        is_cheap = connected <= FEW and self._worth() >= WORTH
+        if is_cheap or self._own_bytes() - self._bytes_before >= GROWN_BYTES:
+            self._look()
+            self._bytes_before = self._own_bytes()

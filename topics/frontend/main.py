@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-import sys
+from functools import partial
 from socket import socket
 from typing import Final
 
+import psutil
 import uvloop
 
 from topics.core.clock import SystemClock
@@ -48,6 +49,12 @@ def run(
     return 0
 
 
+def _own_bytes(process: psutil.Process) -> int:
+    """Return the memory that a process shares with no other."""
+    used = process.memory_info()
+    return int(used.rss - used.shared)
+
+
 async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, listeners: list[socket]) -> None:
     loop = asyncio.get_running_loop()
     shutdown = asyncio.Event()
@@ -60,7 +67,7 @@ async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, l
     frontend = build_app(process, keys, cold, lambda: connections.arrived)
 
     collect_only_young()
-    looks = FullLooks(gc.collect, lambda: gc.get_count()[2], sys.getallocatedblocks)
+    looks = FullLooks(gc.collect, lambda: gc.get_count()[2], partial(_own_bytes, psutil.Process()))
 
     def stop() -> None:
         cell.set("state", ProcessState.DRAINING)

@@ -280,7 +280,7 @@ class WorkStream:
         try:
             await jobs.read(self._reader, self.name, {seq: lease_members(dealt)[seq]})
         except TopicsError as error:
-            failure = error
+            failure = error.with_traceback(None)  # it would name this call, which would name it
         self._fetching = None  # an end of the stream from here on must not cancel this task
         if self._closed:
             return

@@ -215,7 +215,7 @@ class ColdTier:
         try:
             data = self._store.read_range(read.name, read.start, read.end - read.start)
         except Exception as failure:  # noqa: BLE001 — each kind of store has its own errors; all go to the readers
-            error = failure
+            error = failure.with_traceback(None)  # it would name this call, which would name it
         with suppress(RuntimeError):  # the loop is closed, and nobody waits
             read.done.get_loop().call_soon_threadsafe(self._finish, read, data, error)
 

@@ -84,6 +84,7 @@ _STEP_MIN: Final = 16
 _BEYOND_BYTES: Final = 64 * 1024
 """Bytes that one step may read if it covers more records than are wanted, as some may be filtered out."""
 _TRIES: Final = 8
+_CHANGES: Final = "its index changes faster than it can be read"
 _COLD_TRIES: Final = 16
 _T = TypeVar("_T")
 
@@ -232,7 +233,7 @@ class TopicReader:
         self, ref: TopicRef, from_seq: int, options: PageOptions, to_seq: int | None = None, from_ts: int | None = None
     ) -> RecordPage:
         """Read as `read_page` does, and fetch records from the cold tier. Find the topic again after this."""
-        reason: Exception | None = None
+        reason, was_gone = _CHANGES, False
         for _ in range(_COLD_TRIES):
             try:
                 return self.read_page(ref, from_seq, options, to_seq, from_ts)
@@ -241,9 +242,10 @@ class TopicReader:
                     await self.fetch(miss)
                 except FileNotFoundError as error:
                     # The segment was dropped or rewritten in the meantime. Then a new view no longer names it.
-                    if isinstance(reason, FileNotFoundError):
-                        raise _unreadable(ref, error) from error
-                    reason = error
+                    reason = str(error)
+                    if was_gone:
+                        raise _unreadable(ref, reason) from error
+                    was_gone = True
             ref = self.refresh(ref)
         raise _unreadable(ref, reason)
 
@@ -254,19 +256,21 @@ class TopicReader:
 
     def _retrying(self, ref: TopicRef, look: Callable[[TopicRef], _T]) -> _T:
         """Return what `look` returns, which is called with a new view of the topic while its view is outdated."""
-        reason: Exception | None = None
+        reason = _CHANGES  # a text: an error that a frame keeps keeps the frame, and the page that it was at
         for _ in range(_TRIES):
             try:
                 return look(ref)
-            except (MovedError, MismatchError, FileNotFoundError, EOFError) as error:
-                reason = error
+            except MovedError:
+                reason = _CHANGES
+            except (MismatchError, FileNotFoundError, EOFError) as error:
+                reason = str(error)
             except CorruptSegment as damage:
                 self.stores.segments.forget(damage.path)
                 if self.stores.cold is None or not self.stores.cold.forget(_in_topics_dir(damage.path)):
                     raise _corrupt(ref, damage) from damage
-                reason = damage
+                reason = str(damage)
             except OSError as error:
-                raise _unreadable(ref, error) from error
+                raise _unreadable(ref, str(error)) from error
             ref = self.refresh(ref)
         raise _unreadable(ref, reason)
 
@@ -374,8 +378,7 @@ def _lost_run(records: LocatedRecords, view: TopicView, first_seq: int, last_seq
     return _gap(view, first_seq, last_seq, reason.name.lower())
 
 
-def _unreadable(ref: TopicRef, error: Exception | None) -> TopicsError:
-    reason = "its index changes faster than it can be read" if isinstance(error, MovedError) else str(error)
+def _unreadable(ref: TopicRef, reason: str) -> TopicsError:
     _log.error("a topic cannot be read", topic=ref.name, shard=ref.shard, reason=reason)
     return TopicsError(
         "storage_unavailable", f"topic {ref.name!r} cannot be read: {reason}", {"topic": ref.name, "reason": reason}

@@ -44,7 +44,7 @@ LOG_CURSOR_SEQS: Final = 16_384
 
 class CopyWrite(NamedTuple):
     """The next write of a dest, for the durable log and the RAM log; `moves_head` if the dest's head moves with it.
-    `records` of the source were read for it.
+    `records` of the source were looked at for it, and `size_bytes` copied.
     """
 
     feed: Feed
@@ -52,6 +52,7 @@ class CopyWrite(NamedTuple):
     ram: list[LogWrite]
     moves_head: bool = False
     records: int = 0
+    size_bytes: int = 0
 
 
 @dataclass(eq=False)
@@ -187,7 +188,7 @@ class Copier:
         write = LogWrite([frames, cursor], place=place, more_frames=len(page) - 1, undo=undo, takes_room=True)
         ceilings = ceiling_writes(topic, len(page), ts)
         durable, ram = (ceilings, [write]) if in_ram else ([*ceilings, write], [])
-        return CopyWrite(feed, durable, ram, True, page.source_seq - feed.source_seq)
+        return CopyWrite(feed, durable, ram, True, page.source_seq - feed.source_seq, page.size_bytes)
 
     # -- what is not copied
 
