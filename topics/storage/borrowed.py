@@ -65,7 +65,7 @@ def end_loan(fs: FileSystem, data_dir: str, note: BorrowedNote, store: ArchiveSt
     no archive: a folder is empty while its disk is not mounted, and the loan would stay there for good.
     """
     if not Archive(store).generations():
-        reason = "has no archive now: mount its disk; if it is gone for good, remove meta/borrowed.json"
+        reason = "has no archive now: mount its disk; if it is gone for good, remove meta/borrowed.json and start again"
         raise FileNotFoundError(errno.ENOENT, reason, store.place(""))
     store.delete(note.loan)
     remove_borrowed(fs, data_dir)
