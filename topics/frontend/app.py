@@ -106,7 +106,8 @@ class App:
                     return None
             await self.router(scope, receive, send)
         except TopicsError as error:
-            await self._refuse(error, scope, send)
+            # Its frames name what they waited for, which names it: all of that would be left to the garbage collector.
+            await self._refuse(error.with_traceback(None), scope, send)
         except (ClientGoneError, ConnectionError):
             return None
         except Exception:  # noqa: BLE001 — any fault has an answer for the client and a line for the operator

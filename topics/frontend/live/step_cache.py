@@ -140,7 +140,7 @@ class StepCache:
         try:
             ref = self._topics.find(name)
         except TopicsError as raised:
-            error = raised
+            error = raised.with_traceback(None)
         except Exception:  # noqa: BLE001 — one topic's fault must not stop the delivery of others
             _log.exception("a topic could not be looked up", topic=name)
             error = TopicsError("internal", f"topic {name!r} cannot be read")

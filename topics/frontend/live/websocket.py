@@ -201,7 +201,7 @@ class Socket:
             else:
                 await self._outbox.put(encode_json({"op": "pong", "request_id": command.request_id}))
         except TopicsError as error:
-            await self._refuse(request_id, error)
+            await self._refuse(request_id, error.with_traceback(None))
         except Exception:  # noqa: BLE001 — the client gets an answer, the operator a log line
             _log.exception("a WebSocket command failed")
             await self._refuse(request_id, TopicsError("internal", "the command failed inside the server"))
@@ -314,7 +314,7 @@ class Socket:
             members = append.members(topic, done, with_seqs, started_ns)
             self._outbox.add(b'{"op":"ack","request_id":%b,%b}' % (encode_json(request_id), members))
         except TopicsError as error:
-            await self._refuse(request_id, error)
+            await self._refuse(request_id, error.with_traceback(None))
         self._observe(Route.WS_PUBLISH, started_ns)
 
     # -- subscriptions
