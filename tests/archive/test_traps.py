@@ -22,8 +22,10 @@ from tests.cases import case
 from tests.contract.asking import ok, put, state, write
 from tests.harness import Service, poll
 from topics.archive.inspection import figures, prune
+from topics.core.location import LOCATION_DELETED
 from topics.storage.archive_objects import Archive, open_archive
 from topics.storage.filesystem import OsFileSystem
+from topics.storage.segment import DELETED, ENTRY_LEN, read_columns
 
 
 def delete(service: Service, topic: str, **what: object) -> None:
@@ -60,6 +62,22 @@ def test_deleted_records_stay_deleted_and_those_of_an_earlier_moment_are_back(tm
             other.stop()
             run("verify", other.data_dir)
             other.start()
+    run("restore", place, "--data-dir", tmp_path / "copied", "--copy")
+    assert deleted_frames(tmp_path / "copied") == {DELETED}, (
+        "what is deleted says so itself, too: data are shipped once"
+    )
+
+
+def deleted_frames(data_dir: Path) -> set[int]:
+    """Return the last bytes of the frames of records that the indexes of segments call deleted."""
+    found = set()
+    for path in (data_dir / "topics").rglob("*.idx"):
+        idx, data = path.read_bytes(), path.with_suffix(".data").read_bytes()
+        _, offsets, lengths, flags = read_columns(idx, 0, len(idx) // ENTRY_LEN)
+        for offset, length, flag in zip(offsets, lengths, flags, strict=True):
+            if flag & LOCATION_DELETED and length:
+                found.add(data[offset + length - 1])
+    return found
 
 
 @pytest.mark.long
