@@ -193,6 +193,15 @@ def write_reset(probed: Probed) -> None:
             client.post("/v0/topics/t", RECORD, JSON).reset()
 
 
+def refused_writes(probed: Probed) -> None:
+    probed.put("full", cap_records=1, discard="reject")
+    with probed.client() as client:
+        client.post("/v0/topics/full", RECORD, JSON).answer()
+        for _ in range(TIMES):
+            assert client.post("/v0/topics/full", RECORD, JSON).answer().status == 422
+        client.get("/v0/topics/full", method="DELETE").answer()
+
+
 def make_and_delete(probed: Probed) -> None:
     with probed.client() as client:
         for _ in range(TIMES):
@@ -333,6 +342,7 @@ HANDSHAKE: Final = (
 
 def websocket(end: str) -> Callable[[Probed], None]:
     def work(probed: Probed) -> None:
+        probed.put("full", cap_records=1, discard="reject")
         with ExitStack() as stack:
             clients = probed.clients(stack)
             for client in clients:
@@ -341,6 +351,9 @@ def websocket(end: str) -> Callable[[Probed], None]:
                 client.send(message("subscribe", request_id=1, topic="t"))
                 client.send(message("publish", request_id=2, topic="t", records=[{"data": 1}]))
                 client.read(2)
+                if end == "refused publishes":
+                    client.send(message("publish", request_id=3, topic="full", records=[{"data": 1}] * 2))
+                    client.read(1)
             time.sleep(0.3)
             for client in clients:
                 if end == "close":
@@ -415,34 +428,14 @@ def http2_long_poll(end: str, wait_ms: int = LONG_MS) -> Callable[[Probed], None
     return work
 
 
-def http2_event_stream(end: str) -> Callable[[Probed], None]:
+def http2_each(begin: Callable[[Probed, Http2], int], end: str) -> Callable[[Probed], None]:
+    """Begin a stream over a connection each, and end all of them."""
+
     def work(probed: Probed) -> None:
         ones = []
         for _ in range(TIMES):
             one = Http2(probed.port)
-            stream_id = one.ask("GET", probed.stream_path(), accept="text/event-stream")
-            one.wait(stream_id, h2.events.DataReceived)
-            ones.append((one, stream_id))
-        time.sleep(0.3)
-        for one, stream_id in ones:
-            if end == "stream reset":
-                one.reset(stream_id)
-            elif end == "reset":
-                cut(one.socket)
-        time.sleep(0.3)
-        for one, _ in ones:
-            one.socket.close()
-
-    return work
-
-
-def http2_websocket(end: str) -> Callable[[Probed], None]:
-    def work(probed: Probed) -> None:
-        ones = []
-        for _ in range(TIMES):
-            one = Http2(probed.port)
-            stream_id = one.open_websocket()
-            one.send(stream_id, message("subscribe", request_id=1, topic="t"))
+            stream_id = begin(probed, one)
             one.wait(stream_id, h2.events.DataReceived)
             ones.append((one, stream_id))
         time.sleep(0.3)
@@ -458,6 +451,22 @@ def http2_websocket(end: str) -> Callable[[Probed], None]:
             one.socket.close()
 
     return work
+
+
+def http2_event_stream(end: str) -> Callable[[Probed], None]:
+    def begin(probed: Probed, one: Http2) -> int:
+        return one.ask("GET", probed.stream_path(), accept="text/event-stream")
+
+    return http2_each(begin, end)
+
+
+def http2_websocket(end: str) -> Callable[[Probed], None]:
+    def begin(_probed: Probed, one: Http2) -> int:
+        stream_id = one.open_websocket()
+        one.send(stream_id, message("subscribe", request_id=1, topic="t"))
+        return stream_id
+
+    return http2_each(begin, end)
 
 
 def http2_nonsense(probed: Probed) -> None:
@@ -483,6 +492,7 @@ WORK: Final[dict[str, Callable[[Probed], None]]] = {
         ("GET", "/v0/topics?sort=bytes", b"", 200),
         ("HEAD", *GET_TOPIC[1:]),
     ),
+    "422, refused by the shard": refused_writes,
     "topics, made and deleted": make_and_delete,
     "400, a body that is no JSON": asks(("POST", "/v0/topics/t", b"{", 400)),
     "400, no HTTP": nonsense,
@@ -507,6 +517,7 @@ WORK: Final[dict[str, Callable[[Probed], None]]] = {
     "WebSockets, a wrong frame": websocket("wrong frame"),
     "WebSockets, their connections closed": websocket("end"),
     "WebSockets, reset": websocket("reset"),
+    "WebSockets, publishes that the shard refuses": websocket("refused publishes"),
     "WebSockets, refused": refused_websocket,
     "HTTP/2, requests over one connection": http2("go away", TIMES),
     "HTTP/2, 404 over one connection": http2_errors,
@@ -519,7 +530,7 @@ WORK: Final[dict[str, Callable[[Probed], None]]] = {
     "HTTP/2, long polls of one connection, their streams reset": http2_long_poll("reset"),
     "HTTP/2, long polls of one connection, it is reset": http2_long_poll("cut"),
     "HTTP/2, event streams, their streams reset": http2_event_stream("stream reset"),
-    "HTTP/2, event streams, closed by the client": http2_event_stream("close"),
+    "HTTP/2, event streams, closed by the client": http2_event_stream("end"),
     "HTTP/2, event streams, reset": http2_event_stream("reset"),
     "HTTP/2, WebSockets, closed in order": http2_websocket("close"),
     "HTTP/2, WebSockets, their streams reset": http2_websocket("stream reset"),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -104,6 +107,36 @@ def test_many_readers_of_one_place_are_one_read() -> None:
         assert len(store.calls) == 1
 
     on_loop(test)
+
+
+def test_a_read_that_fails_leaves_nothing_to_the_collector() -> None:
+    """The error names the frames of its thread, in which is what was read."""
+
+    class Gathered: ...
+
+    found: list[weakref.ref[Gathered]] = []
+
+    def fail(_data: bytes) -> bytes:
+        gathered = Gathered()
+        found.append(weakref.ref(gathered))
+        raise OSError(errno.EIO, "the tier is damaged")
+
+    async def fetch(tier: ColdTier) -> None:
+        with pytest.raises(TopicsError):
+            await tier.fetch(miss(10, 20))
+
+    async def test() -> None:
+        store = Gated()
+        store.outcome = fail
+        await fetch(ColdTier(store, SystemClock(), 5000))
+        store.threads[0].join(DEADLINE_S)
+        assert [one() for one in found] == [None]
+
+    gc.disable()
+    try:
+        on_loop(test)
+    finally:
+        gc.enable()
 
 
 def test_only_so_much_is_kept() -> None:

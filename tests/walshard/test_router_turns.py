@@ -11,7 +11,7 @@ from tests.walshard.rig import Rig, step
 from tests.walshard.test_many_routers import ask, head_of
 from topics.core.routers import RouterSpec
 from topics.shm.topic_messages import DeleteRouter, DeleteTopic, EnsureTopic, PutRouter, SyncRouters
-from topics.walshard.routers.routing import FeedTurns
+from topics.walshard.routers.feed_turns import FeedTurns
 from topics.walshard.routers.sources import Links
 
 SHARDS = 3

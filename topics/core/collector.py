@@ -11,7 +11,7 @@ FEW: Final = 100
 WORTH: Final = 100
 """Looks at middle-aged objects that make a look at all worth it. Each means 7,000 objects more made than freed."""
 GROWN_BYTES: Final = 256 << 20
-"""Memory by which a process may grow until all is looked at however many wait: 10,000 event streams take less."""
+"""Memory by which a process may grow until all is looked at however many wait: 10,000 idle event streams are 160 MB."""
 
 
 def collect_only_young() -> None:

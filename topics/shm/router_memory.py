@@ -126,6 +126,7 @@ class RouterTable:
 
     @property
     def was_read(self) -> bool:
+        """True once this process has read the table."""
         return bool(self._epoch)
 
     @property

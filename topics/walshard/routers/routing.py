@@ -6,7 +6,6 @@ that clients wait for, some pages at a time. Handlers here yield what they want 
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.routers.cold_reads import UnknownError
 from topics.walshard.routers.copier import Copier, CopyWrite
+from topics.walshard.routers.feed_turns import FeedTurns
 from topics.walshard.routers.feeds import Feed, Feeds, Hindrance
 from topics.walshard.routers.originals import Originals
 from topics.walshard.routers.page import PAGE_BYTES, PAGE_RECORDS
@@ -54,58 +54,6 @@ UNKNOWN_WAIT_MS: Final = 1_000
 """Wait before a source whose shard has not recovered is looked for again."""
 DEST_WAIT_MS: Final = 30_000
 """A router whose dest is not made in this time is the remains of a PUT that nobody answered."""
-
-
-class FeedTurns:
-    """Turns of dests, by topic id: first come, first served. Who waits is back at a time (monotonic ms) or woken."""
-
-    def __init__(self) -> None:
-        self._ready: OrderedDict[int, None] = OrderedDict()  # a dict steps over all that were taken from its front
-        self._waiting: dict[int, int] = {}
-        self._times: list[tuple[int, int]] = []
-        """Heap of (time, dest). Only one that is in `_waiting` counts."""
-
-    def __bool__(self) -> bool:
-        """True if a dest has its turn."""
-        return bool(self._ready)
-
-    @property
-    def some_wait(self) -> bool:
-        """Return whether a dest waits for its time."""
-        return bool(self._waiting)
-
-    def line_up(self, dest_id: int) -> None:
-        """Give a dest a turn: it may have something to copy."""
-        self._waiting.pop(dest_id, None)
-        self._ready[dest_id] = None
-
-    def wake(self, dest_id: int) -> None:
-        """Give a dest a turn if it waits: what it waits for may have happened."""
-        if dest_id in self._waiting:
-            self.line_up(dest_id)
-
-    def defer(self, dest_id: int, until_ms: int) -> None:
-        """Take a dest's turn away until then."""
-        self._ready.pop(dest_id, None)
-        self._waiting[dest_id] = until_ms
-        heapq.heappush(self._times, (until_ms, dest_id))
-
-    def wake_due(self, now_ms: int) -> None:
-        """Give a turn to the dests whose time has come."""
-        while self._times and self._times[0][0] <= now_ms:
-            until_ms, dest_id = heapq.heappop(self._times)
-            if self._waiting.get(dest_id) == until_ms:
-                self.line_up(dest_id)
-
-    def take(self) -> int:
-        """Return the dest whose turn it is. There must be one."""
-        return self._ready.popitem(last=False)[0]
-
-    def give_back(self, dest_ids: list[int]) -> None:
-        """Put dests that were taken and did not come to copy in front again."""
-        for dest_id in reversed(dest_ids):
-            self.line_up(dest_id)
-            self._ready.move_to_end(dest_id, last=False)
 
 
 @dataclass(eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from topics.walshard.routers.routing import FeedTurns
+from topics.walshard.routers.feed_turns import FeedTurns
 
 
 def taken(turns: FeedTurns) -> list[int]:
@@ -50,3 +50,13 @@ def test_waking_is_for_those_that_wait() -> None:
     turns.line_up(1)
     turns.wake_due(2000)
     assert taken(turns) == [1]
+
+
+def test_who_did_not_come_to_copy_is_next_and_in_the_same_order() -> None:
+    turns = FeedTurns()
+    for dest_id in (1, 2, 3, 4):
+        turns.line_up(dest_id)
+    first, second, third = (turns.take() for _ in range(3))
+    turns.give_back([second, third])
+    turns.line_up(first)
+    assert taken(turns) == [2, 3, 4, 1]
