@@ -1,4 +1,4 @@
-"""Whose turn it is to copy, among the dests of one shard's routers."""
+"""Turns of the dests of one shard's routers: who copies next."""
 
 from __future__ import annotations
 
