@@ -21,6 +21,8 @@ from topics.shm.topic_messages import CatchUp, CaughtUp, DeleteRecords, Expire, 
 from topics.storage.frame import FrameType
 from topics.storage.segment_store import LocalStore
 from topics.storage.verify import verify
+from topics.walshard.routers.originals import SegmentOriginals
+from topics.walshard.shard import Shard
 
 DEADLINE_S = 20.0
 
@@ -128,6 +130,46 @@ def test_a_full_dest_holds_up_no_checkpoint_and_copies_from_segments(compaction:
             break
     assert got == [b"%d" % at for at in range(49)]
     assert feeds(rig).by_dest[hosted(rig, "b").topic.id].source_seq == 49
+    verified(rig)
+
+
+def copy_late(compaction: Compaction, dests: str) -> None:
+    """Two writes of 47 records of `a` are in segments before anybody copies them."""
+    rig = compaction.rig
+    for dest in dests:
+        route(rig, f"r-{dest}", "a", dest)
+    for tag in (b"t", b""):
+        rig.post_append("a", [b"%d" % at for at in range(47)], tag=tag)
+        rig.shard.serve()
+    with pytest.MonkeyPatch.context() as held:
+        held.setattr(Shard, "copy", lambda _: False)
+        compaction.compactor.cut()
+    assert compaction.segments("a")[-1].last_seq == 94
+
+
+def test_dests_that_come_late_copy_whole_pages_from_segments(
+    compaction: Compaction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = compaction.rig
+    reads: list[int] = []
+    read_once = SegmentOriginals.copies
+
+    def copies(self: SegmentOriginals, *page: Any) -> Any:
+        reads.append(page[2])
+        return read_once(self, *page)
+
+    monkeypatch.setattr(SegmentOriginals, "copies", copies)
+    copy_late(compaction, "bcd")
+    assert [rig.view(dest).head_seq for dest in "bcd"] == [0, 0, 0]
+    rig.run()
+    assert sorted(set(reads)) == sorted(reads), "a page that several dests copy is read once"
+    expected = compaction.read("a")
+    assert [compaction.read(dest) for dest in "bcd"] == [expected] * 3
+    assert rig.call(DeleteRecords("c", None, "eq", b"t")).deleted == 47
+    rig.restart_service()
+    compaction.begin_again()
+    rig.run()
+    assert [compaction.read(dest) for dest in "bcd"] == [expected, expected[47:], expected]
     verified(rig)
 
 

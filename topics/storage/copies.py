@@ -1,12 +1,13 @@
 """Frames of the records that routers copy, made from the frames of their originals.
 
-A copy is an Append of the dest like any other. It is laid out without its topic id, seq, time and checksum, which
-`frame.stamp` fills in for a whole page. If a page passes its router unchanged, the frames of the originals are stamped
-again (`as_copies`), which costs a fraction of laying them out.
+A copy is an Append of the dest like any other. An unstamped copy lacks its topic id, seq, time and checksum, which
+`frame.stamp` fills in for a whole page. The frames of the originals are checked and become unstamped copies. A page
+that passes its router unchanged is stamped as it is; otherwise each copy is laid out, which costs several times that.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from struct import Struct
 from typing import Final, NamedTuple
@@ -35,11 +36,15 @@ from topics.storage.frame import (
 
 _TYPE_AND_IDS: Final = Struct("<BxQQ")
 """From TYPE_AT on: type, flags (skipped), topic id, seq."""
+_HEAD_OF_A_COPY: Final = Struct("<IBB24x")
+"""Frame length, type, flags; topic id, seq and time are not known yet."""
+_FLAGS_AND_LENGTHS: Final = Struct("<B24xHH")
+"""From FLAGS_AT on: flags, topic id, seq and time (skipped), length of node and tag."""
 _KEPT_FLAGS: Final = FLAG_META | FLAG_NODE | FLAG_TAG | 0xFF << HOPS_SHIFT & 0xFF
 
 
 class Original(NamedTuple):
-    """The parts of a record in its frame; the payload begins at `payload_at` of `frame`."""
+    """The parts of a record in its frame: an unstamped copy, in which the payload begins at `payload_at`."""
 
     node: bytes
     tag: bytes
@@ -53,36 +58,12 @@ class Original(NamedTuple):
         return self.frame[self.payload_at : -CHECKSUM_LEN]
 
 
-def read_original(frame: memoryview, topic_id: int, seq: int) -> Original:
-    """Read the record in a frame of the log; ValueError if it is another or damaged."""
-    frame_len, type_, flags, found_id, found_seq, _, node_len, tag_len, _ = HEADER.unpack_from(frame)
-    found = (frame_len + LENGTH_FIELD_LEN, type_, found_id, found_seq)
-    if found != (len(frame), FrameType.APPEND, topic_id, seq):
-        raise ValueError(f"not record {seq} of topic {topic_id:#x}")
-    if CHECKSUM.unpack_from(frame, len(frame) - CHECKSUM_LEN)[0] != xxh3_64_intdigest(frame[TYPE_AT:-CHECKSUM_LEN]):
-        raise ValueError(f"the checksum of record {seq} of topic {topic_id:#x} does not match")
-    return _parts(frame, flags, HEADER_LEN, node_len, tag_len)
-
-
-def read_segment_original(frame: memoryview, seq: int) -> Original:
-    """Read the record in a frame of a segment (`segment.py`); ValueError if it is another or damaged."""
-    if len(frame) < segment.HEADER_LEN + segment.TAIL_LEN:
-        raise ValueError(f"no frame of record {seq}: {len(frame)} bytes")
-    _, flags, found_seq, _, node_len, tag_len, data_len = segment.HEADER.unpack_from(frame)
-    frame = frame[: len(frame) - segment.TAIL_LEN + CHECKSUM_LEN]
-    if CHECKSUM.unpack_from(frame, len(frame) - CHECKSUM_LEN)[0] != xxh3_64_intdigest(
-        frame[LENGTH_FIELD_LEN:-CHECKSUM_LEN]
-    ):
-        raise ValueError(f"the checksum of record {seq} does not match")
-    if found_seq != seq or segment.HEADER_LEN + node_len + tag_len + data_len + CHECKSUM_LEN != len(frame):
-        raise ValueError(f"not record {seq}")
-    return _parts(frame, flags, segment.HEADER_LEN, node_len, tag_len)
-
-
-def _parts(frame: memoryview, flags: int, node_at: int, node_len: int, tag_len: int) -> Original:
-    tag_at = node_at + node_len
+def read_copy(frame: memoryview) -> Original:
+    """Return the parts of an unstamped copy."""
+    flags, node_len, tag_len = _FLAGS_AND_LENGTHS.unpack_from(frame, FLAGS_AT)
+    tag_at = HEADER_LEN + node_len
     payload_at = tag_at + tag_len
-    node, tag = bytes(frame[node_at:tag_at]), bytes(frame[tag_at:payload_at])
+    node, tag = bytes(frame[HEADER_LEN:tag_at]), bytes(frame[tag_at:payload_at])
     return Original(node, tag, bool(flags & FLAG_META), flags >> HOPS_SHIFT, frame, payload_at)
 
 
@@ -111,3 +92,27 @@ def as_copies(buffer: bytearray, offset_len: Sequence[int], topic_id: int, first
             raise ValueError(f"the checksum of record {seq} of topic {topic_id:#x} does not match")
         view[start + FLAGS_AT] = view[start + FLAGS_AT] & _KEPT_FLAGS | FLAG_MORE
         seq += 1
+
+
+def segment_as_copies(part: memoryview, places: Sequence[int], first_seq: int) -> tuple[bytearray, array[int]]:
+    """Return unstamped copies of the records from `first_seq` on, which lie in a part of a segment's `.data`, and the
+    place of each copy. `places` are offset | length << 32 in that part. Raise ValueError as `as_copies` does.
+    """
+    buffer, rows = bytearray(), array("Q")
+    unpack, unpack_tail, pack = segment.HEADER.unpack_from, segment.TAIL.unpack_from, _HEAD_OF_A_COPY.pack
+    overhead_len = segment.HEADER_LEN + segment.TAIL_LEN
+    for seq, place in enumerate(places, first_seq):
+        start, length = place & 0xFFFF_FFFF, place >> 32
+        if length < overhead_len or start + length > len(part):
+            raise ValueError(f"no frame of record {seq}: {length} bytes")
+        _, flags, found_seq, _, node_len, tag_len, data_len = unpack(part, start)
+        tail_at = start + length - segment.TAIL_LEN
+        if unpack_tail(part, tail_at)[0] != xxh3_64_intdigest(part[start + LENGTH_FIELD_LEN : tail_at]):
+            raise ValueError(f"the checksum of record {seq} does not match")
+        if found_seq != seq or overhead_len + node_len + tag_len + data_len != length:
+            raise ValueError(f"not record {seq}")
+        copy_len = length + segment.LOG_FRAME_EXTRA_LEN
+        rows.append(len(buffer) | copy_len << 32)
+        buffer += pack(copy_len - LENGTH_FIELD_LEN, FrameType.APPEND, flags & _KEPT_FLAGS | FLAG_MORE)
+        buffer += part[start + segment.NODE_LEN_AT : tail_at + CHECKSUM_LEN]  # this checksum is not yet the copy's
+    return buffer, rows

@@ -56,6 +56,7 @@ assert sys.byteorder == "little", "columns are read and written without a conver
 
 HEADER: Final = Struct("<IBQQHHI")
 HEADER_LEN: Final = HEADER.size
+NODE_LEN_AT: Final = Struct("<IBQQ").size
 TAIL: Final = Struct("<QB")
 TAIL_LEN: Final = TAIL.size
 ENTRY: Final = Struct("<IIQB3x")

@@ -28,6 +28,7 @@ from topics.log import get_logger
 from topics.shm.arena import TopicView
 from topics.shm.arena_heap import ArenaFullError
 from topics.shm.control import ProcessCell
+from topics.storage.copies import read_copy
 from topics.walshard.commit.draft import LogWrite, ceiling_writes, head_write
 from topics.walshard.routers.cold_reads import UnknownError
 from topics.walshard.routers.feeds import Feed, Hindrance
@@ -145,11 +146,12 @@ class Copier:
         return self._write(feed, page)
 
     def _page(self, feed: Feed, sight: TopicView, first_seq: int, locations: SourceLocations) -> CopyPage:
-        if locations.segment is None and passes_whole(feed.routers, feed.source_seq, feed.topic, feed.repeats_to_seq):
-            frames, rows = self._originals.frames(feed.source, locations)
+        frames, rows = self._originals.copies(feed.source, sight.topic_id, first_seq, locations)
+        if passes_whole(feed.routers, feed.source_seq, feed.topic, feed.repeats_to_seq):
             flags = bytes([word >> FLAGS_SHIFT & ~_OF_THE_INDEX for word in locations.file_flags])
-            return CopyPage.whole(feed.source_seq, sight.topic_id, frames, rows, flags, feed.routers[0].router.id)
-        originals = self._originals.read(feed.source, sight.topic_id, first_seq, locations)
+            return CopyPage.whole(feed.source_seq, frames, rows, flags, feed.routers[0].router.id)
+        view = memoryview(frames)
+        originals = (read_copy(view[(at := row & LOW_WORD) : at + (row >> 32)]) for row in rows)
         source = feed.source, sight.topic_id, feed.source_seq
         return copy_page(originals, feed.routers, *source, feed.topic, feed.repeats_to_seq)
 

@@ -14,6 +14,7 @@ import os
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final, NamedTuple, TypeVar
 
 from topics.core.location import FILE_BITS, LOCATION_IN_RAM_LOG, LOCATION_LOST, LOW_WORD
@@ -25,7 +26,7 @@ from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
 from topics.storage import layout
 from topics.storage.borrowed import open_cold
-from topics.storage.copies import Original, read_original, read_segment_original
+from topics.storage.copies import as_copies, segment_as_copies
 from topics.storage.filesystem import FileSystem
 from topics.storage.segment import ENTRY_LEN, entries_of_idx
 from topics.walshard.routers.cold_reads import ColdReads, UnknownError
@@ -37,6 +38,13 @@ LEARNED_AT_ONCE: Final = 256
 """New topics of a shard that one step learns of, at some 12 µs each."""
 
 T = TypeVar("T")
+
+
+class Copies(NamedTuple):
+    """Unstamped copies of consecutive records, back to back, and the place of each as in the index."""
+
+    frames: bytearray
+    rows: array[int]
 
 
 class SourceLocations(NamedTuple):
@@ -70,6 +78,7 @@ class Originals:
             for peer in range(self._shards)
         ]
         self._open: OrderedDict[tuple[int, int, int], int] = OrderedDict()
+        self._last: tuple[tuple[int, int, SourceLocations], Copies] | None = None
 
     def learn_some(self) -> bool:
         """Learn of some new topics of a shard in `unlearned`, which has one. True if that shard's are known by that."""
@@ -106,11 +115,8 @@ class Originals:
             next_seq = next((info.first_seq for info in segments if info.first_seq > first_seq), view.base_seq)
             count = min(last_seq + 1, next_seq) - first_seq
             return SourceLocations([0] * count, [LOCATION_LOST << 32] * count)
-        try:
+        with self._explained(name, topic_id, info):
             in_segment = self._segments.locations(topic_id, info, first_seq, min(last_seq, info.last_seq))
-        except FileNotFoundError:
-            self._raise_if_replaced(name, topic_id, info)
-            raise
         return SourceLocations(*in_segment, segment=info)
 
     def _find(self, name: str, topic_id: int) -> tuple[ArenaReader, int, TopicView]:
@@ -121,47 +127,46 @@ class Originals:
             raise UnknownError
         return arena, slot, view
 
-    def _raise_if_replaced(self, name: str, topic_id: int, info: SegmentInfo) -> None:
-        """Raise UnknownError when the topic does not have this segment any more."""
-        arena, slot, view = self._find(name, topic_id)
-        if SegmentList(_require(arena.segments(slot, view))).at(info.first_seq) != info:
-            raise UnknownError
+    @contextmanager
+    def _explained(self, name: str, topic_id: int, info: SegmentInfo) -> Iterator[None]:
+        """Raise UnknownError for a missing file when the topic does not have this segment any more."""
+        try:
+            yield
+        except FileNotFoundError:
+            arena, slot, view = self._find(name, topic_id)
+            if SegmentList(_require(arena.segments(slot, view))).at(info.first_seq) != info:
+                raise UnknownError from None
+            raise
 
-    def read(self, name: str, topic_id: int, first_seq: int, locations: SourceLocations) -> Iterator[Original]:
-        """Yield the records at `locations`, none of them lost. Raise OSError when one cannot be read, ValueError when
-        it is not what its location says, UnknownError when it cannot be read yet or is not there any more.
+    def copies(self, name: str, topic_id: int, first_seq: int, locations: SourceLocations) -> Copies:
+        """Return unstamped copies of the records at `locations`, none of them lost. The last page is kept: the dests of
+        a topic copy it one after the other. Raise OSError when a record cannot be read, ValueError when it is not what
+        its location says, UnknownError when it cannot be read yet or is not there any more.
         """
+        page = topic_id, first_seq, locations
+        if self._last is None or self._last[0] != page:
+            self._last = page, self._read_copies(name, *page)
+        frames, rows = self._last[1]
+        return Copies(bytearray(frames), rows[:])
+
+    def _read_copies(self, name: str, topic_id: int, first_seq: int, locations: SourceLocations) -> Copies:
         if locations.segment is not None:
-            try:
-                yield from self._segments.read(topic_id, locations.segment, first_seq, locations.offset_len)
-            except FileNotFoundError:
-                self._raise_if_replaced(name, topic_id, locations.segment)
-                raise
-            return
-        for content, start, at, stop in self._runs(owner_shard(name, self._shards), locations):
-            for row in range(at, stop):
-                offset = (locations.offset_len[row] & LOW_WORD) - start
-                yield read_original(
-                    content[offset : offset + (locations.offset_len[row] >> 32)], topic_id, first_seq + row
-                )
-
-    def frames(self, name: str, locations: SourceLocations) -> tuple[bytearray, array[int]]:
-        """Return the frames at `locations` one behind the other, and the place of each as in the index. None of them is
-        lost or in a segment. Raise OSError, and ValueError when a file is too short; nothing else is checked.
-        """
-        buffer, rows = bytearray(), array("Q")
+            with self._explained(name, topic_id, locations.segment):
+                return self._segments.copies(topic_id, locations.segment, first_seq, locations.offset_len)
+        frames, rows = bytearray(), array("Q")
         for content, start, at, stop in self._runs(owner_shard(name, self._shards), locations):
             places = locations.offset_len[at:stop]
             if len(content) == sum([place >> 32 for place in places]):
-                shift = start - len(buffer)
+                shift = start - len(frames)
                 rows.extend([place - shift for place in places])
-                buffer += content
+                frames += content
                 continue
             for place in places:  # other frames lie between them
                 offset = (place & LOW_WORD) - start
-                rows.append(len(buffer) | place >> 32 << 32)
-                buffer += content[offset : offset + (place >> 32)]
-        return buffer, rows
+                rows.append(len(frames) | place >> 32 << 32)
+                frames += content[offset : offset + (place >> 32)]
+        as_copies(frames, rows, topic_id, first_seq)
+        return Copies(frames, rows)
 
     def _runs(self, shard: int, locations: SourceLocations) -> Iterator[tuple[memoryview, int, int, int]]:
         """Yield (bytes of a log file, their offset in it, first and last + 1 of the locations that are in them)."""
@@ -217,6 +222,7 @@ class Originals:
             # File numbers go on, but an fd of a file that a salvage replaced must not outlive it.
             for key in [key for key in self._open if key[0] == shard]:
                 self._fs.close(self._open.pop(key))
+            self._last = None  # a seq may have another record since
             self._arenas[shard] = newer
             self.unlearned.pop(shard, None)
         raise UnknownError
@@ -251,12 +257,10 @@ class SegmentOriginals:
             word if offset_len >> 32 else word | lost for offset_len, word in zip(offset_lens, words, strict=True)
         ]
 
-    def read(self, topic_id: int, info: SegmentInfo, first_seq: int, offset_lens: list[int]) -> Iterator[Original]:
-        """Yield the records at these places, which follow each other. Raise UnknownError while a cold segment is being
-        read, FileNotFoundError, OSError, and ValueError when a record is not what its location says.
+    def copies(self, topic_id: int, info: SegmentInfo, first_seq: int, offset_lens: list[int]) -> Copies:
+        """Return unstamped copies of the records at these places, at least one. Raise UnknownError while a cold segment
+        is being read, FileNotFoundError, OSError, and ValueError when a record is not what its location says.
         """
-        if not offset_lens:
-            return
         start = offset_lens[0] & LOW_WORD
         end = (offset_lens[-1] & LOW_WORD) + (offset_lens[-1] >> 32)
         path = layout.segment_data_path(layout.topic_dir(self._data_dir, topic_id), info.first_seq, info.version)
@@ -274,14 +278,12 @@ class SegmentOriginals:
                     f"{path} is in the cold tier, and neither TOPICS_COLD_DIR nor TOPICS_COLD_URL is set"
                 ) from None
             content = self._cold.get(name, start, end, info.data_bytes)
-        for seq, offset_len in enumerate(offset_lens, first_seq):
-            offset = (offset_len & LOW_WORD) - start
-            try:
-                yield read_segment_original(content[offset : offset + (offset_len >> 32)], seq)
-            except ValueError as error:
-                if self._cold is not None:
-                    self._cold.forget(name, start + offset)
-                raise ValueError(f"{path}: at offset {start + offset}: {error}") from error
+        try:
+            return Copies(*segment_as_copies(content, [place - start for place in offset_lens], first_seq))
+        except ValueError as error:
+            if self._cold is not None:
+                self._cold.forget(name, start)
+            raise ValueError(f"{path}: in bytes {start}..{end}: {error}") from error
 
     def _pread(self, path: str, start: int, end: int) -> bytes:
         fd = self._fs.open(path, os.O_RDONLY)

@@ -14,7 +14,7 @@ from topics.core.config import U64_MAX
 from topics.core.routers import HOPS_MAX, FeedRouter, with_origin
 from topics.core.tags import Match
 from topics.core.topic import Topic
-from topics.storage.copies import Original, as_copies, lay_out_copy
+from topics.storage.copies import Original, lay_out_copy
 from topics.storage.frame import Bytes, stamp
 
 PAGE_RECORDS: Final = 512
@@ -59,13 +59,10 @@ class CopyPage:
         return self._buffer
 
     @classmethod
-    def whole(
-        cls, source_seq: int, source_topic_id: int, frames: bytearray, rows: array[int], flags: bytes, router_id: int
-    ) -> CopyPage:
-        """Return a page of all records behind `source_seq` as they are, through one router. `frames` are those of the
-        originals and become the page's. Raise ValueError when one is not what its location says.
+    def whole(cls, source_seq: int, frames: bytearray, rows: array[int], flags: bytes, router_id: int) -> CopyPage:
+        """Return a page of all records behind `source_seq` as they are, through one router. `frames` has unstamped
+        copies at `rows`; both become the page's.
         """
-        as_copies(frames, rows, source_topic_id, source_seq + 1)
         page = cls(source_seq + len(rows))
         page._buffer, page.offset_len, page.record_flags = frames, rows, bytearray(flags)
         page.copies_by_router[router_id] = len(rows)
