@@ -44,27 +44,28 @@ _KEPT_FLAGS: Final = FLAG_META | FLAG_NODE | FLAG_TAG | 0xFF << HOPS_SHIFT & 0xF
 
 
 class Original(NamedTuple):
-    """The parts of a record in its frame: an unstamped copy, in which the payload begins at `payload_at`."""
+    """The parts of a record; `payload` lies in its frame."""
 
     node: bytes
     tag: bytes
     has_meta: bool
     hops: int
-    frame: memoryview
-    payload_at: int
+    payload: memoryview
 
-    @property
-    def payload(self) -> memoryview:
-        return self.frame[self.payload_at : -CHECKSUM_LEN]
+
+def tag_of(frames: memoryview, at: int) -> bytes:
+    """Return the tag of the unstamped copy at an offset."""
+    _, node_len, tag_len = _FLAGS_AND_LENGTHS.unpack_from(frames, at + FLAGS_AT)
+    tag_at = at + HEADER_LEN + node_len
+    return bytes(frames[tag_at : tag_at + tag_len])
 
 
 def read_copy(frame: memoryview) -> Original:
     """Return the parts of an unstamped copy."""
     flags, node_len, tag_len = _FLAGS_AND_LENGTHS.unpack_from(frame, FLAGS_AT)
     tag_at = HEADER_LEN + node_len
-    payload_at = tag_at + tag_len
-    node, tag = bytes(frame[HEADER_LEN:tag_at]), bytes(frame[tag_at:payload_at])
-    return Original(node, tag, bool(flags & FLAG_META), flags >> HOPS_SHIFT, frame, payload_at)
+    node, tag = bytes(frame[HEADER_LEN:tag_at]), bytes(frame[tag_at : tag_at + tag_len])
+    return Original(node, tag, bool(flags & FLAG_META), flags >> HOPS_SHIFT, frame[tag_at + tag_len : -CHECKSUM_LEN])
 
 
 def lay_out_copy(node: bytes, tag: bytes, payload: Bytes, has_meta: bool, hops: int) -> tuple[bytes, int]:
@@ -98,9 +99,8 @@ def segment_as_copies(part: memoryview, places: Sequence[int], first_seq: int) -
     """Return unstamped copies of the records from `first_seq` on, which lie in a part of a segment's `.data`, and the
     place of each copy. `places` are offset | length << 32 in that part. Raise ValueError as `as_copies` does.
     """
-    buffer, rows = bytearray(), array("Q")
+    buffer, rows, overhead_len = bytearray(), array("Q"), segment.HEADER_LEN + segment.TAIL_LEN
     unpack, unpack_tail, pack = segment.HEADER.unpack_from, segment.TAIL.unpack_from, _HEAD_OF_A_COPY.pack
-    overhead_len = segment.HEADER_LEN + segment.TAIL_LEN
     for seq, place in enumerate(places, first_seq):
         start, length = place & 0xFFFF_FFFF, place >> 32
         if length < overhead_len or start + length > len(part):

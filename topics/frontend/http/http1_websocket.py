@@ -16,6 +16,7 @@ import math
 import socket
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from h2.exceptions import DenialOfServiceError
@@ -48,23 +49,16 @@ _TOO_EARLY: Final = invalid("frames of a WebSocket came before the answer to its
 _log = get_logger()
 
 
+@dataclass(eq=False)
 class Http1WebSockets:
     """Makes the WebSocket of each connection, and owns what those of one process share."""
 
-    def __init__(
-        self,
-        app: AsgiApp,
-        limits: HttpLimits,
-        connections: Connections,
-        clock: RunningClock,
-        addresses: ClientAddresses,
-    ) -> None:
-        self.app = app
-        self.limits = limits
-        self.connections = connections
-        self.clock = clock
-        self.addresses = addresses
-        self.loop = asyncio.get_running_loop()
+    app: AsgiApp
+    limits: HttpLimits
+    connections: Connections
+    clock: RunningClock
+    addresses: ClientAddresses
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
     def take_over(self, transport: asyncio.Transport, head: Head, scope: Scope, data: bytes) -> None:
         """Serve a connection from now on, beginning with a handshake's `head`, and the bytes that came behind it.

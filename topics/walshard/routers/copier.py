@@ -33,7 +33,7 @@ from topics.walshard.commit.draft import LogWrite, ceiling_writes, head_write
 from topics.walshard.routers.cold_reads import UnknownError
 from topics.walshard.routers.feeds import Feed, Hindrance
 from topics.walshard.routers.originals import Originals, SourceLocations
-from topics.walshard.routers.page import PAGE_BYTES, PAGE_RECORDS, CopyPage, copy_page, passes_whole, room
+from topics.walshard.routers.page import PAGE_BYTES, PAGE_RECORDS, CopyPage, copy_page, pass_unchanged, room
 
 log = get_logger()
 
@@ -147,9 +147,9 @@ class Copier:
 
     def _page(self, feed: Feed, sight: TopicView, first_seq: int, locations: SourceLocations) -> CopyPage:
         frames, rows = self._originals.copies(feed.source, sight.topic_id, first_seq, locations)
-        if passes_whole(feed.routers, feed.source_seq, feed.topic, feed.repeats_to_seq):
+        if pass_unchanged(feed.routers, feed.source_seq, feed.topic, feed.repeats_to_seq):
             flags = bytes([word >> FLAGS_SHIFT & ~_OF_THE_INDEX for word in locations.file_flags])
-            return CopyPage.whole(feed.source_seq, frames, rows, flags, feed.routers[0].router.id)
+            return CopyPage.unchanged(feed.source_seq, frames, rows, flags, feed.routers[0].router)
         view = memoryview(frames)
         originals = (read_copy(view[(at := row & LOW_WORD) : at + (row >> 32)]) for row in rows)
         source = feed.source, sight.topic_id, feed.source_seq

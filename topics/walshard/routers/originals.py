@@ -146,8 +146,7 @@ class Originals:
         page = topic_id, first_seq, locations
         if self._last is None or self._last[0] != page:
             self._last = page, self._read_copies(name, *page)
-        frames, rows = self._last[1]
-        return Copies(bytearray(frames), rows[:])
+        return Copies(bytearray(self._last[1].frames), self._last[1].rows[:])
 
     def _read_copies(self, name: str, topic_id: int, first_seq: int, locations: SourceLocations) -> Copies:
         if locations.segment is not None:
@@ -263,8 +262,8 @@ class SegmentOriginals:
         """
         start = offset_lens[0] & LOW_WORD
         end = (offset_lens[-1] & LOW_WORD) + (offset_lens[-1] >> 32)
-        path = layout.segment_data_path(layout.topic_dir(self._data_dir, topic_id), info.first_seq, info.version)
         name = layout.segment_data_path(f"{topic_id:016x}", info.first_seq, info.version)
+        path = layout.segment_data_path(layout.topic_dir(self._data_dir, topic_id), info.first_seq, info.version)
         if not start < end <= info.data_bytes:
             raise ValueError(f"{path}: records from {first_seq} on are said to lie at {start}..{end}")
         try:

@@ -11,11 +11,12 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from topics.core.config import U64_MAX
-from topics.core.routers import HOPS_MAX, FeedRouter, with_origin
+from topics.core.location import LOW_WORD
+from topics.core.routers import HOPS_MAX, FeedRouter, Router, with_origin
 from topics.core.tags import Match
 from topics.core.topic import Topic
-from topics.storage.copies import Original, lay_out_copy
-from topics.storage.frame import Bytes, stamp
+from topics.storage.copies import Original, lay_out_copy, tag_of
+from topics.storage.frame import LOCATION_HAS_TAG, Bytes, stamp
 
 PAGE_RECORDS: Final = 512
 PAGE_BYTES: Final = 1 << 20
@@ -59,24 +60,32 @@ class CopyPage:
         return self._buffer
 
     @classmethod
-    def whole(cls, source_seq: int, frames: bytearray, rows: array[int], flags: bytes, router_id: int) -> CopyPage:
-        """Return a page of all records behind `source_seq` as they are, through one router. `frames` has unstamped
-        copies at `rows`; both become the page's.
+    def unchanged(cls, source_seq: int, frames: bytearray, rows: array[int], flags: bytes, router: Router) -> CopyPage:
+        """Return a page of the records behind `source_seq` that pass `router`, each as it is. `frames` has unstamped
+        copies of all of them at `rows`, with these location `flags`; it becomes the page's.
         """
         page = cls(source_seq + len(rows))
-        page._buffer, page.offset_len, page.record_flags = frames, rows, bytearray(flags)
-        page.copies_by_router[router_id] = len(rows)
+        match = router.spec.match
+        if match is None:
+            page._buffer, page.offset_len, page.record_flags = frames, rows, bytearray(flags)
+            page.copies_by_router[router.id] = len(rows)
+            return page
+        view = memoryview(frames)
+        for row, flag in zip(rows, flags, strict=True):
+            start = row & LOW_WORD
+            if flag & LOCATION_HAS_TAG and match.covers(tag_of(view, start)):
+                page.add(view[start : start + (row >> 32)], flag, router.id)
         return page
 
 
-def passes_whole(routers: list[FeedRouter], source_seq: int, topic: Topic, repeats_to_seq: int) -> bool:
-    """Return whether all records behind `source_seq` pass these routers unchanged, into a dest that takes all."""
+def pass_unchanged(routers: list[FeedRouter], source_seq: int, topic: Topic, repeats_to_seq: int) -> bool:
+    """Return whether a dest takes records behind `source_seq` unchanged: all that pass these routers."""
     if len(routers) != 1 or topic.config.discard == "reject" or source_seq < repeats_to_seq:
         return False
     router = routers[0].router
     spec = router.spec
     unchanged = spec.preserve_node and spec.preserve_tag and spec.guarantee == "at_least_once"
-    return unchanged and spec.filter is None and not router.counts_hops and source_seq >= routers[0].from_seq
+    return unchanged and not router.counts_hops and source_seq >= routers[0].from_seq
 
 
 def copy_page(
