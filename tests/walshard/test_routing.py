@@ -34,7 +34,7 @@ from topics.storage.frame import FLAG_MORE, Bytes, FrameType, lay_out, scan
 from topics.storage.layout import group_dir, log_path
 from topics.walshard import setup
 from topics.walshard.routers import routing
-from topics.walshard.routers.copier import Copier
+from topics.walshard.routers.copier import LOOKED_AT_MIN, Copier
 from topics.walshard.routers.feeds import Feeds
 from topics.walshard.routers.originals import Originals
 from topics.walshard.routers.page import PAGE_BYTES, PAGE_RECORDS
@@ -117,6 +117,26 @@ def test_a_step_copies_into_as_many_dests_as_make_a_page(rig: Rig, records: int,
         assert [name for name in names if rig.view(name).head_seq > 0] == names[: step * dests]
     rig.run()
     assert {rig.view(name).head_seq for name in names} == {records}
+
+
+def test_a_dest_with_little_room_has_few_records_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    copies = Originals.copies
+
+    def counted(self: Originals, *page: Any) -> Any:
+        read.append(len(page[-1].offset_len))
+        return copies(self, *page)
+
+    monkeypatch.setattr(Originals, "copies", counted)
+    put(rig, "b", cap_records=LOOKED_AT_MIN + 8, discard="reject")
+    route(rig, "r", "a", "b")
+    rig.append("a", *[b"1"] * (3 * PAGE_RECORDS))
+    assert read == [LOOKED_AT_MIN + 8, LOOKED_AT_MIN]  # the second page says how much room the next record needs
+    rig.call(DeleteRecords("b", 6, None, b""))
+    rig.clock.ms += 2000
+    rig.run()
+    assert set(read[2:]) == {LOOKED_AT_MIN}
+    assert rig.view("b").head_seq == LOOKED_AT_MIN + 8 + 5
 
 
 def test_a_step_of_large_records_is_less_than_two_pages_of_bytes(rig: Rig) -> None:

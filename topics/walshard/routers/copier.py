@@ -37,6 +37,7 @@ from topics.walshard.routers.page import PAGE_BYTES, PAGE_RECORDS, CopyPage, cop
 
 log = get_logger()
 
+LOOKED_AT_MIN: Final = 32  # records of a page, also where there is room for fewer: a filter may let few of them pass
 WAIT_FIRST_MS: Final = 10
 WAIT_LONGEST_MS: Final = 1_000
 LOG_CURSOR_SEQS: Final = 16_384
@@ -109,7 +110,8 @@ class Copier:
 
     def _copies(self, feed: Feed, sight: TopicView, first_seq: int) -> CopyWrite | None:
         try:
-            last_seq = min(sight.head_seq, feed.source_seq + PAGE_RECORDS)
+            records = min(PAGE_RECORDS, max(room(feed.topic)[0], LOOKED_AT_MIN))
+            last_seq = min(sight.head_seq, feed.source_seq + records)
             locations = self._originals.locations(feed.source, sight.topic_id, first_seq, last_seq)
             gone_flags = LOCATION_GONE if feed.full else LOCATION_LOST
             gone, were_deleted = _leading_gone(locations, gone_flags, first_seq, sight.evict_floor)
@@ -124,11 +126,9 @@ class Copier:
             self.wait(feed, _unless_full(feed, Hindrance.SOURCE))
             return None
         except (OSError, ValueError) as error:
-            if feed.unreadable != str(error):  # said once, however many ask
-                feed.unreadable = str(error)
-                log.error(
-                    "a router cannot read its source", topic=feed.topic.name, source=feed.source, error=str(error)
-                )
+            if feed.unreadable != (reason := str(error)):  # said once, however many ask
+                feed.unreadable = reason
+                log.error("a router cannot read its source", topic=feed.topic.name, source=feed.source, error=reason)
             self.wait(feed, _unless_full(feed, Hindrance.LASTING))
             return None
         feed.unreadable = ""
