@@ -139,6 +139,15 @@ def test_a_dest_with_little_room_has_few_records_read(rig: Rig, monkeypatch: pyt
     assert rig.view("b").head_seq == LOOKED_AT_MIN + 8 + 5
 
 
+def test_a_dest_that_has_everything_has_no_turn(rig: Rig) -> None:
+    route(rig, "r", "a", "b")
+    rig.post_append("a", [b"1"] * (PAGE_RECORDS + 1))
+    rig.shard.serve()
+    for head_seq, idle in ((PAGE_RECORDS, False), (PAGE_RECORDS + 1, True)):
+        assert rig.shard.copy()
+        assert (rig.view("b").head_seq, rig.shard.routing.idle) == (head_seq, idle)
+
+
 def test_a_step_of_large_records_is_less_than_two_pages_of_bytes(rig: Rig) -> None:
     names = [f"d{number}" for number in range(FEEDS_PER_STEP)]
     for name in names:

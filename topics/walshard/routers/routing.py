@@ -331,7 +331,7 @@ class Routing:
                 self._turns.defer(feed.topic.id, feed.retry_ms)
         for write in writes:
             self.feeds.show_progress(write.feed)
-            if not write.feed.retry_ms:
+            if not write.feed.retry_ms and (write.feed.uncopied or write.feed.full):
                 self._turns.line_up(write.feed.topic.id)
         return any(not write.feed.retry_ms for write in writes)
 
