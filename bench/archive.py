@@ -14,7 +14,7 @@ from typing import Final
 
 from bench.load import Outcome, Plan, closed_loop
 from bench.wire import write
-from tests.buckets import SERVERS_DIR, ObjectServer, Proxy, S3Server, S3sServer
+from tests.buckets import Proxy, start_server
 from tests.harness import Service, poll
 from topics.core.clock import SystemClock
 from topics.supervisor.status import ArchiverStatus, StatusReader
@@ -26,7 +26,7 @@ SAMPLE_S: Final = 0.1
 
 
 def main(seconds: float) -> None:
-    server: ObjectServer = S3sServer() if (SERVERS_DIR / "s3s-fs").exists() else S3Server()
+    server = start_server()
     proxy = Proxy(server)
     try:
         print(f"{type(server).__name__}, +{DELAY_S * 1000:.0f} ms a request, {seconds:g} s each")

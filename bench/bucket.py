@@ -1,6 +1,6 @@
 """Measures a cold tier in a bucket: requests, bytes, and cold reads where the bucket adds 20 ms a request.
 
-`python -m bench.bucket [records]`: a service, a proxy that counts and delays, and an S3 server (moto), all here.
+`python -m bench.bucket [records]`: a service, a proxy that counts and delays, and an S3 server, all here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 
 import httpx
 
-from tests.buckets import Proxy, S3Server
+from tests.buckets import Proxy, start_server
 from tests.harness import Service, poll
 from topics.storage.bucket_store import BucketStore
 
@@ -27,7 +27,7 @@ _NEXT: Final = re.compile(rb'"next_from_seq":(\d+)')
 
 
 def main(records: int) -> None:
-    server = S3Server()
+    server = start_server()
     proxy = Proxy(server)
     url = f"s3://{server.new_bucket()}/bench"
     env = proxy.env | {
@@ -36,6 +36,7 @@ def main(records: int) -> None:
         "TOPICS_CHECKPOINT_INTERVAL_MS": "500",
         "TOPICS_COLD_READ_TIMEOUT_MS": "60000",
     }
+    print(type(server).__name__)
     try:
         with Service(shards=1, frontends=1, wal_file_bytes=None, env=env) as service:
             data = "x" * 100

@@ -20,7 +20,7 @@ import httpx
 
 from bench.wire import write_body
 from tests.archive.services import backup, run
-from tests.buckets import SERVERS_DIR, ObjectServer, Proxy, S3Server, S3sServer
+from tests.buckets import Proxy, start_server
 from tests.harness import Service
 
 RECORDS: Final = 10_000_000
@@ -33,7 +33,7 @@ def main(records: int, delay_ms: int) -> None:
         with TemporaryDirectory() as place:
             measure(records, place, {})
         return
-    server: ObjectServer = S3sServer() if (SERVERS_DIR / "s3s-fs").exists() else S3Server()
+    server = start_server()
     proxy = Proxy(server)
     try:
         place = f"s3://{server.new_bucket()}/bench"
