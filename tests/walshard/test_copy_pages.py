@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from tests.core.list_index import ListIndex
 from tests.storage.test_copies import Record, log_of, record
 from topics.core.config import TopicConfig
-from topics.core.location import LOW_WORD
 from topics.core.routers import FeedRouter, Router, RouterSpec
 from topics.core.topic import Topic
-from topics.storage.copies import as_copies, read_copy
+from topics.storage.copies import as_copies, each_copy
 from topics.storage.frame import lay_out
 from topics.walshard.routers.page import CopyPage, copy_page, pass_unchanged
 
@@ -34,14 +33,13 @@ def feed_router(filter_: list[str] | None, **spec: Any) -> FeedRouter:
 def test_records_that_pass_as_they_are_or_not_at_all(
     records: list[Record], hops: int, filter_: list[str] | None
 ) -> None:
-    frames, rows = log_of(records, hops)
-    as_copies(frames, rows, 9, FIRST_SEQ)
+    copies = as_copies(*log_of(records, hops), 9, FIRST_SEQ)
+    assert bytes(copies.location_flags) == bytes(lay_out(records).flags)
     one = feed_router(filter_)
-    view = memoryview(bytes(frames))
-    originals = [read_copy(view[(at := row & LOW_WORD) : at + (row >> 32)]) for row in rows]
-    assert pass_unchanged([one], FIRST_SEQ - 1, dest(), 0)
+    assert pass_unchanged([one], FIRST_SEQ - 1, 0)
+    originals = each_copy(copies.frames[:], copies.rows)
     laid_out = copy_page(originals, [one], "a", 9, FIRST_SEQ - 1, dest(), 0)
-    page = CopyPage.unchanged(FIRST_SEQ - 1, frames, rows, bytes(lay_out(records).flags), one.router)
+    page = CopyPage.unchanged(FIRST_SEQ - 1, copies, one.router)
     for of_page in (page, laid_out):
         of_page.copies_by_router.setdefault(3, 0)
     assert page.stamped(11, 1, 2**41) == laid_out.stamped(11, 1, 2**41)
@@ -56,9 +54,8 @@ def test_records_that_pass_as_they_are_or_not_at_all(
 
 def test_which_records_do_not_pass_as_they_are() -> None:
     plain = feed_router(None)
-    assert not pass_unchanged([plain, feed_router(None)], 4, dest(), 0)
-    assert not pass_unchanged([plain], 4, dest(discard="reject", cap_records=5), 0)
-    assert not pass_unchanged([plain], 4, dest(), 5)
-    assert not pass_unchanged([FeedRouter(plain.router, 5)], 4, dest(), 0)
+    assert not pass_unchanged([plain, feed_router(None)], 4, 0)
+    assert not pass_unchanged([plain], 4, 5)
+    assert not pass_unchanged([FeedRouter(plain.router, 5)], 4, 0)
     for spec in ({"preserve_tag": False}, {"preserve_node": False}, {"guarantee": "exactly_once"}):
-        assert not pass_unchanged([feed_router(None, **spec)], 4, dest(), 0)
+        assert not pass_unchanged([feed_router(None, **spec)], 4, 0)

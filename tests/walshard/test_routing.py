@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,12 @@ from topics.shm.topic_messages import (
     PutTopic,
     SyncRouters,
 )
+from topics.storage.copies import UnstampedCopies, as_copies
 from topics.storage.frame import FLAG_MORE, Bytes, FrameType, lay_out, scan
 from topics.storage.layout import group_dir, log_path
 from topics.walshard import setup
-from topics.walshard.routers import routing
-from topics.walshard.routers.copier import LOOKED_AT_MIN, Copier
+from topics.walshard.routers import originals, routing
+from topics.walshard.routers.copier import Copier
 from topics.walshard.routers.feeds import Feeds
 from topics.walshard.routers.originals import Originals
 from topics.walshard.routers.page import PAGE_BYTES, PAGE_RECORDS
@@ -119,24 +121,44 @@ def test_a_step_copies_into_as_many_dests_as_make_a_page(rig: Rig, records: int,
     assert {rig.view(name).head_seq for name in names} == {records}
 
 
-def test_a_dest_with_little_room_has_few_records_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cap", [{"cap_records": 5}, {"cap_bytes": 400}])
+def test_a_dest_with_little_room_has_few_records_read(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, cap: dict[str, int]
+) -> None:
     read: list[int] = []
-    copies = Originals.copies
 
-    def counted(self: Originals, *page: Any) -> Any:
-        read.append(len(page[-1].offset_len))
-        return copies(self, *page)
+    def counted(frames: bytearray, rows: array[int], topic_id: int, first_seq: int) -> UnstampedCopies:
+        read.extend(range(first_seq, first_seq + len(rows)))
+        return as_copies(frames, rows, topic_id, first_seq)
 
-    monkeypatch.setattr(Originals, "copies", counted)
-    put(rig, "b", cap_records=LOOKED_AT_MIN + 8, discard="reject")
+    monkeypatch.setattr(originals, "as_copies", counted)
+    put(rig, "b", discard="reject", **cap)
     route(rig, "r", "a", "b")
     rig.append("a", *[b"1"] * (3 * PAGE_RECORDS))
-    assert read == [LOOKED_AT_MIN + 8, LOOKED_AT_MIN]  # the second page says how much room the next record needs
-    rig.call(DeleteRecords("b", 6, None, b""))
-    rig.clock.ms += 2000
-    rig.run()
-    assert set(read[2:]) == {LOOKED_AT_MIN}
-    assert rig.view("b").head_seq == LOOKED_AT_MIN + 8 + 5
+    copied = rig.view("b").head_seq
+    assert 4 < copied < 8
+    assert max(read) < 16
+
+
+@pytest.mark.parametrize("config", [{"cap_records": 5, "discard": "reject"}, {}])
+@pytest.mark.parametrize("damaged_seq", [1, 3, 5, 6, 20])
+def test_a_damaged_record_holds_up_none_before_it(rig: Rig, damaged_seq: int, config: dict[str, Any]) -> None:
+    put(rig, "b", **config)
+    route(rig, "r", "a", "b")
+    rig.post_append("a", [b"%d" % at for at in range(40)])
+    rig.shard.serve()
+    place = next(iter(rig.hosted("a").index.entries(damaged_seq, damaged_seq)[2:3]))
+    path = log_path(group_dir(rig.settings.data_dir, 0, 1), rig.cell.get("wal_file"))
+    with Path(path).open("r+b") as file:
+        file.seek((place & 0xFFFF_FFFF) + 40)
+        file.write(b"?")
+    got = []
+    for _ in range(8):
+        rig.run()
+        got += rig.read("b")
+        rig.call(DeleteRecords("b", rig.view("b").head_seq + 1, None, b""))
+        rig.clock.ms += 2000
+    assert got == [(at + 1, b"%d" % at) for at in range(damaged_seq - 1)]
 
 
 def test_a_dest_that_has_everything_has_no_turn(rig: Rig) -> None:

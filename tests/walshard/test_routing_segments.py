@@ -159,9 +159,11 @@ def test_dests_that_come_late_copy_whole_pages_from_segments(
         return read_once(self, *page)
 
     monkeypatch.setattr(SegmentOriginals, "copies", copies)
+    route(rig, "r-t", "a", "tagged", filter="t")
     copy_late(compaction, "bcd")
     assert [rig.view(dest).head_seq for dest in "bcd"] == [0, 0, 0]
     rig.run()
+    assert compaction.read("tagged") == compaction.read("a")[:47]
     assert sorted(set(reads)) == sorted(reads), "a page that several dests copy is read once"
     expected = compaction.read("a")
     assert [compaction.read(dest) for dest in "bcd"] == [expected] * 3

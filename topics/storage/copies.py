@@ -1,19 +1,21 @@
 """Frames of the records that routers copy, made from the frames of their originals.
 
 A copy is an Append of the dest like any other. An unstamped copy lacks its topic id, seq, time and checksum, which
-`frame.stamp` fills in for a whole page. The frames of the originals are checked and become unstamped copies. A page
-that passes its router unchanged is stamped as it is; otherwise each copy is laid out, which costs several times that.
+`frame.stamp` fills in for a whole page. The frames of the originals, in the log or in a segment, are checked and become
+unstamped copies. Records that pass their router unchanged are stamped as they are; others are laid out anew, which
+costs several times that.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from struct import Struct
 from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
+from topics.core.location import LOW_WORD
 from topics.storage import segment
 from topics.storage.frame import (
     CHECKSUM,
@@ -34,13 +36,21 @@ from topics.storage.frame import (
     FrameType,
 )
 
-_TYPE_AND_IDS: Final = Struct("<BxQQ")
-"""From TYPE_AT on: type, flags (skipped), topic id, seq."""
+_LOG_HEAD: Final = Struct("<IBBQQ")
+"""Frame length, type, flags, topic id, seq."""
 _HEAD_OF_A_COPY: Final = Struct("<IBB24x")
 """Frame length, type, flags; topic id, seq and time are not known yet."""
 _FLAGS_AND_LENGTHS: Final = Struct("<B24xHH")
 """From FLAGS_AT on: flags, topic id, seq and time (skipped), length of node and tag."""
 _KEPT_FLAGS: Final = FLAG_META | FLAG_NODE | FLAG_TAG | 0xFF << HOPS_SHIFT & 0xFF
+
+
+class UnstampedCopies(NamedTuple):
+    """Unstamped copies of consecutive records back to back, and of each its place and its flags, as in the index."""
+
+    frames: bytearray
+    rows: array[int]
+    location_flags: bytearray
 
 
 class Original(NamedTuple):
@@ -68,6 +78,14 @@ def read_copy(frame: memoryview) -> Original:
     return Original(node, tag, bool(flags & FLAG_META), flags >> HOPS_SHIFT, frame[tag_at + tag_len : -CHECKSUM_LEN])
 
 
+def each_copy(frames: bytearray, rows: Sequence[int]) -> Iterator[Original]:
+    """Yield the parts of unstamped copies."""
+    view = memoryview(frames)
+    for row in rows:
+        start = row & LOW_WORD
+        yield read_copy(view[start : start + (row >> 32)])
+
+
 def lay_out_copy(node: bytes, tag: bytes, payload: Bytes, has_meta: bool, hops: int) -> tuple[bytes, int]:
     """Return (an unstamped frame, its location flags). A copy is never the last frame of its write: the cursor is."""
     flags = FLAG_MORE | hops << HOPS_SHIFT
@@ -77,32 +95,34 @@ def lay_out_copy(node: bytes, tag: bytes, payload: Bytes, has_meta: bool, hops: 
     return b"".join((header, node, tag, payload, bytes(CHECKSUM_LEN))), LOCATION_FLAGS[flags]
 
 
-def as_copies(buffer: bytearray, offset_len: Sequence[int], topic_id: int, first_seq: int) -> None:
+def as_copies(frames: bytearray, rows: array[int], topic_id: int, first_seq: int) -> UnstampedCopies:
     """Turn the frames of records from `first_seq` on into unstamped copies, in place. Raise ValueError if one is not
     the record with its seq, or is damaged: a damaged record must not get a good checksum.
     """
-    view = memoryview(buffer)
-    unpack, unpack_checksum = _TYPE_AND_IDS.unpack_from, CHECKSUM.unpack_from
-    seq = first_seq
-    for entry in offset_len:
-        start = entry & 0xFFFF_FFFF
-        checksum_at = start + (entry >> 32) - CHECKSUM_LEN
-        if unpack(view, start + TYPE_AT) != (FrameType.APPEND, topic_id, seq):
+    view, location_flags = memoryview(frames), bytearray()
+    unpack, unpack_checksum = _LOG_HEAD.unpack_from, CHECKSUM.unpack_from
+    for seq, row in enumerate(rows, first_seq):
+        start = row & LOW_WORD
+        checksum_at = start + (row >> 32) - CHECKSUM_LEN
+        frame_len, type_, flags, found_id, found_seq = unpack(view, start)
+        if (frame_len, type_, found_id, found_seq) != ((row >> 32) - LENGTH_FIELD_LEN, FrameType.APPEND, topic_id, seq):
             raise ValueError(f"not record {seq} of topic {topic_id:#x}")
         if unpack_checksum(view, checksum_at)[0] != xxh3_64_intdigest(view[start + TYPE_AT : checksum_at]):
             raise ValueError(f"the checksum of record {seq} of topic {topic_id:#x} does not match")
-        view[start + FLAGS_AT] = view[start + FLAGS_AT] & _KEPT_FLAGS | FLAG_MORE
-        seq += 1
+        view[start + FLAGS_AT] = flags & _KEPT_FLAGS | FLAG_MORE
+        location_flags.append(LOCATION_FLAGS[flags])
+    return UnstampedCopies(frames, rows, location_flags)
 
 
-def segment_as_copies(part: memoryview, places: Sequence[int], first_seq: int) -> tuple[bytearray, array[int]]:
-    """Return unstamped copies of the records from `first_seq` on, which lie in a part of a segment's `.data`, and the
-    place of each copy. `places` are offset | length << 32 in that part. Raise ValueError as `as_copies` does.
+def segment_as_copies(part: memoryview, places: Sequence[int], first_seq: int) -> UnstampedCopies:
+    """Make unstamped copies of the records from `first_seq` on, which lie in a part of a segment's `.data`: `places`
+    are offset | length << 32 in that part. Raise ValueError as `as_copies` does.
     """
-    buffer, rows, overhead_len = bytearray(), array("Q"), segment.HEADER_LEN + segment.TAIL_LEN
+    frames, rows, location_flags = bytearray(), array("Q"), bytearray()
     unpack, unpack_tail, pack = segment.HEADER.unpack_from, segment.TAIL.unpack_from, _HEAD_OF_A_COPY.pack
+    overhead_len = segment.HEADER_LEN + segment.TAIL_LEN
     for seq, place in enumerate(places, first_seq):
-        start, length = place & 0xFFFF_FFFF, place >> 32
+        start, length = place & LOW_WORD, place >> 32
         if length < overhead_len or start + length > len(part):
             raise ValueError(f"no frame of record {seq}: {length} bytes")
         _, flags, found_seq, _, node_len, tag_len, data_len = unpack(part, start)
@@ -112,7 +132,8 @@ def segment_as_copies(part: memoryview, places: Sequence[int], first_seq: int) -
         if found_seq != seq or overhead_len + node_len + tag_len + data_len != length:
             raise ValueError(f"not record {seq}")
         copy_len = length + segment.LOG_FRAME_EXTRA_LEN
-        rows.append(len(buffer) | copy_len << 32)
-        buffer += pack(copy_len - LENGTH_FIELD_LEN, FrameType.APPEND, flags & _KEPT_FLAGS | FLAG_MORE)
-        buffer += part[start + segment.NODE_LEN_AT : tail_at + CHECKSUM_LEN]  # this checksum is not yet the copy's
-    return buffer, rows
+        rows.append(len(frames) | copy_len << 32)
+        location_flags.append(LOCATION_FLAGS[flags])
+        frames += pack(copy_len - LENGTH_FIELD_LEN, FrameType.APPEND, flags & _KEPT_FLAGS | FLAG_MORE)
+        frames += part[start + segment.NODE_LEN_AT : tail_at + CHECKSUM_LEN]  # this checksum is not yet the copy's
+    return UnstampedCopies(frames, rows, location_flags)

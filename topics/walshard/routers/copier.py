@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
@@ -28,7 +29,7 @@ from topics.log import get_logger
 from topics.shm.arena import TopicView
 from topics.shm.arena_heap import ArenaFullError
 from topics.shm.control import ProcessCell
-from topics.storage.copies import read_copy
+from topics.storage.copies import each_copy
 from topics.walshard.commit.draft import LogWrite, ceiling_writes, head_write
 from topics.walshard.routers.cold_reads import UnknownError
 from topics.walshard.routers.feeds import Feed, Hindrance
@@ -37,7 +38,6 @@ from topics.walshard.routers.page import PAGE_BYTES, PAGE_RECORDS, CopyPage, cop
 
 log = get_logger()
 
-LOOKED_AT_MIN: Final = 32  # records of a page, also where there is room for fewer: a filter may let few of them pass
 WAIT_FIRST_MS: Final = 10
 WAIT_LONGEST_MS: Final = 1_000
 LOG_CURSOR_SEQS: Final = 16_384
@@ -110,8 +110,7 @@ class Copier:
 
     def _copies(self, feed: Feed, sight: TopicView, first_seq: int) -> CopyWrite | None:
         try:
-            records = min(PAGE_RECORDS, max(room(feed.topic)[0], LOOKED_AT_MIN))
-            last_seq = min(sight.head_seq, feed.source_seq + records)
+            last_seq = min(sight.head_seq, feed.source_seq + PAGE_RECORDS)
             locations = self._originals.locations(feed.source, sight.topic_id, first_seq, last_seq)
             gone_flags = LOCATION_GONE if feed.full else LOCATION_LOST
             gone, were_deleted = _leading_gone(locations, gone_flags, first_seq, sight.evict_floor)
@@ -146,12 +145,14 @@ class Copier:
         return self._write(feed, page)
 
     def _page(self, feed: Feed, sight: TopicView, first_seq: int, locations: SourceLocations) -> CopyPage:
-        frames, rows = self._originals.copies(feed.source, sight.topic_id, first_seq, locations)
-        if pass_unchanged(feed.routers, feed.source_seq, feed.topic, feed.repeats_to_seq):
-            flags = bytes([word >> FLAGS_SHIFT & ~_OF_THE_INDEX for word in locations.file_flags])
-            return CopyPage.unchanged(feed.source_seq, frames, rows, flags, feed.routers[0].router)
-        view = memoryview(frames)
-        originals = (read_copy(view[(at := row & LOW_WORD) : at + (row >> 32)]) for row in rows)
+        wanted = feed.source, sight.topic_id, first_seq, locations
+        originals = self._originals.read(*wanted)
+        if feed.topic.config.discard != "reject":  # else there may be room for a few only
+            with suppress(OSError, ValueError):  # a record is damaged: those before it can be read
+                copies = self._originals.copies(*wanted)
+                if pass_unchanged(feed.routers, feed.source_seq, feed.repeats_to_seq):
+                    return CopyPage.unchanged(feed.source_seq, copies, feed.routers[0].router)
+                originals = each_copy(copies.frames, copies.rows)
         source = feed.source, sight.topic_id, feed.source_seq
         return copy_page(originals, feed.routers, *source, feed.topic, feed.repeats_to_seq)
 
@@ -264,10 +265,6 @@ class Copier:
     def _wait_for_room(self, feed: Feed, hindrance: Hindrance = Hindrance.NONE) -> CopyWrite | None:
         self.wait(feed, hindrance)
         return None if feed.full else self._cursor(feed, feed.source_seq, full=True)
-
-
-_OF_THE_INDEX: Final = LOCATION_IN_RAM_LOG | LOCATION_GONE
-"""Flags of a location that do not describe its frame."""
 
 
 def _unless_full(feed: Feed, hindrance: Hindrance) -> Hindrance:

@@ -4,8 +4,8 @@ They are read as frontends read them, from the arena, the log files and the segm
 also while it is dead; nobody is asked. So forwarding needs no records in rings, and goes on where it was after a crash
 of either side.
 
-They are in segments when the source was checkpointed before they were copied: the dest was full, or the router had to
-wait for something else.
+They are in segments when the source was checkpointed before they were copied: writers were ahead of the copying, or a
+router had to wait, for room in its dest or for something else.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
 from topics.storage import layout
 from topics.storage.borrowed import open_cold
-from topics.storage.copies import as_copies, segment_as_copies
+from topics.storage.copies import Original, UnstampedCopies, as_copies, each_copy, segment_as_copies
 from topics.storage.filesystem import FileSystem
 from topics.storage.segment import ENTRY_LEN, entries_of_idx
 from topics.walshard.routers.cold_reads import ColdReads, UnknownError
@@ -37,14 +37,10 @@ _ATTACH_TRIES: Final = 10
 LEARNED_AT_ONCE: Final = 256
 """New topics of a shard that one step learns of, at some 12 µs each."""
 
+KEPT_BYTES: Final = 1 << 21
+"""A page with larger records is not kept for the next dest."""
+
 T = TypeVar("T")
-
-
-class Copies(NamedTuple):
-    """Unstamped copies of consecutive records, back to back, and the place of each as in the index."""
-
-    frames: bytearray
-    rows: array[int]
 
 
 class SourceLocations(NamedTuple):
@@ -53,6 +49,10 @@ class SourceLocations(NamedTuple):
     offset_len: list[int]
     file_flags: list[int]
     segment: SegmentInfo | None = None
+
+    def part(self, start: int, stop: int) -> SourceLocations:
+        """Return those of some of the records, by number."""
+        return SourceLocations(self.offset_len[start:stop], self.file_flags[start:stop], self.segment)
 
 
 class Originals:
@@ -78,7 +78,7 @@ class Originals:
             for peer in range(self._shards)
         ]
         self._open: OrderedDict[tuple[int, int, int], int] = OrderedDict()
-        self._last: tuple[tuple[int, int, SourceLocations], Copies] | None = None
+        self._last: tuple[tuple[int, int, SourceLocations], UnstampedCopies] | None = None
 
     def learn_some(self) -> bool:
         """Learn of some new topics of a shard in `unlearned`, which has one. True if that shard's are known by that."""
@@ -138,17 +138,38 @@ class Originals:
                 raise UnknownError from None
             raise
 
-    def copies(self, name: str, topic_id: int, first_seq: int, locations: SourceLocations) -> Copies:
+    def read(self, name: str, topic_id: int, first_seq: int, locations: SourceLocations) -> Iterator[Original]:
+        """Yield the records at `locations`: each is read when it is wanted, or a little before, up to the first that
+        cannot be read. If that is the first of all, raise as `copies` does.
+        """
+        at, most = 0, 1
+        while at < len(locations.offset_len):
+            try:
+                frames, rows, _ = self._read_copies(name, topic_id, first_seq + at, locations.part(at, at + most))
+            except (OSError, ValueError):
+                if most > 1:
+                    most = 1
+                    continue
+                if at:
+                    return
+                raise
+            yield from each_copy(frames, rows)
+            at, most = at + most, 2 * most
+
+    def copies(self, name: str, topic_id: int, first_seq: int, locations: SourceLocations) -> UnstampedCopies:
         """Return unstamped copies of the records at `locations`, none of them lost. The last page is kept: the dests of
         a topic copy it one after the other. Raise OSError when a record cannot be read, ValueError when it is not what
         its location says, UnknownError when it cannot be read yet or is not there any more.
         """
-        page = topic_id, first_seq, locations
-        if self._last is None or self._last[0] != page:
-            self._last = page, self._read_copies(name, *page)
-        return Copies(bytearray(self._last[1].frames), self._last[1].rows[:])
+        key = topic_id, first_seq, locations
+        if self._last is not None and self._last[0] == key:
+            frames, rows, location_flags = self._last[1]
+        else:
+            frames, rows, location_flags = page = self._read_copies(name, *key)
+            self._last = (key, page) if len(frames) <= KEPT_BYTES else None
+        return UnstampedCopies(frames[:], rows[:], location_flags[:])
 
-    def _read_copies(self, name: str, topic_id: int, first_seq: int, locations: SourceLocations) -> Copies:
+    def _read_copies(self, name: str, topic_id: int, first_seq: int, locations: SourceLocations) -> UnstampedCopies:
         if locations.segment is not None:
             with self._explained(name, topic_id, locations.segment):
                 return self._segments.copies(topic_id, locations.segment, first_seq, locations.offset_len)
@@ -164,8 +185,7 @@ class Originals:
                 offset = (place & LOW_WORD) - start
                 rows.append(len(frames) | place >> 32 << 32)
                 frames += content[offset : offset + (place >> 32)]
-        as_copies(frames, rows, topic_id, first_seq)
-        return Copies(frames, rows)
+        return as_copies(frames, rows, topic_id, first_seq)
 
     def _runs(self, shard: int, locations: SourceLocations) -> Iterator[tuple[memoryview, int, int, int]]:
         """Yield (bytes of a log file, their offset in it, first and last + 1 of the locations that are in them)."""
@@ -256,7 +276,7 @@ class SegmentOriginals:
             word if offset_len >> 32 else word | lost for offset_len, word in zip(offset_lens, words, strict=True)
         ]
 
-    def copies(self, topic_id: int, info: SegmentInfo, first_seq: int, offset_lens: list[int]) -> Copies:
+    def copies(self, topic_id: int, info: SegmentInfo, first_seq: int, offset_lens: list[int]) -> UnstampedCopies:
         """Return unstamped copies of the records at these places, at least one. Raise UnknownError while a cold segment
         is being read, FileNotFoundError, OSError, and ValueError when a record is not what its location says.
         """
@@ -278,11 +298,11 @@ class SegmentOriginals:
                 ) from None
             content = self._cold.get(name, start, end, info.data_bytes)
         try:
-            return Copies(*segment_as_copies(content, [place - start for place in offset_lens], first_seq))
+            return segment_as_copies(content, [place - start for place in offset_lens], first_seq)
         except ValueError as error:
             if self._cold is not None:
                 self._cold.forget(name, start)
-            raise ValueError(f"{path}: in bytes {start}..{end}: {error}") from error
+            raise ValueError(f"{path}: {error}") from error
 
     def _pread(self, path: str, start: int, end: int) -> bytes:
         fd = self._fs.open(path, os.O_RDONLY)

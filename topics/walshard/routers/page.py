@@ -15,7 +15,7 @@ from topics.core.location import LOW_WORD
 from topics.core.routers import HOPS_MAX, FeedRouter, Router, with_origin
 from topics.core.tags import Match
 from topics.core.topic import Topic
-from topics.storage.copies import Original, lay_out_copy, tag_of
+from topics.storage.copies import Original, UnstampedCopies, lay_out_copy, tag_of
 from topics.storage.frame import LOCATION_HAS_TAG, Bytes, stamp
 
 PAGE_RECORDS: Final = 512
@@ -60,27 +60,27 @@ class CopyPage:
         return self._buffer
 
     @classmethod
-    def unchanged(cls, source_seq: int, frames: bytearray, rows: array[int], flags: bytes, router: Router) -> CopyPage:
-        """Return a page of the records behind `source_seq` that pass `router`, each as it is. `frames` has unstamped
-        copies of all of them at `rows`, with these location `flags`; it becomes the page's.
+    def unchanged(cls, source_seq: int, copies: UnstampedCopies, router: Router) -> CopyPage:
+        """Return a page of those records behind `source_seq` that pass `router`, each as it is. `copies` are of all of
+        them, and become the page's.
         """
-        page = cls(source_seq + len(rows))
+        page = cls(source_seq + len(copies.rows))
         match = router.spec.match
         if match is None:
-            page._buffer, page.offset_len, page.record_flags = frames, rows, bytearray(flags)
-            page.copies_by_router[router.id] = len(rows)
+            page._buffer, page.offset_len, page.record_flags = copies
+            page.copies_by_router[router.id] = len(copies.rows)
             return page
-        view = memoryview(frames)
-        for row, flag in zip(rows, flags, strict=True):
+        view = memoryview(copies.frames)
+        for row, flags in zip(copies.rows, copies.location_flags, strict=True):
             start = row & LOW_WORD
-            if flag & LOCATION_HAS_TAG and match.covers(tag_of(view, start)):
-                page.add(view[start : start + (row >> 32)], flag, router.id)
+            if flags & LOCATION_HAS_TAG and match.covers(tag_of(view, start)):
+                page.add(view[start : start + (row >> 32)], flags, router.id)
         return page
 
 
-def pass_unchanged(routers: list[FeedRouter], source_seq: int, topic: Topic, repeats_to_seq: int) -> bool:
-    """Return whether a dest takes records behind `source_seq` unchanged: all that pass these routers."""
-    if len(routers) != 1 or topic.config.discard == "reject" or source_seq < repeats_to_seq:
+def pass_unchanged(routers: list[FeedRouter], source_seq: int, repeats_to_seq: int) -> bool:
+    """Return whether these routers take records behind `source_seq` as they are, or not at all."""
+    if len(routers) != 1 or source_seq < repeats_to_seq:
         return False
     router = routers[0].router
     spec = router.spec

@@ -331,8 +331,11 @@ class Routing:
                 self._turns.defer(feed.topic.id, feed.retry_ms)
         for write in writes:
             self.feeds.show_progress(write.feed)
-            if not write.feed.retry_ms and (write.feed.uncopied or write.feed.full):
-                self._turns.line_up(write.feed.topic.id)
+            if write.feed.uncopied or write.feed.full:
+                if not write.feed.retry_ms:
+                    self._turns.line_up(write.feed.topic.id)
+            else:
+                write.feed.failures = 0
         return any(not write.feed.retry_ms for write in writes)
 
     def _next_write(self, feed: Feed) -> Steps[CopyWrite | None]:
