@@ -27,6 +27,7 @@ import httpx
 
 from bench import figures, machine, wire
 from bench.load import Plan, closed_loop, pin
+from bench.mass_close import TOPIC, CrowdPlan, Kind, close_crowd, open_crowd
 from bench.watchers import WatchPlan, deliver
 from tests.contract.socket_client import Socket
 from tests.harness import Service
@@ -100,7 +101,9 @@ class Probed:
         return Held.of([hold for hold in map(Hold.read, lines) if hold.at_ns >= from_ns])
 
     def row(self, what: str, work: Callable[[Probed], object]) -> Row:
-        """Do the work and return what it did to the loops."""
+        """Do the work and return what it did to the loops, but for what comes before it."""
+        if what in CROWDS:
+            self.gather(*CROWDS[what])
         time.sleep(SETTLE_S)
         from_ns = time.monotonic_ns()
         work(self)
@@ -108,6 +111,11 @@ class Probed:
         row = Row(what, self.held("frontend", from_ns), self.held("shard", from_ns))
         print(f"  {what}:\n    frontend {row.frontend}\n    shards {row.shards}", file=sys.stderr, flush=True)
         return row
+
+    def gather(self, kind: Kind, clients: int, resets: bool) -> None:
+        """Have a crowd connect."""
+        self.ask("PUT", f"/v0/topics/{TOPIC}", {})
+        self.pool.submit(open_crowd, CrowdPlan(self.service.port, kind, clients, resets)).result()
 
     def load(self, connections: list[list[bytes]], rounds: int = 1) -> None:
         self.pool.submit(closed_loop, Plan(self.service.port, connections, rounds=rounds)).result()
@@ -294,6 +302,12 @@ def connect_many(probed: Probed) -> None:
     probed.load([[wire.write(f"t-{number:06}", 1)] for number in range(min(2000, probed.topics))], rounds=3)
 
 
+def scatter(probed: Probed) -> None:
+    """Have the crowd go, all at once."""
+    probed.pool.submit(close_crowd).result()
+    time.sleep(2.0)
+
+
 def gets(*paths: str, times: int = 3, accept: str = "*/*") -> Callable[[Probed], None]:
     def work(probed: Probed) -> None:
         for path in paths * times:
@@ -302,6 +316,11 @@ def gets(*paths: str, times: int = 3, accept: str = "*/*") -> Callable[[Probed],
     return work
 
 
+CROWDS: Final[dict[str, tuple[Kind, int, bool]]] = {
+    f"{clients:,} {kind.value} are {'reset' if resets else 'closed'} at once": (kind, clients, resets)
+    for kind, clients in ((Kind.IDLE, 5_000), (Kind.STREAMS, 5_000), (Kind.WEBSOCKETS, 2_000))
+    for resets in (False, True)
+}
 WORK: Final[dict[str, Callable[[Probed], object]]] = {
     "topics are made by their first writes, 16 writers": make_topics,
     "a start, and the first list": restart,
@@ -339,6 +358,7 @@ WORK: Final[dict[str, Callable[[Probed], object]]] = {
     "the source of 2,000 routers is deleted": unroute_many,
     "a shard dies while 40 streams follow 10,000 topics": lose_a_shard,
     "the OpenAPI document and its page": gets("/v0/openapi.json", "/v0/docs"),
+    **dict.fromkeys(CROWDS, scatter),
 }
 
 

@@ -2,7 +2,7 @@
 
 A copy is an Append of the dest like any other. An unstamped copy lacks its topic id, seq, time and checksum, which
 `frame.stamp` fills in for a whole page. The frames of the originals, in the log or in a segment, are checked and become
-unstamped copies. Records that pass their router unchanged are stamped as they are; others are laid out anew, which
+unstamped copies. Records that pass their router unchanged are stamped as they are; others are laid out again, which
 costs several times that.
 """
 

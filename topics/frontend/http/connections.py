@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
@@ -18,6 +19,8 @@ COUNTED_FROM_BYTES: Final = 128 * 1024
 CHECK_S: Final = 1.0
 GONE_S: Final = 2.0
 """The time that an app call has after its client has closed its end of the connection."""
+ENDS_PER_TURN: Final = 32
+"""Clients that are gone and are acted on in one turn of the event loop. The end of an event stream is some 100 µs."""
 
 
 class AnswerHolder(Protocol):
@@ -136,6 +139,8 @@ class Connections:
         self.tasks: dict[Callable[[], Awaitable[None]], asyncio.Task[None]] = {}
         """App calls of HTTP/1.1, and connections that Hypercorn serves, by what they run."""
         self._loop = asyncio.get_running_loop()
+        self._ends: deque[Callable[[], None]] = deque()
+        self._ends_in_turn = 0
         self._paused_until_s = 0.0
         self._changed = asyncio.Event()
 
@@ -157,6 +162,23 @@ class Connections:
             return now_s
         self._paused_until_s = max(self._paused_until_s, now_s) + pause_s
         return self._paused_until_s
+
+    def end_in_turn(self, end: Callable[[], None]) -> None:
+        """Call `end` at once; or later and in order, if more than ENDS_PER_TURN come in one turn of the event loop."""
+        if not self._ends_in_turn:
+            self._loop.call_soon(self._begin_turn)
+        if self._ends_in_turn < ENDS_PER_TURN:
+            self._ends_in_turn += 1
+            end()
+        else:
+            self._ends.append(end)
+
+    def _begin_turn(self) -> None:
+        self._ends_in_turn = min(len(self._ends), ENDS_PER_TURN)
+        if self._ends_in_turn:
+            self._loop.call_soon(self._begin_turn)
+        for _ in range(self._ends_in_turn):
+            self._ends.popleft()()
 
     def release_place(self) -> None:
         """Count a closed connection no longer, whichever protocol it spoke."""

@@ -136,7 +136,8 @@ class Http1Protocol(asyncio.Protocol):
         self.pending = bytearray()
         exchange, self._exchange = self._exchange, None  # breaks a reference cycle
         if exchange is not None:
-            exchange.drop()
+            exchange.lose()
+            connections.end_in_turn(exchange.drop)
 
     def data_received(self, data: bytes) -> None:
         if self._ending:
@@ -149,14 +150,18 @@ class Http1Protocol(asyncio.Protocol):
             self._advance(self.pending or data)
 
     def eof_received(self) -> bool:
-        """asyncio: the client has closed its sending side. Return True to keep ours open for an answer."""
+        """asyncio: the client has closed its sending side. Return True: ours stays open for an answer or a turn."""
         self.eof = True
-        if self._ending:
-            return False
-        if self._exchange is None:
-            return not self.writable  # then whole requests may be waiting for `resume_writing`
-        self._pass_on_eof(self._exchange)
+        self._factory.connections.end_in_turn(self._act_on_eof)
         return True
+
+    def _act_on_eof(self) -> None:
+        if self._transport.get_protocol() is not self:
+            return  # it is closed, or another protocol's
+        if self._exchange is not None:
+            self._pass_on_eof(self._exchange)
+        elif self._ending or self.writable:  # else whole requests may be waiting for `resume_writing`
+            self._transport.close()
 
     def pause_writing(self) -> None:
         """asyncio: more than `write_high_water_bytes` are buffered for the client."""

@@ -67,12 +67,12 @@ class PushStream:
     def close(self) -> None:
         """End the answer. The connection may serve the next request."""
         if not self.closed:
-            self._mark_closed()
+            self.lose()
             self._end()
 
     def abort(self) -> None:
         """Cut the connection. What waits for the client is lost."""
-        self._mark_closed()
+        self.lose()
         self._transport.abort()
 
     def client_caught_up(self) -> None:
@@ -82,15 +82,16 @@ class PushStream:
             if self.on_writable is not None:
                 self.on_writable()
 
-    def client_gone(self) -> None:
-        """Close: nothing more can be delivered. Idempotent."""
-        if not self.closed:
-            self._mark_closed()
-            if self.on_close is not None:
-                self.on_close()
-
-    def _mark_closed(self) -> None:
+    def lose(self) -> None:
+        """Write nothing more: nothing can be delivered. `client_gone` tells the writer."""
         self.closed, self.writable = True, False
+
+    def client_gone(self) -> None:
+        """Close, and tell the writer. Idempotent."""
+        self.lose()
+        on_close, self.on_close = self.on_close, None
+        if on_close is not None:
+            on_close()
 
 
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -294,6 +295,12 @@ class Exchange:
         self._wake()
         if self.push_stream is not None:
             self.push_stream.client_gone()
+
+    def lose(self) -> None:
+        """Write nothing more: the connection is closed. `drop` tells the app."""
+        self.lost = True
+        if self.push_stream is not None:
+            self.push_stream.lose()
 
     def drop(self) -> None:
         """Drop the exchange: nobody reads the answer."""

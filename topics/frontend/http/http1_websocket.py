@@ -17,6 +17,7 @@ import socket
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from h2.exceptions import DenialOfServiceError
@@ -237,7 +238,7 @@ class Http1WebSocket(asyncio.Protocol):
         if self.stage is SocketStage.OVER:
             return False
         if not (self._parses_soon or self._is_full or self.stage is SocketStage.ANSWERING):
-            self._lose()
+            self._shared.connections.end_in_turn(self._lose)
         return True
 
     def pause_writing(self) -> None:
@@ -426,10 +427,11 @@ class Http1WebSocket(asyncio.Protocol):
             self._set_timer(self._shared.limits.linger_ms / 1000, lambda: self._end(self._close_code))
 
     def _lose(self) -> None:
-        """The client has ended its side without a close frame, and all that it sent before is handled."""
-        self._over(CloseReason.ABNORMAL_CLOSURE)
-        self._reader_timer.start()
-        self._transport.close()
+        """The client has ended its side without a close frame, and all that it sent before is handled. Idempotent."""
+        if self.stage is not SocketStage.OVER:
+            self._over(CloseReason.ABNORMAL_CLOSURE)
+            self._reader_timer.start()
+            self._transport.close()
 
     def _end(self, code: int) -> None:
         """Half-close, and drop input until the client closes, too: a reset could destroy what was sent last."""
@@ -452,12 +454,15 @@ class Http1WebSocket(asyncio.Protocol):
         self._set_timer(self._shared.limits.linger_ms / 1000, transport.close)
 
     def _over(self, code: int) -> None:
-        """Tell the app that the WebSocket is over. It has GONE_S to end."""
+        """Note that the WebSocket is over, and tell the app in turn. It has GONE_S to end."""
         if self.stage is not SocketStage.OVER:
             self.stage = SocketStage.OVER
-            self._put({"type": "websocket.disconnect", "code": int(code)})
-            if self._app is not None:
-                self._loop.call_later(GONE_S, self._app.cancel)
+            self._shared.connections.end_in_turn(partial(self._tell_over, code))
+
+    def _tell_over(self, code: int) -> None:
+        self._put({"type": "websocket.disconnect", "code": int(code)})
+        if self._app is not None:
+            self._loop.call_later(GONE_S, self._app.cancel)
 
     # The calls of `asgi.WriteBuffer`, `Connections` and `VanishedClients`.
 
