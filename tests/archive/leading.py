@@ -135,7 +135,8 @@ class Leader:
         self._cold_dir = f"{data_dir}-cold"
         self.rig = self._rig(data_dir, shards)
         self.id = service_id.keep_id(self.rig.fs, data_dir)
-        self.compaction = Compaction(self.rig)
+        self.fetches = Hanging()
+        self.compaction = Compaction(self.rig, self.fetches)
         self.helpers = Hanging()
         self.bucket = SimulatedBucket(world.bucket)
         self.bucket.sent = self._sent
@@ -253,6 +254,13 @@ class Leader:
         self.compaction.cut()
         self.compaction.upkeep()
 
+    def snapshot(self) -> None:
+        """A cut, and little of the work that can wait: what is borrowed comes one by one."""
+        self.compaction.cut()
+        self.fetches.hangs = True
+        self.compaction.compactor.upkeep()
+        self.fetches.go_on()
+
     def crash(self, shard_dies: bool) -> None:
         if shard_dies:
             self.rig.boot()
@@ -265,7 +273,7 @@ class Leader:
         self._begin_again()
 
     def _begin_again(self) -> None:
-        self.compaction = Compaction(self.rig)
+        self.compaction = Compaction(self.rig, self.fetches)
         self.archivers = [self._archiver(), self._archiver()]
 
     def lose_power(self, share: float) -> None:
