@@ -538,6 +538,8 @@ def test_an_archive_that_cannot_be_written_is_copied_only(borrowing: Borrowing, 
     with pytest.raises(OSError, match="--copy"):
         borrowing.restore(str(tmp_path / "other"))
     assert not os.path.exists(tmp_path / "other")
+    assert os.listdir(tmp_path / "other.restoring") == ["meta"], "the note of a loan that may arrive"
+    borrowing.restore(str(tmp_path / "other"), None)
     assert not os.path.exists(tmp_path / "other.restoring")
     (borrowing.place / "archive" / "loans").unlink()
     (tmp_path / "loans").rename(borrowing.place / "archive" / "loans")
