@@ -37,7 +37,7 @@ from tests.archive.leading import (
     finish_batches,
     shown,
 )
-from tests.archive.simulated import AT, SimulatedBucket, Trouble
+from tests.archive.simulated import AT, FIRST_OBJECT, SimulatedBucket, Trouble
 from tests.executors import Inline
 from tests.storage.faults import Crash, Fault
 from tests.walshard.rig import TestClock
@@ -45,6 +45,7 @@ from topics.archive import archiver, base_files, borrowing, directory_copy, fetc
 from topics.archive.inspection import check, prune
 from topics.archive.restoring import Restore, WantedMoment, plan
 from topics.compactor import loan
+from topics.compactor.loan import AGREEING
 from topics.core.names import owner_shard
 from topics.shm import shm_names
 from topics.shm.memory import SharedObject
@@ -61,14 +62,16 @@ STEPS: Final = 30
 STAYS: Final = 3
 """Steps without a change, one of them with a look for a base: a follower that is at the end stays as it is then."""
 BASE_PIECES = 4
+BATCH_MS = 5000
+"""The time between two objects that a follower fetches: so much happens while it borrows."""
 LOST_SEQS_MAX = 200
 """The gap behind a restored topic. Each of its seqs takes an entry, which took most of the time of a schedule."""
 TROUBLES: st.SearchStrategy[list[Trouble]] = st.lists(
     st.sampled_from(["refused", "denied", "lost_answer", "late", "cut_short", "old_list"]), min_size=1, max_size=3
 )
 PERHAPS: st.SearchStrategy[list[Trouble]] = st.just([]) | TROUBLES
-REQUESTS: Final = st.integers(1, 16)
-"""Places in a step of a process: before its n-th request to the bucket."""
+REQUESTS: Final = st.integers(1, 16) | st.just(FIRST_OBJECT)
+"""Places in a step of a process: before its n-th request to the bucket, half of the time before it makes an object."""
 BESIDE_A_LEADER: Final = ("write", "cut", "die", "restart", "ship", "follow", "take over", "take over")
 BESIDE_A_TAKEOVER: Final = ("", "", "write", "ship", "begin", "begin", "restart", "prune", "take over", "die")
 TALLY: Counter[str] = Counter()
@@ -88,7 +91,7 @@ class Archiving(RuleBasedStateMachine):
         backlog=st.sampled_from([0, 1 << 30]),
         answers=st.booleans(),
         is_cold=st.booleans(),
-        grown=st.sampled_from(["", "shipped", "followed", "followed"]),
+        grown=st.sampled_from(["", "shipped", "followed", "lent", "lent"]),
     )
     def begin(self, backlog: int, answers: bool, is_cold: bool = False, grown: str = "") -> None:
         self.directory = tempfile.mkdtemp(prefix="topics-sim-", dir="/dev/shm")
@@ -122,15 +125,31 @@ class Archiving(RuleBasedStateMachine):
         self.restored: dict[tuple[int, int], set[str]] = {}
         """Names of the objects that were there when a moment was restored."""
         if grown:
-            self._grow(grown == "followed")
+            self._grow(grown)
 
-    def _grow(self, is_followed: bool) -> None:
-        """Have a base in the archive, and a follower of it."""
+    def _grow(self, grown: str) -> None:
+        """Have a base in the archive, and a follower of it, which borrows sealed segments if they are `lent`."""
+        if grown == "lent":
+            self._seal()
         self.append("a", 3, "disk")
         for _ in range(2):
             self.ship(0)
-        for _ in range(3 if is_followed else 0):
+        for _ in range(0 if grown == "shipped" else 3):
             self.follow([])
+
+    def _seal(self) -> None:
+        """Have sealed segments in the archive, some with deletions that came after their data."""
+        for name in ("a", "d"):
+            for tag in (0, 1):
+                self.append(name, 8, "disk", tag)
+        self.cut()
+        shipper = self.leader.shipper()
+        shipper.begin()
+        shipper.base()
+        for name in ("a", "d"):
+            self.delete(name, 0.55, 1)  # one record of a segment, which is not rewritten for that
+        self.cut()
+        shipper.base()
 
     def _lead(self, data_dir: str, live: Records, shards: int) -> Leader:
         leader = Leader(self.world, len(self.leaders), data_dir, live, shards)
@@ -166,13 +185,34 @@ class Archiving(RuleBasedStateMachine):
         """Commit a batch over topics. It may be shipped half done."""
         self.leader.commit((lambda: self.leader.step(0)) if ships else lambda: None)
 
-    @rule()
-    def cut(self) -> None:
-        self.leader.cut()
+    @rule(is_whole=st.sampled_from([True, True, False]))
+    def cut(self, is_whole: bool = True) -> None:
+        if is_whole:
+            self.leader.cut()
+        else:
+            self.leader.snapshot()
 
     @rule(shard_dies=st.booleans())
     def crash(self, shard_dies: bool) -> None:
         self.leader.crash(shard_dies)
+
+    @precondition(lambda self: self.follower is not None and self.follower.shown)
+    @rule(
+        name=st.sampled_from(NAMES), told=st.integers(1, 8), lost=st.sampled_from([0.0, 0.5]), more=st.integers(-2, 8)
+    )
+    def lose_what_was_told(self, name: str, told: int, lost: float, more: int) -> None:
+        """The machine of the leader fails when a follower has what the leader's disk does not have yet. What the leader
+        writes then is in the archive.
+        """
+        self.leader.answers = True
+        self.leader.append(name, told)
+        self.follow([])
+        self.leader.lose_power(lost)
+        if told + more > 0:
+            self.leader.append(name, told + more)
+        self.leader.step(0)
+        for _ in range(2):
+            self.follow([])
 
     @rule(share=st.sampled_from([None, None, 0.0, 0.5]))
     def restart(self, share: float | None = None) -> None:
@@ -247,7 +287,7 @@ class Archiving(RuleBasedStateMachine):
         leader = self.leader
         other = 0 if self.followers[0] is not None else 1
         if what == "take over" and self.followers[other] is not None:
-            self._happens(before, other)
+            self._happens("reshard" if before and not leader.has_copy else before, other)
         leader.before(nth, lambda: self._happens(what, other, which, leader))
         leader.step(which)
         leader.before(0, lambda: None)
@@ -304,9 +344,29 @@ class Archiving(RuleBasedStateMachine):
             prune(Archive(here), before_ms)
         except OSError:
             assert troubles
+        assert self._lent() <= self.bucket.objects.keys(), "what is lent stays"
         kept = {moment for moment in self.moments if piece_name(*moment) in self.bucket.objects}
         assert max(self.moments) in kept
         self.moments = {moment: records for moment, records in self.moments.items() if moment in kept}
+
+    def _lent(self) -> set[str]:
+        """Return the names of the objects that services still need."""
+        notes = [_borrows(leader.data_dir) for leader in (self.leader, self.former) if leader is not None]
+        lent = {ref.name for note in notes if note is not None for ref in note.files}
+        for rig in self.followers:
+            lent |= {ref.name for ref in rig.replica.homecoming.missing.values()} if rig is not None else set()
+        return lent
+
+    @precondition(lambda self: any(rig is not None and rig.replica.homecoming.missing for rig in self.followers))
+    @rule(name=st.sampled_from(NAMES), share=st.floats(0, 1), tag=st.sampled_from([None, 0, 1]))
+    def prune_beside_a_loan(self, name: str, share: float, tag: int | None) -> None:
+        """The service drops or rewrites segments that a follower borrows. The base that has them is pruned."""
+        self.delete(name, share, tag)
+        self.cut()
+        for _ in range(BASE_PIECES + 1):
+            self.append("b", 1, "disk")
+            self.ship(0)
+        self.prune(1, [])
 
     def _note_created(self, name: str, live: Records) -> None:
         """Note what the service had at the moment of a piece that is put, or of a base."""
@@ -666,12 +726,16 @@ class Archiving(RuleBasedStateMachine):
             assert rig is not None
             if _borrows(rig.settings.data_dir) is None:
                 return
+            self.world.clock.ms += BATCH_MS
             self.follow([], which)
         raise AssertionError("a follower does not get all data")
 
     def brings_home(self) -> None:
         """The compactor of a service that took over fetches what that has borrowed."""
         leader = self.leader
+        for _ in range(AGREEING):
+            leader.snapshot()
+        compare(leader.rig, leader.live)
         for _ in range(30):
             if _borrows(leader.data_dir) is None:
                 break
@@ -683,8 +747,8 @@ class Archiving(RuleBasedStateMachine):
     def _no_loan_is_forgotten(self) -> None:
         """Nothing keeps the archive for a service that has everything."""
         notes = [_borrows(os.path.join(self.directory, name)) for name in os.listdir(self.directory)]
-        loans = {name for name in self.bucket.objects if name.startswith("loans/")}
-        assert loans <= {note.loan for note in notes if note is not None} | self.bucket.came_late
+        loans = {name for number in self.archive.generations() for name in self.archive.loans(number).values()}
+        assert loans <= {note.loan for note in notes if note is not None}
 
     def ship_all(self) -> None:
         leader = self.leader
@@ -786,6 +850,7 @@ def small_world() -> Iterator[None]:
             (base_files, "ThreadPoolExecutor", _inline),
             (fetching, "ThreadPoolExecutor", _inline),
             (borrowing, "BATCH_BYTES", 1),
+            (borrowing, "BATCH_MS", BATCH_MS),
             (borrowed, "open_archive", _found_at),
             (loan, "open_archive", _found_at),
             (SharedObject, "create", create_noted),

@@ -135,7 +135,8 @@ class Leader:
         self._cold_dir = f"{data_dir}-cold"
         self.rig = self._rig(data_dir, shards)
         self.id = service_id.keep_id(self.rig.fs, data_dir)
-        self.compaction = Compaction(self.rig)
+        self.fetches = Hanging()
+        self.compaction = Compaction(self.rig, self.fetches)
         self.helpers = Hanging()
         self.bucket = SimulatedBucket(world.bucket)
         self.bucket.sent = self._sent
@@ -206,13 +207,17 @@ class Leader:
             del records[seq]
 
     def delete(self, name: str, share: float, tag: int | None = None) -> None:
-        """Delete the first records of a topic, or those of them with a tag."""
+        """Delete the first records of a topic, or those of them with a tag. It is on the disk then: what a power loss
+        takes from the log alone, segments have, and an archive gets it with the next base.
+        """
         records = self.live.get(name)
         if not records:
             return
         before_seq = sorted(records)[int(share * (len(records) - 1))] + 1
         pattern = b"" if tag is None else b"t%d" % tag
         self.rig.delete(DeleteRecords(name, before_seq, None if tag is None else "eq", pattern))
+        wal = self.rig.every[self.rig.owner(name)].logs.wal
+        wal.note_synced(wal.sync_now())
         self.live[name] = {
             seq: data
             for seq, data in records.items()
@@ -253,6 +258,13 @@ class Leader:
         self.compaction.cut()
         self.compaction.upkeep()
 
+    def snapshot(self) -> None:
+        """A cut, and little of the work that can wait: what is borrowed comes one by one."""
+        self.compaction.cut()
+        self.fetches.hangs = True
+        self.compaction.compactor.upkeep()
+        self.fetches.go_on()
+
     def crash(self, shard_dies: bool) -> None:
         if shard_dies:
             self.rig.boot()
@@ -265,7 +277,7 @@ class Leader:
         self._begin_again()
 
     def _begin_again(self) -> None:
-        self.compaction = Compaction(self.rig)
+        self.compaction = Compaction(self.rig, self.fetches)
         self.archivers = [self._archiver(), self._archiver()]
 
     def lose_power(self, share: float) -> None:

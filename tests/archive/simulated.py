@@ -13,6 +13,8 @@ from topics.storage.frame import Bytes
 Trouble = Literal["refused", "denied", "lost_answer", "late", "cut_short", "old_list"]
 LATE_REQUESTS = (1, 3, 10, 40)
 """Requests that all make before a put arrives that came too late."""
+FIRST_OBJECT = -1
+"""The place before the request that makes the next object: where what was looked at before may not be so any more."""
 Note = Callable[[], None]
 AT: dict[str, SimulatedBucket] = {}
 """The buckets that services find by the places that their notes name."""
@@ -50,10 +52,12 @@ class SimulatedBucket:
         self._meanwhile: Note = _nothing
 
     def before(self, nth: int, meanwhile: Note) -> None:
-        """Have something happen before the `nth` request from now on, 0 for never."""
+        """Have something happen before the `nth` request from now on, which may be FIRST_OBJECT; 0 for never."""
         self._requests_left, self._meanwhile = nth, meanwhile
 
     def create(self, name: str, content: Bytes) -> bool:
+        if self._requests_left == FIRST_OBJECT:
+            self._requests_left = 1
         self._reach("refused", "denied")
         note = self.sent(name)
         if self._is_next("late"):
@@ -118,7 +122,7 @@ class SimulatedBucket:
         return found
 
     def _reach(self, *troubles: Trouble) -> None:
-        if self._requests_left:
+        if self._requests_left > 0:
             self._requests_left -= 1
             if not self._requests_left:
                 self._meanwhile()

@@ -4,6 +4,7 @@ whatever is deleted, dies or is away meanwhile. Real shards, the real compactor 
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -24,7 +25,7 @@ from tests.storage.faults import FaultyFileSystem
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.archive import directory_copy
-from topics.archive.inspection import check, prune
+from topics.archive.inspection import Pruned, check, prune
 from topics.archive.restoring import Restore, Restored, WantedMoment, plan
 from topics.archive.shipping import Shipper
 from topics.core.segment_list import COLD
@@ -36,6 +37,7 @@ from topics.storage.filesystem import OsFileSystem
 from topics.storage.kill_points import KillPoint
 from topics.storage.origin import Origin, RunningEnds
 from topics.storage.segment_check import DamageFinding
+from topics.storage.segment_store import LocalStore
 from topics.storage.verify import verify
 
 EVENTS = 8
@@ -317,38 +319,108 @@ def verify_offline(borrowing: Borrowing) -> list[DamageFinding]:
     return list(verify(str(copy), lambda *_: None).damage)
 
 
-def test_a_loan_keeps_the_archive_from_being_pruned(borrowing: Borrowing) -> None:
-    base = plan(borrowing.archive, WantedMoment()).base.number
-    [(lent, loan)] = borrowing.archive.loans(1).items()
-    assert lent == base
+def ship_more(borrowing: Borrowing, before_seq: int = 1) -> int:
+    """Have one more base in the archive, without records before `before_seq`; return a time after it."""
     rig = Rig(str(borrowing.root / "origin"), FaultyFileSystem(), segment_max_events=str(EVENTS))
+    rig.call(DeleteRecords("t", before_seq, None, b""))
     rig.append("t", *[b'"later"'] * (3 * EVENTS))
     Compaction(rig).cut()
     rig.clock.ms += 100_000
     ship(rig, borrowing.archive)
-    before_ms = rig.clock.ms
+    return rig.clock.ms + 1
+
+
+def test_a_loan_keeps_the_archive_from_being_pruned(borrowing: Borrowing) -> None:
+    base = plan(borrowing.archive, WantedMoment()).base.number
+    [(lent, loan)] = borrowing.archive.loans(1).items()
+    assert lent == base
+    before_ms = ship_more(borrowing)
     assert len(borrowing.archive.bases(1)) == 2
-    kept = prune(borrowing.archive, before_ms + 1)
+    kept = prune(borrowing.archive, before_ms)
     assert (kept.bases, kept.files, kept.loans) == (0, 0, [loan])
+    assert borrowing.archive.removals(1) == [], "nothing waits"
     assert check(borrowing.archive, lambda *_: None) == []
     borrowing.check()
     borrowing.all_home()
     assert borrowing.archive.loans(1) == {}
-    removed = prune(borrowing.archive, before_ms + 1)
+    removed = prune(borrowing.archive, before_ms)
     assert (removed.bases, removed.loans) == (1, [])
     assert check(borrowing.archive, lambda *_: None) == []
     borrowing.check()
 
 
+def test_what_a_loan_does_not_need_goes_beside_it(borrowing: Borrowing) -> None:
+    """The plan of a pruning leaves out what is lent. A removal that named that would wait, with all that is older."""
+    borrowing.all_home()
+    ship_more(borrowing, 2 * EVENTS)
+    lent = str(borrowing.root / "lent")
+    borrowing.restore(lent)
+    before_ms = ship_more(borrowing, 3 * EVENTS)
+    archive = borrowing.archive
+    _, second, third = archive.bases(1)
+    [(base, loan)] = archive.loans(1).items()
+    assert base == second
+    removed = prune(archive, before_ms)
+    assert (removed.bases, removed.loans) == (1, [loan])
+    assert removed.pieces > 0
+    assert removed.files > 0
+    assert archive.bases(1) == [second, third]
+    assert archive.removals(1) == [], "nothing waits"
+    assert prune(archive, before_ms) == Pruned(loans=[loan])
+    note = read_borrowed(FS, lent)
+    assert note is not None
+    assert {ref.name for ref in note.files} <= set(archive.store.list("g00000001.files/"))
+    assert check(archive, lambda *_: None) == []
+    assert verify(lent, lambda *_: None).damage == []
+    archive.end_loan(loan)
+    ended = prune(archive, before_ms)
+    assert (ended.bases, ended.loans) == (1, [])
+    assert ended.files > 0
+
+
+@pytest.mark.parametrize("arrives", ["soon", "after it was ended"])
+def test_a_loan_that_arrives_late_keeps_nothing(
+    borrowing: Borrowing, monkeypatch: pytest.MonkeyPatch, arrives: str
+) -> None:
+    """The restore was refused, as nobody could know that. Its loan kept the archive from being pruned for good."""
+    borrowing.all_home()
+    late: list[tuple[str, bytes]] = []
+    create, exists = LocalStore.create, LocalStore.exists
+
+    def give_up(store: LocalStore, name: str, content: bytes) -> bool:
+        if late:
+            return create(store, name, content)
+        late.append((name, content))
+        raise TimeoutError(errno.ETIMEDOUT, "timed out", name)
+
+    def look(store: LocalStore, name: str) -> bool:
+        is_there = exists(store, name)
+        if arrives == "soon" and late and name == late[0][0]:
+            assert create(store, *late[0])  # just behind the look
+        return is_there
+
+    monkeypatch.setattr(LocalStore, "create", give_up)
+    monkeypatch.setattr(LocalStore, "exists", look)
+    target = str(borrowing.root / "other")
+    with pytest.raises(TimeoutError, match="restore with --copy"):
+        borrowing.restore(target)
+    monkeypatch.undo()
+    assert not os.path.exists(f"{target}.restoring")
+    archive = borrowing.archive
+    if arrives != "soon":
+        assert archive.store.create(*late[0])
+    assert archive.store.exists(late[0][0])
+    assert archive.loans(1) == {}
+    removed = prune(archive, ship_more(borrowing))
+    assert (removed.bases, removed.loans) == (1, [])
+    borrowing.restore(target)
+    assert len(archive.loans(1)) == 1, "the next loan counts"
+
+
 def test_a_pruning_that_meets_a_new_loan_waits_for_its_end(borrowing: Borrowing) -> None:
     """The base is gone by then, but the restore has seen it, and needs everything else."""
     borrowing.all_home()
-    rig = Rig(str(borrowing.root / "origin"), FaultyFileSystem(), segment_max_events=str(EVENTS))
-    rig.append("t", *[b'"later"'] * (3 * EVENTS))
-    Compaction(rig).cut()
-    rig.clock.ms += 100_000
-    ship(rig, borrowing.archive)
-    archive, before_ms = borrowing.archive, rig.clock.ms + 1
+    archive, before_ms = borrowing.archive, ship_more(borrowing)
     older, _ = archive.bases(1)
     loan = loan_name(1, older)
 
@@ -466,6 +538,8 @@ def test_an_archive_that_cannot_be_written_is_copied_only(borrowing: Borrowing, 
     with pytest.raises(OSError, match="--copy"):
         borrowing.restore(str(tmp_path / "other"))
     assert not os.path.exists(tmp_path / "other")
+    assert os.listdir(tmp_path / "other.restoring") == ["meta"], "the note of a loan that may arrive"
+    borrowing.restore(str(tmp_path / "other"), None)
     assert not os.path.exists(tmp_path / "other.restoring")
     (borrowing.place / "archive" / "loans").unlink()
     (tmp_path / "loans").rename(borrowing.place / "archive" / "loans")

@@ -454,9 +454,28 @@ def test_the_loan_of_a_copy_that_was_killed_ends_with_the_next_one(service: Arch
     rig = follower(service)
     note = read_borrowed(OsFileSystem(), rig.settings.data_dir)
     assert note is not None
-    assert service.bucket.list("loans/") == [note.loan]
+    assert list(service.archive.loans(1).values()) == [note.loan]
     until_home(service)
-    assert service.bucket.list("loans/") == []
+    assert service.archive.loans(1) == {}
+
+
+def test_the_loan_of_a_follower_that_arrives_late_keeps_nothing(service: Archiving) -> None:
+    """The follower has taken another one by then."""
+    for _ in range(3):
+        service.follow(["late"])
+    rig = follower(service)
+    note = read_borrowed(OsFileSystem(), rig.settings.data_dir)
+    assert note is not None
+    for late in service.bucket.late:
+        late.requests = 0
+    assert service.bucket.exists(note.loan)
+    assert any(name.startswith("loans/") for name in service.bucket.came_late)
+    assert list(service.archive.loans(1).values()) == [note.loan]
+    until_home(service)
+    assert service.archive.loans(1) == {}
+    ship_bases(service, 1)
+    service.prune(1, [])
+    assert len(service.archive.bases(1)) == 1
 
 
 @pytest.mark.long

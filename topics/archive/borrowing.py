@@ -56,6 +56,8 @@ def borrow(
     try:
         archive.store.create(note.loan, who.encode())
     except OSError as error:
+        if error.errno in _READ_ONLY:
+            remove_borrowed(fs, data_dir)  # there is nothing to end
         raise NoLoanError(error.errno, f"cannot be created ({error})", archive.store.place(note.loan)) from error
     # A pruning that has not seen the loan begins with the base.
     there = {
@@ -112,7 +114,6 @@ class Homecoming:
             if error.errno not in _READ_ONLY:
                 raise
             log.warning("everything is copied before anything is served: nothing can be borrowed", reason=str(error))
-            remove_borrowed(self._fs, self._data_dir)
         self._note = read_borrowed(self._fs, self._data_dir)
 
     def go_on(self) -> None:

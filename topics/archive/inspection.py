@@ -249,9 +249,8 @@ def _superfluous(archive: Archive, found: _Found, before_ms: int, is_over: bool)
     generation, bases = found.generation.number, found.bases
     if not bases and not is_over:
         return [], []
-    keep_from = next((at for at in range(len(bases) - 1, -1, -1) if bases[at].taken_ms <= before_ms), 0)
-    if is_over:
-        keep_from = len(bases)
+    early = [at for at, base in enumerate(bases) if base.taken_ms <= before_ms]
+    keep_from = len(bases) if is_over else max(early, default=0)
     loans = archive.loans(generation)
     lent = [at for at in range(keep_from) if bases[at].number in loans]
     keep_from = min([keep_from, *lent])

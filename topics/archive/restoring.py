@@ -14,7 +14,6 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -34,7 +33,7 @@ from topics.storage.archive_objects import (
     open_archive,
     split_payload,
 )
-from topics.storage.borrowed import read_borrowed
+from topics.storage.borrowed import end_loan, read_borrowed
 from topics.storage.filesystem import FileSystem, make_dirs, names_in
 from topics.storage.frame import HEADER_LEN, FrameType, scan
 from topics.storage.snapshot import decode_parts
@@ -202,24 +201,15 @@ class Restore:
 
     def _give_up(self) -> None:
         """Remove what was made, and its loan. If that cannot be ended now, its note stays: the next try ends it."""
-        kept = None if self._end_loan() else layout.meta_dir(self._making)
-        for name in names_in(self._fs, self._making):
-            if (path := os.path.join(self._making, name)) != kept:
-                shutil.rmtree(path, ignore_errors=True)
-        if kept is None:
-            shutil.rmtree(self._making, ignore_errors=True)
-
-    def _end_loan(self) -> bool:
-        """Return whether there is no loan in the archive any more."""
-        with suppress(OSError):
+        try:
             note = read_borrowed(self._fs, self._making)
-            if note is None:
-                return True
-            archive = Archive(open_archive(self._fs, note.place))
-            with suppress(OSError):  # perhaps it was never created
-                archive.store.delete(note.loan)
-            return bool(archive.generations()) and not archive.store.exists(note.loan)
-        return False
+            if note is not None:
+                end_loan(self._fs, self._making, note, open_archive(self._fs, note.place))
+        except OSError:
+            for name in {*names_in(self._fs, self._making)} - {layout.META_NAME}:
+                shutil.rmtree(os.path.join(self._making, name), ignore_errors=True)
+        else:
+            shutil.rmtree(self._making, ignore_errors=True)
 
     def _make(self, now_ms: int) -> int:
         make_dirs(self._fs, self._making)

@@ -7,6 +7,7 @@ in other languages.
     g<8 digits>.files/<name>           a file of a segment, byte for byte
     g<8 digits>.removals/<12 digits>   names of objects that are about to go, while they do
     loans/<8 digits>-<12 digits>-<id>  a restored service reads files of this base, which nobody may remove
+    loans/<8 digits>-…-<id>.over       that loan counts for nothing, whenever its put arrives
 
 Every object is created once and never written over. So two services that ship into one generation
 cannot both succeed: the second one finds the number of its piece taken.
@@ -47,6 +48,7 @@ _PREFIX: Final = Struct("<8sII")
 _CHECKSUM: Final = Struct("<Q")
 _GENERATIONS: Final = "generations"
 _LOANS: Final = "loans"
+_OVER: Final = ".over"
 _LOAN: Final = re.compile(rf"{_LOANS}/\d{{8}}-(\d{{12}})-[0-9a-f]{{16}}")
 
 
@@ -341,7 +343,15 @@ class Archive:
     def loans(self, generation: int) -> dict[int, str]:
         """Return the bases of a generation whose files restored services still read, each with the name of a loan."""
         names = self.store.list(f"{_LOANS}/{generation:08d}-")
-        return {int(match[1]): match[0] for match in map(_LOAN.fullmatch, names) if match is not None}
+        found = [match for match in map(_LOAN.fullmatch, names) if match and f"{match[0]}{_OVER}" not in names]
+        return {int(match[1]): match[0] for match in found}
+
+    def end_loan(self, name: str) -> None:
+        """End a loan. If it is not there, its put may be on the way: another object says that it counts for nothing."""
+        if self.store.exists(name):
+            self.store.delete(name)
+        else:
+            self.store.create(f"{name}{_OVER}", b"")
 
     def file(self, ref: FileRef) -> bytes:
         """Read a file. Raise ArchiveDamagedError if it is not what was shipped."""

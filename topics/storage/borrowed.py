@@ -67,7 +67,7 @@ def end_loan(fs: FileSystem, data_dir: str, note: BorrowedNote, store: ArchiveSt
     if not Archive(store).generations():
         reason = "has no archive now: mount its disk; if it is gone for good, remove meta/borrowed.json and start again"
         raise FileNotFoundError(errno.ENOENT, reason, store.place(""))
-    store.delete(note.loan)
+    Archive(store).end_loan(note.loan)
     remove_borrowed(fs, data_dir)
 
 
