@@ -9,12 +9,15 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cli.shell import DEADLINE_S, Shell, values
 from tests.harness import Service, clean_environment
+from topics.cli.apply import Declaration, deployed
 from topics.client import Client, NotFoundError
+from topics.client.calls import Call
 
 
 def test_create_shows_what_it_would_change(shell: Shell, topics: Client, topic: str) -> None:
@@ -135,6 +138,35 @@ dest = "{topic}.copy"
         declared.write_text(wrong)
         assert shell.run(*file).returncode == 2
     assert shell.run("apply", "-f", str(tmp_path / "none")).returncode == 2
+
+
+class Asked(Client):
+    """A client that notes its requests."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.targets: list[str] = []
+
+    async def carry_out(self, call: Call[Any]) -> Any:
+        self.targets.append(call.target)
+        return await super().carry_out(call)
+
+
+def test_what_is_declared_says_which_routers_are_asked_for(service: Service, topics: Client, topic: str) -> None:
+    for name, source, dest in (("declared", "a", "b"), ("between", "b", "c"), ("out", "b", "x"), ("moved", "a", "y")):
+        topics.put_router(f"{topic}>{name}", f"{topic}.{source}", f"{topic}.{dest}")
+    ends = {"declared": ("a", "b"), "moved": ("a", "c"), "new": ("a", "d")}
+    routers = {f"{topic}>{name}": {"source": f"{topic}.{a}", "dest": f"{topic}.{b}"} for name, (a, b) in ends.items()}
+    with Asked(service.url) as client:
+        deployed(client, Declaration({topic: {}}), undeclared=False)
+        assert not any("/routers" in target for target in client.targets), "a topic alone needs none"
+        client.targets.clear()
+        one = deployed(client, Declaration(routers=dict([*routers.items()][:1])), undeclared=False)
+        assert (client.targets, list(one.routers)) == ([f"/v0/routers/{topic}%3Edeclared"], [f"{topic}>declared"])
+        every = deployed(client, Declaration(routers=routers), undeclared=True)
+    assert list(every.routers) == [f"{topic}>{name}" for name in ("between", "declared", "moved")]
+    lists = [target for target in client.targets if "/routers?" in target]
+    assert [target.partition("dest=")[2].partition("&")[0] for target in lists] == [f"{topic}.{end}" for end in "abcd"]
 
 
 def test_top(shell: Shell, topics: Client, topic: str) -> None:

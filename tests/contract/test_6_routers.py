@@ -111,16 +111,19 @@ def test_list_by_prefix_source_and_dest_in_pages(client: httpx.Client, topic: st
     assert names(source=f"{topic}.s1") == ["r1", "r3", "r5"]
     assert names(dest=f"{topic}.d4") == ["r4"]
     assert names(source=f"{topic}.s1", dest=f"{topic}.d4") == []
+    assert names(source=f"{topic}.s0", dest=f"{topic}.d4") == ["r4"]
+    assert names(source=f"{topic}.s0", prefix=f"{topic}.r2") == ["r2"]
     seen: list[str] = []
-    query: dict[str, str | int] = {"prefix": topic, "page_size": 3}
-    while True:
-        page = ok(client.get("/v0/routers", params=query))
-        assert all(one["forwarded_total"] == 0 for one in page["routers"])
-        seen += [one["router"] for one in page["routers"]]
-        if "next_cursor" not in page:
-            break
-        query["cursor"] = page["next_cursor"]
-    assert seen == [f"{topic}.r{at}" for at in range(7)]
+    for filters in ({"prefix": topic}, {"source": f"{topic}.s0"}):
+        query: dict[str, str | int] = {"page_size": 3, **filters}
+        while True:
+            page = ok(client.get("/v0/routers", params=query))
+            assert all(one["forwarded_total"] == 0 for one in page["routers"])
+            seen += [one["router"].removeprefix(f"{topic}.") for one in page["routers"]]
+            if "next_cursor" not in page:
+                break
+            query["cursor"] = page["next_cursor"]
+    assert seen == [*(f"r{at}" for at in range(7)), "r0", "r2", "r4", "r6"]
     refused(client.get("/v0/routers", params={"cursor": "x"}), 400, "invalid_request")
 
 
@@ -153,6 +156,7 @@ def test_delete_ends_forwarding_and_of_an_absent_one_is_200(client: httpx.Client
         {"filter": ["tag", "Glob", "x"]},
         {"filter": ["node", "Eq", "x"]},
         {"filter": 7},
+        {"filter": "x" * 257},
         {"guarantee": "twice"},
         {"preserve_node": "yes"},
     ],
@@ -805,6 +809,18 @@ def test_a_router_refused_for_the_cap_creates_no_topic() -> None:
         assert route(client, "r2", "s", "d2")["created"] is True
         metrics = ok(client.get("/v0/metrics", headers={"Accept": "application/json"}))
         assert metrics["topics_routers"] == service.status()["routers"] == 2
+
+
+def test_a_topic_gets_copies_by_256_routers_at_most(client: httpx.Client, topic: str) -> None:
+    for at in range(256):
+        route(client, f"{topic}.{at}", topic, f"{topic}.d", filter=f"{at}")
+    body = {"source": topic, "dest": f"{topic}.d", "filter": "more"}
+    error = refused(client.put(f"/v0/routers/{topic}.more", json=body), 429, "throttled")
+    assert error["detail"] == {"limit": "dest_routers", "max": 256}
+    assert route(client, f"{topic}.255", topic, f"{topic}.d", filter="more")["created"] is False
+    records = [{"data": at, "tag": tag} for at, tag in enumerate(("more", "0", "255"), 1)]
+    ok(client.post(f"/v0/topics/{topic}", json={"records": records}))
+    assert data(client, f"{topic}.d") == [1, 2]
 
 
 def test_a_dest_refused_for_the_cap_leaves_no_router() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.core.cost import lines_of
 from topics.core.errors import TopicsError
 from topics.core.routers import (
+    DEST_ROUTERS_MAX,
     FoldedRouters,
     Router,
     RouterRegistry,
@@ -236,14 +237,49 @@ def test_a_cycle_of_many_topics_is_found_in_as_many_steps() -> None:
     assert cost(400) < 5 * cost(100)
 
 
-@given(st.sets(st.text("ab>", min_size=1, max_size=4)), st.text("ab>", max_size=2), st.text("ab>", max_size=3))
-def test_routers_are_found_by_name_as_by_a_look_at_all_of_them(names: set[str], prefix: str, after: str) -> None:
+ENDS = ("", "source", "dest")
+changes = st.lists(st.tuples(st.text("ab>", min_size=1, max_size=4), st.sampled_from(["ax", "ay", "bx", ""])))
+
+
+@given(changes, st.text("ab>", max_size=2), st.text("ab>", max_size=3), st.sampled_from(ENDS))
+def test_routers_are_found_by_name_as_by_a_look_at_all_of_them(
+    changes: list[tuple[str, str]], prefix: str, after: str, end: str
+) -> None:
+    registry, topic = RouterRegistry(), {"": "", "source": "a", "dest": "x"}[end]
+    for id, (name, ends) in enumerate(changes, 1):
+        registry.put(Router(id, 1, name, RouterSpec(*ends))) if ends else registry.remove(name)
+        found = [one.name for one in registry.by_name.values() if not end or getattr(one.spec, end) == topic]
+        expected = sorted(name for name in found if name.startswith(prefix) and name > after)
+        for most in (1, 3, 100):
+            assert [router.name for router in registry.named(prefix, after, most, end, topic)] == expected[:most]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_page_of_a_list_costs_the_same_however_many_routers_there_are(end: str) -> None:
+    def cost(count: int) -> int:
+        registry = RouterRegistry()
+        for id in range(1, count + 1):
+            registry.put(Router(id, 1, f"r{id:04}", RouterSpec("a", "b")))
+        topic = {"": "", "source": "a", "dest": "b"}[end]
+        assert len(registry.named("r", "r0005", 10, end, topic)) == 10  # the first one sorts them
+        return lines_of(lambda: registry.named("r", "r0005", 10, end, topic))
+
+    assert cost(1000) == cost(100) > 0
+
+
+def test_a_topic_has_a_bounded_number_of_routers_into_it() -> None:
     registry = RouterRegistry()
-    for id, name in enumerate(names, 1):
-        registry.put(Router(id, 1, name, RouterSpec("a", "b")))
-    expected = sorted(name for name in names if name.startswith(prefix) and name > after)
-    for most in (1, 3, 100):
-        assert [router.name for router in registry.named(prefix, after, most)] == expected[:most]
+    for at in range(DEST_ROUTERS_MAX):
+        registry.put(registry.plan(f"r{at}", RouterSpec("a", "b"))[0])
+    registry.put(registry.plan("other", RouterSpec("a", "c"))[0])
+    for name in ("new", "other"):  # one that is made, one that is led to this topic
+        with pytest.raises(TopicsError, match="256 routers lead to topic 'b', the most") as refusal:
+            registry.plan(name, RouterSpec("a", "b"))
+        assert (refusal.value.code, refusal.value.detail) == ("throttled", {"limit": "dest_routers", "max": 256})
+    assert registry.plan("r7", RouterSpec("a", "b", filter="x"))[0].version == 2, "what is there may change"
+    assert registry.plan("r7", RouterSpec("a", "c"))[1] is False, "and go elsewhere"
+    registry.remove("r7")
+    assert registry.plan("new", RouterSpec("a", "b"))[1] is True
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from topics.frontend.live.step_cache import KnownTopics
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.files import LogFiles
 from topics.frontend.reads.reading import TopicReader, TopicRef
-from topics.frontend.routes.router_routes import RouterRoutes
+from topics.frontend.routes.router_routes import SLICE_ROUTERS, RouterRoutes
 from topics.frontend.routes.topic_ranking import RankedTopic
 from topics.frontend.routes.topic_routes import TopicRoutes
 from topics.frontend.shards import arenas
@@ -154,29 +154,48 @@ class ManyRouters(RouterRoutes):
         return True
 
 
+async def list_routers(routes: RouterRoutes, query: dict[str, str], size: int, caller: Any = ANYONE) -> dict[str, Any]:
+    """Return the page behind the fourth router."""
+    endpoint: Any = RouterRoutes.list_all
+
+    async def page(*_: object) -> tuple[int, str]:
+        return size, "r-0003"
+
+    request: Any = SimpleNamespace(query=query, caller=caller, list_page=page)
+    answer: dict[str, Any] = (await endpoint.__wrapped__(routes, request)).answer
+    return answer
+
+
 def test_a_thousand_routers_are_listed_while_others_have_their_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arenas, "SLICE_S", 0)  # however fast this machine is
     routes, seen = ManyRouters(1500), list[int]()
-    endpoint: Any = RouterRoutes.list_all
-    list_all = endpoint.__wrapped__
-
-    async def page(*_: object) -> tuple[int, str]:
-        return 1000, "r-0003"
 
     async def test() -> dict[str, Any]:
-        request: Any = SimpleNamespace(query={}, caller=ANYONE, list_page=page)
-        listing = asyncio.create_task(list_all(routes, request))
+        listing = asyncio.create_task(list_routers(routes, {}, 1000))
         while not listing.done():
             seen.append(routes.looked)
             await asyncio.sleep(0)
-        answer: dict[str, Any] = listing.result().answer
-        return answer
+        return listing.result()
 
     answer = asyncio.run(test())
     assert routes.is_learned
     assert [one["router"] for one in answer["routers"]] == [f"r-{id:04}" for id in range(4, 1004)]
     assert name_after(answer["next_cursor"], check_router_name) == "r-1003"
     assert max(after - before for before, after in itertools.pairwise(seen)) <= 2
+
+
+@pytest.mark.parametrize("query", [{}, {"source": "source"}, {"prefix": "r-", "source": "source"}])
+def test_a_page_of_routers_is_a_look_at_few_of_them(query: dict[str, str]) -> None:
+    looked = set[str]()
+
+    def covers(name: str) -> bool:
+        if name.startswith("r-"):
+            looked.add(name)
+        return True
+
+    answer = asyncio.run(list_routers(ManyRouters(3 * SLICE_ROUTERS), query, 100, SimpleNamespace(covers=covers)))
+    assert [one["router"] for one in answer["routers"]] == [f"r-{id:04}" for id in range(4, 104)]
+    assert len(looked) <= SLICE_ROUTERS
 
 
 def test_the_garbage_collector_passes_over_ranked_topics() -> None:

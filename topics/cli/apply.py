@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -97,7 +97,8 @@ def _apply(client: Client, options: argparse.Namespace) -> int:
 
 def carry_out(client: Client, command: str, manifest: Declaration, options: argparse.Namespace) -> int:
     """Print what has to change, ask, and do it. Only `apply` prints to stdout, and of what is not declared."""
-    steps, undeclared = plan(manifest, deployed(client, manifest))
+    plan(manifest, Deployed({}, {}, {}))  # what can never be is refused before anybody is asked
+    steps, undeclared = plan(manifest, deployed(client, manifest, undeclared=command == "apply"))
     if command == "apply" and options.prune:
         # A dest has one source, so a router goes before another one comes.
         steps = [step for step in undeclared if step.kind == "router"] + steps
@@ -123,12 +124,18 @@ def carry_out(client: Client, command: str, manifest: Declaration, options: argp
     return 0
 
 
-def deployed(client: Client, manifest: Declaration) -> Deployed:
-    """Ask the service for all that the file names or answers for."""
-    names = {*manifest.topics, *manifest.cursors}
+def deployed(client: Client, manifest: Declaration, undeclared: bool) -> Deployed:
+    """Ask the service for all that the file names and, for what is `undeclared`, for all that it answers for."""
+    names, dests = {*manifest.topics, *manifest.cursors}, sorted(_named(manifest)) if undeclared else []
+    routers = [one for dest in counted(dests, " dests", len(dests)) for one in client.list_routers(dest=dest)]
     if manifest.prefix is not None:
         names |= {topic.topic for topic in counted(client.list_topics(manifest.prefix), " topics")}
-    now = Deployed({}, {one.router: msgspec.structs.asdict(one) for one in client.list_routers()}, {})
+        routers += client.list_routers(manifest.prefix)
+    for name in sorted(manifest.routers.keys() - {one.router for one in routers}):
+        with suppress(NotFoundError):
+            routers.append(client.get_router(name))
+    routers.sort(key=lambda one: one.router)
+    now = Deployed({}, {one.router: msgspec.structs.asdict(one) for one in routers}, {})
     for name in counted(sorted(names), " topics", len(names)):
         try:
             now.topics[name] = client.get_topic(name, touch=False).config
@@ -194,9 +201,7 @@ def _checked(what: str, given: Mapping[str, Any], known: tuple[str, ...]) -> Ite
 
 def _undeclared(manifest: Declaration, now: Deployed) -> Iterator[Step]:
     """Yield the deletions, of routers and cursors before topics. A topic that a declaration names is not undeclared."""
-    named = {*manifest.topics, *manifest.cursors, *(given.get("dead_letter") for given in manifest.topics.values())}
-    named |= {given[end] for given in manifest.routers.values() for end in ("source", "dest")}
-    prefix = manifest.prefix
+    named, prefix = _named(manifest), manifest.prefix
     for name, router in now.routers.items():
         ours = {router["source"], router["dest"]} <= named or (prefix is not None and name.startswith(prefix))
         if ours and name not in manifest.routers:
@@ -207,6 +212,13 @@ def _undeclared(manifest: Declaration, now: Deployed) -> Iterator[Step]:
     for name in sorted(now.topics.keys() - named):
         if prefix is not None and name.startswith(prefix):
             yield Step("delete", "topic", name, [], calls.delete_topic(name))
+
+
+def _named(manifest: Declaration) -> set[str]:
+    """Return the topics that a declaration names; each of them may be the dest of routers that it does not."""
+    named = {*manifest.topics, *manifest.cursors, *(given.get("dead_letter") for given in manifest.topics.values())}
+    named |= {given[end] for given in manifest.routers.values() for end in ("source", "dest")}
+    return {name for name in named if name}
 
 
 def render(steps: list[Step], undeclared: list[Step], paint: Paint) -> str:

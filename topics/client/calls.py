@@ -206,9 +206,9 @@ def get_router(router: str) -> Call[answers.RouterState]:
     return _call("GET", answers.RouterState, "routers", router)
 
 
-def list_routers(prefix: str = "", *, cursor: str | None = None) -> Call[answers.RouterList]:
-    """Return a page of the routers whose names begin with `prefix`; `cursor` is the last page's `next_cursor`."""
-    return _call("GET", answers.RouterList, "routers", query={"prefix": prefix} | _page(cursor))
+def list_routers(prefix: str = "", *, cursor: str | None = None, **ends: str) -> Call[answers.RouterList]:
+    """Return a page of the routers whose names begin with `prefix`, of a `source`, into a `dest`; `cursor` goes on."""
+    return _call("GET", answers.RouterList, "routers", query={"prefix": prefix} | ends | _page(cursor))
 
 
 def delete_router(router: str) -> Call[answers.DeleteRouterAnswer]:

@@ -48,9 +48,9 @@ def list_cursors(topic: str) -> Walk[CursorState]:
     return _listing(lambda cursor: calls.list_cursors(topic, cursor), lambda page: page.cursors)
 
 
-def list_routers(prefix: str = "") -> Walk[RouterEntry]:
-    """Yield the routers whose names begin with `prefix`, by name."""
-    return _listing(lambda cursor: calls.list_routers(prefix, cursor=cursor), lambda page: page.routers)
+def list_routers(prefix: str = "", **ends: str) -> Walk[RouterEntry]:
+    """Yield the routers whose names begin with `prefix`, by name; all, or those from a `source`, or into a `dest`."""
+    return _listing(lambda cursor: calls.list_routers(prefix, cursor=cursor, **ends), lambda page: page.routers)
 
 
 def _listing(ask: Callable[[str | None], Call[PageT]], items: Callable[[PageT], Iterable[T]]) -> Walk[T]:

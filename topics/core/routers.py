@@ -25,6 +25,8 @@ from topics.core.tags import Match, parse_match
 
 HOPS_MAX: Final = 8
 """The most times that a record passes a cycle, the first time included."""
+DEST_ROUTERS_MAX: Final = 256
+"""Routers into one topic, at most: each page of copies passes all of them, and the log has all of them behind it."""
 META_KEY: Final = "_topics_router"
 """Key of the origin in the meta of copies that are made exactly once; no client may write it."""
 _META_START: Final = b',"meta":{'
@@ -63,6 +65,10 @@ class Router(msgspec.Struct, frozen=True, omit_defaults=True):
     spec: RouterSpec
     counts_hops: bool = False
 
+    def place(self, end: str) -> tuple[str, str]:
+        """Return its place in a list: by its topic at `end` (`source`, `dest` or neither), then by its name."""
+        return getattr(self.spec, end) if end else "", self.name
+
 
 def parse_router(name: str, given: dict[str, Any]) -> RouterSpec:
     """Parse a decoded JSON object; `400 invalid_request` names the field at fault."""
@@ -84,26 +90,28 @@ class RouterRegistry:
     """All routers of a service, by name, and the graph they form."""
 
     def __init__(self) -> None:
-        from sortedcontainers import SortedDict  # commands parse routers, and a client's packages lack it
-
-        self._sorted: SortedDict[str, Router] = SortedDict()
-        self.by_name: dict[str, Router] = self._sorted
-        """Sorted by name."""
+        self.by_name: dict[str, Router] = {}
         self.by_id: dict[int, Router] = {}
         self._into: dict[str, dict[str, Router]] = {}
         """Routers by dest, then by name."""
         self._from: dict[str, dict[str, Router]] = {}
         """Routers by source, then by name."""
+        self._places: dict[str, Any] = {}
+        """SortedLists of the places of all, by end, from the first list that needs them on."""
         self.last_id = 0
 
     def __len__(self) -> int:
         return len(self.by_name)
 
-    def named(self, prefix: str, after: str, most: int) -> list[Router]:
-        """Return the first routers whose names begin with a prefix, behind a name, by name."""
-        names = self._sorted.irange(max(prefix, after), None, (prefix > after, True))
-        names = islice(takewhile(lambda name: name.startswith(prefix), names), most)
-        return [self.by_name[name] for name in names]
+    def named(self, prefix: str, after: str, most: int, end: str = "", topic: str = "") -> list[Router]:
+        """Return the first routers behind a name that begin with a prefix: all, or those that have `topic` at `end`."""
+        if end not in self._places:
+            from sortedcontainers import SortedList  # commands parse routers, and a client's packages lack it
+
+            self._places[end] = SortedList(router.place(end) for router in self.by_name.values())
+        places = self._places[end].irange((topic, max(prefix, after)), None, (prefix > after, True))
+        fitting = takewhile(lambda place: place[0] == topic and place[1].startswith(prefix), places)
+        return [self.by_name[name] for _, name in islice(fitting, most)]
 
     def into(self, dest: str) -> list[Router]:
         """Return the routers that lead into a topic, oldest first; all have one source."""
@@ -134,7 +142,7 @@ class RouterRegistry:
     def plan(self, name: str, spec: RouterSpec) -> tuple[Router, bool]:
         """Return (the router that `PUT` makes of this spec, whether it is new); call `put` with it once it is logged.
         If nothing changes it is the registered object itself. Raise `409 topic_exists_incompatible` for a second
-        source of a dest, and `409 router_cycle`.
+        source of a dest, `409 router_cycle`, and `429 throttled` for one more than DEST_ROUTERS_MAX into a dest.
         """
         old = self.by_name.get(name)
         same_edge = old is not None and (old.spec.source, old.spec.dest) == (spec.source, spec.dest)
@@ -158,6 +166,9 @@ class RouterRegistry:
             if old.spec == spec and old.counts_hops == counts_hops:
                 return old, False
             return Router(old.id, old.version + 1, name, spec, counts_hops), False
+        if len(self._into.get(spec.dest, ())) >= DEST_ROUTERS_MAX:
+            message = f"{DEST_ROUTERS_MAX} routers lead to topic {spec.dest!r}, the most for one topic; delete some"
+            raise TopicsError("throttled", message, {"limit": "dest_routers", "max": DEST_ROUTERS_MAX})
         return Router(self.last_id + 1, 1, name, spec, counts_hops), old is None
 
     def put(self, router: Router) -> None:
@@ -165,6 +176,8 @@ class RouterRegistry:
         self.by_name[router.name] = self.by_id[router.id] = router
         self._into.setdefault(router.spec.dest, {})[router.name] = router
         self._from.setdefault(router.spec.source, {})[router.name] = router
+        for end, places in self._places.items():
+            places.add(router.place(end))
         self.last_id = max(self.last_id, router.id)
 
     def remove(self, name: str) -> None:
@@ -176,6 +189,8 @@ class RouterRegistry:
                 del index[topic][name]
                 if not index[topic]:
                     del index[topic]
+            for end, places in self._places.items():
+                places.remove(router.place(end))
 
     def upstream(self, dest: str) -> Iterator[str]:
         """Yield `dest`, its source, the source's source and so on, each once."""
@@ -294,12 +309,11 @@ class FoldedRouters(msgspec.Struct, dict=True):
         return None if name is None else self.routers[name]
 
     def cursor(self, dest_topic_id: int, feed: FeedFrameBody, in_ram: bool) -> None:
-        feeds = self.ram_feeds if in_ram else self.feeds
-        feeds[dest_topic_id] = feed
+        (self.ram_feeds if in_ram else self.feeds)[dest_topic_id] = feed
 
     def topic_deleted(self, topic_id: int) -> None:
-        for feeds in (self.feeds, self.ram_feeds):
-            feeds.pop(topic_id, None)
+        self.feeds.pop(topic_id, None)
+        self.ram_feeds.pop(topic_id, None)
 
 
 encode_router = msgspec.msgpack.Encoder().encode

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 from contextlib import suppress
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, Final
 
 from topics.api import answers
 from topics.api.requests import GivenRouter
-from topics.core.errors import TopicsError, topic_not_found
+from topics.core.errors import TopicsError, invalid, topic_not_found
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_router_name
 from topics.core.routers import Router, RouterSpec, parse_router
@@ -115,6 +113,8 @@ class RouterRoutes:
         body = await request.body(self.settings.max_body_bytes)
         spec = parse_router(name, wire.decode_object(body) if body else {})
         caller.require(KeyScope.ADMIN, (spec.source, spec.dest))
+        if spec.match is not None and len(spec.match.tag) > self.settings.max_tag_bytes:
+            raise invalid(f"filter: a tag has at most {self.settings.max_tag_bytes} bytes", field="filter")
         known, with_copies = self.sight.registry().by_name.get(name), True
         if known is not None:
             _require(caller, KeyScope.ADMIN, known)
@@ -176,34 +176,19 @@ class RouterRoutes:
         """Return the first routers behind a name that a list is to show, by name."""
         query, caller, registry = request.query, request.caller, self.sight.registry()
         prefix, source, dest = query.get("prefix", ""), query.get("source"), query.get("dest")
+        end = "dest" if dest is not None else "source" if source is not None else ""
+        topic = query.get(end, "") if end else ""
 
         def fits(router: Router) -> bool:
-            named = router.name, router.spec.source, router.spec.dest
-            return (
-                router.name > after
-                and router.name.startswith(prefix)
-                and source in (None, router.spec.source)
-                and dest in (None, router.spec.dest)
-                and all(map(caller.covers, named))
-            )
+            spec = router.spec
+            return source in (None, spec.source) and all(map(caller.covers, (router.name, spec.source, spec.dest)))
 
         found: list[Router] = []
-        if dest is not None:
-            routers = registry.into(dest)
-        elif source is not None:
-            routers = list(registry.from_source(source))
-        else:
-            last = after
-            while len(found) < most and (some := registry.named(prefix, last, SLICE_ROUTERS)):
-                found += filter(fits, some)
-                last = some[-1].name
-                await slices.yield_if_over()
-            return found[:most]
-        for begin in range(0, len(routers), SLICE_ROUTERS):
-            fitting = filter(fits, routers[begin : begin + SLICE_ROUTERS])
-            found = heapq.nsmallest(most, [*found, *fitting], key=attrgetter("name"))
+        while len(found) < most and (some := registry.named(prefix, after, SLICE_ROUTERS, end, topic)):
+            found += filter(fits, some)
+            after = some[-1].name
             await slices.yield_if_over()
-        return found
+        return found[:most]
 
     def _visible(self, name: str, caller: ApiKey) -> Router:
         router = self.sight.registry().by_name.get(name)

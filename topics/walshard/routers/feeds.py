@@ -191,10 +191,8 @@ class Feeds:
         """Return the write that begins to copy into a dest, behind the head of its source. A restart begins at the same
         place.
         """
-        head_seq = 0 if sight is None else sight.head_seq
-        body = FeedFrameBody(
-            source, 0 if sight is None else sight.topic_id, head_seq, [FeedRouter(one, head_seq) for one in routers]
-        )
+        topic_id, head_seq = (0, 0) if sight is None else (sight.topic_id, sight.head_seq)
+        body = FeedFrameBody(source, topic_id, head_seq, [FeedRouter(one, head_seq) for one in routers])
         feed = Feed(hosted, body)
 
         def begun() -> None:
@@ -214,14 +212,9 @@ class Feeds:
     def reroute(self, feed: Feed, sight: TopicView | None, routers: list[Router]) -> LogWrite:
         """Return the write that takes other or changed routers from the same source. New ones begin at its head."""
         head_seq = 0 if sight is None else sight.head_seq
-        known = {one.router.id: one for one in feed.routers}
+        known = {one.router.id: (one.from_seq, one.forwarded_total) for one in feed.routers}
         body = feed.body()
-        body.routers = [
-            FeedRouter(router, known[router.id].from_seq, known[router.id].forwarded_total)
-            if router.id in known
-            else FeedRouter(router, head_seq)
-            for router in routers
-        ]
+        body.routers = [FeedRouter(router, *known.get(router.id, (head_seq, 0))) for router in routers]
 
         def rerouted() -> None:
             self.show_progress(feed)
@@ -260,21 +253,17 @@ class Feeds:
 
     def log_ephemeral(self) -> Steps[None]:
         """Log how far `ephemeral` dests are: their copies are lost with the service, and must not come again."""
-        behind = [feed for feed in self.by_dest.values() if feed.is_ephemeral]
-        behind = [feed for feed in behind if feed.logged_source_seq != feed.source_seq]
+        behind = [one for one in self.by_dest.values() if one.is_ephemeral and one.logged_source_seq != one.source_seq]
         if behind:
             yield Draft([feed.cursor_write(feed.body(), self._now_ms()) for feed in behind])
 
     def show_progress(self, feed: Feed) -> None:
         """Show on the board how far the routers of a feed are, once the copies can be read."""
         for one in feed.routers:
-            router = one.router
+            router, total = one.router, one.forwarded_total
+            progress = RouterProgress(router.id, router.version, feed.source_topic_id, feed.source_seq, total)
             try:
-                self._board.show(
-                    RouterProgress(
-                        router.id, router.version, feed.source_topic_id, feed.source_seq, one.forwarded_total
-                    )
-                )
+                self._board.show(progress)
             except OSError as error:
                 log.error("a router cannot be shown", router=router.name, error=str(error))
 
