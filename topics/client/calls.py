@@ -206,8 +206,11 @@ def get_router(router: str) -> Call[answers.RouterState]:
     return _call("GET", answers.RouterState, "routers", router)
 
 
-def list_routers(prefix: str = "", *, cursor: str | None = None, **ends: str) -> Call[answers.RouterList]:
-    """Return a page of the routers whose names begin with `prefix`, of a `source`, into a `dest`; `cursor` goes on."""
+def list_routers(
+    prefix: str = "", *, source: str | None = None, dest: str | None = None, cursor: str | None = None
+) -> Call[answers.RouterList]:
+    """Return a page of the routers whose names begin with `prefix`: all, or those from `source`, or into `dest`."""
+    ends = {end: topic for end, topic in (("source", source), ("dest", dest)) if topic is not None}
     return _call("GET", answers.RouterList, "routers", query={"prefix": prefix} | ends | _page(cursor))
 
 

@@ -79,6 +79,7 @@ class Originals:
         ]
         self._open: OrderedDict[tuple[int, int, int], int] = OrderedDict()
         self._last: tuple[tuple[int, int, SourceLocations], UnstampedCopies] | None = None
+        """The last page, by topic id, first seq and locations."""
 
     def learn_some(self) -> bool:
         """Learn of some new topics of a shard in `unlearned`, which has one. True if that shard's are known by that."""
