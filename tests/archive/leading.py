@@ -207,17 +207,13 @@ class Leader:
             del records[seq]
 
     def delete(self, name: str, share: float, tag: int | None = None) -> None:
-        """Delete the first records of a topic, or those of them with a tag. It is on the disk then: what a power loss
-        takes from the log alone, segments have, and an archive gets it with the next base.
-        """
+        """Delete the first records of a topic, or those of them with a tag."""
         records = self.live.get(name)
         if not records:
             return
         before_seq = sorted(records)[int(share * (len(records) - 1))] + 1
         pattern = b"" if tag is None else b"t%d" % tag
         self.rig.delete(DeleteRecords(name, before_seq, None if tag is None else "eq", pattern))
-        wal = self.rig.every[self.rig.owner(name)].logs.wal
-        wal.note_synced(wal.sync_now())
         self.live[name] = {
             seq: data
             for seq, data in records.items()

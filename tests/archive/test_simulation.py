@@ -319,6 +319,24 @@ def test_what_was_told_is_compared_over_the_pieces_of_a_moment(keeping: Archivin
     assert (follower.shown, replica.note.told) == (max(keeping.moments), [])
 
 
+def test_a_deletion_that_a_power_loss_took_from_the_log_alone_is_in_the_archive(keeping: Archiving) -> None:
+    """Segments had it, and the service obeyed these: moments and followers showed the record until the next base."""
+    keeping.append("d", 8, "disk", 0)
+    keeping.append("d", 8, "disk", 1)
+    keeping.cut()
+    for _ in range(3):
+        keeping.ship(0)
+        keeping.follow([])
+    keeping.delete("d", 0.75, 1)
+    left = len(keeping.leader.live["d"])
+    keeping.leader.lose_power(0.0)
+    assert len(keeping.leader.live["d"]) == left
+    keeping.append("b", 1, "disk")
+    keeping.ship(0)
+    keeping.follow([])
+    keeping.restore(1.0)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("error", [Fault.CRASH, Fault.LATE_CRASH])
 def test_a_promotion_that_is_killed_at_any_call_goes_on(service: Archiving, error: int) -> None:

@@ -215,7 +215,7 @@ def test_a_lost_tail_that_cannot_be_logged_is_not_forgotten(rig: Rig, monkeypatc
     ceiling = rig.hosted("t").topic.ceilings.seq
     refusal = TopicsError("storage_unavailable", "the disk is full")
     with monkeypatch.context() as full_disk:
-        full_disk.setattr(Commits, "log_lost_heads", Mock(side_effect=refusal))
+        full_disk.setattr(Commits, "log_lost_end", Mock(side_effect=refusal))
         rig = lose_power(rig, 0.0)
     rig.cell.begin_life(2, 0, ProcessState.RECOVERING)
     rig.boot()

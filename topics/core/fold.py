@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -28,6 +29,18 @@ from topics.core.topic import Topic
 
 class FoldError(Exception):
     """The log contradicts itself: its frames are valid, but no shard can have written them in this order."""
+
+
+class LostEnd(NamedTuple):
+    """Ids of topics about which the log lost something with its end. All of it must be logged before anything else:
+    nobody could tell later which seqs were lost and which never were, and an archive has the log and not the marks.
+
+    The head of those in `heads` is the most that a watermark allows. Those in `deletions` may have deletions that only
+    their segments know.
+    """
+
+    heads: set[int]
+    deletions: set[int]
 
 
 class Fold:
@@ -63,10 +76,8 @@ class Fold:
         self._ram = RamPeriods()
         self._ceilings: dict[int, int] = {}
         """Head watermarks of durable topics."""
-        self.lost_heads: set[int] = set()
-        """After `finish`: topics whose head is the most that a watermark allows, or with fewer records than the log
-        counts. Exact heads and counts must be logged first: nobody could tell later what was lost and what never was.
-        """
+        self.lost_end = LostEnd(set(), set())
+        """Complete after `finish`."""
         self._uncounted: set[int] = set()
         """Topics whose counts the durable log does not know: records came from RAM, or were lost with it."""
 
@@ -334,13 +345,13 @@ class Fold:
             if lost_seq > topic.head_seq:
                 self._mark_lost(topic, lost_seq, topic.last_write_ts)
                 if lost_seq > exact_head_seq:
-                    self.lost_heads.add(topic.id)
+                    self.lost_end.heads.add(topic.id)
             durability = topic.config.durability
             tail_ceiling = self._ceilings.get(topic.id, 0)
             topic.ceilings = Ceilings(head_ceiling if durability == "ephemeral" else tail_ceiling)
             if not has_end and durability != "ephemeral" and tail_ceiling > topic.head_seq:
                 _lose_tail(topic, tail_ceiling)
-                self.lost_heads.add(topic.id)
+                self.lost_end.heads.add(topic.id)
             if self._ram.has_deleted(topic.id):
                 # A deleted record is not a lost one.
                 self._uncounted.add(topic.id)
@@ -348,8 +359,11 @@ class Fold:
                 topic.index.flag_deleted(deleted[: bisect_right(deleted, topic.head_seq)])
             if topic.id in self._uncounted:
                 topic.recount()
-            elif not has_end and topic.recount_marked():
-                self.lost_heads.add(topic.id)
+                may_lack_deletions = not has_end and len(topic.index.segments) > 0
+            else:
+                may_lack_deletions = not has_end and topic.recount_marked()
+            if may_lack_deletions:
+                self.lost_end.deletions.add(topic.id)
             # Every reader of the log comes to this floor.
             topic.logged_floor = topic.evict_floor
             # The evictions of the last writes may not be in the log.

@@ -11,12 +11,21 @@ seqs up to it were given out: where the log goes on from, or what was lost.
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from topics.core.control_bodies import CreateFrameBody, EvictFrameBody, HeadFrameBody, encode_body, encode_idempotency
+from topics.core.control_bodies import (
+    CreateFrameBody,
+    DeleteFrameBody,
+    EvictFrameBody,
+    HeadFrameBody,
+    encode_body,
+    encode_idempotency,
+)
 from topics.core.floors import Floors
 from topics.core.idempotency import WriteOutcome
 from topics.core.pending import PendingWrite
+from topics.core.seq_set import encode_runs
 from topics.core.topic import Topic
 from topics.storage.frame import FLAG_DURABLE, FLAG_MORE, HEADER, Bytes, FrameType, encode, stamp
 
@@ -43,6 +52,12 @@ def floor_frame(topic: Topic, floors: Floors, ts: int, flags: int = 0) -> bytes:
     """Return EVICT_WATERMARK: the floors as they are to be."""
     body = encode_body(EvictFrameBody(floors))
     return encode(FrameType.EVICT_WATERMARK, flags, topic.id, floors.earliest_seq, ts, b"", b"", body)
+
+
+def delete_frame(topic: Topic, below_seq: int, seqs: Sequence[int], floors: Floors, ts: int) -> bytes:
+    """Return DELETE of everything below `below_seq`, and of these seqs (ascending): `floors` are as they are to be."""
+    body = encode_body(DeleteFrameBody(below_seq, encode_runs(seqs), floors))
+    return encode(FrameType.DELETE, 0, topic.id, topic.head_seq, ts, b"", b"", body)
 
 
 def head_frame(topic: Topic, seq: int, ts: int, *, exact: bool, flags: int = 0) -> bytes:

@@ -118,16 +118,25 @@ class Parts(NamedTuple):
 
 
 def _log_lost_tails(fold: Fold, parts: Parts) -> None:
-    """Log at once which topics may have lost their last records. If that fails, it comes before the next write."""
-    lost = [topic for topic in map(fold.topics.__getitem__, fold.lost_heads) if topic.lost_tail_seq == topic.head_seq]
+    """Log at once what the log has lost with its end: the last records of topics, and deletions that segments have. If
+    that fails, it comes before the next write.
+    """
+    lost = {
+        topic_id
+        for topic_id in fold.lost_end.heads
+        if fold.topics[topic_id].lost_tail_seq == fold.topics[topic_id].head_seq
+    }
+    lost |= fold.lost_end.deletions
     if not lost:
         return
-    log.warning("the log may have lost its end: the last records of topics may be gone", topics=len(lost))
+    log.warning(
+        "the log may have lost its end: the last records of topics, or deletions, may be gone", topics=len(lost)
+    )
     parts.logs.lost_tails = len(lost)
     try:
-        parts.commits.log_lost_heads()
+        parts.commits.log_lost_end()
     except TopicsError as error:
-        log.error("that the last records of topics may be gone cannot be logged yet", reason=str(error))
+        log.error("what the log may have lost with its end cannot be logged yet", reason=str(error))
 
 
 def _open_logs(place: Place, recovered: Recovered, catalog: Catalog, reserve: RamReserve) -> Logs:
@@ -163,7 +172,7 @@ def _put_together(
     archive = _follow_archive(place, logs, catalog)
     syncs = BackgroundSync(logs, syncing, shared.shard_wakes[shard], clock.monotonic_ms(), archive)
     rings.take_over([entry for entry in rings.committed_before() if logs.holds(entry)])
-    commits = Commits(logs, syncs, rings, catalog, recovered.fold.lost_heads, time)
+    commits = Commits(logs, syncs, rings, catalog, recovered.fold.lost_end, time)
 
     deletes = Deletes(catalog, tags, time)
     appends = Appends(catalog, holdings, deletes, time)

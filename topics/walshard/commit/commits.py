@@ -6,13 +6,14 @@ one write, and one sync where that is needed (`logs.py`). A request whose write 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from topics.core.errors import TopicsError
+from topics.core.fold import LostEnd
 from topics.shm import messages
 from topics.storage.wal import WalWriteError
-from topics.walshard.commit.draft import Draft, LogWrite, floors_write, head_write
+from topics.walshard.commit.draft import Draft, LogWrite, deletion_write, floors_write, head_write
 from topics.walshard.commit.logs import BackgroundSync, Failed, Logs
 from topics.walshard.commit.shard_rings import ShardRings
 from topics.walshard.hosted.catalog import Catalog
@@ -23,14 +24,14 @@ from topics.walshard.step_clock import StepClock
 @dataclass(eq=False)
 class Commits:
     """Commits the drafts of one shard. It owns the order of the logs, and knows what they do not say yet: floors that
-    caps have moved, and `lost_heads`, ids of topics whose heads only a ceiling tells since something was lost.
+    caps have moved, and what was `lost` with the end of the log.
     """
 
     _logs: Logs
     _syncs: BackgroundSync
     _rings: ShardRings
     _catalog: Catalog
-    _lost_heads: Collection[int]
+    _lost: LostEnd
     _time: StepClock
 
     def __post_init__(self) -> None:
@@ -82,8 +83,8 @@ class Commits:
 
     def _write(self, durable: list[LogWrite], ram: list[LogWrite]) -> Failed:
         try:
-            if self._lost_heads:
-                self.log_lost_heads()
+            if self._lost.heads or self._lost.deletions:
+                self.log_lost_end()
             self._rings.journal(self._logs.plan(durable, ram))
         except WalWriteError as error:  # the RAM log cannot be made
             refusal = self._logs.refusal(error)
@@ -93,19 +94,29 @@ class Commits:
             return self._logs.commit(durable, ram)
         return [(write, refusal) for write in durable + ram]
 
-    def log_lost_heads(self) -> None:
-        """Have the durable log say the heads that were lost, and counts, before anything else: afterwards nobody could
-        tell what was lost from what never was. Raise TopicsError when the log cannot be written.
+    def log_lost_end(self) -> None:
+        """Have the durable log say which heads were lost, and the deletions that only segments have, before it says
+        anything else. Raise TopicsError when the log cannot be written.
         """
-        lost = [hosted for hosted in map(self._catalog.find_id, self._lost_heads) if hosted is not None]
-        marks = [head_write(hosted.topic, hosted.topic.head_seq, self._time.now.wall_ms) for hosted in lost]
-        marks += self._cap_marks(hosted for hosted in lost if hosted.topic.config.durability != "ephemeral")
-        if marks:
-            self._logs.plan(marks, [])
-            for _write, refusal in self._logs.commit(marks, []):
-                raise refusal
-        self._lost_heads = ()
+        heads, deletions = self._lost
+        ts = self._time.now.wall_ms
+        marks = [head_write(hosted.topic, hosted.topic.head_seq, ts) for hosted in self._found(heads)]
+        durable = [lost for lost in self._found(heads | deletions) if lost.topic.config.durability != "ephemeral"]
+        self._log(marks + self._cap_marks(durable))
+        for hosted in self._found(deletions):
+            for seqs in hosted.index.deleted_from(hosted.topic.earliest_seq):
+                self._log([deletion_write(hosted.topic, seqs, ts)])
+        self._lost = LostEnd(set(), set())
         self._logs.lost_tails = 0
+
+    def _found(self, topic_ids: Iterable[int]) -> list[Hosted]:
+        return [hosted for hosted in map(self._catalog.find_id, topic_ids) if hosted is not None]
+
+    def _log(self, writes: list[LogWrite]) -> None:
+        if writes:
+            self._logs.plan(writes, [])
+            for _write, refusal in self._logs.commit(writes, []):
+                raise refusal
 
     def _note_capped(self, capped: list[Hosted]) -> None:
         """Note evictions for the next commit. Those that could not be worked out again are logged now, before any

@@ -5,7 +5,7 @@ handler ──▶ Draft ──▶ Commits.commit ──▶ the same draft, with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Set
+from collections.abc import Callable, Generator, Iterable, Sequence, Set
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from topics.core.topic import Topic
 from topics.shm.append_messages import AppendReply
 from topics.shm.asks import Message
 from topics.storage.frame import FLAG_MORE, Bytes, FrameType
-from topics.storage.topic_frames import AppendFrames, control_frame, floor_frame, head_frame
+from topics.storage.topic_frames import AppendFrames, control_frame, delete_frame, floor_frame, head_frame
 from topics.walshard.hosted.hosted import Hosted
 
 
@@ -84,6 +84,12 @@ def floors_write(topic: Topic, ts: int) -> LogWrite:
         topic.revision, topic.logged_floor = floors.revision, floors.evict_floor
 
     return LogWrite([floor_frame(topic, floors, ts)], apply)
+
+
+def deletion_write(topic: Topic, seqs: Sequence[int], ts: int) -> LogWrite:
+    """Return the write of deletions that the segments of the topic have already."""
+    floors = topic.floors()
+    return LogWrite([delete_frame(topic, 0, seqs, floors, ts)], partial(topic.logged, floors))
 
 
 def head_write(topic: Topic, seq: int, ts: int) -> LogWrite:

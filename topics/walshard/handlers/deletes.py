@@ -9,11 +9,10 @@ from typing import Final
 
 import msgspec
 
-from topics.core.control_bodies import DeleteFrameBody, encode_body
+from topics.core.control_bodies import encode_body
 from topics.core.errors import TopicsError, topic_not_found
 from topics.core.floors import Deletion, EvictReason
 from topics.core.pending import done_jobs_to_drop
-from topics.core.seq_set import encode_runs
 from topics.core.tags import Match
 from topics.log import get_logger
 from topics.shm.asks import Done
@@ -21,7 +20,7 @@ from topics.shm.topic_messages import DeleteRecords, DeleteRecordsReply, Expire
 from topics.storage.frame import FrameType
 from topics.storage.postings import CorruptPostings
 from topics.storage.segment import CorruptSegment
-from topics.storage.topic_frames import control_frame, floor_frame
+from topics.storage.topic_frames import delete_frame, floor_frame
 from topics.walshard.commit.draft import CommitFirst, Draft, LogWrite, Steps, control_write
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
@@ -159,8 +158,7 @@ class Deletes:
         )
         if not deletion.records and deletion.earliest_seq == topic.earliest_seq:
             return reply
-        body = encode_body(DeleteFrameBody(deletion.below_seq, encode_runs(deletion.seqs), floors))
-        entry = control_frame(FrameType.DELETE, topic.id, self._time.now.wall_ms, body, seq=topic.head_seq)
+        entry = delete_frame(topic, deletion.below_seq, deletion.seqs, floors, self._time.now.wall_ms)
         sync = topic.config.is_synced
         write = LogWrite([entry], partial(topic.deleted, deletion, floors), sync=sync)
         yield Draft([write], touched=[hosted], floors_of=[topic.id], reply=reply)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Final
 
 from topics.core.config import U64_MAX
@@ -24,6 +25,7 @@ from topics.core.location import (
 )
 from topics.core.segment_list import SEALED, SegmentInfo, SegmentList
 from topics.shm.arena_heap import LocationRing
+from topics.storage.segment import CorruptSegment
 from topics.walshard.hosted.segment_files import SegmentFiles
 
 _ELSEWHERE: Final = LOCATION_IN_RAM_LOG | LOCATION_LOST
@@ -177,6 +179,16 @@ class TopicIndex:
         ring.drop_before(self.segments.last_seq + 1)
         if ring.next_seq <= self.segments.last_seq:
             ring.skip_to(self.segments.last_seq + 1)
+
+    def deleted_from(self, seq: int) -> Iterator[Sequence[int]]:
+        """Yield the seqs from `seq` on (ascending) that segments have as deleted, segment by segment. A segment that
+        cannot be read is passed over.
+        """
+        for info in self.segments.between(seq, self.segments.last_seq):
+            with suppress(OSError, CorruptSegment):
+                seqs = self._files.deleted(self.topic_id, info)
+                if seqs := seqs[bisect_left(seqs, seq) :]:
+                    yield seqs
 
     def flag_moved(self, seqs: Sequence[int]) -> None:
         """Mark deleted records (ascending seqs) in the segments that have them by now, whatever was marked before."""
