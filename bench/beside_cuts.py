@@ -1,8 +1,9 @@
 """`python -m bench.beside_cuts`: where a record's time goes while the compactor works beside writers.
 
-16 writers fill a fresh service, with the compactor held by SIGSTOP and at work, in turns; each process's CPU time, its
-waiting for a processor, and what the processors did besides are divided by the records that were answered. The middle
-one of `--rounds` counts. All that runs on the machine meanwhile is in `the kernel and others` and `idle`.
+16 writers fill a fresh service in each turn, with the compactor at work and with it held by SIGSTOP, in turns: no
+writer is slowed then because it is behind. Each process's CPU time, its waiting for a processor, and what the
+processors did besides are divided by the records that were answered. The middle one of `--rounds` counts. All that runs
+on the machine meanwhile is in `the kernel and others` and `idle`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,19 @@ from typing import Final, NamedTuple
 
 from bench import machine, wire
 from bench.cases import make_topic
-from bench.engine import held, wait_absorbed
+from bench.engine import held
 from bench.load import Outcome, Plan, closed_loop
 from tests.harness import Service
 
 WRITERS: Final = 16
 ROLES: Final = ("frontend", "walshard", "compactor")
-SETTINGS: Final = {"TOPICS_CHECKPOINT_INTERVAL_MS": "2000"}
-"""The rest of a turn is in segments soon; at full speed a cut is due by bytes long before."""
+HELD_SETTINGS: Final = {
+    "TOPICS_CHECKPOINT_INTERVAL_MS": "86400000",
+    "TOPICS_CHECKPOINT_WAL_BYTES": str(16 << 30),
+    "TOPICS_MAX_REPLAY_BYTES": "0",
+}
+HELD_S_MAX: Final = 60.0
+"""A longer turn would write more than that, and its rate is steady by then."""
 _TICK_NS: Final = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 _IDLE: Final = (3, 4)
 """Columns of /proc/stat: idle, and idle while the disk works."""
@@ -66,17 +72,14 @@ def _waiting_ns(pid: int) -> int:
     return sum(int((thread / "schedstat").read_text().split()[1]) for thread in threads)
 
 
-def turn(service: Service, pool: ProcessPoolExecutor, batch: int, seconds: float, is_held: bool) -> Turn:
-    """Measure one turn; everything is in segments when it returns."""
+def turn(service: Service, pool: ProcessPoolExecutor, batch: int, seconds: float) -> Turn:
     names = [make_topic(service, f"{batch}-{number}", "disk") for number in range(WRITERS)]
     pids = [service.pid_of(role) for role in ROLES]
     plan = Plan(service.port, [[wire.write(name, batch)] for name in names], duration_s=seconds)
-    with held(service, "compactor") if is_held else nullcontext():
-        before = read(pids)
-        outcome: Outcome = pool.submit(closed_loop, plan).result()
-        after = read(pids)
-        lag_bytes = max(shard["lag_bytes"] for shard in service.status()["shards"])
-    wait_absorbed(service)
+    before = read(pids)
+    outcome: Outcome = pool.submit(closed_loop, plan).result()
+    after = read(pids)
+    lag_bytes = max(shard["lag_bytes"] for shard in service.status()["shards"])
     records = outcome.answers * batch
     times: dict[str, float] = {}
     for role, began, ended in zip(ROLES, before.cpu, after.cpu, strict=True):
@@ -94,8 +97,8 @@ def table(batch: int, turns: dict[bool, list[Turn]]) -> str:
     """Return the middle of all turns, held beside at work."""
     rows = [f"| batch {batch}, ns a record | compactor held | at work |", "|---|---|---|"]
 
-    def row(what: str, held_value: float, at_work: float) -> None:
-        rows.append(f"| {what} | {held_value:,.0f} | {at_work:,.0f} |")
+    def row(what: str, without: float, at_work: float) -> None:
+        rows.append(f"| {what} | {without:,.0f} | {at_work:,.0f} |")
 
     def middle(value: Callable[[Turn], float]) -> tuple[float, float]:
         return statistics.median(map(value, turns[True])), statistics.median(map(value, turns[False]))
@@ -125,9 +128,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for batch in options.batch or (100, 1000):
             turns: dict[bool, list[Turn]] = {True: [], False: []}
             for _ in range(options.rounds):
-                with Service(shards=1, frontends=1, wal_file_bytes=None, env=SETTINGS) as service:
-                    for is_held, found in turns.items():
-                        found.append(turn(service, pool, batch, options.seconds, is_held))
+                for is_held, found in turns.items():
+                    env = HELD_SETTINGS if is_held else {}
+                    seconds = min(options.seconds, HELD_S_MAX) if is_held else options.seconds
+                    # Each its own service: the log goes on into files that a former turn has left.
+                    with (
+                        Service(shards=1, frontends=1, wal_file_bytes=None, env=env) as service,
+                        held(service, "compactor") if is_held else nullcontext(),
+                    ):
+                        found.append(turn(service, pool, batch, seconds))
             print(table(batch, turns), end="\n\n", flush=True)
 
 

@@ -19,7 +19,7 @@ from topics.frontend.entry import limits
 from topics.frontend.shards import gateway as gateway_module
 from topics.frontend.shards import notices
 from topics.frontend.shards.arenas import Arenas
-from topics.frontend.shards.gateway import Gateway
+from topics.frontend.shards.gateway import SIGNALLED_AT_ONCE_BYTES, Gateway
 from topics.settings import load
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply
@@ -221,6 +221,18 @@ def test_one_iteration_of_the_loop_is_one_signal(shard: Shard) -> None:
         with pytest.raises(BlockingIOError):
             os.eventfd_read(wake.fd)
         await asyncio.sleep(0)
+        assert os.eventfd_read(wake.fd) == 1
+
+    on_loop(shard, test)
+
+
+def test_a_long_request_is_signalled_before_the_next_one_is_parsed(shard: Shard) -> None:
+    async def test(gateway: Gateway) -> None:
+        wake = shard.shared.shard_wakes[0]
+        await asyncio.sleep(0.01)
+        wake.announce_sleep()
+        wake.drain()
+        append(gateway, SIGNALLED_AT_ONCE_BYTES)
         assert os.eventfd_read(wake.fd) == 1
 
     on_loop(shard, test)

@@ -1,7 +1,7 @@
 """The frontend's end of the rings: requests to shards, their answers, and the listeners for changes of topics.
 
 Nothing here blocks the event loop for longer than the half millisecond of `lone_writes.py`. A request is pushed at
-once, or waits (bounded) for room in the ring. All requests pushed in one iteration of the loop are signalled once, so
+once, or waits (bounded) for room in the ring. Short requests pushed in one iteration of the loop are signalled once, so
 that they reach the shard as one group. Answers are signalled by an eventfd. Requests to a dead shard wait for its
 restart, until `shard_wait_ms` is over.
 """
@@ -45,6 +45,8 @@ from topics.storage.frame import LaidOut
 SWEEP_S: Final = 0.25
 """Time between two checks for time-outs and lost wake-ups."""
 ROOM_RETRY_S: Final = 0.002
+SIGNALLED_AT_ONCE_BYTES: Final = 4096
+"""A request so long is signalled as soon as it is pushed: the shard works on it while this frontend parses the next."""
 
 _log = get_logger()
 
@@ -278,7 +280,7 @@ class Gateway:
         link = self.links[shard]
         outcome = link.requests.offer(message)
         if outcome is SendOutcome.SENT:
-            self._signal(link)
+            self._signal(link, message.length_bytes)
             return
         self._cell.add("ring_full")
         if outcome is SendOutcome.REFUSED:
@@ -304,7 +306,7 @@ class Gateway:
             if request is not None:
                 request.throttled_s = now_s - message.since_s
         if sent:
-            self._signal(link)
+            self._signal(link, sum(message.length_bytes for message in sent))
         if link.requests.waiting and self._retry_timer is None:
             self._retry_timer = self._loop.call_later(ROOM_RETRY_S, self._retry)
 
@@ -321,8 +323,8 @@ class Gateway:
             self._cell.add("throttled")
             fail(request.future, TopicsError("throttled", what, {"retry_after_ms": self.retry_after_ms}))
 
-    def _signal(self, link: _Link) -> None:
-        if self._signals_at_once:
+    def _signal(self, link: _Link, pushed_bytes: int) -> None:
+        if self._signals_at_once or pushed_bytes >= SIGNALLED_AT_ONCE_BYTES:
             link.wake.signal()
         elif not link.signal_due:
             link.signal_due = True
