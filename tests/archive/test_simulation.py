@@ -319,6 +319,20 @@ def test_what_was_told_is_compared_over_the_pieces_of_a_moment(keeping: Archivin
     assert (follower.shown, replica.note.told) == (max(keeping.moments), [])
 
 
+def test_a_second_archiver_leaves_the_files_of_a_base_alone(keeping: Archiving) -> None:
+    """It read a segment with other deletions in it, and put that under the name that the base has."""
+    for tag in (0, 1):
+        keeping.append("d", 8, "disk", tag)
+    keeping.cut()
+    first, second = keeping.leader.shipper(), keeping.leader.shipper()
+    first.begin()
+    second.begin()
+    first.base()
+    keeping.delete("d", 0.75, 1)
+    second.begin_base().copy()
+    assert check(keeping.archive, lambda _done, _total: None) == []
+
+
 def test_a_deletion_that_a_power_loss_took_from_the_log_alone_is_in_the_archive(keeping: Archiving) -> None:
     """Segments had it, and the service obeyed these: moments and followers showed the record until the next base."""
     keeping.append("d", 8, "disk", 0)

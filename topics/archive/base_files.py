@@ -9,7 +9,7 @@ from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
-from topics.storage.archive_objects import ArchiveStore, FileRef, LogStart, file_name
+from topics.storage.archive_objects import ArchiveStore, FileRef, LogStart, file_name, read_whole
 from topics.storage.origin import ListedSegment, Origin, SegmentFile, listed_segments
 from topics.storage.segment import index_digest
 from topics.storage.snapshot import Snapshot
@@ -97,5 +97,9 @@ class BaseFiles:
             return known, 0
         if content is None:
             content = self._origin.read_segment_file(file)
-        self._store.put(name, [content])
-        return FileRef(file.path, name, len(content), xxh3_64_intdigest(content)), len(content)
+        digest = xxh3_64_intdigest(content)
+        if not self._store.create(name, content) and read_whole(self._store, name) != content:
+            # A base may have the object that is there: it was read when other records were marked as deleted.
+            name = file_name(self._generation, f"{topic}-{identity:016x}{size}-{digest:016x}-{own}")
+            self._store.create(name, content)
+        return FileRef(file.path, name, len(content), digest), len(content)
