@@ -162,7 +162,7 @@ class AsyncClient(Connection):
 
         super().__init__(make_servers(url, reads, make_address, make_links), retry, sleep)
         self._connect_again = partial(AsyncClient, url, token=token, tls=tls, reads=reads)
-        self._turns = asyncio.Semaphore(REQUESTS_MAX)
+        self._turns: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
     async def close(self) -> None:
         self._close_links()
@@ -175,7 +175,10 @@ class AsyncClient(Connection):
         await self.close()
 
     async def _ask(self, links: LinkPool, request: bytes) -> AnswerReader:
-        async with self._turns:
+        loop = asyncio.get_running_loop()
+        if loop not in self._turns:  # loops may share the client one after the other, but no semaphore
+            self._turns = {loop: asyncio.Semaphore(REQUESTS_MAX)}
+        async with self._turns[loop]:
             return await links.ask(request)
 
     async def call(self, call: Call[T]) -> T:
