@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 from typing import IO, Any
@@ -94,6 +95,19 @@ def test_head_has_seen_enough(shell: Shell, topics: Client, topic: str) -> None:
         reading.stdout.close()
         assert reading.wait(DEADLINE_S) == 141
         assert reading.stderr.read() == b""
+
+
+def test_a_full_disk_ends_in_one_line(shell: Shell, topics: Client, topic: str) -> None:
+    topics.append(topic, [1])
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        with shell.begin("read", topic, stdout=full) as reading:
+            assert reading.stderr is not None
+            said = reading.stderr.read().decode()
+            assert reading.wait(DEADLINE_S) == 2
+    finally:
+        os.close(full)
+    assert said == "topics: [Errno 28] No space left on device\n"
 
 
 def test_tail_prints_the_last_ones(shell: Shell, topics: Client, topic: str) -> None:

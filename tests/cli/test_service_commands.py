@@ -140,6 +140,19 @@ dest = "{topic}.copy"
     assert shell.run("apply", "-f", str(tmp_path / "none")).returncode == 2
 
 
+@pytest.mark.parametrize("wrong", ["from_seq = -1", "persist_every = 0", "from_seq = 1\ntail = true"])
+def test_a_cursor_that_can_never_be_is_refused_before_anything_is_made(
+    shell: Shell, topics: Client, topic: str, tmp_path: Path, wrong: str
+) -> None:
+    declared = tmp_path / "topics.toml"
+    declared.write_text(f'[topics."{topic}"]\n[cursors."{topic}".billing]\n{wrong}\n')
+    done = shell.run("apply", "-f", str(declared))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert wrong.partition(" ")[0] in done.stderr
+    with pytest.raises(NotFoundError):
+        topics.get_topic(topic)
+
+
 class Asked(Client):
     """A client that notes its requests."""
 

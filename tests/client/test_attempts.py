@@ -80,7 +80,18 @@ def test_other_refusals_are_final(status: int, kind: type[ApiError]) -> None:
 
 def test_an_answer_of_something_else_says_so() -> None:
     with pytest.raises(ServiceFaultError, match=r"did not come from a topics service.*<html>"):
-        attempts(True).pause_after_refusal(502, {}, b"<html>bad gateway")
+        attempts(True).pause_after_refusal(501, {}, b"<html>not implemented")
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+def test_a_proxy_that_does_not_reach_its_service_is_a_lost_answer(status: int) -> None:
+    assert attempts(True).pause_after_refusal(status, {}, b"<html>bad gateway") > 0
+    with pytest.raises(ServiceBusyError, match=r"did not come from a topics service.*<html>"):
+        attempts(False).pause_after_refusal(status, {}, b"<html>bad gateway")
+
+
+def test_a_request_that_came_too_slowly_was_not_carried_out() -> None:
+    assert attempts(False).pause_after_refusal(408, {}, refusal("request_timeout")) > 0
 
 
 def test_a_stop_that_a_stream_announced_is_no_failure_and_the_next_end_is_one() -> None:

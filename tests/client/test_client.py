@@ -224,6 +224,13 @@ def test_a_follower_is_told_of_gaps_and_of_the_end(topics: Client, topic: str) -
     assert [item for name, item in seen if name == other][-1] == TopicGone(1)
 
 
+def test_a_follower_may_ask_for_no_data(topics: Client, topic: str) -> None:
+    topics.append(topic, [NewRecord({"a": 1}, tag="x")])
+    _, item = next(iter(topics.follow(topic, include_data=False)))
+    assert isinstance(item, Record)
+    assert (item.seq, item.tag, item.data) == (1, "x", None)
+
+
 @pytest.mark.long
 def test_a_topic_deleted_while_the_service_was_away_ends_and_the_others_go_on(topic: str) -> None:
     other = f"{topic}-other"

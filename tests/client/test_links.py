@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import socket
 import ssl
@@ -18,6 +19,7 @@ import pytest
 
 from tests.harness import poll
 from topics.client import AsyncClient, Client, ClientError, Retry, UnreachableError, calls
+from topics.client.clients import REQUESTS_MAX
 from topics.client.http import NotSentError, ServiceAddress, TransportError
 from topics.client.links import AsyncLink, Link, LinkPool, finish, finish_each
 
@@ -213,6 +215,63 @@ def test_a_client_that_loops_one_after_another_share_opens_connections_of_their_
     links = links_to(service, AsyncLink)
     for _ in range(2):
         assert asyncio.run(links.ask(REQUEST)).status == 200
+
+
+def test_a_client_leaves_an_address_whose_answer_was_lost_also_when_it_must_not_repeat(
+    script: Callable[..., Script],
+) -> None:
+    broken, well = script(None, None), script(OK)
+    with Client([f"http://127.0.0.1:{one.port}" for one in (broken, well)]) as client:
+        with pytest.raises(UnreachableError, match="may have been"):
+            client.call(calls.claim("t", "node"))
+        assert client.call(calls.Call("POST", "/v0/x", bytes, repeatable=False)) == b"{}"
+    assert (len(broken.requests), len(well.requests)) == (1, 1)
+
+
+def test_loops_one_after_another_share_a_client_also_when_requests_wait_in_it(script: Callable[..., Script]) -> None:
+    service = script(*[OK] * 4 * REQUESTS_MAX)
+    client = AsyncClient(f"http://127.0.0.1:{service.port}")
+    call = calls.Call("GET", "/v0/x", bytes)
+
+    async def ask() -> None:
+        answers = await asyncio.gather(*(client.call(call) for _ in range(REQUESTS_MAX + 1)))
+        assert set(answers) == {b"{}"}
+
+    for _ in range(2):
+        asyncio.run(ask())
+
+
+@pytest.mark.parametrize("end", ["asks", "closes"])
+def test_a_forked_child_leaves_the_connections_of_its_parent_alone(
+    script: Callable[..., Script], kind: tuple[Run, Any], end: str
+) -> None:
+    run, link = kind
+    service = script(OK, OK, OK)
+
+    async def use(links: LinkPool) -> None:
+        if end == "asks":
+            assert (await links.ask(REQUEST)).take_body() == b"{}"
+        else:
+            links.close()
+
+    async def body() -> None:
+        links = links_to(service, link)
+        await links.ask(REQUEST)
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                run(use(links))
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        assert (await links.ask(REQUEST)).take_body() == b"{}"
+        links.close()
+
+    run(body())
+    # The parent's second request goes over its first connection.
+    assert len(service.connections) == (2 if end == "asks" else 1)
 
 
 def test_a_request_that_must_not_be_repeated_is_sent_once(script: Callable[..., Script]) -> None:

@@ -208,8 +208,8 @@ class Record(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
     seq: Seq = msgspec.field(name="$seq")
     ts: Ms = msgspec.field(name="$ts")
-    raw: msgspec.Raw = msgspec.field(name="data")
-    """The JSON text of `data`, byte for byte. `bytes(record.raw)` for keeping: it shares its page's memory."""
+    raw: msgspec.Raw = msgspec.field(name="data", default_factory=lambda: msgspec.Raw(b"null"))
+    """JSON of `data`, byte for byte; `null` if none was asked for. It shares the page's memory: keep `bytes(raw)`."""
     node: str | None = msgspec.field(name="$node", default=None)
     tag: str | None = msgspec.field(name="$tag", default=None)
     meta: dict[str, Any] | None = None

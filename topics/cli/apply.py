@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 
@@ -37,9 +37,13 @@ class DeclaredCursor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A cursor in a file. `from_seq` and `tail` say where a new one begins, and move no other."""
 
     consistency: Consistency = "at_least_once"
-    persist_every: int = 1
-    from_seq: int | None = None
+    persist_every: Annotated[int, msgspec.Meta(ge=1)] = 1
+    from_seq: Annotated[int, msgspec.Meta(ge=0)] | None = None
     tail: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tail and self.from_seq is not None:
+            raise ValueError("from_seq and tail exclude each other")
 
 
 class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

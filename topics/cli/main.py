@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from topics import __version__
-from topics.cli import EXIT_BROKEN_PIPE
+from topics.cli import EXIT_BROKEN_PIPE, EXIT_USAGE
 
 COMMANDS: Final = {
     "write": ("write", "append records to a topic: NDJSON on stdin"),
@@ -45,10 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of the output has closed it.
+    except OSError as error:
+        # The reader of the output has closed it, or its disk is full. What waits to be written goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
+        if isinstance(error, BrokenPipeError):
+            return EXIT_BROKEN_PIPE
+        print(f"topics: {error}", file=sys.stderr)
+        return EXIT_USAGE
     return code
 
 

@@ -35,7 +35,7 @@ EXIT_FOUND: Final = 6
 _CODES: Final = """exit codes:
   0    done
   1    refused by the service (the message has its code), or by you when asked
-  2    usage: an argument, the key file, or a line of the input
+  2    usage: an argument, the key file, or a line of the input; or the output cannot be written
   3    no service was reached, or none answered
   5    the output has a gap: records were lost to a cap, a ttl or damage
   6    found what it looks for: `apply --plan` a difference, `lag --over` such a reader, `doctor` something wrong

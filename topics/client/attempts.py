@@ -1,8 +1,9 @@
 """Rules for repeats: which requests are sent again, and after which pause.
 
 A request is repeated when a repeat has no further effect (reads, PUT, DELETE, writes with an idempotency key), and when
-it was certainly not carried out: no connection was made, or the service says that it did nothing (429, `not_ready`,
-`shutting_down`, `storage_unavailable` but for cause `archive`). Otherwise it may have been carried out.
+it was certainly not carried out: no connection was made, or the service says that it did nothing (408, 429,
+`not_ready`, `shutting_down`, `storage_unavailable` but for cause `archive`). Otherwise it may have been carried out. A
+proxy that does not reach the service (502, 504) has lost the answer.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from typing import Final
 import msgspec
 
 from topics.api.answers import Error
-from topics.client.errors import ApiError, ClientError, UnreachableError, api_error
+from topics.client.errors import ApiError, ClientError, ServiceBusyError, UnreachableError, api_error
 from topics.client.http import NotSentError
 
-NOT_CARRIED_OUT = frozenset({"throttled", "not_ready", "shutting_down", "storage_unavailable"})
+NOT_CARRIED_OUT = frozenset({"request_timeout", "throttled", "not_ready", "shutting_down", "storage_unavailable"})
 PASSES_BY_WAITING = frozenset(
     ("max_inflight_per_key", "max_connections", "body_bytes", "node_bytes", "scrapes", "long_polls", "cursor_reads")
 )
@@ -45,6 +46,8 @@ class Retry(msgspec.Struct, frozen=True):
 
 RETRY: Final = Retry()
 NOT_LEADER: Final = "not_leader"
+UNKNOWN: Final = "unknown"
+"""The code of an answer that no service gave, but a proxy that does not reach it, say."""
 STOPPING: Final = "server_shutting_down"
 """The code of the last event of a stream that ends because its service stops."""
 
@@ -86,7 +89,7 @@ class Attempts:
         error = error_of(status, body)
         # A write that the archive did not get in time is in the log.
         not_carried_out = error.code in NOT_CARRIED_OUT and error.detail.get("cause") != "archive"
-        if status not in (429, 503) or not (self._repeatable or not_carried_out):
+        if not isinstance(error, ServiceBusyError) or not (self._repeatable or not_carried_out):
             raise error
         limit = error.detail.get("limit")
         if limit is not None and limit not in PASSES_BY_WAITING:
@@ -112,7 +115,7 @@ def error_of(status: int, body: bytes) -> ApiError:
         content = _decode_error(body).error
     except msgspec.DecodeError:
         text = body[:200].decode(errors="replace")
-        return api_error(status, "unknown", f"the answer did not come from a topics service: {text!r}", {})
+        return api_error(status, UNKNOWN, f"the answer did not come from a topics service: {text!r}", {})
     return api_error(status, content.code, content.message, content.detail or {})
 
 

@@ -12,11 +12,11 @@ from functools import partial
 from typing import Any, Final, Self, TypeVar, Unpack
 from urllib.parse import urlencode
 
-from topics.client.attempts import NOT_LEADER, RETRY, Attempts, Retry, error_of
+from topics.client.attempts import NOT_LEADER, RETRY, UNKNOWN, Attempts, Retry, error_of
 from topics.client.calls import Call
 from topics.client.commands import AsyncCursor, Commands, Cursor
 from topics.client.errors import ApiError, NotFoundError
-from topics.client.http import AnswerReader, Event, ServiceAddress, TransportError
+from topics.client.http import AnswerReader, Event, NotSentError, ServiceAddress, TransportError
 from topics.client.links import AsyncLink, Link, LinkPool, finish, finish_each
 from topics.client.producers import AsyncProducer, Producer, ProducerOptions
 from topics.client.queue import AsyncQueue, Queue
@@ -57,23 +57,30 @@ class Connection(Commands):
             server = servers.current
             request = server.address.request(call.method, call.target, call.body, headers)
             refusal: ApiError | None = None
+            pause_s = 0.0
             try:
                 answer = await self._ask(server.links, request)
             except TransportError as error:
-                pause_s = attempts.pause_after_failure(error)
+                servers.move_on(server)
+                # What did not leave goes to the next address whatever the time: the first ones may be dead for good.
+                if not (untried and isinstance(error, NotSentError)):
+                    pause_s = attempts.pause_after_failure(error)
             else:
                 if log.isEnabledFor(logging.DEBUG):
                     log.debug('%s %s%s "HTTP/1.1 %d"', call.method, server.address.url, call.target, answer.status)
                 if 200 <= answer.status < 300:
                     return call.read(answer.take_body())
                 body = answer.take_body()
-                refusal = error_of(answer.status, body) if len(servers) > 1 else None
-                if refusal is None or refusal.code != NOT_LEADER:
-                    await self._pause(attempts.pause_after_refusal(answer.status, answer.headers, body))
-                    continue
-                pause_s = attempts.pause_after_move(refusal)
-            servers.move_on(server, refusal)
-            if untried > 0:
+                refusal = error_of(answer.status, body)
+                if refusal.code != NOT_LEADER or len(servers) == 1:
+                    pause_s = attempts.pause_after_refusal(answer.status, answer.headers, body)
+                    if refusal.code != UNKNOWN:
+                        await self._pause(pause_s)
+                        continue
+                elif not untried:
+                    pause_s = attempts.pause_after_move(refusal)
+                servers.move_on(server, refusal)
+            if untried:
                 untried -= 1
             else:
                 untried = len(servers) - 1
@@ -155,7 +162,7 @@ class AsyncClient(Connection):
 
         super().__init__(make_servers(url, reads, make_address, make_links), retry, sleep)
         self._connect_again = partial(AsyncClient, url, token=token, tls=tls, reads=reads)
-        self._turns = asyncio.Semaphore(REQUESTS_MAX)
+        self._turns: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
     async def close(self) -> None:
         self._close_links()
@@ -168,7 +175,10 @@ class AsyncClient(Connection):
         await self.close()
 
     async def _ask(self, links: LinkPool, request: bytes) -> AnswerReader:
-        async with self._turns:
+        loop = asyncio.get_running_loop()
+        if loop not in self._turns:  # loops may share the client one after the other, but no semaphore
+            self._turns = {loop: asyncio.Semaphore(REQUESTS_MAX)}
+        async with self._turns[loop]:
             return await links.ask(request)
 
     async def call(self, call: Call[T]) -> T:

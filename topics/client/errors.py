@@ -43,7 +43,7 @@ class TopicFullError(ApiError):
 
 
 class ServiceBusyError(ApiError):
-    """429 or 503, still at the end of the time for repeats."""
+    """408, 429 or 503, or the 502 or 504 of a proxy, still at the end of the time for repeats."""
 
 
 class ServiceFaultError(ApiError):
@@ -80,7 +80,7 @@ _STATUSES: dict[type[ApiError], tuple[int, ...]] = {
     NotFoundError: (404,),
     ConflictError: (409,),
     TopicFullError: (422,),
-    ServiceBusyError: (429, 503),
+    ServiceBusyError: (408, 429, 502, 503, 504),
 }
 _BY_STATUS = {status: kind for kind, statuses in _STATUSES.items() for status in statuses}
 

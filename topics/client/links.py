@@ -5,6 +5,7 @@ because its `Link` blocks instead, and `finish` carries them out without an even
 from __future__ import annotations
 
 import asyncio
+import os
 import select
 import socket
 import time
@@ -31,6 +32,13 @@ IDLE_LINKS_MAX: Final = 20
 IDLE_MAX_S: Final = 5.0
 """The longest pause after which a connection is used again: one that was cut without a word costs a time-out."""
 PART_BYTES: Final = 1 << 18
+THIS_PROCESS: Final = [os.getpid()]
+"""The id of this process; to ask the system for it each time is slow."""
+os.register_at_fork(after_in_child=lambda: THIS_PROCESS.__setitem__(0, os.getpid()))
+_of_parents: list[AsyncLink] = []
+"""A forked child keeps those of its parent here. It shares the epoll of the parent's loop: if they were closed or
+collected, that would wait for ever.
+"""
 
 
 def finish(work: Coroutine[Any, Any, T]) -> T:
@@ -57,7 +65,8 @@ def finish_each(items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
 
 class LinkPool:
     """The connections of a client. One that has carried an answer is kept for the next request, unless the service has
-    closed it or it was idle for long. After a failure or a cancelled request it is closed.
+    closed it or it was idle for long. After a failure or a cancelled request it is closed. A forked child leaves those
+    of its parent alone and makes its own: two who share one would read each other's answers.
     """
 
     def __init__(self, connect: Callable[[], Awaitable[Link | AsyncLink]]) -> None:
@@ -138,6 +147,7 @@ class Link:
     def __init__(self, address: ServiceAddress) -> None:
         self.used_s = 0.0
         """Time of its last answer."""
+        self._pid = THIS_PROCESS[0]
         self._silence_max_s = CONNECT_MAX_S
         try:
             self._socket = socket.create_connection((address.host, address.port), CONNECT_MAX_S)
@@ -153,7 +163,7 @@ class Link:
 
     def fit(self) -> bool:
         """Return whether the idle connection can be used. Bytes to read mean that the service has closed it."""
-        return not _is_readable(self._socket.fileno())
+        return self._pid == THIS_PROCESS[0] and not _is_readable(self._socket.fileno())
 
     async def send(self, request: bytes, silence_max_s: float) -> None:
         """Send a request. Its answer is taken for lost after this silence."""
@@ -175,8 +185,9 @@ class Link:
             raise TransportError(error) from error
 
     def close(self) -> None:
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for an answer
+        if self._pid == THIS_PROCESS[0]:  # it would end the connection for the parent, too
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for an answer
         self._socket.close()
 
 
@@ -185,6 +196,7 @@ class AsyncLink:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.used_s = self._silence_max_s = 0.0
+        self._pid = THIS_PROCESS[0]
         self._reader = reader
         self._writer = writer
         self._loop = asyncio.get_running_loop()
@@ -233,5 +245,7 @@ class AsyncLink:
             raise TransportError(error) from error
 
     def close(self) -> None:
-        if not self._loop.is_closed():
+        if self._pid != THIS_PROCESS[0]:
+            _of_parents.append(self)
+        elif not self._loop.is_closed():
             self._writer.transport.abort()

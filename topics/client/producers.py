@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import secrets
 import threading
 import time
@@ -33,7 +32,7 @@ from topics.client.errors import (
     UnreachableError,
     api_error,
 )
-from topics.client.links import finish
+from topics.client.links import THIS_PROCESS, finish
 
 T = TypeVar("T")
 
@@ -41,10 +40,6 @@ CLOSE_MAX_S: Final = 60.0
 STEP_RECORDS: Final = 256
 """Records after which `AsyncProducer.send` lets the event loop do other work."""
 _EPOCH_RANDOM_BITS: Final = 20
-
-_process = [os.getpid()]
-"""The id of this process; to ask the system for it each time is slow."""
-os.register_at_fork(after_in_child=lambda: _process.__setitem__(0, os.getpid()))
 
 
 class Carrier(Protocol):
@@ -238,14 +233,14 @@ class _Production:
         self._close_max_s = options.get("close_max_s", CLOSE_MAX_S)
         self._lock: AbstractContextManager[Any] = nullcontext()
         self._closed = False
-        self._pid = _process[0]
+        self._pid = THIS_PROCESS[0]
 
     async def _settled(self, batch: Batch, timeout_s: float | None) -> None:
         """Wait until a batch is settled, or for so long."""
         raise NotImplementedError
 
     def _check_usable(self) -> None:
-        if self._pid != _process[0]:
+        if self._pid != THIS_PROCESS[0]:
             raise ClientError(f"this {self._placing.what} is that of process {self._pid}: make one in this one")
         if self._records.failure is not None:
             raise self._records.failure
@@ -359,7 +354,7 @@ class Producer(_Production):
         TimeoutError when that takes longer than `timeout_s`: the record was not taken.
         """
         records = self._records
-        if self._pid != _process[0]:
+        if self._pid != THIS_PROCESS[0]:
             self._check_usable()
         with self._lock:
             if self._closed or records.failure is not None or records.is_full:
@@ -379,7 +374,7 @@ class Producer(_Production):
         """Send what waits, wait for the answers (`close_max_s` unless given), and end. Raise the producer's failure, or
         else the error of a rejected record that nobody has asked for.
         """
-        if self._closed or self._pid != _process[0]:
+        if self._closed or self._pid != THIS_PROCESS[0]:
             return
         try:
             finish(self._close(timeout_s))
@@ -429,7 +424,7 @@ class AsyncProducer(_Production):
             self._step_due = False
             await asyncio.sleep(0)
         records = self._records
-        if self._closed or records.failure is not None or records.is_full or self._pid != _process[0]:
+        if self._closed or records.failure is not None or records.is_full or self._pid != THIS_PROCESS[0]:
             await self._make_room(None)
         batch, index = records.add(record)
         self._step_due = not index % STEP_RECORDS
@@ -445,7 +440,7 @@ class AsyncProducer(_Production):
         """Send what waits, wait for the answers (`close_max_s` unless given), and end. Raise the producer's failure, or
         else the error of a rejected record that nobody has asked for.
         """
-        if self._closed or self._pid != _process[0]:
+        if self._closed or self._pid != THIS_PROCESS[0]:
             return
         try:
             await self._close(timeout_s)
