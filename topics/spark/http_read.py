@@ -36,9 +36,6 @@ def connect(service: Service, retry: Retry) -> Client:
     return Client(service.url, token=service.token, retry=retry)
 
 
-# -- the driver's questions
-
-
 def states(client: Client, options: ReadOptions) -> dict[str, TopicState]:
     """Return the subscribed topics that exist, by name."""
     names = options.topics
@@ -95,9 +92,6 @@ def before_ts(client: Client, topic: str, ts: int) -> int:
     """Return the last seq before the first record with `$ts` >= ts; the head when there is none."""
     page = client.diff(topic, from_ts=ts, limit=1)
     return page.records[0].seq - 1 if page.records else page.next_from_seq
-
-
-# -- a task's range
 
 
 def read_range(client: Client, one: Range, plan: ReadPlan) -> Iterator[pa.RecordBatch]:
