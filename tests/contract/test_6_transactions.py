@@ -143,6 +143,21 @@ def test_what_a_topic_cannot_take_any_more_is_refused_before_anything_is_decided
     assert (data(client, topic), data(client, f"{topic}-other")) == ([1, 2], ["a"])
 
 
+def test_a_commit_makes_all_of_its_topics_or_none(topic: str) -> None:
+    with Service(env={"TOPICS_MAX_TOPICS": "2"}) as service:
+        client = service.client
+        put(client, "a")
+        stages = [stage(client, name, name) for name in ("a", "b", "c")]
+        answer = client.post(f"/v0/txn/{topic}/commit", json={"batch": 0, "stages": stages})
+        assert refused(answer, 429, "throttled")["detail"] == {"limit": "max_topics", "max": 2}
+        assert data(client, "a") == []
+        assert ok(client.get(f"/v0/txn/{topic}"))["last_batch"] is None
+        assert commit(client, topic, 0, *stages[:2])["count"] == 2
+        assert (data(client, "a"), data(client, "b")) == (["a"], ["b"])
+        new = client.post("/v0/stage/d", json={"txn": "t", "records": [{"data": 1}]})
+        refused(new, 429, "throttled")
+
+
 def test_a_commit_needs_a_key_for_every_topic_it_publishes(topic: str) -> None:
     with Service(env={"TOPICS_API_KEYS": "all:rw,mine:w:mine,reader:r"}) as service:
         everything = {"Authorization": "Bearer all"}

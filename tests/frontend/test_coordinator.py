@@ -39,7 +39,7 @@ from topics.shm.topic_messages import (
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import lay_out
 from topics.storage.layout import sinks_dir
-from topics.storage.txn_files import stage_name
+from topics.storage.txn_files import can_be_decided, stage_name
 
 SHARDS = 2
 RING_BYTES = 64 * 1024
@@ -282,6 +282,45 @@ def test_a_batch_that_is_decided_when_nobody_waits_for_that_is_published(
     for shard in range(SHARDS):
         shards.ready(shard)
     on_loop(shards, tmp_path, test, shard_wait_ms=500)
+
+
+def test_stages_are_taken_back_before_anybody_is_asked_which_are_decided(shards: Shards, tmp_path: Path) -> None:
+    """A decision that is on its way meanwhile must not lose its stages: it would never be published."""
+
+    async def test(commits: TxnCoordinator) -> None:
+        dropped, decided = (make_stage(commits, owned_by(1)) for _ in range(2))
+        paths = [path for stage in (dropped, decided) for path in tmp_path.rglob(stage_name(stage))]
+        assert [can_be_decided(str(path)) for path in paths] == [True, True]
+        dropping = asyncio.create_task(commits.drop([dropped, decided]))
+        for shard, batches in enumerate([[], [(owned_by(1), 7, [(decided, owned_by(1))])]]):
+            asked_id, _ = await shards.told(shard, TxnPending)
+            assert [can_be_decided(str(path)) for path in paths] == [False, False]
+            shards.answer(shard, asked_id, TxnPendingReply(batches))
+        assert await dropping == 1
+        assert (is_there(tmp_path, dropped), is_there(tmp_path, decided)) == (False, True)
+
+    for shard in range(SHARDS):
+        shards.ready(shard)
+    on_loop(shards, tmp_path, test)
+
+
+def test_a_decided_batch_that_is_not_published_yet_is_not_called_refused(shards: Shards, tmp_path: Path) -> None:
+    """A `429` says that nothing was done: the client would commit its records as another batch."""
+
+    async def test(commits: TxnCoordinator) -> None:
+        asked = asyncio.create_task(commits.commit(owned_by(0), 7, [("stage", owned_by(1))]))
+        begin_id, _ = await shards.told(0, TxnBegin)
+        shards.answer(0, begin_id, TxnReply("begun", 7, [("stage", owned_by(1))]))
+        publish_id, _ = await shards.told(1, StagePublish)
+        shards.refuse(1, publish_id, TopicsError("throttled", "nothing of this request was done"))
+        with pytest.raises(TopicsError, match="is decided and will be published") as failed:
+            await asked
+        assert (failed.value.code, failed.value.detail) == ("shard_unavailable", {"batch": 7, "reason": "throttled"})
+        await shards.told(1, StagePublish)
+
+    for shard in range(SHARDS):
+        shards.ready(shard)
+    on_loop(shards, tmp_path, test)
 
 
 @pytest.mark.parametrize(

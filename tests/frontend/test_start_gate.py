@@ -86,7 +86,8 @@ def test_requests_wait_until_all_shards_have_read_their_logs() -> None:
 
         shards = [Shard(), Shard()]
         gate = StartGate(app, cast(list[ProcessCell], shards), wait_s=3600, learn=learned, arenas=RENEWED)
-        waiting = [asyncio.ensure_future(gate({"path": path}, nothing, nothing)) for path in ("/v0/topics/a", "/v0/ws")]
+        gated = ["/v0/topics/a", "/v0/stage/a", "/v0/ws"]
+        waiting = [asyncio.ensure_future(gate({"path": path}, nothing, nothing)) for path in gated]
         probes = ["/v0/health", "/readyz", "/v0/metrics"]
         for path in probes:
             await gate({"path": path}, nothing, nothing)
@@ -96,7 +97,7 @@ def test_requests_wait_until_all_shards_have_read_their_logs() -> None:
         assert not any(one.done() for one in waiting)
         shards[1].generation = 1
         await asyncio.gather(*waiting)
-        assert served[-2:] == ["/v0/topics/a", "/v0/ws"]
+        assert served[-3:] == gated
         shards[0].generation = 0
         await gate({"path": "/v0/topics/b"}, nothing, nothing)
         assert served[-1] == "/v0/topics/b", "an open gate stays open"

@@ -7,14 +7,26 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pyarrow as pa
 import pytest
 from pyspark.errors import PySparkException
-from pyspark.sql.types import StructType
+from pyspark.sql.types import (
+    DataType,
+    DecimalType,
+    LongType,
+    MapType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
 
 from tests.harness import Service
 from tests.spark.conftest import Reading
-from topics.client import Client, NewRecord, Record
+from topics.client import Client, NewRecord, Record, calls
 from topics.spark import http_read
+from topics.spark.columns import ColumnBuilder, ParsedColumns, arrow_schema
+from topics.spark.offsets import Range
 from topics.spark.options import OptionError, TopicsSparkError, plainly, read_options
 from topics.spark.source import TopicsDataSource
 
@@ -158,6 +170,37 @@ def test_parsed_columns_are_permissive_as_from_json(topics: Client, topic: str, 
     assert "cannot be parsed into" in refusal(lambda: read(topic, schema="x BINARY").collect())
 
 
+@pytest.mark.parametrize("kind", [StringType(), DecimalType(10, 2)])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"x": 1, "y": 1e99999999999999999999}',
+        f'{{"x": 1, "y": {"1" * 5_000}}}',
+        f'{{"x": {"[" * 5_000}{"]" * 5_000}}}',
+    ],
+    ids=["an exponent", "digits", "nesting"],
+)
+def test_data_that_python_cannot_hold_are_null_and_fail_no_query(text: str, kind: DataType) -> None:
+    schema = StructType([StructField("x", kind)])
+    parsed = ParsedColumns(schema.fields).of(pa.array([text, '{"x": 7}']), arrow_schema(schema))
+    assert [str(value) for value in parsed[0].to_pylist()] == ["None", "7" if kind == StringType() else "7.00"]
+
+
+def test_long_records_come_in_batches_of_few(service: Service, topics: Client, topic: str) -> None:
+    text = "x" * 900_000
+    for _ in range(75):
+        topics.append(topic, [text])
+    kinds = [StringType(), LongType(), TimestampType(), *[StringType()] * 3, MapType(StringType(), StringType())]
+    schema = StructType([StructField(name, kind) for name, kind in zip(COLUMNS, kinds, strict=True)])
+    options = read_options({"subscribe": topic, "url": service.url})
+    plan = http_read.ReadPlan(options, ColumnBuilder(schema, options), None)
+    part = Range(topic, topics.get_topic(topic).epoch, 0, 75)
+    batches = list(http_read.read_range(topics, part, plan))
+    assert [seq for batch in batches for seq in batch.column(1).to_pylist()] == list(range(1, 76))
+    assert max(batch.nbytes for batch in batches) <= http_read.PAGES_PER_BATCH * calls.DIFF_MAX_BYTES
+    assert len(batches) == 2
+
+
 def test_a_gap_fails_the_query_by_default(topics: Client, topic: str, read: Reading) -> None:
     topics.put_topic(topic, cap_records=5)
     fill(topics, topic, 12, batch=1)
@@ -226,6 +269,10 @@ def test_pushed_filters_on_time(topics: Client, topic: str, read: Reading) -> No
     assert seqs(later) == expected
     assert later.rdd.getNumPartitions() == len(expected)
     assert seqs(frame.where(f.col("timestamp") < f.lit(middle))) == list(range(1, expected[0]))
+    old = f.lit(datetime.datetime(1969, 7, 20, tzinfo=datetime.UTC))
+    again = read(topic, pushFilters="true")
+    assert len(seqs(again.where(f.col("timestamp") > old))) == 30
+    assert seqs(read(topic, pushFilters="true").where(f.col("timestamp") <= old)) == []
 
 
 def test_without_pushed_filters_a_frame_can_be_used_again(topics: Client, topic: str, read: Reading) -> None:

@@ -157,6 +157,9 @@ def test_the_real_events_from_file_to_chart_and_back(
     again = ["--lake", str(lake), "--to-topic", f"{topic}-again", "--checkpoint", str(tmp_path / "replay")]
     assert jobs.run("replay", *again)["rows"] == 28_070
     jobs.run("replay", *again)
+    topics.append(topic, [NewRecord({"new": 2})])
+    assert jobs.run("export", *export, "--compact", "1")["days_compacted"] == 1
+    assert "was compacted since this checkpoint was made" in jobs.refusal("replay", *again)
     replayed = Counter(bytes(item.raw) for item in topics.read(f"{topic}-again") if isinstance(item, Record))
     assert replayed == Counter([*lines, b'{"new":true}'])
 

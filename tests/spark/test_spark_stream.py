@@ -193,6 +193,20 @@ def test_a_topic_that_is_gone_is_noticed(stream: Stream, topics: Client, topic: 
     assert stream.run(subscribe=topic, tombstones="rows") == [1, 2]
 
 
+def test_a_topic_that_is_no_longer_subscribed_to_is_not_lost_and_may_come_back(
+    stream: Stream, topics: Client, topic: str
+) -> None:
+    one, other = f"{topic}-a", f"{topic}-b"
+    for name in (one, other):
+        topics.append(name, range(3))
+    assert stream.run(subscribe=f"{one},{other}") == [1, 1, 2, 2, 3, 3]
+    for name in (one, other):
+        topics.append(name, [3])
+    assert stream.run(subscribe=one) == [4]
+    assert stream.run(subscribePattern=f"{topic}-[bc]") == [4]
+    assert stream.run(subscribe=f"{one},{other}") == []
+
+
 def test_a_missing_topic_and_wrong_options_are_one_clear_line(stream: Stream, topic: str) -> None:
     assert f"topic '{topic}' does not exist" in stream.fails(subscribe=topic)
     assert "endingOffsets is for batches" in stream.fails(subscribe=topic, endingOffsets="latest")

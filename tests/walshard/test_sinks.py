@@ -253,6 +253,32 @@ def test_a_stage_that_is_not_there_or_not_whole_decides_nothing(rig: Rig) -> Non
     assert data(rig, topic) == []
 
 
+def test_what_is_taken_back_is_not_decided_any_more_and_what_was_decided_is_published(rig: Rig) -> None:
+    """A frontend that drops stages asks which are decided. A commit may be on its way to the shard meanwhile."""
+    decided, late = stage(rig, ("a", [b"1"])), stage(rig, ("a", [b"2"]))
+    rig.call(TxnBegin("s", 0, decided))
+    stages_of(rig).take_back([one for one, _topic in [*decided, *late]])
+    with pytest.raises(TopicsError, match="there is no stage"):
+        rig.call(TxnBegin("other", 0, late))
+    assert rig.call(TxnPending()).batches == [("s", 0, decided)]
+    drive(rig, "s", 0, decided)
+    assert data(rig, "a") == [b"1"]
+
+
+def test_a_decided_batch_makes_its_topics_where_there_is_room_for_no_more(tmp_path: Path) -> None:
+    rig = Rig(str(tmp_path), max_topics="1")
+    rig.append("a", b"0")
+    with pytest.raises(TopicsError, match="at most 1 topics"):
+        rig.append("c", b"0")
+    stages = stage(rig, ("a", [b"1"]), ("b", [b"2"]))
+    rig.call(TxnBegin("s", 0, stages))
+    drive(rig, "s", 0, stages)
+    assert (data(rig, "a"), data(rig, "b"), rig.cell.get("topics")) == ([b"0", b"1"], [b"2"], 2)
+    with pytest.raises(TopicsError, match="at most 1 topics"):
+        rig.append("c", b"0")
+    rig.close()
+
+
 def test_a_full_topic_takes_what_is_decided(rig: Rig) -> None:
     rig.append("a", b"0", config=TopicConfig(cap_records=1, discard="reject"))
     stages = stage(rig, ("a", [b"1"]))

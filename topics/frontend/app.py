@@ -178,7 +178,7 @@ def no_such_path(scope: Scope) -> TopicsError:
     return TopicsError("not_found", f"there is nothing at {scope['path'][:300]}")
 
 
-_GATED: Final = ("/v0/topics", "/v0/routers", "/v0/watch", "/v0/txn", "/v0/ws")
+_GATED: Final = ("/v0/topics", "/v0/routers", "/v0/watch", "/v0/stage", "/v0/txn", "/v0/ws")
 """Beginnings of the paths that need a shard. Those that say how the service is never wait."""
 _POLL_S: Final = 0.01
 

@@ -142,6 +142,8 @@ def build_app(process: Process, keys: KeyRing, store: SegmentSource | None, arri
     work = WorkRoutes(queue_services, access, settings, slots, cell, running_clock)
     figures = ServiceFigures(shared.control, shared.durations, clock.now_ms)
     metrics = MetricsRoute(figures, arenas, shards, settings.max_metric_topics)
+    cells = [link.cell for link in gateway.links]
+    topic_quota = Quota("topics", settings.max_topics, "topics", cells[0], cells)
     coordinator = TxnCoordinator(gateway, Stages(settings.data_dir, settings.stage_ttl_ms))
     probes = ProbeRoutes(shared.control, clock)
     console = ConsoleRoutes(access)
@@ -156,7 +158,7 @@ def build_app(process: Process, keys: KeyRing, store: SegmentSource | None, arri
         QueueRoutes(queue_services, catching_up, settings, cell),
         work,
         CursorRoutes(gateway, reader, catching_up, settings, cell),
-        TxnRoutes(append, coordinator, reader, topics.settled, settings),
+        TxnRoutes(append, coordinator, reader, topics.settled, settings, topic_quota),
         ManifestRoutes(reader, catching_up, fs, PinFiles(fs, pins, index), pins, settings.data_dir, clock, borrowed),
         TailRoutes(shared.control, origin, clock, settings.advertise_url or ""),
         metrics,

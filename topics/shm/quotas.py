@@ -50,6 +50,11 @@ class Quota:
         self._own.add(self._field, -amount)
         return False
 
+    def require(self, amount: int) -> None:
+        """Raise `throttled` if there is no room for `amount`, and take nothing."""
+        if self.most and amount and sum([cell.get(self._field) for cell in self._every]) + amount > self.most:
+            raise self.reached()
+
     def release(self, amount: int = 1) -> None:
         """Give back a claimed amount."""
         if self.most:

@@ -95,10 +95,10 @@ class BatchReader(RangeReader, DataSourceReader):
 
 
 def _clip(client: Client, one: Range, wanted: Wanted) -> Range:
-    """Return the part of a range that filters on seq and time leave. `$ts` never decreases, so a time is a seq."""
+    """Return the part that filters on seq and time leave. `$ts` never decreases, so a time (from 1970 on) is a seq."""
     from_seq, to_seq = max(one.from_seq, wanted.seq_from - 1), min(one.to_seq, wanted.seq_to)
     if wanted.time_from_us > -FAR:
-        from_seq = max(from_seq, http_read.before_ts(client, one.topic, -(-wanted.time_from_us // 1000)))
+        from_seq = max(from_seq, http_read.before_ts(client, one.topic, max(0, -(-wanted.time_from_us // 1000))))
     if wanted.time_to_us < FAR:
-        to_seq = min(to_seq, http_read.before_ts(client, one.topic, wanted.time_to_us // 1000 + 1))
+        to_seq = min(to_seq, http_read.before_ts(client, one.topic, max(0, wanted.time_to_us // 1000 + 1)))
     return one._replace(from_seq=from_seq, to_seq=to_seq)

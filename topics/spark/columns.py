@@ -64,7 +64,7 @@ class ParsedColumns:
 
     def __init__(self, fields: Sequence[types.StructField]) -> None:
         self._fields = [(field.name, _converter(field.dataType, field.name)) for field in fields]
-        self._decode = _decode_exact if any("decimal" in field.dataType.simpleString() for field in fields) else _value
+        self._decode = _exact if any("decimal" in field.dataType.simpleString() for field in fields) else _value
 
     def of(self, texts: pa.Array, schema: pa.Schema) -> list[pa.Array]:
         """Return a column for each field, of the type that `schema` has for its name."""
@@ -82,8 +82,16 @@ def _value(text: str) -> Any:
     """Return a value of JSON. With a number beyond DOUBLE in it, all that are not integers are Decimals."""
     try:
         return _decode(text)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, RecursionError):
+        return _exact(text)
+
+
+def _exact(text: str) -> Any:
+    """Return a value of JSON; None, as `from_json`, where a number or the nesting is beyond all that Python holds."""
+    try:
         return _decode_exact(text)
+    except (msgspec.ValidationError, decimal.InvalidOperation, RecursionError):
+        return None
 
 
 def _converter(kind: types.DataType, name: str) -> Convert:

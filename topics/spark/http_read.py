@@ -15,6 +15,7 @@ from topics.spark.offsets import LOST_TAIL, Gap, Mark, Offset, Range, data_loss
 from topics.spark.options import OptionError, Position, Positions, ReadOptions, Service, TopicsSparkError
 
 ROWS_PER_BATCH = 8_000
+PAGES_PER_BATCH = ROWS_PER_BATCH // 1000  # of long records they have fewer, and `calls.DIFF_MAX_BYTES`
 TASK_RETRY = Retry(total_s=120.0, pause_max_s=5.0)
 """A task that fails is run again from its start: waiting for a service that comes back is cheaper."""
 PLAN_RETRY = Retry(total_s=5.0)
@@ -33,9 +34,6 @@ class ReadPlan(NamedTuple):
 
 def connect(service: Service, retry: Retry) -> Client:
     return Client(service.url, token=service.token, retry=retry)
-
-
-# -- the driver's questions
 
 
 def states(client: Client, options: ReadOptions) -> dict[str, TopicState]:
@@ -96,9 +94,6 @@ def before_ts(client: Client, topic: str, ts: int) -> int:
     return page.records[0].seq - 1 if page.records else page.next_from_seq
 
 
-# -- a task's range
-
-
 def read_range(client: Client, one: Range, plan: ReadPlan) -> Iterator[pa.RecordBatch]:
     """Yield the batches of a range in order. `options.tombstones` says what becomes of gaps."""
     return delivered(one.topic, batches_and_gaps(client, one, plan), plan)
@@ -121,12 +116,14 @@ def delivered(topic: str, items: Iterable[pa.RecordBatch | Gap], plan: ReadPlan)
 
 def batches_and_gaps(client: Client, one: Range, plan: ReadPlan) -> Iterator[pa.RecordBatch | Gap]:
     waiting: list[Record] = []
+    pages = 0
     for item in _pages_and_gaps(client, one, plan.options):
         if not isinstance(item, Gap):
             waiting += item if plan.tags is None else [record for record in item if record.tag in plan.tags]
-        if waiting and (isinstance(item, Gap) or len(waiting) >= ROWS_PER_BATCH):
+            pages += 1
+        if waiting and (isinstance(item, Gap) or pages >= PAGES_PER_BATCH):
             yield plan.columns.batch_of(one.topic, waiting)
-            waiting = []
+            waiting, pages = [], 0
         if isinstance(item, Gap):
             yield item
     if waiting:

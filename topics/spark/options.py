@@ -124,6 +124,9 @@ class ReadOptions(msgspec.Struct, frozen=True):
     directories: Directories | None
     """Directories of sealed segments; None: everything is read over HTTP."""
 
+    def subscribed(self, topic: str) -> bool:
+        return topic in self.topics if self.pattern is None else re.fullmatch(self.pattern, topic) is not None
+
 
 class WriteOptions(msgspec.Struct, frozen=True):
     service: Service

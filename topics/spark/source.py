@@ -12,7 +12,7 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from topics.spark.options import ReadOptions, TopicsSparkError, read_options, write_options
+from topics.spark.options import TopicsSparkError, read_options, write_options
 
 
 class TopicsDataSource(DataSource):
@@ -25,12 +25,12 @@ class TopicsDataSource(DataSource):
     def schema(self) -> str:
         from topics.spark.columns import schema_ddl
 
-        return schema_ddl(self._read_options())
+        return schema_ddl(read_options(self.options))
 
     def reader(self, schema: StructType) -> DataSourceReader:
         from topics.spark.batch import BatchReader
 
-        options = self._read_options()
+        options = read_options(self.options)
         if options.max_offsets_per_trigger is not None:
             raise TopicsSparkError("maxOffsetsPerTrigger is for streams; a batch reads up to endingOffsets")
         # Spark 4.3 gives the partitions that the filters of one query left to the next query of the same DataFrame,
@@ -48,7 +48,7 @@ class TopicsDataSource(DataSource):
         _require_streams()
         from topics.spark.spark_stream import StreamReader
 
-        options = self._read_options()
+        options = read_options(self.options)
         if options.ending is not None:
             raise TopicsSparkError("endingOffsets is for batches; a stream ends with Trigger.AvailableNow")
         return StreamReader(schema, options)
@@ -67,9 +67,6 @@ class TopicsDataSource(DataSource):
         if overwrite:
             raise TopicsSparkError("outputMode complete would replace the topic with every batch: use append or update")
         return StreamWriter(schema, write_options(self.options))
-
-    def _read_options(self) -> ReadOptions:
-        return read_options(self.options)
 
 
 def _require(since: tuple[int, int], what: str, why: str) -> None:

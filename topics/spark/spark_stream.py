@@ -42,6 +42,8 @@ class StreamReader(RangeReader, DataSourceStreamReader, SupportsTriggerAvailable
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
         begin, heads = from_json(start), self._heads()
+        # A topic that is no longer subscribed to was not deleted: its position stays, should it come back.
+        heads |= {topic: mark for topic, mark in begin.items() if not self._options.subscribed(topic)}
         if self._target is not None:
             heads = _up_to(heads, self._target, begin)
         max_records = limit.max_rows if isinstance(limit, ReadMaxRows) else None

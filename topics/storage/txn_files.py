@@ -11,7 +11,8 @@ A *stage* is a file with records of one topic that a transaction holds back unti
     frames     = unstamped Append frames of one atomic write (`frame.py`)
     checksum   = XXH3-64 of everything before it
 
-It is written once, whole and synced before its id is told (`replace_file`), and never changes. Its name is
+It is written once, whole and synced before its id is told (`replace_file`), and never changes. One that was dropped has
+the time TAKEN_BACK_NS until it is removed: nothing can be decided about it any more. Its name is
 
     <xxh3-128 of topic, 0x00, transaction id: 32 hex>-<16 random hex>.stage
 
@@ -55,6 +56,7 @@ _CHECKSUM: Final = Struct("<Q")
 _WORD_LEN: Final = 8
 _STAGE_ID: Final = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}")
 _STAGE_SUFFIX: Final = ".stage"
+TAKEN_BACK_NS: Final = 0
 
 if sys.byteorder != "little":
     raise ImportError("the formats of topics are little-endian, and so must be the machine")
@@ -92,6 +94,14 @@ def is_stage_id(text: str) -> bool:
 def stage_name(stage_id: str) -> str:
     """Return the name of a stage's file."""
     return stage_id + _STAGE_SUFFIX
+
+
+def can_be_decided(path: str) -> bool:
+    """Return whether the stage in this file is there, and was not taken back."""
+    try:
+        return os.stat(path).st_mtime_ns != TAKEN_BACK_NS
+    except OSError:
+        return False
 
 
 def stage_of_name(name: str) -> str | None:

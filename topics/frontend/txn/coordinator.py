@@ -32,7 +32,7 @@ from topics.shm.topic_messages import (
     TxnReply,
 )
 from topics.storage import layout, txn_files
-from topics.storage.filesystem import OsFileSystem, make_dirs, replace_file
+from topics.storage.filesystem import OsFileSystem, make_dirs, names_in, replace_file
 from topics.storage.frame import LaidOut
 
 EXPIRY_MARGIN_MS: Final = 60_000
@@ -64,20 +64,23 @@ class Stages:
         """Return the head of each stage, in order. `404 not_found` for one that is missing or about to expire."""
         return {stage: self._head(stage) for stage in stages}
 
-    def drop_txn(self, topic: str, txn: str, pending: Collection[str]) -> int:
-        """Remove the stages of a transaction in one topic, but not the `pending` ones. Return their number."""
-        of_txn = [stage for stage in self._all() if txn_files.belongs_to_txn(stage, topic, txn)]
-        return self.drop([stage for stage in of_txn if stage not in pending])
+    def of_txn(self, topic: str, txn: str) -> list[str]:
+        """Return the stages of a transaction in one topic."""
+        return [stage for stage in self._all() if txn_files.belongs_to_txn(stage, topic, txn)]
+
+    def take_back(self, stages: Collection[str]) -> None:
+        """Have nothing be decided about these stages any more. Those of decided batches are published all the same."""
+        for stage in stages:
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(self._path(stage), ns=(txn_files.TAKEN_BACK_NS, txn_files.TAKEN_BACK_NS))
 
     def drop(self, stages: Collection[str]) -> int:
         """Remove these stages. Return how many of them existed."""
         dropped = 0
         for stage in stages:
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 self._fs.unlink(self._path(stage))
-            except FileNotFoundError:
-                continue
-            dropped += 1
+                dropped += 1
         return dropped
 
     def drop_ended(self, stages: Collection[str]) -> None:
@@ -116,14 +119,7 @@ class Stages:
             return float("inf")
 
     def _all(self) -> Iterator[str]:
-        try:
-            names = self._fs.listdir(self._directory)
-        except FileNotFoundError:
-            return
-        for name in names:
-            stage = txn_files.stage_of_name(name)
-            if stage is not None:
-                yield stage
+        return filter(None, map(txn_files.stage_of_name, names_in(self._fs, self._directory)))
 
     def _path(self, stage: str) -> str:
         return os.path.join(self._directory, txn_files.stage_name(stage))
@@ -204,20 +200,26 @@ class TxnCoordinator:
         """Publish a decided batch, later if not now. Return the records published now."""
         try:
             return await self._carry_out(sink, told.batch, told.pending)
-        except (TopicsError, asyncio.CancelledError):
+        except (TopicsError, asyncio.CancelledError) as error:
             self._finish_later(sink, told.batch, told.pending)
-            raise
+            if not isinstance(error, TopicsError):
+                raise
+            # Its own code may say that nothing was done, and a client would put the records into another batch.
+            what = f"batch {told.batch} of sink {sink!r} is decided and will be published, not yet: {error.message}"
+            raise TopicsError("shard_unavailable", what, {"batch": told.batch, "reason": error.code}) from error
 
     async def forget(self, sink: str) -> bool:
         """Forget a sink. Return False if it was unknown."""
         return (await self._gateway.call(self._owner(sink), TxnForget(sink))).outcome != "none"
 
-    async def pending(self) -> list[tuple[str, int, StageList]]:
-        """Return every batch that is decided and has not ended. Raise TopicsError if a shard does not answer."""
+    async def drop(self, stages: Collection[str]) -> int:
+        """Remove these stages, but not those of a decided batch. Return their number. Raise TopicsError."""
+        await asyncio.to_thread(self.stages.take_back, stages)
         replies = await asyncio.gather(
             *[self._gateway.call(shard, TxnPending(), unthrottled=True) for shard in range(self._gateway.shards)]
         )
-        return [batch for reply in replies for batch in reply.batches]
+        decided = {stage for reply in replies for _, _, pending in reply.batches for stage, _topic in pending}
+        return await asyncio.to_thread(self.stages.drop, [stage for stage in stages if stage not in decided])
 
     async def _carry_out(self, sink: str, batch: int, stages: StageList) -> int:
         """Publish what is not yet, in the order of the batch in each topic; end it. Return the records published."""
@@ -304,9 +306,7 @@ class TxnCoordinator:
             try:
                 expired = await asyncio.to_thread(self.stages.expired)
                 if expired:
-                    decided = {stage for _, _, stages in await self.pending() for stage, _topic in stages}
-                    dropped = await asyncio.to_thread(self.stages.drop, set(expired) - decided)
-                    _log.info("stages that nobody committed are removed", stages=dropped)
+                    _log.info("stages that nobody committed are removed", stages=await self.drop(expired))
             except (TopicsError, OSError) as error:
                 _log.warning("expired stages cannot be removed now", reason=str(error))
 

@@ -21,6 +21,7 @@ from topics.frontend.shards.arenas import Slices
 from topics.frontend.txn.coordinator import TxnCoordinator
 from topics.settings import Settings
 from topics.shm.durations import Route
+from topics.shm.quotas import Quota
 from topics.storage.frame import LaidOut
 
 STAGES_MAX: Final = 10_000
@@ -45,6 +46,7 @@ class TxnRoutes:
     settled: Callable[[TopicRef], Awaitable[TopicRef]]
     """Returns a topic with exact floors, count and bytes."""
     settings: Settings
+    topics: Quota
 
     @api.json_route("POST", _STAGE_PATH, Route.OTHER, KeyScope.WRITE, "transactions")
     @api.describe("Keep records back until their transaction is committed", _STAGED, *_STAGE_CODES)
@@ -54,7 +56,7 @@ class TxnRoutes:
         topic = request.topic
         body = await request.body(self.settings.max_body_bytes)
         txn, records = await asyncio.to_thread(self._read, body)
-        self._check_topic(topic)
+        self.topics.require(self._check_topic(topic))
         await self._check_room(topic, records.count, len(records.buffer))
         stage = await asyncio.to_thread(self.coordinator.stages.make, topic, txn, records)
         size = {"count": records.count, "bytes": len(records.buffer)}
@@ -75,8 +77,7 @@ class TxnRoutes:
         topic = request.topic
         body = await request.body(self.settings.max_body_bytes)
         txn = _checked_txn(wire.decode_as(DropBody, body).txn if body else request.query.get("txn", ""))
-        decided = {stage for _, _, stages in await self.coordinator.pending() for stage, _topic in stages}
-        dropped = await asyncio.to_thread(self.coordinator.stages.drop_txn, topic, txn, decided)
+        dropped = await self.coordinator.drop(await asyncio.to_thread(self.coordinator.stages.of_txn, topic, txn))
         return JsonReply({"topic": topic, "txn": txn, "dropped": dropped})
 
     @api.json_route("POST", f"{_SINK_PATH}/commit", Route.OTHER, KeyScope.WRITE, "transactions")
@@ -100,11 +101,12 @@ class TxnRoutes:
                 counted, counted_bytes = sums.get(topic, (0, 0))
                 sums[topic] = counted + count, counted_bytes + size_bytes
             request.caller.require(KeyScope.WRITE, sums)
-            slices = Slices()
+            slices, new = Slices(), 0
             for topic, (count, size_bytes) in sums.items():
-                self._check_topic(topic)
+                new += self._check_topic(topic)
                 await self._check_room(topic, count, size_bytes)
                 await slices.yield_if_over()
+            self.topics.require(new)
             stages = [(stage, head.topic) for stage, head in heads.items()]
             duplicate, last_batch, records = await self.coordinator.commit(sink, given.batch, stages)
             archived = []
@@ -139,13 +141,14 @@ class TxnRoutes:
             raise invalid("a stage keeps no deliver_at, delay_ms or order_key: append such jobs", field="records")
         return _checked_txn(request.txn), self.append.lay_out(AppendBody(request.records, request.node), len(body))
 
-    def _check_topic(self, topic: str) -> None:
-        """Refuse a topic in which publishing would fail, before anything is decided."""
+    def _check_topic(self, topic: str) -> bool:
+        """Refuse a topic in which publishing would fail, before anything is decided. Return whether it is a new one."""
         ref = self.reader.find(topic)
         if ref is not None and ref.config.durability == "ephemeral":
             raise invalid(
                 f"topic {topic!r} is ephemeral, so it cannot keep the promise of a transaction", field="topic"
             )
+        return ref is None
 
     async def _check_room(self, topic: str, records: int, size_bytes: int) -> None:
         ref = self.reader.find(topic)

@@ -7,8 +7,10 @@ sink's. The rate is that of the whole job; the rows of a batch become visible to
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from glob import glob
 from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
@@ -70,6 +72,11 @@ def _work(spark: SparkSession, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _of_lake(spark: SparkSession, options: argparse.Namespace) -> DataFrame:
+    begun = f"{options.checkpoint}/metadata"  # the first run makes it
+    compacted = glob(f"{options.lake}/topic=*/date=*/batch=c*") if os.path.exists(begun) else []
+    if any(os.path.getmtime(path) > os.path.getmtime(begun) for path in compacted):
+        what = f"--lake {options.lake} was compacted since this checkpoint was made, so its rows would come again"
+        raise OptionError(f"{what}: replay the topic instead, or all rows with another checkpoint into another topic")
     schema = spark.read.parquet(options.lake).schema
     rows = spark.readStream.schema(schema).option("maxFilesPerTrigger", options.files_per_batch).parquet(options.lake)
     return rows.where("kind = 'record'") if "kind" in schema.fieldNames() else rows

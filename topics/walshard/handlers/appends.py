@@ -35,13 +35,15 @@ class Appends:
     def prepare(self, request: AppendRequest, _frontend: int, group: Draft) -> AppendReply:
         """Add a write to a group, or find that it repeats one. After TopicsError or ArenaFullError nothing is added."""
         name, key, count, now = request.name, request.key, request.count, self._time.now
+        # A stage whose batch is decided is published: whether there was room was asked when it was staged.
+        is_decided = bool(key) and is_stage_key(key)
         records = RecordFrames(request.offset_len, request.record_flags, len(request.frames))
         hosted, created = group.made.get(name) or self._catalog.find(name), False
         if hosted is None:
             config = request.config or TopicConfig()
             if not (request.create and config.auto_create):
                 raise topic_not_found(name)
-            hosted, created = self._catalog.make(name, config, now.wall_ms), True
+            hosted, created = self._catalog.make(name, config, now.wall_ms, is_decided), True
             hosted.topic.ceilings = Ceilings.of_new(config, count)
         durability = hosted.topic.config.durability
         pending = group.pending_of(hosted.topic, now)
@@ -51,8 +53,7 @@ class Appends:
             if known is not None:
                 return AppendReply(known.first_seq, known.records, pending.head_seq, False, True, durability, 0, 0)
             hosted.ring.reserve(pending.records + count)
-            if not key or not is_stage_key(key):
-                # A stage whose batch is decided is published: whether there was room was asked when it was staged.
+            if not is_decided:
                 growth = partial(pending.growth, count, records.size_bytes)
                 pending.claimed_bytes += self._holdings.claim_bytes(records.size_bytes, growth)
         except RoomNeeded:

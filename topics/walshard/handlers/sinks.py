@@ -28,7 +28,7 @@ from topics.shm.topic_messages import (
     TxnReply,
 )
 from topics.storage import layout, txn_files
-from topics.storage.filesystem import FileSystem, make_dirs, read_all, replace_file
+from topics.storage.filesystem import FileSystem, make_dirs, names_in, read_all, replace_file
 from topics.storage.txn_files import Sink, TxnFileDamagedError
 from topics.walshard.commit.draft import CommitFirst, Draft
 from topics.walshard.handlers.appends import Appends
@@ -114,8 +114,8 @@ class Sinks:
         if known is not None and (known.pending or call.batch <= known.batch):
             return _as_known(known)
         for stage, _topic in call.stages:
-            if not self._fs.exists(os.path.join(self._stages, txn_files.stage_name(stage))):
-                raise unknown_stage(stage)
+            if not txn_files.can_be_decided(os.path.join(self._stages, txn_files.stage_name(stage))):
+                raise TopicsError("not_found", f"there is no stage {stage!r}: never made, dropped, or expired")
         decided = Sink(call.sink, call.batch, call.stages)
         self._store(decided)
         return TxnReply("begun", call.batch, call.stages)
@@ -173,12 +173,8 @@ class Sinks:
 
     def _pending(self) -> list[tuple[str, int, list[tuple[str, str]]]]:
         """Return this shard's batches that are decided and not over. A damaged file is logged and holds up no other."""
-        try:
-            names = self._fs.listdir(self._directory)
-        except FileNotFoundError:
-            return []
         found = []
-        for name in sorted(filter(txn_files.is_sink_name, names)):
+        for name in sorted(filter(txn_files.is_sink_name, names_in(self._fs, self._directory))):
             try:
                 sink = self._load(os.path.join(self._directory, name))
             except TopicsError as error:
@@ -187,10 +183,6 @@ class Sinks:
             if sink is not None and sink.pending and owner_shard(sink.sink, self._shards) == self._shard:
                 found.append((sink.sink, sink.batch, sink.pending))
         return found
-
-
-def unknown_stage(stage: str) -> TopicsError:
-    return TopicsError("not_found", f"there is no stage {stage!r}: it was never made, dropped, or has expired")
 
 
 def _as_known(sink: Sink | None) -> TxnReply:

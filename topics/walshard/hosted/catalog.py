@@ -63,9 +63,9 @@ class Catalog:
             raise topic_not_found(name)
         return hosted
 
-    def make(self, name: str, config: TopicConfig, now_ms: int) -> Hosted:
+    def make(self, name: str, config: TopicConfig, now_ms: int, admitted: bool = False) -> Hosted:
         """Make a topic that nobody sees, to be hosted or abandoned. Raise ArenaFullError, or `throttled` (quota)."""
-        self._holdings.claim_topic()
+        self._holdings.claim_topic(admitted)
         ring: LocationRing | None = None
         try:
             ring = LocationRing(self.arena.heap, 1)

@@ -71,9 +71,12 @@ class Holdings:
 
     # -- claims
 
-    def claim_topic(self) -> None:
+    def claim_topic(self, admitted: bool) -> None:
         """Claim one more topic; raises `throttled`. `release_topic` gives it back if the topic is never hosted."""
-        self._claim(self._topics)
+        if admitted:
+            self._topics.release(-1)  # it is counted, even if there is no room
+        else:
+            self._claim(self._topics)
 
     def release_topic(self) -> None:
         """Give a claimed topic back."""
