@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from array import array
 from typing import NamedTuple
 
 import pytest
@@ -110,6 +111,29 @@ def test_what_is_laid_out_and_stamped_reads_back(written: list[tuple[bytes, byte
             encode(1, frame.flags, 5, 100 + position, 1234, node, tag, payload)
             == laid_out.buffer[offset : offset + frame.total_len]
         )
+
+
+@pytest.mark.parametrize("count", [47, 48, 511, 512, 513, 1025])
+@pytest.mark.parametrize("extra_flags", [0, FLAG_DURABLE])
+@pytest.mark.parametrize("other_at", [None, 0, 20, -1])
+def test_a_table_is_stamped_as_each_frame_is(count: int, extra_flags: int, other_at: int | None) -> None:
+    """A buffer that is no bytearray is stamped frame by frame; so is one with a record of another length."""
+    records = [(b"n", b"t", b"%06d" % n, b"") for n in range(count)]
+    if other_at is not None:
+        records[other_at] = (b"", b"", b"another length", b"{}")
+    laid_out = lay_out(records)
+    one_by_one = bytearray(laid_out.buffer)
+    stamp(memoryview(one_by_one), laid_out.offset_len, 1 << 63 | 5, 2**32 - 9, 2**41 + 7, extra_flags)
+    stamp(laid_out.buffer, laid_out.offset_len, 1 << 63 | 5, 2**32 - 9, 2**41 + 7, extra_flags)
+    assert laid_out.buffer == one_by_one
+
+
+def test_a_table_is_stamped_where_it_lies() -> None:
+    laid_out = lay_out([(b"", b"", b"%06d" % n, b"") for n in range(60)])
+    around = bytearray(b"<" * 7) + laid_out.buffer + b">" * 9
+    stamp(around, array("Q", [place + 7 for place in laid_out.offset_len]), 1, 2, 3, 0)
+    stamp(laid_out.buffer, laid_out.offset_len, 1, 2, 3, 0)
+    assert around == b"<" * 7 + laid_out.buffer + b">" * 9
 
 
 def test_stamping_again_replaces_the_first_stamp() -> None:

@@ -25,11 +25,12 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from functools import lru_cache
 from itertools import accumulate
 from struct import Struct
 from typing import NamedTuple, TypeAlias
 
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
@@ -72,6 +73,8 @@ _DATA_KEY = b'"data":'
 _META_KEY = b',"meta":'
 _NO_CHECKSUM = bytes(CHECKSUM_LEN)
 _JOINED_AT_ONCE_LEN = 2 << 20
+_TABLE_ROWS = (48, 512)
+"""The fewest frames that are worth columns, and the most that stay in the cache while they are completed."""
 
 # The header of an unstamped Append, behind room for the checksum of the frame before it: packing both together saves
 # one pack and one join entry a record.
@@ -254,12 +257,17 @@ def _add_record(parts: list[Bytes], node: bytes, tag: bytes, data: Bytes, meta: 
 
 
 def stamp(
-    buffer: bytearray | memoryview, offset_len: Sequence[int], topic_id: int, first_seq: int, ts: int, extra_flags: int
+    buffer: bytearray | memoryview, offset_len: array[int], topic_id: int, first_seq: int, ts: int, extra_flags: int
 ) -> None:
     """Complete laid-out frames in place: consecutive seqs from `first_seq`, one `ts` (ms), `extra_flags`, checksums.
 
-    `buffer` is writable and holds the frames at the offsets of `offset_len` (offset | length << 32).
+    `buffer` is writable and holds the frames at the offsets of `offset_len` (offset | length << 32). Many of one length
+    that lie back to back in a bytearray are completed column by column, in a third of the time.
     """
+    if len(offset_len) >= _TABLE_ROWS[0] and isinstance(buffer, bytearray) and _is_table(offset_len):
+        for at in range(0, len(offset_len), _TABLE_ROWS[1]):
+            _stamp_table(buffer, offset_len[at : at + _TABLE_ROWS[1]], topic_id, first_seq + at, ts, extra_flags)
+        return
     view = memoryview(buffer)
     pack_ids, pack_checksum = _IDS.pack_into, CHECKSUM.pack_into
     if extra_flags:  # not in the loop below: most classes have none
@@ -272,6 +280,45 @@ def stamp(
         pack_ids(view, start + IDS_AT, topic_id, seq, ts)
         pack_checksum(view, checksum_at, xxh3_64_intdigest(view[start + TYPE_AT : checksum_at]))
         seq += 1
+
+
+def _is_table(offset_len: array[int]) -> bool:
+    """True if all are of one length, back to back."""
+    rows, length = len(offset_len), offset_len[0] >> 32
+    lengths = array("I", offset_len.tobytes())[1::2]
+    return offset_len[-1] - offset_len[0] == (rows - 1) * length and lengths == lengths[:1] * rows
+
+
+def _stamp_table(
+    buffer: bytearray, offset_len: array[int], topic_id: int, first_seq: int, ts: int, extra_flags: int
+) -> None:
+    rows, start, length = len(offset_len), offset_len[0] & 0xFFFF_FFFF, offset_len[0] >> 32
+    end = start + rows * length
+    if extra_flags:
+        flags = slice(start + FLAGS_AT, end, length)
+        buffer[flags] = bytes([flag | extra_flags for flag in buffer[flags]])
+    id_bytes, ts_bytes = topic_id.to_bytes(8, "little"), ts.to_bytes(8, "little")
+    seq_bytes = array("Q", range(first_seq, first_seq + rows)).tobytes()
+    for at in range(8):
+        buffer[start + IDS_AT + at : end : length] = id_bytes[at : at + 1] * rows
+        buffer[start + IDS_AT + 8 + at : end : length] = seq_bytes[at::8]
+        buffer[start + IDS_AT + 16 + at : end : length] = ts_bytes[at : at + 1] * rows
+    checksums = checksums_of(hashed_parts(length, rows).unpack_from(buffer, start))
+    for at in range(CHECKSUM_LEN):
+        buffer[start + length - CHECKSUM_LEN + at : end : length] = checksums[at::CHECKSUM_LEN]
+
+
+@lru_cache(64)
+def hashed_parts(total_len: int, rows: int) -> Struct:
+    """Return a struct that unpacks the hashed bytes of so many frames of one length, which lie back to back."""
+    return Struct(f"{TYPE_AT}x{total_len - TYPE_AT - CHECKSUM_LEN}s{CHECKSUM_LEN}x" * rows)
+
+
+def checksums_of(hashed: Iterable[bytes]) -> bytes:
+    """Return the checksums as frames have them, back to back."""
+    words = array("Q", b"".join(map(xxh3_64_digest, hashed)))
+    words.byteswap()
+    return words.tobytes()
 
 
 class Defect(StrEnum):

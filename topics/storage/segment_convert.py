@@ -10,13 +10,13 @@ import mmap
 import struct
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate, compress, repeat
 from struct import Struct
 from typing import Final, NamedTuple
 
-from xxhash import xxh3_64_digest, xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest
 
 from topics.core.location import (
     ENTRY_WORDS,
@@ -30,7 +30,7 @@ from topics.core.location import (
 from topics.storage.frame import CHECKSUM_LEN as WAL_CHECKSUM_LEN
 from topics.storage.frame import FLAGS_AT as WAL_FLAGS_AT
 from topics.storage.frame import IDS_AT as WAL_IDS_AT
-from topics.storage.frame import LENGTH_FIELD_LEN, OVERHEAD_LEN, Bytes
+from topics.storage.frame import LENGTH_FIELD_LEN, OVERHEAD_LEN, Bytes, checksums_of, hashed_parts
 from topics.storage.frame_columns import body_parts
 from topics.storage.segment import ENTRY_FLAGS_AT, ENTRY_LEN, KEPT_FLAGS, LOG_FRAME_EXTRA_LEN, TAIL_LEN
 
@@ -200,11 +200,10 @@ def _gathered(buffer: Bytes | mmap.mmap, offsets: array[int], total_len: int) ->
 
 
 class _Columns(NamedTuple):
-    """Structs for a table of log frames: `logged` unpacks the hashed bytes of each. Once the columns are moved,
-    `bodies` unpacks the hashed bytes of each, and `frames` the segment's frames.
+    """Structs for a table of log frames once its columns are moved: `bodies` unpacks the hashed bytes of each, and
+    `frames` the segment's frames.
     """
 
-    logged: Struct
     bodies: Struct
     frames: Struct
     frame_len: list[bytes]
@@ -216,7 +215,6 @@ def _columns_of(total_len: int, rows: int) -> _Columns:
     frame_len = total_len - LOG_FRAME_EXTRA_LEN
     hashed_len = total_len - WAL_CHECKSUM_LEN - begin
     return _Columns(
-        Struct(f"{LENGTH_FIELD_LEN}x{total_len - LENGTH_FIELD_LEN - WAL_CHECKSUM_LEN}s{WAL_CHECKSUM_LEN}x" * rows),
         Struct(f"{begin}x{hashed_len}s{WAL_CHECKSUM_LEN}x" * rows),
         Struct(f"{begin - LENGTH_FIELD_LEN}x" + f"{LOG_FRAME_EXTRA_LEN}x".join([f"{frame_len}s"] * rows)),
         [bytes((byte,)) * rows for byte in (frame_len - LENGTH_FIELD_LEN).to_bytes(LENGTH_FIELD_LEN, "little")],
@@ -238,13 +236,13 @@ def _converted(table: bytearray, topic_id: int, seqs: array[int], total_len: int
         if table[_WAL_SEQ_AT + at :: total_len] != seq_bytes[at::8]:
             return None
     checksum_at = total_len - WAL_CHECKSUM_LEN
-    checksums = _checksums(columns.logged.unpack(table))
+    checksums = checksums_of(hashed_parts(total_len, rows).unpack(table))
     for at in range(WAL_CHECKSUM_LEN):
         if table[checksum_at + at :: total_len] != checksums[at::WAL_CHECKSUM_LEN]:
             return None
     begin = _WAL_SEQ_AT - 1
     table[begin::total_len] = table[WAL_FLAGS_AT::total_len]
-    checksums = _checksums(columns.bodies.unpack(table))
+    checksums = checksums_of(columns.bodies.unpack(table))
     for at in range(WAL_CHECKSUM_LEN):
         table[checksum_at + at :: total_len] = checksums[at::WAL_CHECKSUM_LEN]
     for at, column in enumerate(columns.frame_len, begin - LENGTH_FIELD_LEN):
@@ -279,13 +277,6 @@ def _one_by_one(
     parts[2::2] = map(_TAIL_AND_NEXT.pack, map(xxh3_64_intdigest, bodies), repeat(0), next_frame_lens)
     parts[-1] = parts[-1][:TAIL_LEN]  # nothing is behind the last one
     return b"".join(parts)
-
-
-def _checksums(bodies: Iterable[bytes]) -> bytes:
-    """Return the checksums as frames have them, back to back."""
-    words = array("Q", b"".join(map(xxh3_64_digest, bodies)))
-    words.byteswap()
-    return words.tobytes()
 
 
 def _less(lengths: array[int], extra: int) -> array[int]:
