@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from structlog.testing import capture_logs
 
 from tests.harness import poll
 from tests.storage.faults import FaultyFileSystem
@@ -512,6 +513,24 @@ def test_the_loan_of_a_restore_that_loses_the_archive_ends_with_the_next_one(bor
     assert own is not None
     assert borrowing.archive.store.list("loans/") == sorted([note.loan, own.loan])
     assert not os.path.exists(f"{target}.restoring")
+
+
+def test_a_loan_that_the_next_restore_cannot_end_either_is_named(borrowing: Borrowing) -> None:
+    """Its note is gone with that restore, and nothing on the disk names it any more."""
+    target = str(borrowing.root / "other")
+    found = plan(borrowing.archive, WantedMoment())
+    with (
+        patch.object(LocalStore, "delete", side_effect=OSError("refused")),
+        patch.object(Restore, "_fetch_segments", side_effect=OSError("refused")),
+        pytest.raises(OSError, match="refused"),
+    ):
+        Restore(borrowing.archive, found, FS, target, lambda *_: None, str(borrowing.place)).run(borrowing.rig.clock)
+    note = read_borrowed(FS, f"{target}.restoring")
+    assert note is not None
+    with patch.object(LocalStore, "delete", side_effect=OSError("refused")), capture_logs() as logged:
+        borrowing.restore(target)
+    [warning] = [line for line in logged if line["log_level"] == "warning"]
+    assert warning["loan"] == note.loan
 
 
 def test_a_loan_does_not_count_as_ended_while_the_archive_is_away(borrowing: Borrowing, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from topics.archive.borrowing import NoLoanError, borrow
 from topics.archive.directory_copy import DirectoryCopy
 from topics.archive.fetching import fetched_ahead
 from topics.core.clock import Clock
+from topics.log import get_logger
 from topics.storage import layout, service_id
 from topics.storage.archive_objects import (
     Archive,
@@ -33,10 +34,12 @@ from topics.storage.archive_objects import (
     open_archive,
     split_payload,
 )
-from topics.storage.borrowed import end_loan, read_borrowed
+from topics.storage.borrowed import BorrowedNote, end_loan, read_borrowed
 from topics.storage.filesystem import FileSystem, make_dirs, names_in
 from topics.storage.frame import HEADER_LEN, FrameType, scan
 from topics.storage.snapshot import decode_parts
+
+log = get_logger()
 
 
 class WantedMoment(NamedTuple):
@@ -185,7 +188,10 @@ class Restore:
         """Make the directory. Raise ArchiveDamagedError, OSError (FileExistsError if there is something in it)."""
         if os.path.isdir(self._data_dir) and os.listdir(self._data_dir):
             raise FileExistsError(errno.EEXIST, "is not empty: name a directory that does not exist", self._data_dir)
-        self._give_up()  # a restore that was killed, or could not reach the archive any more
+        left = self._give_up()  # a restore that was killed, or could not reach the archive any more
+        if left is not None:
+            what = "the loan of a restore before cannot be ended, and holds back every pruning: delete it"
+            log.warning(what, archive=left.place, loan=left.loan)
         shutil.rmtree(self._making, ignore_errors=True)
         try:
             topics = self._make(clock.now_ms())
@@ -199,8 +205,11 @@ class Restore:
         borrowed_bytes = sum(ref.size_bytes for ref in self._borrowed.values())
         return Restored(self._plan.moment.taken_ms, topics, self._bytes, len(self._borrowed), borrowed_bytes)
 
-    def _give_up(self) -> None:
-        """Remove what was made, and its loan. If that cannot be ended now, its note stays: the next try ends it."""
+    def _give_up(self) -> BorrowedNote | None:
+        """Remove what was made, and its loan. If that cannot be ended now, return its note, which stays: the next try
+        ends it.
+        """
+        note = None
         try:
             note = read_borrowed(self._fs, self._making)
             if note is not None:
@@ -208,8 +217,9 @@ class Restore:
         except OSError:
             for name in {*names_in(self._fs, self._making)} - {layout.META_NAME}:
                 shutil.rmtree(os.path.join(self._making, name), ignore_errors=True)
-        else:
-            shutil.rmtree(self._making, ignore_errors=True)
+            return note
+        shutil.rmtree(self._making, ignore_errors=True)
+        return None
 
     def _make(self, now_ms: int) -> int:
         make_dirs(self._fs, self._making)
