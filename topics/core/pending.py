@@ -106,6 +106,15 @@ class PendingTopic:
 
     # -- writes
 
+    @property
+    def has_writes(self) -> bool:
+        """Return whether the group writes to the topic."""
+        return self.head_seq > self._topic.head_seq
+
+    def has_written(self, key: bytes) -> bool:
+        """Return whether a write of the group has this key."""
+        return key in self._keys
+
     def admit(
         self, key: bytes, records: RecordFrames, if_head_seq: int | None, has_jobs: bool, expiry_ms: int
     ) -> WriteOutcome | None:
