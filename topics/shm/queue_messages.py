@@ -162,9 +162,7 @@ class Peek(Message, Asks[Peeked], frozen=True):
 
 
 class Reserve(Message, Asks[Reserved], frozen=True):
-    """Reserve free ones of these records, to move them: a queue does not deal them until `Release` or `Remove`. The
-    topic is the one of this id, not one that has its name by now; 0 is any.
-    """
+    """Reserve free ones of these records, which a queue then does not deal. Of the topic of this id alone, if not 0."""
 
     name: str
     seqs: list[int]

@@ -49,7 +49,7 @@ class Appends:
             expiry_ms = self._time.expiry_ms_of(hosted.topic.id)
             known = pending.admit(key, records, request.if_head_seq, bool(request.jobs), expiry_ms)
             if known is not None:
-                if pending.has_written(key):
+                if key in pending.keys:
                     raise CommitFirst  # the log may refuse the write that this one repeats
                 return AppendReply(known.first_seq, known.records, pending.head_seq, False, True, durability, 0, 0)
             hosted.ring.reserve(pending.records + count)
