@@ -215,6 +215,17 @@ def test_kept_jobs_give_way_to_a_group_and_stay_away(rig: Rig, fs: FaultyFileSys
     assert claim(rig, 9).seqs == [3, 5, 6]
 
 
+@pytest.mark.parametrize("write", [{"key": b"k"}, {"if_head_seq": 1}], ids=["a repeat", "head_mismatch"])
+def test_kept_jobs_give_way_to_no_write_that_needs_no_room(rig: Rig, write: dict[str, Any]) -> None:
+    queue(rig, 0, on_ack="keep", discard="reject", cap_records=2)
+    rig.append("q", b"1", b"2", key=b"k")
+    claim(rig, 2)
+    ack(rig, 1, 2)
+    rig.outcome(rig.post_append("q", [b"1", b"2"], **write))
+    assert [seq for seq, _ in rig.read("q")] == [1, 2]
+    assert rig.append("q", b"3").first_seq == 3
+
+
 def test_kept_jobs_stay_done_over_a_restart(rig: Rig) -> None:
     queue(rig, 6, on_ack="keep")
     claim(rig, 4)

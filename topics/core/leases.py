@@ -205,9 +205,8 @@ class Leases(QueueJobs):
             job = self._jobs.get(seq)
             if job is None:
                 continue
-            job.deadline_ms, job.lease_ms = now.wall_ms + delay_ms, delay_ms
+            job.node, job.deadline_ms, job.lease_ms = "", now.wall_ms + delay_ms, delay_ms
             if delay_ms:
-                job.node = ""
                 self._set_until(seq, job, JobPhase.DELAYED, now.mono_ms + delay_ms)
             else:
                 self._return(seq, job)

@@ -122,15 +122,17 @@ class PendingTopic:
         """
         topic, (offset_len, _flags, size_bytes) = self._topic, records
         count = len(offset_len)
-        if self._room_can_be_made(count, size_bytes, expiry_ms):
-            raise RoomNeeded
         known = self._repeated(key) if key else None
         if known is not None:
             return known
         if has_jobs and topic.queue is None:
             raise not_a_queue(topic.name)
-        if not key or not is_stage_key(key):
+        is_staged = is_stage_key(key)
+        if not is_staged:
             topic.check_head(if_head_seq, self.head_seq)
+        if self._room_can_be_made(count, size_bytes, expiry_ms):
+            raise RoomNeeded
+        if not is_staged:
             topic.check_room(count, size_bytes, self.records, self.live_bytes)
         elif not count:
             raise TopicsError("not_found", f"a stage for topic {topic.name!r} is gone before it was published")
