@@ -618,3 +618,18 @@ def test_who_does_not_bring_a_dead_letter_away_loses_it_whatever_else_happened_m
         leases.extend(other.seqs, 10 * CARRY_MS, START)
     assert leases.advance(Now(START.wall_ms + CARRY_MS, START.mono_ms + CARRY_MS))
     assert leases.ready == 1
+
+
+def test_a_queue_that_is_started_and_reads_on_in_a_log_has_its_leases() -> None:
+    """A service that follows another one takes the jobs of each part of the log as its own."""
+    leases, reader = started(3), started(3)
+    leases.lease(leases.take(3, 0, 0, START)[0], "n", 1_000, START, None)
+    for body in leases.bodies([1, 2]):
+        reader.logged(body)
+    assert reader.state().leases == leases.bodies([1, 2])
+    leases.release([1], 0, START)
+    leases.release([2], 500, START)
+    for body in leases.bodies([1, 2]):
+        reader.logged(body)
+    assert {body.node for body in reader.state().leases} == {""}
+    assert reader.state().leases == leases.bodies([1, 2])

@@ -12,7 +12,7 @@ from tests.core.list_index import ListIndex
 from topics.core.ceilings import RAM_STEP, Ceiling
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
-from topics.core.idempotency import ProducerTurn, producer_key, stage_key
+from topics.core.idempotency import KeyMark, ProducerTurn, producer_key, stage_key
 from topics.core.job import Now
 from topics.core.pending import PendingTopic, PendingWrite, RecordFrames, RoomNeeded
 from topics.core.topic import Topic
@@ -142,9 +142,13 @@ def test_a_ceiling_is_logged_before_seqs_above_it_are_in_ram() -> None:
         ("disk", b"k", False),
         ("disk", stage_key("s", 1, "x"), True),
         ("ephemeral", stage_key("s", 1, "x"), False),
+        ("disk", KeyMark.CARRIED + b"1:2", True),
+        ("memory", KeyMark.CARRIED + b"1:2", True),
+        ("ephemeral", KeyMark.CARRIED + b"1:2", False),
+        ("disk", producer_key(b"p", ProducerTurn(1, 1)), False),
     ],
 )
-def test_a_stage_is_on_the_disk_before_it_counts(durability: str, key: bytes, sync: bool) -> None:
+def test_what_is_moved_is_on_the_disk_before_it_counts(durability: str, key: bytes, sync: bool) -> None:
     assert PendingTopic(topic_of(durability=durability), NOW).write(key, frames_of(1), []).sync is sync
 
 

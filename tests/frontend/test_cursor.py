@@ -35,11 +35,13 @@ def test_a_cursor_is_base64url_of_the_json_map(places: dict[str, int]) -> None:
 @example(base64.urlsafe_b64encode(b"[1]").rstrip(b"="))
 @example(base64.urlsafe_b64encode(b'{"\xff":1}').rstrip(b"="))
 @example(base64.urlsafe_b64encode(b"[" * 5000).rstrip(b"="))
+@example(encode_cursor({"t": 2**64}))
 def test_what_never_was_a_cursor_is_none(garbage: bytes) -> None:
     decoded = decode_cursor(garbage)
     if decoded is not None:  # by chance it may be one
         text = base64.urlsafe_b64decode(garbage + b"=" * (-len(garbage) % 4))
         assert json.loads(text) == decoded
+        assert all(seq < 2**64 for seq in decoded.values()), "the end of a stream there could not be told to its shard"
 
 
 @given(positions, positions, st.booleans(), st.data())

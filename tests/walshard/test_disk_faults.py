@@ -14,6 +14,7 @@ from tests.walshard.rig import Rig
 from tests.walshard.test_routing import FullDisk, route
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
+from topics.core.idempotency import ProducerTurn, producer_key
 from topics.shm.asks import Message
 from topics.shm.queue_messages import Claim, Peek, WorkOpen
 from topics.shm.topic_messages import Checkpoint, PutTopic
@@ -323,3 +324,40 @@ def test_what_cannot_expire_keeps_no_job_from_its_worker(rig: Rig, full: Callabl
     rig.clock.ms += 500
     full()
     assert rig.call(call)
+
+
+@pytest.mark.parametrize("config", [TopicConfig(), TopicConfig(durability="ephemeral")], ids=["disk", "ephemeral"])
+@pytest.mark.parametrize("key", [b"k", producer_key(b"p", ProducerTurn(1, 1))], ids=["key", "producer"])
+def test_a_repeat_is_told_of_no_write_of_its_group_that_the_log_refuses(
+    rig: Rig, fs: FaultyFileSystem, config: TopicConfig, key: bytes
+) -> None:
+    rig.append("t", b"1", config=config)
+    fs.arm(Fault(1, errno.ENOSPC, calls=frozenset({"pwritev"})))
+    first, repeat = (rig.post_append("t", [b"2"], key=key) for _ in range(2))
+    rig.run()
+    assert isinstance(rig.replies[first], TopicsError)
+    assert (rig.replies[repeat].first_seq, rig.replies[repeat].deduped) == (2, False), "it is a write of its own"
+    assert stored(rig) == [b"1", b"2"]
+    rig.boot()
+    assert stored(rig) == [b"1", b"2"]
+
+
+@pytest.mark.parametrize(
+    ("key", "other"),
+    [
+        ({}, {"if_head_seq": 1}),
+        ({"key": producer_key(b"p", ProducerTurn(2, 1))}, {"key": producer_key(b"p", ProducerTurn(1, 1))}),
+        ({}, {"data": [b"2"] * 3}),
+    ],
+    ids=["head_mismatch", "fenced", "topic_full"],
+)
+def test_a_write_is_refused_for_no_write_of_its_group_that_the_log_refuses(
+    rig: Rig, fs: FaultyFileSystem, key: dict[str, Any], other: dict[str, Any]
+) -> None:
+    rig.append("t", b"1", config=TopicConfig(cap_records=4, discard="reject"))
+    fs.arm(Fault(1, errno.ENOSPC, calls=frozenset({"pwritev"})))
+    refused = rig.post_append("t", [b"x"], **key)
+    alone = rig.post_append("t", **({"data": [b"2"]} | other))
+    rig.run()
+    assert isinstance(rig.replies[refused], TopicsError)
+    assert rig.answer(alone).first_seq == 2

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.storage.faults import Fault, FaultyFileSystem
+from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
@@ -173,6 +174,23 @@ def test_durable_leases_outlive_a_restart(rig: Rig, durability: Any) -> None:
     assert 4 in claim(rig, 10).seqs
 
 
+@pytest.mark.parametrize("cut", [False, True])
+def test_leases_of_a_time_in_which_they_were_durable_do_not_come_back(rig: Rig, cut: bool) -> None:
+    queue(rig, 2, leases_durable=True)
+    former = claim(rig, 2, lease_ms=10 * MINUTE_MS)
+    rig.call(PutTopic("q", TopicConfig(type="queue"), True))
+    rig.call(Nack("q", "w", [1, 2], None, 0))
+    assert claim(rig, node="other").seqs == [1]
+    assert rig.call(Ack("q", "other", [1], None)).count == 1
+    if cut:
+        assert Compaction(rig).cut()
+    assert claim(rig, node="other").seqs == [2]
+    rig.call(PutTopic("q", TopicConfig(type="queue", leases_durable=True), True))
+    rig.boot()
+    assert rig.call(Ack("q", "w", [2], lease_nos(former)[1:])).skipped == [2], "it was given to somebody else since"
+    assert counts(rig) == (1, 0, 0)
+
+
 def test_kept_jobs_give_way_to_a_group_and_stay_away(rig: Rig, fs: FaultyFileSystem) -> None:
     queue(rig, 4, on_ack="keep", discard="reject", cap_records=4)
     claim(rig, 4)
@@ -195,6 +213,17 @@ def test_kept_jobs_give_way_to_a_group_and_stay_away(rig: Rig, fs: FaultyFileSys
             rig.restart_service()
     assert counts(rig) == (3, 0, 0)
     assert claim(rig, 9).seqs == [3, 5, 6]
+
+
+@pytest.mark.parametrize("write", [{"key": b"k"}, {"if_head_seq": 1}], ids=["a repeat", "head_mismatch"])
+def test_kept_jobs_give_way_to_no_write_that_needs_no_room(rig: Rig, write: dict[str, Any]) -> None:
+    queue(rig, 0, on_ack="keep", discard="reject", cap_records=2)
+    rig.append("q", b"1", b"2", key=b"k")
+    claim(rig, 2)
+    ack(rig, 1, 2)
+    rig.outcome(rig.post_append("q", [b"1", b"2"], **write))
+    assert [seq for seq, _ in rig.read("q")] == [1, 2]
+    assert rig.append("q", b"3").first_seq == 3
 
 
 def test_kept_jobs_stay_done_over_a_restart(rig: Rig) -> None:

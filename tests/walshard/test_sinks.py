@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.kept import items_kept
-from tests.storage.faults import FaultyFileSystem
+from tests.storage.faults import Fault, FaultyFileSystem
 from tests.walshard.compaction import Compaction
 from tests.walshard.killing import MODULES, at_every_line, is_killed_at_line, serve
 from tests.walshard.rig import Rig
@@ -116,6 +117,20 @@ def test_a_late_driver_publishes_nothing_twice(rig: Rig) -> None:
             rig.call(call)
         assert late.value.code == "fenced"
     assert (data(rig, "a"), data(rig, "b")) == ([b"1", b"3"], [b"2"])
+
+
+def test_a_driver_is_told_of_no_publication_of_another_that_the_log_refuses(rig: Rig) -> None:
+    rig.append("a", b"0")
+    stages = stage(rig, ("a", [b"1"]))
+    rig.call(TxnBegin("s", 0, stages))
+    assert isinstance(rig.fs, FaultyFileSystem)
+    rig.fs.arm(Fault(1, errno.ENOSPC, calls=frozenset({"pwritev"})))
+    (publish,) = publish_calls("s", 0, stages)
+    first, second = rig.post_call(publish), rig.post_call(publish)
+    rig.run()
+    assert isinstance(rig.replies[first], TopicsError)
+    assert not rig.replies[second].deduped, "it would end the batch"
+    assert data(rig, "a") == [b"0", b"1"]
 
 
 def test_pins_outlast_windows_and_restarts_and_go_with_the_batch(rig: Rig) -> None:

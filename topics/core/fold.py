@@ -203,6 +203,8 @@ class Fold:
             former, topic.config = topic.config, control_bodies.decode_config(data).config
             if topic.config.durability != former.durability:  # all its records are on the disk
                 self._ceilings.pop(topic_id, None)
+            if topic.queue is not None and not topic.config.leases_durable:
+                topic.queue.forget_logged()
 
     def delete(self, topic_id: int, data: bytes) -> None:
         topic = self._topic(topic_id)

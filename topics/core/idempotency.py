@@ -117,6 +117,11 @@ def is_stage_key(key: bytes) -> bool:
     return key.startswith(KeyMark.STAGE)
 
 
+def is_move_key(key: bytes) -> bool:
+    """Return whether a write with this key takes the place of a stage, or of a record in another topic."""
+    return key.startswith((KeyMark.STAGE, KeyMark.CARRIED))
+
+
 class IdempotencyWindow:
     """The keyed writes of one topic.
 

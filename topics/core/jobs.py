@@ -283,6 +283,7 @@ class QueueJobs:
         job.holder = None
 
     def _return(self, seq: int, job: TrackedJob) -> None:
+        job.node = ""
         self._set(seq, job, JobPhase.RETURNED)
         heappush(self._returned, seq)
 

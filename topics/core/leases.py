@@ -66,6 +66,11 @@ class Leases(QueueJobs):
             job.node, job.lease_no, job.deliveries, job.holder = body.node, lease_no, deliveries, holder
             job.deadline_ms, job.lease_ms = body.deadline_ms, body.lease_ms
 
+    def forget_logged(self) -> None:
+        """Forget the leases that the log has so far: from here on it does not say what becomes of them."""
+        for job in self._jobs.values():
+            job.deliveries = 0
+
     def start(self, now: Now, next_lease_no: int, keep_leases: bool) -> None:
         """Start the queue: the log has been read. Jobs without a live record are forgotten; so are all leases unless
         `keep_leases`. `next_lease_no` is random, so it was never used: a lease id is a fence over restarts as well.
@@ -200,7 +205,7 @@ class Leases(QueueJobs):
             job = self._jobs.get(seq)
             if job is None:
                 continue
-            job.deadline_ms, job.lease_ms = now.wall_ms + delay_ms, delay_ms
+            job.node, job.deadline_ms, job.lease_ms = "", now.wall_ms + delay_ms, delay_ms
             if delay_ms:
                 self._set_until(seq, job, JobPhase.DELAYED, now.mono_ms + delay_ms)
             else:
@@ -300,9 +305,9 @@ class Leases(QueueJobs):
         """Return LEASE bodies of these jobs as they are now."""
 
         def lease_of(seq: int) -> tuple[str, int, int, Holder]:
+            # Not the phase: a service that follows another one reads the log after the start.
             job = self._jobs[seq]
-            leased = job.phase in (JobPhase.LEASED, JobPhase.HELD) or (not self._started and bool(job.node))
-            return job.node if leased else "", job.deadline_ms, job.lease_ms, (job.holder if leased else None) or (0, 0)
+            return job.node, job.deadline_ms, job.lease_ms, (job.holder if job.node else None) or (0, 0)
 
         groups = groupby(sorted(seqs, key=lease_of), lease_of)
         return [self._body(*lease, sorted(group)) for lease, group in groups]

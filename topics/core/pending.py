@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, NamedTuple
 
+from topics.core import idempotency
 from topics.core.ceilings import Ceiling, Ceilings
 from topics.core.control_bodies import AckFrameBody, JobRow
 from topics.core.errors import TopicsError, not_a_queue
@@ -89,7 +90,7 @@ class PendingTopic:
     live_bytes: int = 0
     claimed_bytes: int = 0
     """Bytes that the writes have claimed of what the whole service may hold."""
-    _keys: dict[bytes, WriteOutcome] = field(default_factory=dict)
+    keys: dict[bytes, WriteOutcome] = field(default_factory=dict)
     _turns: dict[bytes, ProducerTurn] = field(default_factory=dict)
     _dying: set[int] | None = None
     _earliest_seq: int = 0
@@ -106,6 +107,11 @@ class PendingTopic:
 
     # -- writes
 
+    @property
+    def has_writes(self) -> bool:
+        """Return whether the group writes to the topic."""
+        return self.head_seq > self._topic.head_seq
+
     def admit(
         self, key: bytes, records: RecordFrames, if_head_seq: int | None, has_jobs: bool, expiry_ms: int
     ) -> WriteOutcome | None:
@@ -116,15 +122,17 @@ class PendingTopic:
         """
         topic, (offset_len, _flags, size_bytes) = self._topic, records
         count = len(offset_len)
-        if self._room_can_be_made(count, size_bytes, expiry_ms):
-            raise RoomNeeded
         known = self._repeated(key) if key else None
         if known is not None:
             return known
         if has_jobs and topic.queue is None:
             raise not_a_queue(topic.name)
-        if not key or not is_stage_key(key):
+        is_staged = is_stage_key(key)
+        if not is_staged:
             topic.check_head(if_head_seq, self.head_seq)
+        if self._room_can_be_made(count, size_bytes, expiry_ms):
+            raise RoomNeeded
+        if not is_staged:
             topic.check_room(count, size_bytes, self.records, self.live_bytes)
         elif not count:
             raise TopicsError("not_found", f"a stage for topic {topic.name!r} is gone before it was published")
@@ -141,7 +149,7 @@ class PendingTopic:
 
     def _repeated(self, key: bytes) -> WriteOutcome | None:
         topic, now_ms = self._topic, self._now.wall_ms
-        known = self._keys.get(key) or topic.idempotency.find(key, now_ms, topic.config.idempotency_window_ms)
+        known = self.keys.get(key) or topic.idempotency.find(key, now_ms, topic.config.idempotency_window_ms)
         if is_producer_key(key):
             producer, turn = parse_key(key)
             last = self._turns.get(producer) or topic.idempotency.turn_of(producer, now_ms)
@@ -160,7 +168,7 @@ class PendingTopic:
         count, former_head = len(records.offset_len), self.head_seq
         outcome = WriteOutcome(former_head + 1, count, self._ts)
         if key:
-            self._keys[key] = outcome
+            self.keys[key] = outcome
             if is_producer_key(key):
                 producer, turn = parse_key(key)
                 self._turns[producer] = turn
@@ -180,9 +188,8 @@ class PendingTopic:
             delayed_ms = self._now.wall_ms + delay_ms if delay_ms else 0
             rows.append((former_head + 1 + at, deliver_at_ms or delayed_ms, order_key))
             due_ms.append(self._now.mono_ms + delay_ms if delay_ms else 0)
-        # The file of a stage is removed once all are published: by then its records are on the disk, whatever the
-        # class.
-        sync = config.is_synced or (not in_ram and bool(key) and is_stage_key(key))
+        # What they were is removed once they count: by then they are on the disk, whatever the class.
+        sync = config.is_synced or (not in_ram and idempotency.is_move_key(key))
         return PendingWrite(self._topic, outcome, key, records, rows, due_ms, in_ram, sync, ceiling)
 
     # -- removals

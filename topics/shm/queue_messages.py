@@ -162,17 +162,19 @@ class Peek(Message, Asks[Peeked], frozen=True):
 
 
 class Reserve(Message, Asks[Reserved], frozen=True):
-    """Reserve free ones of these records, to move them: a queue does not deal them until `Release` or `Remove`."""
+    """Reserve free ones of these records, which a queue then does not deal. Of the topic of this id alone, if not 0."""
 
     name: str
     seqs: list[int]
+    topic_id: int = 0
 
 
 class Remove(Message, Asks[RemoveReply], frozen=True):
-    """Delete exactly these records of a topic of any type, as far as they exist."""
+    """Delete exactly these records of a topic of any type, as far as they exist; `topic_id` is as in `Reserve`."""
 
     name: str
     seqs: list[int]
+    topic_id: int = 0
 
 
 class CursorReply(Message, frozen=True):

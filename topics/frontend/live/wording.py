@@ -17,6 +17,7 @@ from typing import Annotated, Any, Final, Protocol
 import msgspec
 
 from topics.api.answers import TombstoneAnswer as Tombstone
+from topics.api.requests import U64_MAX
 from topics.frontend.entry.responses import encode_json
 
 _decode_json = msgspec.json.Decoder(dict[str, Annotated[int, msgspec.Meta(ge=0)]]).decode
@@ -37,7 +38,8 @@ def decode_cursor(cursor: bytes) -> dict[str, int] | None:
     """Return the positions of a cursor; None if it is malformed."""
     try:
         text = binascii.a2b_base64(cursor.translate(_STANDARD) + b"=" * (-len(cursor) % 4), strict_mode=True)
-        return _decode_json(text)
+        positions = _decode_json(text)
+        return positions if max(positions.values(), default=0) <= U64_MAX else None
     except (ValueError, RecursionError):  # binascii.Error and msgspec's errors are ValueErrors
         return None
 

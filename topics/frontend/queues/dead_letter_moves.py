@@ -149,14 +149,14 @@ class DeadLetters:
 
     async def _move_back(self, name: str, ref: TopicRef, letters: list[_Record]) -> tuple[int, TopicsError | None]:
         """Return how many of these this call made jobs again, and the error of the first of the others."""
-        owner = self._gateway.owner(ref.name)
-        free = await self._gateway.call(owner, Reserve(ref.name, [letter.seq for letter in letters]))
+        owner, topic_id = self._gateway.owner(ref.name), ref.view.topic_id
+        free = await self._gateway.call(owner, Reserve(ref.name, [letter.seq for letter in letters], topic_id))
         carried = set(free.seqs)
         copies = [
             DeadLetter(
                 letter,
                 redriven_meta(letter.meta),
-                KeyMark.CARRIED + b"redrive:%d:%d" % (ref.view.topic_id, letter.seq),
+                KeyMark.CARRIED + b"redrive:%d:%d" % (topic_id, letter.seq),
                 letter.meta.get(ORDER_KEY, ""),
             )
             for letter in letters
@@ -167,7 +167,7 @@ class DeadLetters:
         if left and ref.config.type == "queue":
             self._gateway.post(owner, Release(ref.name, left, 0))
         # Another redrive may have copied the same records. The one that removes a record has moved it.
-        return (await self._gateway.call(owner, Remove(ref.name, seqs))).count if seqs else 0, refusal
+        return (await self._gateway.call(owner, Remove(ref.name, seqs, topic_id))).count if seqs else 0, refusal
 
     async def _read(self, name: str, seq: int) -> list[_Record]:
         """Return the record, or no record if it is deleted."""

@@ -11,7 +11,7 @@ from functools import partial
 
 from topics.core.ceilings import Ceilings
 from topics.core.config import TopicConfig
-from topics.core.errors import topic_not_found
+from topics.core.errors import TopicsError, topic_not_found
 from topics.core.idempotency import is_stage_key
 from topics.core.pending import RecordFrames, RoomNeeded
 from topics.shm.append_messages import AppendReply, AppendRequest
@@ -51,6 +51,8 @@ class Appends:
             expiry_ms = self._time.expiry_ms_of(hosted.topic.id)
             known = pending.admit(key, records, request.if_head_seq, bool(request.jobs), expiry_ms)
             if known is not None:
+                if key in pending.keys:
+                    raise CommitFirst  # the log may refuse the write that this one repeats
                 return AppendReply(known.first_seq, known.records, pending.head_seq, False, True, durability, 0, 0)
             hosted.ring.reserve(pending.records + count)
             if not is_decided:
@@ -58,9 +60,11 @@ class Appends:
                 pending.claimed_bytes += self._holdings.claim_bytes(records.size_bytes, growth)
         except RoomNeeded:
             raise CommitFirst(self._deletes.make_room(hosted, count, records.size_bytes)) from None
-        except Exception:
+        except Exception as error:
             if created:
                 self._catalog.abandon(hosted)
+            if isinstance(error, TopicsError) and pending.has_writes:
+                raise CommitFirst from None  # the log may refuse the writes that this one is refused for
             raise
         write = pending.write(key, records, request.jobs)
         group.add_append(hosted, write, append_frames(write, request.frames, created=created))

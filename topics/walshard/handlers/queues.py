@@ -15,7 +15,7 @@ from functools import partial
 from typing import Final
 
 from topics.core.control_bodies import AckFrameBody, encode_body
-from topics.core.errors import not_a_queue
+from topics.core.errors import not_a_queue, topic_not_found
 from topics.core.governor import INTERVAL_MS
 from topics.core.leases import Leases
 from topics.core.scheduler import below_zero_ms
@@ -287,7 +287,7 @@ class Queues:
 
     def reserve(self, call: Reserve, frontend: int, group: Draft) -> Reserved:
         """Reserve jobs for a frontend, which moves them to another topic."""
-        hosted = self._records(call.name, group)
+        hosted = self._records(call, group)
         seqs = hosted.topic.live_of(sorted(set(call.seqs) - group.dying(hosted.topic)))
         leases = hosted.topic.queue
         if leases is not None:
@@ -298,16 +298,18 @@ class Queues:
 
     def remove(self, call: Remove, frontend: int, group: Draft) -> RemoveReply:
         """Remove records that are in another topic now."""
-        hosted = self._records(call.name, group)
+        hosted = self._records(call, group)
         wanted = sorted(set(call.seqs) - group.dying(hosted.topic))
         # A record whose reservation has ended may be somebody's job by now. It is elsewhere all the same.
         seqs = hosted.topic.live_of(wanted)
         self._deletes.remove(group, hosted, seqs)
         return RemoveReply(len(seqs))
 
-    def _records(self, name: str, group: Draft) -> Hosted:
+    def _records(self, call: Reserve | Remove, group: Draft) -> Hosted:
         """Return a topic of any type, its floors as of this step."""
-        hosted = self._catalog.require(name)
+        hosted = self._catalog.require(call.name)
+        if call.topic_id not in (0, hosted.topic.id):
+            raise topic_not_found(call.name)
         self._deletes.require_settled(hosted, group)
         return hosted
 

@@ -1,0 +1,46 @@
+"""Moves of jobs to the dead letters and back, while others change what they are made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.frontend.live import Live, on_loop
+from topics.core.errors import TopicsError
+from topics.frontend.queues.dead_letter_moves import DeadLetters
+from topics.frontend.queues.dealt_jobs import UnreadableJobs
+from topics.storage.frame import lay_out
+
+LETTER = b'{"$dead_letter_from":"q"}'
+
+
+@pytest.mark.parametrize("before", ["Reserve", "Remove"])
+@pytest.mark.parametrize("type_", ["log", "queue"])
+def test_a_redrive_takes_nothing_of_a_topic_that_has_the_name_of_its_dead_letters_by_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type_: str, before: str
+) -> None:
+    async def test(live: Live) -> None:
+        await live.put("q", type="queue")
+        await live.put("dead", type=type_)
+        records = lay_out([(b"", b"", b"1", LETTER)] * 2)
+        await live.gateway.submit_append(0, "dead", False, None, b"", None, records)
+        call = live.gateway.call
+
+        async def call_later(shard: int, request: Any) -> Any:
+            if type(request).__name__ == before:
+                await live.delete("dead")
+                await live.put("dead", type=type_)
+                await live.write("dead", 3)
+            return await call(shard, request)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(live.gateway, "call", call_later)
+            letters = DeadLetters(live.gateway, live.reader, UnreadableJobs())
+            with pytest.raises(TopicsError) as gone:
+                await letters.redrive("q", "dead", 0, 10)
+        assert gone.value.code == "topic_not_found"
+        assert live.reader.get("dead").view.records == 3
+
+    on_loop(tmp_path, test)
