@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 from unittest.mock import Mock
@@ -30,9 +30,11 @@ from topics.core.routers import HOPS_MAX, RouterSpec
 from topics.shm.control import ProcessState
 from topics.shm.topic_messages import CatchUp, DeleteRecords, EnsureTopic, PutRouter, PutTopic, SyncRouters
 from topics.storage import layout
+from topics.storage.frame import TYPE_AT, FrameType
 from topics.storage.logfile import note_committed
 from topics.storage.verify import verify
 from topics.walshard.commit.commits import Commits
+from topics.walshard.commit.draft import LogWrite
 
 NAMES = ("a", "b", "c")
 
@@ -220,6 +222,82 @@ def test_a_lost_tail_that_cannot_be_logged_is_not_forgotten(rig: Rig, monkeypatc
     rig.cell.begin_life(2, 0, ProcessState.RECOVERING)
     rig.boot()
     assert rig.append("t", b"next").first_seq == ceiling + 1
+    rig.close()
+
+
+def lost_deletions(rig: Rig, monkeypatch: pytest.MonkeyPatch, log: Callable[..., None]) -> Rig:
+    """Return the rig after a power loss that took deletions which a segment has; `log` stands in the way of logging."""
+    compaction = Compaction(rig)
+    for number in range(9):
+        rig.append("t", b"%d" % number, tag=b"odd" if number % 2 else b"even")
+    compaction.cut()
+    rig.append("t", b"9")
+    sync(rig)
+    rig.call(DeleteRecords("t", 8, "eq", b"odd"))
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(Commits, "_log", log)
+        return lose_power(rig, 0.0)
+
+
+def test_lost_deletions_whose_logging_is_cut_short_are_logged_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log takes the heads, and what comes with them, and then the disk is full."""
+    write = Commits._log
+    calls: list[Commits] = []
+
+    def until_full(commits: Commits, writes: list[LogWrite]) -> None:
+        calls.append(commits)
+        if len(calls) > 1:
+            raise TopicsError("storage_unavailable", "the disk is full")
+        write(commits, writes)
+
+    rig = lost_deletions(rig, monkeypatch, until_full)
+    rig.cell.begin_life(2, 0, ProcessState.RECOVERING)
+    logged: list[LogWrite] = []
+
+    def note(commits: Commits, writes: list[LogWrite]) -> None:
+        logged.extend(writes)
+        write(commits, writes)
+
+    with monkeypatch.context() as noting:
+        noting.setattr(Commits, "_log", note)
+        rig.boot()
+    assert FrameType.DELETE in [buffer[TYPE_AT] for each in logged for buffer in each.buffers]
+    rig.close()
+
+
+def test_no_write_is_logged_with_older_floors_than_the_lost_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full at the start, and the first write that it takes is a deletion."""
+    rig = lost_deletions(rig, monkeypatch, Mock(side_effect=TopicsError("storage_unavailable", "the disk is full")))
+    with pytest.raises(TopicsError, match="send it again"):
+        rig.call(DeleteRecords("t", None, "eq", b"even"))
+    rig.call(DeleteRecords("t", None, "eq", b"even"))
+    records = rig.hosted("t").topic.records
+    rig.append("t", b"next", tag=b"x")
+    assert rig.call(DeleteRecords("t", None, "eq", b"x")).deleted == 1
+    rig.restart_service()
+    assert rig.hosted("t").topic.records == records
+    assert b"next" not in [data for _seq, data in rig.read("t")]
+    rig.close()
+
+
+def test_no_ack_is_logged_with_an_older_revision_than_the_lost_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    compaction = Compaction(rig)
+    queue(rig, 0, leases_durable=True)
+    for number in range(1, 10):
+        rig.append("q", b"%d" % number, tag=b"odd" if number % 2 else b"even")
+    claim(rig, 6)
+    compaction.cut()
+    sync(rig)
+    rig.call(DeleteRecords("q", None, "eq", b"even"))
+    refusal = TopicsError("storage_unavailable", "the disk is full")
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(Commits, "_log", Mock(side_effect=refusal))
+        rig = lose_power(rig, 0.0)
+    with pytest.raises(TopicsError, match="send it again"):
+        ack(rig, 3)
+    ack(rig, 3)
+    rig.restart_service()
+    assert rig.hosted("q").topic.records == 4
     rig.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from threading import Event
@@ -91,15 +92,17 @@ class BaseFiles:
     def _copy_file(self, file: SegmentFile, identity: int, content: bytes | None = None) -> tuple[FileRef, int]:
         _, topic, own = file.path.split("/")
         size = "" if file.size_bytes is None else f"-{file.size_bytes}"
-        name = file_name(self._generation, f"{topic}-{identity:016x}{size}-{own}")
-        known = self._known.get(name)
+        plain_name = file_name(self._generation, f"{topic}-{identity:016x}{size}-{own}")
+        known = self._known.get(plain_name)
         if known is not None:
             return known, 0
         if content is None:
             content = self._origin.read_segment_file(file)
         digest = xxh3_64_intdigest(content)
-        if not self._store.create(name, content) and read_whole(self._store, name) != content:
-            # A base may have the object that is there: it was read when other records were marked as deleted.
-            name = file_name(self._generation, f"{topic}-{identity:016x}{size}-{digest:016x}-{own}")
-            self._store.create(name, content)
-        return FileRef(file.path, name, len(content), digest), len(content)
+        other_name = file_name(self._generation, f"{topic}-{identity:016x}{size}-{digest:016x}-{own}")
+        # A base may have an object of the first name already, read when other records were marked as deleted.
+        for name in (plain_name, other_name):
+            is_new = self._store.create(name, content)
+            if read_whole(self._store, name) == content:
+                return FileRef(file.path, name, len(content), digest), len(content) if is_new else 0
+        raise OSError(errno.EIO, "gives other bytes than were put there", self._store.place(other_name))

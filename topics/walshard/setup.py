@@ -121,18 +121,14 @@ def _log_lost_tails(fold: Fold, parts: Parts) -> None:
     """Log at once what the log has lost with its end: the last records of topics, and deletions that segments have. If
     that fails, it comes before the next write.
     """
-    lost = {
-        topic_id
-        for topic_id in fold.lost_end.heads
-        if fold.topics[topic_id].lost_tail_seq == fold.topics[topic_id].head_seq
-    }
-    lost |= fold.lost_end.deletions
-    if not lost:
-        return
-    log.warning(
-        "the log may have lost its end: the last records of topics, or deletions, may be gone", topics=len(lost)
-    )
-    parts.logs.lost_tails = len(lost)
+    heads = [fold.topics[topic_id] for topic_id in fold.lost_end.heads]
+    lost = {topic.id for topic in heads if topic.lost_tail_seq == topic.head_seq} | fold.lost_end.deletions
+    if not lost and all(topic.config.durability == "ephemeral" for topic in heads):
+        return  # these heads are logged before there is a RAM log
+    if lost:
+        what = "the log may have lost its end: the last records of topics, or deletions, may be gone"
+        log.warning(what, topics=len(lost))
+        parts.logs.lost_tails = len(lost)
     try:
         parts.commits.log_lost_end()
     except TopicsError as error:

@@ -6,7 +6,7 @@ one write, and one sync where that is needed (`logs.py`). A request whose write 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from topics.core.errors import TopicsError
@@ -40,7 +40,9 @@ class Commits:
 
     def commit(self, draft: Draft) -> None:
         """Commit a draft, or undo it. Afterwards `draft.touched` has all topics that are to be published."""
-        draft.is_logged, draft.committed = self._commit(draft.durable, draft.ram, draft.floors_of)
+        draft.is_logged, draft.committed = self._commit(
+            draft.durable, draft.ram, draft.floors_of, draft.floors_of | draft.touched.keys()
+        )
         if not draft.is_logged:
             for hosted in draft.made.values():
                 draft.touched.pop(hosted.topic.id, None)
@@ -65,13 +67,15 @@ class Commits:
         """End the logs: everything is on the disk, and a mark says so."""
         self._logs.close()
 
-    def _commit(self, durable: list[LogWrite], ram: list[LogWrite], floors_of: set[int]) -> tuple[bool, bool]:
-        """Return whether something is in a log, and whether all of it is."""
+    def _commit(
+        self, durable: list[LogWrite], ram: list[LogWrite], floors_of: set[int], touched: Set[int]
+    ) -> tuple[bool, bool]:
+        """Return whether something is in a log, and whether all of it is. `touched` are topics that it concerns."""
         said: dict[int, Hosted] = {}
         if durable and self._capped:
             said, self._capped = self._capped, {}
             durable = self._cap_marks(hosted for id, hosted in said.items() if id not in floors_of) + durable
-        failed = self._write(durable, ram) if durable or ram else []
+        failed = self._write(durable, ram, touched | said.keys()) if durable or ram else []
         for write, refusal in reversed(failed):  # the last first: each finds what it left behind
             if write.undo is not None:
                 write.undo()
@@ -81,10 +85,11 @@ class Commits:
             self._capped = said | self._capped
         return len(failed) < len(durable) + len(ram) or not failed, not failed
 
-    def _write(self, durable: list[LogWrite], ram: list[LogWrite]) -> Failed:
+    def _write(self, durable: list[LogWrite], ram: list[LogWrite], touched: Set[int]) -> Failed:
         try:
-            if self._lost.heads or self._lost.deletions:
-                self.log_lost_end()
+            if (self._lost.heads or self._lost.deletions) and self.log_lost_end() & touched:
+                # The revisions of these writes are older than those that are logged by now.
+                raise TopicsError("storage_unavailable", "the log has taken what it lost only now; send it again")
             self._rings.journal(self._logs.plan(durable, ram))
         except WalWriteError as error:  # the RAM log cannot be made
             refusal = self._logs.refusal(error)
@@ -94,20 +99,24 @@ class Commits:
             return self._logs.commit(durable, ram)
         return [(write, refusal) for write in durable + ram]
 
-    def log_lost_end(self) -> None:
+    def log_lost_end(self) -> set[int]:
         """Have the durable log say which heads were lost, and the deletions that only segments have, before it says
-        anything else. Raise TopicsError when the log cannot be written.
+        anything else. Return ids of topics whose floors it says. Raise TopicsError when the log cannot be written.
+
+        The counts come behind the deletions: by these a start finds deletions that are not logged.
         """
         heads, deletions = self._lost
         ts = self._time.now.wall_ms
         marks = [head_write(hosted.topic, hosted.topic.head_seq, ts) for hosted in self._found(heads)]
-        durable = [lost for lost in self._found(heads | deletions) if lost.topic.config.durability != "ephemeral"]
+        durable = [lost for lost in self._found(heads - deletions) if lost.topic.config.durability != "ephemeral"]
         self._log(marks + self._cap_marks(durable))
         for hosted in self._found(deletions):
             for seqs in hosted.index.deleted_from(hosted.topic.earliest_seq):
                 self._log([deletion_write(hosted.topic, seqs, ts)])
+            self._log(self._cap_marks([hosted]))
         self._lost = LostEnd(set(), set())
         self._logs.lost_tails = 0
+        return deletions | {hosted.topic.id for hosted in durable}
 
     def _found(self, topic_ids: Iterable[int]) -> list[Hosted]:
         return [hosted for hosted in map(self._catalog.find_id, topic_ids) if hosted is not None]
@@ -125,7 +134,8 @@ class Commits:
         self._capped.update((hosted.topic.id, hosted) for hosted in capped)
         due = [hosted for hosted in capped if hosted.has_evicted_for_ram]
         if due:
-            self._commit(self._cap_marks(due), [], {hosted.topic.id for hosted in due})
+            ids = {hosted.topic.id for hosted in due}
+            self._commit(self._cap_marks(due), [], ids, ids)
 
     def _cap_marks(self, capped: Iterable[Hosted]) -> list[LogWrite]:
         return [floors_write(hosted.topic, self._time.now.wall_ms) for hosted in capped]

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from topics.core.ceilings import Ceiling
+from topics.core.floors import Floors
 from topics.core.job import Now
 from topics.core.pending import PendingTopic, PendingWrite
 from topics.core.topic import Topic
@@ -79,17 +80,19 @@ def control_write(
 def floors_write(topic: Topic, ts: int) -> LogWrite:
     """Return the write of the floors where caps have moved them."""
     floors = topic.floors()
-
-    def apply() -> None:
-        topic.revision, topic.logged_floor = floors.revision, floors.evict_floor
-
-    return LogWrite([floor_frame(topic, floors, ts)], apply)
+    return LogWrite([floor_frame(topic, floors, ts)], partial(_logged, topic, floors))
 
 
 def deletion_write(topic: Topic, seqs: Sequence[int], ts: int) -> LogWrite:
-    """Return the write of deletions that the segments of the topic have already."""
-    floors = topic.floors()
-    return LogWrite([delete_frame(topic, 0, seqs, floors, ts)], partial(topic.logged, floors))
+    """Return the write of deletions that the segments of the topic have already. It counts one record too many:
+    `floors_write` must follow, and a start after a kill before that logs all of them again.
+    """
+    floors = msgspec.structs.replace(topic.floors(), records=topic.records + 1)
+    return LogWrite([delete_frame(topic, 0, seqs, floors, ts)], partial(_logged, topic, floors))
+
+
+def _logged(topic: Topic, floors: Floors) -> None:
+    topic.revision, topic.logged_floor = floors.revision, floors.evict_floor
 
 
 def head_write(topic: Topic, seq: int, ts: int) -> LogWrite:
