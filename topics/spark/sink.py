@@ -122,6 +122,7 @@ def _or_null(convert: Convert) -> Convert:
 
 
 _BYTES_PER_STAGE = 8 << 20
+"""Of data and meta. As a body they may be six times as much, escaped, and a body of 64 MiB is taken."""
 _QUERY_ID = "sql.streaming.queryId"
 """The local property of a query's tasks that names the query. It stays the same as long as the checkpoint."""
 
@@ -170,7 +171,8 @@ class Stager:
         sizes: dict[str, int] = {}
         for topic, record in itertools.chain.from_iterable(map(rows.of, batches)):
             waiting.setdefault(topic, []).append(record)
-            sizes[topic] = sizes.get(topic, 0) + len(record.data)
+            meta = itertools.chain.from_iterable((record.meta or {}).items())
+            sizes[topic] = sizes.get(topic, 0) + len(record.data) + sum(map(len, meta))
             if len(waiting[topic]) >= self.options.records_per_stage or sizes[topic] >= _BYTES_PER_STAGE:
                 yield topic, waiting.pop(topic)
                 del sizes[topic]
