@@ -138,7 +138,7 @@ def test_long_meta_make_more_stages() -> None:
     stager = BatchWriter(schema, options)
     row = {"data": "1", "meta": [("k", "v" * (14 << 10))]}
     batch = pa.RecordBatch.from_pylist([row] * 2000, schema=arrow_schema(schema))
-    counts = [len(records) for _topic, records in stager._groups(Rows(schema, options), iter([batch]))]
+    counts = [len(records) for _topic, records in stager.groups(Rows(schema, options), iter([batch]))]
     assert sum(counts) == 2000
     assert max(counts) == -(-(8 << 20) // (2 + (14 << 10)))
 

@@ -121,8 +121,7 @@ def _or_null(convert: Convert) -> Convert:
     return lambda value: None if value is None else convert(value)
 
 
-_BYTES_PER_STAGE = 8 << 20
-"""Of data and meta. As a body they may be six times as much, escaped, and a body of 64 MiB is taken."""
+_BYTES_PER_STAGE = 8 << 20  # with meta: escaped in a body it is up to six times as long, and 64 MiB are taken
 _QUERY_ID = "sql.streaming.queryId"
 """The local property of a query's tasks that names the query. It stays the same as long as the checkpoint."""
 
@@ -153,7 +152,7 @@ class Stager:
         with connect(self.options.service, TASK_RETRY) as client:
             try:
                 due_s = time.monotonic()
-                for topic, records in self._groups(rows, iterator):
+                for topic, records in self.groups(rows, iterator):
                     if self.options.records_per_second:
                         time.sleep(max(0.0, due_s - time.monotonic()))
                         due_s = max(due_s, time.monotonic()) + len(records) / self.options.records_per_second
@@ -165,7 +164,7 @@ class Stager:
                 raise
         return staged
 
-    def _groups(self, rows: Rows, batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[str, list[NewRecord]]]:
+    def groups(self, rows: Rows, batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[str, list[NewRecord]]]:
         """Yield records by topic, as many together as one stage takes."""
         waiting: dict[str, list[NewRecord]] = {}
         sizes: dict[str, int] = {}
