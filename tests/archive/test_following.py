@@ -19,6 +19,9 @@ from tests.archive.test_archiver import archiver, shipping
 from tests.contract.asking import diff, ok, put, refused, state, write
 from tests.contract.socket_client import Socket
 from tests.harness import OWN_URL, Service, poll
+from topics.storage.archive_objects import Archive, open_archive
+from topics.storage.filesystem import OsFileSystem
+from topics.storage.follow_note import read_note
 
 SOON = ("from topics.archive import archiver, follow_main", "archiver.BASE_PIECES = 4", "follow_main.LOOK_MS = 100")
 
@@ -163,6 +166,15 @@ def test_a_follower_hears_from_its_leader_what_the_archive_lacks(tmp_path: Path)
 
 
 @pytest.mark.long
+def has_all(follower: Service, place: Path) -> bool:
+    """Return whether the note of a follower names the last piece of the archive."""
+    fs = OsFileSystem()
+    note = read_note(fs, str(follower.data_dir))
+    return note is not None and note.piece == Archive(open_archive(fs, str(place))).last_piece(
+        note.generation, note.piece
+    )
+
+
 def test_a_follower_that_died_ahead_of_the_archive_goes_back_to_it(tmp_path: Path) -> None:
     place = tmp_path / "archive"
     with leading(place, ADVERTISE_URL=OWN_URL) as leader, Service(env=following(place)) as follower:
@@ -170,6 +182,8 @@ def test_a_follower_that_died_ahead_of_the_archive_goes_back_to_it(tmp_path: Pat
         follows(follower, leader, "orders")
         poll("the leader tells", lambda: "the leader tells" in follower.log_tail())
         os.kill(pid := leader.pid_of("archiver"), signal.SIGSTOP)
+        # A piece that the follower passes later would have it note what it was told by then, and go on from there.
+        poll("it has all of the archive", lambda: has_all(follower, place))
         write(leader.client, "orders", *range(100))
         follows(follower, leader, "orders")
         frontend = follower.pid_of("frontend")
