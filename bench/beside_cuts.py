@@ -31,6 +31,7 @@ HELD_SETTINGS: Final = {
     "TOPICS_CHECKPOINT_WAL_BYTES": str(16 << 30),
     "TOPICS_MAX_REPLAY_BYTES": "0",
 }
+"""No cut is due, and no writer is slowed because the compactor is behind."""
 HELD_S_MAX: Final = 60.0
 """A longer turn would write more than that, and its rate is steady by then."""
 _TICK_NS: Final = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
@@ -97,8 +98,8 @@ def table(batch: int, turns: dict[bool, list[Turn]]) -> str:
     """Return the middle of all turns, held beside at work."""
     rows = [f"| batch {batch}, ns a record | compactor held | at work |", "|---|---|---|"]
 
-    def row(what: str, without: float, at_work: float) -> None:
-        rows.append(f"| {what} | {without:,.0f} | {at_work:,.0f} |")
+    def row(what: str, held_value: float, at_work: float) -> None:
+        rows.append(f"| {what} | {held_value:,.0f} | {at_work:,.0f} |")
 
     def middle(value: Callable[[Turn], float]) -> tuple[float, float]:
         return statistics.median(map(value, turns[True])), statistics.median(map(value, turns[False]))

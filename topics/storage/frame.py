@@ -262,7 +262,7 @@ def stamp(
     """Complete laid-out frames in place: consecutive seqs from `first_seq`, one `ts` (ms), `extra_flags`, checksums.
 
     `buffer` is writable and holds the frames at the offsets of `offset_len` (offset | length << 32). Many of one length
-    that lie back to back in a bytearray are completed column by column, in a third of the time.
+    that lie back to back in a bytearray are completed column by column, in 0.56 (100) to 0.35 (1000) of the time.
     """
     if len(offset_len) >= _TABLE_ROWS[0] and isinstance(buffer, bytearray) and _is_table(offset_len):
         for at in range(0, len(offset_len), _TABLE_ROWS[1]):

@@ -83,7 +83,7 @@ def set_up(place: Place) -> Parts:
     parts = _put_together(place, recovered, catalog, holdings, files)
 
     if recovered.followed is None:
-        _log_lost_tails(recovered.fold, parts)
+        _log_lost_end(recovered.fold, parts)
         parts.logs.count()  # the compactor reads the log up to there
     holdings.settle()
     cell.set("torn_bytes", recovered.torn_bytes)
@@ -117,7 +117,7 @@ class Parts(NamedTuple):
     sinks: Sinks
 
 
-def _log_lost_tails(fold: Fold, parts: Parts) -> None:
+def _log_lost_end(fold: Fold, parts: Parts) -> None:
     """Log at once what the log has lost with its end: the last records of topics, and deletions that segments have. If
     that fails, it comes before the next write.
     """
