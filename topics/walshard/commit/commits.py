@@ -40,9 +40,8 @@ class Commits:
 
     def commit(self, draft: Draft) -> None:
         """Commit a draft, or undo it. Afterwards `draft.touched` has all topics that are to be published."""
-        draft.is_logged, draft.committed = self._commit(
-            draft.durable, draft.ram, draft.floors_of, draft.floors_of | draft.touched.keys()
-        )
+        touched = draft.touched.keys()
+        draft.is_logged, draft.committed = self._commit(draft.durable, draft.ram, draft.floors_of, touched)
         if not draft.is_logged:
             for hosted in draft.made.values():
                 draft.touched.pop(hosted.topic.id, None)
@@ -70,12 +69,12 @@ class Commits:
     def _commit(
         self, durable: list[LogWrite], ram: list[LogWrite], floors_of: set[int], touched: Set[int]
     ) -> tuple[bool, bool]:
-        """Return whether something is in a log, and whether all of it is. `touched` are topics that it concerns."""
+        """Return whether something is in a log, and whether all of it is. It concerns `touched`, too."""
         said: dict[int, Hosted] = {}
         if durable and self._capped:
             said, self._capped = self._capped, {}
             durable = self._cap_marks(hosted for id, hosted in said.items() if id not in floors_of) + durable
-        failed = self._write(durable, ram, touched | said.keys()) if durable or ram else []
+        failed = self._write(durable, ram, (touched, floors_of, said.keys())) if durable or ram else []
         for write, refusal in reversed(failed):  # the last first: each finds what it left behind
             if write.undo is not None:
                 write.undo()
@@ -85,9 +84,9 @@ class Commits:
             self._capped = said | self._capped
         return len(failed) < len(durable) + len(ram) or not failed, not failed
 
-    def _write(self, durable: list[LogWrite], ram: list[LogWrite], touched: Set[int]) -> Failed:
+    def _write(self, durable: list[LogWrite], ram: list[LogWrite], touched: Iterable[Set[int]]) -> Failed:
         try:
-            if (self._lost.heads or self._lost.deletions) and self.log_lost_end() & touched:
+            if any(self._lost) and not all(map(self.log_lost_end().isdisjoint, touched)):
                 # The revisions of these writes are older than those that are logged by now.
                 raise TopicsError("storage_unavailable", "the log has taken what it lost only now; send it again")
             self._rings.journal(self._logs.plan(durable, ram))
