@@ -73,10 +73,9 @@ def promote(replica: Replica, clock: Clock, by: str) -> None:
         raise _given_up(replica, f"generation {generation} of the archive is pruned: it goes on elsewhere")
     _close(replica, generation, replica.laid_piece, clock, by)
     _close_later(replica, clock, by)
-    while not replica.is_over and not replica.has_hole:
-        replica.step()
-    if replica.has_hole and _has_base_behind_hole(replica):
-        raise BeginAnewError("the archive has a hole before its end: the newest base is behind it")
+    replica.step()
+    if not replica.is_over and (not replica.has_hole or _has_base_behind_hole(replica)):
+        raise BeginAnewError("the archive has a hole before its end, or is pruned there: the newest base is behind it")
     replica.sync()
     replica.homecoming.settle()
     replica.keep_note(promoted_id=replica.note.fence_id)
