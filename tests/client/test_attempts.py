@@ -56,6 +56,11 @@ def test_what_may_have_been_carried_out_is_not_repeated_without_a_key() -> None:
     assert attempts(repeatable=False).pause_after_refusal(503, {}, refusal("storage_unavailable")) > 0
 
 
+def test_a_service_that_only_reads_does_not_come_to_lead_by_waiting() -> None:
+    with pytest.raises(ServiceBusyError, match="not_leader"):
+        Attempts(RETRY.for_ever(), True, "POST").pause_after_refusal(503, {"retry-after": "60"}, refusal("not_leader"))
+
+
 def test_a_resource_cap_does_not_pass_by_waiting() -> None:
     with pytest.raises(ServiceBusyError, match="throttled"):
         attempts(True).pause_after_refusal(429, {}, refusal("throttled", limit="max_topics", max=3))

@@ -92,8 +92,8 @@ class Attempts:
         if not isinstance(error, ServiceBusyError) or not (self._repeatable or not_carried_out):
             raise error
         limit = error.detail.get("limit")
-        if limit is not None and limit not in PASSES_BY_WAITING:
-            # The other resource limits (api §11) count what stays: waiting does not help.
+        if error.code == NOT_LEADER or (limit is not None and limit not in PASSES_BY_WAITING):
+            # Another address may help, not waiting; nor with resource limits (api §11) that count what stays.
             raise error
         return self._pause(error, _asked_for_s(headers, error))
 
