@@ -23,7 +23,7 @@ from topics.api.answers import TombstoneAnswer
 from topics.client import AsyncClient, Client, ClientError, Retry
 from topics.client.errors import ApiError, UnreachableError
 from topics.client.http import ServiceAddress
-from topics.client.links import LinkPool
+from topics.client.links import Link, LinkPool
 from topics.client.servers import Server, Servers, make_servers, split_urls
 
 
@@ -68,14 +68,8 @@ def test_urls_are_a_text_or_a_list() -> None:
 
 def test_only_who_may_ask_somebody_else_needs_a_leader() -> None:
     def needs(url: str, reads: Any) -> list[bool]:
-        told: list[bool] = []
-
-        def make_address(one: str, needs_leader: bool) -> ServiceAddress:
-            told.append(needs_leader)
-            return ServiceAddress(one, None, None, needs_leader)
-
-        make_servers(url, reads, make_address, lambda _address: _Pool())
-        return told
+        writes, _ = make_servers(url, reads, None, None, Link.connect)
+        return [b"Topics-Leader: required" in server.address.request("GET", "/", None) for server in writes.every]
 
     assert needs("http://a", "leader") == [False]
     assert needs("http://a,http://b", "leader") == [True, True]

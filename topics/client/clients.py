@@ -16,7 +16,7 @@ from topics.client.attempts import NOT_LEADER, RETRY, UNKNOWN, Attempts, Retry, 
 from topics.client.calls import Call
 from topics.client.commands import AsyncCursor, Commands, Cursor
 from topics.client.errors import ApiError, NotFoundError, ServiceBusyError
-from topics.client.http import AnswerReader, Event, NotSentError, ServiceAddress, TransportError
+from topics.client.http import AnswerReader, Event, NotSentError, TransportError
 from topics.client.links import AsyncLink, Link, LinkPool, finish, finish_each
 from topics.client.producers import AsyncProducer, Producer, ProducerOptions
 from topics.client.queue import AsyncQueue, Queue
@@ -155,13 +155,7 @@ class AsyncClient(Connection):
         retry: Retry = RETRY,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        def make_address(one: str, needs_leader: bool) -> ServiceAddress:
-            return ServiceAddress(one, token, tls, needs_leader)
-
-        def make_links(address: ServiceAddress) -> LinkPool:
-            return LinkPool(partial(AsyncLink.connect, address))
-
-        super().__init__(make_servers(url, reads, make_address, make_links), retry, sleep)
+        super().__init__(make_servers(url, reads, token, tls, AsyncLink.connect), retry, sleep)
         self._connect_again = partial(AsyncClient, url, token=token, tls=tls, reads=reads)
         self._turns: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
@@ -240,13 +234,7 @@ class Client(Connection):
         async def pause(pause_s: float) -> None:
             sleep(pause_s)
 
-        def make_address(one: str, needs_leader: bool) -> ServiceAddress:
-            return ServiceAddress(one, token, tls, needs_leader)
-
-        def make_links(address: ServiceAddress) -> LinkPool:
-            return LinkPool(partial(Link.connect, address))
-
-        super().__init__(make_servers(url, reads, make_address, make_links), retry, pause)
+        super().__init__(make_servers(url, reads, token, tls, Link.connect), retry, pause)
         self._connect_async = partial(AsyncClient, url, token=token, tls=tls, reads=reads, retry=retry)
         self._connect_again = partial(Client, url, token=token, tls=tls, reads=reads)
 
