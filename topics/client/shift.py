@@ -37,7 +37,6 @@ LEASE_MS_RANGE: Final = (100, 86_400_000)
 SILENCE_MAX_S: Final = 45.0
 """Three heartbeats: a stream that is silent for longer is taken for dead, even if TCP reports nothing."""
 EXTEND_MAX_JOBS: Final = 1000
-FOR_EVER: Final = RETRY.for_ever()
 
 _job = msgspec.json.Decoder(JobAnswer).decode
 
@@ -310,7 +309,7 @@ class Shift:
             finally:
                 self._forget_stream()
             if attempts is None or self._heard:
-                attempts = Attempts(FOR_EVER, True, f"GET work of {self._topic}")
+                attempts = Attempts(RETRY.for_ever(), True, f"GET work of {self._topic}")
             if self._end_announced:
                 await asyncio.sleep(attempts.pause_after_announced_end())
                 continue

@@ -267,8 +267,7 @@ class WatchRoutes:
             self.hub.check_ready(state.spec.names)  # before the answer begins
             push = await event_streams.begin_stream(scope, send)
             connection = self.hub.open(push, state, session.heartbeat_ms, session.pace_ms)
-            of_leader = LEADER_REQUIRED in scope["headers"]
-            end_if_forbidden = partial(self._end_if_forbidden, connection, session, of_leader)
+            end_if_forbidden = partial(self._end_if_forbidden, connection, session, LEADER_REQUIRED in scope["headers"])
             self.access.on_change(end_if_forbidden)
             end_if_forbidden()  # that may have changed since it was admitted
             await event_streams.run_stream(push, receive)
