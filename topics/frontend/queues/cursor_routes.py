@@ -206,7 +206,7 @@ class CursorRoutes:
         return JsonReply({"topic": name, "cursor": cursor, "deleted": reply.deleted})
 
     @api.asgi_route("POST", f"{_PATH}/read", Route.READ_CURSOR, KeyScope.READ, "cursors")
-    @api.describe("Read on, and move the cursor", api.ok("A page of records", answers.ReadCursorAnswer), *_MISSING)
+    @api.describe("Read, and move the cursor", api.ok("A page", answers.ReadCursorAnswer), *_MISSING, "not_leader")
     @api.takes(body=ReadBody, body_required=False)
     async def read(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
