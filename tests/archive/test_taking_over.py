@@ -10,7 +10,7 @@ import pytest
 
 from tests.archive.services import read, restored, run
 from tests.archive.test_archiver import archiver, shipping
-from tests.contract.asking import put, refused, state, write
+from tests.contract.asking import ok, put, refused, state, write
 from tests.contract.socket_client import Socket
 from tests.harness import Service, poll
 
@@ -24,6 +24,7 @@ def test_the_former_service_acknowledges_nothing_as_archived_any_more(tmp_path: 
         poll("a first base", lambda: archiver(former)["bases"] > 0)
         for number in range(20):
             write(client, "bank", number)
+        ok(client.put("/v0/topics/bank/cursors/c", json={"consistency": "strictly_at_once", "from_seq": 0}))
         acknowledged = read(client, "bank")[0]
         pid = former.pid_of("archiver")
         os.kill(pid, signal.SIGSTOP)  # so that it cannot know
@@ -36,6 +37,9 @@ def test_the_former_service_acknowledges_nothing_as_archived_any_more(tmp_path: 
             for path, body in (("bank", {"records": [{"data": 1}]}), ("other", {"records": [{"data": 1}]})):
                 refused(client.post(f"/v0/topics/{path}", json=body), 503, "not_leader")
             refused(client.put("/v0/topics/new", json={}), 503, "not_leader")
+            refused(client.post("/v0/topics/bank/cursors/c/read", json={}), 503, "not_leader")
+            looked = ok(client.post("/v0/topics/bank/cursors/c/read", json={"checkpoint": False, "limit": 1}))
+            assert [record["$seq"] for record in looked["records"]] == [1], "a look moves nothing"
             refused(client.post("/v0/topics/bank/delete", json={"before_seq": 1}), 503, "not_leader")
             with Socket(former) as socket:
                 answer = socket.ask("publish", topic="bank", records=[{"data": 1}], request_id=1)

@@ -14,7 +14,7 @@ from topics.cli.queue_commands import Lease, job_argument, parse_jobs
 from topics.cli.read import timestamp_ms
 from topics.cli.shared import BadLineError, LineBatch, data_lines, record_lines
 from topics.cli.write import is_certain, key_of, parse
-from topics.client import NewRecord, Record, UnreachableError
+from topics.client import ClientError, NewRecord, Record, ServiceFaultError, UnreachableError
 from topics.client.errors import api_error
 from topics.terminal import table
 
@@ -88,20 +88,25 @@ def test_a_line_that_is_no_record(line: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "certain"),
+    ("error", "certain", "after_a_lost_answer"),
     [
-        (api_error(422, "topic_full", "", {}), True),
-        (api_error(400, "record_too_large", "", {}), True),
-        (BadLineError(1, b"", ""), True),
-        (api_error(429, "throttled", "", {}), False),  # an attempt before it may not have been answered
-        (api_error(503, "shard_unavailable", "", {}), False),
-        (api_error(500, "internal", "", {}), False),
-        (UnreachableError(""), False),
-        (KeyboardInterrupt(), False),
+        (api_error(422, "topic_full", "", {}), True, True),
+        (api_error(400, "record_too_large", "", {}), True, True),
+        (BadLineError(1, b"", ""), True, True),
+        (api_error(401, "unauthorized", "", {}), True, False),
+        (api_error(429, "throttled", "", {}), True, False),
+        (UnreachableError(""), True, False),
+        (ServiceFaultError(200, "unknown", "", {}), False, False),
+        (KeyboardInterrupt(), False, False),
     ],
 )
-def test_only_what_is_certain_is_said_to_be_unwritten(error: BaseException, certain: bool) -> None:
+def test_only_what_is_certain_is_said_to_be_unwritten(
+    error: BaseException, certain: bool, after_a_lost_answer: bool
+) -> None:
     assert is_certain(error) is certain
+    if isinstance(error, ClientError):
+        error.may_be_done = True
+        assert is_certain(error) is after_a_lost_answer
 
 
 @pytest.mark.parametrize(("data", "key"), [(b'{"id":"a\\u0062"}', "ab"), (b'{"x":1,"id": 1.50}', "1.50")])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import pty
 import signal
+import socket
 import subprocess
 import termios
+import threading
 
 import pytest
 
@@ -112,6 +114,28 @@ def test_the_configuration_of_a_topic_that_is_made(shell: Shell, topics: Client,
     refused = shell.run("write", f"{topic}.b", "--config", '{"type": "heap"}', given="1\n")
     assert (refused.returncode, "invalid_request" in refused.stderr) == (1, True)
     assert shell.run("write", topic, "--config", "queue", given="2\n").returncode == 2
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_refused_key_after_a_lost_answer_says_nothing_of_the_write(shell: Shell, topic: str, lost: bool) -> None:
+    body = b'{"error":{"code":"unauthorized","message":"the key is not one that is valid here"}}'
+    refusal = b"HTTP/1.1 401 Unauthorized\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            for told in [b"", refusal] if lost else [refusal]:
+                client, _ = listener.accept()
+                with client:
+                    client.recv(1 << 16)
+                    client.sendall(told)
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        done = shell.run("write", topic, "--url", f"http://127.0.0.1:{listener.getsockname()[1]}", given="1\n")
+        answering.join()
+    assert done.returncode == 1
+    known = "it is not known whether lines 1 to 1 are" if lost else "lines 1 to 1 are not"
+    assert known in done.stderr.splitlines()[0]
 
 
 def test_no_create(shell: Shell, topic: str) -> None:

@@ -9,7 +9,14 @@ from itertools import repeat
 import pytest
 
 from topics.client.attempts import Attempts, Retry
-from topics.client.errors import ApiError, NotFoundError, ServiceBusyError, ServiceFaultError, UnreachableError
+from topics.client.errors import (
+    ApiError,
+    NotAllowedError,
+    NotFoundError,
+    ServiceBusyError,
+    ServiceFaultError,
+    UnreachableError,
+)
 from topics.client.http import Event, NotSentError, TransportError
 from topics.client.walks import Following
 
@@ -54,6 +61,29 @@ def test_what_may_have_been_carried_out_is_not_repeated_without_a_key() -> None:
     assert attempts(repeatable=False).pause_after_failure(NotSentError("refused")) > 0
     assert attempts(repeatable=True).pause_after_refusal(503, {}, refusal("shard_unavailable")) > 0
     assert attempts(repeatable=False).pause_after_refusal(503, {}, refusal("storage_unavailable")) > 0
+
+
+def test_a_service_that_only_reads_does_not_come_to_lead_by_waiting() -> None:
+    with pytest.raises(ServiceBusyError, match="not_leader"):
+        Attempts(RETRY.for_ever(), True, "POST").pause_after_refusal(503, {"retry-after": "60"}, refusal("not_leader"))
+
+
+@pytest.mark.parametrize("code", ["shard_unavailable", "throttled"])
+def test_the_last_error_says_whether_an_attempt_before_it_may_have_been_carried_out(code: str) -> None:
+    tries = attempts(repeatable=True)
+    tries.pause_after_failure(NotSentError("refused"))
+    tries.pause_after_refusal(503, {}, refusal("not_ready"))
+    with pytest.raises(NotAllowedError) as refused:
+        tries.pause_after_refusal(401, {}, refusal("unauthorized"))
+    assert not refused.value.may_be_done
+    tries.pause_after_refusal(503 if code == "shard_unavailable" else 429, {}, refusal(code))
+    with pytest.raises(NotAllowedError) as refused:
+        tries.pause_after_refusal(401, {}, refusal("unauthorized"))
+    assert refused.value.may_be_done is (code == "shard_unavailable")
+    tries.pause_after_failure(TransportError("reset"))
+    with pytest.raises(NotAllowedError) as refused:
+        tries.pause_after_refusal(401, {}, refusal("unauthorized"))
+    assert refused.value.may_be_done
 
 
 def test_a_resource_cap_does_not_pass_by_waiting() -> None:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from tests.archive.test_archiver import archiver
 from tests.archive.test_following import following, leading, promoted
-from tests.contract.asking import put, write
+from tests.contract.asking import ok, put, refused, state, write
+from tests.contract.socket_client import Socket
 from tests.harness import Service, poll
 from topics.api.answers import TombstoneAnswer
 from topics.client import AsyncClient, Client, ClientError, Retry
 from topics.client.errors import ApiError, UnreachableError
 from topics.client.http import ServiceAddress
-from topics.client.links import LinkPool
+from topics.client.links import Link, LinkPool
 from topics.client.servers import Server, Servers, make_servers, split_urls
 
 
@@ -62,14 +68,8 @@ def test_urls_are_a_text_or_a_list() -> None:
 
 def test_only_who_may_ask_somebody_else_needs_a_leader() -> None:
     def needs(url: str, reads: Any) -> list[bool]:
-        told: list[bool] = []
-
-        def make_address(one: str, needs_leader: bool) -> ServiceAddress:
-            told.append(needs_leader)
-            return ServiceAddress(one, None, None, needs_leader)
-
-        make_servers(url, reads, make_address, lambda _address: _Pool())
-        return told
+        writes, _ = make_servers(url, reads, None, None, Link.connect)
+        return [b"Topics-Leader: required" in server.address.request("GET", "/", None) for server in writes.every]
 
     assert needs("http://a", "leader") == [False]
     assert needs("http://a,http://b", "leader") == [True, True]
@@ -128,6 +128,85 @@ def _has(client: Client, topic: str, head_seq: int) -> bool:
 
 
 @pytest.mark.long
+def test_streams_leave_a_leader_that_lives_on_when_another_one_took_over(tmp_path: Path) -> None:
+    of_leader = {"Topics-Leader": "required"}
+    with _pair(tmp_path / "archive") as (leader, follower):
+        urls = [leader.url, follower.url]
+        put(leader.client, "jobs", type="queue")
+        with (
+            ThreadPoolExecutor(2) as pool,  # its threads end with their clients
+            Client(urls) as client,
+            Client(urls) as watcher,
+            Client(urls) as worker,
+            ExitStack() as at_end,
+            Socket(leader) as of_anybody,
+            Socket(leader, headers=of_leader) as socket,
+        ):
+            client.append("orders", [1])
+            client.append("jobs", ["a"])
+            queue = worker.queue("jobs")
+            at_end.callback(queue.stop)
+            frames, jobs = watcher.follow("orders", tombstones="yield"), queue.work()
+            assert _seq_of(next(frames)) == 1
+            assert next(jobs).data == "a"
+            gap, job = pool.submit(next, frames), pool.submit(next, jobs)
+            with Client(follower.url) as reader:
+                poll("the follower has all", lambda: _has(reader, "orders", 1) and not _count(follower, "jobs"))
+
+            assert promoted(follower)["topics"] == 2
+            poll("it notices", lambda: archiver(leader)["taken_over"])
+            written = client.append("orders", [2])
+            client.append("jobs", ["b"])
+            assert isinstance(gap.result(60)[1], TombstoneAnswer)
+            assert _seq_of(next(frames)) == written.first_seq
+            assert job.result(60).data == "b"
+            assert socket.next("error")["code"] == "not_leader"
+            with pytest.raises(ConnectionClosed, match="another service leads"):
+                socket.text()
+            assert of_anybody.ask("ping", request_id=1)["op"] == "pong"
+            frames.close()  # type: ignore[attr-defined]
+            jobs.close()
+        refused(leader.client.get("/v0/topics/jobs/work?node=n"), 503, "not_leader")
+        wid = ok(leader.client.post("/v0/watch", json={"topics": {"orders": {}}}))["wid"]
+        refused(leader.client.get(f"/v0/watch/{wid}", headers=of_leader), 503, "not_leader")
+        with pytest.raises(InvalidStatus, match="503"):
+            Socket(leader, headers=of_leader)
+
+
+def _count(service: Service, topic: str) -> int:
+    return int(state(service.client, topic)["count"])
+
+
+@pytest.mark.long
+def test_who_reads_from_any_asks_the_leader_for_what_was_just_written(tmp_path: Path) -> None:
+    with _pair(tmp_path / "archive") as (leader, follower), Client(leader.url) as writer, ExitStack() as at_end:
+        put(leader.client, "jobs", type="queue")
+        write(leader.client, "jobs", "of the former queue")
+        with Client(follower.url) as reader:
+            poll("the follower has it", lambda: _has(reader, "jobs", 1))
+        former_epoch = state(leader.client, "jobs")["epoch"]
+        pid = follower.pid_of("follower")
+        os.kill(pid, signal.SIGSTOP)  # it stays behind
+        at_end.callback(os.kill, pid, signal.SIGCONT)
+        with writer.producer("orders", "importer") as producer:
+            producer.send("last")
+        ok(leader.client.delete("/v0/topics/jobs"))
+        put(leader.client, "jobs", type="queue")
+        write(leader.client, "jobs", "new")
+
+        with Client([follower.url, leader.url], reads="any") as client:
+            assert client.get_topic("jobs").epoch == former_epoch
+            with client.producer("orders", "importer") as producer:
+                last = producer.last()
+                assert last is not None
+                assert last.data == "last"
+            jobs = client.queue("jobs").work()
+            with next(jobs) as job:
+                assert job.key == f"jobs:{state(leader.client, 'jobs')['epoch']}:1"
+            jobs.close()
+
+
+@pytest.mark.long
 def test_an_asyncio_client_goes_on_at_the_new_leader(tmp_path: Path) -> None:
     with _pair(tmp_path / "archive") as (leader, follower):
 
@@ -157,4 +236,9 @@ def test_a_follower_alone_takes_no_writes(tmp_path: Path) -> None:
             with pytest.raises(ApiError, match="follows another one") as refused:
                 client.append("orders", [2])
             assert refused.value.code == "not_leader"
+            producer = client.producer("orders")
+            with pytest.raises(ApiError, match="follows another one"):
+                producer.send(2).result(60)
+            with pytest.raises(ApiError, match="follows another one"):
+                producer.close()
             assert _data(client, "orders") == [1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -17,12 +18,20 @@ READ_TIMEOUT_S = 30.0
 class Socket:
     """One open WebSocket."""
 
-    def __init__(self, service: Service, *, key: str | None = None, origin: str | None = None, **options: Any) -> None:
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    def __init__(
+        self,
+        service: Service,
+        *,
+        key: str | None = None,
+        origin: str | None = None,
+        headers: Mapping[str, str] = {},
+        **options: Any,
+    ) -> None:
+        own = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._stack = ExitStack()
         opening = connect(
             service.url.replace("http", "ws") + "/v0/ws",
-            additional_headers=headers,
+            additional_headers={**own, **headers},
             origin=None if origin is None else Origin(origin),
             max_size=None,
             **options,

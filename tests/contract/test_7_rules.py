@@ -85,6 +85,24 @@ def test_a_cursor_beyond_the_head_of_a_recreated_topic(service: Service, topic: 
         assert [record["data"] for record in stream.records(2)] == ["a", "b"]
 
 
+@pytest.mark.parametrize("consistency", ["eventual", "strong"])
+def test_a_recreated_topic_that_grows_beyond_the_cursor_before_its_stream_begins(
+    service: Service, topic: str, consistency: str
+) -> None:
+    write(service.client, topic, *range(9))
+    ok(service.client.delete(f"/v0/topics/{topic}"))
+    put(service.client, topic, durability="fsync")
+    write(service.client, topic, "a", "b")
+    session = watch(service.client, {topic: {"from_seq": 9}}, consistency=consistency)
+    write(service.client, topic, *range(20))
+    with Stream(service.url, session["wid"]) as stream:
+        tombstone = stream.event("tombstone").json
+        assert (tombstone["reason"], tombstone["gap_from"]) == ("recreated", 1)
+        first = stream.event("record").json
+        assert first["head_seq"] <= 22
+        assert first["records"][0]["$seq"] == 1
+
+
 def test_caught_up_on_each_transition(service: Service, topic: str) -> None:
     put(service.client, topic)
     with follow(service, {topic: {}}, limit=2) as stream:

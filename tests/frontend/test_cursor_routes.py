@@ -40,7 +40,9 @@ class Reader:
     def __init__(self, live: Live) -> None:
         self.live = live
         self.catching_up = CatchingUp(RouterSight(live.rig.shared), live.reader, live.gateway)
-        self.routes = CursorRoutes(live.gateway, live.reader, self.catching_up, live.rig.settings, live.cell)
+        self.routes = CursorRoutes(
+            live.gateway, live.reader, self.catching_up, live.rig.settings, live.cell, lambda _needed: None
+        )
         self.before_page: Callable[[], Awaitable[None]] | None = None
         self.stall = False
         self.pages = 0
@@ -245,7 +247,9 @@ def test_what_a_late_answer_takes_back_is_only_what_it_had(tmp_path: Path) -> No
     async def test(live: Live) -> None:
         reader = Reader(live)
         await reader.make(4)
-        other = CursorRoutes(live.gateway, live.reader, reader.catching_up, live.rig.settings, live.cell)
+        other = CursorRoutes(
+            live.gateway, live.reader, reader.catching_up, live.rig.settings, live.cell, lambda _needed: None
+        )
         other._reads = itertools.count(100)  # as at another frontend: it waits for no turn at this one
         reader.stall = True
         first, second = (asyncio.create_task(reader.read(2, routes)) for routes in (reader.routes, other))

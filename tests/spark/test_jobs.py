@@ -176,6 +176,29 @@ def test_an_export_that_died_between_files_and_note_is_repeated_to_the_same_file
     assert sorted(row.seq for row in lake_rows(spark, tmp_path / "lake")) == list(range(1, 31))
 
 
+def test_a_gap_is_on_the_day_of_its_batch_also_when_that_is_repeated_on_another_day(
+    spark: SparkSession, topics: Client, jobs: Jobs, topic: str, tmp_path: Path
+) -> None:
+    topics.put_topic(topic, cap_records=5)
+    export = ["--topics", topic, "--out", str(tmp_path / "lake"), "--tombstones", "rows"]
+    for records in (3, 20):
+        topics.append(topic, range(records))
+        jobs.run("export", *export)
+    checkpoint = tmp_path / "lake" / "_checkpoint"
+    take_back(checkpoint)
+    # The first attempt was two days ago, as Spark's note of what is in the batch says.
+    note = max((checkpoint / "offsets").glob("[0-9]*"), key=lambda path: int(path.name))
+    version, metadata, *offsets = note.read_text().split("\n")
+    noted = json.loads(metadata)
+    noted["batchTimestampMs"] -= 2 * 86_400_000
+    (checkpoint / "offsets" / f".{note.name}.crc").unlink()
+    note.write_text("\n".join([version, json.dumps(noted), *offsets]))
+    jobs.run("export", *export)
+    day = datetime.fromtimestamp(noted["batchTimestampMs"] / 1000, UTC).date()
+    found = [row for row in lake_rows(spark, tmp_path / "lake") if row.kind == "gap" and row.date == day]
+    assert [(row.gap_from, row.gap_to, row.reason) for row in found] == [(4, 18, "cap")]
+
+
 @pytest.mark.parametrize("step", ["before the plan", "before the move", "before the removal"])
 def test_a_compaction_that_died_is_completed_by_the_next(
     spark: SparkSession, topics: Client, jobs: Jobs, topic: str, tmp_path: Path, step: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import uuid
 from collections import Counter
 from decimal import Decimal
 from pathlib import Path
@@ -25,9 +26,10 @@ from pyspark.sql.types import (
 
 from tests.harness import Service
 from topics.client import Client, Record
+from topics.core.names import check_topic_name
 from topics.spark.columns import arrow_schema
 from topics.spark.jobs.program import run_to_end
-from topics.spark.options import TopicsSparkError, plainly, write_options
+from topics.spark.options import OptionError, TopicsSparkError, plainly, write_options
 from topics.spark.sink import BatchWriter, Rows
 from topics.spark.source import TopicsDataSource
 
@@ -185,6 +187,14 @@ def test_driver_and_tasks_say_what_is_wrong_in_one_line(
     spark: SparkSession, service: Service, columns: str, line: str
 ) -> None:
     assert line in refusal(lambda: write(spark.sql(f"select {columns}"), service, topic="t"))
+
+
+def test_a_sinks_name_leaves_room_for_that_of_its_query() -> None:
+    longest = "s" * 218
+    assert check_topic_name(f"{write_options({'sink': longest}).sink}.{uuid.uuid4()}", "sink")
+    with pytest.raises(OptionError, match="has 219 characters, at most are 218"):
+        write_options({"sink": f"{longest}s"})
+    assert write_options({}).sink == "spark"
 
 
 def stream(spark: SparkSession, service: Service, source: str, sink: str, checkpoint: Path, **options: Any) -> None:

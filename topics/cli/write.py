@@ -10,7 +10,7 @@ import msgspec
 
 from topics.cli import shared
 from topics.cli.shared import BadLineError, LineBatch, UsageError, print_line, say, stdin_batches
-from topics.client import ApiError, Client, ClientError, NewRecord, ServiceBusyError
+from topics.client import ApiError, Client, ClientError, NewRecord, ServiceFaultError
 from topics.progress import progress, stdin_bytes
 
 BATCH_MAX_BYTES: Final = 1 << 20
@@ -161,9 +161,9 @@ def is_certain(error: BaseException) -> bool:
     """Return whether a write that failed with this error wrote nothing. An earlier attempt may have been committed
     without an answer, except when the service refuses the write itself: a committed one would have been answered.
     """
-    if isinstance(error, ApiError):
-        return 400 <= error.status < 500 and not isinstance(error, ServiceBusyError)
-    return isinstance(error, BadLineError)
+    if isinstance(error, BadLineError) or (isinstance(error, ApiError) and error.status in (400, 409, 413, 422)):
+        return True
+    return isinstance(error, ClientError) and not error.may_be_done and not isinstance(error, ServiceFaultError)
 
 
 def parse(

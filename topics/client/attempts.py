@@ -17,10 +17,11 @@ from typing import Final
 import msgspec
 
 from topics.api.answers import Error
-from topics.client.errors import ApiError, ClientError, ServiceBusyError, UnreachableError, api_error
+from topics.client.errors import ApiError, ClientError, ServiceBusyError, ServiceFaultError, UnreachableError, api_error
 from topics.client.http import NotSentError
 
-NOT_CARRIED_OUT = frozenset({"request_timeout", "throttled", "not_ready", "shutting_down", "storage_unavailable"})
+NOT_LEADER: Final = "not_leader"
+NOT_CARRIED_OUT = {"request_timeout", "throttled", "not_ready", "shutting_down", "storage_unavailable", NOT_LEADER}
 PASSES_BY_WAITING = frozenset(
     ("max_inflight_per_key", "max_connections", "body_bytes", "node_bytes", "scrapes", "long_polls", "cursor_reads")
 )
@@ -45,7 +46,6 @@ class Retry(msgspec.Struct, frozen=True):
 
 
 RETRY: Final = Retry()
-NOT_LEADER: Final = "not_leader"
 UNKNOWN: Final = "unknown"
 """The code of an answer that no service gave, but a proxy that does not reach it, say."""
 STOPPING: Final = "server_shutting_down"
@@ -72,6 +72,7 @@ class Attempts:
         self._draw = draw
         self._until_s = clock() + retry.total_s
         self._pause_s = retry.pause_first_s
+        self._may_be_done = False
 
     def pause_after_announced_end(self) -> float:
         """Return the pause after a stream whose service said that it stops: that is no failure."""
@@ -79,23 +80,24 @@ class Attempts:
 
     def pause_after_failure(self, error: Exception) -> float:
         """Return the pause before the next attempt when there was no answer; UnreachableError when there is none."""
+        unsent = isinstance(error, NotSentError)
+        self._may_be_done |= not unsent
         failure = f"{self._what}: {describe(error)}"
-        if not self._repeatable and not isinstance(error, NotSentError):
-            raise UnreachableError(f"{failure}; it may have been carried out") from error
-        return self._pause(UnreachableError(failure), 0.0)
+        if self._repeatable or unsent:
+            return self._pause(UnreachableError(failure), 0.0)
+        return self._pause(UnreachableError(f"{failure}; it may have been carried out"), math.inf)
 
     def pause_after_refusal(self, status: int, headers: Mapping[str, str], body: bytes) -> float:
         """Return the pause before the next attempt after an answer outside of 2xx; ApiError when there is none."""
         error = error_of(status, body)
         # A write that the archive did not get in time is in the log.
         not_carried_out = error.code in NOT_CARRIED_OUT and error.detail.get("cause") != "archive"
-        if not isinstance(error, ServiceBusyError) or not (self._repeatable or not_carried_out):
-            raise error
+        self._may_be_done |= isinstance(error, ServiceBusyError | ServiceFaultError) and not not_carried_out
         limit = error.detail.get("limit")
-        if limit is not None and limit not in PASSES_BY_WAITING:
-            # The other resource limits (api §11) count what stays: waiting does not help.
-            raise error
-        return self._pause(error, _asked_for_s(headers, error))
+        # Another address helps, not waiting; nor with resource limits (api §11) that count what stays.
+        passes = error.code != NOT_LEADER and (limit is None or limit in PASSES_BY_WAITING)
+        again = isinstance(error, ServiceBusyError) and passes and (self._repeatable or not_carried_out)
+        return self._pause(error, _asked_for_s(headers, error) if again else math.inf)
 
     def pause_after_move(self, error: ClientError) -> float:
         """Return the pause before the next attempt once every address of the service was tried."""
@@ -103,7 +105,8 @@ class Attempts:
 
     def _pause(self, error: ClientError, at_least_s: float) -> float:
         pause_s = max(self._pause_s * (0.5 + self._draw() / 2), at_least_s)
-        if self._clock() + pause_s > self._until_s:
+        if self._clock() + pause_s > self._until_s or pause_s == math.inf:
+            error.may_be_done = self._may_be_done
             raise error
         self._pause_s = min(self._pause_s * 2, self._retry.pause_max_s)
         return pause_s

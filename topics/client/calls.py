@@ -38,6 +38,8 @@ class Call(msgspec.Struct, Generic[T_co], frozen=True):
     query: str = ""
     repeatable: bool = True
     accept: str = ""
+    of_leader: bool = False
+    """True for a read that needs what was just written: no follower may answer it."""
 
     @property
     def target(self) -> str:
@@ -45,8 +47,9 @@ class Call(msgspec.Struct, Generic[T_co], frozen=True):
 
     @property
     def only_reads(self) -> bool:
-        """True if the call changes nothing, and moves no cursor."""
-        return self.method == "GET" or (self.path.endswith(("/diff", "/watch")) and "/cursors/" not in self.path)
+        """True if any server may carry the call out: it changes nothing, and moves no cursor."""
+        reads = self.method == "GET" or (self.path.endswith(("/diff", "/watch")) and "/cursors/" not in self.path)
+        return reads and not self.of_leader
 
     def read(self, answer: bytes) -> T_co:
         """Return the answer as its type; ServiceFaultError when it did not come from a topics service."""
@@ -56,6 +59,11 @@ class Call(msgspec.Struct, Generic[T_co], frozen=True):
             text = answer[:200].decode(errors="replace")
             message = f"{self.method} {self.path}: the answer did not come from a topics service: {error}: {text!r}"
             raise ServiceFaultError(200, "unknown", message, {}) from None
+
+
+def of_leader(call: Call[T]) -> Call[T]:
+    """Return the same call for the leader alone."""
+    return msgspec.structs.replace(call, of_leader=True)
 
 
 class LeasedJob(Protocol):

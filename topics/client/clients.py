@@ -15,8 +15,8 @@ from urllib.parse import urlencode
 from topics.client.attempts import NOT_LEADER, RETRY, UNKNOWN, Attempts, Retry, error_of
 from topics.client.calls import Call
 from topics.client.commands import AsyncCursor, Commands, Cursor
-from topics.client.errors import ApiError, NotFoundError
-from topics.client.http import AnswerReader, Event, NotSentError, ServiceAddress, TransportError
+from topics.client.errors import ApiError, NotFoundError, ServiceBusyError
+from topics.client.http import AnswerReader, Event, NotSentError, TransportError
 from topics.client.links import AsyncLink, Link, LinkPool, finish, finish_each
 from topics.client.producers import AsyncProducer, Producer, ProducerOptions
 from topics.client.queue import AsyncQueue, Queue
@@ -51,6 +51,8 @@ class Connection(Commands):
         """Carry out a call and repeat it where that is safe, as a coroutine in both kinds of client."""
         attempts = self._attempts(call.method, call.path, call.repeatable)
         headers = {"Accept": call.accept} if call.accept else {}
+        if call.of_leader and self._reads is not self._writes:
+            headers["Topics-Leader"] = "required"
         servers = self._reads if call.only_reads else self._writes
         untried = len(servers) - 1
         while True:
@@ -128,6 +130,9 @@ class Connection(Commands):
         except TransportError:
             servers.move_on(server)
             raise
+        except ServiceBusyError as refusal:  # it counts as one that was not reached
+            servers.move_on(server, refusal)
+            raise TransportError(str(refusal)) from None
 
     def _attempts(self, method: str, path: str, repeatable: bool = True) -> Attempts:
         return Attempts(self._retry, repeatable, f"{method} {self._writes.urls}{path}")
@@ -138,11 +143,7 @@ class Connection(Commands):
 
 
 class AsyncClient(Connection):
-    """A client of the service at `url`; `token` is its API key, if it requires one. `tls` replaces the usual checks of
-    a service with https, for authorities of your own. Several URLs, between commas or in a list, are those of one
-    service and of those who follow it: the client finds the leader among them. It asks the leader for reads as well,
-    unless `reads` is "any".
-    """
+    """A client for asyncio; otherwise like `Client`."""
 
     def __init__(
         self,
@@ -154,13 +155,7 @@ class AsyncClient(Connection):
         retry: Retry = RETRY,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        def make_address(one: str, needs_leader: bool) -> ServiceAddress:
-            return ServiceAddress(one, token, tls, needs_leader)
-
-        def make_links(address: ServiceAddress) -> LinkPool:
-            return LinkPool(partial(AsyncLink.connect, address))
-
-        super().__init__(make_servers(url, reads, make_address, make_links), retry, sleep)
+        super().__init__(make_servers(url, reads, token, tls, AsyncLink.connect), retry, sleep)
         self._connect_again = partial(AsyncClient, url, token=token, tls=tls, reads=reads)
         self._turns: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
@@ -195,10 +190,7 @@ class AsyncClient(Connection):
         return AsyncQueue(self, topic, node)
 
     def producer(self, topic: str, name: str | None = None, **options: Unpack[ProducerOptions]) -> AsyncProducer:
-        """Return a producer, which batches records, writes each once and in order, and answers each by itself.
-
-        A `name` is that of one writer of this topic: its next life shuts this one out and asks `last` where to go on.
-        """
+        """Return a producer as `Client.producer` does."""
         return AsyncProducer(self, partial(self._connect_again, retry=self._retry.for_ever()), topic, name, options)
 
     def cursor(self, topic: str, name: str) -> AsyncCursor:
@@ -208,10 +200,7 @@ class AsyncClient(Connection):
     async def follow(
         self, positions: Mapping[str, int] | str, *, tombstones: Tombstones = "raise", **options: Any
     ) -> AsyncIterator[tuple[str, Item | TopicGone]]:
-        """Yield (topic, record) of everything behind these seqs, live, each once and in order, across disconnects.
-
-        It ends when all topics are deleted (each with a TopicGone). Options are those of the watch session.
-        """
+        """Yield (topic, record) as `Client.follow` does."""
         async with aclosing(self._frames(positions, tombstones, options)) as frames:
             async for items in frames:
                 for item in items:
@@ -245,13 +234,7 @@ class Client(Connection):
         async def pause(pause_s: float) -> None:
             sleep(pause_s)
 
-        def make_address(one: str, needs_leader: bool) -> ServiceAddress:
-            return ServiceAddress(one, token, tls, needs_leader)
-
-        def make_links(address: ServiceAddress) -> LinkPool:
-            return LinkPool(partial(Link.connect, address))
-
-        super().__init__(make_servers(url, reads, make_address, make_links), retry, pause)
+        super().__init__(make_servers(url, reads, token, tls, Link.connect), retry, pause)
         self._connect_async = partial(AsyncClient, url, token=token, tls=tls, reads=reads, retry=retry)
         self._connect_again = partial(Client, url, token=token, tls=tls, reads=reads)
 

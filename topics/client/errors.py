@@ -10,6 +10,9 @@ from topics.api.answers import TombstoneAnswer
 class ClientError(Exception):
     """Base of everything that this client raises."""
 
+    may_be_done = False
+    """True if an attempt at the request got no answer, or one that does not say that nothing was done."""
+
 
 class ApiError(ClientError):
     """The service refused: `code` to branch on, `message` to read, `detail` to compute with (api §0.6)."""

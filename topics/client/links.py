@@ -14,7 +14,6 @@ from contextlib import suppress
 from typing import Any, Final, Self, TypeVar
 
 from topics.client.attempts import error_of
-from topics.client.errors import ServiceBusyError
 from topics.client.http import (
     ANSWER_MAX_S,
     CONNECT_MAX_S,
@@ -104,9 +103,7 @@ class LinkPool:
                 if 200 <= answer.status < 300:
                     yield events.feed(answer.take_body())
             if answer.status >= 300:
-                refusal = error_of(answer.status, answer.take_body())
-                # A busy service counts as one that was not reached.
-                raise TransportError(str(refusal)) if isinstance(refusal, ServiceBusyError) else refusal
+                raise error_of(answer.status, answer.take_body())
         finally:
             self._drop(link)
 

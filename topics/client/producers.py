@@ -103,7 +103,7 @@ class Placing:
     async def last(self, carrier: Carrier) -> Record | None:
         if self._last_seq is None:
             return None
-        page = await carrier.carry_out(calls.diff(self._topic, self._last_seq - 1, limit=1))
+        page = await carrier.carry_out(calls.of_leader(calls.diff(self._topic, self._last_seq - 1, limit=1)))
         if not page.records or page.records[0].seq != self._last_seq:
             what = f"the last record of producer {self._id!r}, seq {self._last_seq} of topic {self._topic!r}"
             raise ClientError(f"{what}, is gone: only the program can tell where to go on")
@@ -437,9 +437,7 @@ class AsyncProducer(_Production):
         await self._flush_checked(None)
 
     async def close(self, timeout_s: float | None = None) -> None:
-        """Send what waits, wait for the answers (`close_max_s` unless given), and end. Raise the producer's failure, or
-        else the error of a rejected record that nobody has asked for.
-        """
+        """End as `Producer.close` does."""
         if self._closed or self._pid != THIS_PROCESS[0]:
             return
         try:

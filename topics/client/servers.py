@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ssl
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 from topics.client.errors import ApiError, ClientError
 from topics.client.http import ServiceAddress
-from topics.client.links import LinkPool
+from topics.client.links import AsyncLink, Link, LinkPool
 
 Reads = Literal["leader", "any"]
 """Requests that only read ask the leader, which has what was just written, or any server that answers."""
@@ -57,14 +59,14 @@ def split_urls(url: str | Sequence[str]) -> list[str]:
 def make_servers(
     url: str | Sequence[str],
     reads: Reads,
-    make_address: Callable[[str, bool], ServiceAddress],
-    make_links: Callable[[ServiceAddress], LinkPool],
+    token: str | None,
+    tls: ssl.SSLContext | None,
+    connect: Callable[[ServiceAddress], Awaitable[Link | AsyncLink]],
 ) -> tuple[Servers, Servers]:
-    """Return those who are asked by requests that change anything, and by those that only read. `make_address` is told
-    whether only a leader may answer.
-    """
+    """Return those who are asked by requests that change anything, and by those that only read."""
     urls = split_urls(url)
     needs_leader = len(urls) > 1 and reads == "leader"
-    every = [Server(address := make_address(one, needs_leader), make_links(address)) for one in urls]
+    addresses = [ServiceAddress(one, token, tls, needs_leader) for one in urls]
+    every = [Server(address, LinkPool(partial(connect, address))) for address in addresses]
     writes = Servers(every)
     return writes, writes if reads == "leader" else Servers(every)

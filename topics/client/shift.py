@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -19,7 +18,7 @@ import msgspec
 
 from topics.api.answers import JobAnswer
 from topics.client import calls
-from topics.client.attempts import NOT_CARRIED_OUT, STOPPING, Attempts, Retry, describe
+from topics.client.attempts import NOT_CARRIED_OUT, RETRY, STOPPING, Attempts, describe
 from topics.client.calls import Call, path_of
 from topics.client.commands import AsyncService
 from topics.client.errors import LeaseLostError, ServiceBusyError, ServiceFaultError, UnreachableError
@@ -38,7 +37,6 @@ LEASE_MS_RANGE: Final = (100, 86_400_000)
 SILENCE_MAX_S: Final = 45.0
 """Three heartbeats: a stream that is silent for longer is taken for dead, even if TCP reports nothing."""
 EXTEND_MAX_JOBS: Final = 1000
-FOR_EVER: Final = Retry(total_s=math.inf)
 
 _job = msgspec.json.Decoder(JobAnswer).decode
 
@@ -241,8 +239,8 @@ class Shift:
         if settled is None:
             # An acked job is deleted, so its absence proves the ack. With `on_ack: "keep"` it stays, and an ack that
             # was carried out is reported as lost.
-            found = await self._client.call(calls.diff(self._topic, job.seq - 1, limit=1, include_meta=False))
-            settled = all(record.seq != job.seq for record in found.records)
+            found = calls.of_leader(calls.diff(self._topic, job.seq - 1, limit=1, include_meta=False))
+            settled = all(record.seq != job.seq for record in (await self._client.call(found)).records)
         if not settled:
             raise LeaseLostError(self._topic, job.seq)
 
@@ -311,7 +309,7 @@ class Shift:
             finally:
                 self._forget_stream()
             if attempts is None or self._heard:
-                attempts = Attempts(FOR_EVER, True, f"GET work of {self._topic}")
+                attempts = Attempts(RETRY.for_ever(), True, f"GET work of {self._topic}")
             if self._end_announced:
                 await asyncio.sleep(attempts.pause_after_announced_end())
                 continue
@@ -358,7 +356,7 @@ class Shift:
         return self._confirmed
 
     async def _epoch(self) -> str:
-        return (await self._client.call(calls.get_topic(self._topic, touch=False))).epoch
+        return (await self._client.call(calls.of_leader(calls.get_topic(self._topic, touch=False)))).epoch
 
     def _forget_stream(self) -> None:
         """Forget the jobs of a stream that ended, and with it their leases."""

@@ -78,6 +78,8 @@ async def _serve(process: Process, running_clock: RunningClock, keys: KeyRing, l
         cell.set("heartbeat_ms", process.clock.now_ms())
         cell.clock_offset_ms = frontend.expiry.trusted_offset_ms()  # also when nobody reads
         cell.set("connections", len(connections.open))
+        if settings.follow is None:
+            frontend.access.look_who_leads()
         frontend.reader.sweep()
         looks.beat(
             max(len(connections.open), len(connections.tasks), cell.get("sse_connections"), cell.get("long_polls"))

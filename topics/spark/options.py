@@ -58,6 +58,7 @@ READ_OPTIONS: Final = (
     "minPartitions maxRecordsPerPartition failOnDataLoss tombstones node includeTags includeMeta schema mode dataDir "
     "coldDir coldUrl pushFilters"
 )
+_SINK_MAX_CHARS: Final = 255 - len(".01234567-0123-0123-0123-0123456789ab")  # the query's id comes behind it
 WRITE_OPTIONS: Final = "url token topic sink recordsPerStage recordsPerSecond"
 _SPARKS_OWN: Final = frozenset({"checkpointlocation", "path", "queryname"})
 _TOPIC: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,254}")
@@ -131,7 +132,7 @@ class ReadOptions(msgspec.Struct, frozen=True):
 class WriteOptions(msgspec.Struct, frozen=True):
     service: Service
     topic: str | None
-    sink: str | None
+    sink: str
     records_per_stage: int
     records_per_second: int
     """Limit of each task; 0: none."""
@@ -181,9 +182,10 @@ def write_options(given: Mapping[str, str]) -> WriteOptions:
     topic = options.text("topic", "") or None
     if topic is not None:
         _check_topic("topic", topic)
-    sink = options.text("sink", "") or None
-    if sink is not None:
-        _check_topic("sink", sink)
+    sink = options.text("sink", "") or "spark"
+    _check_topic("sink", sink)
+    if len(sink) > _SINK_MAX_CHARS:
+        raise OptionError(f"option sink: {sink!r} has {len(sink)} characters, at most are {_SINK_MAX_CHARS}")
     per_second = options.count("recordsPerSecond", 0)
     per_stage = options.count("recordsPerStage", 5_000, at_least=1)
     return WriteOptions(options.service(), topic, sink, min(per_stage, per_second or per_stage), per_second)

@@ -113,7 +113,7 @@ class StreamWriter(Stager, DataSourceStreamArrowWriter):
             raise TopicsSparkError(
                 "Spark did not say which query its tasks belong to, so exactly once cannot be guaranteed"
             )
-        self.publish(f"{self.options.sink or 'spark'}.{query}", batchId, staged)
+        self.publish(f"{self.options.sink}.{query}", batchId, staged)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         self.drop(messages)

@@ -28,7 +28,7 @@ RETRY_S: Final = 1.0
 """Time between attempts to read the keys while this frontend serves old ones, one of which may have been revoked."""
 _LIMIT_NAMES: Final = {Counted.STREAMS: "sse_connections_per_key", Counted.REQUESTS: "inflight_per_key"}
 _CALLER: Final = "topics.caller"  # name in the ASGI scope of an admitted request's key
-_LEADER_REQUIRED: Final = (b"topics-leader", b"required")
+LEADER_REQUIRED: Final = (b"topics-leader", b"required")
 _METHODS: Final = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS")
 _REQUEST_HEADERS: Final = (
     "Authorization",
@@ -82,6 +82,7 @@ class Access:
         self._ring = ring
         self.limits = limits
         self._why_not_leader = why_not_leader
+        self._leads = True
         self._on_change: dict[Callable[[], None], None] = {}
         self.probe_auth = probe_auth
 
@@ -97,11 +98,21 @@ class Access:
     def replace(self, ring: KeyRing) -> None:
         """Accept these keys from now on, and tell the listeners, which end what is no longer allowed."""
         self._ring = ring
+        self._tell()
+
+    def look_who_leads(self) -> None:
+        """Tell the listeners, too, when another service has taken over from this one."""
+        leads = self._why_not_leader() is None
+        if leads != self._leads:
+            self._leads = leads
+            self._tell()
+
+    def _tell(self) -> None:
         for listener in list(self._on_change):
             listener()
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after each `replace`, until `forget`."""
+        """Call `listener` when something may not be allowed any more, until `forget`."""
         self._on_change[listener] = None
 
     def forget(self, listener: Callable[[], None]) -> None:
@@ -141,7 +152,7 @@ class Access:
         to be answered by a leader.
         """
         error = self._why_not_leader()
-        if error is not None and (needed is not KeyScope.READ or _LEADER_REQUIRED in headers):
+        if error is not None and (needed is not KeyScope.READ or LEADER_REQUIRED in headers):
             raise error
 
     def release(self, scope: Scope) -> None:
@@ -154,10 +165,14 @@ class Access:
         """Return the accepted key with this digest; None if it is no longer valid."""
         return self._ring.with_digest(digest) if self._ring.keys else ANYONE
 
-    def still_allows(self, digest: bytes, needed: KeyScope, names: Iterable[str]) -> bool:
-        """Return True if the key with this digest is still valid, has these scopes and covers these names."""
+    def why_not(self, digest: bytes, needed: KeyScope, names: Iterable[str], of_leader: bool) -> TopicsError | None:
+        """Return why a stream must end whose key has this digest; None while that is valid, has these scopes and covers
+        these names, and this service leads if only a leader may have the stream.
+        """
         key = self.find_key(digest)
-        return key is not None and key.has(needed) and all(map(key.covers, names))
+        if key is None or not key.has(needed) or not all(map(key.covers, names)):
+            return TopicsError("forbidden", "the key of this stream is no longer valid for it")
+        return self._why_not_leader() if of_leader else None
 
 
 def caller_of(scope: Scope) -> ApiKey:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from topics.api.requests import StartBody
+from topics.api.requests import U64_MAX, StartBody
 from topics.core.errors import invalid
 from topics.core.names import check_topic_name
 from topics.frontend.entry import wire
@@ -65,9 +65,9 @@ async def follow(
 def _followed(reader: TopicReader, ref: TopicRef, start: StartBody) -> FollowedTopic:
     view = ref.view
     from_seq = start.from_seq if start.from_ts is None else reader.seq_before(ref, start.from_ts)
-    # Beyond the head only if the topic was recreated, so that its reader is told.
-    if start.tail or (from_seq > view.head_seq and start.from_ts is None and not view.recreated):
-        from_seq = view.head_seq
+    if start.tail or (from_seq > view.head_seq and start.from_ts is None):
+        # Beyond any head if the topic was recreated, so that its reader is told, though it may grow meanwhile.
+        from_seq = U64_MAX if view.recreated and not start.tail else view.head_seq
     # The page at the head has no record, but both ends of the topic at this moment.
     page = reader.read_page(ref, view.head_seq, _NO_RECORDS)
     # A cursor from before the topic was recreated reads it from its first record.

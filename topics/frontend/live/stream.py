@@ -81,7 +81,7 @@ def frame_page(
     topic: str, from_seq: int, page: RecordPage, to_seq: int | None, wording: Wording = EVENT_STREAM
 ) -> FramedPage:
     """Frame a page. A `strong` stream has a `to_seq`, which it takes for the head (api §7)."""
-    head_seq = page.head_seq if to_seq is None else max(from_seq, min(page.head_seq, to_seq))
+    head_seq = page.head_seq if to_seq is None else min(page.head_seq, max(from_seq, to_seq))
     tombstone = page.tombstone
     start = from_seq
     if tombstone is not None:

@@ -24,7 +24,7 @@ from topics.core.clock import Clock
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import ANYONE, ApiKey, KeyScope
 from topics.frontend.asgi import Receive, Scope, Send
-from topics.frontend.entry.access import Access
+from topics.frontend.entry.access import LEADER_REQUIRED, Access
 from topics.frontend.entry.bodies import Headers
 from topics.frontend.entry.wire import flag
 from topics.frontend.live import event_streams
@@ -251,6 +251,7 @@ class WatchRoutes:
         caller = ANYONE
         if self.access.on:
             caller = self._admit(await self.sessions.get(wid), scope)
+        self.access.require_leader(KeyScope.READ, scope["headers"])
         # Before the session is opened: a refused request must not end the stream that has it.
         with self.slots.hold(caller):
             await self._stream(wid, headers, scope, receive, send)
@@ -266,9 +267,9 @@ class WatchRoutes:
             self.hub.check_ready(state.spec.names)  # before the answer begins
             push = await event_streams.begin_stream(scope, send)
             connection = self.hub.open(push, state, session.heartbeat_ms, session.pace_ms)
-            end_if_forbidden = partial(self._end_if_forbidden, connection, session)
+            end_if_forbidden = partial(self._end_if_forbidden, connection, session, LEADER_REQUIRED in scope["headers"])
             self.access.on_change(end_if_forbidden)
-            end_if_forbidden()  # the keys may have changed since it was admitted
+            end_if_forbidden()  # that may have changed since it was admitted
             await event_streams.run_stream(push, receive)
         finally:
             if connection is None:
@@ -286,9 +287,10 @@ class WatchRoutes:
         caller.require(KeyScope.READ, session.topics)
         return caller
 
-    def _end_if_forbidden(self, connection: StreamConnection, session: Session) -> None:
-        if not connection.closed and not self.access.still_allows(session.key_digest, KeyScope.READ, session.topics):
-            connection.push.write(EVENT_STREAM.final("forbidden", "the key of this stream is no longer valid for it"))
+    def _end_if_forbidden(self, connection: StreamConnection, session: Session, of_leader: bool) -> None:
+        error = self.access.why_not(session.key_digest, KeyScope.READ, session.topics, of_leader)
+        if error is not None and not connection.closed:
+            connection.push.write(EVENT_STREAM.final(error.code, error.message))
             self.hub.close(connection)
 
     def _resume(self, opened: Opened, last_event_id: bytes | None) -> StreamState:

@@ -83,6 +83,7 @@ class Socket:
     def __init__(self, services: Services, digest: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         self._services = services
         self._digest = digest
+        self._headers = scope["headers"]
         self._receive = receive
         self._send = send
         extensions = scope.get("extensions", {})
@@ -128,18 +129,23 @@ class Socket:
         self.end(GOING_AWAY, "the service is stopping")
 
     def end_forbidden(self) -> None:
-        """End the socket, or those of its subscriptions, that its key does not allow any more."""
+        """End the socket, or those of its subscriptions, that are not allowed any more."""
         key = self._services.access.find_key(self._digest)
         if key is None:
             self.end(POLICY, "the key is no longer valid")
+            return
+        try:
+            self._services.access.require_leader(KeyScope.READ, self._headers)
+        except TopicsError as refusal:
+            self._outbox.add(websocket_commands.error_message(None, refusal))
+            self.end(GOING_AWAY, "another service leads")
             return
         for name in list(self._subscriptions):
             if not (key.has(KeyScope.READ) and key.covers(name)):
                 self._unfollow([name])
                 reason = f"the key of this socket may no longer read topic {name!r}"
-                self._outbox.add(
-                    websocket_commands.error_message(None, TopicsError("forbidden", reason, {"topic": name}))
-                )
+                error = TopicsError("forbidden", reason, {"topic": name})
+                self._outbox.add(websocket_commands.error_message(None, error))
 
     # -- commands
 
@@ -390,6 +396,7 @@ class WebSocketRoute:
             try:
                 self._services.pages.check(scope)
                 caller = self._services.access.authenticate(scope)
+                self._services.access.require_leader(KeyScope.READ, scope["headers"])
                 if self._draining:
                     raise stopping()
                 slot.enter_context(self._slots.hold(caller))
@@ -403,7 +410,7 @@ class WebSocketRoute:
             self._services.cell.set("ws_connections", len(self._sockets))
             try:
                 await send({"type": "websocket.accept"})
-                # The keys may have changed since it was admitted.
+                # That may have changed since it was admitted.
                 socket.end_forbidden()
                 await socket.run()
             finally:

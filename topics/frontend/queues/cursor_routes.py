@@ -143,9 +143,16 @@ class CursorRoutes:
     """The requests about named cursors, a method for each."""
 
     def __init__(
-        self, gateway: Gateway, reader: TopicReader, catching_up: CatchingUp, settings: Settings, cell: ProcessCell
+        self,
+        gateway: Gateway,
+        reader: TopicReader,
+        catching_up: CatchingUp,
+        settings: Settings,
+        cell: ProcessCell,
+        require_leader: Callable[[KeyScope], None],
     ) -> None:
         self._catching_up = catching_up
+        self._require_leader = require_leader
         self._gateway = gateway
         self._owner = gateway.owner
         self._reader = reader
@@ -199,7 +206,7 @@ class CursorRoutes:
         return JsonReply({"topic": name, "cursor": cursor, "deleted": reply.deleted})
 
     @api.asgi_route("POST", f"{_PATH}/read", Route.READ_CURSOR, KeyScope.READ, "cursors")
-    @api.describe("Read on, and move the cursor", api.ok("A page of records", answers.ReadCursorAnswer), *_MISSING)
+    @api.describe("Read, and move the cursor", api.ok("A page", answers.ReadCursorAnswer), *_MISSING, "not_leader")
     @api.takes(body=ReadBody, body_required=False)
     async def read(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
@@ -207,6 +214,8 @@ class CursorRoutes:
         headers = dict(scope["headers"])
         body = await read_body(receive, headers, self._body_max_bytes)
         request = wire.decode_as(ReadBody, body or b"{}")
+        if request.checkpoint:
+            self._require_leader(KeyScope.WRITE)
         options = PageOptions(
             min(request.limit or LIMIT_DEFAULT, LIMIT_MAX),
             min(request.max_bytes or MAX_BATCH_BYTES[0], MAX_BATCH_BYTES[1]),

@@ -81,6 +81,7 @@ class WorkRoutes:
         name = check_topic_name(scope["path_params"]["topic"])
         caller = self.access.authenticate(scope, token=True)
         caller.require(_NEEDED, (name,))
+        self.access.require_leader(_NEEDED)
         event_streams.check_accept(dict(scope["headers"]))
         stream = WorkStream(self, name, caller.digest, QueryParams(scope["query_string"]))
         with self.slots.hold(caller):
@@ -103,7 +104,7 @@ class WorkRoutes:
             try:
                 push = await event_streams.begin_stream(scope, send)
                 stream.begin(push)
-                stream.end_if_forbidden()  # the keys may have changed since the request was admitted
+                stream.end_if_forbidden()  # that may have changed since the request was admitted
                 await event_streams.run_stream(push, receive)
             finally:
                 self.cell.add("work_streams", -1)
@@ -203,8 +204,9 @@ class WorkStream:
             self._push.close()
 
     def end_if_forbidden(self) -> None:
-        if not self._routes.access.still_allows(self._key_digest, _NEEDED, (self.name,)):
-            self.end(EVENT_STREAM.final("forbidden", "the key of this stream is no longer valid for it"))
+        error = self._routes.access.why_not(self._key_digest, _NEEDED, (self.name,), of_leader=True)
+        if error is not None:
+            self.end(EVENT_STREAM.final(error.code, error.message))
 
     def release(self) -> None:
         self._stop()

@@ -72,9 +72,7 @@ def export(
 
     def write(batch: DataFrame, batch_id: int) -> None:
         nonlocal written
-        # A gap has no time: it goes to the day on which it was found.
-        day = f.to_date(f.coalesce(f.col("timestamp"), f.current_timestamp()))
-        frame = batch.withColumn("date", day).persist()
+        frame = batch.persist()
         try:
             rows = frame.count()
             if rows:
@@ -89,6 +87,8 @@ def export(
         .options(startingOffsets="earliest", maxOffsetsPerTrigger=max_records, tombstones=tombstones)
         .load()
     )
+    # A gap has no time: it goes to the day of its batch, which Spark keeps for a batch that is repeated.
+    frame = frame.withColumn("date", f.to_date(f.coalesce(f.col("timestamp"), f.current_timestamp())))
     program.run_to_end(frame.writeStream.foreachBatch(write).option("checkpointLocation", f"{out}/_checkpoint"))
     return written
 
