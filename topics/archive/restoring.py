@@ -31,6 +31,8 @@ from topics.storage.archive_objects import (
     FileRef,
     Generation,
     Piece,
+    joined,
+    new_bytes,
     open_archive,
     split_payload,
 )
@@ -81,34 +83,38 @@ class Restored(NamedTuple):
 
 def plan(archive: Archive, wanted: WantedMoment) -> Plan:
     """Find the way to a moment. Raise NotThereError, ArchiveDamagedError, OSError."""
-    numbers = archive.generations()
+    place, numbers = archive.store.place(""), archive.generations()
     if not numbers:
-        raise NotThereError(f"{archive.store.place('')}: there is no archive here")
+        raise NotThereError(f"{place}: there is no archive here")
     earliest_ms = None
     for number in reversed(numbers):
         generation, bases = archive.generation(number), archive.bases(number)
+        last, found = archive.last_piece(number, bases[-1]) if bases else 0, None
         for base_no in reversed(bases):
             base, body = archive.base(number, base_no)
             snapshot, earliest_ms = bytes(body), base.taken_ms
-            if wanted.ts_ms is not None and base.taken_ms > wanted.ts_ms:
-                continue
-            has_earlier = wanted.topic is not None and base_no != bases[0]
-            if has_earlier and _piece_with(archive, number, base, snapshot, wanted, base_no - 1) is not None:
-                continue  # the service had the record before this base
-            moment = _moment(archive, number, base, snapshot, wanted)
-            if moment is not None:
-                return Plan(generation, base, snapshot, moment)
-            if wanted.topic is not None:
-                raise NotThereError(f"{archive.store.place('')}: topic {wanted.topic!r} has no record {wanted.seq}")
+            if wanted.ts_ms is None or base.taken_ms <= wanted.ts_ms:
+                moment = _moment(archive, number, base, snapshot, wanted, last)
+                if moment is None:
+                    break
+                found = Plan(generation, base, snapshot, moment)
+                if wanted.topic is None or moment.number > base_no:
+                    return found
+                # The service may have had the record before this base.
+            last = base_no - 1
+        if found is not None:
+            return found
+        if wanted.topic is not None and bases:
+            raise NotThereError(f"{place}: topic {wanted.topic!r} has no record {wanted.seq}")
     if earliest_ms is None:
-        raise NotThereError(f"{archive.store.place('')}: the archive was begun, but its first base is not complete")
-    what = f"record {wanted.seq} of topic {wanted.topic!r}" if wanted.topic else f"{wanted.ts_ms}"
-    raise NotThereError(f"{archive.store.place('')}: {what} is before the first moment, which is of {earliest_ms}")
+        raise NotThereError(f"{place}: the archive was begun, but its first base is not complete")
+    raise NotThereError(f"{place}: {wanted.ts_ms} is before the first moment, which is of {earliest_ms}")
 
 
-def _moment(archive: Archive, generation: int, base: Base, snapshot: bytes, wanted: WantedMoment) -> Piece | None:
-    """Return the last moment from this base on that is wanted, None without one."""
-    last = archive.last_piece(generation, base.number)
+def _moment(
+    archive: Archive, generation: int, base: Base, snapshot: bytes, wanted: WantedMoment, last: int
+) -> Piece | None:
+    """Return the moment from this base on, and up to piece `last`, that is wanted; None without one."""
     if wanted.topic is not None:
         found = _piece_with(archive, generation, base, snapshot, wanted, last)
         numbers: Iterator[int] = iter(() if found is None else range(found, last + 1))
@@ -140,11 +146,18 @@ def _piece_with(
     ids = {topic.id: topic.head_seq for topic in topics if topic.name == wanted.topic}
     if any(head_seq >= wanted.seq for head_seq in ids.values()):
         return base.number
+    ends = {start.shard: start.position for start in base.logs}
     left: dict[int, bytes] = {}
     for number in range(base.first_piece, last + 1):
         piece, payload = archive.piece(generation, number)
         for part, found_bytes in split_payload(piece, payload):
-            content = (left.get(part.shard, b"") if part.offset else b"") + bytes(found_bytes)
+            end = ends[part.shard]
+            behind = joined(end, part)
+            if behind is None:
+                return None  # a hole: what comes next can be had from the next base
+            ends[part.shard] = behind
+            before = left.get(part.shard, b"") if behind.file_no == end.file_no else b""
+            content = before + bytes(new_bytes(end, part, found_bytes))
             found = scan(content, 0, len(content))
             left[part.shard] = content[found.end :]  # a frame may go on in the next piece
             for frame_at, _, type_, _, topic_id, seq, _, node_len, tag_len, data_len in found.frames:
