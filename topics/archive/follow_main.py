@@ -184,8 +184,12 @@ class Follower:
 
     def _look(self) -> bool:
         """Take what is new in the archive. True if there was something."""
-        self._newest = None
-        moment, has_news = self._replica.note.piece, self._replica.step()
+        self._newest, moment = None, self._replica.note.piece
+        try:
+            has_news = self._replica.step()
+        except _FAILURES:
+            self._has_sign()  # nobody can tell: the leader may not reach the archive either
+            raise
         if self._replica.note.piece != moment:
             self._cell.add("moments")
         return has_news
