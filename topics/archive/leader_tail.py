@@ -49,16 +49,13 @@ class LeaderTail:
         try:
             found = self._ask(msgspec.json.encode({"ends": ends, "wait_ms": WAIT_MS}))
         except (OSError, http.client.HTTPException, ArchiveDamagedError) as error:
-            self.pause()
+            self.give_up()
+            # It is left alone for a while, which doubles each time.
+            self._not_before_ms = self._clock.monotonic_ms() + doubled_ms(RETRY_MS[0], self._failures, RETRY_MS[1])
+            self._failures += 1
             raise LeaderAwayError(f"{self._url}: {error or type(error).__name__}") from error
         self._failures = 0
         return found
-
-    def pause(self) -> None:
-        """Leave the leader alone for a while, which doubles each time."""
-        self.give_up()
-        self._not_before_ms = self._clock.monotonic_ms() + doubled_ms(RETRY_MS[0], self._failures, RETRY_MS[1])
-        self._failures += 1
 
     def give_up(self) -> None:
         if self._connection is not None:

@@ -27,7 +27,7 @@ from topics.storage.logfile import (
 )
 from topics.storage.recovery import Recovery
 from topics.storage.segment import ENTRY_LEN
-from topics.storage.snapshot import Snapshot, load_snapshot
+from topics.storage.snapshot import Snapshot
 from topics.storage.txn_files import SINK_HEAD_LEN, is_sink_name, stage_of_name
 
 TRIES_MAX: Final = 200
@@ -138,9 +138,6 @@ class Origin:
             if self._txn_heads() == before:
                 return self.logs(ends), files
         return None
-
-    def snapshot(self) -> Snapshot | None:
-        return load_snapshot(self.fs, self.data_dir)
 
     def read_segment_file(self, file: SegmentFile) -> bytes:
         """Read the committed bytes of a file, from the cold tier if it went there. Raise OriginGoneError if the
