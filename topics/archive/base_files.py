@@ -49,13 +49,9 @@ class BaseFiles:
         self._told = told
         self._is_over = Event()
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(segment.data.size_bytes or 0 for segment in self._segments)
-
     def copy(self) -> None:
         """Copy the files. Raise OriginGoneError if one was removed (begin another base), OSError, EOFError."""
-        done, total = 0, self.size_bytes
+        done, total = 0, sum(segment.data.size_bytes or 0 for segment in self._segments)
         with ThreadPoolExecutor(COPIERS, "base") as pool:
             works = {pool.submit(self._copy, segment): segment for segment in self._segments}
             try:

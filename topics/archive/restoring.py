@@ -37,8 +37,9 @@ from topics.storage.archive_objects import (
     split_payload,
 )
 from topics.storage.borrowed import BorrowedNote, end_loan, read_borrowed
-from topics.storage.filesystem import FileSystem, make_dirs, names_in
+from topics.storage.filesystem import FileSystem, names_in
 from topics.storage.frame import HEADER_LEN, FrameType, scan
+from topics.storage.lock import DataDirLock, DataDirLocked, DataDirNotWritable
 from topics.storage.snapshot import decode_parts
 
 log = get_logger()
@@ -170,6 +171,14 @@ def _piece_with(
     return None
 
 
+def check_free(data_dir: str) -> None:
+    """Raise OSError if there cannot be a directory of this name that a restore has made."""
+    if os.path.ismount(data_dir):
+        raise OSError(errno.EBUSY, "has a file system of its own: name a directory in it", data_dir)
+    if os.path.exists(data_dir) and os.listdir(data_dir):
+        raise FileExistsError(errno.EEXIST, "is not empty: name a directory that does not exist", data_dir)
+
+
 class Restore:
     """One restore. Owns the directory that it makes, `<data dir>.restoring`, until that gets its name."""
 
@@ -188,7 +197,7 @@ class Restore:
         self._archive = archive
         self._plan = plan
         self._fs = fs
-        self._data_dir = os.path.abspath(data_dir)
+        self._data_dir = os.path.realpath(data_dir)
         self._making = f"{self._data_dir}.restoring"
         self._copy = DirectoryCopy(fs, self._making, plan.generation.shards, archive.store.place(""))
         self._told = told
@@ -199,43 +208,55 @@ class Restore:
 
     def run(self, clock: Clock) -> Restored:
         """Make the directory. Raise ArchiveDamagedError, OSError (FileExistsError if there is something in it)."""
-        if os.path.isdir(self._data_dir) and os.listdir(self._data_dir):
-            raise FileExistsError(errno.EEXIST, "is not empty: name a directory that does not exist", self._data_dir)
+        check_free(self._data_dir)
+        try:
+            lock = DataDirLock.acquire(self._making)
+        except DataDirLocked as other:
+            raise OSError(errno.EBUSY, f"is made by another restore, process {other.pid}", self._data_dir) from other
+        except DataDirNotWritable as error:
+            raise OSError(errno.EACCES, str(error)) from error
+        try:
+            check_free(self._data_dir)  # that other one may have ended just now
+            return self._run(clock)
+        finally:
+            lock.release()
+
+    def _run(self, clock: Clock) -> Restored:
         left = self._give_up()  # a restore that was killed, or could not reach the archive any more
         if left is not None:
             what = "the loan of a restore before cannot be ended, and holds back every pruning: delete it"
             log.warning(what, archive=left.place, loan=left.loan)
-        shutil.rmtree(self._making, ignore_errors=True)
+        shutil.rmtree(layout.meta_dir(self._making), ignore_errors=True)
         try:
             topics = self._make(clock.now_ms())
             if os.path.isdir(self._data_dir):
                 os.rmdir(self._data_dir)
             self._fs.rename(self._making, self._data_dir)
         except BaseException:
-            self._give_up()
+            if self._give_up() is None:
+                shutil.rmtree(self._making, ignore_errors=True)
             raise
         self._fs.fsync_dir(os.path.dirname(self._data_dir))
         borrowed_bytes = sum(ref.size_bytes for ref in self._borrowed.values())
         return Restored(self._plan.moment.taken_ms, topics, self._bytes, len(self._borrowed), borrowed_bytes)
 
     def _give_up(self) -> BorrowedNote | None:
-        """Remove what was made, and its loan. If that cannot be ended now, return its note, which stays: the next try
-        ends it.
+        """Remove what was made but for the lock, and its loan. If that cannot be ended now, return its note, which
+        stays: the next try ends it.
         """
-        note = None
+        note, kept = None, {layout.LOCK_NAME}
         try:
             note = read_borrowed(self._fs, self._making)
             if note is not None:
                 end_loan(self._fs, self._making, note, open_archive(self._fs, note.place))
+                note = None
         except OSError:
-            for name in {*names_in(self._fs, self._making)} - {layout.META_NAME}:
-                shutil.rmtree(os.path.join(self._making, name), ignore_errors=True)
-            return note
-        shutil.rmtree(self._making, ignore_errors=True)
-        return None
+            kept.add(layout.META_NAME)
+        for name in {*names_in(self._fs, self._making)} - kept:
+            shutil.rmtree(os.path.join(self._making, name), ignore_errors=True)
+        return note
 
     def _make(self, now_ms: int) -> int:
-        make_dirs(self._fs, self._making)
         if self._lender is not None:
             self._borrow(self._lender)
         self._fetch_segments()
