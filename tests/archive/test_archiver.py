@@ -86,6 +86,17 @@ def test_a_base_that_takes_long_has_nobody_wait_for_the_interval(tmp_path: Path)
 
 
 @pytest.mark.long
+def test_an_archiver_ends_whenever_it_is_told_to(tmp_path: Path) -> None:
+    """It stood still for ever, and kept its directory locked, if it was told between two waits."""
+    command = patched(tmp_path / "patched", "from topics.archive import main as archiving", "archiving.HEARTBEAT_S = 0")
+    for nth in range(6):
+        place = tmp_path / str(nth)
+        with Service(env=shipping(place), command=command) as service:
+            poll("a first base", lambda: archiver(service)["bases"] == 1)
+            service.kill_supervisor()
+
+
+@pytest.mark.long
 def test_a_killed_archiver_goes_on(tmp_path: Path) -> None:
     place = tmp_path / "archive"
     with Service(env=shipping(place)) as service:

@@ -14,6 +14,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Final
 
 from topics.archive.leader_tail import LeaderAwayError, LeaderTail
+from topics.archive.main import HEARTBEAT_S, STOP
 from topics.archive.promoting import promote
 from topics.archive.replica import BeginAnewError, OtherShardsError, Replica, begin_anew
 from topics.core.clock import Clock, SystemClock, doubled_ms
@@ -27,7 +28,6 @@ from topics.storage.filesystem import FileSystem, OsFileSystem
 from topics.storage.follow_note import read_note
 from topics.storage.pins import pins_dir, read_pinned
 
-HEARTBEAT_S: Final = 0.25
 REQUEST_MS: Final = 30_000
 LOOK_MS: Final = 10_000
 """Interval of looks for a new base, and of looks at the archive while the leader itself tells what it commits."""
@@ -261,18 +261,20 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
     leader = LeaderTail(settings.follow_key, clock)
     helper = ThreadPoolExecutor(2, "archive")
     follower = Follower(replica, fs, settings, shared, clock, leader, helper)
-    signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
     signal.signal(signal.SIGUSR1, lambda _number, _frame: follower.promote.set())
     worker = threading.Thread(target=follower.work, args=(stop,), name="following", daemon=True)
     worker.start()
     cell.set("state", ProcessState.READY)
-    while not stop.wait(HEARTBEAT_S):
+    while signal.sigtimedwait(STOP, HEARTBEAT_S) is None:
         cell.set("heartbeat_ms", clock.now_ms())
+        has_ended = not worker.is_alive()  # first: it ends with its exit code
         if follower.exit_code is not None:
             return follower.exit_code
-        if not worker.is_alive():
+        if has_ended:
             log.error("the process begins again: its thread has ended, the log says why")
             return 1
+    stop.set()
     helper.shutdown(wait=False, cancel_futures=True)
     cell.set("state", ProcessState.STOPPED)
     return 0

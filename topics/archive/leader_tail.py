@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import ssl
 from collections.abc import Sequence
 from typing import Final
 from urllib.parse import urlsplit
@@ -76,8 +75,5 @@ class LeaderTail:
 def _connect(url: str) -> http.client.HTTPConnection:
     parts = urlsplit(url)
     assert parts.hostname is not None, "the leader's settings have checked it"
-    if parts.scheme == "https":
-        return http.client.HTTPSConnection(
-            parts.hostname, parts.port, timeout=TIMEOUT_S, context=ssl.create_default_context()
-        )
-    return http.client.HTTPConnection(parts.hostname, parts.port, timeout=TIMEOUT_S)
+    connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    return connect(parts.hostname, parts.port, timeout=TIMEOUT_S)

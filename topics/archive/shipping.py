@@ -347,7 +347,7 @@ class Shipper:
         ends = []
         for log, start in zip(logs, starts, strict=True):
             shipped = self._ends[log.shard] if self._ends else None
-            if shipped is None or not self._origin.has_log_file(log, shipped.position.file_no):
+            if shipped is None or self._origin.bytes_before(log, shipped.position) is None:
                 last_bytes = self._origin.bytes_before(log, start.position) or b""
                 shipped = LogEnd(log.shard, log.log_id, start.position, last_bytes)
             ends.append(shipped)

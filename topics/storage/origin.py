@@ -203,9 +203,6 @@ class Origin:
         offset = max(start_len, 0 if part is None else part.position.offset)
         return LogStart(log.shard, WalPosition(file_no, offset), file_start)
 
-    def has_log_file(self, log: LogPlace, file_no: int) -> bool:
-        return self.fs.exists(layout.log_path(log.directory, file_no))
-
     def log_bytes(self, log: LogPlace, start: WalPosition, most: int) -> Iterator[tuple[int, int, bytes]]:
         """Yield (file number, offset, bytes) from `start` to the end of the log, at most `most` bytes at a time.
 
