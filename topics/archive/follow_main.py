@@ -14,7 +14,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Final
 
 from topics.archive.leader_tail import LeaderAwayError, LeaderTail
-from topics.archive.main import HEARTBEAT_S, STOP
+from topics.archive.main import HEARTBEAT_S, REQUEST_MS, STOP
 from topics.archive.promoting import promote
 from topics.archive.replica import BeginAnewError, OtherShardsError, Replica, begin_anew
 from topics.core.clock import Clock, SystemClock, doubled_ms
@@ -28,7 +28,6 @@ from topics.storage.filesystem import FileSystem, OsFileSystem
 from topics.storage.follow_note import read_note
 from topics.storage.pins import pins_dir, read_pinned
 
-REQUEST_MS: Final = 30_000
 LOOK_MS: Final = 10_000
 """Interval of looks for a new base, and of looks at the archive while the leader itself tells what it commits."""
 RETRY_MS: Final = (200, 10_000)
@@ -258,9 +257,8 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
     stop = threading.Event()
     archive = Archive(open_archive(fs, settings.follow, REQUEST_MS))
     replica = Replica(archive, fs, settings.data_dir, settings.wal_shards, clock)
-    leader = LeaderTail(settings.follow_key, clock)
     helper = ThreadPoolExecutor(2, "archive")
-    follower = Follower(replica, fs, settings, shared, clock, leader, helper)
+    follower = Follower(replica, fs, settings, shared, clock, LeaderTail(settings.follow_key, clock), helper)
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
     signal.signal(signal.SIGUSR1, lambda _number, _frame: follower.promote.set())
     worker = threading.Thread(target=follower.work, args=(stop,), name="following", daemon=True)
