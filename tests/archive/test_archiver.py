@@ -14,7 +14,7 @@ import pytest
 
 from tests.archive.services import SMALL, cut, patched, read, restored, run
 from tests.buckets import Proxy
-from tests.contract.asking import state, write
+from tests.contract.asking import put, state, write
 from tests.harness import Service, poll
 
 
@@ -83,6 +83,17 @@ def test_a_base_that_takes_long_has_nobody_wait_for_the_interval(tmp_path: Path)
         for number in range(3):
             write(service.client, "orders", "x" * 2000)
             poll("it is shipped", lambda: state(service.client, "orders").get("archived_seq") == number + 1)
+
+
+@pytest.mark.long
+def test_an_archiver_ends_whenever_it_is_told_to(tmp_path: Path) -> None:
+    """It stood still for ever, and kept its directory locked, if it was told between two waits."""
+    command = patched(tmp_path / "patched", "from topics.archive import main as archiving", "archiving.HEARTBEAT_S = 0")
+    for nth in range(6):
+        place = tmp_path / str(nth)
+        with Service(env=shipping(place), command=command) as service:
+            poll("a first base", lambda: archiver(service)["bases"] == 1)
+            service.kill_supervisor()
 
 
 @pytest.mark.long
@@ -160,3 +171,18 @@ def test_more_than_the_backlog_is_a_hole_behind_which_the_archive_begins_anew(
         assert read(other.client, "orders")[0] == expected
     with restored(bucket_url, tmp_path / "earlier", "--to-seq", "orders=1", env=s3.env) as other:
         assert read(other.client, "orders")[0] == {1: "first"}, "moments before the hole are kept"
+
+
+def test_an_archive_whose_disk_goes_away_is_not_begun_again_in_its_place(tmp_path: Path) -> None:
+    """Pieces went to the disk below then, and records counted as archived that were in no archive."""
+    place = tmp_path / "archive"
+    with Service(env=shipping(place, ARCHIVE_WAIT_MS=1000)) as service:
+        put(service.client, "bank", durability="archived")
+        write(service.client, "bank", 1)
+        (place / "archive").rename(tmp_path / "away")
+        answer = service.client.post("/v0/topics/bank", json={"records": [{"data": 2}]})
+        assert answer.status_code == 503, answer.text
+        assert not (place / "archive").exists()
+        (tmp_path / "away").rename(place / "archive")
+        poll("it is shipped", lambda: state(service.client, "bank")["archived_seq"] == 2)
+    run("archive", "verify", place)

@@ -110,8 +110,13 @@ def test_a_restore_needs_an_empty_directory(tmp_path: Path) -> None:
         write(service.client, "orders", 1)
         backup(service, place)
         assert "is not empty" in run("restore", place, "--data-dir", service.data_dir, code=1)
+        # Else its service is shut out, and nothing is there in its place.
+        for directory, problem in ((service.data_dir, "is not empty"), ("/proc", "a file system of its own")):
+            assert problem in run("restore", place, "--data-dir", directory, "--take-over", code=1)
+        backup(service, place)
     (tmp_path / "empty").mkdir()
-    with restored(place, tmp_path / "empty") as other:
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    with restored(place, tmp_path / "link") as other:
         assert read(other.client, "orders")[0] == {1: 1}
 
 

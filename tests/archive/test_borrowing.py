@@ -31,7 +31,7 @@ from topics.archive.restoring import Restore, Restored, WantedMoment, plan
 from topics.archive.shipping import Shipper
 from topics.core.segment_list import COLD
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic
-from topics.storage import kill_points, service_id
+from topics.storage import kill_points, layout, service_id
 from topics.storage.archive_objects import Archive, ArchiveDamagedError, loan_name, open_archive
 from topics.storage.borrowed import open_cold, read_borrowed
 from topics.storage.filesystem import OsFileSystem
@@ -515,6 +515,24 @@ def test_the_loan_of_a_restore_that_loses_the_archive_ends_with_the_next_one(bor
     assert not os.path.exists(f"{target}.restoring")
 
 
+def test_of_two_restores_into_one_directory_one_is_refused(borrowing: Borrowing) -> None:
+    """The second one removed what the first had made, and ended its loan: that ended well, with segments missing."""
+    target, refused = str(borrowing.root / "other"), []
+
+    def begins_too(_done: int, _total: int) -> None:
+        with pytest.raises(OSError, match="is made by another restore"):
+            borrowing.restore(target)
+        refused.append(target)
+
+    found = plan(borrowing.archive, WantedMoment())
+    Restore(borrowing.archive, found, FS, target, begins_too, str(borrowing.place)).run(borrowing.rig.clock)
+    assert refused
+    note = read_borrowed(FS, target)
+    assert note is not None
+    assert note.loan in borrowing.archive.store.list("loans/")
+    assert verify(target, lambda _done, _total: None).damage == []
+
+
 def test_a_loan_that_the_next_restore_cannot_end_either_is_named(borrowing: Borrowing) -> None:
     """Its note is gone with that restore, and nothing on the disk names it any more."""
     target = str(borrowing.root / "other")
@@ -557,7 +575,8 @@ def test_an_archive_that_cannot_be_written_is_copied_only(borrowing: Borrowing, 
     with pytest.raises(OSError, match="--copy"):
         borrowing.restore(str(tmp_path / "other"))
     assert not os.path.exists(tmp_path / "other")
-    assert os.listdir(tmp_path / "other.restoring") == ["meta"], "the note of a loan that may arrive"
+    left = sorted(os.listdir(tmp_path / "other.restoring"))
+    assert left == [layout.LOCK_NAME, layout.META_NAME], "the note of a loan that may arrive"
     borrowing.restore(str(tmp_path / "other"), None)
     assert not os.path.exists(tmp_path / "other.restoring")
     (borrowing.place / "archive" / "loans").unlink()

@@ -9,16 +9,19 @@ import itertools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import msgspec
 import pytest
 
+from tests.archive import leading
 from tests.archive.archiving import Archiving, compare, small_world
 from tests.archive.follower_rig import FollowerRig
 from tests.cases import case
 from tests.executors import Hanging, Inline
 from tests.storage.faults import Crash, Fault
-from topics.archive import borrowing, follow_main, replica
+from topics.archive import borrowing, follow_main, replica, shipping
+from topics.archive.base_files import BaseFiles
 from topics.archive.directory_copy import DirectoryCopy
 from topics.shm.control import Role
 from topics.storage.borrowed import read_borrowed
@@ -517,3 +520,50 @@ def test_a_follower_that_is_killed_at_any_call_while_data_come_goes_on(service: 
         if not faulty.struck:
             break
     assert nth > 10
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_data_of_which_a_later_base_has_another_object_are_fetched(
+    service: Archiving, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    """A base that was given up leaves data without the deletions that come. Each base behind it had another object of
+    them then, and a follower that had not fetched them yet never did: it had lost them when its loan ended.
+    """
+    load = leading.SmallLogs.load
+    monkeypatch.setattr(
+        leading.SmallLogs, "load", lambda *of: msgspec.structs.replace(load(*of), segment_rewrite_dead_ratio=0.95)
+    )
+    service.leader.restart()
+    service.append("b", 8, "disk", 1)
+    service.cut()
+    shipper = service.leader.shipper()
+    shipper.begin()
+    shipper.begin_base().copy()
+    service.delete("b", 0.1, 1)
+    service.cut()
+    ship_bases(service, 1)
+    former = data_of_newest_base(service)
+    rig = slow(service)
+    lent = missing(rig)
+    service.delete("b", 0.1, 1)
+    service.cut()
+    if not is_known:
+        make: Any = BaseFiles
+        monkeypatch.setattr(shipping, "BaseFiles", lambda *of: make(*of[:-2], {}, of[-1]))
+    ship_bases(service, 1)
+    later = data_of_newest_base(service)
+    others = {path for path in lent & later.keys() if later[path] != former[path]}
+    assert bool(others) != is_known
+    for _ in range(3):
+        service.follow([])
+    assert rig.replica.note.base == service.archive.bases(1)[-1]
+    assert isinstance(rig.helper, Hanging)
+    rig.helper.go_on()
+    until_home(service)
+    assert later.keys() <= local_data(rig)
+
+
+def data_of_newest_base(service: Archiving) -> dict[str, str]:
+    """Return the names of objects by paths."""
+    base, _ = service.archive.base(1, service.archive.bases(1)[-1])
+    return {ref.path: ref.name for ref in base.files if ref.path.endswith(".data")}

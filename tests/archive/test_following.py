@@ -412,6 +412,22 @@ def test_the_check_says_whose_the_archive_is(tmp_path: Path) -> None:
         assert problems(follower) == "fine"
 
 
+def test_a_copy_is_not_backed_up_as_its_leader(tmp_path: Path) -> None:
+    """Its logs have the leader's id. One that had stopped began a generation in the leader's archive, and closed the
+    one of the leader; one that ran was told to try again, for ever.
+    """
+    place = tmp_path / "archive"
+    with leading(place) as leader, Service(env=following(place)) as follower:
+        write(leader.client, "orders", 1)
+        follows(follower, leader, "orders")
+        assert "is a copy of" in run("backup", "--data-dir", follower.data_dir, "--to", tmp_path / "own", code=1)
+        follower.stop()
+        write(leader.client, "orders", 2)
+        poll("it is shipped", lambda: state(leader.client, "orders").get("archived_seq") == 2)
+        assert "is a copy of" in run("backup", "--data-dir", follower.data_dir, "--to", place, code=1)
+        assert Archive(open_archive(OsFileSystem(), str(place))).generations() == [1]
+
+
 def test_a_directory_is_either_led_or_followed(tmp_path: Path) -> None:
     place, other = tmp_path / "archive", tmp_path / "other"
     with leading(place), Service(env=following(place)) as follower:

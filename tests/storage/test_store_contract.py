@@ -97,6 +97,21 @@ def test_another_store_on_the_same_place_sees_it(store: SegmentStore, place: str
     assert again.read_range(NAME, 1000, 70_000) == CONTENT[1000:71_000]
 
 
+def test_a_folder_by_a_url_syncs_the_names_of_all_folders_that_it_may_have_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, fsync = [], os.fsync
+
+    def noted(fd: int) -> None:
+        fsync(fd)
+        synced.append(os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), tmp_path))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    open_store(OsFileSystem(), f"file://{tmp_path}/cold", TIMEOUT_MS).put(NAME, [b"something"])
+    topic = os.path.dirname(NAME)
+    assert synced == [f"cold/topics/{NAME}", f"cold/topics/{topic}", "cold/topics", "cold"]
+
+
 def test_nothing_is_made_by_opening_a_store_of_a_bucket(tmp_path: Path) -> None:
     """A process opens it before it forks: no thread, no connection, no folder."""
     open_store(OsFileSystem(), f"file://{tmp_path}/cold")

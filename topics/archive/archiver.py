@@ -103,7 +103,8 @@ class Archiver:
         while True:
             is_last = stop.is_set()
             pause_ms = self.step()
-            if is_last and (pause_ms is not None or self._is_done):
+            # Until a restore can get to what was shipped last.
+            if is_last and (pause_ms is not None or self._shipper is None or self._shipper.is_based):
                 return
             if pause_ms is None:
                 self._sleep(stop)
@@ -134,11 +135,6 @@ class Archiver:
         self._shipper = None
         self._give_up_base()
         return pause_ms
-
-    @property
-    def _is_done(self) -> bool:
-        """True if a restore can get to the last moment that was shipped."""
-        return self._shipper is not None and self._shipper.is_based
 
     # -- moments
 

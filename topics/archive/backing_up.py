@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from topics.shm.control import ControlPage
 from topics.storage import service_id
 from topics.storage.archive_objects import Archive, open_archive
 from topics.storage.filesystem import FileSystem
+from topics.storage.follow_note import read_note
 from topics.storage.lock import DataDirLocked, inspecting
 from topics.storage.origin import LogEnds, Origin, RestingEnds, RunningEnds
 
@@ -29,11 +31,14 @@ def backup(
     patience_ms: int,
     told: Callable[[int, int], None],
 ) -> Shipped:
-    """Ship the present moment of a data directory to `to`, a directory or a bucket's URL. A new base comes with it
-    when the logs behind the last one are larger than its files.
+    """Ship the present moment of a data directory, and a base for it, to `to`, a directory or a bucket's URL.
 
     Raise OSError, RefusedLog, OtherShipperError, ArchiveDamagedError, and NoMomentError after `patience_ms`.
     """
+    note = read_note(fs, data_dir)
+    if note is not None and not note.is_promoted:  # its logs go by the id of that service
+        reason = f"is a copy of the service in {note.url}: back that up, or promote this one"
+        raise OSError(errno.EINVAL, reason, data_dir)
     until_ms = clock.monotonic_ms() + patience_ms
     archive = Archive(open_archive(fs, to))
     while True:

@@ -22,7 +22,7 @@ COPIERS: Final = 8
 class BaseFiles:
     """The files of one base of a generation. Owns what is being copied; the objects are the archive's.
 
-    `known` are files that the archive has already, by the names of their objects. `told` hears how many bytes of how
+    `known` are files that the archive has already, by their paths. `told` hears how many bytes of how
     many were looked at.
     """
 
@@ -39,7 +39,7 @@ class BaseFiles:
         self.starts = starts
         self.body = b"" if snapshot is None else snapshot.body
         self.refs: dict[str, FileRef] = {}
-        """All files, by the names of their objects, once they are copied."""
+        """All files, by their paths, once they are copied."""
         self.put_bytes = self.put_objects = 0
         self._store = store
         self._origin = origin
@@ -49,19 +49,15 @@ class BaseFiles:
         self._told = told
         self._is_over = Event()
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(segment.data.size_bytes or 0 for segment in self._segments)
-
     def copy(self) -> None:
         """Copy the files. Raise OriginGoneError if one was removed (begin another base), OSError, EOFError."""
-        done, total = 0, self.size_bytes
+        done, total = 0, sum(segment.data.size_bytes or 0 for segment in self._segments)
         with ThreadPoolExecutor(COPIERS, "base") as pool:
             works = {pool.submit(self._copy, segment): segment for segment in self._segments}
             try:
                 for work in as_completed(works):
                     for ref, put_bytes in work.result():
-                        self.refs[ref.name] = ref
+                        self.refs[ref.path] = ref
                         self.put_bytes += put_bytes
                         self.put_objects += put_bytes > 0
                     done += works[work].data.size_bytes or 0
@@ -92,16 +88,16 @@ class BaseFiles:
     def _copy_file(self, file: SegmentFile, identity: int, content: bytes | None = None) -> tuple[FileRef, int]:
         _, topic, own = file.path.split("/")
         size = "" if file.size_bytes is None else f"-{file.size_bytes}"
-        plain_name = file_name(self._generation, f"{topic}-{identity:016x}{size}-{own}")
-        known = self._known.get(plain_name)
-        if known is not None:
+        stem = file_name(self._generation, f"{topic}-{identity:016x}{size}-")
+        known = self._known.get(file.path)
+        if known is not None and known.name.startswith(stem):
             return known, 0
         if content is None:
             content = self._origin.read_segment_file(file)
         digest = xxh3_64_intdigest(content)
-        other_name = file_name(self._generation, f"{topic}-{identity:016x}{size}-{digest:016x}-{own}")
+        other_name = f"{stem}{digest:016x}-{own}"
         # A base may have an object of the first name already, read when other records were marked as deleted.
-        for name in (plain_name, other_name):
+        for name in (f"{stem}{own}", other_name):
             is_new = self._store.create(name, content)
             if read_whole(self._store, name) == content:
                 return FileRef(file.path, name, len(content), digest), len(content) if is_new else 0

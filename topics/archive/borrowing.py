@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Container
 from concurrent.futures import Executor, Future
 from typing import Final
 
@@ -136,9 +136,11 @@ class Homecoming:
         self.missing, self._is_home, self._coming = {}, False, None
         self._arrived.clear()
 
-    def keep_only(self, files: Mapping[str, str]) -> None:
-        """Fetch only data that another base has, too: `files` are names of its objects, by their paths."""
-        self.missing = {path: ref for path, ref in self.missing.items() if files.get(path) == ref.name}
+    def keep_only(self, files: Container[str]) -> None:
+        """Fetch only data that another base has, too: `files` are its paths. It may have other objects of them, with
+        more deletions.
+        """
+        self.missing = {path: ref for path, ref in self.missing.items() if path in files}
 
     @property
     def missing_bytes(self) -> int:

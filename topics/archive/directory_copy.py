@@ -21,7 +21,7 @@ from topics.core.location import LOCATION_DELETED
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.core.shard_state import FoldedTopic, ShardState
 from topics.storage import layout
-from topics.storage.archive_objects import ArchiveDamagedError, LogStart, Piece, joined, split_payload
+from topics.storage.archive_objects import ArchiveDamagedError, LogStart, Piece, joined, new_bytes, split_payload
 from topics.storage.filesystem import (
     FileSystem,
     boot_id,
@@ -147,11 +147,10 @@ class DirectoryCopy:
                     f"{self._place}: in piece {piece.number}, log {part.shard} goes on at {part.offset} of file"
                     f" {part.file_no}; the pieces before end at {end}"
                 )
-            known = end.offset - part.offset if part.file_no == end.file_no else 0 if behind > end else len(content)
-            if known < len(content):
+            if lacked := new_bytes(end, part, content):
                 path = layout.log_path(self.log_directory(part.shard), part.file_no)
                 with opened(self._fs, path, os.O_RDWR | os.O_CREAT) as fd:
-                    write_all(self._fs, fd, content[known:], part.offset + known)
+                    write_all(self._fs, fd, lacked, behind.offset - len(lacked))
             ends[part.shard] = behind
 
     def read_log(self, shard: int, start: WalPosition, length: int) -> bytes:

@@ -14,6 +14,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Final
 
 from topics.archive.leader_tail import LeaderAwayError, LeaderTail
+from topics.archive.main import HEARTBEAT_S, REQUEST_MS, STOP
 from topics.archive.promoting import promote
 from topics.archive.replica import BeginAnewError, OtherShardsError, Replica, begin_anew
 from topics.core.clock import Clock, SystemClock, doubled_ms
@@ -27,8 +28,6 @@ from topics.storage.filesystem import FileSystem, OsFileSystem
 from topics.storage.follow_note import read_note
 from topics.storage.pins import pins_dir, read_pinned
 
-HEARTBEAT_S: Final = 0.25
-REQUEST_MS: Final = 30_000
 LOOK_MS: Final = 10_000
 """Interval of looks for a new base, and of looks at the archive while the leader itself tells what it commits."""
 RETRY_MS: Final = (200, 10_000)
@@ -184,8 +183,12 @@ class Follower:
 
     def _look(self) -> bool:
         """Take what is new in the archive. True if there was something."""
-        self._newest = None
-        moment, has_news = self._replica.note.piece, self._replica.step()
+        self._newest, moment = None, self._replica.note.piece
+        try:
+            has_news = self._replica.step()
+        except _FAILURES:
+            self._has_sign()  # nobody can tell: the leader may not reach the archive either
+            raise
         if self._replica.note.piece != moment:
             self._cell.add("moments")
         return has_news
@@ -254,21 +257,22 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
     stop = threading.Event()
     archive = Archive(open_archive(fs, settings.follow, REQUEST_MS))
     replica = Replica(archive, fs, settings.data_dir, settings.wal_shards, clock)
-    leader = LeaderTail(settings.follow_key, clock)
     helper = ThreadPoolExecutor(2, "archive")
-    follower = Follower(replica, fs, settings, shared, clock, leader, helper)
-    signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
+    follower = Follower(replica, fs, settings, shared, clock, LeaderTail(settings.follow_key, clock), helper)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
     signal.signal(signal.SIGUSR1, lambda _number, _frame: follower.promote.set())
     worker = threading.Thread(target=follower.work, args=(stop,), name="following", daemon=True)
     worker.start()
     cell.set("state", ProcessState.READY)
-    while not stop.wait(HEARTBEAT_S):
+    while signal.sigtimedwait(STOP, HEARTBEAT_S) is None:
         cell.set("heartbeat_ms", clock.now_ms())
+        has_ended = not worker.is_alive()  # first: it ends with its exit code
         if follower.exit_code is not None:
             return follower.exit_code
-        if not worker.is_alive():
+        if has_ended:
             log.error("the process begins again: its thread has ended, the log says why")
             return 1
+    stop.set()
     helper.shutdown(wait=False, cancel_futures=True)
     cell.set("state", ProcessState.STOPPED)
     return 0

@@ -257,8 +257,10 @@ def _superfluous(archive: Archive, found: _Found, before_ms: int, is_over: bool)
     superfluous, kept = bases[:keep_from], bases[keep_from:]
     # The first base may have come later than the first piece.
     first = 1 if not bases or archive.has_piece(generation, 1) else bases[0].first_piece
-    # What closes a generation stays for good: a leader that was paused since the takeover finds its next name taken.
-    pieces = range(first, kept[0].first_piece if kept else archive.last_piece(generation, found.last))
+    last = 0 if kept else archive.last_piece(generation, found.last)
+    if last and archive.piece(generation, last)[0].taken_over_by:
+        last -= 1  # however late its archiver goes on, it meets the end
+    pieces = range(first, kept[0].first_piece if kept else last + 1)
     kept_names = {ref.name for base in kept for ref in base.files}
     names = sorted({ref.name for base in superfluous for ref in base.files} - kept_names)
     if is_over and not lent:

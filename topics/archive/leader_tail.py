@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import ssl
 from collections.abc import Sequence
 from typing import Final
 from urllib.parse import urlsplit
@@ -49,16 +48,13 @@ class LeaderTail:
         try:
             found = self._ask(msgspec.json.encode({"ends": ends, "wait_ms": WAIT_MS}))
         except (OSError, http.client.HTTPException, ArchiveDamagedError) as error:
-            self.pause()
+            self.give_up()
+            # It is left alone for a while, which doubles each time.
+            self._not_before_ms = self._clock.monotonic_ms() + doubled_ms(RETRY_MS[0], self._failures, RETRY_MS[1])
+            self._failures += 1
             raise LeaderAwayError(f"{self._url}: {error or type(error).__name__}") from error
         self._failures = 0
         return found
-
-    def pause(self) -> None:
-        """Leave the leader alone for a while, which doubles each time."""
-        self.give_up()
-        self._not_before_ms = self._clock.monotonic_ms() + doubled_ms(RETRY_MS[0], self._failures, RETRY_MS[1])
-        self._failures += 1
 
     def give_up(self) -> None:
         if self._connection is not None:
@@ -79,8 +75,5 @@ class LeaderTail:
 def _connect(url: str) -> http.client.HTTPConnection:
     parts = urlsplit(url)
     assert parts.hostname is not None, "the leader's settings have checked it"
-    if parts.scheme == "https":
-        return http.client.HTTPSConnection(
-            parts.hostname, parts.port, timeout=TIMEOUT_S, context=ssl.create_default_context()
-        )
-    return http.client.HTTPConnection(parts.hostname, parts.port, timeout=TIMEOUT_S)
+    connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    return connect(parts.hostname, parts.port, timeout=TIMEOUT_S)

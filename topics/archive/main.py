@@ -25,6 +25,8 @@ from topics.storage.filesystem import OsFileSystem
 from topics.storage.origin import Origin, RunningEnds
 
 HEARTBEAT_S: Final = 0.25
+STOP: Final = (signal.SIGTERM,)
+"""It is waited for: a handler that sets an event can stand still if it came between two waits for that event."""
 LAST_SHIP_S: Final = 2.0
 """The time for the last moment when the service stops. A bucket that hangs must not hold up the stop."""
 REQUEST_MS: Final = 30_000
@@ -43,7 +45,7 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
     cell.begin_life(incarnation, clock.now_ms(), ProcessState.STARTING)
     os.nice(NICENESS)
     stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
 
     archive = Archive(open_archive(fs, settings.archive_url, REQUEST_MS))
     origin = Origin(fs, settings.data_dir, RunningEnds(shared.control.settled_ends), settings.cold_place)
@@ -61,11 +63,12 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
     worker = threading.Thread(target=archiver.work, args=(stop,), name="shipping", daemon=True)
     worker.start()
     cell.set("state", ProcessState.READY)
-    while not stop.wait(HEARTBEAT_S):
+    while signal.sigtimedwait(STOP, HEARTBEAT_S) is None:
         cell.set("heartbeat_ms", clock.now_ms())
         if not worker.is_alive():
             log.error("the archiver begins again: its thread has ended, the log says why")
             return 1
+    stop.set()
     cell.set("state", ProcessState.DRAINING)
     worker.join(LAST_SHIP_S)
     if worker.is_alive():

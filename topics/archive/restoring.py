@@ -31,12 +31,15 @@ from topics.storage.archive_objects import (
     FileRef,
     Generation,
     Piece,
+    joined,
+    new_bytes,
     open_archive,
     split_payload,
 )
 from topics.storage.borrowed import BorrowedNote, end_loan, read_borrowed
-from topics.storage.filesystem import FileSystem, make_dirs, names_in
+from topics.storage.filesystem import FileSystem, names_in
 from topics.storage.frame import HEADER_LEN, FrameType, scan
+from topics.storage.lock import DataDirLock, DataDirLocked, DataDirNotWritable
 from topics.storage.snapshot import decode_parts
 
 log = get_logger()
@@ -81,34 +84,38 @@ class Restored(NamedTuple):
 
 def plan(archive: Archive, wanted: WantedMoment) -> Plan:
     """Find the way to a moment. Raise NotThereError, ArchiveDamagedError, OSError."""
-    numbers = archive.generations()
+    place, numbers = archive.store.place(""), archive.generations()
     if not numbers:
-        raise NotThereError(f"{archive.store.place('')}: there is no archive here")
+        raise NotThereError(f"{place}: there is no archive here")
     earliest_ms = None
     for number in reversed(numbers):
         generation, bases = archive.generation(number), archive.bases(number)
+        last, found = archive.last_piece(number, bases[-1]) if bases else 0, None
         for base_no in reversed(bases):
             base, body = archive.base(number, base_no)
             snapshot, earliest_ms = bytes(body), base.taken_ms
-            if wanted.ts_ms is not None and base.taken_ms > wanted.ts_ms:
-                continue
-            has_earlier = wanted.topic is not None and base_no != bases[0]
-            if has_earlier and _piece_with(archive, number, base, snapshot, wanted, base_no - 1) is not None:
-                continue  # the service had the record before this base
-            moment = _moment(archive, number, base, snapshot, wanted)
-            if moment is not None:
-                return Plan(generation, base, snapshot, moment)
-            if wanted.topic is not None:
-                raise NotThereError(f"{archive.store.place('')}: topic {wanted.topic!r} has no record {wanted.seq}")
+            if wanted.ts_ms is None or base.taken_ms <= wanted.ts_ms:
+                moment = _moment(archive, number, base, snapshot, wanted, last)
+                if moment is None:
+                    break
+                found = Plan(generation, base, snapshot, moment)
+                if wanted.topic is None or moment.number > base_no:
+                    return found
+                # The service may have had the record before this base.
+            last = base_no - 1
+        if found is not None:
+            return found
+        if wanted.topic is not None and bases:
+            raise NotThereError(f"{place}: topic {wanted.topic!r} has no record {wanted.seq}")
     if earliest_ms is None:
-        raise NotThereError(f"{archive.store.place('')}: the archive was begun, but its first base is not complete")
-    what = f"record {wanted.seq} of topic {wanted.topic!r}" if wanted.topic else f"{wanted.ts_ms}"
-    raise NotThereError(f"{archive.store.place('')}: {what} is before the first moment, which is of {earliest_ms}")
+        raise NotThereError(f"{place}: the archive was begun, but its first base is not complete")
+    raise NotThereError(f"{place}: {wanted.ts_ms} is before the first moment, which is of {earliest_ms}")
 
 
-def _moment(archive: Archive, generation: int, base: Base, snapshot: bytes, wanted: WantedMoment) -> Piece | None:
-    """Return the last moment from this base on that is wanted, None without one."""
-    last = archive.last_piece(generation, base.number)
+def _moment(
+    archive: Archive, generation: int, base: Base, snapshot: bytes, wanted: WantedMoment, last: int
+) -> Piece | None:
+    """Return the moment from this base on, and up to piece `last`, that is wanted; None without one."""
     if wanted.topic is not None:
         found = _piece_with(archive, generation, base, snapshot, wanted, last)
         numbers: Iterator[int] = iter(() if found is None else range(found, last + 1))
@@ -140,11 +147,18 @@ def _piece_with(
     ids = {topic.id: topic.head_seq for topic in topics if topic.name == wanted.topic}
     if any(head_seq >= wanted.seq for head_seq in ids.values()):
         return base.number
+    ends = {start.shard: start.position for start in base.logs}
     left: dict[int, bytes] = {}
     for number in range(base.first_piece, last + 1):
         piece, payload = archive.piece(generation, number)
         for part, found_bytes in split_payload(piece, payload):
-            content = (left.get(part.shard, b"") if part.offset else b"") + bytes(found_bytes)
+            end = ends[part.shard]
+            behind = joined(end, part)
+            if behind is None:
+                return None  # a hole: what comes next can be had from the next base
+            ends[part.shard] = behind
+            before = left.get(part.shard, b"") if behind.file_no == end.file_no else b""
+            content = before + bytes(new_bytes(end, part, found_bytes))
             found = scan(content, 0, len(content))
             left[part.shard] = content[found.end :]  # a frame may go on in the next piece
             for frame_at, _, type_, _, topic_id, seq, _, node_len, tag_len, data_len in found.frames:
@@ -155,6 +169,14 @@ def _piece_with(
                 elif type_ == FrameType.APPEND and seq >= wanted.seq and topic_id in ids:
                     return max(number, base.number)
     return None
+
+
+def check_free(data_dir: str) -> None:
+    """Raise OSError if there cannot be a directory of this name that a restore has made."""
+    if os.path.ismount(data_dir):
+        raise OSError(errno.EBUSY, "has a file system of its own: name a directory in it", data_dir)
+    if os.path.exists(data_dir) and os.listdir(data_dir):
+        raise FileExistsError(errno.EEXIST, "is not empty: name a directory that does not exist", data_dir)
 
 
 class Restore:
@@ -175,7 +197,7 @@ class Restore:
         self._archive = archive
         self._plan = plan
         self._fs = fs
-        self._data_dir = os.path.abspath(data_dir)
+        self._data_dir = os.path.realpath(data_dir)
         self._making = f"{self._data_dir}.restoring"
         self._copy = DirectoryCopy(fs, self._making, plan.generation.shards, archive.store.place(""))
         self._told = told
@@ -186,43 +208,55 @@ class Restore:
 
     def run(self, clock: Clock) -> Restored:
         """Make the directory. Raise ArchiveDamagedError, OSError (FileExistsError if there is something in it)."""
-        if os.path.isdir(self._data_dir) and os.listdir(self._data_dir):
-            raise FileExistsError(errno.EEXIST, "is not empty: name a directory that does not exist", self._data_dir)
+        check_free(self._data_dir)
+        try:
+            lock = DataDirLock.acquire(self._making)
+        except DataDirLocked as other:
+            raise OSError(errno.EBUSY, f"is made by another restore, process {other.pid}", self._data_dir) from other
+        except DataDirNotWritable as error:
+            raise OSError(errno.EACCES, str(error)) from error
+        try:
+            check_free(self._data_dir)  # that other one may have ended just now
+            return self._run(clock)
+        finally:
+            lock.release()
+
+    def _run(self, clock: Clock) -> Restored:
         left = self._give_up()  # a restore that was killed, or could not reach the archive any more
         if left is not None:
             what = "the loan of a restore before cannot be ended, and holds back every pruning: delete it"
             log.warning(what, archive=left.place, loan=left.loan)
-        shutil.rmtree(self._making, ignore_errors=True)
+        shutil.rmtree(layout.meta_dir(self._making), ignore_errors=True)
         try:
             topics = self._make(clock.now_ms())
             if os.path.isdir(self._data_dir):
                 os.rmdir(self._data_dir)
             self._fs.rename(self._making, self._data_dir)
         except BaseException:
-            self._give_up()
+            if self._give_up() is None:
+                shutil.rmtree(self._making, ignore_errors=True)
             raise
         self._fs.fsync_dir(os.path.dirname(self._data_dir))
         borrowed_bytes = sum(ref.size_bytes for ref in self._borrowed.values())
         return Restored(self._plan.moment.taken_ms, topics, self._bytes, len(self._borrowed), borrowed_bytes)
 
     def _give_up(self) -> BorrowedNote | None:
-        """Remove what was made, and its loan. If that cannot be ended now, return its note, which stays: the next try
-        ends it.
+        """Remove what was made but for the lock, and its loan. If that cannot be ended now, return its note, which
+        stays: the next try ends it.
         """
-        note = None
+        note, kept = None, {layout.LOCK_NAME}
         try:
             note = read_borrowed(self._fs, self._making)
             if note is not None:
                 end_loan(self._fs, self._making, note, open_archive(self._fs, note.place))
+                note = None
         except OSError:
-            for name in {*names_in(self._fs, self._making)} - {layout.META_NAME}:
-                shutil.rmtree(os.path.join(self._making, name), ignore_errors=True)
-            return note
-        shutil.rmtree(self._making, ignore_errors=True)
-        return None
+            kept.add(layout.META_NAME)
+        for name in {*names_in(self._fs, self._making)} - kept:
+            shutil.rmtree(os.path.join(self._making, name), ignore_errors=True)
+        return note
 
     def _make(self, now_ms: int) -> int:
-        make_dirs(self._fs, self._making)
         if self._lender is not None:
             self._borrow(self._lender)
         self._fetch_segments()

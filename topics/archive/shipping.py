@@ -39,6 +39,7 @@ from topics.storage.archive_objects import (
 )
 from topics.storage.logfile import WalPosition
 from topics.storage.origin import LogPlace, Origin, OriginGoneError
+from topics.storage.snapshot import load_snapshot
 
 PIECE_BYTES: Final = 4 << 20
 """The most bytes of logs in a piece. Files of transactions come on top."""
@@ -91,7 +92,7 @@ class Shipper:
         self.last_base: Base | None = None
         """The newest base; without one nothing can be restored."""
         self._files: dict[str, FileRef] = {}
-        """Files of the newest base, by the names of their objects."""
+        """Files of the newest base, by their paths."""
         self._number = 0
         self._ends: list[LogEnd] = []
         """The ends of the logs as they were shipped, by shard; none before the first piece."""
@@ -167,12 +168,10 @@ class Shipper:
         Raise OriginGoneError if logs were removed behind it: begin again.
         """
         assert self._generation is not None
-        snapshot = self._origin.snapshot()
+        snapshot = load_snapshot(self._origin.fs, self._origin.data_dir)
         logs, _ = self._moment()
         starts = [self._origin.start(log, snapshot) for log in logs]
-        ends = self._ends_to_go_on(logs, starts)
-        self._has_part |= ends != self._ends  # there is a hole before what comes next
-        self._ends = ends
+        self._go_on(logs, starts)
         return BaseFiles(self._store, self._origin, self._generation.number, snapshot, starts, self._files, self._told)
 
     def end_base(self, files: BaseFiles) -> Shipped:
@@ -182,8 +181,9 @@ class Shipper:
         self._objects += files.put_objects
         logs, txn = self._moment()
         self._txn = {}  # so that no restore from this base needs pieces before it
+        self._go_on(logs, files.starts)
         needs_base = self._has_part
-        self._ship(logs, txn, self._ends_to_go_on(logs, files.starts), needs_base=needs_base)
+        self._ship(logs, txn, self._ends, needs_base=needs_base)
         if self.last_base is not None and self.last_base.number == self._number:
             return self._shipped()  # nothing has happened since
         first_piece = min(self._piece_of(start) for start in files.starts)
@@ -208,7 +208,7 @@ class Shipper:
         known = 0
         if bases:
             self.last_base, _ = self._archive.base(generation.number, bases[-1])
-            self._files = {ref.name: ref for ref in self.last_base.files}
+            self._files = {ref.path: ref for ref in self.last_base.files}
             known = self.last_base.number
         self._number = self._archive.last_piece(generation.number, known)
         if not self._number:
@@ -342,16 +342,17 @@ class Shipper:
 
     # -- a base
 
-    def _ends_to_go_on(self, logs: list[LogPlace], starts: list[LogStart]) -> list[LogEnd]:
-        """Return where to go on with each log: where the archive ends, or at the snapshot if that is gone."""
+    def _go_on(self, logs: list[LogPlace], starts: list[LogStart]) -> None:
+        """Go on with each log where the archive ends, or at the snapshot if that is gone."""
         ends = []
         for log, start in zip(logs, starts, strict=True):
             shipped = self._ends[log.shard] if self._ends else None
-            if shipped is None or not self._origin.has_log_file(log, shipped.position.file_no):
+            if shipped is None or self._origin.bytes_before(log, shipped.position) is None:
                 last_bytes = self._origin.bytes_before(log, start.position) or b""
                 shipped = LogEnd(log.shard, log.log_id, start.position, last_bytes)
             ends.append(shipped)
-        return ends
+        self._has_part |= ends != self._ends  # there is a hole before what comes next
+        self._ends = ends
 
     def _piece_of(self, start: LogStart) -> int:
         """Return the first piece with anything behind this place of a log, the last piece if none has."""

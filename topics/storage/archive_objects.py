@@ -283,6 +283,13 @@ def joined(end: WalPosition, part: LogPart) -> WalPosition | None:
     return None
 
 
+def new_bytes(end: WalPosition, part: LogPart, content: memoryview) -> memoryview:
+    """Return the bytes of a part that a log which ends at `end` lacks. None are missing between the two."""
+    if part.file_no != end.file_no:
+        return content if part.file_no > end.file_no else content[:0]
+    return content[end.offset - part.offset :]
+
+
 def split_payload(piece: Piece, payload: memoryview) -> Iterator[tuple[LogPart, memoryview]]:
     """Yield the parts of a piece with their bytes."""
     at = 0

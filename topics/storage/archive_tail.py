@@ -28,7 +28,7 @@ def read_tail(origin: Origin, ends: Sequence[LogEnd], now_ms: int, leader_url: s
     if found is None:
         return None
     logs, txn = found
-    ends = ends or [_end_of(origin, log) for log in logs]
+    ends = ends or [LogEnd(log.shard, log.log_id, log.end, origin.bytes_before(log, log.end) or b"") for log in logs]
     _check(origin, logs, ends)
     draft, is_whole = PieceDraft(ends), True
     for log in logs:
@@ -36,10 +36,6 @@ def read_tail(origin: Origin, ends: Sequence[LogEnd], now_ms: int, leader_url: s
     files = [TxnFile(path, 0, 0, len(content), xxh3_64_intdigest(content)) for path, content in sorted(txn.items())]
     piece = Piece(0, now_ms, "", draft.parts, draft.ends, is_whole, True, files, leader_url=leader_url)
     return encode(piece, draft.payload)
-
-
-def _end_of(origin: Origin, log: LogPlace) -> LogEnd:
-    return LogEnd(log.shard, log.log_id, log.end, origin.bytes_before(log, log.end) or b"")
 
 
 def _check(origin: Origin, logs: Sequence[LogPlace], ends: Sequence[LogEnd]) -> None:

@@ -202,14 +202,14 @@ class BucketStore:
         """Put an object that is a file, and its name, onto the disk, which the library does not."""
         if not self._url.startswith("file:"):
             return
-        path = unquote(urlsplit(self.place(name)).path)
-        directory = os.path.dirname(path)
-        for found in (path, directory, os.path.dirname(directory)):
+        found = unquote(urlsplit(self.place(name)).path)
+        for _ in range(4):  # the file, the folders of its topic and of all topics, and the root with that one's name
             fd = os.open(found, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 os.fsync(fd)
             finally:
                 os.close(fd)
+            found = os.path.dirname(found)
 
     @contextmanager
     def _errors(self, name: str) -> Iterator[None]:

@@ -70,20 +70,17 @@ def tag_of(frames: memoryview, at: int) -> bytes:
     return bytes(frames[tag_at : tag_at + tag_len])
 
 
-def read_copy(frame: memoryview) -> Original:
-    """Return the parts of an unstamped copy."""
-    flags, node_len, tag_len = _FLAGS_AND_LENGTHS.unpack_from(frame, FLAGS_AT)
-    tag_at = HEADER_LEN + node_len
-    node, tag = bytes(frame[HEADER_LEN:tag_at]), bytes(frame[tag_at : tag_at + tag_len])
-    return Original(node, tag, bool(flags & FLAG_META), flags >> HOPS_SHIFT, frame[tag_at + tag_len : -CHECKSUM_LEN])
-
-
 def each_copy(frames: bytearray, rows: Sequence[int]) -> Iterator[Original]:
     """Yield the parts of unstamped copies."""
     view = memoryview(frames)
     for row in rows:
         start = row & LOW_WORD
-        yield read_copy(view[start : start + (row >> 32)])
+        frame = view[start : start + (row >> 32)]
+        flags, node_len, tag_len = _FLAGS_AND_LENGTHS.unpack_from(frame, FLAGS_AT)
+        tag_at = HEADER_LEN + node_len
+        node, tag = bytes(frame[HEADER_LEN:tag_at]), bytes(frame[tag_at : tag_at + tag_len])
+        payload = frame[tag_at + tag_len : -CHECKSUM_LEN]
+        yield Original(node, tag, bool(flags & FLAG_META), flags >> HOPS_SHIFT, payload)
 
 
 def lay_out_copy(node: bytes, tag: bytes, payload: Bytes, has_meta: bool, hops: int) -> tuple[bytes, int]:

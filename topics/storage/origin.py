@@ -27,7 +27,7 @@ from topics.storage.logfile import (
 )
 from topics.storage.recovery import Recovery
 from topics.storage.segment import ENTRY_LEN
-from topics.storage.snapshot import Snapshot, load_snapshot
+from topics.storage.snapshot import Snapshot
 from topics.storage.txn_files import SINK_HEAD_LEN, is_sink_name, stage_of_name
 
 TRIES_MAX: Final = 200
@@ -139,9 +139,6 @@ class Origin:
                 return self.logs(ends), files
         return None
 
-    def snapshot(self) -> Snapshot | None:
-        return load_snapshot(self.fs, self.data_dir)
-
     def read_segment_file(self, file: SegmentFile) -> bytes:
         """Read the committed bytes of a file, from the cold tier if it went there. Raise OriginGoneError if the
         compactor has removed it: a newer snapshot does without it then. Raise OSError, EOFError.
@@ -205,9 +202,6 @@ class Origin:
             raise OriginGoneError(f"{path}: was removed") from error
         offset = max(start_len, 0 if part is None else part.position.offset)
         return LogStart(log.shard, WalPosition(file_no, offset), file_start)
-
-    def has_log_file(self, log: LogPlace, file_no: int) -> bool:
-        return self.fs.exists(layout.log_path(log.directory, file_no))
 
     def log_bytes(self, log: LogPlace, start: WalPosition, most: int) -> Iterator[tuple[int, int, bytes]]:
         """Yield (file number, offset, bytes) from `start` to the end of the log, at most `most` bytes at a time.

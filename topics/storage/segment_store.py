@@ -97,7 +97,6 @@ class LocalStore:
         """Make the object durably. Return False, and leave it alone, if there is one already. It takes no lock: one who
         stands still while it makes an object holds up nobody.
         """
-        make_dirs(self._fs, self._root)
         path = self._path(name)
         draft = f"{path}.{secrets.token_hex(8)}{TMP_SUFFIX}"
         self._make_directory(os.path.dirname(path))
@@ -121,8 +120,8 @@ class LocalStore:
         elif not fs.exists(self._root):
             raise FileNotFoundError(
                 errno.ENOENT,
-                "is missing, and segments were put there: mount its disk or restore it; only if they are lost for good,"
-                " create this folder again",
+                "is missing, and objects were put there: mount its disk or restore it; only if they are lost for good,"
+                " create this folder again and restart the service",
                 self._root,
             )
         self._new = False
