@@ -86,8 +86,14 @@ def inherited(environ: MutableMapping[str, str]) -> list[socket.socket]:
         return []
     listeners = []
     for fd in range(_FIRST_INHERITED_FD, _FIRST_INHERITED_FD + int(count)):
-        os.set_inheritable(fd, False)
-        listener = socket.socket(fileno=fd)
+        try:
+            os.set_inheritable(fd, False)
+            listener = socket.socket(fileno=fd)
+        except OSError as error:
+            raise AddressError(
+                f"the service manager passes {count} sockets, but descriptor {fd} is none ({error.strerror}); have only"
+                " ListenStream= in topics.socket"
+            ) from error
         if listener.family not in (socket.AF_INET, socket.AF_INET6) or listener.type != socket.SOCK_STREAM:
             raise AddressError(
                 f"the service manager passes {listener.family.name} {listener.type.name}, and the service listens on"

@@ -14,6 +14,7 @@ from topics.shm import shm_names
 from topics.shm.control import ControlPage, ProcessState, Role
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.follow_note import read_note
+from topics.storage.lock import holder_pid
 from topics.supervisor.status import StatusReader
 from topics.terminal import plural
 
@@ -44,11 +45,13 @@ def promote(data_dir: str, timeout_ms: int) -> Promoted | None:
     ValueError when its control page cannot be read.
     """
     reader = StatusReader(data_dir, SystemClock())
-    if reader.read().pid is None:
+    if holder_pid(data_dir) is None:
         return None
     began_s = time.monotonic()
     told_life = 0
     while True:
+        if holder_pid(data_dir) is None:
+            raise OSError("the service has stopped; its log says why")
         page = _page(data_dir)
         if page is not None and page.follows:
             life, cell = page.header.get("started_ms"), page.cell(Role.ARCHIVER, 0)
@@ -61,9 +64,7 @@ def promote(data_dir: str, timeout_ms: int) -> Promoted | None:
             if not told_life:
                 raise NotFollowingError
             status = reader.read()
-            if status.pid is None:
-                raise OSError("the service has stopped; its log says why")
-            if status.state == "running":
+            if status.state == "running" and status.pid is not None:
                 return Promoted(data_dir, status.pid, status.topics, round((time.monotonic() - began_s) * 1000))
         if (time.monotonic() - began_s) * 1000 > timeout_ms:
             raise TimeoutError(f"it does not lead after {timeout_ms} ms; its log says what it waits for")

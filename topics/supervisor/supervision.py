@@ -67,7 +67,7 @@ class Supervisor:
     """Runs the children until it is told to stop; owns them, but not the shared memory and the listeners."""
 
     _settings: Settings
-    _keys: KeyRing
+    keys: KeyRing
     _mains: ChildMains
     _shared: SharedMemory
     _listeners: list[list[socket.socket]]
@@ -119,7 +119,7 @@ class Supervisor:
         if role is None:
             return mains.reshard(settings, shared)
         if role is Role.FRONTEND:
-            return mains.frontend(settings, self._keys, shared, index, incarnation, self._listeners[index])
+            return mains.frontend(settings, self.keys, shared, index, incarnation, self._listeners[index])
         if role is Role.WALSHARD:
             return mains.walshard(settings, shared, index, incarnation)
         if role is Role.COMPACTOR:
@@ -179,14 +179,14 @@ class Supervisor:
 
     def _reload(self) -> None:
         """Read the keys again and have the frontends do so. Keys that cannot be used change nothing."""
-        serial = self._keys.serial + 1
+        serial = self.keys.serial + 1
         self._notify.reloading()
         try:
-            self._keys = read_keys(self._settings, serial)
+            self.keys = read_keys(self._settings, serial)
         except SettingsError as error:
             _logger.error("keys not reloaded, the former ones stay", problems=error.problems)
         else:
-            _logger.info("keys reloaded", keys=len(self._keys.keys))
+            _logger.info("keys reloaded", keys=len(self.keys.keys))
             self._header.set("keys_serial", serial)
             for child in self._frontends:
                 child.send(signal.SIGHUP)
