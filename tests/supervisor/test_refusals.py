@@ -27,6 +27,7 @@ from topics.supervisor.check import (
     shared_memory_shortage,
     strangers_memory,
 )
+from topics.supervisor.command import reload, stop
 from topics.supervisor.listeners import AddressError, listen, listen_for, port_of
 
 OTHER_USER = 65534
@@ -92,6 +93,22 @@ def test_the_check_finds_memory_of_another_user(tmp_path: Path) -> None:
         assert strangers_memory(str(data), 0) is None
     finally:
         left.destroy()
+
+
+def test_a_stranger_with_the_pid_of_a_service_elsewhere_gets_no_signal(tmp_path: Path) -> None:
+    """A service in a container writes the pid that it has there."""
+    lock = DataDirLock.acquire(str(tmp_path))
+    with subprocess.Popen(["sleep", "600"]) as stranger:
+        Path(lock.path).write_text(f"{stranger.pid}\n")
+        for ask in (stop, reload):
+            with pytest.raises(OSError, match=f"process {stranger.pid} here is not the service"):
+                ask(str(tmp_path), 60_000)
+        assert stranger.poll() is None
+        done = subprocess.run([COMMAND, "stop", "--data-dir", tmp_path], check=False, capture_output=True, text=True)
+        assert (done.returncode, stranger.poll()) == (1, None)
+        assert done.stderr.startswith("topics-supervisor: not stopped: process"), done.stderr
+        stranger.kill()
+    lock.release()
 
 
 def test_an_address_of_another_machine() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -58,8 +59,10 @@ def promote(data_dir: str, timeout_ms: int) -> Promoted | None:
             pid = cell.get("pid") if cell.get("state") == ProcessState.READY else 0  # else the signal would end it
             if told_life and life != told_life and not _is_under_way(data_dir):
                 raise OSError("it follows again, as another service has taken over or its directory was copied anew")
-            if pid and not told_life and _tell(pid):
-                told_life = life
+            if pid and not told_life:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
+                    told_life = life
         elif page is not None:
             if not told_life:
                 raise NotFollowingError
@@ -83,11 +86,3 @@ def _page(data_dir: str) -> ControlPage | None:
         return ControlPage.attach(shm_names.shm_name(shm_names.identity(data_dir), "control"))
     except FileNotFoundError:
         return None
-
-
-def _tell(pid: int) -> bool:
-    try:
-        os.kill(pid, signal.SIGUSR1)
-    except ProcessLookupError:
-        return False
-    return True

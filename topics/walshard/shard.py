@@ -250,10 +250,6 @@ class Shard:
         """True if a router waits for what no signal announces, and not for long."""
         return self.routing.stuck
 
-    def use_idle_turn(self) -> bool:
-        """Do a little of the work that can wait. False if there is none."""
-        return self.upkeep.idle()
-
     @property
     def next_tick_ms(self) -> int | None:
         """Monotonic ms at which `serve` will have something to do though nobody asks; None: never."""
