@@ -355,15 +355,13 @@ def render(status: Status, paint: Paint = plain) -> str:
     """Return the status as text. The first line sums it up; a table follows for each kind of process."""
     if status.pid is None:
         return f"topics  {paint(status.state, _STYLES.get(status.state, 'warn'))}  {status.data_dir}\n"
-    compactors = [] if status.compactor is None else [status.compactor]
-    archivers = [] if status.archiver is None else [status.archiver]
     borrowers: tuple[CompactorStatus | ArchiverStatus | None, ...] = (status.compactor, status.archiver)
     tables = (
         _table([_process_row(process) for process in status.processes], paint),
         _table([_shard_row(shard) for shard in status.shards], paint),
         _table([_frontend_row(frontend) for frontend in status.frontends], paint),
-        _table([_compactor_row(compactor) for compactor in compactors], paint),
-        _table([_archiver_row(archiver) for archiver in archivers], paint),
+        _table([_compactor_row(one) for one in (status.compactor,) if one is not None], paint),
+        _table([_archiver_row(one) for one in (status.archiver,) if one is not None], paint),
         *(_borrowed_line(one, paint) for one in borrowers if one is not None and one.segments_borrowed),
     )
     return "\n".join([_summary(status, paint), *filter(None, tables)])

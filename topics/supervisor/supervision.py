@@ -94,7 +94,7 @@ class Supervisor:
         """
         try:
             self._start(reshard)
-            while not self._stopped():
+            while self._stopping is None or self._stopping:
                 self._on_signal(self._signals.wait(self._timeout_ms()))
                 self._reap()
                 self._start_due()
@@ -281,9 +281,6 @@ class Supervisor:
                 child.stop(signal.SIGKILL)
                 child.stopped(exit_code_of(os.waitpid(child.pid, 0)[1]))
         self._exit_code = self._exit_code or EXIT_FORCED
-
-    def _stopped(self) -> bool:
-        return self._stopping is not None and not self._stopping
 
     def _kill_all(self) -> None:
         for child in self._children():
