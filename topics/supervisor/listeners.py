@@ -23,9 +23,6 @@ _WAY_OUT: Final = {
 }
 
 
-_FIRST_INHERITED_FD: Final = 3
-
-
 class AddressError(Exception):
     """The service cannot listen on the address; the message names it and the way out."""
 
@@ -85,7 +82,7 @@ def inherited(environ: MutableMapping[str, str]) -> list[socket.socket]:
     if pid != str(os.getpid()) or not count.isdecimal():
         return []
     listeners = []
-    for fd in range(_FIRST_INHERITED_FD, _FIRST_INHERITED_FD + int(count)):
+    for fd in range(3, 3 + int(count)):
         try:
             os.set_inheritable(fd, False)
             listener = socket.socket(fileno=fd)

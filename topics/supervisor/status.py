@@ -48,6 +48,10 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     heartbeat_age_ms: int | None
     pressure: float | None
 
+    @property
+    def hangs(self) -> bool:
+        return self.state == "ready" and (self.heartbeat_age_ms or 0) > HEARTBEAT_STALE_MS
+
 
 class ShardStatus(msgspec.Struct, frozen=True):
     """The figures of a shard; while it is down, those of its last life. `progress` is None unless it recovers."""
@@ -313,7 +317,7 @@ def _overall(alive: bool, announced: ProcessState, processes: list[ProcessStatus
     if not alive or announced in (ProcessState.DRAINING, ProcessState.STOPPED):
         return "draining"
     states = {process.state for process in processes}
-    hangs = any(p.state == "ready" and (p.heartbeat_age_ms or 0) > HEARTBEAT_STALE_MS for p in processes)
+    hangs = any(process.hangs for process in processes)
     if states & {"dead", "degraded", "stopped"} or hangs or any(shard.wal_read_only for shard in shards):
         return "degraded"
     if announced == ProcessState.RECOVERING or "recovering" in states:
@@ -393,7 +397,7 @@ def _process_row(process: ProcessStatus) -> _Row:
     return {
         "process": f"{process.role} {process.index}",
         "pid": process.pid,
-        "state": Styled(process.state, _STYLES.get(process.state, "warn")),
+        "state": Styled("hangs", "bad") if process.hangs else Styled(process.state, _STYLES.get(process.state, "warn")),
         "uptime": duration(process.uptime_ms),
         "restarts": Styled(process.restarts, "warn" if process.restarts else ""),
         "last_exit": None if process.last_exit is None else show_exit(process.last_exit),
