@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from topics.shm import shm_names
 from topics.shm.control import ControlPage, Role
 from topics.storage.lock import holder_pid
 from topics.supervisor.promote import promote
+from topics.supervisor.supervision import SAME_STOP_MS
 
 GRACE_MS = 400
 
@@ -189,6 +191,27 @@ def test_all_start_again_with_the_keys_as_they_were_reloaded(start: Start, tmp_p
     page = ControlPage.attach(shm_names.shm_name(shm_names.identity(str(service.data_dir)), "control"))
     assert [page.cell(Role.FRONTEND, index).get("records_in") for index in range(page.frontends)] == [1, 1]
     assert service.stop() == 0
+
+
+def test_a_stop_while_all_are_to_start_again_waits_for_them_and_is_told(start: Start, tmp_path: Path) -> None:
+    again, gate = tmp_path / "again", tmp_path / "gate"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(30)
+        service = start({"NOTIFY_SOCKET": str(tmp_path / "notify")}, again=again, slow_to_drain=gate)
+        service.wait_state("running")
+        again.touch()
+        pid = service.child("walshard", 0).pid
+        assert pid
+        os.kill(pid, signal.SIGTERM)
+        poll("the other shard's turn", lambda: "walshard 1 stopping" in service.journal())
+        began_s = time.monotonic()
+        poll("a drain longer than what counts as one stop", lambda: time.monotonic() - began_s > SAME_STOP_MS / 1000)
+        service.signal_at_once(signal.SIGTERM, signal.SIGINT)
+        poll("the word", lambda: b"STOPPING=1" in manager.recv(4096))
+        gate.touch()
+        assert service.wait_exit() == 0
+    assert service.journal().count("walshard 1 started 1") == 1
 
 
 def test_a_promotion_is_over_when_the_service_is(start: Start, tmp_path: Path) -> None:

@@ -170,7 +170,8 @@ class Supervisor:
         elif self._stopping is None:
             self._stop(EXIT_OK, f"{number.name} received")
         elif self._exit_code == EXIT_AGAIN:
-            self._exit_code = EXIT_OK
+            self._exit_code, self._stop_began_ms = EXIT_OK, self._clock.monotonic_ms()
+            self._notify.stopping()
             self._close_listeners()
         elif self._clock.monotonic_ms() - self._stop_began_ms > SAME_STOP_MS:
             _logger.warning("signal received again, killing what still runs", signal=number.name)
