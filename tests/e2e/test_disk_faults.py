@@ -195,6 +195,20 @@ def test_on_a_full_dev_shm_what_is_deleted_gives_its_room_back(small_memory: Pat
         check_log(service, "kept", kept)
 
 
+def test_a_shard_that_dies_on_a_full_dev_shm_comes_back_each_time(small_memory: Path) -> None:
+    with Service(shards=1, frontends=1, command=small_memory) as service:
+        client = service.client
+        client.put("/v0/topics/old", json={"durability": "ephemeral"}).raise_for_status()
+        filling: list[str] = []
+        for life in range(4):
+            refused(fill_until_refused(client, "old", filling), 503, "storage_unavailable")
+            family = psutil.Process().children(recursive=True)  # `status` has a /dev/shm of its own
+            (shard,) = [process for process in family if process.name() == "walshard-0"]
+            shard.kill()
+            poll("its successor to take a durable write", partial(took, client, "durable", f"life.{life}"), 60)
+        check_log(service, "old", filling)
+
+
 def test_other_topics_and_streams_do_not_suffer_from_a_refusal() -> None:
     """Two shards, the files of one limited: the other's topics are written and streamed all the while."""
     with Service(shards=2, frontends=1) as service:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import gc
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -30,6 +31,7 @@ from topics.frontend.shards import arenas
 from topics.frontend.shards.gateway import Gateway
 from topics.shm.memory import SharedObject
 from topics.shm.recency import Recency, RecencyWriter
+from topics.shm.shm_names import SHM_ROOT
 from topics.storage import layout
 
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,254}", fullmatch=True)
@@ -234,6 +236,15 @@ def test_recency_outlives_its_frontend(identity: str) -> None:
     again.touch(0, 9000, 12, 700)
     reader = Recency(identity, 1, 1)
     assert (reader.last_read_ms(0, 5, 11), reader.last_read_ms(0, 9000, 12)) == (500, 700)
+
+
+def test_a_frontend_that_was_killed_while_it_made_its_table_has_a_successor(identity: str) -> None:
+    """Between the two calls that make the object and give it a size."""
+    Path(SHM_ROOT, f"topics-{identity}-recency-0").touch()
+    reader = Recency(identity, 1, 1)
+    assert reader.last_read_ms(0, 5, 11) == 0
+    RecencyWriter(identity, 0, 1).touch(0, 5, 11, 500)
+    assert reader.last_read_ms(0, 5, 11) == 500
 
 
 def test_recency_without_memory_is_not_noted(identity: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,7 +265,7 @@ def test_a_stream_that_is_over_leaves_no_listener_for_ever(tmp_path: Path) -> No
         worker, asked = await begun(live)
         worker.wire.vanish()
         await asked
-        await until(lambda: not len(live.gateway.job_listeners))
+        await until(lambda: not live.gateway.job_listeners.by_number)
 
     on_loop(tmp_path, test)
 

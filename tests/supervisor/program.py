@@ -8,6 +8,7 @@ Traits say what is different from a service where all is well.
 
 from __future__ import annotations
 
+import codecs
 import os
 import select
 import signal
@@ -20,7 +21,7 @@ import msgspec
 from topics.core.clock import SystemClock
 from topics.core.keys import KeyRing
 from topics.settings import Settings, load
-from topics.shm.control import EXIT_REFUSED, ProcessState, Role
+from topics.shm.control import EXIT_AGAIN, EXIT_REFUSED, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.supervisor.children import ChildMains
 from topics.supervisor.main import StartError, serve
@@ -34,6 +35,8 @@ class Traits(msgspec.Struct, forbid_unknown_fields=True):
     """Indices are of shards, -1 is none."""
 
     shm_free_bytes: int | None = None
+    user: int = 0
+    """The user that runs the service, if it is not this one."""
     reshard: str = ""
     """`works`, `crashes` (in its first life), `refuses` or `endless`."""
     crashing: int = -1
@@ -48,6 +51,8 @@ class Traits(msgspec.Struct, forbid_unknown_fields=True):
     """The role that does not listen to SIGTERM."""
     slow_to_drain: str = ""
     """A file that shards wait for before they end."""
+    again: str = ""
+    """A file: the shard that is told to end while it is there removes it, and wants all to start again."""
 
 
 class Child:
@@ -111,7 +116,9 @@ def frontend(
     incarnation: int,
     listeners: list[socket.socket],
 ) -> int:
-    Child(Role.FRONTEND, index, incarnation, shared).serve(listeners)
+    child = Child(Role.FRONTEND, index, incarnation, shared)
+    child.cell.set("records_in", len(keys.keys))
+    child.serve(listeners)
     return 0
 
 
@@ -128,6 +135,9 @@ def walshard(settings: Settings, shared: SharedMemory, index: int, incarnation: 
         child.cell.set("state", ProcessState.RECOVERING)
         signal.pause()
     child.serve([])
+    if traits.again and os.path.exists(traits.again):
+        os.unlink(traits.again)
+        return EXIT_AGAIN
     while traits.slow_to_drain and not os.path.exists(traits.slow_to_drain):
         select.select([], [], [], 0.01)
     note(f"{child.name} stopped")
@@ -174,6 +184,10 @@ if __name__ == "__main__":
     mains = ChildMains(
         frontend, walshard, compactor, archiver, archiver, reshard, lambda _: bool(traits.reshard), lambda told: told
     )
+    if traits.user:
+        for encoding in ("idna", "ascii"):
+            codecs.lookup(encoding)  # modules that are needed later, and that user may not be able to read
+        os.setresuid(traits.user, traits.user, traits.user)
     try:
         sys.exit(serve(load(os.environ), mains, Notify.of(os.environ, SystemClock()), statvfs=free_bytes))
     except StartError as refusal:

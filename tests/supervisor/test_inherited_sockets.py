@@ -141,6 +141,16 @@ def test_a_socket_that_is_not_tcp_is_refused_in_words(tmp_path: Path) -> None:
     assert "cannot start: the service manager passes AF_UNIX SOCK_STREAM" in (tmp_path / "log").read_text()
 
 
+def test_a_descriptor_that_is_no_socket_is_refused_in_words(tmp_path: Path) -> None:
+    with tcp() as listener:
+        service = Manager(tmp_path, [listener]).start(LISTEN_FDS="2")
+        assert service.wait(30) == 1
+    log = (tmp_path / "log").read_text()
+    assert log.startswith(
+        "topics-supervisor: cannot start: the service manager passes 2 sockets, but descriptor 4 is"
+    ), log
+
+
 def test_sockets_for_another_process_are_left_alone() -> None:
     environ = {"LISTEN_PID": "1", "LISTEN_FDS": "1", "LISTEN_FDNAMES": "x", "HOME": "/"}
     assert inherited(environ) == []

@@ -97,9 +97,10 @@ def test_who_hangs_is_a_reason_to_be_silent_until_it_goes_on(page: ControlPage) 
     live(page, Role.COMPACTOR, 0, ProcessState.READY, NOW_MS)
     assert announcements.lines(page, hangs_ms) == ["WATCHDOG=1"], "it may be at one long sync"
     live(page, Role.WALSHARD, 0, ProcessState.READY, NOW_MS)
+    assert announcements.lines(page, hangs_ms) == ["STATUS=no heartbeat of walshard 0"]
     assert announcements.lines(page, hangs_ms) == []
     live(page, Role.WALSHARD, 0, ProcessState.READY, hangs_ms)
-    assert announcements.lines(page, hangs_ms) == ["WATCHDOG=1"]
+    assert announcements.lines(page, hangs_ms) == ["WATCHDOG=1", "STATUS=running: 2 shards, 1 frontend"]
 
 
 def test_a_drain_is_told_once(page: ControlPage) -> None:

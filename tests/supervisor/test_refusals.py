@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,10 +16,21 @@ import pytest
 from tests.harness import COMMAND, poll
 from tests.supervisor.conftest import Start
 from topics.settings import Settings, load
+from topics.shm import shm_names
 from topics.shm.instance import SharedMemory
 from topics.storage.lock import DataDirLock
-from topics.supervisor.check import CheckFinding, check, file_size_shortage, open_files_shortage, shared_memory_shortage
+from topics.supervisor.check import (
+    CheckFinding,
+    check,
+    file_size_shortage,
+    open_files_shortage,
+    shared_memory_shortage,
+    strangers_memory,
+)
+from topics.supervisor.command import reload, stop
 from topics.supervisor.listeners import AddressError, listen, listen_for, port_of
+
+OTHER_USER = 65534
 
 
 @pytest.fixture
@@ -42,6 +54,61 @@ def test_a_taken_port(start: Start, taken: int) -> None:
     assert f"cannot listen on 127.0.0.1:{taken}: Address already in use; stop what listens there" in service.log_text()
     assert service.shared_memory() == []
     assert not service.port_file.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a directory for another user")
+def test_the_memory_of_a_killed_service_of_another_user(start: Start) -> None:
+    with tempfile.TemporaryDirectory() as root:  # which pytest's own does not let other users into
+        os.chmod(root, 0o777)
+        data = Path(root, "data")
+        data.mkdir()
+        os.chown(data, OTHER_USER, OTHER_USER)
+        identity = shm_names.identity(str(data))
+        left = SharedMemory.create(identity, 1, 1, 1 << 16)
+        names = shm_names.objects(identity)
+        service = start({"TOPICS_PORT_FILE": f"{root}/port"}, data_dir=data, user=OTHER_USER)
+        assert service.wait_exit() == 1
+        assert f"as root: chown -R {OTHER_USER} /dev/shm/topics-{identity}-*" in service.log_text()
+        assert "Traceback" not in service.log_text()
+        assert service.shared_memory() == names, "all of it is there, as it says how far the logs went"
+        for name in names:
+            os.chown(f"/dev/shm/{name}", OTHER_USER, OTHER_USER)
+        service = start({"TOPICS_PORT_FILE": f"{root}/port"}, data_dir=data, user=OTHER_USER)
+        poll("the start", lambda: bool(service.log("removed shared memory of a service that was killed")))
+        service.stop()
+        left.destroy()
+
+
+def test_the_check_finds_memory_of_another_user(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    assert strangers_memory(str(data)) is None
+    data.mkdir()
+    assert strangers_memory(str(data), 5) is None
+    left = SharedMemory.create(shm_names.identity(str(data)), 1, 1, 1 << 16)
+    try:
+        assert strangers_memory(str(data)) is None
+        problem = strangers_memory(str(data), OTHER_USER)
+        assert problem
+        assert f"user {os.geteuid()} ran this service, was killed and has left /dev/shm/topics-" in problem
+        assert strangers_memory(str(data), 0) is None
+    finally:
+        left.destroy()
+
+
+def test_a_stranger_with_the_pid_of_a_service_elsewhere_gets_no_signal(tmp_path: Path) -> None:
+    """A service in a container writes the pid that it has there."""
+    lock = DataDirLock.acquire(str(tmp_path))
+    with subprocess.Popen(["sleep", "600"]) as stranger:
+        Path(lock.path).write_text(f"{stranger.pid}\n")
+        for ask in (stop, reload):
+            with pytest.raises(OSError, match=f"process {stranger.pid} here is not the service"):
+                ask(str(tmp_path), 60_000)
+        assert stranger.poll() is None
+        done = subprocess.run([COMMAND, "stop", "--data-dir", tmp_path], check=False, capture_output=True, text=True)
+        assert (done.returncode, stranger.poll()) == (1, None)
+        assert done.stderr.startswith("topics-supervisor: not stopped: process"), done.stderr
+        stranger.kill()
+    lock.release()
 
 
 def test_an_address_of_another_machine() -> None:

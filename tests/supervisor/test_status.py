@@ -201,6 +201,7 @@ def test_a_process_that_hangs(start: Start) -> None:
     status = reader.read()
     assert status.state == "degraded"
     assert all((p.heartbeat_age_ms or 0) > HEARTBEAT_STALE_MS for p in status.processes)
+    assert render(status).count("  hangs  ") == len(status.processes), "the table says which one it is"
 
 
 def test_a_read_only_shard_is_degraded(start: Start) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,10 @@ import pytest
 from tests.harness import is_running, poll
 from tests.supervisor.conftest import Service, Start
 from topics.shm import shm_names
+from topics.shm.control import ControlPage, Role
 from topics.storage.lock import holder_pid
+from topics.supervisor.promote import promote
+from topics.supervisor.supervision import SAME_STOP_MS
 
 GRACE_MS = 400
 
@@ -143,6 +148,81 @@ def test_hangup_reloads_the_keys_and_ends_nobody(start: Start, tmp_path: Path) -
     status = service.wait_state("running")
     assert [p.pid for p in status.processes] == family
     assert service.stop() == 0
+
+
+def start_all_again(service: Service, again: Path) -> None:
+    """Have a shard want that, as a promotion does."""
+    pid = service.child("walshard", 0).pid
+    assert pid
+    again.touch()
+    os.kill(pid, signal.SIGTERM)
+
+    def shards() -> set[int | None]:
+        return {process.pid for process in service.status().processes if process.role == "walshard" and process.pid}
+
+    poll("the next life", lambda: len(shards() - {pid}) == 2)  # in the former one nothing takes the place of that shard
+    service.wait_state("running")
+
+
+def test_all_start_again_without_the_memory_of_the_former_life(start: Start, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    service = start(again=again)
+    service.wait_state("running")
+    for _ in range(2):
+        start_all_again(service, again)
+        identity = shm_names.identity(str(service.data_dir))
+        for pid in service.family():
+            maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            assert [line for line in maps if identity in line]
+            assert not [line for line in maps if identity in line and "(deleted)" in line]
+    assert service.stop() == 0
+
+
+def test_all_start_again_with_the_keys_as_they_were_reloaded(start: Start, tmp_path: Path) -> None:
+    file, again = tmp_path / "keys", tmp_path / "again"
+    file.write_text("one\nrevoked\n")
+    service = start({"TOPICS_API_KEYS_FILE": str(file)}, again=again)
+    service.wait_state("running")
+    file.write_text("one\n")
+    service.signal(signal.SIGHUP)
+    poll("the log line", lambda: bool(service.log("keys reloaded")))
+    file.unlink()  # a life that read it again could not begin
+    start_all_again(service, again)
+    page = ControlPage.attach(shm_names.shm_name(shm_names.identity(str(service.data_dir)), "control"))
+    assert [page.cell(Role.FRONTEND, index).get("records_in") for index in range(page.frontends)] == [1, 1]
+    assert service.stop() == 0
+
+
+def test_a_stop_while_all_are_to_start_again_waits_for_them_and_is_told(start: Start, tmp_path: Path) -> None:
+    again, gate = tmp_path / "again", tmp_path / "gate"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(30)
+        service = start({"NOTIFY_SOCKET": str(tmp_path / "notify")}, again=again, slow_to_drain=gate)
+        service.wait_state("running")
+        again.touch()
+        pid = service.child("walshard", 0).pid
+        assert pid
+        os.kill(pid, signal.SIGTERM)
+        poll("the other shard's turn", lambda: "walshard 1 stopping" in service.journal())
+        began_s = time.monotonic()
+        poll("a drain longer than what counts as one stop", lambda: time.monotonic() - began_s > SAME_STOP_MS / 1000)
+        service.signal_at_once(signal.SIGTERM, signal.SIGINT)
+        poll("the word", lambda: b"STOPPING=1" in manager.recv(4096))
+        gate.touch()
+        assert service.wait_exit() == 0
+    assert service.journal().count("walshard 1 started 1") == 1
+
+
+def test_a_promotion_is_over_when_the_service_is(start: Start, tmp_path: Path) -> None:
+    service = start({"TOPICS_FOLLOW": (tmp_path / "archive").as_uri()})
+    service.wait_state("running")
+    with ThreadPoolExecutor(1) as helper:
+        promotion = helper.submit(promote, str(service.data_dir), 60_000)
+        poll("the request, which ends this follower", lambda: bool(service.log("process died")))
+        assert service.stop() == 0
+        with pytest.raises(OSError, match="the service has stopped; its log says why"):
+            promotion.result()
 
 
 def test_a_keys_file_that_cannot_be_used_is_no_start(start: Start, tmp_path: Path) -> None:

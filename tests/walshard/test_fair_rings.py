@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
+from tests.storage.faults import FaultyFileSystem
+from tests.walshard.rig import Rig, TestClock
+from topics.core.config import TopicConfig
 from topics.shm import messages, shm_names
 from topics.shm.instance import SharedMemory
-from topics.shm.topic_messages import DeleteTopic
+from topics.shm.topic_messages import DeleteTopic, PutTopic
 from topics.walshard.commit import shard_rings as module
 from topics.walshard.commit.shard_rings import ShardRings
+from topics.walshard.shard import TURN_MS
 
 FRONTENDS = 3
 COMPACTOR = FRONTENDS
@@ -32,9 +38,9 @@ class Rings:
             request = messages.encode_call(self.last_id, DeleteTopic(name, False))
             assert self.shared.rings[peer][0].requests.push(*request)
 
-    def group(self) -> list[int]:
+    def group(self, is_over: Callable[[], bool] = lambda: False) -> list[int]:
         """Return the frontends whose requests the next group holds, in order; all are answered."""
-        taken = [(peer, position) for peer, _message, position in self.outbox.requests()]
+        taken = [(peer, position) for peer, _message, position in self.outbox.requests(is_over)]
         for peer, position in taken:
             self.outbox.answer(peer, None, position)
         self.outbox.flush()
@@ -78,11 +84,50 @@ def test_a_group_that_is_full_of_bytes_passes_the_turn_on_too(rings: Rings, monk
     assert rings.group() == [1, 0]
 
 
+def test_a_group_whose_time_is_over_passes_the_turn_on_too(rings: Rings) -> None:
+    rings.push(0, 3)
+    rings.push(1, 1)
+    taken = [rings.group(lambda: True) for _ in range(5)]
+    assert taken == [[0], [1], [0], [0], []]
+
+
+class SlowDisk(FaultyFileSystem):
+    """Each sync takes `sync_ms` of a test clock."""
+
+    clock: TestClock | None = None
+    sync_ms = 30
+
+    def fdatasync(self, fd: int) -> None:
+        super().fdatasync(fd)
+        if self.clock is not None:
+            self.clock.ms += self.sync_ms
+
+
+def test_requests_that_are_synced_one_by_one_end_a_turn_in_time(tmp_path: Path) -> None:
+    """So that the shard has a heartbeat, and others their turn, however many topics are made at once."""
+    disk = SlowDisk()
+    rig = Rig(str(tmp_path), disk)
+    disk.clock = rig.clock
+    for number in range(40):
+        rig.post_call(PutTopic(f"t{number}", TopicConfig(), False))
+    answered = [0]
+    while len(rig.replies) < 40:
+        began_ms = rig.clock.ms
+        assert rig.shard.serve()
+        assert rig.clock.ms - began_ms < TURN_MS + 2 * disk.sync_ms
+        rig.take_replies()
+        answered.append(len(rig.replies))
+    assert all(more > fewer for fewer, more in pairwise(answered)), "each turn has done something"
+    rig.close()
+
+
 def test_each_ring_keeps_its_own_order(rings: Rings) -> None:
     for peer in (0, 1, 2):
         rings.push(peer, 2 * GROUP)
     seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    while taken := [(peer, messages.head(message)[1], position) for peer, message, position in rings.outbox.requests()]:
+    while taken := [
+        (peer, messages.head(message)[1], position) for peer, message, position in rings.outbox.requests(lambda: False)
+    ]:
         for peer, request_id, position in taken:
             seen[peer].append(request_id)
             rings.outbox.answer(peer, None, position)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Final
 
 from topics.shm.arena import SLOTS_MAX
-from topics.shm.memory import SharedObject
+from topics.shm.memory import SharedObject, unlink
 from topics.shm.shm_names import shm_name
 
 _ENTRIES_WORD: Final = 8
@@ -32,12 +32,12 @@ class RecencyWriter:
     def __init__(self, identity: str, frontend: int, shards: int) -> None:
         name = _name(identity, frontend)
         try:
-            shared = SharedObject.attach(name)
+            self._shared = SharedObject.attach(name)
         except FileNotFoundError:
+            unlink(name)  # it has no size if a former life was killed while it made it
             size_bytes = (_ENTRIES_WORD + SLOTS_MAX * shards * _ENTRY_WORDS) * 8
-            shared = SharedObject.create(name, size_bytes, _ENTRIES_WORD * 8)
-        self._shared = shared
-        self._words = shared.words
+            self._shared = SharedObject.create(name, size_bytes, _ENTRIES_WORD * 8)
+        self._words = self._shared.words
         self._shards = shards
 
     def touch(self, shard: int, slot: int, topic_id: int, now_ms: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from topics.storage.layout import lock_path
 
@@ -101,6 +101,19 @@ def holder_pid(data_dir: str) -> int | None:
             return None
     except DataDirLocked as locked:
         return locked.pid
+
+
+def may_hold(data_dir: str, pid: int) -> bool:
+    """Return whether a process has the lock file open. The pid in there may be one of a container, or used again."""
+    lock, folder = os.stat(lock_path(data_dir)), f"/proc/{pid}/fd"
+    try:
+        for fd in os.listdir(folder) if os.path.exists(folder) else ():
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(f"{folder}/{fd}"), lock):
+                    return True
+    except PermissionError:
+        return True  # only its user can tell, and may signal it
+    return False
 
 
 def _read_pid(fd: int) -> int | None:

@@ -15,7 +15,7 @@ from topics.archive.ownership import following_problem, shipping_problem
 from topics.setting_values import MIB
 from topics.settings import Settings
 from topics.shm.instance import SharedMemory
-from topics.shm.shm_names import SHM_ROOT
+from topics.shm.shm_names import SHM_ROOT, identity, objects
 from topics.storage import layout, service_id
 from topics.storage.archive_objects import Archive, ArchiveDamagedError, open_archive
 from topics.storage.borrowed import read_borrowed
@@ -47,6 +47,20 @@ def shared_memory_shortage(settings: Settings, statvfs: StatVfs = os.statvfs) ->
         f" TOPICS_RING_BYTES={settings.ring_bytes}; lower one of them or enlarge {SHM_ROOT} (mount -o remount,size=…"
         f" {SHM_ROOT}, or --shm-size for a container)"
     )
+
+
+def strangers_memory(data_dir: str, user: int | None = None) -> str | None:
+    """Return why `user` (this one) may not remove what a killed service has left in /dev/shm, None if it may."""
+    user = os.geteuid() if user is None else user
+    with suppress(OSError):  # there is no directory yet, or a service is just removing them
+        name = identity(data_dir)
+        owners = {os.lstat(f"{SHM_ROOT}/{left}").st_uid for left in objects(name)} - {user}
+        if owners and user:
+            return (
+                f"user {owners.pop()} ran this service, was killed and has left {SHM_ROOT}/topics-{name}-*, which user"
+                f" {user} may not use; as root: chown -R {user} {SHM_ROOT}/topics-{name}-*"
+            )
+    return None
 
 
 def open_files_shortage(most: int) -> str | None:
@@ -111,7 +125,10 @@ def check(settings: Settings, statvfs: StatVfs = os.statvfs) -> list[CheckFindin
         *cold,
         CheckFinding("lock", _lock_problem(settings.data_dir)),
         CheckFinding("data format", _format_problem(settings.data_dir)),
-        CheckFinding(f"shared memory in {SHM_ROOT}", shared_memory_shortage(settings, statvfs)),
+        CheckFinding(
+            f"shared memory in {SHM_ROOT}",
+            strangers_memory(settings.data_dir) or shared_memory_shortage(settings, statvfs),
+        ),
         CheckFinding(f"address {show(settings.host, settings.port)}", _address_problem(settings)),
         CheckFinding(f"open files ({most_files})", open_files_shortage(most_files)),
         CheckFinding("file size", file_size_shortage(settings, most_bytes)),

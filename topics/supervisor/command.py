@@ -30,7 +30,7 @@ from topics.settings import (
 )
 from topics.shm import shm_names
 from topics.shm.control import ControlPage
-from topics.storage.lock import holder_pid
+from topics.storage.lock import holder_pid, may_hold
 from topics.supervisor.check import check
 from topics.supervisor.children import ChildMains
 from topics.supervisor.listeners import AddressError, inherited
@@ -232,7 +232,7 @@ def _reload(settings: Settings, options: argparse.Namespace) -> int:
 def _stop(settings: Settings, options: argparse.Namespace) -> int:
     try:
         pid = stop(settings.data_dir, settings.shutdown_grace_ms + STOP_MARGIN_MS)
-    except (TimeoutError, PermissionError) as error:
+    except OSError as error:
         print(f"topics-supervisor: not stopped: {error}", file=sys.stderr)
         return 1
     print("not running" if pid is None else f"stopped process {pid}")
@@ -263,21 +263,28 @@ def _completion(settings: Settings, options: argparse.Namespace) -> int:
 
 @contextmanager
 def running_supervisor(data_dir: str) -> Iterator[tuple[int, int]]:
-    """Find the supervisor of `data_dir`: its pid, and an fd that stays with it. ProcessLookupError when none runs."""
+    """Find the supervisor of `data_dir`: its pid, and an fd that stays with it. ProcessLookupError when none runs,
+    OSError when it is not among the processes that are seen here.
+    """
     pid = holder_pid(data_dir)
     if pid is None:
         raise ProcessLookupError
     process_fd = os.pidfd_open(pid)
     try:
+        is_holder = may_hold(data_dir, pid)
         if holder_pid(data_dir) != pid:
             raise ProcessLookupError
+        if not is_holder:
+            raise OSError(f"process {pid} here is not the service: that runs in a container, or is ending")
         yield pid, process_fd
     finally:
         os.close(process_fd)
 
 
 def stop(data_dir: str, timeout_ms: int) -> int | None:
-    """Stop the service and return its pid, None when nothing ran. Raise TimeoutError, PermissionError."""
+    """Stop the service and return its pid, None when nothing ran. Raise OSError: it belongs to another user or still
+    runs.
+    """
     with suppress(ProcessLookupError), running_supervisor(data_dir) as (pid, process_fd):
         signal.pidfd_send_signal(process_fd, signal.SIGTERM)
         poll = select.poll()

@@ -23,9 +23,6 @@ _WAY_OUT: Final = {
 }
 
 
-_FIRST_INHERITED_FD: Final = 3
-
-
 class AddressError(Exception):
     """The service cannot listen on the address; the message names it and the way out."""
 
@@ -85,9 +82,15 @@ def inherited(environ: MutableMapping[str, str]) -> list[socket.socket]:
     if pid != str(os.getpid()) or not count.isdecimal():
         return []
     listeners = []
-    for fd in range(_FIRST_INHERITED_FD, _FIRST_INHERITED_FD + int(count)):
-        os.set_inheritable(fd, False)
-        listener = socket.socket(fileno=fd)
+    for fd in range(3, 3 + int(count)):
+        try:
+            os.set_inheritable(fd, False)
+            listener = socket.socket(fileno=fd)
+        except OSError as error:
+            raise AddressError(
+                f"the service manager passes {count} sockets, but descriptor {fd} is none ({error.strerror}); have only"
+                " ListenStream= in topics.socket"
+            ) from error
         if listener.family not in (socket.AF_INET, socket.AF_INET6) or listener.type != socket.SOCK_STREAM:
             raise AddressError(
                 f"the service manager passes {listener.family.name} {listener.type.name}, and the service listens on"

@@ -22,7 +22,7 @@ from topics.storage.clock_file import read_clock
 from topics.storage.filesystem import FileSystem, OsFileSystem, boot_id, choose_write_path
 from topics.storage.lock import DataDirLock, DataDirLocked, DataDirNotWritable
 from topics.storage.logfile import WalPosition, note_committed
-from topics.supervisor.check import StatVfs, raise_limits, shared_memory_shortage
+from topics.supervisor.check import StatVfs, raise_limits, shared_memory_shortage, strangers_memory
 from topics.supervisor.children import ChildMains, is_running
 from topics.supervisor.listeners import AddressError, listen_for, port_of, share, show, write_port_file
 from topics.supervisor.notify import Notify
@@ -97,11 +97,14 @@ def serve(
                 gc.collect()
                 gc.freeze()
                 service = Supervisor(settings, keys, mains, shared, listeners, clock, signals, notify)
-                exit_code = service.run(reshard=reshard)
+                exit_code, keys = service.run(reshard=reshard), service.keys
                 header.set("state", ProcessState.STOPPED)
             if exit_code != EXIT_AGAIN:
                 _logger.info("stopped", exit=exit_code)
                 return exit_code
+            # The memory of this life must not stay beside that of the next one. A supervisor is a cycle.
+            del shared, header, life, service
+            gc.collect()
             settings = _settle_role(mains, settings)
 
 
@@ -156,6 +159,8 @@ def _acquire(settings: Settings, signals: Signals, clock: Clock) -> DataDirLock 
 def _share(settings: Settings, statvfs: StatVfs) -> SharedMemory:
     """Create the shared memory. Removes that of a killed service first: the holder of the lock owns the names."""
     identity = shm_names.identity(settings.data_dir)
+    if problem := strangers_memory(settings.data_dir):
+        raise StartError(problem)
     with _refused(f"data directory {settings.data_dir} cannot be written"):
         keep_ends(OsFileSystem(), settings.data_dir, identity)
     if stale := shm_names.unlink_all(identity):

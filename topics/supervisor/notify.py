@@ -66,7 +66,8 @@ class Announcements:
         """Return lines for the changes since the last call. `now_ms` is wall-clock time, like heartbeats."""
         states = {key: _state(cell) for key, cell in page.cells.items()}
         lines = []
-        if self._watched and not _hanging(page, states, now_ms):
+        hanging = _hanging(page, states, now_ms)
+        if self._watched and not hanging:
             lines.append("WATCHDOG=1")
         if self._draining:
             return lines
@@ -82,7 +83,7 @@ class Announcements:
         elif self.reloading and all_use_newest_keys(page):
             self.reloading = False
             lines.append("READY=1")
-        status = _words(page, states)
+        status = f"no heartbeat of {', '.join(hanging)}" if hanging else _words(page, states)
         if status != self._status:
             self._status = status
             lines.append(f"STATUS={status}")
@@ -209,9 +210,10 @@ def _words(page: ControlPage, states: dict[tuple[Role, int], ProcessState]) -> s
     return f"{what}: {plural(page.shards, 'shard')}, {plural(page.frontends, 'frontend')}"
 
 
-def _hanging(page: ControlPage, states: dict[tuple[Role, int], ProcessState], now_ms: int) -> bool:
-    return any(
-        state is ProcessState.READY and now_ms - page.cell(role, index).get("heartbeat_ms") > HEARTBEAT_STALE_MS
+def _hanging(page: ControlPage, states: dict[tuple[Role, int], ProcessState], now_ms: int) -> list[str]:
+    return [
+        f"{page.name_of(role)} {index}"
         for (role, index), state in states.items()
-        if role not in BESIDE
-    )
+        if role not in BESIDE and state is ProcessState.READY
+        if now_ms - page.cell(role, index).get("heartbeat_ms") > HEARTBEAT_STALE_MS
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -14,6 +15,7 @@ from topics.shm import shm_names
 from topics.shm.control import ControlPage, ProcessState, Role
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.follow_note import read_note
+from topics.storage.lock import holder_pid
 from topics.supervisor.status import StatusReader
 from topics.terminal import plural
 
@@ -44,26 +46,28 @@ def promote(data_dir: str, timeout_ms: int) -> Promoted | None:
     ValueError when its control page cannot be read.
     """
     reader = StatusReader(data_dir, SystemClock())
-    if reader.read().pid is None:
+    if holder_pid(data_dir) is None:
         return None
     began_s = time.monotonic()
     told_life = 0
     while True:
+        if holder_pid(data_dir) is None:
+            raise OSError("the service has stopped; its log says why")
         page = _page(data_dir)
         if page is not None and page.follows:
             life, cell = page.header.get("started_ms"), page.cell(Role.ARCHIVER, 0)
             pid = cell.get("pid") if cell.get("state") == ProcessState.READY else 0  # else the signal would end it
             if told_life and life != told_life and not _is_under_way(data_dir):
                 raise OSError("it follows again, as another service has taken over or its directory was copied anew")
-            if pid and not told_life and _tell(pid):
-                told_life = life
+            if pid and not told_life:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
+                    told_life = life
         elif page is not None:
             if not told_life:
                 raise NotFollowingError
             status = reader.read()
-            if status.pid is None:
-                raise OSError("the service has stopped; its log says why")
-            if status.state == "running":
+            if status.state == "running" and status.pid is not None:
                 return Promoted(data_dir, status.pid, status.topics, round((time.monotonic() - began_s) * 1000))
         if (time.monotonic() - began_s) * 1000 > timeout_ms:
             raise TimeoutError(f"it does not lead after {timeout_ms} ms; its log says what it waits for")
@@ -82,11 +86,3 @@ def _page(data_dir: str) -> ControlPage | None:
         return ControlPage.attach(shm_names.shm_name(shm_names.identity(data_dir), "control"))
     except FileNotFoundError:
         return None
-
-
-def _tell(pid: int) -> bool:
-    try:
-        os.kill(pid, signal.SIGUSR1)
-    except ProcessLookupError:
-        return False
-    return True

@@ -48,6 +48,10 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     heartbeat_age_ms: int | None
     pressure: float | None
 
+    @property
+    def hangs(self) -> bool:
+        return self.state == "ready" and (self.heartbeat_age_ms or 0) > HEARTBEAT_STALE_MS
+
 
 class ShardStatus(msgspec.Struct, frozen=True):
     """The figures of a shard; while it is down, those of its last life. `progress` is None unless it recovers."""
@@ -313,7 +317,7 @@ def _overall(alive: bool, announced: ProcessState, processes: list[ProcessStatus
     if not alive or announced in (ProcessState.DRAINING, ProcessState.STOPPED):
         return "draining"
     states = {process.state for process in processes}
-    hangs = any(p.state == "ready" and (p.heartbeat_age_ms or 0) > HEARTBEAT_STALE_MS for p in processes)
+    hangs = any(process.hangs for process in processes)
     if states & {"dead", "degraded", "stopped"} or hangs or any(shard.wal_read_only for shard in shards):
         return "degraded"
     if announced == ProcessState.RECOVERING or "recovering" in states:
@@ -355,15 +359,13 @@ def render(status: Status, paint: Paint = plain) -> str:
     """Return the status as text. The first line sums it up; a table follows for each kind of process."""
     if status.pid is None:
         return f"topics  {paint(status.state, _STYLES.get(status.state, 'warn'))}  {status.data_dir}\n"
-    compactors = [] if status.compactor is None else [status.compactor]
-    archivers = [] if status.archiver is None else [status.archiver]
     borrowers: tuple[CompactorStatus | ArchiverStatus | None, ...] = (status.compactor, status.archiver)
     tables = (
         _table([_process_row(process) for process in status.processes], paint),
         _table([_shard_row(shard) for shard in status.shards], paint),
         _table([_frontend_row(frontend) for frontend in status.frontends], paint),
-        _table([_compactor_row(compactor) for compactor in compactors], paint),
-        _table([_archiver_row(archiver) for archiver in archivers], paint),
+        _table([_compactor_row(one) for one in (status.compactor,) if one is not None], paint),
+        _table([_archiver_row(one) for one in (status.archiver,) if one is not None], paint),
         *(_borrowed_line(one, paint) for one in borrowers if one is not None and one.segments_borrowed),
     )
     return "\n".join([_summary(status, paint), *filter(None, tables)])
@@ -395,7 +397,7 @@ def _process_row(process: ProcessStatus) -> _Row:
     return {
         "process": f"{process.role} {process.index}",
         "pid": process.pid,
-        "state": Styled(process.state, _STYLES.get(process.state, "warn")),
+        "state": Styled("hangs", "bad") if process.hangs else Styled(process.state, _STYLES.get(process.state, "warn")),
         "uptime": duration(process.uptime_ms),
         "restarts": Styled(process.restarts, "warn" if process.restarts else ""),
         "last_exit": None if process.last_exit is None else show_exit(process.last_exit),

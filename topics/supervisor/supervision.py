@@ -67,7 +67,7 @@ class Supervisor:
     """Runs the children until it is told to stop; owns them, but not the shared memory and the listeners."""
 
     _settings: Settings
-    _keys: KeyRing
+    keys: KeyRing
     _mains: ChildMains
     _shared: SharedMemory
     _listeners: list[list[socket.socket]]
@@ -94,7 +94,7 @@ class Supervisor:
         """
         try:
             self._start(reshard)
-            while not self._stopped():
+            while self._stopping is None or self._stopping:
                 self._on_signal(self._signals.wait(self._timeout_ms()))
                 self._reap()
                 self._start_due()
@@ -119,7 +119,7 @@ class Supervisor:
         if role is None:
             return mains.reshard(settings, shared)
         if role is Role.FRONTEND:
-            return mains.frontend(settings, self._keys, shared, index, incarnation, self._listeners[index])
+            return mains.frontend(settings, self.keys, shared, index, incarnation, self._listeners[index])
         if role is Role.WALSHARD:
             return mains.walshard(settings, shared, index, incarnation)
         if role is Role.COMPACTOR:
@@ -170,7 +170,8 @@ class Supervisor:
         elif self._stopping is None:
             self._stop(EXIT_OK, f"{number.name} received")
         elif self._exit_code == EXIT_AGAIN:
-            self._exit_code = EXIT_OK
+            self._exit_code, self._stop_began_ms = EXIT_OK, self._clock.monotonic_ms()
+            self._notify.stopping()
             self._close_listeners()
         elif self._clock.monotonic_ms() - self._stop_began_ms > SAME_STOP_MS:
             _logger.warning("signal received again, killing what still runs", signal=number.name)
@@ -179,14 +180,14 @@ class Supervisor:
 
     def _reload(self) -> None:
         """Read the keys again and have the frontends do so. Keys that cannot be used change nothing."""
-        serial = self._keys.serial + 1
+        serial = self.keys.serial + 1
         self._notify.reloading()
         try:
-            self._keys = read_keys(self._settings, serial)
+            self.keys = read_keys(self._settings, serial)
         except SettingsError as error:
             _logger.error("keys not reloaded, the former ones stay", problems=error.problems)
         else:
-            _logger.info("keys reloaded", keys=len(self._keys.keys))
+            _logger.info("keys reloaded", keys=len(self.keys.keys))
             self._header.set("keys_serial", serial)
             for child in self._frontends:
                 child.send(signal.SIGHUP)
@@ -281,9 +282,6 @@ class Supervisor:
                 child.stop(signal.SIGKILL)
                 child.stopped(exit_code_of(os.waitpid(child.pid, 0)[1]))
         self._exit_code = self._exit_code or EXIT_FORCED
-
-    def _stopped(self) -> bool:
-        return self._stopping is not None and not self._stopping
 
     def _kill_all(self) -> None:
         for child in self._children():

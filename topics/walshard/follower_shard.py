@@ -192,9 +192,6 @@ class FollowerShard(Shard):
 
     def sync_in_background(self) -> None: ...
 
-    def use_idle_turn(self) -> bool:
-        return False
-
     def sweep(self) -> None:
         self._time.look()
         self._cell.clock_offset_ms = self._time.trusted_offset_ms

@@ -131,7 +131,7 @@ def _serve(
             rings.flush()
         elif stop.requested:
             return
-        elif shard.use_idle_turn():
+        elif shard.upkeep.idle():
             continue
         wake.announce_sleep()
         if rings.idle and shard.is_idle:

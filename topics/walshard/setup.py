@@ -70,6 +70,8 @@ def set_up(place: Place) -> Parts:
     generation = cell.get("generation") + 1
     bases = control.bases
     unlink_arena(identity, index, generation)  # of an incarnation that died while it recovered
+    reserve = RamReserve(place.fs, place.ram_directory + ".reserve", RAM_FILE_BYTES)
+    reserve.release()  # the new arena has to have room beside the old one, though the RAM logs fill /dev/shm
     arena = ArenaWriter(identity, index, generation)
     files = SegmentFiles(place.fs, settings.data_dir, tags_max(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
     read = read_logs if settings.follow is None else read_followed
@@ -80,7 +82,7 @@ def set_up(place: Place) -> Parts:
     holdings = Holdings(control, index, settings)
     catalog = Catalog(index, settings.wal_shards, arena, holdings, files, clock)
     catalog.take_over(recovered.fold)
-    parts = _put_together(place, recovered, catalog, holdings, files)
+    parts = _put_together(place, recovered, catalog, holdings, files, reserve)
 
     if recovered.followed is None:
         _log_lost_end(recovered.fold, parts)
@@ -156,10 +158,9 @@ def _open_logs(place: Place, recovered: Recovered, catalog: Catalog, reserve: Ra
 
 
 def _put_together(
-    place: Place, recovered: Recovered, catalog: Catalog, holdings: Holdings, files: SegmentFiles
+    place: Place, recovered: Recovered, catalog: Catalog, holdings: Holdings, files: SegmentFiles, reserve: RamReserve
 ) -> Parts:
     settings, shared, shard, rings, cell, clock, fs, _preallocating, syncing = place
-    reserve = RamReserve(fs, place.ram_directory + ".reserve", RAM_FILE_BYTES)
     logs = _open_logs(place, recovered, catalog, reserve)
     expiry = ExpiryClock(clock, log.warning, shared.control.trusted_offset_ms(Role.WALSHARD, shard))
     time = StepClock(clock, expiry)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from topics.core.errors import TopicsError
@@ -35,6 +36,8 @@ from topics.walshard.upkeep import Upkeep
 
 REPLY_BYTES_PER_GROUP_MAX: Final = 64 * 1024
 """Replies of queue requests are as long as their clients want: a group ends before the journal is full of them."""
+TURN_MS: Final = 100
+"""Many requests that are each synced by themselves, as the creations of topics, must not keep others waiting."""
 TRIES_MAX: Final = 4
 """Times that a request of a group may ask for a commit before it."""
 
@@ -104,7 +107,7 @@ class Shard:
     def _serve_requests(self) -> int:
         """Take requests and prepare them; finish groups that are full. Return how many there were."""
         requests = reply_bytes = 0
-        for frontend, message, position in self._rings.requests():
+        for frontend, message, position in self._rings.requests(partial(self._time.has_taken, TURN_MS)):
             requests += 1
             kind, request_id, _count = messages.head(message)
             request = RingRequest(frontend, position, request_id)
@@ -249,10 +252,6 @@ class Shard:
     def is_stuck(self) -> bool:
         """True if a router waits for what no signal announces, and not for long."""
         return self.routing.stuck
-
-    def use_idle_turn(self) -> bool:
-        """Do a little of the work that can wait. False if there is none."""
-        return self.upkeep.idle()
 
     @property
     def next_tick_ms(self) -> int | None:

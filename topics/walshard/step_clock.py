@@ -27,6 +27,10 @@ class StepClock:
         if self._kept_ids:
             self._kept_ids.clear()
 
+    def has_taken(self, most_ms: int) -> bool:
+        """Return whether the step has taken so long."""
+        return self._clock.monotonic_ms() - self.now.mono_ms >= most_ms
+
     def look_at_expiry(self) -> None:
         """Renew `expiry_ms`. Readers have their own clock, and may have been told of a later time since `look`."""
         self.expiry_ms = self._expiry.now_ms()

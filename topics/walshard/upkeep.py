@@ -47,11 +47,7 @@ class Upkeep:
     def sweep(self) -> Steps[None]:
         """Once a second, expire records of topics that nobody touches, free memory, and collect idle sessions."""
         yield from self._deletes.sweep()
-        yield from self._sessions.collect()
-        self._files.drop_replaced()
-        self._files.mark_again()
-        self._files.count_some()
-        self._ram_trim.relieve()
+        yield from self.sweep_followed()
 
     def sweep_followed(self) -> Steps[None]:
         """Once a second, do of `sweep` what changes no topic."""

@@ -171,10 +171,7 @@ class JobListeners:
 
     def __init__(self, incarnation: int) -> None:
         self._last_number = incarnation << 32
-        self._listeners: dict[int, JobListener] = {}
-
-    def __len__(self) -> int:
-        return len(self._listeners)
+        self.by_number: dict[int, JobListener] = {}
 
     def new_number(self) -> int:
         self._last_number += 1
@@ -182,15 +179,15 @@ class JobListeners:
 
     def listen(self, number: int, listener: JobListener) -> None:
         """Give `listener` the jobs for this number, until `forget` or another `listen`."""
-        self._listeners[number] = listener
+        self.by_number[number] = listener
 
     def forget(self, number: int, listener: JobListener) -> None:
         """Forget a listener, unless another one has taken its place. Idempotent."""
-        if self._listeners.get(number) == listener:
-            del self._listeners[number]
+        if self.by_number.get(number) == listener:
+            del self.by_number[number]
 
     def hand_over(self, dealt: Dealt) -> None:
         """Give jobs to their listener. Jobs without one stay leased until the shard takes them back."""
-        listener = self._listeners.get(dealt.stream)
+        listener = self.by_number.get(dealt.stream)
         if listener is not None:
             listener(dealt)

@@ -13,13 +13,14 @@ A request that is too long for a ring waits in a file in shared memory (`Spills`
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import itertools
 import os
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -265,15 +266,11 @@ class Spills:
         if size_bytes is None:
             return
         self.budget.release(size_bytes)
+        remove = partial(Path(self.path(request_id)).unlink, missing_ok=True)
         if size_bytes <= SPILL_INLINE_BYTES_MAX:
-            _remove(self.path(request_id))
+            remove()
         else:  # 64 MB take 10 ms
-            asyncio.get_running_loop().run_in_executor(None, _remove, self.path(request_id))
-
-
-def _remove(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
+            asyncio.get_running_loop().run_in_executor(None, remove)
 
 
 def take_long_reply(path: str) -> memoryview | None:

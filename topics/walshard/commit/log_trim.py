@@ -71,7 +71,9 @@ class _Moved(NamedTuple):
 
 
 class RamReserve:
-    """Memory for what a full RAM log has to repeat: a file of the size of a log file, with nothing in it."""
+    """Memory for what a full RAM log has to repeat, and for the arena of the next life: a file of the size of a log
+    file, with nothing in it, or of as many eighths of that as there is room for.
+    """
 
     def __init__(self, fs: FileSystem, path: str, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -80,15 +82,15 @@ class RamReserve:
         self._is_held = False
 
     def fill(self) -> None:
-        """Lay the file out if it is missing. A full /dev/shm is no error: the next call tries again."""
+        """Lay out what is missing of the file. A full /dev/shm is no error: the next call tries again."""
         if self._is_held:
             return
-        try:
-            with opened(self._fs, self._path, os.O_RDWR | os.O_CREAT) as fd:
-                self._fs.fallocate(fd, 0, self.size_bytes)
-            self._is_held = True
-        except OSError:
-            self.release()
+        with suppress(OSError), opened(self._fs, self._path, os.O_RDWR | os.O_CREAT) as fd:
+            for eighths in range(8, 0, -1):
+                with suppress(OSError):
+                    self._fs.fallocate(fd, 0, self.size_bytes * eighths // 8)
+                    self._is_held = eighths == 8
+                    break
 
     def release(self) -> None:
         """Give the memory to whatever is written next."""

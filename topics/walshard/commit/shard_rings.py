@@ -7,10 +7,10 @@ it had already committed.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Final
 
 from topics.core.errors import TopicsError
@@ -58,8 +58,8 @@ class ShardRings:
             waiting.clear()
         return not any(pair.requests.peek(self._read[frontend]))
 
-    def requests(self) -> Iterator[tuple[int, memoryview, int]]:
-        """Yield (frontend, message, position behind it) of new requests, up to a group.
+    def requests(self, is_over: Callable[[], bool]) -> Iterator[tuple[int, memoryview, int]]:
+        """Yield (frontend, message, position behind it) of new requests, up to a group, or until it is over.
 
         A frontend that does not take its answers is not read from: its ring fills, and it feels that. The group after a
         full one begins with the next ring, so that a ring that is never empty starves no other.
@@ -77,7 +77,7 @@ class ShardRings:
                 if self._waiting[frontend]:
                     break
                 count += 1
-                if count >= REQUESTS_PER_GROUP_MAX or size_bytes >= BYTES_PER_GROUP_MAX:
+                if count >= REQUESTS_PER_GROUP_MAX or size_bytes >= BYTES_PER_GROUP_MAX or is_over():
                     self._first = (frontend + 1) % len(self._rings)
                     return
 
@@ -213,5 +213,4 @@ class ShardRings:
 def _remove_long_reply(reply: bytearray | None) -> None:
     """Remove the file to which a reply refers, if it does."""
     if reply is not None and messages.head(memoryview(reply))[0] & messages.BY_REFERENCE:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(messages.decode_reference(memoryview(reply)))
+        Path(messages.decode_reference(memoryview(reply))).unlink(missing_ok=True)

@@ -166,17 +166,13 @@ class Timers:
     """The next monotonic ms at which each queue is due, by topic id. A replaced time stays in the heap, ignored."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, str]] = []
+        self.heap: list[tuple[int, int, str]] = []
         self._of: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        """Number of times in the heap."""
-        return len(self._heap)
 
     @property
     def next_ms(self) -> int | None:
         """The earliest time, None if there is none."""
-        return self._heap[0][0] if self._heap else None
+        return self.heap[0][0] if self.heap else None
 
     def set(self, topic_id: int, name: str, at_ms: int) -> None:
         """Make a queue due at this time, or before if it was."""
@@ -184,16 +180,16 @@ class Timers:
         if known_ms is not None and known_ms <= at_ms:
             return
         self._of[topic_id] = at_ms
-        heappush(self._heap, (at_ms, topic_id, name))
-        if len(self._heap) > 64 + 4 * len(self._of):
+        heappush(self.heap, (at_ms, topic_id, name))
+        if len(self.heap) > 64 + 4 * len(self._of):
             # Replaced times are most of the heap: drop them.
-            self._heap = [timer for timer in set(self._heap) if self._of.get(timer[1]) == timer[0]]
-            heapify(self._heap)
+            self.heap = [timer for timer in set(self.heap) if self._of.get(timer[1]) == timer[0]]
+            heapify(self.heap)
 
     def take_due(self, now_ms: int) -> Iterator[tuple[int, str]]:
         """Yield (topic id, name) of each queue that is due, and forget its time."""
-        while self._heap and self._heap[0][0] <= now_ms:
-            at_ms, topic_id, name = heappop(self._heap)
+        while self.heap and self.heap[0][0] <= now_ms:
+            at_ms, topic_id, name = heappop(self.heap)
             if self._of.get(topic_id) == at_ms:
                 del self._of[topic_id]
                 yield topic_id, name
