@@ -33,7 +33,7 @@ from topics.storage.filesystem import FileSystem, opened, write_all
 from topics.storage.frame import Bytes
 from topics.storage.kill_points import reached
 from topics.storage.postings import CorruptPostings, Postings, write_postings
-from topics.storage.segment import ENTRY_LEN, CommittedFile, Content, CorruptSegment, check_frames, read_columns
+from topics.storage.segment import ENTRY_LEN, CommittedFile, Content, CorruptSegment, check_whole
 from topics.storage.segment_store import SegmentSource
 
 _ENTRY_U32: Final = ENTRY_LEN // 4
@@ -71,10 +71,12 @@ def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Content | No
     CorruptPostings, leaving nothing of a new version.
     """
     # First, because without the postings no copy is of use.
-    postings = list(Postings.open(directory, info.first_seq, info.version, in_memory=True).items())
+    postings = list(Postings.open(directory, info.first_seq, info.records, info.version, in_memory=True).items())
     words, offsets, lengths, flags = _columns(directory, info)
     if old is None:
+        # The old version goes, and with it what a restored index would show of it.
         old = CommittedFile(layout.segment_data_path(directory, info.first_seq, info.version), info.data_bytes)
+        check_whole(_idx(directory, info), old, old.path, info.first_seq)
     deleted = [bool(flag & LOCATION_DELETED) for flag in flags]
     pieces = _live_pieces(offsets, lengths, flags)
     new_lengths = array("I", [0 if dead else length for dead, length in zip(deleted, lengths, strict=True)])
@@ -130,11 +132,13 @@ def _write_pair(
         fs.fdatasync(idx_fd)
 
 
+def _idx(directory: str, info: SegmentInfo) -> CommittedFile:
+    return CommittedFile(layout.segment_idx_path(directory, info.first_seq, info.version), info.records * ENTRY_LEN)
+
+
 def _columns(directory: str, info: SegmentInfo) -> tuple[array[int], array[int], array[int], array[int]]:
     """Read an index. Return it as u32 words, and its columns offsets, lengths and flags."""
-    idx = CommittedFile(layout.segment_idx_path(directory, info.first_seq, info.version), info.records * ENTRY_LEN)
-    words = array("I")
-    words.frombytes(idx[:])
+    words = array("I", _idx(directory, info)[:])
     return words, words[0::_ENTRY_U32], words[1::_ENTRY_U32], words[4::_ENTRY_U32]
 
 
@@ -223,9 +227,7 @@ class ColdFetch:
             data = CommittedFile(self._tmp_path, info.data_bytes)
         finally:
             self._remove_tmp()
-        idx = CommittedFile(layout.segment_idx_path(directory, info.first_seq, info.version), info.records * ENTRY_LEN)
-        columns = read_columns(idx, 0, info.records)
-        check_frames(self._source.place(name), data, 0, info.first_seq, columns, columns.offsets)
+        check_whole(_idx(directory, info), data, self._source.place(name), info.first_seq)
         return data
 
     def _remove_tmp(self) -> None:

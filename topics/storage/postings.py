@@ -112,9 +112,11 @@ class Postings:
         """First tag of each block: most files do not have the wanted tag, and one comparison tells."""
 
     @classmethod
-    def open(cls, directory: str, first_seq: int, version: int = 0, *, in_memory: bool = False) -> Postings:
-        """Open the file of a segment. With hardly any memory, unless `in_memory`, parts of it are read as needed, which
-        may raise CorruptSegment. Raise FileNotFoundError if the segment is not sealed, OSError.
+    def open(
+        cls, directory: str, first_seq: int, records: int, version: int = 0, *, in_memory: bool = False
+    ) -> Postings:
+        """Open the file of a segment of so many records. With hardly any memory, unless `in_memory`, parts of it are
+        read as needed, which may raise CorruptSegment. Raise FileNotFoundError if the segment is not sealed, OSError.
         """
         path = layout.segment_tags_path(directory, first_seq, version)
         try:
@@ -122,6 +124,11 @@ class Postings:
             postings = cls(path, file[:])
         except CorruptSegment as unread:
             raise CorruptPostings(path, unread.offset, unread.reason) from unread
+        if (postings.first_seq, postings.records) != (first_seq, records):
+            reason = (
+                f"is of {postings.records} records from seq {postings.first_seq}, not of {records} from {first_seq}"
+            )
+            raise CorruptPostings(path, 12, reason)
         if not in_memory:
             postings._content = file
         return postings
