@@ -20,6 +20,7 @@ still have everything behind its positions: logs that are trimmed further refuse
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from struct import Struct
@@ -75,8 +76,10 @@ class Saved(NamedTuple):
     fallback: int | None
 
 
-def save_snapshot(fs: FileSystem, data_dir: str, body: bytes) -> Saved:
-    """Make the next snapshot durably, then remove all but its fallback. Raise OSError: no former one is lost then."""
+def save_snapshot(fs: FileSystem, data_dir: str, body: bytes, newest: int = sys.maxsize) -> Saved:
+    """Make the next snapshot durably, then remove all but its fallback. Raise OSError: no former one is lost then.
+    Snapshots above `newest` are no fallback: they go with other logs, of an interrupted change of the shard count.
+    """
     make_dirs(fs, layout.meta_dir(data_dir))
     numbers = layout.list_snapshots(fs, data_dir)
     number = numbers[-1] + 1 if numbers else 1
@@ -84,7 +87,7 @@ def save_snapshot(fs: FileSystem, data_dir: str, body: bytes) -> Saved:
     checksum = CHECKSUM.pack(xxh3_64_intdigest(prefix + body))
     replace_file(fs, layout.snapshot_path(data_dir, number), prefix + checksum + body)
     # A snapshot that cannot be removed now is removed with the next one; the new one counts either way.
-    kept, fallback = _fallbacks(fs, data_dir, numbers)
+    kept, fallback = _fallbacks(fs, data_dir, [old for old in numbers if old <= newest])
     with suppress(OSError):
         for old in numbers:
             if old not in kept:
@@ -217,14 +220,6 @@ def present_log_ids(fs: FileSystem, data_dir: str) -> set[int]:
     return found
 
 
-def remove_useless(fs: FileSystem, data_dir: str, used: int) -> None:
-    """Remove all snapshots but `used`: they go with other logs, and must not push it out when the next one is made."""
-    for number in layout.list_snapshots(fs, data_dir):
-        if number != used:
-            fs.unlink(layout.snapshot_path(data_dir, number))
-    fs.fsync_dir(layout.meta_dir(data_dir))
-
-
 def redistributed(parts: list[ShardPart], logs: list[NewLog], owner: Callable[[str], int]) -> list[ShardPart]:
     """Return the parts of the new logs: each topic goes with its feeds into the part of the shard that owns its name
     now, the routers themselves into that of shard 0. Raise msgspec.DecodeError.
@@ -268,8 +263,8 @@ def plan_move(fs: FileSystem, data_dir: str, owner: Callable[[str], int]) -> Mov
     deleted_ids = {topic_id for state in states for topic_id in state.all_deleted_ids()}
 
     def before_swap(new_logs: list[NewLog]) -> None:
-        remove_useless(fs, data_dir, snapshot.number)
-        save_snapshot(fs, data_dir, encode_parts(redistributed(snapshot.parts, new_logs, owner)))
+        body = encode_parts(redistributed(snapshot.parts, new_logs, owner))
+        save_snapshot(fs, data_dir, body, snapshot.number)
 
     starts = {paths[part.log_id]: part.position for part in snapshot.parts}
     return Move(starts, topic_names, deleted_ids - topic_names.keys(), before_swap)
