@@ -126,3 +126,25 @@ def test_a_change_of_the_shard_count_that_was_given_up_pushes_out_none(compactio
     compaction.begin_again()
     rig.restart_service()
     assert compaction.read("t") == [(1, b"1"), (2, b"2"), (3, b"3")]
+
+
+@pytest.mark.parametrize("damage", ["changed", "empty"])
+def test_a_damaged_log_file_that_only_the_older_one_needs_holds_up_no_start(
+    compaction: Compaction, damage: str
+) -> None:
+    rig = compaction.rig
+    for _ in range(3):
+        write(compaction)
+        compaction.cut()
+    path = Path(layout.log_path(layout.wal_dir(rig.settings.data_dir), first_log_file(compaction)))
+    content = path.read_bytes()
+    path.write_bytes(b"" if damage == "empty" else content[:20] + b"x" + content[21:])
+    compaction.begin_again()
+    rig.restart_service()
+    assert len(compaction.read("large")) == 3 * BLOCKS
+    assert str(path) in [finding.path for finding in verify(rig.settings.data_dir, lambda *_: None).damage]
+    for _ in range(2):
+        write(compaction)
+        compaction.cut()
+    assert not path.exists()
+    assert verify(rig.settings.data_dir, lambda *_: None).damage == []

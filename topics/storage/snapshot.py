@@ -203,6 +203,14 @@ def load_snapshot(fs: FileSystem, data_dir: str) -> Snapshot | None:
         skipped.append(BadSnapshot(path, HEADER_LEN, "it goes with other logs than those that are here"))
     if not skipped:
         return None
+    for group in layout.discover_groups(fs, layout.wal_dir(data_dir)):
+        try:
+            read_first_start(
+                fs, group.path
+            )  # a log that cannot be read says more than that its snapshot goes with none
+        except NotALogFile as error:
+            path = layout.log_path(group.path, layout.list_log_files(fs, group.path)[0])
+            raise RefusedLog(path, f"not a log file: {error}; restore it, or the whole data directory") from error
     newest = skipped[0]
     way_out = "no other snapshot can be used either. Restore the whole data directory from a copy"
     why = f"cannot be used, at offset {newest.offset}: {newest.reason}; {way_out}"

@@ -151,7 +151,8 @@ class _Check:
             except RefusedLog as refused:
                 self._report.damaged(FileKind.LOG, refused.path, str(refused))
             except NotALogFile as error:
-                self._report.damaged(FileKind.LOG, group.path, f"not a log: {error}")
+                path = layout.log_path(group.path, layout.list_log_files(self._fs, group.path)[0])
+                self._report.damaged(FileKind.LOG, path, f"not a log file: {error}")
             except (FoldError, msgspec.DecodeError) as error:
                 self._report.damaged(FileKind.LOG, group.path, str(error))
             except OSError as error:
