@@ -55,19 +55,10 @@ def dead_bytes(directory: str, info: SegmentInfo) -> int:
     return sum([length for length, flag in zip(lengths, flags, strict=True) if flag & LOCATION_DELETED])
 
 
-def live_pieces(directory: str, info: SegmentInfo) -> list[tuple[int, int]]:
-    """Return (start, end) in `.data` of all that a new version will hold, ascending, neighbours as one.
-
-    Raise OSError, CorruptSegment.
-    """
-    _, offsets, lengths, flags = _columns(directory, info)
-    return _live_pieces(offsets, lengths, flags)
-
-
 def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Content | None = None) -> SegmentInfo:
     """Write the new version and sync it; the old one stays as it was.
 
-    `old` is the `.data` of a cold segment, with at least what `live_pieces` names. Raise OSError, CorruptSegment,
+    `old` is the `.data` of a cold segment, with at least all live frames. Raise OSError, CorruptSegment,
     CorruptPostings, leaving nothing of a new version.
     """
     # First, because without the postings no copy is of use.
@@ -216,11 +207,11 @@ class ColdFetch:
     def _fetch(self, topic_id: int, info: SegmentInfo) -> Content:
         directory = layout.topic_dir(self._data_dir, topic_id)
         name = layout.segment_data_path(os.path.basename(directory), info.first_seq, info.version)
-        pieces = live_pieces(directory, info)
+        _, offsets, lengths, flags = _columns(directory, info)
         try:
             with opened(self._fs, self._tmp_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as fd:
                 self._fs.ftruncate(fd, info.data_bytes)
-                for start, end in pieces:
+                for start, end in _live_pieces(offsets, lengths, flags):
                     for at in range(start, end, PIECE_BYTES):
                         content = self._source.read_range(name, at, min(PIECE_BYTES, end - at))
                         write_all(self._fs, fd, content, at)

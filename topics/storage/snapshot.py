@@ -20,7 +20,6 @@ still have everything behind its positions: logs that are trimmed further refuse
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from struct import Struct
@@ -76,7 +75,7 @@ class Saved(NamedTuple):
     fallback: int | None
 
 
-def save_snapshot(fs: FileSystem, data_dir: str, body: bytes, newest: int = sys.maxsize) -> Saved:
+def save_snapshot(fs: FileSystem, data_dir: str, body: bytes, newest: int = 1 << 64) -> Saved:
     """Make the next snapshot durably, then remove all but its fallback. Raise OSError: no former one is lost then.
     Snapshots above `newest` are no fallback: they go with other logs, of an interrupted change of the shard count.
     """

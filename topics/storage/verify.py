@@ -292,7 +292,7 @@ class _Check:
         if kind == FileKind.STAGE and stage_of_name(name) is not None:
             decode_stage(read_all(self._fs, path))
         if kind == FileKind.SINK and is_sink_name(name):
-            sink = decode_sink(read_all(self._fs, path))
+            sink = decode_sink(read_all(self._fs, path), name)
             if sink.pending:
                 self._report.note(
                     f"{path}: batch {sink.batch} of sink {sink.sink!r} is decided, the next start ends it"
