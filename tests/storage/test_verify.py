@@ -476,6 +476,14 @@ def test_a_log_that_contradicts_itself(data_dir: str) -> None:
 # -- the whole directory
 
 
+@pytest.mark.parametrize("name", ["service-id", "restored.json", "borrowed.json", "following.json", "format.json"])
+def test_the_notes_of_what_the_directory_is_are_read(data_dir: str, name: str) -> None:
+    path = Path(layout.meta_dir(data_dir), name)
+    for content in (b"", b'{"version": 1, ', b'{"version": 3}', bytes(40)):
+        path.write_bytes(content)
+        assert str(path) in [finding.path for finding in check(data_dir).damage], content
+
+
 def test_every_shard_has_its_log(tmp_path: Path) -> None:
     data_dir = str(tmp_path)
     for shard in range(3):

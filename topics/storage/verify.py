@@ -16,6 +16,7 @@ from topics.core.fold import FoldError
 from topics.storage import layout
 from topics.storage.borrowed import ColdSource, open_cold
 from topics.storage.filesystem import FileSystem, ReadOnlyFileSystem, boot_id, names_in, read_all
+from topics.storage.follow_note import read_note
 from topics.storage.frame import scan
 from topics.storage.lock import inspecting
 from topics.storage.log_fold import LoggedTopic, OfflineFold
@@ -31,6 +32,7 @@ from topics.storage.logfile import (
 )
 from topics.storage.recovery import CorruptLog, RecoveredFile, Recovery, Start, used_bytes
 from topics.storage.segment_check import FileKind, Report, SegmentCheck
+from topics.storage.service_id import epoch_mask, known_id
 from topics.storage.snapshot import (
     HEADER_LEN,
     BadSnapshot,
@@ -225,6 +227,11 @@ class _Check:
                 self._report.note(f"{self._data_dir}: {problem}")
         except RefusedLog as refused:
             self._report.damaged(FileKind.FORMAT, refused.path, str(refused))
+        for read in (known_id, epoch_mask, read_note):
+            try:
+                read(self._fs, self._data_dir)
+            except OSError as error:
+                self._report.unreadable(error, self._data_dir)
 
     # -- segments
 
