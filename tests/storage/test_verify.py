@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
 
-from tests.storage.faults import FaultyFileSystem
+from tests.storage.faults import Crash, Fault, FaultyFileSystem
 from tests.storage.logs import TOPIC_ID, TS_MS, appends, commit, kill, open_writer, topic_create
 from tests.storage.segments import Record, logged, make_segment
 from topics.core.control_bodies import DeleteFrameBody, MarkFrameBody, encode_body
 from topics.core.floors import Floors
 from topics.core.fold import Fold
 from topics.core.location import LOCATION_DELETED
+from topics.core.names import owner_shard
 from topics.core.record_index import UnlocatedIndex
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.core.segment_list import SEALED as SEALED_FLAG
@@ -30,11 +32,12 @@ from topics.storage.log_fold import fold_frames
 from topics.storage.logfile import WalIdentity, WalPosition
 from topics.storage.postings import write_postings
 from topics.storage.recovery import Recovery
+from topics.storage.reshard import reshard
 from topics.storage.segment_check import DamageFinding, FileKind, Report
 from topics.storage.segment_deletes import mark_deleted
 from topics.storage.segment_reader import SegmentReader
 from topics.storage.segment_writer import SegmentWriter
-from topics.storage.snapshot import decode_parts, encode_part, encode_parts, read_snapshot, save_snapshot
+from topics.storage.snapshot import decode_parts, encode_part, encode_parts, plan_move, read_snapshot, save_snapshot
 from topics.storage.verify import NotADataDir, verify
 
 SEALED = [Record(b'"a"', b"n", b"t"), Record(b'"b"', tag=b"u"), Record(b'"c"', tag=b"t", meta=b'{"k":1}')]
@@ -459,6 +462,34 @@ def test_the_snapshot_that_goes_with_the_logs_counts(data_dir: str) -> None:
     save_snapshot(OsFileSystem(), data_dir, encode_parts([part, strange]))
     (finding, *_) = check(data_dir).damage
     assert finding.reason.endswith("goes on in logs that are not there: 0000000000000abc")
+
+
+@pytest.mark.parametrize("error", [Fault.CRASH, Fault.LATE_CRASH], ids=["before", "after"])
+def test_a_change_of_the_shard_count_that_was_killed_anywhere_is_no_damage(
+    data_dir: str, tmp_path: Path, error: int
+) -> None:
+    def owner(name: str) -> int:
+        return owner_shard(name, 2)
+
+    states = set()
+    for nth in count(1):
+        copied = str(tmp_path / f"{nth}")
+        shutil.copytree(data_dir, copied)
+        fs = FaultyFileSystem()
+        fs.arm(Fault(nth, error))
+        try:
+            move = plan_move(fs, copied, owner)
+            reshard(fs, copied, 2, boot_id(), owner, lambda _share: None, file_bytes=1 << 12, move=move)
+        except Crash:
+            fs.bury()
+        report = check(copied)
+        assert report.damage == [], nth
+        assert report.segments == 2
+        states.add(tuple(sorted(name for name in os.listdir(copied) if name.startswith("wal"))))
+        shutil.rmtree(copied)
+        if not fs.struck:
+            break
+    assert states == {("wal",), ("wal", "wal.new"), ("wal.new", "wal.old"), ("wal", "wal.old")}
 
 
 def test_a_log_that_contradicts_itself(data_dir: str) -> None:

@@ -1,17 +1,8 @@
 """The snapshot: the state of all logs up to a place in each, so that a start need not read everything ever written.
 
-`meta/snapshot.<20 digits>.bin`, numbered upwards. All integers are little-endian.
-
-  0       8         12    16         24         32
-  ┌───────┬─────────┬─────┬──────────┬──────────┬──────────────────────┐
-  │ magic │ version │ pad │ body_len │ checksum │ body                 │
-  │ 8     │ u32     │ 4×0 │ u64      │ u64      │ msgpack, body_len    │
-  └───────┴─────────┴─────┴──────────┴──────────┴──────────────────────┘
-    magic    = "topicSNP"
-    checksum = XXH3-64 of bytes [0, 24) and the body; in the same place in every version, so that a version is trusted
-               only if it is undamaged
-    body     = `{"shards": [{"shard", "shards", "log_id", "position": {"file_no", "offset"}, "state"}, …]}`: the state
-               of each log up to a place in it (`core/shard_state.py`)
+`meta/snapshot.<20 digits>.bin`, numbered upwards; docs/storage-format.md has its bytes. The body has the state of each
+log up to a place in it (`core/shard_state.py`). The checksum is in the same place in every version, so that a version
+is trusted only if it is undamaged.
 
 The newest valid snapshot counts; a damaged one is skipped with a log line. A file gets its name only once it is whole
 and on the disk. The valid snapshot before the newest stays as a fallback. It can replace the newest only if the logs
@@ -186,7 +177,7 @@ def load_snapshot(fs: FileSystem, data_dir: str) -> Snapshot | None:
 
     Raise RefusedLog if there are some and none can be used, UnknownSnapshotVersion, OSError.
     """
-    log_ids = present_log_ids(fs, data_dir)
+    log_ids = present_log_ids(fs, layout.wal_dir(data_dir))
     skipped: list[BadSnapshot] = []
     for number in reversed(layout.list_snapshots(fs, data_dir)):
         try:
@@ -216,10 +207,10 @@ def load_snapshot(fs: FileSystem, data_dir: str) -> Snapshot | None:
     raise RefusedLog(newest.path, why) from newest
 
 
-def present_log_ids(fs: FileSystem, data_dir: str) -> set[int]:
-    """Return the ids of the logs whose first file can be read; recovery says what is wrong with any other."""
+def present_log_ids(fs: FileSystem, root: str) -> set[int]:
+    """Return the ids of the logs below `root` that can be read; recovery says what is wrong with any other."""
     found: set[int] = set()
-    for group in layout.discover_groups(fs, layout.wal_dir(data_dir)):
+    for group in layout.discover_groups(fs, root):
         with suppress(NotALogFile, RefusedLog, OSError):
             start = read_first_start(fs, group.path)
             if start is not None:

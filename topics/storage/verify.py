@@ -66,6 +66,9 @@ class _Check:
     def __init__(self, data_dir: str, progress: Callable[[int, int], None], cold_place: str | None) -> None:
         self._fs: FileSystem = ReadOnlyFileSystem()
         self._data_dir = data_dir
+        self._root = layout.wal_dir(data_dir)
+        if self._fs.exists(old_root := os.path.join(data_dir, layout.OLD_WAL_NAME)) and not self._fs.exists(self._root):
+            self._root = old_root  # half swapped: the next start renames it back (`reshard.py`)
         self._progress = progress
         self._report = Report(data_dir)
         self._segments = SegmentCheck(self._fs, self._cold(cold_place), self._report)
@@ -124,7 +127,7 @@ class _Check:
         if not self._report.snapshots:
             self._parts = []
         elif found:
-            log_ids = present_log_ids(self._fs, self._data_dir)
+            log_ids = present_log_ids(self._fs, self._root)
             # The newest one that goes with these logs counts (`reshard.py`).
             fitting = [parts for parts in found if {part.log_id for part in parts} <= log_ids]
             if fitting:
@@ -132,17 +135,16 @@ class _Check:
             else:
                 missing = ", ".join(sorted(f"{part.log_id:016x}" for part in found[-1] if part.log_id not in log_ids))
                 reason = f"the newest snapshot goes on in logs that are not there: {missing}"
-                self._report.damaged(FileKind.LOG, layout.wal_dir(self._data_dir), reason)
+                self._report.damaged(FileKind.LOG, self._root, reason)
 
     # -- logs
 
     def _logs(self) -> None:
-        root = layout.wal_dir(self._data_dir)
         for name in (layout.NEW_WAL_NAME, layout.OLD_WAL_NAME):
             path = os.path.join(self._data_dir, name)
             if self._fs.exists(path):
                 self._report.note(f"{path}: a change of the shard count was interrupted; the next start completes it")
-        groups = layout.discover_groups(self._fs, root)
+        groups = layout.discover_groups(self._fs, self._root)
         missing: set[str] = set()
         for group in groups:
             try:
@@ -160,7 +162,7 @@ class _Check:
             except OSError as error:
                 self._report.unreadable(error, group.path)
             else:
-                missing.update(layout.group_dir_in(root, shard, shards) for shard in range(shards))
+                missing.update(layout.group_dir_in(self._root, shard, shards) for shard in range(shards))
             for path in _files(group.path):
                 self._done(path)
         for path in sorted(missing.difference(group.path for group in groups)):
