@@ -574,6 +574,25 @@ def test_a_directory_in_a_files_place_is_damage(data_dir: str) -> None:
     assert [one.kind for one in check(data_dir).damage] == [FileKind.UNREADABLE]
 
 
+def test_what_cannot_be_read_hides_nothing(data_dir: str) -> None:
+    """A stage that cannot be read, and a damaged sink; without a snapshot a segment, and a damaged one behind it."""
+    stage = Path(layout.stages_dir(data_dir), f"{'0' * 32}-{'0' * 16}.stage")
+    sink = Path(layout.sinks_dir(data_dir), f"{'0' * 32}.sink")
+    stage.mkdir(parents=True)
+    sink.parent.mkdir()
+    sink.write_bytes(b"TSNK")
+    assert [one.path for one in check(data_dir).damage] == [str(stage), str(sink)]
+    shutil.rmtree(stage.parent.parent)
+    for number in layout.list_snapshots(OsFileSystem(), data_dir):
+        Path(layout.snapshot_path(data_dir, number)).write_bytes(b"")
+    unreadable, damaged = topic_file(data_dir, 1, "idx"), topic_file(data_dir, len(SEALED) + 1, "data")
+    unreadable.unlink()
+    unreadable.mkdir()
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    found = {one.path for one in check(data_dir).damage if one.kind != FileKind.SNAPSHOT}
+    assert found >= {str(unreadable), layout.segment_idx_path(layout.topic_dir(data_dir, TOPIC_ID), len(SEALED) + 1)}
+
+
 def test_what_cannot_be_listed_does_not_end_the_check(data_dir: str) -> None:
     """A file where a topic's directory should be, and one where all snapshots should be."""
     in_the_way = [Path(layout.topic_dir(data_dir, 1)), Path(layout.meta_dir(data_dir))]

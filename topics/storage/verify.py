@@ -295,6 +295,8 @@ class _Check:
                     self._transaction(kind, name, path)
                 except TxnFileDamagedError as damaged:
                     self._report.damaged(kind, path, str(damaged))
+                except OSError as error:
+                    self._report.unreadable(error, path)
                 self._done(path)
 
     def _transaction(self, kind: FileKind, name: str, path: str) -> None:
