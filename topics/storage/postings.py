@@ -1,18 +1,8 @@
 """The tags of a sealed segment and the records of each, so that a delete by tag costs its matches (api §5).
 
 `seg-<20 digits>.tags` is written once, when the segment is sealed, also without tagged records. It has every record
-with a tag and a frame, deleted or not. Version 1. All integers are little-endian.
+with a tag and a frame, deleted or not. Version 1; docs/storage-format.md has the order of the fields.
 
-  0       8         12        16          24          28          32         36        40
-  ┌───────┬─────────┬─────────┬───────────┬───────────┬───────────┬──────────┬─────────┬──────────┬─
-  │ magic │ version │ records │ first_seq │ tag_count │ seq_count │ text_len │ pad     │ checksum │ …
-  │ 8     │ u32     │ u32     │ u64       │ u32       │ u32       │ u32      │ 4×0     │ u64      │
-  └───────┴─────────┴─────────┴───────────┴───────────┴───────────┴──────────┴─────────┴──────────┴─
-   48
-  ─┬───────────────────┬───────────────────┬───────────────────┬──────────────────────┐
-   │ text_end          │ list_end          │ seq offset        │ text                 │
-   │ u32 × tag_count   │ u32 × tag_count   │ u32 × seq_count   │ utf8, text_len bytes │
-  ─┴───────────────────┴───────────────────┴───────────────────┴──────────────────────┘
     magic      = "topicTAG"
     records    = the number of records in the segment, from first_seq on
     checksum   = XXH3-64 of the whole file but these 8 bytes
