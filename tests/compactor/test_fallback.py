@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.storage.faults import Crash
 from tests.walshard.compaction import Compaction
+from topics.core.names import owner_shard
 from topics.shm.topic_messages import DeleteRecords
-from topics.storage import layout
+from topics.storage import layout, reshard
+from topics.storage.filesystem import OsFileSystem, boot_id
+from topics.storage.snapshot import plan_move
 from topics.storage.verify import verify
 
 BLOCKS = 6
@@ -80,4 +84,67 @@ def test_what_the_older_snapshot_needs_stays(compaction: Compaction, how: str, b
     assert first_log_file(compaction) > fallback_begins + 2
     assert len(compaction.read("large")) == 7 * BLOCKS
     rig.shard.close()
+    assert verify(rig.settings.data_dir, lambda *_: None).damage == []
+
+
+def test_a_change_of_the_shard_count_that_was_given_up_pushes_out_none(compaction: Compaction) -> None:
+    """It was killed before its swap, and the service goes on with its former count: its snapshot is of no use."""
+    rig = compaction.rig
+    data_dir, fs = rig.settings.data_dir, OsFileSystem()
+
+    def lay_out(shards: int, dies: bool) -> None:
+        def owner(name: str) -> int:
+            return owner_shard(name, shards)
+
+        def before_swap(new_logs: list[reshard.NewLog]) -> None:
+            assert move is not None
+            move.before_swap(new_logs)
+            raise Crash
+
+        reshard.finish_swap(fs, data_dir)
+        move = plan_move(fs, data_dir, owner)
+        assert move is not None
+        used = move._replace(before_swap=before_swap) if dies else move
+        reshard.reshard(fs, data_dir, shards, boot_id(), owner, lambda _share: None, file_bytes=1 << 20, move=used)
+
+    def give_up() -> None:
+        with pytest.raises(Crash):
+            lay_out(2, dies=True)
+        lay_out(1, dies=False)
+
+    rig.append("t", b"1")
+    compaction.cut()
+    rig.append("t", b"2")
+    compaction.cut()
+    compaction.begin_again()
+    rig.restart_service(give_up)
+    assert layout.list_snapshots(fs, data_dir) == [2, 3]
+    rig.append("t", b"3")
+    compaction.cut()
+    assert layout.list_snapshots(fs, data_dir) == [2, 4]
+    damage_newest(compaction, "short")
+    compaction.begin_again()
+    rig.restart_service()
+    assert compaction.read("t") == [(1, b"1"), (2, b"2"), (3, b"3")]
+
+
+@pytest.mark.parametrize("damage", ["changed", "empty"])
+def test_a_damaged_log_file_that_only_the_older_one_needs_holds_up_no_start(
+    compaction: Compaction, damage: str
+) -> None:
+    rig = compaction.rig
+    for _ in range(3):
+        write(compaction)
+        compaction.cut()
+    path = Path(layout.log_path(layout.wal_dir(rig.settings.data_dir), first_log_file(compaction)))
+    content = path.read_bytes()
+    path.write_bytes(b"" if damage == "empty" else content[:20] + b"x" + content[21:])
+    compaction.begin_again()
+    rig.restart_service()
+    assert len(compaction.read("large")) == 3 * BLOCKS
+    assert str(path) in [finding.path for finding in verify(rig.settings.data_dir, lambda *_: None).damage]
+    for _ in range(2):
+        write(compaction)
+        compaction.cut()
+    assert not path.exists()
     assert verify(rig.settings.data_dir, lambda *_: None).damage == []

@@ -94,6 +94,18 @@ def test_one_without_tags_is_damaged_and_nothing_is_copied(machine: Machine) -> 
     path.write_bytes(content)
 
 
+def test_one_with_the_tags_of_another_holds_up_no_other(machine: Machine) -> None:
+    machine.write(2 * EVENTS + 1)
+    machine.compaction.cut()
+    machine.delete()
+    first, second = sorted(machine.data_dir.rglob("*.tags"))
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    machine.compaction.upkeep()
+    assert machine.versions() == [0, 1, 0]
+    first.write_bytes(content)
+
+
 @pytest.mark.parametrize("call", ["open", "pwritev", "fdatasync", "rename", "fsync_dir"])
 def test_one_that_cannot_be_written_leaves_no_files_and_comes_later_each_time(machine: Machine, call: str) -> None:
     machine.write(EVENTS + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.postings import Postings
+from topics.storage.segment import CHECKED_RECORDS, ENTRY_LEN, CorruptSegment
 from topics.storage.segment_deletes import mark_deleted
 from topics.storage.segment_reader import SegmentReader
 
@@ -66,7 +68,8 @@ def test_live_records_stay_and_deleted_ones_take_no_room(
         frames = [frame for seq in range(FIRST_SEQ, version.last_seq + 1) if (frame := reader.frame(seq)) is not None]
         assert {f.seq: (f.data, f.tag, f.node) for f in frames if not f.deleted} == live
     assert dead_bytes(directory, last) == 0
-    tagged = {seq: tag for tag, seqs in Postings.open(directory, FIRST_SEQ, last.version).items() for seq in seqs}
+    postings = Postings.open(directory, FIRST_SEQ, last.records, last.version)
+    tagged = {seq: tag for tag, seqs in postings.items() for seq in seqs}
     assert tagged == {seq: tag for seq, (_, tag, _) in live.items() if tag}
     assert (last.version, last.flags, last.first_ts, last.last_ts) == (2, SEALED, info.first_ts, info.last_ts)
 
@@ -84,6 +87,40 @@ def test_the_old_version_is_as_it_was(tmp_path: Path) -> None:
     after = {path.name: path.read_bytes() for path in Path(directory).iterdir()}
     assert {name: after[name] for name in before} == before
     assert len(after) == 2 * len(before)
+
+
+@pytest.mark.parametrize("word", [0, 1, 4], ids=["offset", "length", "flags"])
+@pytest.mark.parametrize("flipped", [1 << 2, 0xFFFF_FFFF])
+def test_one_with_a_damaged_index_is_left_alone(tmp_path: Path, word: int, flipped: int) -> None:
+    """The data are whole, and a copy of the index brings everything back: nothing may be made of what it says now."""
+    records = [Record(b'"' + b"%d" % number * 50 + b'"', tag=b"t") for number in range(10)]
+    directory, info = segment(str(tmp_path), records, [FIRST_SEQ + at for at in (1, 3, 5, 7)])
+    before = sorted(Path(directory).iterdir())
+    path = Path(layout.segment_idx_path(directory, FIRST_SEQ))
+    words = array("I", path.read_bytes())
+    for number in (4, 6):
+        words[number * ENTRY_LEN // 4 + word] ^= flipped
+    path.write_bytes(words.tobytes())
+    with pytest.raises(CorruptSegment):
+        rewrite(FS, directory, info)
+    assert sorted(Path(directory).iterdir()) == before
+
+
+def test_a_damaged_frame_is_found_wherever_it_is(tmp_path: Path) -> None:
+    """Frames are checked so many at a time."""
+    records = [Record(b"1", tag=b"t")] * (2 * CHECKED_RECORDS + 2)
+    directory, info = segment(str(tmp_path), records, [FIRST_SEQ, FIRST_SEQ + CHECKED_RECORDS])
+    path = Path(layout.segment_data_path(directory, FIRST_SEQ))
+    content = path.read_bytes()
+    for number in (1, CHECKED_RECORDS - 1, CHECKED_RECORDS + 1, 2 * CHECKED_RECORDS, len(records) - 1):
+        at = number * info.data_bytes // len(records)
+        path.write_bytes(content[: at + 32] + b"y" + content[at + 33 :])
+        with pytest.raises(CorruptSegment, match=f"offset {at}: checksum of seq {FIRST_SEQ + number} "):
+            rewrite(FS, directory, info)
+    path.write_bytes(content)
+    rewritten = rewrite(FS, directory, info)
+    assert rewritten.data_bytes == info.data_bytes // len(records) * (len(records) - 2)
+    assert list(reader_of(directory, rewritten).damage(deletions_under_way=False)) == []
 
 
 def row(first_seq: int, data_bytes: int, flags: int = SEALED) -> SegmentInfo:

@@ -73,7 +73,7 @@ def test_sealed_by_count_with_postings(tmp_path: Path) -> None:
     topic.append(logged(records(10, 26), 26))
     assert [(info.first_seq, info.flags) for info in topic.infos][2:] == [(21, SEALED), (31, 0)]
     assert topic.payloads() == [record.payload for record in records(35)]
-    assert [seqs for _, seqs in Postings.open(topic.directory, 11).items()] == [[11, 13, 15, 17, 19]]
+    assert [seqs for _, seqs in Postings.open(topic.directory, 11, 10).items()] == [[11, 13, 15, 17, 19]]
 
 
 def test_sealed_by_bytes_but_never_empty(tmp_path: Path) -> None:

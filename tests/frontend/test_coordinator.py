@@ -38,7 +38,7 @@ from topics.shm.topic_messages import (
 )
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import lay_out
-from topics.storage.layout import sinks_dir
+from topics.storage.layout import sinks_dir, stages_dir
 from topics.storage.txn_files import can_be_decided, stage_name
 
 SHARDS = 2
@@ -356,3 +356,18 @@ def test_what_cannot_be_published_is_tried_ever_less_often_and_said_once(
     for shard in range(SHARDS):
         shards.ready(shard)
     on_loop(shards, tmp_path, test)
+
+
+def test_files_of_stages_that_were_never_finished_go_once_they_are_old(tmp_path: Path) -> None:
+    """Their frontend was killed while it wrote them: nobody else knows their names."""
+    stages = Stages(str(tmp_path), STAGE_TTL_MS)
+    stage = stages.make("orders", "txn", lay_out([(b"", b"", b"1", b"")]))
+    directory = Path(stages_dir(str(tmp_path)))
+    old, new = (directory / f"{stage_name(stage[:-1] + digit)}.tmp" for digit in "xy")
+    for path in (old, new):
+        path.write_bytes(b"TSTG")
+    os.utime(old, ns=(0, 0))
+    assert stages.expired() == []
+    assert sorted(directory.iterdir()) == sorted([directory / stage_name(stage), new])
+    os.utime(directory / stage_name(stage), ns=(0, 0))
+    assert stages.expired() == [stage]

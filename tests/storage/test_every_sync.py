@@ -22,7 +22,7 @@ from topics.storage.filesystem import OsFileSystem
 from topics.storage.reshard import finish_swap, reshard
 from topics.storage.segment_deletes import mark_deleted, sync_segment
 from topics.storage.segment_store import LocalStore
-from topics.storage.snapshot import remove_useless, save_snapshot
+from topics.storage.snapshot import save_snapshot
 
 
 def made(fs: UnsyncedFileSystem) -> list[str]:
@@ -130,8 +130,6 @@ def test_snapshots(fs: UnsyncedFileSystem, tmp_path: Path) -> None:
     assert made(fs) == [f"fsync_dir {tmp_path.name}", "fsync_dir data", *saved]
     save_snapshot(fs, data_dir, b"state")
     assert made(fs) == saved
-    remove_useless(fs, data_dir, 2)
-    assert made(fs) == ["fsync_dir meta"]
 
 
 def test_a_segment_its_marks_and_its_next_version(fs: UnsyncedFileSystem, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_every_byte_is_where_the_format_says(tmp_path: Path) -> None:
 def test_what_is_found_is_what_matches(block_tags: int, tags: list[bytes], wanted: bytes) -> None:
     with TemporaryDirectory() as directory, patch.object(postings_module, "BLOCK_TAGS", block_tags):
         write_postings(OsFileSystem(), directory, FIRST_SEQ, len(tags), tagged(tags))
-        postings = Postings.open(directory, FIRST_SEQ)
+        postings = Postings.open(directory, FIRST_SEQ, len(tags))
         assert (postings.first_seq, postings.records) == (FIRST_SEQ, len(tags))
         assert postings.find(Match("eq", wanted)) == [seq for seq, tag in tagged(tags) if tag == wanted]
         assert postings.find(Match("glob", wanted)) == [seq for seq, tag in tagged(tags) if tag.startswith(wanted)]
@@ -115,7 +115,7 @@ def test_a_file_of_another_length_is_found(tmp_path: Path) -> None:
     for length in (*range(len(content)), len(content) + 1):
         Path(path).write_bytes((content + b"\0")[:length])
         with case(length), pytest.raises(CorruptPostings):
-            Postings.open(str(tmp_path), FIRST_SEQ)
+            Postings.open(str(tmp_path), FIRST_SEQ, 1)
 
 
 def test_another_release_is_refused(tmp_path: Path) -> None:
@@ -123,12 +123,21 @@ def test_another_release_is_refused(tmp_path: Path) -> None:
     path = layout.segment_tags_path(str(tmp_path), FIRST_SEQ)
     Path(path).write_bytes(header + struct.pack("<Q", xxhash.xxh3_64_intdigest(header)))
     with pytest.raises(UnknownPostingsVersion, match="version 2 is unknown, this release reads 1"):
-        Postings.open(str(tmp_path), FIRST_SEQ)
+        Postings.open(str(tmp_path), FIRST_SEQ, 0)
+
+
+@pytest.mark.parametrize(("first_seq", "records"), [(FIRST_SEQ + 1, 1), (FIRST_SEQ, 2)])
+def test_the_file_of_another_segment_is_found(tmp_path: Path, first_seq: int, records: int) -> None:
+    path = layout.segment_tags_path(str(tmp_path), FIRST_SEQ)
+    Path(path).write_bytes(postings_module.encode(first_seq, records, [(first_seq, b"a")]))
+    reason = f"is of {records} records from seq {first_seq}, not of 1 from {FIRST_SEQ}"
+    with pytest.raises(CorruptPostings, match=reason):
+        Postings.open(str(tmp_path), FIRST_SEQ, 1)
 
 
 def test_a_segment_that_is_not_sealed_has_none(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        Postings.open(str(tmp_path), FIRST_SEQ)
+        Postings.open(str(tmp_path), FIRST_SEQ, 0)
 
 
 @pytest.mark.parametrize("error", [Fault.CRASH, Fault.TORN_CRASH, Fault.LATE_CRASH])
@@ -142,7 +151,7 @@ def test_killed_at_any_call_it_is_there_as_a_whole_or_not_at_all(tmp_path: Path,
     fs.bury()
     path = layout.segment_tags_path(str(tmp_path), FIRST_SEQ)
     if os.path.exists(path):
-        assert Postings.open(str(tmp_path), FIRST_SEQ).find(Match("eq", b"a")) == [FIRST_SEQ]
+        assert Postings.open(str(tmp_path), FIRST_SEQ, 1).find(Match("eq", b"a")) == [FIRST_SEQ]
     assert os.path.exists(path) == (nth > 4 or (nth == 4 and error == Fault.LATE_CRASH))
     assert Path(write_golden(str(tmp_path))).read_bytes() == golden()[0]
 

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.storage.faults import ERRNOS, Crash, Fault, FaultyFileSystem
+from tests.storage.logs import IDENTITY, kill, open_writer
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
-from topics.storage.logfile import RefusedLog, WalPosition
+from topics.storage.logfile import LOG_VERSION, FileStart, RefusedLog, WalPosition, file_start_frame
 from topics.storage.snapshot import (
     BadSnapshot,
     ShardPart,
@@ -154,6 +155,22 @@ def test_one_that_goes_with_other_logs_is_passed_over(data_dir: str) -> None:
     number, body, skipped = newest(data_dir)
     assert (number, body) == (4, FIRST)
     assert [bad.path for bad in skipped] == [layout.snapshot_path(data_dir, 5)]
+
+
+@pytest.mark.parametrize("version", [LOG_VERSION, LOG_VERSION + 1])
+def test_a_log_that_cannot_be_read_is_named_and_no_snapshot_for_it(data_dir: str, version: int) -> None:
+    directory = layout.wal_dir(data_dir)
+    writer = open_writer(FaultyFileSystem(), directory)
+    kill(writer)
+    save_snapshot(FS, data_dir, encode_parts([ShardPart(0, 1, writer.log_id, WalPosition(1, 0), msgspec.Raw(b"\x90"))]))
+    assert newest(data_dir)[0] == 1
+    path = Path(layout.log_path(directory, 1))
+    damaged = file_start_frame(FileStart(version, writer.log_id, 1, 0, 1, IDENTITY.boot_id))
+    path.write_bytes(damaged if version != LOG_VERSION else damaged[:-1] + b"x")
+    reason = "not a log file: checksum does not match" if version == LOG_VERSION else f"version {version} is unknown"
+    with pytest.raises(RefusedLog, match=reason) as caught:
+        load_snapshot(FS, data_dir)
+    assert caught.value.path == str(path)
 
 
 def test_an_unknown_version_is_refused_though_an_older_one_is_valid(data_dir: str) -> None:

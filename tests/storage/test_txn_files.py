@@ -38,7 +38,7 @@ def test_a_stage_holds_its_frames_as_they_were_laid_out() -> None:
 
 
 def test_a_sink_holds_its_batch_and_stages() -> None:
-    assert decode_sink(SINK) == Sink("sink", 7, [("stage", "orders"), ("other", "audit")])
+    assert decode_sink(SINK, sink_name("sink")) == Sink("sink", 7, [("stage", "orders"), ("other", "audit")])
     assert decode_sink_head(SINK[:SINK_HEAD_LEN]) == (7, 2)
 
 
@@ -49,11 +49,25 @@ def test_every_changed_or_missing_byte_of_a_stage_is_found() -> None:
                 decode_stage(damaged)
 
 
+def test_a_head_that_is_damaged_is_found_as_far_as_it_can_be() -> None:
+    head = STAGE[:267]
+    at = head.index(b"orders")
+    with pytest.raises(TxnFileDamagedError):
+        decode_stage_head(head[:at] + b"\xff" + head[at + 1 :])
+    with pytest.raises(TxnFileDamagedError):
+        decode_stage_head(head[: at + 5])
+
+
 def test_every_changed_or_missing_byte_of_a_sink_is_found() -> None:
     for at in range(len(SINK)):
         for damaged in (SINK[:at] + bytes([SINK[at] ^ 0x10]) + SINK[at + 1 :], SINK[:at]):
             with case(at, damaged), pytest.raises(TxnFileDamagedError):
-                decode_sink(damaged)
+                decode_sink(damaged, sink_name("sink"))
+
+
+def test_the_file_of_another_sink_is_found() -> None:
+    with pytest.raises(TxnFileDamagedError, match=f"it is of sink 'sink', whose file is {sink_name('sink')}"):
+        decode_sink(SINK, sink_name("other"))
 
 
 def test_names_of_stages_and_sinks() -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
 
-from tests.storage.faults import FaultyFileSystem
+from tests.storage.faults import Crash, Fault, FaultyFileSystem
 from tests.storage.logs import TOPIC_ID, TS_MS, appends, commit, kill, open_writer, topic_create
 from tests.storage.segments import Record, logged, make_segment
 from topics.core.control_bodies import DeleteFrameBody, MarkFrameBody, encode_body
 from topics.core.floors import Floors
 from topics.core.fold import Fold
 from topics.core.location import LOCATION_DELETED
+from topics.core.names import owner_shard
 from topics.core.record_index import UnlocatedIndex
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.core.segment_list import SEALED as SEALED_FLAG
@@ -30,11 +32,12 @@ from topics.storage.log_fold import fold_frames
 from topics.storage.logfile import WalIdentity, WalPosition
 from topics.storage.postings import write_postings
 from topics.storage.recovery import Recovery
+from topics.storage.reshard import reshard
 from topics.storage.segment_check import DamageFinding, FileKind, Report
 from topics.storage.segment_deletes import mark_deleted
 from topics.storage.segment_reader import SegmentReader
 from topics.storage.segment_writer import SegmentWriter
-from topics.storage.snapshot import decode_parts, encode_part, encode_parts, read_snapshot, save_snapshot
+from topics.storage.snapshot import decode_parts, encode_part, encode_parts, plan_move, read_snapshot, save_snapshot
 from topics.storage.verify import NotADataDir, verify
 
 SEALED = [Record(b'"a"', b"n", b"t"), Record(b'"b"', tag=b"u"), Record(b'"c"', tag=b"t", meta=b'{"k":1}')]
@@ -461,6 +464,34 @@ def test_the_snapshot_that_goes_with_the_logs_counts(data_dir: str) -> None:
     assert finding.reason.endswith("goes on in logs that are not there: 0000000000000abc")
 
 
+@pytest.mark.parametrize("error", [Fault.CRASH, Fault.LATE_CRASH], ids=["before", "after"])
+def test_a_change_of_the_shard_count_that_was_killed_anywhere_is_no_damage(
+    data_dir: str, tmp_path: Path, error: int
+) -> None:
+    def owner(name: str) -> int:
+        return owner_shard(name, 2)
+
+    states = set()
+    for nth in count(1):
+        copied = str(tmp_path / f"{nth}")
+        shutil.copytree(data_dir, copied)
+        fs = FaultyFileSystem()
+        fs.arm(Fault(nth, error))
+        try:
+            move = plan_move(fs, copied, owner)
+            reshard(fs, copied, 2, boot_id(), owner, lambda _share: None, file_bytes=1 << 12, move=move)
+        except Crash:
+            fs.bury()
+        report = check(copied)
+        assert report.damage == [], nth
+        assert report.segments == 2
+        states.add(tuple(sorted(name for name in os.listdir(copied) if name.startswith("wal"))))
+        shutil.rmtree(copied)
+        if not fs.struck:
+            break
+    assert states == {("wal",), ("wal", "wal.new"), ("wal.new", "wal.old"), ("wal", "wal.old")}
+
+
 def test_a_log_that_contradicts_itself(data_dir: str) -> None:
     recovery = Recovery(FaultyFileSystem(), layout.wal_dir(data_dir), WalIdentity(0, 1, boot_id()))
     for _ in recovery:
@@ -474,6 +505,14 @@ def test_a_log_that_contradicts_itself(data_dir: str) -> None:
 
 
 # -- the whole directory
+
+
+@pytest.mark.parametrize("name", ["service-id", "restored.json", "borrowed.json", "following.json", "format.json"])
+def test_the_notes_of_what_the_directory_is_are_read(data_dir: str, name: str) -> None:
+    path = Path(layout.meta_dir(data_dir), name)
+    for content in (b"", b'{"version": 1, ', b'{"version": 3}', bytes(40)):
+        path.write_bytes(content)
+        assert str(path) in [finding.path for finding in check(data_dir).damage], content
 
 
 def test_every_shard_has_its_log(tmp_path: Path) -> None:
@@ -533,6 +572,25 @@ def test_a_directory_in_a_files_place_is_damage(data_dir: str) -> None:
     path.unlink()
     path.mkdir()
     assert [one.kind for one in check(data_dir).damage] == [FileKind.UNREADABLE]
+
+
+def test_what_cannot_be_read_hides_nothing(data_dir: str) -> None:
+    """A stage that cannot be read, and a damaged sink; without a snapshot a segment, and a damaged one behind it."""
+    stage = Path(layout.stages_dir(data_dir), f"{'0' * 32}-{'0' * 16}.stage")
+    sink = Path(layout.sinks_dir(data_dir), f"{'0' * 32}.sink")
+    stage.mkdir(parents=True)
+    sink.parent.mkdir()
+    sink.write_bytes(b"TSNK")
+    assert [one.path for one in check(data_dir).damage] == [str(stage), str(sink)]
+    shutil.rmtree(stage.parent.parent)
+    for number in layout.list_snapshots(OsFileSystem(), data_dir):
+        Path(layout.snapshot_path(data_dir, number)).write_bytes(b"")
+    unreadable, damaged = topic_file(data_dir, 1, "idx"), topic_file(data_dir, len(SEALED) + 1, "data")
+    unreadable.unlink()
+    unreadable.mkdir()
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    found = {one.path for one in check(data_dir).damage if one.kind != FileKind.SNAPSHOT}
+    assert found >= {str(unreadable), layout.segment_idx_path(layout.topic_dir(data_dir, TOPIC_ID), len(SEALED) + 1)}
 
 
 def test_what_cannot_be_listed_does_not_end_the_check(data_dir: str) -> None:

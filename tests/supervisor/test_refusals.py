@@ -13,12 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import COMMAND, poll
+from tests.harness import COMMAND, clean_environment, poll
 from tests.supervisor.conftest import Start
 from topics.settings import Settings, load
 from topics.shm import shm_names
 from topics.shm.instance import SharedMemory
+from topics.storage.borrowed import NAME as BORROWED_NAME
+from topics.storage.follow_note import NAME as FOLLOWING_NAME
 from topics.storage.lock import DataDirLock
+from topics.storage.service_id import RESTORED_NAME
 from topics.supervisor.check import (
     CheckFinding,
     check,
@@ -234,6 +237,23 @@ def test_a_start_under_a_small_limit_of_file_size_is_refused_in_a_sentence(tmp_p
     assert answer.returncode == 1
     assert f"may write files of {most} bytes" in answer.stdout + answer.stderr
     assert "Traceback" not in answer.stdout + answer.stderr
+
+
+@pytest.mark.parametrize("name", [RESTORED_NAME, BORROWED_NAME, FOLLOWING_NAME])
+def test_a_start_with_a_damaged_note_is_refused_in_a_sentence(tmp_path: Path, name: str) -> None:
+    (tmp_path / "meta").mkdir()
+    note = tmp_path / "meta" / name
+    note.write_bytes(b'{"version": 1, ')
+    environment = clean_environment({"TOPICS_DATA_DIR": str(tmp_path), "TOPICS_PORT": "0"})
+    start = [str(COMMAND), "run"]
+    answer = subprocess.run(start, check=False, env=environment, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 1
+    where = f"cannot start: data directory {tmp_path} cannot be used: {note} is damaged (Input data was truncated): "
+    assert where in answer.stderr
+    assert "Traceback" not in answer.stderr
+    if name != FOLLOWING_NAME:
+        found = check(settings(tmp_path, data_dir=str(tmp_path)))
+        assert [finding for finding in found if finding.problem and str(note) in finding.problem]
 
 
 def test_check_finds_nothing_where_a_start_would_work_and_makes_nothing(tmp_path: Path) -> None:

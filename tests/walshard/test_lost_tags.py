@@ -53,14 +53,16 @@ def other_release(content: bytes) -> bytes:
     return bytes(header) + CHECKSUM.pack(xxh3_64_intdigest(bytes(header) + content[BODY_AT:])) + content[BODY_AT:]
 
 
-@pytest.mark.parametrize("damage", ["missing", "empty", "short", "changed"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "short", "changed", "another's"])
 def test_the_frames_tell(compaction: Compaction, damage: str) -> None:
     path = file(compaction, "tags")
     content = path.read_bytes()
     if damage == "missing":
         path.unlink()
     else:
-        path.write_bytes({"empty": b"", "short": content[:-1], "changed": content[:-1] + b"x"}[damage])
+        other = path.with_name(f"seg-{2 * EVENTS + 1:020d}.tags").read_bytes()
+        contents = {"empty": b"", "short": content[:-1], "changed": content[:-1] + b"x", "another's": other}
+        path.write_bytes(contents[damage])
     assert delete(compaction) == RECORDS // 2
     left = [seq for seq in range(2, RECORDS + 1, 2) if seq != 10]
     assert seqs(compaction) == left

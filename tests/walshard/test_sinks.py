@@ -30,7 +30,9 @@ from topics.shm.topic_messages import (
 )
 from topics.storage import layout
 from topics.storage.frame import lay_out
+from topics.storage.segment_check import FileKind
 from topics.storage.txn_files import sink_name
+from topics.storage.verify import verify
 
 KILLED_IN = (*MODULES, "/topics/storage/filesystem.py")
 StageList = list[tuple[str, str]]
@@ -340,6 +342,22 @@ def test_a_damaged_sink_is_said_and_is_not_a_new_one(rig: Rig) -> None:
     with pytest.raises(TopicsError, match=r"cannot be used"):
         rig.call(TxnBegin("s", 0, stages))
     assert rig.call(TxnPending()).batches == []
+
+
+def test_the_file_of_another_sink_is_not_taken_for_its_own(rig: Rig) -> None:
+    """Its higher batch would have this sink's next ones count as committed, and nobody would publish them."""
+    for sink, batch in (("s", 3), ("other", 9)):
+        stages = stage(rig, ("a", [b"1"]))
+        rig.call(TxnBegin(sink, batch, stages))
+        drive(rig, sink, batch, stages)
+    other, own = (Path(layout.sinks_dir(rig.settings.data_dir), sink_name(sink)) for sink in ("other", "s"))
+    own.write_bytes(other.read_bytes())
+    rig.restart_service()
+    with pytest.raises(TopicsError, match="it is of sink 'other'"):
+        rig.call(TxnBegin("s", 4, stage(rig, ("a", [b"2"]))))
+    assert rig.call(TxnGet("other")).batch == 9
+    (finding,) = verify(rig.settings.data_dir, lambda *_: None).damage
+    assert (finding.kind, finding.path) == (FileKind.SINK, str(own))
 
 
 # -- killed anywhere

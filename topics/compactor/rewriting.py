@@ -33,7 +33,7 @@ from topics.storage.filesystem import FileSystem, opened, write_all
 from topics.storage.frame import Bytes
 from topics.storage.kill_points import reached
 from topics.storage.postings import CorruptPostings, Postings, write_postings
-from topics.storage.segment import ENTRY_LEN, CommittedFile, Content, CorruptSegment, check_frames, read_columns
+from topics.storage.segment import ENTRY_LEN, CommittedFile, Content, CorruptSegment, check_whole
 from topics.storage.segment_store import SegmentSource
 
 _ENTRY_U32: Final = ENTRY_LEN // 4
@@ -55,26 +55,19 @@ def dead_bytes(directory: str, info: SegmentInfo) -> int:
     return sum([length for length, flag in zip(lengths, flags, strict=True) if flag & LOCATION_DELETED])
 
 
-def live_pieces(directory: str, info: SegmentInfo) -> list[tuple[int, int]]:
-    """Return (start, end) in `.data` of all that a new version will hold, ascending, neighbours as one.
-
-    Raise OSError, CorruptSegment.
-    """
-    _, offsets, lengths, flags = _columns(directory, info)
-    return _live_pieces(offsets, lengths, flags)
-
-
 def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Content | None = None) -> SegmentInfo:
     """Write the new version and sync it; the old one stays as it was.
 
-    `old` is the `.data` of a cold segment, with at least what `live_pieces` names. Raise OSError, CorruptSegment,
+    `old` is the `.data` of a cold segment, with at least all live frames. Raise OSError, CorruptSegment,
     CorruptPostings, leaving nothing of a new version.
     """
     # First, because without the postings no copy is of use.
-    postings = list(Postings.open(directory, info.first_seq, info.version, in_memory=True).items())
+    postings = list(Postings.open(directory, info.first_seq, info.records, info.version, in_memory=True).items())
     words, offsets, lengths, flags = _columns(directory, info)
     if old is None:
+        # The old version goes, and with it what a restored index would show of it.
         old = CommittedFile(layout.segment_data_path(directory, info.first_seq, info.version), info.data_bytes)
+        check_whole(_idx(directory, info), old, old.path, info.first_seq)
     deleted = [bool(flag & LOCATION_DELETED) for flag in flags]
     pieces = _live_pieces(offsets, lengths, flags)
     new_lengths = array("I", [0 if dead else length for dead, length in zip(deleted, lengths, strict=True)])
@@ -130,11 +123,13 @@ def _write_pair(
         fs.fdatasync(idx_fd)
 
 
+def _idx(directory: str, info: SegmentInfo) -> CommittedFile:
+    return CommittedFile(layout.segment_idx_path(directory, info.first_seq, info.version), info.records * ENTRY_LEN)
+
+
 def _columns(directory: str, info: SegmentInfo) -> tuple[array[int], array[int], array[int], array[int]]:
     """Read an index. Return it as u32 words, and its columns offsets, lengths and flags."""
-    idx = CommittedFile(layout.segment_idx_path(directory, info.first_seq, info.version), info.records * ENTRY_LEN)
-    words = array("I")
-    words.frombytes(idx[:])
+    words = array("I", _idx(directory, info)[:])
     return words, words[0::_ENTRY_U32], words[1::_ENTRY_U32], words[4::_ENTRY_U32]
 
 
@@ -212,20 +207,18 @@ class ColdFetch:
     def _fetch(self, topic_id: int, info: SegmentInfo) -> Content:
         directory = layout.topic_dir(self._data_dir, topic_id)
         name = layout.segment_data_path(os.path.basename(directory), info.first_seq, info.version)
-        pieces = live_pieces(directory, info)
+        _, offsets, lengths, flags = _columns(directory, info)
         try:
             with opened(self._fs, self._tmp_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as fd:
                 self._fs.ftruncate(fd, info.data_bytes)
-                for start, end in pieces:
+                for start, end in _live_pieces(offsets, lengths, flags):
                     for at in range(start, end, PIECE_BYTES):
                         content = self._source.read_range(name, at, min(PIECE_BYTES, end - at))
                         write_all(self._fs, fd, content, at)
             data = CommittedFile(self._tmp_path, info.data_bytes)
         finally:
             self._remove_tmp()
-        idx = CommittedFile(layout.segment_idx_path(directory, info.first_seq, info.version), info.records * ENTRY_LEN)
-        columns = read_columns(idx, 0, info.records)
-        check_frames(self._source.place(name), data, 0, info.first_seq, columns, columns.offsets)
+        check_whole(_idx(directory, info), data, self._source.place(name), info.first_seq)
         return data
 
     def _remove_tmp(self) -> None:

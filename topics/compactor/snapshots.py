@@ -58,7 +58,7 @@ class Snapshots:
             parts = {part.shard: part for part in newest.parts} | parts
         body = encode_parts([parts[shard] for shard in sorted(parts)])
         former = self._newest
-        saved = save_snapshot(self._fs, self._data_dir, body)
+        saved = save_snapshot(self._fs, self._data_dir, body, former or 0)
         self._newest = saved.number
         self.size_bytes = len(body)
         self.positions = _positions(parts.values())

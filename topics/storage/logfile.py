@@ -152,11 +152,19 @@ def read_file_start(fs: FileSystem, path: str) -> tuple[FileStart, int]:
 
 
 def read_first_start(fs: FileSystem, directory: str) -> FileStart | None:
-    """Return the FILE_START of the first file that the log still has, None without any. Its `log_id` identifies the
-    log. Raise NotALogFile, UnknownLogVersion or OSError.
+    """Return the first FILE_START that can be read in a log, None if it has no file. Its `log_id` identifies the log: a
+    file before it may be one that nothing needs any more, which recovery tells, or just be removed. Raise NotALogFile,
+    UnknownLogVersion or OSError.
     """
-    numbers = layout.list_log_files(fs, directory)
-    return read_file_start(fs, layout.log_path(directory, numbers[0]))[0] if numbers else None
+    unread: NotALogFile | FileNotFoundError | None = None
+    for number in layout.list_log_files(fs, directory):
+        try:
+            return read_file_start(fs, layout.log_path(directory, number))[0]
+        except (NotALogFile, FileNotFoundError) as error:
+            unread = unread or error
+    if unread is not None:
+        raise unread
+    return None
 
 
 def create_log_file(

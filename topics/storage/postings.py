@@ -1,18 +1,8 @@
 """The tags of a sealed segment and the records of each, so that a delete by tag costs its matches (api §5).
 
 `seg-<20 digits>.tags` is written once, when the segment is sealed, also without tagged records. It has every record
-with a tag and a frame, deleted or not. Version 1. All integers are little-endian.
+with a tag and a frame, deleted or not. Version 1; docs/storage-format.md has the order of the fields.
 
-  0       8         12        16          24          28          32         36        40
-  ┌───────┬─────────┬─────────┬───────────┬───────────┬───────────┬──────────┬─────────┬──────────┬─
-  │ magic │ version │ records │ first_seq │ tag_count │ seq_count │ text_len │ pad     │ checksum │ …
-  │ 8     │ u32     │ u32     │ u64       │ u32       │ u32       │ u32      │ 4×0     │ u64      │
-  └───────┴─────────┴─────────┴───────────┴───────────┴───────────┴──────────┴─────────┴──────────┴─
-   48
-  ─┬───────────────────┬───────────────────┬───────────────────┬──────────────────────┐
-   │ text_end          │ list_end          │ seq offset        │ text                 │
-   │ u32 × tag_count   │ u32 × tag_count   │ u32 × seq_count   │ utf8, text_len bytes │
-  ─┴───────────────────┴───────────────────┴───────────────────┴──────────────────────┘
     magic      = "topicTAG"
     records    = the number of records in the segment, from first_seq on
     checksum   = XXH3-64 of the whole file but these 8 bytes
@@ -112,9 +102,11 @@ class Postings:
         """First tag of each block: most files do not have the wanted tag, and one comparison tells."""
 
     @classmethod
-    def open(cls, directory: str, first_seq: int, version: int = 0, *, in_memory: bool = False) -> Postings:
-        """Open the file of a segment. With hardly any memory, unless `in_memory`, parts of it are read as needed, which
-        may raise CorruptSegment. Raise FileNotFoundError if the segment is not sealed, OSError.
+    def open(
+        cls, directory: str, first_seq: int, records: int, version: int = 0, *, in_memory: bool = False
+    ) -> Postings:
+        """Open the file of a segment of so many records. With hardly any memory, unless `in_memory`, parts of it are
+        read as needed, which may raise CorruptSegment. Raise FileNotFoundError if the segment is not sealed, OSError.
         """
         path = layout.segment_tags_path(directory, first_seq, version)
         try:
@@ -122,6 +114,11 @@ class Postings:
             postings = cls(path, file[:])
         except CorruptSegment as unread:
             raise CorruptPostings(path, unread.offset, unread.reason) from unread
+        if (postings.first_seq, postings.records) != (first_seq, records):
+            reason = (
+                f"is of {postings.records} records from seq {postings.first_seq}, not of {records} from {first_seq}"
+            )
+            raise CorruptPostings(path, 12, reason)
         if not in_memory:
             postings._content = file
         return postings

@@ -66,6 +66,8 @@ DELETED: Final = 0xD5
 LOG_FRAME_EXTRA_LEN: Final = 8
 """Bytes by which a record's frame in the log is longer than its frame here."""
 DATA_MAX_BYTES: Final = 0xFFFF_FFFF
+CHECKED_RECORDS: Final = 1024
+"""Records that `check_whole` reads at once."""
 
 _LENGTH_FIELD_LEN: Final = 4
 KEPT_FLAGS: Final = LOCATION_GONE | LOCATION_HAS_TAG | LOCATION_HAS_NODE | LOCATION_HAS_META
@@ -268,6 +270,21 @@ def extent(columns: Columns, data_bytes: int, idx_path: str, first_entry_at: int
         at = first_entry_at + (len(starts) - 1) * ENTRY_LEN
         raise CorruptSegment(idx_path, at, f"a frame ends at {end}, behind the {data_bytes} bytes there are")
     return starts, end
+
+
+def check_whole(idx: CommittedFile, data: CommittedFile, data_path: str, first_seq: int) -> None:
+    """Check an index, and every live frame in `data`. Raise CorruptSegment, with `data_path` for a frame."""
+    count = len(idx) // ENTRY_LEN
+    columns = read_columns(idx, 0, count)
+    for number, flags in enumerate(columns.flags):
+        if flags & ~KEPT_FLAGS:
+            raise CorruptSegment(idx.path, number * ENTRY_LEN, f"unknown flags {flags:#x}")
+    starts, end = extent(columns, len(data), idx.path, 0)
+    starts.append(end)
+    for at in range(0, count, CHECKED_RECORDS):
+        base, behind = starts[at], min(at + CHECKED_RECORDS, count)
+        places = [start - base for start in starts[at:behind]]
+        check_frames(data_path, data[base : starts[behind]], base, first_seq + at, columns.part(at, behind), places)
 
 
 def check_frames(

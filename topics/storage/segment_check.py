@@ -230,6 +230,9 @@ class SegmentCheck:
             except FileNotFoundError as error:
                 self._report.missing(FileKind.SEGMENT, error.filename)
                 continue
+            except OSError as error:
+                self._report.unreadable(error, directory)
+                continue
             reader = SegmentReader(directory, name.first_seq, idx, data, name.version)
             self._report.segment_records += reader.records
             whole = True

@@ -14,7 +14,7 @@ from xxhash import xxh3_64_intdigest
 from topics.core.floors import EvictReason
 from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_LOST, flags_of, lengths_of, offsets_of
 from topics.storage import layout
-from topics.storage.frame import LOCATION_FLAGS, LOCATION_HAS_TAG
+from topics.storage.frame import LENGTH_FIELD_LEN, LOCATION_FLAGS, LOCATION_HAS_TAG
 from topics.storage.segment import (
     DELETED,
     ENTRY,
@@ -31,7 +31,6 @@ from topics.storage.segment import (
     entries_of_idx,
 )
 
-_LENGTH_FIELD_LEN: Final = 4
 _FLAGS_AT: Final = 4
 _PAD_AT: Final = 17
 _WINDOW_BYTES: Final = 1 << 16  # in the cache, and more would be new pages each time
@@ -119,7 +118,7 @@ class SegmentReader:
             frame_len, _, frame_seq, _, node_len, tag_len, data_len = unpack(window, at)
             if (
                 frame_seq != seq
-                or frame_len != length - _LENGTH_FIELD_LEN
+                or frame_len != length - LENGTH_FIELD_LEN
                 or node_len + tag_len + data_len != length - (HEADER_LEN + TAIL_LEN)
             ):
                 self.frame(seq)
@@ -182,7 +181,7 @@ class SegmentReader:
         body = frame[_FLAGS_AT : length - TAIL_LEN]
         if checksum != xxh3_64_intdigest(body):
             reason = "checksum does not match"
-        elif frame_len != length - _LENGTH_FIELD_LEN or HEADER_LEN + node_len + tag_len + data_len + TAIL_LEN != length:
+        elif frame_len != length - LENGTH_FIELD_LEN or HEADER_LEN + node_len + tag_len + data_len + TAIL_LEN != length:
             reason = "inconsistent lengths"
         elif (frame_seq, frame_ts) != (seq, ts):
             reason = f"holds seq {frame_seq} of {frame_ts}, the index says seq {seq} of {ts}"

@@ -14,6 +14,7 @@ from typing import Annotated, Final
 
 import msgspec
 
+from topics.storage import layout
 from topics.storage.filesystem import FileSystem, read_all
 from topics.storage.notes import VERSION, note_path, read_note_file, write_note_file
 from topics.storage.snapshot import present_log_ids
@@ -31,7 +32,7 @@ def known_id(fs: FileSystem, data_dir: str) -> str | None:
         if not _ID.fullmatch(found):
             raise OSError(errno.EIO, "is no id of a service: remove it, and the next start makes it again", path)
         return found.decode()
-    ids = present_log_ids(fs, data_dir)
+    ids = present_log_ids(fs, layout.wal_dir(data_dir))
     return f"{min(ids):016x}" if ids else None
 
 

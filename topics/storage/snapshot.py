@@ -1,17 +1,8 @@
 """The snapshot: the state of all logs up to a place in each, so that a start need not read everything ever written.
 
-`meta/snapshot.<20 digits>.bin`, numbered upwards. All integers are little-endian.
-
-  0       8         12    16         24         32
-  ┌───────┬─────────┬─────┬──────────┬──────────┬──────────────────────┐
-  │ magic │ version │ pad │ body_len │ checksum │ body                 │
-  │ 8     │ u32     │ 4×0 │ u64      │ u64      │ msgpack, body_len    │
-  └───────┴─────────┴─────┴──────────┴──────────┴──────────────────────┘
-    magic    = "topicSNP"
-    checksum = XXH3-64 of bytes [0, 24) and the body; in the same place in every version, so that a version is trusted
-               only if it is undamaged
-    body     = `{"shards": [{"shard", "shards", "log_id", "position": {"file_no", "offset"}, "state"}, …]}`: the state
-               of each log up to a place in it (`core/shard_state.py`)
+`meta/snapshot.<20 digits>.bin`, numbered upwards; docs/storage-format.md has its bytes. The body has the state of each
+log up to a place in it (`core/shard_state.py`). The checksum is in the same place in every version, so that a version
+is trusted only if it is undamaged.
 
 The newest valid snapshot counts; a damaged one is skipped with a log line. A file gets its name only once it is whole
 and on the disk. The valid snapshot before the newest stays as a fallback. It can replace the newest only if the logs
@@ -75,8 +66,10 @@ class Saved(NamedTuple):
     fallback: int | None
 
 
-def save_snapshot(fs: FileSystem, data_dir: str, body: bytes) -> Saved:
-    """Make the next snapshot durably, then remove all but its fallback. Raise OSError: no former one is lost then."""
+def save_snapshot(fs: FileSystem, data_dir: str, body: bytes, newest: int = 1 << 64) -> Saved:
+    """Make the next snapshot durably, then remove all but its fallback. Raise OSError: no former one is lost then.
+    Snapshots above `newest` are no fallback: they go with other logs, of an interrupted change of the shard count.
+    """
     make_dirs(fs, layout.meta_dir(data_dir))
     numbers = layout.list_snapshots(fs, data_dir)
     number = numbers[-1] + 1 if numbers else 1
@@ -84,7 +77,7 @@ def save_snapshot(fs: FileSystem, data_dir: str, body: bytes) -> Saved:
     checksum = CHECKSUM.pack(xxh3_64_intdigest(prefix + body))
     replace_file(fs, layout.snapshot_path(data_dir, number), prefix + checksum + body)
     # A snapshot that cannot be removed now is removed with the next one; the new one counts either way.
-    kept, fallback = _fallbacks(fs, data_dir, numbers)
+    kept, fallback = _fallbacks(fs, data_dir, [old for old in numbers if old <= newest])
     with suppress(OSError):
         for old in numbers:
             if old not in kept:
@@ -184,7 +177,7 @@ def load_snapshot(fs: FileSystem, data_dir: str) -> Snapshot | None:
 
     Raise RefusedLog if there are some and none can be used, UnknownSnapshotVersion, OSError.
     """
-    log_ids = present_log_ids(fs, data_dir)
+    log_ids = present_log_ids(fs, layout.wal_dir(data_dir))
     skipped: list[BadSnapshot] = []
     for number in reversed(layout.list_snapshots(fs, data_dir)):
         try:
@@ -200,29 +193,29 @@ def load_snapshot(fs: FileSystem, data_dir: str) -> Snapshot | None:
         skipped.append(BadSnapshot(path, HEADER_LEN, "it goes with other logs than those that are here"))
     if not skipped:
         return None
+    for group in layout.discover_groups(fs, layout.wal_dir(data_dir)):
+        try:
+            read_first_start(
+                fs, group.path
+            )  # a log that cannot be read says more than that its snapshot goes with none
+        except NotALogFile as error:
+            path = layout.log_path(group.path, layout.list_log_files(fs, group.path)[0])
+            raise RefusedLog(path, f"not a log file: {error}; restore it, or the whole data directory") from error
     newest = skipped[0]
     way_out = "no other snapshot can be used either. Restore the whole data directory from a copy"
     why = f"cannot be used, at offset {newest.offset}: {newest.reason}; {way_out}"
     raise RefusedLog(newest.path, why) from newest
 
 
-def present_log_ids(fs: FileSystem, data_dir: str) -> set[int]:
-    """Return the ids of the logs whose first file can be read; recovery says what is wrong with any other."""
+def present_log_ids(fs: FileSystem, root: str) -> set[int]:
+    """Return the ids of the logs below `root` that can be read; recovery says what is wrong with any other."""
     found: set[int] = set()
-    for group in layout.discover_groups(fs, layout.wal_dir(data_dir)):
+    for group in layout.discover_groups(fs, root):
         with suppress(NotALogFile, RefusedLog, OSError):
             start = read_first_start(fs, group.path)
             if start is not None:
                 found.add(start.log_id)
     return found
-
-
-def remove_useless(fs: FileSystem, data_dir: str, used: int) -> None:
-    """Remove all snapshots but `used`: they go with other logs, and must not push it out when the next one is made."""
-    for number in layout.list_snapshots(fs, data_dir):
-        if number != used:
-            fs.unlink(layout.snapshot_path(data_dir, number))
-    fs.fsync_dir(layout.meta_dir(data_dir))
 
 
 def redistributed(parts: list[ShardPart], logs: list[NewLog], owner: Callable[[str], int]) -> list[ShardPart]:
@@ -268,8 +261,8 @@ def plan_move(fs: FileSystem, data_dir: str, owner: Callable[[str], int]) -> Mov
     deleted_ids = {topic_id for state in states for topic_id in state.all_deleted_ids()}
 
     def before_swap(new_logs: list[NewLog]) -> None:
-        remove_useless(fs, data_dir, snapshot.number)
-        save_snapshot(fs, data_dir, encode_parts(redistributed(snapshot.parts, new_logs, owner)))
+        body = encode_parts(redistributed(snapshot.parts, new_logs, owner))
+        save_snapshot(fs, data_dir, body, snapshot.number)
 
     starts = {paths[part.log_id]: part.position for part in snapshot.parts}
     return Move(starts, topic_names, deleted_ids - topic_names.keys(), before_swap)

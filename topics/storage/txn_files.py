@@ -1,15 +1,7 @@
-"""The files of transactions over topics (api §6): stages and sinks. All integers are little-endian.
+"""The files of transactions over topics (api §6): stages and sinks; docs/storage-format.md has their bytes.
 
-A *stage* is a file with records of one topic that a transaction holds back until they are published:
-
-  0       4         6          8       12           20
-  ┌───────┬─────────┬──────────┬───────┬────────────┬───────┬──────────────────┬──────────────┬────────┬──────────┐
-  │ magic │ version │ name_len │ count │ frames_len │ topic │ offset_len       │ record flags │ frames │ checksum │
-  │ TSTG  │ u16     │ u16      │ u32   │ u64        │ utf8  │ u64 × count      │ u8 × count   │ bytes  │ u64      │
-  └───────┴─────────┴──────────┴───────┴────────────┴───────┴──────────────────┴──────────────┴────────┴──────────┘
-    offset_len = offset of a frame in `frames`, and its length << 32
-    frames     = unstamped Append frames of one atomic write (`frame.py`)
-    checksum   = XXH3-64 of everything before it
+A *stage* is a file with records of one topic that a transaction holds back until they are published: unstamped Append
+frames of one atomic write (`frame.py`).
 
 It is written once, whole and synced before its id is told (`replace_file`), and never changes. One that was dropped has
 the time TAKEN_BACK_NS until it is removed: nothing can be decided about it any more. Its name is
@@ -19,13 +11,6 @@ the time TAKEN_BACK_NS until it is removed: nothing can be decided about it any 
 so that the stages of a transaction are found by name, and no client can guess a name.
 
 A *sink* is a file with the latest batch that the sink has committed, and its stages until all of them are published:
-
-  0       4         6         8          16      24              32
-  ┌───────┬─────────┬─────────┬──────────┬───────┬───────────────┬───────────────────────────────────────┬──────────┐
-  │ magic │ version │ zero    │ body_len │ batch │ pending_count │ body, msgpack:                        │ checksum │
-  │ TSNK  │ u16     │ u16     │ u64      │ u64   │ u64           │ [sink str, [[stage str, topic str]…]] │ u64      │
-  └───────┴─────────┴─────────┴──────────┴───────┴───────────────┴───────────────────────────────────────┴──────────┘
-    checksum = XXH3-64 of everything before it
 
 Each sink has one file, `<xxh3-128 of its name, 32 hex>.sink`. The shard that would own a topic of its name writes it,
 and replaces it as a whole. A batch is decided once the file that names its stages is on the disk, and over once the
@@ -47,7 +32,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 
 from topics.storage.filesystem import FileSystem, opened
-from topics.storage.frame import LaidOut
+from topics.storage.frame import LaidOut, is_utf8
 
 STAGE_VERSION: Final = 1
 _STAGE_HEADER: Final = Struct("<4sHHIQ")
@@ -154,7 +139,7 @@ def decode_stage_head(head: bytes) -> StageHead:
         raise TxnFileDamagedError(f"it has only {len(head)} bytes")
     magic, version, name_len, count, frames_len = _STAGE_HEADER.unpack_from(head)
     name = head[_STAGE_HEADER.size : _STAGE_HEADER.size + name_len]
-    if magic != _STAGE_MAGIC or version != STAGE_VERSION or len(name) != name_len:
+    if magic != _STAGE_MAGIC or version != STAGE_VERSION or len(name) != name_len or not is_utf8(name):
         raise TxnFileDamagedError("its beginning is not that of a stage")
     return StageHead(name.decode(), count, frames_len)
 
@@ -229,8 +214,8 @@ def read_sink_head(fs: FileSystem, directory: str, sink: str) -> tuple[int, int]
         return 0, 0
 
 
-def decode_sink(content: bytes) -> Sink:
-    """Decode a whole file. Raise TxnFileDamagedError."""
+def decode_sink(content: bytes, file_name: str) -> Sink:
+    """Decode a whole file. Raise TxnFileDamagedError, also if it is of another sink than its name says."""
     batch, pending_count = decode_sink_head(content)
     body_len = _SINK_HEADER.unpack_from(content)[3]
     if defect := _defect(content, _SINK_HEADER.size + body_len + _CHECKSUM.size):
@@ -241,4 +226,6 @@ def decode_sink(content: bytes) -> Sink:
         raise TxnFileDamagedError(f"its body is not that of a sink: {error}") from None
     if len(pending) != pending_count:
         raise TxnFileDamagedError(f"it has {len(pending)} stages, its header says {pending_count}")
+    if sink_name(name) != file_name:
+        raise TxnFileDamagedError(f"it is of sink {name!r}, whose file is {sink_name(name)}")
     return Sink(name, batch, pending)

@@ -16,6 +16,7 @@ from topics.core.fold import FoldError
 from topics.storage import layout
 from topics.storage.borrowed import ColdSource, open_cold
 from topics.storage.filesystem import FileSystem, ReadOnlyFileSystem, boot_id, names_in, read_all
+from topics.storage.follow_note import read_note
 from topics.storage.frame import scan
 from topics.storage.lock import inspecting
 from topics.storage.log_fold import LoggedTopic, OfflineFold
@@ -31,6 +32,7 @@ from topics.storage.logfile import (
 )
 from topics.storage.recovery import CorruptLog, RecoveredFile, Recovery, Start, used_bytes
 from topics.storage.segment_check import FileKind, Report, SegmentCheck
+from topics.storage.service_id import epoch_mask, known_id
 from topics.storage.snapshot import (
     HEADER_LEN,
     BadSnapshot,
@@ -64,6 +66,9 @@ class _Check:
     def __init__(self, data_dir: str, progress: Callable[[int, int], None], cold_place: str | None) -> None:
         self._fs: FileSystem = ReadOnlyFileSystem()
         self._data_dir = data_dir
+        self._root = layout.wal_dir(data_dir)
+        if self._fs.exists(old_root := os.path.join(data_dir, layout.OLD_WAL_NAME)) and not self._fs.exists(self._root):
+            self._root = old_root  # half swapped: the next start renames it back (`reshard.py`)
         self._progress = progress
         self._report = Report(data_dir)
         self._segments = SegmentCheck(self._fs, self._cold(cold_place), self._report)
@@ -122,7 +127,7 @@ class _Check:
         if not self._report.snapshots:
             self._parts = []
         elif found:
-            log_ids = present_log_ids(self._fs, self._data_dir)
+            log_ids = present_log_ids(self._fs, self._root)
             # The newest one that goes with these logs counts (`reshard.py`).
             fitting = [parts for parts in found if {part.log_id for part in parts} <= log_ids]
             if fitting:
@@ -130,17 +135,16 @@ class _Check:
             else:
                 missing = ", ".join(sorted(f"{part.log_id:016x}" for part in found[-1] if part.log_id not in log_ids))
                 reason = f"the newest snapshot goes on in logs that are not there: {missing}"
-                self._report.damaged(FileKind.LOG, layout.wal_dir(self._data_dir), reason)
+                self._report.damaged(FileKind.LOG, self._root, reason)
 
     # -- logs
 
     def _logs(self) -> None:
-        root = layout.wal_dir(self._data_dir)
         for name in (layout.NEW_WAL_NAME, layout.OLD_WAL_NAME):
             path = os.path.join(self._data_dir, name)
             if self._fs.exists(path):
                 self._report.note(f"{path}: a change of the shard count was interrupted; the next start completes it")
-        groups = layout.discover_groups(self._fs, root)
+        groups = layout.discover_groups(self._fs, self._root)
         missing: set[str] = set()
         for group in groups:
             try:
@@ -151,13 +155,14 @@ class _Check:
             except RefusedLog as refused:
                 self._report.damaged(FileKind.LOG, refused.path, str(refused))
             except NotALogFile as error:
-                self._report.damaged(FileKind.LOG, group.path, f"not a log: {error}")
+                path = layout.log_path(group.path, layout.list_log_files(self._fs, group.path)[0])
+                self._report.damaged(FileKind.LOG, path, f"not a log file: {error}")
             except (FoldError, msgspec.DecodeError) as error:
                 self._report.damaged(FileKind.LOG, group.path, str(error))
             except OSError as error:
                 self._report.unreadable(error, group.path)
             else:
-                missing.update(layout.group_dir_in(root, shard, shards) for shard in range(shards))
+                missing.update(layout.group_dir_in(self._root, shard, shards) for shard in range(shards))
             for path in _files(group.path):
                 self._done(path)
         for path in sorted(missing.difference(group.path for group in groups)):
@@ -224,6 +229,11 @@ class _Check:
                 self._report.note(f"{self._data_dir}: {problem}")
         except RefusedLog as refused:
             self._report.damaged(FileKind.FORMAT, refused.path, str(refused))
+        for read in (known_id, epoch_mask, read_note):
+            try:
+                read(self._fs, self._data_dir)
+            except OSError as error:
+                self._report.unreadable(error, self._data_dir)
 
     # -- segments
 
@@ -285,13 +295,15 @@ class _Check:
                     self._transaction(kind, name, path)
                 except TxnFileDamagedError as damaged:
                     self._report.damaged(kind, path, str(damaged))
+                except OSError as error:
+                    self._report.unreadable(error, path)
                 self._done(path)
 
     def _transaction(self, kind: FileKind, name: str, path: str) -> None:
         if kind == FileKind.STAGE and stage_of_name(name) is not None:
             decode_stage(read_all(self._fs, path))
         if kind == FileKind.SINK and is_sink_name(name):
-            sink = decode_sink(read_all(self._fs, path))
+            sink = decode_sink(read_all(self._fs, path), name)
             if sink.pending:
                 self._report.note(
                     f"{path}: batch {sink.batch} of sink {sink.sink!r} is decided, the next start ends it"

@@ -275,13 +275,16 @@ def _format_problem(data_dir: str) -> str | None:
     """Return why this release must not use the data. None when it may; also while a service holds the lock."""
     try:
         with suppress(DataDirLocked), inspecting(data_dir):
+            service_id.epoch_mask(OsFileSystem(), data_dir)
             # Without `wal` the data are new, or the release that wrote them has to start once more.
             if not has_mark(OsFileSystem(), data_dir) and os.path.isdir(layout.wal_dir(data_dir)):
                 check_upgrade(data_dir, accept_data_loss=False, progress=lambda _share: None)
     except (RefusedLog, UnknownSnapshotVersion) as error:
         return str(error)
-    except OSError as error:
+    except PermissionError as error:
         return f"cannot be read: {error}; run this as the user of the service"
+    except OSError as error:
+        return f"{error.filename} {error.strerror}"
     return None
 
 

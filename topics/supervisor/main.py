@@ -123,7 +123,8 @@ def _refused(what: str | None = None) -> Iterator[None]:
     except OSError as error:
         if what is None:
             raise
-        raise StartError(f"{what}: {error.strerror or error}") from error
+        where = f"{error.filename} " if error.filename else ""
+        raise StartError(f"{what}: {where}{error.strerror or error}") from error
 
 
 def _log_authentication(settings: Settings, keys: KeyRing) -> None:

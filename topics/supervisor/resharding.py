@@ -13,8 +13,10 @@ from topics.settings import Settings
 from topics.shm.control import EXIT_REFUSED
 from topics.shm.instance import SharedMemory
 from topics.storage import reshard
+from topics.storage.borrowed import read_borrowed
 from topics.storage.filesystem import OsFileSystem, boot_id
 from topics.storage.logfile import RefusedLog
+from topics.storage.service_id import epoch_mask
 from topics.storage.snapshot import UnknownSnapshotVersion, plan_move
 from topics.storage.upgrade import check_upgrade, has_mark, write_mark
 from topics.storage.wal import WalSyncError, WalWriteError
@@ -23,8 +25,14 @@ _logger = log.get_logger()
 
 
 def settle_role(settings: Settings) -> Settings:
-    """Return the settings of what the service is now. Raise OSError if they do not fit the data directory."""
-    return promoting.settle_role(OsFileSystem(), settings, SystemClock())
+    """Return the settings of what the service is now. Raise OSError if they do not fit the data directory, or if its
+    notes, without which every frontend would die, are damaged.
+    """
+    fs = OsFileSystem()
+    settings = promoting.settle_role(fs, settings, SystemClock())
+    epoch_mask(fs, settings.data_dir)
+    read_borrowed(fs, settings.data_dir)
+    return settings
 
 
 def is_needed(settings: Settings) -> bool:

@@ -97,10 +97,17 @@ class Stages:
             raise TopicsError("storage_unavailable", reason, {"cause": error.strerror}) from None
 
     def expired(self) -> list[str]:
-        return [stage for stage in self._all() if self._age_ms(stage) > self.ttl_ms + EXPIRY_MARGIN_MS]
+        """Return the expired stages, and remove as old files that a killed frontend never finished. Raise OSError."""
+        names = names_in(self._fs, self._directory)
+        old = [name for name in names if self._age_ms(name) > self.ttl_ms + EXPIRY_MARGIN_MS]
+        for name in old:
+            if name.endswith(layout.TMP_SUFFIX):
+                with contextlib.suppress(FileNotFoundError):
+                    self._fs.unlink(os.path.join(self._directory, name))
+        return list(filter(None, map(txn_files.stage_of_name, old)))
 
     def _head(self, stage: str) -> txn_files.StageHead:
-        if not txn_files.is_stage_id(stage) or self._age_ms(stage) > self.ttl_ms:
+        if not txn_files.is_stage_id(stage) or self._age_ms(txn_files.stage_name(stage)) > self.ttl_ms:
             raise TopicsError("not_found", f"there is no stage {stage[:100]!r}: it was dropped or has expired")
         try:
             with open(self._path(stage), "rb") as file:
@@ -111,10 +118,10 @@ class Stages:
             reason = f"{self._path(stage)} cannot be used: {error}"
             raise TopicsError("storage_unavailable", reason, {"cause": "damaged"}) from None
 
-    def _age_ms(self, stage: str) -> float:
-        """Return the age of a stage; infinite if it does not exist."""
+    def _age_ms(self, name: str) -> float:
+        """Return the age of a file; infinite if it does not exist."""
         try:
-            return (time.time() - os.stat(self._path(stage)).st_mtime) * 1000
+            return (time.time() - os.stat(os.path.join(self._directory, name)).st_mtime) * 1000
         except FileNotFoundError:
             return float("inf")
 

@@ -155,7 +155,7 @@ class Sinks:
 
     def _load(self, path: str) -> Sink | None:
         try:
-            return txn_files.decode_sink(read_all(self._fs, path))
+            return txn_files.decode_sink(read_all(self._fs, path), os.path.basename(path))
         except FileNotFoundError:
             return None
         except (OSError, TxnFileDamagedError) as error:

@@ -64,7 +64,7 @@ class SegmentTags:
         if postings is None:
             directory = layout.topic_dir(self._data_dir, topic_id)
             try:
-                postings = Postings.open(directory, info.first_seq, info.version)
+                postings = Postings.open(directory, info.first_seq, info.records, info.version)
             except UnknownPostingsVersion:
                 raise
             except (FileNotFoundError, CorruptPostings) as error:
