@@ -194,10 +194,8 @@ def load_snapshot(fs: FileSystem, data_dir: str) -> Snapshot | None:
     if not skipped:
         return None
     for group in layout.discover_groups(fs, layout.wal_dir(data_dir)):
-        try:
-            read_first_start(
-                fs, group.path
-            )  # a log that cannot be read says more than that its snapshot goes with none
+        try:  # a log that cannot be read says more than that its snapshot goes with none
+            read_first_start(fs, group.path)
         except NotALogFile as error:
             path = layout.log_path(group.path, layout.list_log_files(fs, group.path)[0])
             raise RefusedLog(path, f"not a log file: {error}; restore it, or the whole data directory") from error
