@@ -18,10 +18,13 @@ from typing import Any
 import pytest
 
 from tests.harness import poll
-from topics.client import AsyncClient, Client, ClientError, Retry, UnreachableError, calls
+from topics.api.answers import JobAnswer
+from topics.client import AsyncClient, Client, ClientError, NotAllowedError, Retry, UnreachableError, calls
 from topics.client.clients import REQUESTS_MAX
+from topics.client.errors import ServiceFaultError
 from topics.client.http import NotSentError, ServiceAddress, TransportError
 from topics.client.links import AsyncLink, Link, LinkPool, finish, finish_each
+from topics.client.shift import BACKOFF, Shift
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 CLOSING = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}"
@@ -71,6 +74,11 @@ class Script:
         self._listener.close()
         for connection in self.connections:
             connection.close()
+
+
+def refusal(code: str) -> bytes:
+    body = b'{"error":{"code":"%b","message":""}}' % code.encode()
+    return b"HTTP/1.1 401 Unauthorized\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
 
 
 @pytest.fixture
@@ -279,6 +287,33 @@ def test_a_request_that_must_not_be_repeated_is_sent_once(script: Callable[..., 
     with Client(f"http://127.0.0.1:{service.port}") as client, pytest.raises(UnreachableError, match="may have been"):
         client.call(calls.claim("t", "node"))
     assert len(service.requests) == 1
+
+
+def test_an_answer_of_something_else_may_be_that_to_a_write(script: Callable[..., Script]) -> None:
+    service = script(OK)
+    with (
+        Client(f"http://127.0.0.1:{service.port}", retry=NO_REPEAT) as topics,
+        pytest.raises(ServiceFaultError, match="did not come from a topics service") as fault,
+    ):
+        topics.append("t", [1])
+    assert fault.value.may_be_done
+
+
+@pytest.mark.parametrize("first", [None, refusal("unauthorized")])
+def test_an_ack_that_is_refused_may_be_done_if_one_before_it_got_no_answer(
+    script: Callable[..., Script], first: bytes | None
+) -> None:
+    service = script(first, refusal("unauthorized"))
+    job = JobAnswer(seq=1, ts=1, lease_id="l", deadline=1, deliveries=1)
+
+    async def body() -> None:
+        async with AsyncClient(f"http://127.0.0.1:{service.port}", retry=NO_REPEAT) as topics:
+            shift = Shift(topics, "t", "n", max_jobs=1, lease_ms=1000, backoff=BACKOFF)
+            with pytest.raises(NotAllowedError) as refused:
+                await shift.ack(job)
+            assert refused.value.may_be_done is (first is None)
+
+    asyncio.run(body())
 
 
 def test_an_authority_of_ones_own_is_trusted_and_no_other(script: Callable[..., Script], tmp_path: Path) -> None:

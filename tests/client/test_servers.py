@@ -59,6 +59,18 @@ def test_a_leader_that_is_named_is_asked_if_it_was_given(named: object, asked: s
     assert servers.current.address.url == asked
 
 
+def test_followers_that_name_a_dead_leader_do_not_keep_a_client_from_the_new_one() -> None:
+    servers = _servers("http://dead", "http://b", "http://c", "http://leads")
+    servers.move_on(servers.current)
+    asked: list[str] = []
+    while (url := servers.current.address.url) != "http://leads" and len(asked) < 9:
+        asked.append(url)
+        servers.move_on(servers.current, ApiError(503, "not_leader", "", {"leader": "http://dead"}))
+    assert asked == ["http://b", "http://c"]
+    servers.move_on(servers.current)
+    assert servers.current.address.url == "http://dead", "all have failed: a new round"
+
+
 def test_urls_are_a_text_or_a_list() -> None:
     assert split_urls("http://a, http://b") == split_urls(["http://a", "http://b"]) == ["http://a", "http://b"]
     for wrong in ("", "http://a,", [], [""]):
@@ -233,9 +245,10 @@ def test_a_follower_alone_takes_no_writes(tmp_path: Path) -> None:
                 list(client.read("orders"))
         with Client(follower.url) as client:
             poll("the follower has it", lambda: _has(client, "orders", 1))
-            with pytest.raises(ApiError, match="follows another one") as refused:
+            refused(follower.client.get("/v0/topics", headers={"Topics-Leader": "required"}), 503, "not_leader")
+            with pytest.raises(ApiError, match="follows another one") as refusal:
                 client.append("orders", [2])
-            assert refused.value.code == "not_leader"
+            assert refusal.value.code == "not_leader"
             producer = client.producer("orders")
             with pytest.raises(ApiError, match="follows another one"):
                 producer.send(2).result(60)

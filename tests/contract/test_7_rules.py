@@ -89,13 +89,18 @@ def test_a_cursor_beyond_the_head_of_a_recreated_topic(service: Service, topic: 
 def test_a_recreated_topic_that_grows_beyond_the_cursor_before_its_stream_begins(
     service: Service, topic: str, consistency: str
 ) -> None:
+    other = f"{topic}.other"
+    put(service.client, other)
     write(service.client, topic, *range(9))
     ok(service.client.delete(f"/v0/topics/{topic}"))
     put(service.client, topic, durability="fsync")
     write(service.client, topic, "a", "b")
-    session = watch(service.client, {topic: {"from_seq": 9}}, consistency=consistency)
+    session = watch(service.client, {other: {}, topic: {"from_seq": 9}}, consistency=consistency)
     write(service.client, topic, *range(20))
     with Stream(service.url, session["wid"]) as stream:
+        positions = stream.event("caught-up").positions
+        assert positions == {other: 0, topic: positions[topic]}
+        assert 22 < positions[topic] < 1 << 53, "JavaScript has no larger integers: it would send back another one"
         tombstone = stream.event("tombstone").json
         assert (tombstone["reason"], tombstone["gap_from"]) == ("recreated", 1)
         first = stream.event("record").json

@@ -145,6 +145,22 @@ def test_a_cursor_beyond_the_head_starts_again() -> None:
     assert (record["from_seq"], record["to_seq"]) == (2, 9)
 
 
+@pytest.mark.parametrize(
+    ("from_seq", "tombstone", "at_seq", "head_seq"),
+    [
+        (20, Tombstone(1, 9, "recreated", 9, 1, 9), 4, 4),  # not the head, of which the disk has not all
+        (2, Tombstone(3, 6, "cap", 4, 7, 9), 6, 6),  # evicted before the disk had it: not below where the stream is
+    ],
+)
+def test_a_strong_stream_names_no_head_that_it_may_not_show(
+    from_seq: int, tombstone: Tombstone, at_seq: int, head_seq: int
+) -> None:
+    page = shown(next_seq=at_seq, head_seq=9, from_seq=from_seq, durable_seq=4, tombstone=tombstone, strong=True)
+    step = start(from_seq).advance(0, page)
+    assert events(step)[-1] == ("caught-up", {"topic": "t", "head_seq": head_seq}, {"t": at_seq})
+    assert step.outcome is StepOutcome.WAITING
+
+
 def test_a_deleted_topic_leaves_the_ids_and_the_others_go_on() -> None:
     spec = StreamSpec(("a", "b"), (1, 2), OPTIONS, False)
     step = spec.start({"a": 3, "b": 4}).topic_deleted(0, 5)

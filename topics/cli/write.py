@@ -10,7 +10,7 @@ import msgspec
 
 from topics.cli import shared
 from topics.cli.shared import BadLineError, LineBatch, UsageError, print_line, say, stdin_batches
-from topics.client import ApiError, Client, ClientError, NewRecord, ServiceFaultError
+from topics.client import ApiError, Client, ClientError, NewRecord
 from topics.progress import progress, stdin_bytes
 
 BATCH_MAX_BYTES: Final = 1 << 20
@@ -163,7 +163,7 @@ def is_certain(error: BaseException) -> bool:
     """
     if isinstance(error, BadLineError) or (isinstance(error, ApiError) and error.status in (400, 409, 413, 422)):
         return True
-    return isinstance(error, ClientError) and not error.may_be_done and not isinstance(error, ServiceFaultError)
+    return isinstance(error, ClientError) and not error.may_be_done
 
 
 def parse(

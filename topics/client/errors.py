@@ -52,6 +52,8 @@ class ServiceBusyError(ApiError):
 class ServiceFaultError(ApiError):
     """500, or an answer that is none of the API's."""
 
+    may_be_done = True
+
 
 class NotFiniteError(ClientError, ValueError):
     """A value to be sent is NaN or infinite, which JSON has not. Nothing was sent; `path` says where the value is."""

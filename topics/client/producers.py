@@ -291,7 +291,9 @@ class _Production:
 
     def _late(self) -> UnreachableError:
         message = f"the {self._placing.what} was closed before all records were answered"
-        return UnreachableError(f"{message}; those under way may have been written")
+        error = UnreachableError(f"{message}; those under way may have been written")
+        error.may_be_done = True
+        return error
 
     def _raise_unseen(self) -> None:
         """Raise what the program would not learn otherwise: the producer's failure, or that of a rejected record."""

@@ -30,6 +30,8 @@ class Servers:
     def __init__(self, every: Sequence[Server]) -> None:
         self.every = every
         self.current = every[0]
+        self._left: list[Server] = []
+        """Those that failed in this round, which ends when all have: a follower may name a leader that is dead."""
 
     def __len__(self) -> int:
         return len(self.every)
@@ -39,13 +41,15 @@ class Servers:
         return ",".join(server.address.url for server in self.every)
 
     def move_on(self, failed: Server, refusal: ApiError | None = None) -> None:
-        """Ask another one from now on: the leader that a refusal names if it is among them, else the next in order."""
+        """Ask another one of this round from now on: the leader that a refusal names, else the next in order."""
         if self.current is not failed:
             return
-        leader = None if refusal is None else refusal.detail.get("leader")
         after = self.every.index(failed) + 1
-        following = self.every[after % len(self.every)]
-        self.current = next((server for server in self.every if server.address.url == leader), following)
+        left = [*self._left, failed]
+        self._left = left if len(left) < len(self.every) else []
+        left_over = [server for server in (*self.every[after:], *self.every[:after]) if server not in self._left]
+        leader = None if refusal is None else refusal.detail.get("leader")
+        self.current = next((server for server in left_over if server.address.url == leader), left_over[0])
 
 
 def split_urls(url: str | Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ from topics.client import calls
 from topics.client.attempts import NOT_CARRIED_OUT, RETRY, STOPPING, Attempts, describe
 from topics.client.calls import Call, path_of
 from topics.client.commands import AsyncService
-from topics.client.errors import LeaseLostError, ServiceBusyError, ServiceFaultError, UnreachableError
+from topics.client.errors import ClientError, LeaseLostError, ServiceBusyError, ServiceFaultError, UnreachableError
 from topics.client.http import TransportError
 
 log = logging.getLogger("topics.worker")
@@ -270,7 +270,11 @@ class Shift:
                 if isinstance(error, ServiceBusyError) and error.code in NOT_CARRIED_OUT:
                     raise
                 held = {job.seq for job in jobs if self.holds(job)}
-                skipped = set(await self._client.call(msgspec.structs.replace(call, repeatable=True)))
+                try:
+                    skipped = set(await self._client.call(msgspec.structs.replace(call, repeatable=True)))
+                except ClientError as last:
+                    last.may_be_done |= error.may_be_done
+                    raise
                 return [
                     True if job.seq not in skipped else None if job.seq in held and self.holds(job) else False
                     for job in jobs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from topics.api.requests import U64_MAX, StartBody
+from topics.api.requests import StartBody
 from topics.core.errors import invalid
 from topics.core.names import check_topic_name
 from topics.frontend.entry import wire
@@ -12,6 +12,8 @@ from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards.arenas import Slices
 
+BEYOND_ANY_HEAD: Final = (1 << 53) - 1
+"""A cursor that JavaScript keeps exactly: ids of frames have it until the topic is read."""
 _NO_RECORDS: Final = PageOptions(limit=1, max_batch_bytes=1)
 
 
@@ -67,7 +69,7 @@ def _followed(reader: TopicReader, ref: TopicRef, start: StartBody) -> FollowedT
     from_seq = start.from_seq if start.from_ts is None else reader.seq_before(ref, start.from_ts)
     if start.tail or (from_seq > view.head_seq and start.from_ts is None):
         # Beyond any head if the topic was recreated, so that its reader is told, though it may grow meanwhile.
-        from_seq = U64_MAX if view.recreated and not start.tail else view.head_seq
+        from_seq = BEYOND_ANY_HEAD if view.recreated and not start.tail else view.head_seq
     # The page at the head has no record, but both ends of the topic at this moment.
     page = reader.read_page(ref, view.head_seq, _NO_RECORDS)
     # A cursor from before the topic was recreated reads it from its first record.

@@ -81,12 +81,12 @@ def frame_page(
     topic: str, from_seq: int, page: RecordPage, to_seq: int | None, wording: Wording = EVENT_STREAM
 ) -> FramedPage:
     """Frame a page. A `strong` stream has a `to_seq`, which it takes for the head (api §7)."""
-    head_seq = page.head_seq if to_seq is None else min(page.head_seq, max(from_seq, to_seq))
     tombstone = page.tombstone
     start = from_seq
     if tombstone is not None:
         # After `recreated` the topic is read from its start: the gap is of the former instance's records.
         start = tombstone.earliest_seq - 1 if tombstone.reason == "recreated" else tombstone.gap_to
+    head_seq = page.head_seq if to_seq is None else min(page.head_seq, max(start, to_seq))
     record = b""
     if page.count:
         record = wording.record(topic, page.body, start, page.next_from_seq, head_seq)
