@@ -14,7 +14,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Final
 
 from topics.archive.leader_tail import LeaderAwayError, LeaderTail
-from topics.archive.main import HEARTBEAT_S, REQUEST_MS, STOP
+from topics.archive.main import REQUEST_MS, STOP, told_to_stop
 from topics.archive.promoting import promote
 from topics.archive.replica import BeginAnewError, OtherShardsError, Replica, begin_anew
 from topics.core.clock import Clock, SystemClock, doubled_ms
@@ -264,7 +264,7 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
     worker = threading.Thread(target=follower.work, args=(stop,), name="following", daemon=True)
     worker.start()
     cell.set("state", ProcessState.READY)
-    while signal.sigtimedwait(STOP, HEARTBEAT_S) is None:
+    while not told_to_stop():
         cell.set("heartbeat_ms", clock.now_ms())
         has_ended = not worker.is_alive()  # first: it ends with its exit code
         if follower.exit_code is not None:

@@ -63,7 +63,7 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
     worker = threading.Thread(target=archiver.work, args=(stop,), name="shipping", daemon=True)
     worker.start()
     cell.set("state", ProcessState.READY)
-    while signal.sigtimedwait(STOP, HEARTBEAT_S) is None:
+    while not told_to_stop():
         cell.set("heartbeat_ms", clock.now_ms())
         if not worker.is_alive():
             log.error("the archiver begins again: its thread has ended, the log says why")
@@ -76,3 +76,10 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
     helpers.shutdown(wait=False, cancel_futures=True)
     cell.set("state", ProcessState.STOPPED)
     return 0
+
+
+def told_to_stop() -> bool:
+    """Wait for the time of a heartbeat, or until SIGTERM comes; return whether it came."""
+    found = signal.sigtimedwait(STOP, HEARTBEAT_S)
+    # A process that was stopped for longer than that gets a signal of any number from CPython, which nobody sent.
+    return found is not None and found.si_signo in STOP
