@@ -251,7 +251,8 @@ def test_a_client_that_takes_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch,
         async def never(_: object) -> None:
             await asyncio.Event().wait()
 
-        socket = module.Socket(cast(Any, Route()), b"", {"headers": [], "extensions": {WRITE_BUFFER: transport}}, receive, never)
+        scope = {"headers": [], "extensions": {WRITE_BUFFER: transport}}
+        socket = module.Socket(cast(Any, Route()), b"", scope, receive, never)
         running = asyncio.create_task(socket.run())
         for _ in range(70):
             await asyncio.sleep(0.003)
