@@ -27,7 +27,7 @@ from topics.storage.logfile import (
 )
 from topics.storage.recovery import Recovery
 from topics.storage.segment import ENTRY_LEN
-from topics.storage.snapshot import Snapshot
+from topics.storage.snapshot import Snapshot, load_snapshot
 from topics.storage.txn_files import SINK_HEAD_LEN, is_sink_name, stage_of_name
 
 TRIES_MAX: Final = 200
@@ -73,18 +73,21 @@ class RunningEnds:
 
 class RestingEnds:
     """The ends of the logs of a directory that no service uses, found as a start finds them. The caller holds the
-    lock. Raise RefusedLog, OSError.
+    lock. Raise RefusedLog, UnknownSnapshotVersion, OSError.
     """
 
     def __init__(self, data_dir: str) -> None:
         fs = ReadOnlyFileSystem()
         self.has_end = True
         self._ends: list[WalPosition] = []
+        snapshot = load_snapshot(fs, data_dir)
         for group in layout.discover_groups(fs, layout.wal_dir(data_dir)):
             first = read_first_start(fs, group.path)
             if first is None:
                 continue
-            recovery = Recovery(fs, group.path, WalIdentity(group.shard, first.shards, boot_id()), start="lowest")
+            part = None if snapshot is None else snapshot.part_of(first.log_id)
+            identity = WalIdentity(group.shard, first.shards, boot_id())
+            recovery = Recovery(fs, group.path, identity, start="lowest" if part is None else part.position)
             for _ in recovery:
                 pass
             if recovery.end is not None:
