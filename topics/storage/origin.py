@@ -19,6 +19,7 @@ from topics.storage.filesystem import FileSystem, ReadOnlyFileSystem, boot_id, n
 from topics.storage.frame import CHECKSUM_LEN, FrameType, scan
 from topics.storage.logfile import (
     FILE_END_LEN,
+    FileStart,
     NotALogFile,
     WalIdentity,
     WalPosition,
@@ -198,7 +199,7 @@ class Origin:
         file_no = numbers[0] if part is None else part.position.file_no
         path = layout.log_path(log.directory, file_no)
         try:
-            _, start_len = read_file_start(self.fs, path)
+            start_len = self._file_start(path)[1]
             with opened(self.fs, path, os.O_RDONLY) as fd:
                 file_start = read_up_to(self.fs, fd, start_len, 0)
         except FileNotFoundError as error:
@@ -231,7 +232,7 @@ class Origin:
 
     def _end_of_file(self, log: LogPlace, file_no: int, offset: int) -> int:
         """Return where the frames of a finished file end: behind its FILE_END, or where the next file goes on."""
-        following, _ = read_file_start(self.fs, layout.log_path(log.directory, file_no + 1))
+        following, _ = self._file_start(layout.log_path(log.directory, file_no + 1))
         if following.previous_end is not None:
             return max(offset, following.previous_end)
         path = layout.log_path(log.directory, file_no)
@@ -246,6 +247,12 @@ class Origin:
             if not found.frames:
                 raise OSError(errno.EIO, f"has no frame at offset {offset}: {found.defect}", path)
             offset = found.end
+
+    def _file_start(self, path: str) -> tuple[FileStart, int]:
+        try:
+            return read_file_start(self.fs, path)
+        except NotALogFile as error:
+            raise OSError(errno.EIO, f"is not a log file: {error}; restore it from a copy", path) from error
 
     def _bytes(self, log: LogPlace, file_no: int, offset: int, end: int, most: int) -> Iterator[tuple[int, int, bytes]]:
         path = layout.log_path(log.directory, file_no)
