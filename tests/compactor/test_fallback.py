@@ -12,6 +12,7 @@ from topics.core.names import owner_shard
 from topics.shm.topic_messages import DeleteRecords
 from topics.storage import layout, reshard
 from topics.storage.filesystem import OsFileSystem, boot_id
+from topics.storage.origin import Origin, RestingEnds
 from topics.storage.snapshot import plan_move
 from topics.storage.verify import verify
 
@@ -118,14 +119,39 @@ def test_a_change_of_the_shard_count_that_was_given_up_pushes_out_none(compactio
     compaction.cut()
     compaction.begin_again()
     rig.restart_service(give_up)
-    assert layout.list_snapshots(fs, data_dir) == [2, 3]
+    assert layout.list_snapshots(fs, data_dir) == [1, 2, 3]
+    newest = Path(layout.snapshot_path(data_dir, 2))
+    content = newest.read_bytes()
+    newest.write_bytes(content[:-1])
+    compaction.begin_again()
+    rig.restart_service(give_up)
+    assert compaction.read("t") == [(1, b"1"), (2, b"2")], "the older one counts"
+    newest.write_bytes(content)
+    compaction.begin_again()
+    rig.restart_service()
     rig.append("t", b"3")
     compaction.cut()
-    assert layout.list_snapshots(fs, data_dir) == [2, 4]
+    assert layout.list_snapshots(fs, data_dir) == [2, 5]
     damage_newest(compaction, "short")
     compaction.begin_again()
     rig.restart_service()
     assert compaction.read("t") == [(1, b"1"), (2, b"2"), (3, b"3")]
+
+
+def test_a_log_that_is_damaged_while_it_is_archived_is_named(compaction: Compaction) -> None:
+    write(compaction)
+    fs, data_dir = compaction.rig.fs, compaction.rig.settings.data_dir
+    ends = RestingEnds(data_dir)
+    path = Path(layout.log_path(layout.wal_dir(data_dir), 1))
+    content = path.read_bytes()
+    path.write_bytes(content[:20] + b"x" + content[21:])
+    origin = Origin(fs, data_dir, ends)
+    found = ends.read()
+    assert found is not None
+    (log,) = origin.logs(found)
+    with pytest.raises(OSError, match="is not a log file: checksum does not match") as caught:
+        origin.start(log, None)
+    assert caught.value.filename == str(path)
 
 
 @pytest.mark.parametrize("damage", ["changed", "empty"])
@@ -138,11 +164,15 @@ def test_a_damaged_log_file_that_only_the_older_one_needs_holds_up_no_start(
         compaction.cut()
     path = Path(layout.log_path(layout.wal_dir(rig.settings.data_dir), first_log_file(compaction)))
     content = path.read_bytes()
+    ends = RestingEnds(rig.settings.data_dir).read()
     path.write_bytes(b"" if damage == "empty" else content[:20] + b"x" + content[21:])
+    assert RestingEnds(rig.settings.data_dir).read() == ends, "nor a backup"
     compaction.begin_again()
     rig.restart_service()
     assert len(compaction.read("large")) == 3 * BLOCKS
-    assert str(path) in [finding.path for finding in verify(rig.settings.data_dir, lambda *_: None).damage]
+    report = verify(rig.settings.data_dir, lambda *_: None)
+    assert [finding.path for finding in report.damage] == [str(path)]
+    assert [note for note in report.notes if "the log knows no such topic" in note] == []
     for _ in range(2):
         write(compaction)
         compaction.cut()

@@ -106,6 +106,24 @@ def test_one_with_the_tags_of_another_holds_up_no_other(machine: Machine) -> Non
     first.write_bytes(content)
 
 
+def test_ones_that_are_damaged_are_read_no_faster_than_others(machine: Machine) -> None:
+    """Each is read as a whole, and again for each delete in it."""
+    for number in range(2 * EVENTS + 1):
+        machine.rig.append("t", b'"' + b"x" * 100_000 + b'"', tag=b"x" if number % 2 else b"")
+    machine.compaction.cut()
+    contents = {path: path.read_bytes() for path in sorted(machine.data_dir.rglob("*.data"))[:2]}
+    for path, content in contents.items():
+        path.write_bytes(content[:50] + b"y" + content[51:])
+    machine.delete()
+    due_in_ms = machine.compaction.compactor.upkeep()
+    assert due_in_ms is not None
+    assert due_in_ms > 0, "the second one waits"
+    machine.compaction.upkeep()
+    assert machine.versions() == [0, 0, 0]
+    for path, content in contents.items():
+        path.write_bytes(content)
+
+
 @pytest.mark.parametrize("call", ["open", "pwritev", "fdatasync", "rename", "fsync_dir"])
 def test_one_that_cannot_be_written_leaves_no_files_and_comes_later_each_time(machine: Machine, call: str) -> None:
     machine.write(EVENTS + 1)

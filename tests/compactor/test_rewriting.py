@@ -13,11 +13,12 @@ from tests.storage.logs import TOPIC_ID
 from tests.storage.segments import Record, make_segment
 from topics.compactor.relocation import HotRetention
 from topics.compactor.rewriting import dead_bytes, rewrite
+from topics.core.location import LOCATION_LOST
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.postings import Postings
-from topics.storage.segment import CHECKED_RECORDS, ENTRY_LEN, CorruptSegment
+from topics.storage.segment import CHECKED_BYTES, CHECKED_RECORDS, ENTRY_LEN, CommittedFile, CorruptSegment, check_whole
 from topics.storage.segment_deletes import mark_deleted
 from topics.storage.segment_reader import SegmentReader
 
@@ -90,7 +91,7 @@ def test_the_old_version_is_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("word", [0, 1, 4], ids=["offset", "length", "flags"])
-@pytest.mark.parametrize("flipped", [1 << 2, 0xFFFF_FFFF])
+@pytest.mark.parametrize("flipped", [LOCATION_LOST, 1 << 2, 0xFFFF_FFFF])
 def test_one_with_a_damaged_index_is_left_alone(tmp_path: Path, word: int, flipped: int) -> None:
     """The data are whole, and a copy of the index brings everything back: nothing may be made of what it says now."""
     records = [Record(b'"' + b"%d" % number * 50 + b'"', tag=b"t") for number in range(10)]
@@ -121,6 +122,34 @@ def test_a_damaged_frame_is_found_wherever_it_is(tmp_path: Path) -> None:
     rewritten = rewrite(FS, directory, info)
     assert rewritten.data_bytes == info.data_bytes // len(records) * (len(records) - 2)
     assert list(reader_of(directory, rewritten).damage(deletions_under_way=False)) == []
+
+
+class Noting(CommittedFile):
+    """A file that notes how much of it is read at once."""
+
+    def __init__(self, path: str, len_bytes: int) -> None:
+        super().__init__(path, len_bytes)
+        self.read_bytes: list[int] = []
+
+    def __getitem__(self, part: slice) -> bytes:
+        found = super().__getitem__(part)
+        self.read_bytes.append(len(found))
+        return found
+
+
+def test_what_is_checked_at_once_has_a_bound(tmp_path: Path) -> None:
+    """A segment may have 2 GiB, and the compactor little memory."""
+    lengths = [CHECKED_BYTES // 3, 10] * 4 + [2 * CHECKED_BYTES, 5, CHECKED_BYTES // 2]
+    directory, info = segment(str(tmp_path), [Record(b'"' + b"x" * length + b'"') for length in lengths], [])
+    data = Noting(layout.segment_data_path(directory, FIRST_SEQ), info.data_bytes)
+    check_whole(
+        CommittedFile(layout.segment_idx_path(directory, FIRST_SEQ), info.records * ENTRY_LEN), data, "", FIRST_SEQ
+    )
+    assert sum(data.read_bytes) == info.data_bytes
+    large = [length for length in data.read_bytes if length > CHECKED_BYTES]
+    assert len(large) == 1
+    assert large[0] < 2 * CHECKED_BYTES + 100
+    assert len(data.read_bytes) == 4
 
 
 def row(first_seq: int, data_bytes: int, flags: int = SEALED) -> SegmentInfo:

@@ -331,6 +331,7 @@ class Rewriting:
             self._rewrite(shard_copy, topic, info, None)
         except (CorruptSegment, CorruptPostings, FileNotFoundError) as error:
             log.error("a damaged segment is not rewritten", reason=str(error))
+            self._pause(info.data_bytes)
             return False
         except (OSError, Refused):
             self._pause(info.data_bytes)

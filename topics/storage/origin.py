@@ -19,6 +19,7 @@ from topics.storage.filesystem import FileSystem, ReadOnlyFileSystem, boot_id, n
 from topics.storage.frame import CHECKSUM_LEN, FrameType, scan
 from topics.storage.logfile import (
     FILE_END_LEN,
+    FileStart,
     NotALogFile,
     WalIdentity,
     WalPosition,
@@ -27,7 +28,7 @@ from topics.storage.logfile import (
 )
 from topics.storage.recovery import Recovery
 from topics.storage.segment import ENTRY_LEN
-from topics.storage.snapshot import Snapshot
+from topics.storage.snapshot import Snapshot, load_snapshot
 from topics.storage.txn_files import SINK_HEAD_LEN, is_sink_name, stage_of_name
 
 TRIES_MAX: Final = 200
@@ -73,18 +74,21 @@ class RunningEnds:
 
 class RestingEnds:
     """The ends of the logs of a directory that no service uses, found as a start finds them. The caller holds the
-    lock. Raise RefusedLog, OSError.
+    lock. Raise RefusedLog, UnknownSnapshotVersion, OSError.
     """
 
     def __init__(self, data_dir: str) -> None:
         fs = ReadOnlyFileSystem()
         self.has_end = True
         self._ends: list[WalPosition] = []
+        snapshot = load_snapshot(fs, data_dir)
         for group in layout.discover_groups(fs, layout.wal_dir(data_dir)):
             first = read_first_start(fs, group.path)
             if first is None:
                 continue
-            recovery = Recovery(fs, group.path, WalIdentity(group.shard, first.shards, boot_id()), start="lowest")
+            part = None if snapshot is None else snapshot.part_of(first.log_id)
+            identity = WalIdentity(group.shard, first.shards, boot_id())
+            recovery = Recovery(fs, group.path, identity, start="lowest" if part is None else part.position)
             for _ in recovery:
                 pass
             if recovery.end is not None:
@@ -195,7 +199,7 @@ class Origin:
         file_no = numbers[0] if part is None else part.position.file_no
         path = layout.log_path(log.directory, file_no)
         try:
-            _, start_len = read_file_start(self.fs, path)
+            start_len = self._file_start(path)[1]
             with opened(self.fs, path, os.O_RDONLY) as fd:
                 file_start = read_up_to(self.fs, fd, start_len, 0)
         except FileNotFoundError as error:
@@ -228,7 +232,7 @@ class Origin:
 
     def _end_of_file(self, log: LogPlace, file_no: int, offset: int) -> int:
         """Return where the frames of a finished file end: behind its FILE_END, or where the next file goes on."""
-        following, _ = read_file_start(self.fs, layout.log_path(log.directory, file_no + 1))
+        following, _ = self._file_start(layout.log_path(log.directory, file_no + 1))
         if following.previous_end is not None:
             return max(offset, following.previous_end)
         path = layout.log_path(log.directory, file_no)
@@ -243,6 +247,12 @@ class Origin:
             if not found.frames:
                 raise OSError(errno.EIO, f"has no frame at offset {offset}: {found.defect}", path)
             offset = found.end
+
+    def _file_start(self, path: str) -> tuple[FileStart, int]:
+        try:
+            return read_file_start(self.fs, path)
+        except NotALogFile as error:
+            raise OSError(errno.EIO, f"is not a log file: {error}; restore it from a copy", path) from error
 
     def _bytes(self, log: LogPlace, file_no: int, offset: int, end: int, most: int) -> Iterator[tuple[int, int, bytes]]:
         path = layout.log_path(log.directory, file_no)

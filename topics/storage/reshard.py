@@ -21,8 +21,8 @@ snapshot names those of its logs. So the steps need not be atomic together:
        (1, 0), the new log ids. The old snapshot stays
     3. the swap
     4. a start takes the newest snapshot whose log ids are those of the logs in `wal`: after a crash before 3 the old
-       one, after it the new one. The others are removed before another is made, because those of interrupted runs must
-       not push out the one that counts
+       one, after it the new one. The next one that is made removes those of interrupted runs, which must not push out
+       the one that counts; nor is one of the old logs removed before the swap
 """
 
 from __future__ import annotations

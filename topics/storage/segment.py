@@ -40,7 +40,7 @@ from __future__ import annotations
 import os
 import sys
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, compress
 from struct import Struct
@@ -48,7 +48,8 @@ from typing import Final, NamedTuple, TypeAlias
 
 from xxhash import xxh3_64_intdigest
 
-from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_GONE
+from topics.core.floors import EvictReason
+from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_DELETED, LOCATION_GONE, LOCATION_LOST
 from topics.storage.filesystem import FileSystem
 from topics.storage.frame import LOCATION_FLAGS, LOCATION_HAS_META, LOCATION_HAS_NODE, LOCATION_HAS_TAG, Bytes
 
@@ -67,9 +68,11 @@ LOG_FRAME_EXTRA_LEN: Final = 8
 """Bytes by which a record's frame in the log is longer than its frame here."""
 DATA_MAX_BYTES: Final = 0xFFFF_FFFF
 CHECKED_RECORDS: Final = 1024
-"""Records that `check_whole` reads at once."""
+CHECKED_BYTES: Final = 4 * 2**20
+"""Bytes, and records, that `check_whole` reads at once: a segment may have 2 GiB."""
 
 _LENGTH_FIELD_LEN: Final = 4
+_REASONS: Final = frozenset(map(int, EvictReason)) - {EvictReason.NONE}
 KEPT_FLAGS: Final = LOCATION_GONE | LOCATION_HAS_TAG | LOCATION_HAS_NODE | LOCATION_HAS_META
 
 
@@ -276,15 +279,31 @@ def check_whole(idx: CommittedFile, data: CommittedFile, data_path: str, first_s
     """Check an index, and every live frame in `data`. Raise CorruptSegment, with `data_path` for a frame."""
     count = len(idx) // ENTRY_LEN
     columns = read_columns(idx, 0, count)
-    for number, flags in enumerate(columns.flags):
-        if flags & ~KEPT_FLAGS:
-            raise CorruptSegment(idx.path, number * ENTRY_LEN, f"unknown flags {flags:#x}")
+    for number, defect in enumerate(map(entry_defect, columns.offsets, columns.lengths, columns.flags)):
+        if defect is not None:
+            raise CorruptSegment(idx.path, number * ENTRY_LEN, defect)
     starts, end = extent(columns, len(data), idx.path, 0)
     starts.append(end)
-    for at in range(0, count, CHECKED_RECORDS):
-        base, behind = starts[at], min(at + CHECKED_RECORDS, count)
+    at = 0
+    while at < count:
+        base, most = starts[at], min(at + CHECKED_RECORDS, count)
+        behind = max(at + 1, bisect_right(starts, base + CHECKED_BYTES, at, most + 1) - 1)
         places = [start - base for start in starts[at:behind]]
         check_frames(data_path, data[base : starts[behind]], base, first_seq + at, columns.part(at, behind), places)
+        at = behind
+
+
+def entry_defect(offset: int, length: int, flags: int) -> str | None:
+    """Return why an entry of the index is not valid; None if it is."""
+    if flags & ~KEPT_FLAGS:
+        return f"unknown flags {flags:#x}"
+    if length:
+        return "a lost record with a frame" if flags & LOCATION_LOST else None
+    if flags == LOCATION_DELETED:
+        return None if offset == 0 else f"a record without a frame at offset {offset}"
+    if flags == LOCATION_LOST:
+        return None if offset in _REASONS else f"unknown reason {offset} for a lost record"
+    return f"no frame, but flags {flags:#x}"
 
 
 def check_frames(

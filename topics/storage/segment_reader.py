@@ -11,8 +11,7 @@ from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from topics.core.floors import EvictReason
-from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_LOST, flags_of, lengths_of, offsets_of
+from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, flags_of, lengths_of, offsets_of
 from topics.storage import layout
 from topics.storage.frame import LENGTH_FIELD_LEN, LOCATION_FLAGS, LOCATION_HAS_TAG
 from topics.storage.segment import (
@@ -22,19 +21,18 @@ from topics.storage.segment import (
     ENTRY_LEN,
     HEADER,
     HEADER_LEN,
-    KEPT_FLAGS,
     TAIL,
     TAIL_LEN,
     CommittedFile,
     Content,
     CorruptSegment,
     entries_of_idx,
+    entry_defect,
 )
 
 _FLAGS_AT: Final = 4
 _PAD_AT: Final = 17
 _WINDOW_BYTES: Final = 1 << 16  # in the cache, and more would be new pages each time
-_REASONS: Final = frozenset(map(int, EvictReason)) - {EvictReason.NONE}
 
 
 class SegmentFrame(NamedTuple):
@@ -135,7 +133,8 @@ class SegmentReader:
         for seq in range(self.first_seq, self.first_seq + self.records):
             entry_at = (seq - self.first_seq) * ENTRY_LEN
             offset, length, ts, flags = self._entry(seq)
-            reason = _entry_defect(offset, length, flags, bytes(self._idx[entry_at + _PAD_AT : entry_at + ENTRY_LEN]))
+            pad = bytes(self._idx[entry_at + _PAD_AT : entry_at + ENTRY_LEN])
+            reason = f"padding is {pad.hex()}, not zeros" if any(pad) else entry_defect(offset, length, flags)
             if reason is None and ts < ts_before:
                 reason = f"ts {ts} is before that of the record before, {ts_before}"
             if reason is None and length and offset != end:
@@ -194,18 +193,3 @@ class SegmentReader:
             node, tag, data = body[node_at:tag_at], body[tag_at:data_at], body[data_at:]
             return SegmentFrame(seq, ts, flags, bytes(node), bytes(tag), bytes(data), deleted == DELETED)
         raise CorruptSegment(self.data_path, offset, reason)
-
-
-def _entry_defect(offset: int, length: int, flags: int, pad: bytes) -> str | None:
-    """Return why an entry of the index is not valid; None if it is."""
-    if any(pad):
-        return f"padding is {pad.hex()}, not zeros"
-    if flags & ~KEPT_FLAGS:
-        return f"unknown flags {flags:#x}"
-    if length:
-        return "a lost record with a frame" if flags & LOCATION_LOST else None
-    if flags == LOCATION_DELETED:
-        return None if offset == 0 else f"a record without a frame at offset {offset}"
-    if flags == LOCATION_LOST:
-        return None if offset in _REASONS else f"unknown reason {offset} for a lost record"
-    return f"no frame, but flags {flags:#x}"

@@ -66,9 +66,12 @@ class Saved(NamedTuple):
     fallback: int | None
 
 
-def save_snapshot(fs: FileSystem, data_dir: str, body: bytes, newest: int = 1 << 64) -> Saved:
+def save_snapshot(
+    fs: FileSystem, data_dir: str, body: bytes, newest: int = 1 << 64, *, is_tentative: bool = False
+) -> Saved:
     """Make the next snapshot durably, then remove all but its fallback. Raise OSError: no former one is lost then.
     Snapshots above `newest` are no fallback: they go with other logs, of an interrupted change of the shard count.
+    One that `is_tentative` goes with logs that do not count yet, so those up to `newest` stay.
     """
     make_dirs(fs, layout.meta_dir(data_dir))
     numbers = layout.list_snapshots(fs, data_dir)
@@ -80,7 +83,7 @@ def save_snapshot(fs: FileSystem, data_dir: str, body: bytes, newest: int = 1 <<
     kept, fallback = _fallbacks(fs, data_dir, [old for old in numbers if old <= newest])
     with suppress(OSError):
         for old in numbers:
-            if old not in kept:
+            if old not in kept and (old > newest or not is_tentative):
                 fs.unlink(layout.snapshot_path(data_dir, old))
     return Saved(number, fallback)
 
@@ -260,7 +263,7 @@ def plan_move(fs: FileSystem, data_dir: str, owner: Callable[[str], int]) -> Mov
 
     def before_swap(new_logs: list[NewLog]) -> None:
         body = encode_parts(redistributed(snapshot.parts, new_logs, owner))
-        save_snapshot(fs, data_dir, body, snapshot.number)
+        save_snapshot(fs, data_dir, body, snapshot.number, is_tentative=True)
 
     starts = {paths[part.log_id]: part.position for part in snapshot.parts}
     return Move(starts, topic_names, deleted_ids - topic_names.keys(), before_swap)

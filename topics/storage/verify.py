@@ -150,8 +150,7 @@ class _Check:
             try:
                 shards = self._log(group)
             except CorruptLog as corrupt:
-                reason = f"{corrupt.reason}; behind it: {corrupt.lost}"
-                self._report.damaged(FileKind.LOG, corrupt.path, reason, corrupt.offset)
+                self._corrupt(corrupt)
             except RefusedLog as refused:
                 self._report.damaged(FileKind.LOG, refused.path, str(refused))
             except NotALogFile as error:
@@ -168,7 +167,10 @@ class _Check:
         for path in sorted(missing.difference(group.path for group in groups)):
             self._report.damaged(FileKind.LOG, path, "the log of this shard is missing")
 
-    def _log(self, group: layout.Group) -> int:
+    def _corrupt(self, log: CorruptLog) -> None:
+        self._report.damaged(FileKind.LOG, log.path, f"{log.reason}; behind it: {log.lost}", log.offset)
+
+    def _log(self, group: layout.Group, from_snapshot: bool = False) -> int:
         """Check the log of one shard; return the number of shards it was written under."""
         first = read_first_start(self._fs, group.path)
         if first is None:
@@ -176,16 +178,26 @@ class _Check:
         part = next((part for part in self._parts or () if part.log_id == first.log_id), None)
         # The snapshot before the newest one goes on in files that the newest one covers.
         start: Start = None if self._parts is not None and part is None else "lowest"
+        if from_snapshot and part is not None:
+            start = part.position
         fold = None if self._parts is None else OfflineFold(part)
         recovery = Recovery(self._fs, group.path, WalIdentity(group.shard, first.shards, boot_id()), start=start)
         last: RecoveredFile | None = None
-        for batch in recovery:
-            if last is not None and last.file_no != batch.file_no:
-                self._finished(last)
-            last = batch
-            self._report.log_frames += len(batch.frames)
-            if fold is not None:
-                fold.add(batch)
+        try:
+            for batch in recovery:
+                if last is not None and last.file_no != batch.file_no:
+                    self._finished(last)
+                last = batch
+                self._report.log_frames += len(batch.frames)
+                if fold is not None:
+                    fold.add(batch)
+        except CorruptLog as corrupt:
+            if part is None or from_snapshot:
+                raise
+            # If only the older snapshot needs that place, it hides nothing of what a start reads.
+            shards = self._log(group, from_snapshot=True)
+            self._corrupt(corrupt)
+            return shards
         if part is not None and not self._reaches(group, recovery.end, part.position):
             reason = f"the snapshot goes on at {part.position}, where this log has nothing"
             self._report.damaged(FileKind.LOG, group.path, reason)
