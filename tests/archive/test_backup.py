@@ -12,6 +12,7 @@ from tests.buckets import Fault, Proxy
 from tests.cases import case
 from tests.contract.asking import ok, put, state, write
 from tests.harness import Service, poll
+from topics.storage.lock import DataDirLock
 
 
 @pytest.mark.long
@@ -111,8 +112,20 @@ def test_a_restore_needs_an_empty_directory(tmp_path: Path) -> None:
         backup(service, place)
         assert "is not empty" in run("restore", place, "--data-dir", service.data_dir, code=1)
         # Else its service is shut out, and nothing is there in its place.
-        for directory, problem in ((service.data_dir, "is not empty"), ("/proc", "a file system of its own")):
+        (tmp_path / "file").touch()
+        held = DataDirLock.acquire(str(tmp_path / "held.restoring"))
+        for directory, problem in (
+            (service.data_dir, "is not empty"),
+            ("/proc", "a file system of its own"),
+            (tmp_path / "file" / "new", "Not a directory"),
+            (tmp_path / "held", "is made by another restore"),
+        ):
             assert problem in run("restore", place, "--data-dir", directory, "--take-over", code=1)
+        held.release()
+        (place / "archive" / "g00000001.bases").rename(tmp_path / "bases")
+        assert "first base" in run("restore", place, "--data-dir", tmp_path / "new", "--take-over", code=2)
+        assert not (tmp_path / "new.restoring").exists()
+        (tmp_path / "bases").rename(place / "archive" / "g00000001.bases")
         backup(service, place)
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "empty")

@@ -12,10 +12,10 @@ from hypothesis import settings
 from tests.archive.archiving import SHARDS, STEPS, Archiving, compare, small_world
 from tests.archive.follower_rig import FollowerRig
 from tests.archive.leading import KilledError, Small, shown
-from tests.archive.simulated import SimulatedBucket
+from tests.archive.simulated import FIRST_OBJECT, SimulatedBucket
 from tests.cases import case
 from tests.storage.faults import Crash, Fault
-from topics.archive import archiver, shipping
+from topics.archive import archiver, follow_main, shipping
 from topics.archive.inspection import check, prune
 from topics.archive.ownership import TakenOverError, close_archive, take_over
 from topics.archive.restoring import NotThereError, WantedMoment, plan
@@ -727,6 +727,33 @@ def test_a_former_leader_closes_nothing_of_its_heir(service: Archiving, nth: int
     former.before(0, lambda: None)
 
 
+def test_a_former_leader_begins_no_generation_in_the_place_of_a_pruned_one(service: Archiving) -> None:
+    """It had looked before the takeover. Its heir had left that generation, which was pruned: it went on there, and
+    counted what it shipped as archived.
+    """
+    follow_and_go_back(service)
+    former = service.leader
+
+    def is_replaced() -> None:
+        service.take_over([])
+        for shards in (SHARDS, 1):
+            service.leader.reshard(shards)
+            for _ in range(3):
+                service.ship(0)
+        service.prune(1, [])
+        assert service.archive.generations() == [3]
+
+    shipped = former.shipped
+    former.before(FIRST_OBJECT, is_replaced)
+    former.step(0)
+    assert service.leader is not former
+    for _ in range(2):
+        former.append("a", 1)
+        former.step(0)
+    assert former.shipped == shipped
+    assert former.rig.shared.control.is_taken_over
+
+
 def followed_into_a_new_generation(service: Archiving, takeover_after_ms: str = "0") -> FollowerRig:
     """Have the leader go on in the next generation, which has no base yet; return a follower of the one before."""
     service.leader.answers = True
@@ -845,6 +872,43 @@ def test_time_in_which_a_follower_cannot_reach_the_archive_is_no_silence_of_its_
         rig.follower.step()
         assert rig.follower.exit_code is None, "it took over"
     service.world.clock.ms += 2000
+    rig.follower.step()
+    assert rig.follower.exit_code is not None, "the leader is silent"
+
+
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("what", ["step", "look_for_base"])
+def test_a_request_that_takes_long_is_no_silence_of_the_leader(
+    service: Archiving, monkeypatch: pytest.MonkeyPatch, what: str, fails: bool
+) -> None:
+    """A follower took over from a leader that lived if the bucket had been away for both while it waited for an answer,
+    or while it looked for a base.
+    """
+    service.append("a", 3, "disk")
+    for _ in range(3):
+        service.ship(0)
+    rig = service.followers[0] = service.follower_in(f"{service.directory}/follower", takeover_after_ms="15000")
+    for _ in range(4):
+        service.follow([])
+    clock, request, answers = service.world.clock, getattr(rig.replica, what), []
+
+    def waits() -> bool:
+        clock.ms += 25_000
+        if fails:
+            raise OSError("cannot be reached")
+        answers.append(request())
+        return False
+
+    clock.ms += follow_main.LOOK_MS
+    monkeypatch.setattr(rig.replica, what, waits)
+    rig.follower.step()
+    monkeypatch.undo()
+    assert clock.ms - follow_main.LOOK_MS >= 25_000
+    for _ in range(2):
+        clock.ms += 2000
+        rig.follower.step()
+        assert rig.follower.exit_code is None, "it took over"
+    clock.ms += 15_000
     rig.follower.step()
     assert rig.follower.exit_code is not None, "the leader is silent"
 

@@ -68,11 +68,17 @@ def test_nothing_is_put_where_it_comes_from(tmp_path: Path) -> None:
     LocalStore(OsFileSystem(), str(tmp_path / "other/topics"), apart_from=here).put(NAME, content())
 
 
-def test_a_folder_that_has_gone_is_not_made_again(tmp_path: Path) -> None:
-    """Its disk may not be mounted: what were put in its place would be on another one."""
+@pytest.mark.parametrize("has_put", [True, False])
+def test_a_folder_that_has_gone_is_not_made_again(tmp_path: Path, has_put: bool) -> None:
+    """Its disk may not be mounted: what were put in its place would be on another one. That was so for a process that
+    had seen the folder, and put nothing yet: an archiver that had begun again, and records counted as archived.
+    """
     cold = tmp_path / "cold"
     store = store_at(tmp_path)
     store.put(NAME, content())
+    if not has_put:
+        store = store_at(tmp_path)
+        assert store.list("") == [NAME]
     cold.rename(tmp_path / "elsewhere")
     for again in (False, True):
         with pytest.raises(FileNotFoundError, match=r"mount its disk .*cold/topics"):

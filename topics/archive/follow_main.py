@@ -10,9 +10,12 @@ from __future__ import annotations
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Final
 
+from topics.archive.archiver import LEADER_SIGN_MS
 from topics.archive.leader_tail import LeaderAwayError, LeaderTail
 from topics.archive.main import REQUEST_MS, STOP, told_to_stop
 from topics.archive.promoting import promote
@@ -109,7 +112,8 @@ class Follower:
             self._fetch()
             if self._clock.monotonic_ms() >= self._look_not_before_ms and not self.promote.is_set():
                 self._look_not_before_ms = self._clock.monotonic_ms() + LOOK_MS
-                self._tend_base()
+                with self._uncounted():
+                    self._tend_base()
             if is_gone or self.promote.is_set() or self._replica.note.fence_id:
                 promote(self._replica, self._clock, socket.gethostname())
                 log.info("this service leads from now on; it starts again", url=self._replica.note.url)
@@ -185,7 +189,8 @@ class Follower:
         """Take what is new in the archive. True if there was something."""
         self._newest, moment = None, self._replica.note.piece
         try:
-            has_news = self._replica.step()
+            with self._uncounted():
+                has_news = self._replica.step()
         except _FAILURES:
             self._has_sign()  # nobody can tell: the leader may not reach the archive either
             raise
@@ -226,6 +231,17 @@ class Follower:
 
     def _has_sign(self) -> None:
         self._sign_by_ms = self._clock.monotonic_ms() + self._settings.takeover_after_ms
+
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        """Use the archive. A long time that it takes is no silence: the leader may have to wait for it, too."""
+        began_ms = self._clock.monotonic_ms()
+        try:
+            yield
+        finally:
+            took_ms = self._clock.monotonic_ms() - began_ms
+            if took_ms >= LEADER_SIGN_MS:
+                self._sign_by_ms += took_ms
 
     def _load(self) -> None:
         """Have the shards load the present base."""

@@ -120,13 +120,15 @@ def take_over(archive: Archive, generation: int, clock: Clock, by: str, by_id: s
 
 
 def close_former(archive: Archive, generation: int, clock: Clock, service_id: str) -> None:
-    """Close a generation, which may be pruned, behind which this service has begun the next one: another archiver of
-    the same directory, a backup say, can ship nothing there any more. Raise TakenOverError if another service has
-    closed it first, and OSError, ArchiveDamagedError. A service that takes over looks for the next generation after it
-    has closed this one. So it finds that, or is found here.
+    """Close a generation, 0 for none, behind which this service has begun the next one: another archiver of the same
+    directory, a backup say, can ship nothing there any more. Raise TakenOverError if another service has closed it
+    first, OtherShipperError if it is pruned, and OSError, ArchiveDamagedError. A service that takes over looks for the
+    next generation after it has closed this one. So it finds that, or is found here.
     """
-    if not archive.has_generation(generation):
+    if not generation:
         return
+    if not archive.has_generation(generation):  # which leaves a generation that is the newest, or behind it
+        raise OtherShipperError(f"{archive.store.place('')}: somebody else has begun a later generation meanwhile")
     closing = take_over(archive, generation, clock, f"service {service_id}", service_id)
     if closing.taken_over_id != service_id:
         raise taken_over(archive, closing.taken_over_by)

@@ -14,6 +14,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import msgspec
@@ -106,7 +107,7 @@ def plan(archive: Archive, wanted: WantedMoment) -> Plan:
         if found is not None:
             return found
         if wanted.topic is not None and bases:
-            raise NotThereError(f"{place}: topic {wanted.topic!r} has no record {wanted.seq}")
+            raise NotThereError(f"{place}: topic {wanted.topic!r} has no record {wanted.seq} in generation {number}")
     if earliest_ms is None:
         raise NotThereError(f"{place}: the archive was begun, but its first base is not complete")
     raise NotThereError(f"{place}: {wanted.ts_ms} is before the first moment, which is of {earliest_ms}")
@@ -171,8 +172,28 @@ def _piece_with(
     return None
 
 
-def check_free(data_dir: str) -> None:
-    """Raise OSError if there cannot be a directory of this name that a restore has made."""
+@contextmanager
+def reserved(data_dir: str) -> Iterator[None]:
+    """Keep other restores from making a directory inside the block. Raise OSError if it cannot be made."""
+    data_dir = os.path.realpath(data_dir)
+    making = f"{data_dir}.restoring"
+    _check_free(data_dir)
+    try:
+        lock = DataDirLock.acquire(making)
+    except DataDirLocked as other:
+        raise OSError(errno.EBUSY, f"is made by another restore, process {other.pid}", data_dir) from other
+    except DataDirNotWritable as error:
+        raise OSError(errno.EACCES, str(error)) from error
+    try:
+        _check_free(data_dir)  # that other one may have ended just now
+        yield
+    finally:
+        if os.path.isdir(making) and os.listdir(making) == [layout.LOCK_NAME]:
+            shutil.rmtree(making, ignore_errors=True)
+        lock.release()
+
+
+def _check_free(data_dir: str) -> None:
     if os.path.ismount(data_dir):
         raise OSError(errno.EBUSY, "has a file system of its own: name a directory in it", data_dir)
     if os.path.exists(data_dir) and os.listdir(data_dir):
@@ -208,18 +229,8 @@ class Restore:
 
     def run(self, clock: Clock) -> Restored:
         """Make the directory. Raise ArchiveDamagedError, OSError (FileExistsError if there is something in it)."""
-        check_free(self._data_dir)
-        try:
-            lock = DataDirLock.acquire(self._making)
-        except DataDirLocked as other:
-            raise OSError(errno.EBUSY, f"is made by another restore, process {other.pid}", self._data_dir) from other
-        except DataDirNotWritable as error:
-            raise OSError(errno.EACCES, str(error)) from error
-        try:
-            check_free(self._data_dir)  # that other one may have ended just now
+        with reserved(self._data_dir):
             return self._run(clock)
-        finally:
-            lock.release()
 
     def _run(self, clock: Clock) -> Restored:
         left = self._give_up()  # a restore that was killed, or could not reach the archive any more
@@ -233,8 +244,7 @@ class Restore:
                 os.rmdir(self._data_dir)
             self._fs.rename(self._making, self._data_dir)
         except BaseException:
-            if self._give_up() is None:
-                shutil.rmtree(self._making, ignore_errors=True)
+            self._give_up()
             raise
         self._fs.fsync_dir(os.path.dirname(self._data_dir))
         borrowed_bytes = sum(ref.size_bytes for ref in self._borrowed.values())

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from topics.archive.ownership import close_archive
-from topics.archive.restoring import Restore, WantedMoment, check_free, plan
+from topics.archive.restoring import Restore, WantedMoment, plan, reserved
 from topics.cli.archive_shared import PLACE, fill_command, iso, mebibytes, show, time_ms
 from topics.core.clock import SystemClock
 from topics.progress import progress
@@ -62,9 +62,10 @@ def _topic_seq(text: str) -> tuple[str, int]:
 def _run(options: argparse.Namespace) -> int:
     fs = OsFileSystem()
     archive = Archive(open_archive(fs, options.place))
-    check_free(options.data_dir)  # before anybody is shut out
     if options.take_over:
-        close_archive(archive, SystemClock(), f"{socket.gethostname()} ({os.path.abspath(options.data_dir)})")
+        with reserved(options.data_dir):
+            plan(archive, WantedMoment())  # nobody is shut out if nothing can be restored
+            close_archive(archive, SystemClock(), f"{socket.gethostname()} ({os.path.abspath(options.data_dir)})")
     topic, seq = options.to_seq or (None, 0)
     found = plan(archive, WantedMoment(options.to_ts, topic, seq))
     lender = None if options.copy else options.place

@@ -76,8 +76,8 @@ class LocalStore:
     """A folder, on whatever file system is mounted there. It must not be the folder `apart_from` under another name:
     after a `put` the caller removes the file that the object was made of.
 
-    `new` says that it has no objects yet, so the first `put` makes the folder. Later, or if it should have some, a
-    missing folder is an error: its disk may not be mounted, and a `put` would write to another disk.
+    `new` says that it has no objects yet, so the first `put` makes the folder. Once it was seen, or if it should have
+    some, a missing folder is an error: its disk may not be mounted, and a `put` would write to another disk.
     """
 
     def __init__(self, fs: FileSystem, root: str, apart_from: str | None = None, *, new: bool = True) -> None:
@@ -173,6 +173,7 @@ class LocalStore:
         topic_prefix, slash, _ = prefix.partition("/")
         if not fs.exists(self._root):
             return []
+        self._new = False
         found = []
         for topic in fs.listdir(self._root):
             if topic != topic_prefix if slash else not topic.startswith(topic_prefix):
