@@ -31,7 +31,7 @@ class Servers:
         self.every = every
         self.current = every[0]
         self._left: list[Server] = []
-        """Those that failed in this round, which ends when all have: a follower may name a leader that is dead."""
+        """Addresses that failed in this round, which ends when all have: a follower may name a leader that is dead."""
 
     def __len__(self) -> int:
         return len(self.every)
