@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from tests.cli.shell import Shell, values
-from tests.harness import Service
+from tests.harness import Service, poll
 from topics import __version__
 from topics.cli.doctor import clock, disk_room, extras, judge_checks, key_file, packages, unit
 
@@ -98,6 +99,13 @@ def test_a_service_that_is_well_and_one_that_is_not(tmp_path: Path) -> None:
         assert done.returncode == 0, found
         assert found[f"service {service.url}"]["text"].endswith("the key may read")
         assert found["lock"]["level"] == "ok"
+        shard = service.pid_of("walshard")
+        os.kill(shard, signal.SIGSTOP)
+        poll("it to miss the heartbeats", lambda: service.status()["state"] == "degraded")
+        done = shell.run(*arguments, "--key-file", str(key))
+        assert (done.returncode, values(done.stdout)[-1]["level"]) == (6, "bad")
+        assert "shards [0] have no heartbeat" in values(done.stdout)[-1]["text"]
+        os.kill(shard, signal.SIGCONT)
         done = shell.run(*arguments)
         assert done.returncode == 6
         assert "--key-file" in values(done.stdout)[-1]["text"]

@@ -358,6 +358,10 @@ def test_probes_tell_recovering_from_ready(hosting: Hosting) -> None:
         cell.set("wal_read_only", 1)
         body = (await frontend.ask("GET", "/readyz"))[2]
         assert (body["wal_replay_complete"], body["read_only_shards"]) == (True, [0])
+        assert "hanging_shards" not in body
+        cell.set("heartbeat_ms", 1)
+        body = (await frontend.ask("GET", "/readyz"))[2]
+        assert (body["wal_replay_complete"], body["hanging_shards"]) == (True, [0])
 
     on_loop(hosting, test)
 

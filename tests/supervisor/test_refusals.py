@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import tempfile
@@ -17,6 +18,7 @@ from tests.harness import COMMAND, clean_environment, poll
 from tests.supervisor.conftest import Start
 from topics.settings import Settings, load
 from topics.shm import shm_names
+from topics.shm.control import ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.storage.borrowed import NAME as BORROWED_NAME
 from topics.storage.follow_note import NAME as FOLLOWING_NAME
@@ -32,6 +34,7 @@ from topics.supervisor.check import (
 )
 from topics.supervisor.command import reload, stop
 from topics.supervisor.listeners import AddressError, listen, listen_for, port_of
+from topics.supervisor.promote import promote
 
 OTHER_USER = 65534
 
@@ -111,6 +114,29 @@ def test_a_stranger_with_the_pid_of_a_service_elsewhere_gets_no_signal(tmp_path:
         assert (done.returncode, stranger.poll()) == (1, None)
         assert done.stderr.startswith("topics-supervisor: not stopped: process"), done.stderr
         stranger.kill()
+        stranger.wait()
+        for ask in (stop, reload):  # nobody has its pid here now, but the service still runs there
+            with pytest.raises(OSError, match=f"process {stranger.pid} here is not the service"):
+                ask(str(tmp_path), 60_000)
+    lock.release()
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_a_stranger_with_the_pid_of_a_follower_gets_no_signal(tmp_path: Path, elsewhere: bool) -> None:
+    """The pid of one that runs in a container, or of one that has just died here."""
+    lock = DataDirLock.acquire(str(tmp_path))
+    shared = SharedMemory.create(shm_names.identity(str(tmp_path)), 1, 1, 1 << 16, 1)
+    with subprocess.Popen(["sleep", "600"]) as stranger:
+        shared.control.header.set("follows", 1)
+        shared.control.cell(Role.ARCHIVER, 0).set("state", ProcessState.READY)
+        shared.control.cell(Role.ARCHIVER, 0).set("pid", stranger.pid)
+        if elsewhere:
+            Path(lock.path).write_text(f"{stranger.pid}\n")
+        with pytest.raises(OSError, match="is not the service" if elsewhere else "does not lead after 1 ms"):
+            promote(str(tmp_path), 1)
+        stranger.terminate()
+        assert stranger.wait() == -signal.SIGTERM, "the first signal that it got"
+    shared.destroy()
     lock.release()
 
 
@@ -251,9 +277,8 @@ def test_a_start_with_a_damaged_note_is_refused_in_a_sentence(tmp_path: Path, na
     where = f"cannot start: data directory {tmp_path} cannot be used: {note} is damaged (Input data was truncated): "
     assert where in answer.stderr
     assert "Traceback" not in answer.stderr
-    if name != FOLLOWING_NAME:
-        found = check(settings(tmp_path, data_dir=str(tmp_path)))
-        assert [finding for finding in found if finding.problem and str(note) in finding.problem]
+    found = check(settings(tmp_path, data_dir=str(tmp_path)))
+    assert [finding for finding in found if finding.problem and str(note) in finding.problem]
 
 
 def test_check_finds_nothing_where_a_start_would_work_and_makes_nothing(tmp_path: Path) -> None:

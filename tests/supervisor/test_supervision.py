@@ -214,6 +214,20 @@ def test_a_stop_while_all_are_to_start_again_waits_for_them_and_is_told(start: S
     assert service.journal().count("walshard 1 started 1") == 1
 
 
+def test_a_wish_to_start_again_comes_too_late_for_a_service_that_stops(start: Start, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    service = start({"TOPICS_SHUTDOWN_GRACE_MS": "4000"}, again=again, stubborn="frontend")
+    service.wait_state("running")
+    pid = service.child("walshard", 0).pid
+    assert pid
+    service.signal(signal.SIGTERM)
+    poll("the stop", lambda: bool(service.log("stopping")))
+    again.touch()
+    os.kill(pid, signal.SIGTERM)
+    assert service.wait_exit() == 4
+    assert service.journal().count("walshard 0 started 1") == 1
+
+
 def test_a_promotion_is_over_when_the_service_is(start: Start, tmp_path: Path) -> None:
     service = start({"TOPICS_FOLLOW": (tmp_path / "archive").as_uri()})
     service.wait_state("running")

@@ -89,6 +89,7 @@ class Ready(Timed, frozen=True, kw_only=True):
     topics: int
     pressure: float
     recovering_shards: list[int] | None = None
+    hanging_shards: list[int] | None = None
     read_only_shards: list[int] | None = None
 
 

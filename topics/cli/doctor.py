@@ -203,6 +203,9 @@ def service(client: Client, options: argparse.Namespace) -> Diagnosis:
     if state.read_only_shards:
         text = f"shards {state.read_only_shards} refuse writes: the service's log says why, often a full disk"
         return Diagnosis("bad", subject, text)
+    if state.hanging_shards:
+        text = f"shards {state.hanging_shards} have no heartbeat: what is written to them waits; is a disk hanging?"
+        return Diagnosis("bad", subject, text)
     if version != __version__:
         return Diagnosis("note", subject, f"it is version {version} and this is {__version__}: upgrade one of them")
     scopes = f"the key may {', '.join(rights.scopes)}" if rights.keys else "no keys are needed"

@@ -116,6 +116,28 @@ def may_hold(data_dir: str, pid: int) -> bool:
     return False
 
 
+@contextmanager
+def running_supervisor(data_dir: str) -> Iterator[tuple[int, int]]:
+    """Find the supervisor of `data_dir`: its pid, and an fd that stays with it. ProcessLookupError when none runs,
+    OSError when it is not among the processes that are seen here.
+    """
+    pid, process_fd = holder_pid(data_dir), None
+    try:
+        is_holder = False
+        if pid is not None:
+            with suppress(ProcessLookupError, FileNotFoundError):
+                process_fd = os.pidfd_open(pid)
+                is_holder = may_hold(data_dir, pid)
+        if pid is None or holder_pid(data_dir) != pid:
+            raise ProcessLookupError
+        if process_fd is None or not is_holder:
+            raise OSError(f"process {pid} here is not the service: that runs in a container, or is ending")
+        yield pid, process_fd
+    finally:
+        if process_fd is not None:
+            os.close(process_fd)
+
+
 def _read_pid(fd: int) -> int | None:
     text = os.pread(fd, 32, 0).strip()
     return int(text) if text.isdigit() else None

@@ -276,6 +276,7 @@ def _format_problem(data_dir: str) -> str | None:
     try:
         with suppress(DataDirLocked), inspecting(data_dir):
             service_id.epoch_mask(OsFileSystem(), data_dir)
+            read_note(OsFileSystem(), data_dir)
             # Without `wal` the data are new, or the release that wrote them has to start once more.
             if not has_mark(OsFileSystem(), data_dir) and os.path.isdir(layout.wal_dir(data_dir)):
                 check_upgrade(data_dir, accept_data_loss=False, progress=lambda _share: None)

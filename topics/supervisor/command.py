@@ -8,8 +8,8 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final, NoReturn
 
 import msgspec
@@ -30,7 +30,7 @@ from topics.settings import (
 )
 from topics.shm import shm_names
 from topics.shm.control import ControlPage
-from topics.storage.lock import holder_pid, may_hold
+from topics.storage.lock import running_supervisor
 from topics.supervisor.check import check
 from topics.supervisor.children import ChildMains
 from topics.supervisor.listeners import AddressError, inherited
@@ -259,26 +259,6 @@ def _promote(settings: Settings, options: argparse.Namespace) -> int:
 def _completion(settings: Settings, options: argparse.Namespace) -> int:
     print(completions(_parser(), options.shell, {}))
     return 0
-
-
-@contextmanager
-def running_supervisor(data_dir: str) -> Iterator[tuple[int, int]]:
-    """Find the supervisor of `data_dir`: its pid, and an fd that stays with it. ProcessLookupError when none runs,
-    OSError when it is not among the processes that are seen here.
-    """
-    pid = holder_pid(data_dir)
-    if pid is None:
-        raise ProcessLookupError
-    process_fd = os.pidfd_open(pid)
-    try:
-        is_holder = may_hold(data_dir, pid)
-        if holder_pid(data_dir) != pid:
-            raise ProcessLookupError
-        if not is_holder:
-            raise OSError(f"process {pid} here is not the service: that runs in a container, or is ending")
-        yield pid, process_fd
-    finally:
-        os.close(process_fd)
 
 
 def stop(data_dir: str, timeout_ms: int) -> int | None:

@@ -15,7 +15,7 @@ from topics.shm import shm_names
 from topics.shm.control import ControlPage, ProcessState, Role
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.follow_note import read_note
-from topics.storage.lock import holder_pid
+from topics.storage.lock import holder_pid, may_hold, running_supervisor
 from topics.supervisor.status import StatusReader
 from topics.terminal import plural
 
@@ -43,12 +43,14 @@ def promote(data_dir: str, timeout_ms: int) -> Promoted | None:
     """Have the service of a data directory take over, and wait until it leads and is ready. None when nothing runs.
 
     Raise NotFollowingError; TimeoutError; PermissionError when the service belongs to another user; OSError or
-    ValueError when its control page cannot be read.
+    ValueError when its control page cannot be read, or it runs in a container.
     """
     reader = StatusReader(data_dir, SystemClock())
-    if holder_pid(data_dir) is None:
+    try:
+        with running_supervisor(data_dir):
+            began_s = time.monotonic()
+    except ProcessLookupError:
         return None
-    began_s = time.monotonic()
     told_life = 0
     while True:
         if holder_pid(data_dir) is None:
@@ -59,7 +61,7 @@ def promote(data_dir: str, timeout_ms: int) -> Promoted | None:
             pid = cell.get("pid") if cell.get("state") == ProcessState.READY else 0  # else the signal would end it
             if told_life and life != told_life and not _is_under_way(data_dir):
                 raise OSError("it follows again, as another service has taken over or its directory was copied anew")
-            if pid and not told_life:
+            if pid and not told_life and may_hold(data_dir, pid):  # a dead one may have left its pid to a stranger
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR1)
                     told_life = life

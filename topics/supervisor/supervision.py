@@ -214,7 +214,8 @@ class Supervisor:
                 child.start()
         elif exit_code == EXIT_AGAIN:
             child.stopped(exit_code)
-            self._stop(EXIT_AGAIN, f"{child.name} wants all processes to start again")
+            if self._stopping is None:  # who was told to stop must not begin again
+                self._stop(EXIT_AGAIN, f"{child.name} wants all processes to start again")
         elif exit_code == EXIT_REFUSED:
             child.stopped(exit_code)
             self._stop(EXIT_REFUSED, f"{child.name} {child.index} refuses to run, its last log line says why")

@@ -30,7 +30,7 @@ from topics.frontend.operators.figures import ServiceFigures
 from topics.frontend.routes import operations as api
 from topics.frontend.routes.operations import ApiOperation, ApiRequest, JsonReply
 from topics.frontend.shards.arenas import Arenas, Slices, live_names
-from topics.shm.control import ControlPage, ProcessState, Role, replay_progress
+from topics.shm.control import HEARTBEAT_STALE_MS, ControlPage, ProcessState, Role, replay_progress
 from topics.shm.durations import Route
 
 _SHORT_PATHS: Final = {"/v0/health": "/healthz", "/v0/ready": "/readyz"}
@@ -63,6 +63,10 @@ class ProbeRoutes:
         # The topics of a shard that restarts can be read; only writes to them wait.
         recovering = [n for n, cell in enumerate(self._shards) if cell.get("state") != ProcessState.READY]
         read_only = [n for n, cell in enumerate(self._shards) if cell.get("wal_read_only")]
+        oldest_ms = self._clock.now_ms() - HEARTBEAT_STALE_MS
+        hanging = [
+            n for n, cell in enumerate(self._shards) if n not in recovering and 0 < cell.get("heartbeat_ms") < oldest_ms
+        ]
         answer: dict[str, Any] = {
             "status": "ready",
             "wal_replay_complete": not recovering,
@@ -71,6 +75,8 @@ class ProbeRoutes:
         }
         if recovering:
             answer["recovering_shards"] = recovering
+        if hanging:
+            answer["hanging_shards"] = hanging
         if read_only:
             answer["read_only_shards"] = read_only
         return JsonReply(answer)

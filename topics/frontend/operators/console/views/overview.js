@@ -65,6 +65,7 @@ const warnings = ({ found, ready, figures, at_ms }, all) => {
   const add = (tone, what, means) => list.push([tone, what, means]);
   if (ready.code === "not_ready") add("bad", `Logs are being replayed: ${percent(found.topics_recovery_progress)}`, "Requests for data wait or are refused until every shard has read its log.");
   for (const shard of ready.read_only_shards || []) add("bad", `Shard ${shard} cannot write its log`, "Its topics can be read; writes are refused. Look at the disk and the log of the service.");
+  for (const shard of ready.hanging_shards || []) add("bad", `Shard ${shard} hangs`, "It has had no heartbeat for 5 s. Its topics can be read; writes wait. Perhaps its disk hangs.");
   for (const one of all) {
     if (!one.up) add("bad", `${one.name} is not running`, `${one.exit || one.restarts ? `It ended with ${exitReason(one.exit)} ${ago(one.since_ms, at_ms)}. ` : ""}The supervisor starts it again.`);
     else if (one.restarts && at_ms - one.since_ms < RECENT_MS) add("warn", `${one.name} was restarted ${ago(one.since_ms, at_ms)}`, `Its life before ended with ${exitReason(one.exit)}; ${count(one.restarts)} restart${one.restarts === 1 ? "" : "s"} since the service started.`);
