@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -157,9 +160,13 @@ def test_on_a_full_disk_a_deleted_topic_gives_its_room_back(small_disk: Path) ->
 
 @pytest.fixture
 def small_memory(tmp_path: Path) -> Path:
-    """The command of a service with a /dev/shm of 32 MiB."""
+    return in_small_memory(tmp_path, 32)
+
+
+def in_small_memory(tmp_path: Path, mebibytes: int) -> Path:
+    """Return the command of a service with a /dev/shm of this size."""
     command = tmp_path / "in-small-memory"
-    mount = 'mount -t tmpfs -o size=32m tmpfs /dev/shm && exec "$0" "$@"'
+    mount = f'mount -t tmpfs -o size={mebibytes}m tmpfs /dev/shm && exec "$0" "$@"'
     command.write_text(f"#!/bin/sh\nexec unshare -m sh -c '{mount}' {COMMAND} \"$@\"\n")
     command.chmod(0o700)
     if subprocess.run([str(command), "--help"], capture_output=True, check=False).returncode:
@@ -207,6 +214,38 @@ def test_a_shard_that_dies_on_a_full_dev_shm_comes_back_each_time(small_memory: 
             shard.kill()
             poll("its successor to take a durable write", partial(took, client, "durable", f"life.{life}"), 60)
         check_log(service, "old", filling)
+
+
+def test_a_shard_that_dies_on_a_full_dev_shm_comes_back_while_others_fill_it(tmp_path: Path) -> None:
+    """The RAM logs of other shards took the room that was kept for it."""
+    with Service(shards=2, frontends=1, command=in_small_memory(tmp_path, 64)) as service:
+        client = service.client
+        names = [f"t{number}" for number in range(8)]  # some of each shard
+        for name in names:
+            client.put(f"/v0/topics/{name}", json={"durability": "ephemeral"}).raise_for_status()
+        for name in names:
+            fill_until_refused(client, name, [])
+        stop = threading.Event()
+
+        def keep_writing(name: str) -> None:
+            while not stop.is_set():
+                with suppress(httpx.TransportError):
+                    write(client, name, "x")
+
+        with ThreadPoolExecutor(len(names)) as pool:
+            try:
+                writing = [pool.submit(keep_writing, name) for name in names]
+                for life in range(3):
+                    family = psutil.Process().children(recursive=True)
+                    for shard in [process for process in family if process.name().startswith("walshard-")]:
+                        shard.kill()
+                        for name in names:
+                            took_durable = partial(took, client, f"durable.{name}", f"{life}.{shard.name}")
+                            poll("both shards to take durable writes", took_durable, 60)
+            finally:
+                stop.set()
+            for written in writing:
+                written.result()
 
 
 def test_other_topics_and_streams_do_not_suffer_from_a_refusal() -> None:

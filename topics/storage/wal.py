@@ -46,20 +46,27 @@ FILE_BYTES_MIN: Final = 64 * 1024
 """The size of a file on a disk that has no room for a larger one."""
 RESERVE_BYTES: Final = 1024 * 1024
 """Room for deletes, marks of checkpoints and small files, beside what a cut needs."""
-_ROOM_STEP_BYTES: Final = 64 * 1024
+ROOM_STEP_BYTES: Final = 64 * 1024
 """The room is looked at again after so many bytes, or at once while it is short."""
+
+
+def room_beside_bytes(fs: FileSystem, directory: str, kept_bytes: int) -> int:
+    """Return the room that a file system has left for new records beside what is kept free, negative once records have
+    to wait. One that cannot be asked counts as empty.
+    """
+    try:
+        return fs.free_bytes(directory) - kept_bytes
+    except OSError:
+        return sys.maxsize
 
 
 def room_left_bytes(fs: FileSystem, directory: str, cut_bytes: Callable[[], int]) -> int:
     """Return the room that a disk has left for new records: what is free, less a reserve and what a cut needs. It is
-    negative once records have to wait. A disk that cannot be asked counts as empty.
+    negative once records have to wait.
 
     As long as records leave that much free, a cut succeeds, and files of deleted records are removed after it.
     """
-    try:
-        return fs.free_bytes(directory) - RESERVE_BYTES - cut_bytes()
-    except OSError:
-        return sys.maxsize
+    return room_beside_bytes(fs, directory, RESERVE_BYTES + cut_bytes())
 
 
 class Moved(NamedTuple):
@@ -139,7 +146,7 @@ class WalWriter:
         self._preallocate: Preallocate = preallocate
         self._helper = helper
         self._room_bytes = room_bytes
-        self._room_seen_at = -_ROOM_STEP_BYTES
+        self._room_seen_at = -ROOM_STEP_BYTES
         """`bytes_written` when the disk had room last."""
         self._spare: Future[int] | None = None
         self._current_file_no = 0
@@ -212,11 +219,11 @@ class WalWriter:
         return GroupPlan(file_no, start, mark, marked, offsets, end)
 
     def require_room(self) -> None:
-        """Raise WalWriteError when new records would take the room of the next cut."""
-        if self._room_bytes is None or self.bytes_written < self._room_seen_at + _ROOM_STEP_BYTES:
+        """Raise WalWriteError when new records would take the room that is kept."""
+        if self._room_bytes is None or self.bytes_written < self._room_seen_at + ROOM_STEP_BYTES:
             return
         if self._room_bytes() < 0:
-            why = "the disk is full: what is left is kept for checkpoints and deletes"
+            why = "no room is left for records: what is free is kept for deletes, checkpoints and starts"
             raise WalWriteError(f"{self._directory}: {why}", errno.ENOSPC)
         self._room_seen_at = self.bytes_written
 
@@ -410,9 +417,9 @@ class WalWriter:
         return spare.result() if spare is not None and spare.exception() is None else 0
 
     def _size_of_next(self, needed_bytes: int = 0) -> int:
-        """Return the size for the next file: less than usual where the disk has little room for it and its records."""
+        """Return the size for the next file: less than usual where the disk has little room to lay it out."""
         size_bytes = self._file_bytes
-        if self._room_bytes is not None:
+        if self._room_bytes is not None and self._preallocate != "none":
             size_bytes = min(size_bytes, max(FILE_BYTES_MIN, self._room_bytes() // 3))
         return max(size_bytes, needed_bytes)
 

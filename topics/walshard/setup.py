@@ -21,11 +21,11 @@ from topics.shm.arena import ArenaWriter, unlink_arena
 from topics.shm.arena_heap import LocationRing
 from topics.shm.control import Role
 from topics.shm.router_memory import RouterBoard, RouterBoardWriter, RouterTable, RouterTableWriter
-from topics.storage.wal import WalWriter, room_left_bytes
+from topics.storage.wal import ROOM_STEP_BYTES, WalWriter, room_beside_bytes, room_left_bytes
 from topics.walshard.commit.archive_wait import ArchiveWait
 from topics.walshard.commit.commits import Commits
 from topics.walshard.commit.draft import AloneHandler, GroupHandler
-from topics.walshard.commit.log_trim import LogTrim, RamReserve, RamTrim
+from topics.walshard.commit.log_trim import LogTrim, RamTrim
 from topics.walshard.commit.logs import BackgroundSync, Logs
 from topics.walshard.follower_shard import FollowedLog, FollowerShard, only_reads
 from topics.walshard.handlers.appends import Appends
@@ -70,8 +70,6 @@ def set_up(place: Place) -> Parts:
     generation = cell.get("generation") + 1
     bases = control.bases
     unlink_arena(identity, index, generation)  # of an incarnation that died while it recovered
-    reserve = RamReserve(place.fs, place.ram_directory + ".reserve", RAM_FILE_BYTES)
-    reserve.release()  # the new arena has to have room beside the old one, though the RAM logs fill /dev/shm
     arena = ArenaWriter(identity, index, generation)
     files = SegmentFiles(place.fs, settings.data_dir, tags_max(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
     read = read_logs if settings.follow is None else read_followed
@@ -82,7 +80,7 @@ def set_up(place: Place) -> Parts:
     holdings = Holdings(control, index, settings)
     catalog = Catalog(index, settings.wal_shards, arena, holdings, files, clock)
     catalog.take_over(recovered.fold)
-    parts = _put_together(place, recovered, catalog, holdings, files, reserve)
+    parts = _put_together(place, recovered, catalog, holdings, files)
 
     if recovered.followed is None:
         _log_lost_end(recovered.fold, parts)
@@ -137,15 +135,20 @@ def _log_lost_end(fold: Fold, parts: Parts) -> None:
         log.error("what the log may have lost with its end cannot be logged yet", reason=str(error))
 
 
-def _open_logs(place: Place, recovered: Recovered, catalog: Catalog, reserve: RamReserve) -> Logs:
+def _open_logs(place: Place, recovered: Recovered, catalog: Catalog) -> Logs:
     fs, identity, end = place.fs, place.identity, recovered.end
     file_bytes, helper = place.settings.wal_file_bytes, place.preallocating
 
     def open_ram() -> WalWriter:
-        end = recovered.ram_end
-        ram = WalWriter(fs, place.ram_directory, identity, end, file_bytes=RAM_FILE_BYTES, preallocate="none")
-        reserve.fill()
-        return ram
+        return WalWriter(
+            fs,
+            place.ram_directory,
+            identity,
+            recovered.ram_end,
+            file_bytes=RAM_FILE_BYTES,
+            preallocate="none",
+            room_bytes=partial(_ram_room_bytes, place),
+        )
 
     room_bytes = partial(room_left_bytes, fs, place.settings.data_dir, place.shared.control.cut_bytes)
     if recovered.followed is None:
@@ -157,11 +160,19 @@ def _open_logs(place: Place, recovered: Recovered, catalog: Catalog, reserve: Ra
     return Logs(wal, ram, open_ram, catalog.relocate, place.rings.withdraw, place.cell, ends, place.clock)
 
 
+def _ram_room_bytes(place: Place) -> int:
+    """Return the room in /dev/shm for new records. A file's size, and some, is kept for each shard: for what a full RAM
+    log has to repeat, and for the index of a shard that was killed, beside the one that readers still use.
+    """
+    kept_bytes = place.settings.wal_shards * (RAM_FILE_BYTES * 9 // 8 + ROOM_STEP_BYTES)
+    return room_beside_bytes(place.fs, place.shared.ram_dir, kept_bytes)
+
+
 def _put_together(
-    place: Place, recovered: Recovered, catalog: Catalog, holdings: Holdings, files: SegmentFiles, reserve: RamReserve
+    place: Place, recovered: Recovered, catalog: Catalog, holdings: Holdings, files: SegmentFiles
 ) -> Parts:
     settings, shared, shard, rings, cell, clock, fs, _preallocating, syncing = place
-    logs = _open_logs(place, recovered, catalog, reserve)
+    logs = _open_logs(place, recovered, catalog)
     expiry = ExpiryClock(clock, log.warning, shared.control.trusted_offset_ms(Role.WALSHARD, shard))
     time = StepClock(clock, expiry)
     frame_tags = FrameTags(fs, place.directory, place.ram_directory)
@@ -241,7 +252,8 @@ def _put_together(
     if recovered.followed is not None:
         handlers = only_reads(handlers)
     others = sessions.ram_frames, routing.feeds.ram_frames
-    ram_trim = RamTrim(fs, place.ram_directory, reserve, logs, catalog, frame_tags, others)
+    room_bytes = partial(_ram_room_bytes, place)
+    ram_trim = RamTrim(fs, place.ram_directory, room_bytes, RAM_FILE_BYTES, logs, catalog, frame_tags, others)
     upkeep = Upkeep(catalog, files, syncs, log_trim, ram_trim, deletes, sessions, clock)
     parts = rings, handlers, routing, commits, holdings, upkeep, cell, time
     if recovered.followed is None:

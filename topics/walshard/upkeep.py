@@ -32,7 +32,7 @@ class Upkeep:
     @property
     def busy(self) -> bool:
         """Return whether there is more to do at once."""
-        return self._log_trim.busy or self._deletes.is_sweeping
+        return self._log_trim.busy or self._deletes.is_sweeping or self._ram_trim.due
 
     def sync(self) -> list[Hosted]:
         """Start and end background syncs; return the topics that became durable by them."""

@@ -19,16 +19,14 @@ A trimming costs what it repeats and a look at every location in RAM. So it wait
 at least a file, at least as much as was repeated, and at least a share of the live bytes.
 
 A full /dev/shm takes no more bytes, so there is nothing to wait for. There every file goes, from the oldest, as soon as
-enough records were deleted or evicted (`RamTrim.relieve`). The live records of a file are repeated in the room of a
-reserve (`RamReserve`), which is laid out with the log and again after each file.
+enough records were deleted or evicted (`RamTrim.relieve`). The live records of a file are repeated in room that new
+records must not take (`WalWriter.require_room`), and which a shard that was killed needs for its next index.
 """
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final, NamedTuple
@@ -38,7 +36,7 @@ from topics.core.job import ConsumerState
 from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LOST, LOW_WORD
 from topics.log import get_logger
 from topics.storage import layout
-from topics.storage.filesystem import FileSystem, opened, read_all
+from topics.storage.filesystem import FileSystem, read_all
 from topics.storage.frame import Bytes, FrameType
 from topics.storage.topic_frames import check_header, control_frame
 from topics.walshard.commit.archive_wait import ArchiveWait
@@ -70,45 +68,18 @@ class _Moved(NamedTuple):
     rows: list[int]
 
 
-class RamReserve:
-    """Memory for what a full RAM log has to repeat, and for the arena of the next life: a file of the size of a log
-    file, with nothing in it, or of as many eighths of that as there is room for.
-    """
-
-    def __init__(self, fs: FileSystem, path: str, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
-        self._fs = fs
-        self._path = path
-        self._is_held = False
-
-    def fill(self) -> None:
-        """Lay out what is missing of the file. A full /dev/shm is no error: the next call tries again."""
-        if self._is_held:
-            return
-        with suppress(OSError), opened(self._fs, self._path, os.O_RDWR | os.O_CREAT) as fd:
-            for eighths in range(8, 0, -1):
-                with suppress(OSError):
-                    self._fs.fallocate(fd, 0, self.size_bytes * eighths // 8)
-                    self._is_held = eighths == 8
-                    break
-
-    def release(self) -> None:
-        """Give the memory to whatever is written next."""
-        self._is_held = False
-        with suppress(OSError):
-            self._fs.unlink(self._path)
-
-
 @dataclass(eq=False)
 class RamTrim:
     """Trims one shard's RAM log. Used between groups: nothing is prepared, everything committed is applied.
 
-    `others` return the frames to repeat of what is no topic: watch sessions and routers.
+    `room_bytes` returns the room that new records may take. `others` return the frames to repeat of what is no topic:
+    watch sessions and routers.
     """
 
     _fs: FileSystem
     _directory: str
-    _reserve: RamReserve
+    _room_bytes: Callable[[], int]
+    _file_bytes: int
     _logs: Logs
     _catalog: Catalog
     _tags: FrameTags
@@ -124,7 +95,7 @@ class RamTrim:
     """The same of the last relief that was completed, frame headers of live records among them; None before one."""
 
     def __post_init__(self) -> None:
-        self._file_bytes = self._next_after_bytes = self._reserve.size_bytes
+        self._next_after_bytes = self._file_bytes
 
     @property
     def due(self) -> bool:
@@ -136,8 +107,7 @@ class RamTrim:
         wal = self._logs.ram
         if wal is None or self._files_to_relieve:
             return
-        self._reserve.fill()
-        if self._fs.free_bytes(self._directory) >= self._file_bytes:
+        if self._room_bytes() >= self._file_bytes:
             return
         live_bytes = self._live_bytes()
         kept = self._dead_bytes_kept
@@ -158,15 +128,12 @@ class RamTrim:
                 self._drop_files()
                 return
         self._files_to_relieve = 0
-        self._reserve.fill()
 
     def _repeat_live(self, now_ms: int) -> LogWrite:
         """Return the write that repeats what is needed. Raise OSError when records cannot be read back."""
         self._next_after_bytes = self._written_bytes + 1  # if this fails, after the next write
         buffers: list[Bytes] = []
         moved = self._move_records(buffers)
-        if self._files_to_relieve:
-            self._reserve.release()
         for hosted in self._topics():
             topic = hosted.topic
             if topic.config.durability != "ephemeral":
@@ -213,7 +180,6 @@ class RamTrim:
             self._files_to_relieve -= 1
             if not self._files_to_relieve:
                 self._dead_bytes_kept = self._dead_bytes_begun
-            self._reserve.fill()
 
     @property
     def _dead_bytes(self) -> int:
