@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -38,9 +38,15 @@ class Rings:
             request = messages.encode_call(self.last_id, DeleteTopic(name, False))
             assert self.shared.rings[peer][0].requests.push(*request)
 
-    def group(self, is_over: Callable[[], bool] = lambda: False) -> list[int]:
-        """Return the frontends whose requests the next group holds, in order; all are answered."""
-        taken = [(peer, position) for peer, _message, position in self.outbox.requests(is_over)]
+    def group(self, ends_turn: bool = False) -> list[int]:
+        """Return the frontends whose requests the next group holds, in order; all are answered. With `ends_turn` each
+        request takes long.
+        """
+        taken = []
+        for peer, _message, position in self.outbox.requests():
+            taken.append((peer, position))
+            if ends_turn:
+                self.outbox.end_turn()
         for peer, position in taken:
             self.outbox.answer(peer, None, position)
         self.outbox.flush()
@@ -87,7 +93,7 @@ def test_a_group_that_is_full_of_bytes_passes_the_turn_on_too(rings: Rings, monk
 def test_a_group_whose_time_is_over_passes_the_turn_on_too(rings: Rings) -> None:
     rings.push(0, 3)
     rings.push(1, 1)
-    taken = [rings.group(lambda: True) for _ in range(5)]
+    taken = [rings.group(ends_turn=True) for _ in range(5)]
     assert taken == [[0], [1], [0], [0], []]
 
 
@@ -125,9 +131,7 @@ def test_each_ring_keeps_its_own_order(rings: Rings) -> None:
     for peer in (0, 1, 2):
         rings.push(peer, 2 * GROUP)
     seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    while taken := [
-        (peer, messages.head(message)[1], position) for peer, message, position in rings.outbox.requests(lambda: False)
-    ]:
+    while taken := [(peer, messages.head(message)[1], position) for peer, message, position in rings.outbox.requests()]:
         for peer, request_id, position in taken:
             seen[peer].append(request_id)
             rings.outbox.answer(peer, None, position)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 from topics.core.errors import TopicsError
@@ -107,7 +106,7 @@ class Shard:
     def _serve_requests(self) -> int:
         """Take requests and prepare them; finish groups that are full. Return how many there were."""
         requests = reply_bytes = 0
-        for frontend, message, position in self._rings.requests(partial(self._time.has_taken, TURN_MS)):
+        for frontend, message, position in self._rings.requests():
             requests += 1
             kind, request_id, _count = messages.head(message)
             request = RingRequest(frontend, position, request_id)
@@ -122,6 +121,8 @@ class Shard:
                 # An answered request need not stay in the journal.
                 self._finish_group()
                 reply_bytes = 0
+                if self._time.has_taken(TURN_MS):
+                    self._rings.end_turn()
         self._cell.set("queue_depth", requests)
         if requests:
             self._cell.set("queue_depth_peak", max(requests, self._cell.get("queue_depth_peak")))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -36,6 +36,7 @@ class ShardRings:
         self._long_reply_path = f"{SHM_ROOT}/topics-{shared.identity}-reply-{shard}-"
         self._read = [pair.requests.consumed for pair in self._rings]
         self._first = 0
+        self._turn_is_over = False
         """The ring with which the next group begins."""
         self._waiting: list[deque[tuple[bytearray | None, int]]] = [deque() for _ in self._rings]
         self._unanswered: list[JournalEntry] = []
@@ -58,12 +59,17 @@ class ShardRings:
             waiting.clear()
         return not any(pair.requests.peek(self._read[frontend]))
 
-    def requests(self, is_over: Callable[[], bool]) -> Iterator[tuple[int, memoryview, int]]:
-        """Yield (frontend, message, position behind it) of new requests, up to a group, or until it is over.
+    def end_turn(self) -> None:
+        """Have `requests` yield no more this time: what is served takes long."""
+        self._turn_is_over = True
+
+    def requests(self) -> Iterator[tuple[int, memoryview, int]]:
+        """Yield (frontend, message, position behind it) of new requests, up to a group, or to the end of the turn.
 
         A frontend that does not take its answers is not read from: its ring fills, and it feels that. The group after a
         full one begins with the next ring, so that a ring that is never empty starves no other.
         """
+        self._turn_is_over = False
         count = size_bytes = 0
         for turn in range(self._first, self._first + len(self._rings)):
             frontend = turn % len(self._rings)
@@ -77,7 +83,7 @@ class ShardRings:
                 if self._waiting[frontend]:
                     break
                 count += 1
-                if count >= REQUESTS_PER_GROUP_MAX or size_bytes >= BYTES_PER_GROUP_MAX or is_over():
+                if count >= REQUESTS_PER_GROUP_MAX or size_bytes >= BYTES_PER_GROUP_MAX or self._turn_is_over:
                     self._first = (frontend + 1) % len(self._rings)
                     return
 
