@@ -341,6 +341,7 @@ class Groups(RuleBasedStateMachine):
         self.streams: list[int] = []
         self.last_stream = 100
         self.lives = 1
+        self.was_refused = False
 
     def teardown(self) -> None:
         self.rig.close()
@@ -383,6 +384,7 @@ class Groups(RuleBasedStateMachine):
         self.fs.arm(None)
         self.rig.run()
         self.rig.dealt.clear()
+        self.was_refused = True
         self.begin_from(check_machine(self.rig))
 
     def begin_from(self, leases: Leases) -> None:
@@ -421,9 +423,14 @@ class Groups(RuleBasedStateMachine):
 
     @rule()
     def shard_dies(self) -> None:
-        """The shard dies: leases that are not logged are lost, streams are opened again."""
+        """The shard dies: leases that are not logged are lost, streams are opened again. After a refusal the log may
+        have a lease that was given back since: the model goes on from there.
+        """
         self.rig.boot()
         self.settle()
+        if self.durable and self.was_refused:
+            self.begin_from(check_machine(self.rig))
+            self.was_refused = False
         self.streams.clear()
         for job in self.model.jobs.values():
             if not self.durable:
@@ -608,6 +615,25 @@ class Groups(RuleBasedStateMachine):
 
 class ManyGroups(Groups):
     """The same, many times."""
+
+
+def test_a_lease_whose_return_the_log_refused_stands_after_a_crash_until_it_runs_out() -> None:
+    """The job was free in the meantime: its client has gone. The model did not know that the log has the lease."""
+    groups = Groups()
+    try:
+        groups.begin(keep=False, durable=True, deliveries_max=0)
+        groups.group([("append", 1)])
+        groups.group([("claim", "one", 1)])
+        groups.group_is_refused([("unclaim", [0])])
+        assert groups.rig.view("q").jobs_ready == 1
+        groups.shard_dies()
+        groups.as_the_model_says()
+        assert groups.rig.view("q").jobs_in_flight == 1
+        groups.pass_time(200)
+        groups.as_the_model_says()
+        assert groups.rig.view("q").jobs_ready == 1
+    finally:
+        groups.teardown()
 
 
 Groups.TestCase.settings = settings(max_examples=15, stateful_step_count=15)
