@@ -91,7 +91,7 @@ def lags_while_writing(leader: Service, follower: Service, seconds: float) -> li
             for _ in range(BATCH):
                 _, item = next(records)
             lags_ms.append((time.time() - item.data["at"]) * 1000)  # type: ignore[union-attr]
-        records.close()  # type: ignore[attr-defined]
+        records.close()
     writing.join()
     return lags_ms
 

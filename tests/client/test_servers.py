@@ -121,7 +121,7 @@ def test_a_client_goes_on_at_the_new_leader(tmp_path: Path) -> None:
             written = client.append("bank", [2])
             assert _seq_of(next(follow)) == written.first_seq
             assert producer.send("after").result() > 1
-            follow.close()  # type: ignore[attr-defined]
+            follow.close()
 
 
 def _data(client: Client, topic: str) -> list[Any]:
@@ -176,7 +176,7 @@ def test_streams_leave_a_leader_that_lives_on_when_another_one_took_over(tmp_pat
             with pytest.raises(ConnectionClosed, match="another service leads"):
                 socket.text()
             assert of_anybody.ask("ping", request_id=1)["op"] == "pong"
-            frames.close()  # type: ignore[attr-defined]
+            frames.close()
             jobs.close()
         refused(leader.client.get("/v0/topics/jobs/work?node=n"), 503, "not_leader")
         wid = ok(leader.client.post("/v0/watch", json={"topics": {"orders": {}}}))["wid"]

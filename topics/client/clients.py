@@ -6,7 +6,17 @@ import asyncio
 import logging
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, closing
 from functools import partial
 from typing import Any, Final, Self, TypeVar, Unpack
@@ -199,7 +209,7 @@ class AsyncClient(Connection):
 
     async def follow(
         self, positions: Mapping[str, int] | str, *, tombstones: Tombstones = "raise", **options: Any
-    ) -> AsyncIterator[tuple[str, Item | TopicGone]]:
+    ) -> AsyncGenerator[tuple[str, Item | TopicGone], None]:
         """Yield (topic, record) as `Client.follow` does."""
         async with aclosing(self._frames(positions, tombstones, options)) as frames:
             async for items in frames:
@@ -272,7 +282,7 @@ class Client(Connection):
 
     def follow(
         self, positions: Mapping[str, int] | str, *, tombstones: Tombstones = "raise", **options: Any
-    ) -> Iterator[tuple[str, Item | TopicGone]]:
+    ) -> Generator[tuple[str, Item | TopicGone], None, None]:
         """Yield (topic, record) of everything behind these seqs, live, each once and in order, across disconnects.
 
         It ends when all topics are deleted (each with a TopicGone). Options are those of the watch session.
