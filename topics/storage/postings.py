@@ -5,7 +5,7 @@ with a tag and a frame, deleted or not. Version 1; docs/storage-format.md has th
 
     magic      = "topicTAG"
     records    = the number of records in the segment, from first_seq on
-    checksum   = XXH3-64 of the whole file but these 8 bytes
+    checksum   = XXH3-64 of the whole file but its own 8 bytes
     text       = the tags back to back, strictly ascending by their bytes; tag i is text[text_end[i-1]:text_end[i]]
     seq offset = seq - first_seq; those of tag i are [list_end[i-1]:list_end[i]], strictly ascending
 """

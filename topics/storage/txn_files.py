@@ -10,8 +10,7 @@ the time TAKEN_BACK_NS until it is removed: nothing can be decided about it any 
 
 so that the stages of a transaction are found by name, and no client can guess a name.
 
-A *sink* is a file with the latest batch that the sink has committed, and its stages until all of them are published:
-
+A *sink* is a file with the latest batch that the sink has committed, and its stages until all of them are published.
 Each sink has one file, `<xxh3-128 of its name, 32 hex>.sink`. The shard that would own a topic of its name writes it,
 and replaces it as a whole. A batch is decided once the file that names its stages is on the disk, and over once the
 file without them is: a process that finds `pending` publishes those that are not published yet. A stage is published

@@ -285,7 +285,7 @@ def _format_problem(data_dir: str) -> str | None:
     except PermissionError as error:
         return f"cannot be read: {error}; run this as the user of the service"
     except OSError as error:
-        return f"{error.filename} {error.strerror}"
+        return f"{error.filename or data_dir} {error.strerror or error}"
     return None
 
 

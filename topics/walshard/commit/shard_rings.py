@@ -36,8 +36,8 @@ class ShardRings:
         self._long_reply_path = f"{SHM_ROOT}/topics-{shared.identity}-reply-{shard}-"
         self._read = [pair.requests.consumed for pair in self._rings]
         self._first = 0
-        self._turn_is_over = False
         """The ring with which the next group begins."""
+        self._turn_is_over = False
         self._waiting: list[deque[tuple[bytearray | None, int]]] = [deque() for _ in self._rings]
         self._unanswered: list[JournalEntry] = []
         self._group: list[JournalEntry] = []
