@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.archive.services import SMALL, backup, cut, read, restored, run
@@ -84,7 +85,7 @@ def test_every_kind_of_state_comes_back(tmp_path: Path) -> None:
         write(client, "source", "zero")
         ok(client.put("/v0/topics/source/cursors/reader", json={"consistency": "at_least_once"}))
         ok(client.post("/v0/topics/source/cursors/reader/read", json={"limit": 1}))
-        cursor = ok(client.get("/v0/topics/source/cursors/reader"))["persisted_seq"]
+        poll("the read to be passed on", lambda: persisted_seq(client) == 1)
         ok(client.put("/v0/routers/copies", json={"source": "source", "dest": "dest"}))
         write(client, "source", "one", "two")
         assert list(read(client, "dest")[0].values())[-2:] == ["one", "two"]
@@ -99,10 +100,14 @@ def test_every_kind_of_state_comes_back(tmp_path: Path) -> None:
         assert read(client, "dest")[0] == copies
         write(client, "source", "three")
         assert list(read(client, "dest")[0].values()) == [*copies.values(), "three"]
-        assert ok(client.get("/v0/topics/source/cursors/reader"))["persisted_seq"] == cursor
+        assert persisted_seq(client) == 1
         assert write(client, "keyed", "x", idempotency_key="once")["last_seq"] == 1
         records, [tombstone] = read(client, "memory")
         assert (records, tombstone["reason"]) == ({}, "restart")
+
+
+def persisted_seq(client: httpx.Client) -> int:
+    return int(ok(client.get("/v0/topics/source/cursors/reader"))["persisted_seq"])
 
 
 def test_a_restore_needs_an_empty_directory(tmp_path: Path) -> None:

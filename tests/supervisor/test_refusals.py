@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import COMMAND, clean_environment, poll
+from tests.harness import COMMAND, Service, clean_environment, poll
 from tests.supervisor.conftest import Start
 from topics.settings import Settings, load
 from topics.shm import shm_names
@@ -99,6 +99,17 @@ def test_the_check_finds_memory_of_another_user(tmp_path: Path) -> None:
         assert strangers_memory(str(data), 0) is None
     finally:
         left.destroy()
+
+
+def test_a_service_that_proc_hides_is_told() -> None:
+    """systemd's ProtectProc= hides it from the `reload` of its own unit."""
+    namespace = ["--mount"] if os.geteuid() == 0 else ["--mount", "--user", "--map-root-user"]
+    hidden = ["unshare", *namespace, "/bin/sh", "-c", 'mount -t tmpfs none /proc && exec "$0" "$@"', str(COMMAND)]
+    with Service() as service:
+        for word in ("reload", "stop"):
+            command = [*hidden, word, "--data-dir", service.data_dir]
+            done = subprocess.run(command, check=False, capture_output=True, text=True)
+            assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_stranger_with_the_pid_of_a_service_elsewhere_gets_no_signal(tmp_path: Path) -> None:

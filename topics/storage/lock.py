@@ -107,10 +107,14 @@ def may_hold(data_dir: str, pid: int) -> bool:
     """Return whether a process has the lock file open. The pid in there may be one of a container, or used again."""
     lock, folder = os.stat(lock_path(data_dir)), f"/proc/{pid}/fd"
     try:
-        for fd in os.listdir(folder) if os.path.exists(folder) else ():
+        for fd in os.listdir(folder):
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.stat(f"{folder}/{fd}"), lock):
                     return True
+    except FileNotFoundError:  # it has ended, systemd's ProtectProc= hides it, or there is no /proc
+        with suppress(ProcessLookupError):
+            os.close(os.pidfd_open(pid))
+            return True
     except PermissionError:
         return True  # only its user can tell, and may signal it
     return False
