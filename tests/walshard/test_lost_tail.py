@@ -35,6 +35,7 @@ from topics.storage.logfile import note_committed
 from topics.storage.verify import verify
 from topics.walshard.commit.commits import Commits
 from topics.walshard.commit.draft import LogWrite
+from topics.walshard.routers import copier
 
 NAMES = ("a", "b", "c")
 
@@ -191,6 +192,23 @@ def test_seqs_go_on_above_the_ceiling_with_a_reason(rig: Rig) -> None:
     assert rig.append("t", b"next").first_seq == ceiling + 1
     entries = rig.hosted("t").ring.entries(6, ceiling)
     assert set(entries[2::4]) == {EvictReason.LOST_TAIL}
+    rig.close()
+
+
+def test_a_lost_tail_of_many_pages_is_one_seq_of_a_dest(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    page_records = 16
+    monkeypatch.setattr(copier, "PAGE_RECORDS", page_records)
+    route(rig, "r", "t", "copies")
+    five_and_five(rig)
+    rig.run()
+    rig = lose_power(rig, 0.0)
+    source, dest = rig.hosted("t").topic, rig.hosted("copies").topic
+    assert source.head_seq > 5 * page_records
+    before_seq = dest.head_seq
+    rig.run()
+    rig.append("t", b"next")
+    rig.run()
+    assert dest.head_seq == before_seq + 2, "one for the tail, one for the next record"
     rig.close()
 
 

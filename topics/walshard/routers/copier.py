@@ -208,10 +208,14 @@ class Copier:
         if reason == EvictReason.SOURCE_TRIM and any(one.router.counts_hops for one in feed.routers):
             # A gap has no count of hops, so the router that closes a cycle ends each that came by a router.
             return self._cursor(feed, last_source_seq)
+        is_unknown = reason in (EvictReason.RESTART, EvictReason.LOST_TAIL, EvictReason.RESTORED)
+        if is_unknown:
+            is_said, feed.lost_to_seq = feed.lost_to_seq == feed.source_seq, last_source_seq
+            if is_said:
+                return self._cursor(feed, last_source_seq)  # the next page of the same loss
         if min(room(feed.topic)) <= 0:
             self.wait(feed, Hindrance.NONE)  # more may follow until there is room
             return None
-        is_unknown = reason in (EvictReason.RESTART, EvictReason.LOST_TAIL, EvictReason.RESTORED)
         count = 1 if is_unknown else last_source_seq - feed.source_seq
         log.warning("a router's source lost records before they were copied", topic=feed.topic.name, records=count)
         return self._gap(feed, last_source_seq, count, EvictReason.SOURCE_TRIM)

@@ -57,6 +57,8 @@ class Feed:
         """(source seq before the record that did not fit, its copies, their bytes); zeros without one."""
         self.leaving_out = False
         """The last record was more than the dest may ever hold. The service's log has the first of several."""
+        self.lost_to_seq: int | None = None
+        """Last seq of the source in the last gap that has one seq for all that was lost."""
         self.source_head_seq = 0
         """Head of the source at the last look."""
         lost_tail_seq = hosted.topic.lost_tail_seq
