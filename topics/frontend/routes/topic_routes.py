@@ -24,7 +24,7 @@ from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicRef
 from topics.frontend.routes import operations as api
 from topics.frontend.routes.operations import ApiRequest, JsonReply
-from topics.frontend.routes.router_routes import RouterRoutes
+from topics.frontend.routes.router_routes import RouterRoutes, is_shown
 from topics.frontend.routes.topic_ranking import ALLOWED, TopicRanking
 from topics.frontend.shards.arenas import Arenas, Slices, live_names
 from topics.frontend.shards.gateway import Gateway, stopping
@@ -139,7 +139,7 @@ class TopicRoutes:
             routers = []
         if routers:
             await self.routers.after_delete(name, routers)
-        removed = [router.name for router in routers]
+        removed = [router.name for router in routers if is_shown(router, request.caller)]
         answer = {"topic": name, "deleted": reply.deleted, "routers_removed": removed}
         return JsonReply(answer, with_copies=with_copies)
 
