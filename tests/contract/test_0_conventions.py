@@ -43,6 +43,14 @@ def test_http2_prior_knowledge_on_the_same_port(service: Service, topic: str) ->
     assert diff_records(service.client, topic)[0].data == b'{"over":"h2"}'
 
 
+@pytest.mark.parametrize("is_h2", [False, True])
+def test_a_target_has_the_same_limit_over_both_protocols(service: Service, is_h2: bool) -> None:
+    with httpx.Client(base_url=service.url, http1=not is_h2, http2=is_h2, timeout=20) as client:
+        refused(client.get("/v0/topics/" + "a" * 17_000), 414, "uri_too_long")
+        refused(client.get("/v0/topics?prefix=" + "a" * 17_000), 414, "uri_too_long")
+        ok(client.get("/v0/topics?prefix=" + "a" * 16_000))
+
+
 def test_a_connection_serves_many_requests(service: Service, topic: str) -> None:
     connection = Connection(service)
     for n in range(1, 51):
