@@ -156,7 +156,7 @@ class CursorRoutes:
         self._gateway = gateway
         self._owner = gateway.owner
         self._reader = reader
-        self._body_max_bytes = settings.max_body_bytes
+        self._body_max_bytes = settings.max_command_bytes
         self._cell = cell
         self._reads = itertools.count(1)
         self.locks = CursorLocks(gateway.shard_wait_s)

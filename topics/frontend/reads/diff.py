@@ -65,7 +65,7 @@ class DiffRoute:
     async def post(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         name, headers = check_topic_name(scope["path_params"]["topic"]), dict(scope["headers"])
-        request, options = await read_request(receive, headers, self.settings.max_body_bytes, self._wish)
+        request, options = await read_request(receive, headers, self.settings.max_command_bytes, self._wish)
         reader = self.reader
         with_copies = await self.catching_up.wait_for(name)
         room = room_of(scope)

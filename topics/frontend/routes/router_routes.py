@@ -115,7 +115,7 @@ class RouterRoutes:
     @api.takes(body=GivenRouter)
     async def put(self, request: ApiRequest) -> JsonReply:
         name, caller = _router_name(request), request.caller
-        body = await request.body(self.settings.max_body_bytes)
+        body = await request.body(self.settings.max_command_bytes)
         spec = parse_router(name, wire.decode_object(body) if body else {})
         caller.require(KeyScope.ADMIN, (spec.source, spec.dest))
         if spec.match is not None and len(spec.match.tag) > self.settings.max_tag_bytes:

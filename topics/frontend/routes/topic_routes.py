@@ -114,8 +114,8 @@ class TopicRoutes:
     @api.takes(body=GivenConfig, body_required=False)
     async def put(self, request: ApiRequest) -> JsonReply:
         name = request.topic
-        body = await request.body(self.settings.max_body_bytes)
-        config, type_given = parse_config(wire.decode_object(body) if body else {}, name)
+        body = await request.body(self.settings.max_command_bytes)
+        config, type_given = parse_config(wire.decode(wire.config_decoder, body or b"{}"), name)
         if config.dead_letter is not None:
             request.caller.require(KeyScope.ADMIN, (config.dead_letter,))
         self.gateway.archive_acks.check(config)
@@ -150,7 +150,7 @@ class TopicRoutes:
     @api.takes(body=DeleteBody)
     async def delete_records(self, request: ApiRequest) -> JsonReply:
         name = request.topic
-        given = await request.decoded(DeleteBody, self.settings.max_body_bytes)
+        given = await request.decoded(DeleteBody, self.settings.max_command_bytes)
         if given.before_seq is None and given.match is None:
             raise invalid("a delete needs before_seq, match or both", field="match")
         op, tag = (None, b"") if given.match is None else parse_match(given.match)
