@@ -36,7 +36,6 @@ append_decoder: Final = msgspec.json.Decoder(AppendBody)
 stage_decoder: Final = msgspec.json.Decoder(StageBody)
 config_decoder: Final = msgspec.json.Decoder(GivenConfig)
 _decoders: Final[dict[type, msgspec.json.Decoder[Any]]] = {}
-_object_decoder: Final = msgspec.json.Decoder(dict[str, Any])
 _meta_decoder = msgspec.json.Decoder(dict[str, str])
 
 
@@ -53,11 +52,6 @@ def decode_as(body_type: type[BodyT], body: bytes) -> BodyT:
     request: BodyT = decode(json_decoder, body)
     check_counts(request)
     return request
-
-
-def decode_object(body: bytes) -> dict[str, Any]:
-    """Decode any JSON object. The caller checks its fields."""
-    return decode(_object_decoder, body)
 
 
 def given(raw: Optional) -> TypeGuard[msgspec.Raw]:

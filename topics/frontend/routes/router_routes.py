@@ -116,7 +116,7 @@ class RouterRoutes:
     async def put(self, request: ApiRequest) -> JsonReply:
         name, caller = _router_name(request), request.caller
         body = await request.body(self.settings.max_command_bytes)
-        spec = parse_router(name, wire.decode_object(body) if body else {})
+        spec = parse_router(name, wire.decode_as(GivenRouter, body or b"{}"))
         caller.require(KeyScope.ADMIN, (spec.source, spec.dest))
         if spec.match is not None and len(spec.match.tag) > self.settings.max_tag_bytes:
             raise invalid(f"filter: a tag has at most {self.settings.max_tag_bytes} bytes", field="filter")
