@@ -53,6 +53,7 @@ SHARDS_DEFAULT_MAX: Final = 8
 DAY_MS: Final = 86_400_000
 TAKEOVER_MS_MIN: Final = 5_000
 KEYS_FILE_BYTES_MAX: Final = 1 << 20
+COMMAND_BYTES_MAX: Final = 2 * MIB
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,6 +186,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def compactor_grace_ms(self) -> int:
         """The part of the grace for the compactor's last cut; without it the next start reads more of the logs."""
         return self.shutdown_grace_ms // 4
+
+    @property
+    def max_command_bytes(self) -> int:
+        """The longest body without records. Lists and objects in it take up to 25 times as much memory once decoded."""
+        return min(self.max_body_bytes, COMMAND_BYTES_MAX)
 
     @property
     def has_archive(self) -> bool:

@@ -236,6 +236,7 @@ def test_a_follower_changes_nothing(tmp_path: Path) -> None:
         write(leader.client, "orders", 1)
         follows(follower, leader, "orders")
         here = follower.client
+        assert ok(here.get("/v0/key"))["keys"] is False
         one = {"records": [{"data": 1}]}
         for answer in (
             here.post("/v0/topics/orders", json=one),

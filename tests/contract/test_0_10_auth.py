@@ -293,6 +293,19 @@ def test_a_dead_letter_topic_is_a_name_too(root: httpx.Client) -> None:
     ):
         assert refused(answer, 403, "forbidden")["detail"] == {"name": "out.side"}
     refused(root.get("/v0/topics/in.queue"), 404, "topic_not_found")
+    put(root, "in.queue")
+    ok(root.post("/v0/topics/in.queue", json={"records": [{"data": 1}], "config": config}, headers=limited))
+    assert state(root, "in.queue")["config"]["dead_letter"] is None
+
+
+def test_who_deletes_a_topic_hears_of_those_routers_alone_that_its_key_covers(root: httpx.Client) -> None:
+    routers = {"in.shown": ("in.a", "in.b"), "out.name": ("in.a", "in.c"), "in.far": ("in.a", "out.d")}
+    for name, (source, dest) in routers.items():
+        ok(root.put(f"/v0/routers/{name}", json={"source": source, "dest": dest}))
+    limited = header(TableKey(frozenset(SCOPES), "covering"))
+    assert ok(root.delete("/v0/topics/in.a", headers=limited))["routers_removed"] == ["in.shown"]
+    for name in routers:
+        refused(root.get(f"/v0/routers/{name}"), 404, "router_not_found")
 
 
 def names(client: httpx.Client, key: TableKey, **params: Any) -> list[str]:

@@ -22,7 +22,7 @@ def browser(request: pytest.FixtureRequest, service: Service) -> Iterator[httpx.
 FOREIGN = ({"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "cross-site"}, {"Origin": "null"})
 
 
-def test_a_page_of_another_origin_moves_no_cursor_and_takes_no_job(
+def test_a_page_of_another_origin_moves_no_cursor_takes_no_job_and_pins_nothing(
     browser: httpx.Client, client: httpx.Client, topic: str
 ) -> None:
     put(client, topic, type="queue")
@@ -31,6 +31,7 @@ def test_a_page_of_another_origin_moves_no_cursor_and_takes_no_job(
     for headers in FOREIGN:
         refused(browser.post(f"/v0/topics/{topic}/cursors/c/read", headers=headers), 403, "forbidden")
         refused(browser.get(f"/v0/topics/{topic}/work?node=n", headers=headers), 403, "forbidden")
+        refused(browser.get(f"/v0/topics/{topic}/segments?pin_ttl_ms=3600000", headers=headers), 403, "forbidden")
         refused(browser.delete(f"/v0/topics/{topic}", headers=headers), 403, "forbidden")
         ok(browser.get(f"/v0/topics/{topic}", headers=headers))
     assert ok(client.get(f"/v0/topics/{topic}/cursors/c"))["cursor_seq"] == 0

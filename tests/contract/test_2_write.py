@@ -125,7 +125,9 @@ def test_create_false(client: httpx.Client, topic: str) -> None:
 # --- inline configuration
 
 
-@pytest.mark.parametrize("config", [{"ttl_ms": "x"}, 5, {"dead_letter": ""}, {"durability": "paper"}], ids=repr)
+@pytest.mark.parametrize(
+    "config", [{"ttl_ms": "x"}, 5, {"dead_letter": ""}, {"durability": "paper"}, {"durability": "archived"}], ids=repr
+)
 def test_what_inline_config_is_ignored_is_not_judged(client: httpx.Client, topic: str, config: Any) -> None:
     body = {"records": [{"data": 1}], "config": config}
     refused(client.post(f"/v0/topics/{topic}", json=body), 400, "invalid_request")

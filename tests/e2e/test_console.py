@@ -373,6 +373,32 @@ def test_a_record_is_written_and_deleted_with_a_preview(shop: Service, tab: Brow
 
 
 @needs_browser
+def test_an_object_is_shown_as_one_whatever_its_member_is_called(shop: Service, tab: Browser) -> None:
+    write(shop.client, "shop.chat", {"text": "hi"})
+    go(tab, "topic/shop.chat")
+    poll("the record", lambda: rows(tab)[-1:] == ["1"])
+    tab.run("document.querySelector('tbody .fold').click()")
+    shows(tab, 'text: "hi"', ".fold-body")
+
+
+@needs_browser
+def test_a_preview_of_a_deletion_passes_a_long_stretch_that_is_gone(shop: Service, tab: Browser) -> None:
+    client, path = shop.client, "/v0/topics/shop.holes"
+    write(client, "shop.holes", "first")
+    asked(client, path, "", records=[{"data": n, "tag": "gone"} for n in range(6000)])
+    write(client, "shop.holes", *range(5))
+    asked(client, path, "/delete", match="gone")
+    go(tab, "topic/shop.holes")
+    click(tab, "Delete…")
+    fill(tab, "dialog input[inputmode=numeric]", "6005")
+    click(tab, "Show what would go")
+    shows(tab, "4 records of 6 would go", "dialog")
+    click(tab, "Delete the records")
+    shows(tab, "4 records are gone", "dialog")
+    click(tab, "Close")
+
+
+@needs_browser
 def test_jobs_their_holders_and_the_way_back(shop: Service, tab: Browser) -> None:
     go(tab, "queue/shop.mails")
     shows(tab, "worker-1", "main")

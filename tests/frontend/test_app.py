@@ -14,7 +14,7 @@ from tests.frontend.hosting import Hosting, Written
 from tests.frontend.live import until
 from topics import settings as settings_module
 from topics.core.config import TopicConfig
-from topics.core.keys import KeyRing
+from topics.core.keys import KeyRing, parse_list
 from topics.frontend.asgi import RESERVATION, ROOM
 from topics.frontend.entry import limits
 from topics.frontend.entry.bodies import LONG_BYTES, MessageReservation, long_bodies, medium_bodies
@@ -49,7 +49,7 @@ class Frontend:
         """The client closes its connection."""
 
     async def ask(
-        self, method: str, path: str, body: Any = None, place: Reservation | None = None
+        self, method: str, path: str, body: Any = None, place: Reservation | None = None, key: str = ""
     ) -> tuple[int, dict[bytes, bytes], Any]:
         """(status, headers, decoded body). `place`: where there is room for it on a connection of HTTP/2."""
         path, _, query = path.partition("?")
@@ -73,7 +73,7 @@ class Frontend:
             "method": method,
             "path": path,
             "query_string": query.encode(),
-            "headers": [(b"content-type", b"application/json")],
+            "headers": [(b"content-type", b"application/json"), (b"authorization", b"Bearer " + key.encode())],
             "extensions": {} if place is None else {ROOM: place},
         }
         await self.app(scope, receive, send)
@@ -225,6 +225,33 @@ def test_a_long_poll_that_waits_for_room_ends_with_its_time_and_at_a_stop(hostin
         assert room.held_bytes < 1000, "no more than the answer, which nobody has taken here"
         _, _, body = await frontend.ask("POST", "/v0/topics/t/diff", {"wait_ms": 30_000}, Reservation(room))
         assert [record["$seq"] for record in body["records"]] == [1]
+        assert frontend.cell.get("long_polls") == 0
+
+    on_loop(hosting, test)
+
+
+@pytest.mark.parametrize(
+    ("left", "status", "code"),
+    [("other", 401, "unauthorized"), ("mine:r:u", 403, "forbidden"), ("mine:w", 403, "forbidden")],
+)
+def test_a_long_poll_ends_with_the_right_to_it(hosting: Hosting, left: str, status: int, code: str) -> None:
+    """It got what was written up to 30 s after its key had been revoked."""
+    hosting.make("t")
+
+    async def test(frontend: Frontend) -> None:
+        def begin(key: str) -> asyncio.Task[tuple[int, dict[bytes, bytes], Any]]:
+            return asyncio.create_task(frontend.ask("POST", "/v0/topics/t/diff", {"wait_ms": 30_000}, key=key))
+
+        frontend.access.replace(KeyRing(parse_list("mine,stays")))
+        ends, stays = begin("mine"), begin("stays")
+        watch = await frontend.watching("t")
+        await until(lambda: frontend.cell.get("long_polls") == 2)
+        frontend.access.replace(KeyRing(parse_list(f"stays,{left}")))
+        hosting.write("t", [Written(b"1")])
+        frontend.notify(watch)
+        answer = await ends
+        assert (answer[0], answer[2].get("error", {}).get("code")) == (status, code)
+        assert [record["data"] for record in (await stays)[2]["records"]] == [1]
         assert frontend.cell.get("long_polls") == 0
 
     on_loop(hosting, test)

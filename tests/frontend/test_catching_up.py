@@ -18,6 +18,7 @@ from tests.frontend.test_claims import Shard
 from topics.core.routers import Router, RouterRegistry, RouterSpec
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.shards import arenas
+from topics.shm.queue_messages import CursorGet, CursorList, CursorReply
 from topics.shm.router_memory import RouterProgress, RouterTableWriter
 from topics.shm.topic_messages import CatchUp, CaughtUp
 
@@ -51,6 +52,20 @@ def test_a_read_of_what_could_not_be_copied_says_so(hosting: Hosting) -> None:
         shard = Shard(frontend)
         assert "copies_pending" not in await read(frontend, shard, "b", ("b", CaughtUp(True, False)))
         assert (await read(frontend, shard, "b", ("b", CaughtUp(True, True))))["copies_pending"] is True
+
+    chain(hosting, "a", "b")
+    on_loop(hosting, test)
+
+
+def test_a_read_through_a_cursor_says_so_too(hosting: Hosting) -> None:
+    async def test(frontend: Frontend) -> None:
+        shard = Shard(frontend)
+        asked = asyncio.create_task(frontend.ask("POST", "/v0/topics/b/cursors/c/read", {"checkpoint": False}))
+        shard.answer((await shard.told(CatchUp))[0], CaughtUp(True, True))
+        cursor = CursorReply("c", "at_least_once", 1, 0, 0, 1)
+        shard.answer((await shard.told(CursorGet))[0], CursorList([cursor]))
+        status, _, answer = await asked
+        assert (status, answer["performance"].get("copies_pending")) == (200, True)
 
     chain(hosting, "a", "b")
     on_loop(hosting, test)

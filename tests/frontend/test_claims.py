@@ -27,13 +27,24 @@ from topics.shm.arena import ArenaWriter
 from topics.shm.asks import Message
 from topics.shm.control import Role
 from topics.shm.messages import MessageKind
-from topics.shm.queue_messages import Claim, Dealt, Peek, Peeked, Release, Unclaim, Waiting, WorkClose
+from topics.shm.queue_messages import (
+    Claim,
+    CursorGet,
+    CursorList,
+    Dealt,
+    Peek,
+    Peeked,
+    Release,
+    Unclaim,
+    Waiting,
+    WorkClose,
+)
 from topics.shm.topic_messages import CatchUp, CaughtUp, Expire
 
 LEASE_NO = 700
 DEADLINE_MS = 2_000_000
 
-CallT = TypeVar("CallT", Claim, Peek, Unclaim, WorkClose, CatchUp)
+CallT = TypeVar("CallT", Claim, Peek, Unclaim, WorkClose, CatchUp, CursorGet)
 
 
 class Shard:
@@ -57,7 +68,7 @@ class Shard:
     def free(self) -> None:
         self._rings.requests.consume(self._read)
 
-    def answer(self, request_id: int, reply: Dealt | Peeked | Waiting | CaughtUp) -> None:
+    def answer(self, request_id: int, reply: Dealt | Peeked | Waiting | CaughtUp | CursorList) -> None:
         self._send(messages.encode_reply(request_id, reply))
 
     def deal(self, dealt: Dealt) -> None:

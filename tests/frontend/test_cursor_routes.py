@@ -119,6 +119,18 @@ class Reader:
         self.live.gateway.shard_wait_s = DEADLINE_S
 
 
+def test_a_read_of_the_cold_tier_says_of_how_many_segments(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        reader = Reader(live)
+        await reader.make(4)
+        await live.checkpoint("t", records_max=2)
+        await live.relocate("t")
+        for body in (b'{"limit":1,"checkpoint":false}', b'{"limit":1}'):
+            assert (await reader.answer(body))["performance"]["cold_segments_read"] == 1
+
+    on_loop(tmp_path, test)
+
+
 def test_pages_that_wait_for_a_slow_shard_have_a_bound_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

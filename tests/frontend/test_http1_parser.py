@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.core.cost import lines_of
 from topics.core.errors import TopicsError
 from topics.frontend.http.deadlines import HttpLimits
 from topics.frontend.http.http1_parser import Chunks, Head, Heads, RequestParser
@@ -178,12 +179,44 @@ def test_refused_as_invalid(data: bytes) -> None:
         (CHUNKED + b"1389\r\n" + b"x" * 0x1389, "payload_too_large"),
         (CHUNKED + b"3e8\r\n" + b"x" * 1000 + b"\r\n" + b"1000\r\n" + b"x" * 4096, "payload_too_large"),
         (POST + b"Expect: tea\r\n\r\n", "expectation_failed"),
+        (CHUNKED + b"1000\r\n" + bytes(4096) + b"\r\n1;" + b"x" * 5000, "invalid_request"),
         (CHUNKED + b"5;" + b"x" * 3000 + b"\r\nhello\r\n0\r\n\r\n", "invalid_request"),
         (CHUNKED + b"0\r\n" + b"X: y\r\n" * 500 + b"\r\n", "invalid_request"),
     ],
 )
 def test_refused_with_its_own_code(data: bytes, code: str) -> None:
     assert refusal(data).code == code
+
+
+def test_a_line_with_the_size_of_a_chunk_may_come_in_two_pieces() -> None:
+    data = CHUNKED + b"1000;" + b"x" * 1500 + b"\r\n" + bytes(4096) + b"\r\n0\r\n\r\n"
+    for cut in (len(CHUNKED) + 2, len(CHUNKED) + 700, len(CHUNKED) + 1506):
+        (request,), _ = parse([data[:cut], data[cut:]])
+        assert request.body == bytes(4096)
+
+
+def test_blank_lines_cost_nothing() -> None:
+    """Each byte of them took a turn of a loop: 256 KB, one read, held up everybody else for 10 ms and more."""
+    parser = RequestParser(Heads(LIMITS))
+    assert lines_of(lambda: parser.find_head(b"\r\n" * 100_000, 0)) < 20
+    assert parser.find_head(b"\r\n" * 1000 + GET + b"\r\n", 0) == (2000, 2000 + len(GET) + 2)
+
+
+def test_too_many_headers_are_not_looked_at() -> None:
+    """A head may have 40,000 of them, which took 10 ms."""
+    head = GET + b"a:\r\n" * 10_000 + b"\r\n"
+
+    def refused() -> None:
+        with pytest.raises(TopicsError, match="10001 headers, at most 10"):
+            Heads(LIMITS).parse(head)
+
+    assert lines_of(refused) < 100
+
+
+def test_a_host_is_no_longer_than_a_name_may_be() -> None:
+    """The last ones are kept."""
+    parse([b"GET / HTTP/1.1\r\nHost: " + b"a" * 253 + b":65535\r\n\r\n"])
+    assert refusal(b"GET / HTTP/1.1\r\nHost: " + b"a" * 301 + b"\r\n\r\n").code == "invalid_request"
 
 
 def test_limits_are_reached_exactly() -> None:

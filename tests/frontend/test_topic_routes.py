@@ -13,8 +13,10 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.datastructures import QueryParams
 
 from tests.frontend.hosting import Hosting, Written
+from tests.frontend.live import Live, on_loop
 from topics.core.errors import TopicsError, topic_not_found
 from topics.core.keys import ANYONE
 from topics.core.names import check_router_name, check_topic_name
@@ -24,12 +26,14 @@ from topics.frontend.live.step_cache import KnownTopics
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.files import LogFiles
 from topics.frontend.reads.reading import TopicReader, TopicRef
+from topics.frontend.routes import topic_ranking
 from topics.frontend.routes.router_routes import SLICE_ROUTERS, RouterRoutes
 from topics.frontend.routes.topic_ranking import RankedTopic
 from topics.frontend.routes.topic_routes import TopicRoutes
 from topics.frontend.shards import arenas
 from topics.frontend.shards.gateway import Gateway
 from topics.shm.memory import SharedObject
+from topics.shm.queue_messages import CursorGet, CursorPut
 from topics.shm.recency import Recency, RecencyWriter
 from topics.shm.shm_names import SHM_ROOT
 from topics.storage import layout
@@ -198,6 +202,45 @@ def test_a_page_of_routers_is_a_look_at_few_of_them(query: dict[str, str]) -> No
     answer = asyncio.run(list_routers(ManyRouters(3 * SLICE_ROUTERS), query, 100, SimpleNamespace(covers=covers)))
     assert [one["router"] for one in answer["routers"]] == [f"r-{id:04}" for id in range(4, 104)]
     assert len(looked) <= SLICE_ROUTERS
+
+
+def test_a_shard_that_does_not_answer_is_asked_once_for_the_cursors_of_all_its_topics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was waited for once for each topic, an hour for the most there may be, and everybody who sorts behind it.
+    What was seen then was kept 50 times as long.
+    """
+    monkeypatch.setattr(topic_ranking, "KEPT_MIN_S", 0.001)
+    monkeypatch.setattr(topic_ranking, "KEPT_TIMES", 500)
+
+    async def test(live: Live) -> None:
+        asked = list[str]()
+        submit = live.gateway.submit
+
+        def count(shard: int, request: Any, *more: Any, **options: Any) -> Any:
+            asked.extend([request.name] * isinstance(request, CursorGet))
+            return submit(shard, request, *more, **options)
+
+        live.gateway.submit = count  # type: ignore[method-assign]
+        for name in ("a", "b", "c"):
+            await live.write(name)
+            await live.gateway.call(0, CursorPut(name, "c", None, None, 0, False))
+
+        ranking = topic_ranking.TopicRanking(live.arenas, live.gateway)
+
+        async def until_lags_are(lag: int | None) -> None:
+            while [one.lag for one in (await ranking.best(QueryParams("sort=lag"), ("",), 10))[0]] != [lag] * 3:
+                await asyncio.sleep(0.001)
+
+        await until_lags_are(1)
+        asked.clear()
+        live.shard_up, live.gateway.shard_wait_s = False, 0.3
+        await until_lags_are(None)
+        assert asked == ["a"]
+        live.shard_up, live.gateway.shard_wait_s = True, 60.0
+        await until_lags_are(1)
+
+    on_loop(tmp_path, test)
 
 
 def test_the_garbage_collector_passes_over_ranked_topics() -> None:

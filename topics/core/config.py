@@ -67,11 +67,11 @@ _UNSIGNED: Final = [name for name, default in _DEFAULTS.items() if type(default)
 
 
 def parse_config(given: Any, topic: str) -> tuple[TopicConfig, bool]:
-    """Return (the configuration in a JSON object, whether it has a `type`); `400` names the field at fault."""
-    if not isinstance(given, dict):
+    """Return (the configuration that was given, whether it has a `type`); `400` names the field at fault."""
+    if not isinstance(given, dict | GivenConfig):
         raise invalid("config must be a JSON object", field="config")
     try:
-        fields = msgspec.convert(given, GivenConfig)
+        fields = given if isinstance(given, GivenConfig) else msgspec.convert(given, GivenConfig)
     except msgspec.ValidationError as error:
         at = _FIELD.search(str(error))
         raise invalid(f"config: {error}", **({"field": at[1]} if at else {})) from None

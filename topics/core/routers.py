@@ -70,11 +70,11 @@ class Router(msgspec.Struct, frozen=True, omit_defaults=True):
         return getattr(self.spec, end) if end else "", self.name
 
 
-def parse_router(name: str, given: dict[str, Any]) -> RouterSpec:
+def parse_router(name: str, given: GivenRouter | dict[str, Any]) -> RouterSpec:
     """Parse a decoded JSON object; `400 invalid_request` names the field at fault."""
     check_router_name(name)
     try:
-        fields = msgspec.convert(given, GivenRouter)
+        fields = given if isinstance(given, GivenRouter) else msgspec.convert(given, GivenRouter)
     except msgspec.ValidationError as error:
         raise invalid(f"router: {error}") from None
     check_topic_name(fields.source, "source")

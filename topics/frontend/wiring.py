@@ -129,6 +129,7 @@ def build_app(process: Process, keys: KeyRing, store: SegmentSource | None, arri
     hub = Hub(gateway, known, cell, running_clock)
     limits = KeyLimits(KeyCounts(shared.key_counts, shared.frontends, index), settings)
     access = Access(keys, settings.probe_auth, limits, leadership.why_not_leader)
+    access.on_change(partial(diff.end_forbidden, access.find_key))
     pages = Pages(settings, access)
     append = AppendRoute(gateway, settings, cell)
     slots = StreamSlots(limits, process.quota("sse_connections", settings.max_sse_connections, "sse_admitted"))

@@ -152,7 +152,7 @@ class Access:
         to be answered by a leader.
         """
         error = self._why_not_leader()
-        if error is not None and (needed is not KeyScope.READ or LEADER_REQUIRED in headers):
+        if error is not None and (needed not in KeyScope.READ or LEADER_REQUIRED in headers):
             raise error
 
     def release(self, scope: Scope) -> None:
@@ -277,7 +277,8 @@ class Pages:
 
     A browser lets any page send requests to any address, also to this machine. Refused with 403 are:
 
-        anything but a safe GET; /work; WebSocket      from a page of another origin that is not in TOPICS_CORS_ORIGINS
+        anything but a safe GET; WebSockets; /work;    from a page of another origin that is not in TOPICS_CORS_ORIGINS
+        /segments, which may make a pin
         anything but a probe, while no keys are set    under a host name that is not this machine's: a page may give
                                                        its own name this machine's address (DNS rebinding)
 
@@ -344,8 +345,9 @@ class Pages:
 
 
 def _acts(scope: Scope) -> bool:
-    """Return True if a request may change anything."""
-    return scope["type"] == "websocket" or scope["method"] not in _SAFE_METHODS or scope["path"].endswith("/work")
+    """Return True if a request may change anything. A look at segments may make a pin."""
+    is_safe = scope["type"] != "websocket" and scope["method"] in _SAFE_METHODS
+    return not is_safe or scope["path"].endswith(("/work", "/segments"))
 
 
 def host_name(host: str) -> str:

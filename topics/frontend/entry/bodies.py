@@ -27,8 +27,6 @@ RequestT = TypeVar("RequestT")
 _GZIP_WBITS: Final = 31
 _UNZIP_INLINE_BYTES_MAX: Final = 1024  # a longer body may unpack to more than 1 MiB, so a thread unpacks it
 
-INLINE_BYTES_MAX: Final = 1 << 20
-"""A thread decodes and handles a longer body, so that the event loop can run between two calls into C."""
 COUNTED_FROM_BYTES: Final = 64 << 10
 """Shorter bodies are not counted: a connection or HTTP/2 stream has at most one of them."""
 LONG_BYTES: Final = 1 << 20
@@ -155,7 +153,7 @@ async def _read_rest(receive: Receive, first: bytes, headers: Headers, max_bytes
                 room += LONG_BYTES
         if not more:
             # Joining 1 MiB or more takes so long that a thread does it.
-            return b"".join(chunks) if size <= INLINE_BYTES_MAX else await asyncio.to_thread(b"".join, chunks)
+            return b"".join(chunks) if size <= LONG_BYTES else await asyncio.to_thread(b"".join, chunks)
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGoneError

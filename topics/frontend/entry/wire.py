@@ -16,7 +16,7 @@ import msgspec
 from starlette.datastructures import QueryParams
 from xxhash import xxh32_digest
 
-from topics.api.requests import U64_MAX, AppendBody, Optional, RecordBody, StageBody
+from topics.api.requests import U64_MAX, AppendBody, GivenConfig, Optional, RecordBody, StageBody
 from topics.core.errors import TopicsError, invalid
 
 ValueT = TypeVar("ValueT")
@@ -34,8 +34,8 @@ _POSITION: Final = re.compile(r"^(?:JSON is malformed: )?(.*?)(?: \(byte (\d+)\)
 
 append_decoder: Final = msgspec.json.Decoder(AppendBody)
 stage_decoder: Final = msgspec.json.Decoder(StageBody)
+config_decoder: Final = msgspec.json.Decoder(GivenConfig)
 _decoders: Final[dict[type, msgspec.json.Decoder[Any]]] = {}
-_object_decoder: Final = msgspec.json.Decoder(dict[str, Any])
 _meta_decoder = msgspec.json.Decoder(dict[str, str])
 
 
@@ -54,24 +54,9 @@ def decode_as(body_type: type[BodyT], body: bytes) -> BodyT:
     return request
 
 
-def decode_object(body: bytes) -> dict[str, Any]:
-    """Decode any JSON object. The caller checks its fields."""
-    return decode(_object_decoder, body)
-
-
 def given(raw: Optional) -> TypeGuard[msgspec.Raw]:
     """Return True if an optional field is present and not `null`."""
     return raw is not msgspec.UNSET and bytes(raw) != b"null"
-
-
-def decode_part(part: msgspec.Raw, field: str) -> Any:
-    """Decode a field that the decoder of its body passed on as it is; `400` names the field."""
-    try:
-        return msgspec.json.decode(part)
-    except msgspec.MsgspecError as error:
-        raise invalid(f"{field} is not accepted: {error}", field=field) from None
-    except RecursionError:
-        raise invalid(f"{field} is not accepted: its JSON is nested too deeply", field=field) from None
 
 
 def decode_meta(meta: msgspec.Raw, field: str) -> dict[str, str]:

@@ -27,11 +27,15 @@ _KEPT_HEAD_MAX_BYTES = 1024
 _H2_PREFACE_HEAD = b"PRI * HTTP/2.0\r\n\r\n"
 _NAMES_WITH_MEANING = frozenset({b"host", b"content-length", b"transfer-encoding", b"connection", b"expect"})
 _HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?")
+_HOST_MAX_BYTES = 300  # a name has 253 at most; the last hosts are kept
 _METHOD = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]{1,32} ")
 _REQUEST_LINE = re.compile(rb"[^ ]+ [^ ]+ (HTTP/[0-9]\.[0-9])")
+_BLANK_LINES = re.compile(rb"[\r\n]+")
 _BARE_LF = re.compile(rb"(?<!\r)\n")
 _UPGRADE_LINES = re.compile(rb"(?i)\r\nupgrade:[^\r\n]*(?:\r\n[ \t][^\r\n]*)*")
-_SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:;[^\r\n]*)?\r\n")
+_SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:;[^\r\n]{0,4000})?\r\n")
+_SIZE_LINE_MAX_BYTES = 4096
+"""A longer line is refused before its end, until which all of it would be kept, in no budget."""
 _SHORT_CHUNKS = re.compile(b"(?:%b)*+" % b"|".join(b"[%x%X]\r\n.{%d}" % (n, n, n + 2) for n in range(1, 16)), re.DOTALL)
 """Any number of whole chunks of up to 15 bytes. A read may have 40,000 of them, too many for a loop in Python."""
 
@@ -98,7 +102,7 @@ class Chunks:
         else:
             end = data.find(b"\n", position) + 1
             self._line += data[position : end or len(data)]
-            if not end:
+            if not end and len(self._line) < _SIZE_LINE_MAX_BYTES:
                 return len(data)
             found = _SIZE_LINE.fullmatch(self._line)
             if found is None:
@@ -207,6 +211,9 @@ class Heads:
             return None
         limits = self.limits
         line = head[: head.index(b"\r\n")]
+        count = head.count(b"\n") - 2  # of headers: llhttp refuses those that go on in the next line
+        if count > limits.max_headers:
+            raise TopicsError("headers_too_large", f"{count} headers, at most {limits.max_headers}")
         lines = _Lines()
         upgrade = False
         try:
@@ -225,9 +232,7 @@ class Heads:
         if not http11 and version != b"HTTP/1.0":
             raise _unsupported(version)
         if len(target) > limits.max_uri_bytes:
-            raise _uri_too_long(limits)
-        if len(headers) > limits.max_headers:
-            raise TopicsError("headers_too_large", f"{len(headers)} headers, at most {limits.max_headers}")
+            raise uri_too_long(limits)
 
         host: bytes | None = None
         length: int | None = 0
@@ -259,7 +264,7 @@ class Heads:
         if host is None:
             if http11:
                 raise invalid("header Host is missing")
-        elif not _is_host(host):
+        elif len(host) > _HOST_MAX_BYTES or not _is_host(host):
             raise invalid(f"header Host is {_show(host)}; it must be `name` or `name:port`")
         if length is not None and length > limits.max_body_bytes:
             raise _body_too_large(limits, f"the body has {length} bytes, at most {limits.max_body_bytes}")
@@ -318,8 +323,10 @@ class RequestParser:
         """Return the start and end of the next head in `data[position:]`, which is not empty; the end is -1 until the
         head is whole: pass the rest again, with more behind it. Raise TopicsError if it cannot become a head.
         """
-        while data[position] in b"\r\n":  # RFC 9112 §2.2: blank lines before a request line are skipped
-            position += 1
+        if data[position] in b"\r\n":  # RFC 9112 §2.2: blank lines before a request line are skipped
+            blank = _BLANK_LINES.match(data, position)
+            assert blank is not None
+            position = blank.end()
             if position == len(data):
                 self._scanned = 0
                 return position, -1
@@ -401,7 +408,7 @@ class RequestParser:
     def _too_large(self, data: bytes | bytearray, position: int) -> TopicsError:
         line_end = data.find(b"\r\n", position)
         if line_end < 0 or line_end - position > self._limits.max_uri_bytes:
-            return _uri_too_long(self._limits)
+            return uri_too_long(self._limits)
         return TopicsError("headers_too_large", f"the head has more than {self._limits.max_header_bytes} bytes")
 
 
@@ -441,7 +448,7 @@ def _body_too_large(limits: HttpLimits, message: str) -> TopicsError:
     return TopicsError("payload_too_large", message, {"max_body_bytes": limits.max_body_bytes})
 
 
-def _uri_too_long(limits: HttpLimits) -> TopicsError:
+def uri_too_long(limits: HttpLimits) -> TopicsError:
     return TopicsError("uri_too_long", f"the request target has more than {limits.max_uri_bytes} bytes")
 
 

@@ -23,12 +23,15 @@ from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.protocol.ws_stream import WSStream
 
+from topics.core.errors import TopicsError
 from topics.frontend.asgi import ADMITTED, AsgiApp, Message, Receive, Scope, Send, WriteBuffer, until_disconnect
 from topics.frontend.entry import limits
 from topics.frontend.entry.budget import Budget
+from topics.frontend.entry.responses import send_error
 from topics.frontend.http.connections import GONE_S, Connections
 from topics.frontend.http.deadlines import HttpLimits, RunningClock, SlowReaderTimer, run_in_time
 from topics.frontend.http.frame_budget import CheckedFrames, ClientAddresses, FrameBudget
+from topics.frontend.http.http1_parser import uri_too_long
 from topics.frontend.http.websocket_input import PING_INTERVAL_S
 from topics.log import get_logger
 
@@ -329,7 +332,10 @@ class HypercornConnections:
         self._connections.arrived += 1
         scope[ADMITTED] = context.admit
         if scope["type"] != "websocket":
-            await run_in_time(self._app, self._limits, self._clock, scope, receive, send)
+            app = self._app
+            if len(scope["raw_path"]) + len(scope["query_string"]) > self._limits.max_uri_bytes:
+                app = partial(_refuse, uri_too_long(self._limits))
+            await run_in_time(app, self._limits, self._clock, scope, receive, send)
             return
         disconnected = False
 
@@ -349,6 +355,10 @@ class HypercornConnections:
         """Close idle connections now, and busy ones when they become idle."""
         for context in self.open:
             context.end.set_now()
+
+
+async def _refuse(error: TopicsError, scope: Scope, _receive: Receive, send: Send) -> None:
+    await send_error(send, dict(scope["headers"]), error)
 
 
 def _config(limits: HttpLimits) -> Config:

@@ -226,7 +226,7 @@ class WatchRoutes:
     @api.takes(api.flag_query("lenient", False, "leave out topics that do not exist"), body=WatchBody)
     async def create(self, request: ApiRequest) -> JsonReply:
         lenient = flag(request.query, "lenient", False)
-        body = await request.decoded(WatchBody, self.settings.max_body_bytes)
+        body = await request.decoded(WatchBody, self.settings.max_command_bytes)
         check_starts(body.topics, self.settings.max_watch_topics)
         request.caller.require(KeyScope.READ, body.topics)
         await self.catching_up.wait_for_all(body.topics)

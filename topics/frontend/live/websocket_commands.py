@@ -13,6 +13,7 @@ from topics.api.requests import AppendBody, Count, FollowBody, StartBody
 from topics.core.errors import TopicsError, invalid
 from topics.frontend.entry import wire
 from topics.frontend.entry.responses import encode_json
+from topics.settings import COMMAND_BYTES_MAX
 from topics.shm.durations import Route
 
 _Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -80,10 +81,14 @@ class _Any(msgspec.Struct):
 
 
 _decoder: Final[msgspec.json.Decoder[Command]] = msgspec.json.Decoder(Command)
+_publish_decoder: Final = msgspec.json.Decoder(Publish)
 _any_decoder: Final = msgspec.json.Decoder(_Any)
 
 
 def decode(message: bytes) -> Command:
+    """Decode a command. Only a publish may be longer than COMMAND_BYTES_MAX: of no other the lists are decoded then."""
+    if len(message) > COMMAND_BYTES_MAX:
+        return wire.decode(_publish_decoder, message)
     return wire.decode(_decoder, message)
 
 

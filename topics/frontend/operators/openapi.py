@@ -94,9 +94,8 @@ def _operation(one: ApiOperation, by_type: dict[Any, Any]) -> dict[str, Any]:
     ]
     responses = {str(status): _success(answer, by_type) for status, answer in one.answers.items()}
     by_status: dict[int, list[str]] = {}
-    for code in dict.fromkeys(
-        (*common_codes(one.body is not None, one.public, one.needs is KeyScope.READ), *one.codes)
-    ):
+    only_reads = one.needs is not None and one.needs in KeyScope.READ
+    for code in dict.fromkeys((*common_codes(one.body is not None, one.public, only_reads), *one.codes)):
         by_status.setdefault(STATUS_BY_CODE[code], []).append(code)
     for status, codes in sorted(by_status.items()):
         responses[str(status)] = _failure(codes, by_type)

@@ -59,7 +59,7 @@ TakeRoom = Callable[[], Awaitable[None]]
 _ANSWER: Final = (
     b'{"topic":"%b","cursor":"%b","cursor_seq":%d,'
     + PAGE_MEMBERS
-    + b',"performance":{"server_total_ms":%b,"records_scanned":%d}}'
+    + b',"performance":{"server_total_ms":%b,"records_scanned":%d%b%b}}'
 )
 
 
@@ -156,7 +156,7 @@ class CursorRoutes:
         self._gateway = gateway
         self._owner = gateway.owner
         self._reader = reader
-        self._body_max_bytes = settings.max_body_bytes
+        self._body_max_bytes = settings.max_command_bytes
         self._cell = cell
         self._reads = itertools.count(1)
         self.locks = CursorLocks(gateway.shard_wait_s)
@@ -225,7 +225,7 @@ class CursorRoutes:
             payload_bytes=True,
             verify=True,
         )
-        await self._catching_up.wait_for(name)
+        copies = b"" if await self._catching_up.wait_for(name) else b',"copies_pending":true'
         most_bytes = max(options.max_batch_bytes, MAX_BATCH_BYTES[0])
         await reserve_room(scope, most_bytes)
         moving = Reservation(self.moving)
@@ -244,7 +244,9 @@ class CursorRoutes:
             if lost is not None:
                 send = _delivering(scope["extensions"][DELIVER], send)
             took_ms = str(elapsed_ms(started_ns)).encode()
-            answer = _ANSWER % (name.encode(), cursor.encode(), seq, *page_values(page), took_ms, page.scanned)
+            cold = b',"cold_segments_read":%d' % page.cold_segments if page.cold_segments else b""
+            costs = took_ms, page.scanned, cold, copies
+            answer = _ANSWER % (name.encode(), cursor.encode(), seq, *page_values(page), *costs)
             answering = send_json(send, headers, 200, answer)
             del page, answer  # as in `DiffRoute`
             await answering

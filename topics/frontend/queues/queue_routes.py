@@ -86,7 +86,7 @@ class QueueRoutes:
         started_ns = time.perf_counter_ns()
         name, headers = check_topic_name(scope["path_params"]["topic"]), dict(scope["headers"])
         # No long part of the body is kept, as the claim may wait for its window and for dead letters.
-        request = await read_request(receive, headers, self._settings.max_body_bytes, self._wish)
+        request = await read_request(receive, headers, self._settings.max_command_bytes, self._wish)
         node = request.node
         most = max(1, min(request.max, self._settings.max_claim))
         await self._catching_up.wait_for(name)
@@ -203,7 +203,7 @@ class QueueRoutes:
     @api.takes(body=RedriveBody)
     async def redrive(self, request: ApiRequest) -> JsonReply:
         name = request.topic
-        given = await request.decoded(RedriveBody, self._settings.max_body_bytes)
+        given = await request.decoded(RedriveBody, self._settings.max_command_bytes)
         source = check_topic_name(given.source, "from")
         request.caller.require(KeyScope.ADMIN, (source,))
         if source == name:
@@ -224,7 +224,7 @@ class QueueRoutes:
     @api.takes(body=PeekBody, body_required=False)
     async def peek(self, request: ApiRequest) -> JsonReply:
         name = request.topic
-        given = await request.decoded(PeekBody, self._settings.max_body_bytes, b"{}")
+        given = await request.decoded(PeekBody, self._settings.max_command_bytes, b"{}")
         await self._catching_up.wait_for(name)
         found, next_from_seq = await self._peek_jobs(name, given)
         await reserve_room(request.scope, ANSWER_BYTES_MAX)
@@ -254,7 +254,7 @@ class QueueRoutes:
 
     async def _jobs_body(self, request: ApiRequest, body_type: type[JobsBodyT]) -> JobsBodyT:
         """Read and check the body of an ack, nack or extend."""
-        given = await request.decoded(body_type, self._settings.max_body_bytes)
+        given = await request.decoded(body_type, self._settings.max_command_bytes)
         checked_node(given.node, self._settings)
         most = max(SEQS_MAX, self._settings.max_claim)
         if not given.seqs:

@@ -13,13 +13,13 @@ import msgspec
 from topics.api import answers
 from topics.api.requests import DiffBody, FollowBody
 from topics.core.clock import Clock
-from topics.core.errors import invalid
-from topics.core.keys import KeyScope
+from topics.core.errors import TopicsError, invalid
+from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_topic_name
 from topics.frontend.asgi import ROUTE, Receive, Scope, Send, until_disconnect
 from topics.frontend.entry import limits, wire
+from topics.frontend.entry.access import caller_of
 from topics.frontend.entry.bodies import ClientGoneError, read_request
-from topics.frontend.entry.budget import Reservation
 from topics.frontend.entry.leadership import Leadership
 from topics.frontend.entry.responses import elapsed_ms, room_of, send_json
 from topics.frontend.reads.catching_up import CatchingUp
@@ -37,7 +37,6 @@ LIMIT_DEFAULT: Final = 256
 MAX_BATCH_BYTES: Final = (1 << 20, 8 << 20)
 """Default and maximum of `max_batch_bytes`."""
 WAIT_MS_MAX: Final = 30_000
-Room = Reservation | None
 _PAGE: Final = api.ok("A page of records", answers.DiffAnswer)
 _ANSWER: Final = (
     b'{"topic":"%b",' + PAGE_MEMBERS + b',"performance":{"server_total_ms":%b,"records_scanned":%d%b%b%b%b}}'
@@ -56,7 +55,8 @@ class DiffRoute:
     catching_up: CatchingUp
     clock: Clock
     leadership: Leadership
-    _waiting: set[Callable[[], None]] = field(default_factory=set)  # the functions that end the long polls
+    _waiting: dict[Callable[[TopicsError | None], None], tuple[bytes, str]] = field(default_factory=dict)
+    """The functions that end the long polls, each with the digest of its key and its topic."""
     _draining: bool = False
 
     @api.asgi_route("POST", f"{api.TOPIC_PATH}/diff", Route.DIFF, KeyScope.READ, "records")
@@ -65,7 +65,7 @@ class DiffRoute:
     async def post(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         name, headers = check_topic_name(scope["path_params"]["topic"]), dict(scope["headers"])
-        request, options = await read_request(receive, headers, self.settings.max_body_bytes, self._wish)
+        request, options = await read_request(receive, headers, self.settings.max_command_bytes, self._wish)
         reader = self.reader
         with_copies = await self.catching_up.wait_for(name)
         room = room_of(scope)
@@ -76,7 +76,7 @@ class DiffRoute:
         self.recency.touch(ref.shard, ref.slot, ref.view.topic_id, self.clock.now_ms())
         if request.wait_ms and not page.is_news:
             scope[ROUTE] = Route.DIFF_WAIT
-            page = await self._wait(ref, page, request, options, receive, room)
+            page = await self._wait(ref, page, request, options, scope, receive)
         self.cell.add("records_out", page.count)
         took_ms = str(elapsed_ms(started_ns)).encode()
         cold = b',"cold_segments_read":%d' % page.cold_segments if page.cold_segments else b""
@@ -94,7 +94,18 @@ class DiffRoute:
         """Have every long poll answer now, as the process is to stop."""
         self._draining = True
         for end in self._waiting:
-            end()
+            end(None)
+
+    def end_forbidden(self, find_key: Callable[[bytes], ApiKey | None]) -> None:
+        """End the long polls that their keys do not allow any more. `find_key` returns a key as it is now."""
+        for end, (digest, topic) in self._waiting.items():
+            try:
+                key = find_key(digest)
+                if key is None:
+                    raise TopicsError("unauthorized", "the key of this long poll is no longer valid")
+                key.require(KeyScope.READ, (topic,))
+            except TopicsError as refusal:
+                end(refusal.with_traceback(None))
 
     def _wish(self, body: bytes) -> tuple[DiffBody, PageOptions]:
         request = wire.decode_as(DiffBody, body)
@@ -105,22 +116,25 @@ class DiffRoute:
         return request, options
 
     async def _wait(
-        self, ref: TopicRef, page: RecordPage, request: DiffBody, options: PageOptions, receive: Receive, room: Room
+        self, ref: TopicRef, page: RecordPage, request: DiffBody, options: PageOptions, scope: Scope, receive: Receive
     ) -> RecordPage:
         """Return the first page with anything to deliver, or the last one before the deadline. Its costs are those of
-        all pages. `from_ts` may be in the future: records written before it are not delivered.
+        all pages. `from_ts` may be in the future: records written before it are not delivered. Raise `401` or `403` if
+        the caller's key loses its right to the topic meanwhile.
         """
         most = limits.LONG_POLLS.most_count
         if len(self._waiting) >= most:
             raise limits.LONG_POLLS.refused(f"{most} long polls are waiting already", most, retry_after_ms=None)
-        loop = asyncio.get_running_loop()
+        loop, room = asyncio.get_running_loop(), room_of(scope)
         news = asyncio.Event()
         scanned = cold_segments = 0
         over = False
+        refused: TopicsError | None = None
         entering: asyncio.Timeout | None = None
 
-        def end() -> None:
-            nonlocal over
+        def end(refusal: TopicsError | None = None) -> None:
+            nonlocal over, refused
+            refused = refusal
             if entering is not None and not over:
                 entering.reschedule(loop.time())
             over = True
@@ -132,7 +146,7 @@ class DiffRoute:
         # Only a disconnect can follow the body.
         gone = loop.create_task(until_disconnect(receive))
         gone.add_done_callback(lambda _: news.set())
-        self._waiting.add(end)
+        self._waiting[end] = caller_of(scope).digest, ref.name
         self.cell.set("long_polls", len(self._waiting))
         try:
             over |= self._draining  # `drain` ended only the long polls before this one
@@ -164,8 +178,10 @@ class DiffRoute:
             timer.cancel()
             watch.cancel()
             gone.cancel()
-            self._waiting.discard(end)
+            del self._waiting[end]
             self.cell.set("long_polls", len(self._waiting))
+        if refused is not None:
+            raise refused
         return msgspec.structs.replace(
             page, scanned=scanned + page.scanned, cold_segments=cold_segments + page.cold_segments
         )

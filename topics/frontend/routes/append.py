@@ -97,16 +97,15 @@ class AppendRoute:
         config, create = None, request.create
         if wire.given(request.config):
             try:
-                config = parse_config(wire.decode_part(request.config, "config"), name)[0]
+                config = parse_config(wire.decode(wire.config_decoder, bytes(request.config)), name)[0]
+                self.archive_acks.check(config)
+                if config.dead_letter is not None:
+                    caller.require(KeyScope.WRITE, (config.dead_letter,))
             except TopicsError:
                 # The config is ignored if the topic exists (api §2).
                 if self._gateway.arenas.view(name) is None:
                     raise
-                create = False
-        if config is not None:
-            self.archive_acks.check(config)
-            if config.dead_letter is not None:
-                caller.require(KeyScope.WRITE, (config.dead_letter,))
+                config, create = None, False
         return self._gateway.submit_append(
             self._gateway.owner(name),
             name,

@@ -7,7 +7,8 @@
 The body is cut between its records, about every PIECE_BYTES. The place of a cut is guessed from the text between the
 first two records, and proven by the result: a piece in brackets must be a JSON array of records, and the frame with one
 made-up record in place of all must be a write with that record. After a wrong guess, msgspec is asked where each value
-ends. A body that cannot be cut, or is invalid, is decoded as a whole, which makes the usual error.
+ends. A body that cannot be cut is put in order: its records lead, and what is unknown or comes again later is gone. If
+it still cannot be, it is invalid, and decoding it as a whole, which makes the usual error, makes few records first.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from contextlib import suppress
 from typing import Final, TypeVar
 
 import msgspec
@@ -48,10 +50,14 @@ class UncutError(Exception):
 def decode(decoder: msgspec.json.Decoder[BodyT], body: bytes, records_max: int, record_max_bytes: int) -> BodyT:
     """Decode as `wire.decode` does; `batch_too_large` from `records_max` on. It sleeps, so call it in a thread."""
     if len(body) > WHOLE_BYTES_MAX:
-        try:
+        with suppress(UncutError):
             return Cutter(body, records_max, record_max_bytes).decode(decoder)
-        except UncutError:
-            pass
+        names = sorted(decoder.type.__struct_fields__, key="records".__ne__)
+        texts = msgspec.defstruct("Texts", [(name, msgspec.Raw, msgspec.UNSET) for name in names])
+        ordered = msgspec.json.encode(wire.decode(msgspec.json.Decoder(texts), body))
+        with suppress(UncutError):
+            return Cutter(ordered, records_max, len(ordered)).decode(decoder)
+        body = body if len(body) - len(ordered) < WHOLE_BYTES_MAX else ordered  # as it was sent, errors name the place
     return wire.decode(decoder, body)
 
 

@@ -34,6 +34,11 @@ _PATH: Final = "/v0/routers/{router}"
 _CONFLICTS: Final = ("topic_not_found", "topic_exists_incompatible", "router_cycle", *api.LOST)
 
 
+def is_shown(router: Router, caller: ApiKey) -> bool:
+    """Return whether the caller may learn of a router: it covers the router's name and both topics."""
+    return all(map(caller.covers, (router.name, router.spec.source, router.spec.dest)))
+
+
 def _require(caller: ApiKey, needed: KeyScope, router: Router) -> None:
     """Raise `403 forbidden` unless the caller may do this to a router. The error names no topic of it."""
     caller.require(needed)
@@ -110,8 +115,8 @@ class RouterRoutes:
     @api.takes(body=GivenRouter)
     async def put(self, request: ApiRequest) -> JsonReply:
         name, caller = _router_name(request), request.caller
-        body = await request.body(self.settings.max_body_bytes)
-        spec = parse_router(name, wire.decode_object(body) if body else {})
+        body = await request.body(self.settings.max_command_bytes)
+        spec = parse_router(name, wire.decode_as(GivenRouter, body or b"{}"))
         caller.require(KeyScope.ADMIN, (spec.source, spec.dest))
         if spec.match is not None and len(spec.match.tag) > self.settings.max_tag_bytes:
             raise invalid(f"filter: a tag has at most {self.settings.max_tag_bytes} bytes", field="filter")
@@ -180,8 +185,7 @@ class RouterRoutes:
         topic = query.get(end, "") if end else ""
 
         def fits(router: Router) -> bool:
-            spec = router.spec
-            return source in (None, spec.source) and all(map(caller.covers, (router.name, spec.source, spec.dest)))
+            return source in (None, router.spec.source) and is_shown(router, caller)
 
         found: list[Router] = []
         while len(found) < most and (some := registry.named(prefix, after, SLICE_ROUTERS, end, topic)):

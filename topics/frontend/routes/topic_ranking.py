@@ -111,7 +111,7 @@ class TopicRanking:
 
     async def _look(self, before: TopicPass | None) -> TopicPass:
         slices, began_s, work_s, after = Slices(), time.monotonic(), 0.0, ""
-        topics, heads, followed = list[RankedTopic](), dict[int, int](), 0
+        topics, heads, followed, silent = list[RankedTopic](), dict[int, int](), 0, set[int]()
         await self._arenas.learn(slices)
         arenas = [self._arenas.require(shard) for shard in range(self._gateway.shards)]
         while names := list(itertools.islice(live_names(arenas, ("",), after), SLICE_TOPICS)):
@@ -126,10 +126,15 @@ class TopicRanking:
                     rate = round((view.head_seq - head_seq) / (began_s - before.began_s), 3)
                 heads[view.topic_id] = view.head_seq
                 cursors, lag = _NO_CURSORS, view.jobs_ready if view.is_queue else None
-                if view.has_cursors and followed < FOLLOWED_MAX:
+                if view.has_cursors and followed < FOLLOWED_MAX and shard not in silent:
                     followed += 1
-                    cursors = await self._cursors(shard, after)
-                    lag = max([lag or 0, *[view.head_seq - one.seq for one in cursors]])
+                    try:
+                        cursors = (await self._gateway.call(shard, CursorGet(after, None, "", CURSORS_MAX))).cursors
+                        lag = max([lag or 0, *[view.head_seq - one.seq for one in cursors]])
+                    except TopicsError as error:
+                        if error.code != "topic_not_found":
+                            silent.add(shard)  # to wait for it again for each topic would take an hour
+                            slice_s = time.monotonic()  # and a wait is no work
                 kind, written = "queue" if view.is_queue else "log", view.last_write_ts or None
                 topics.append(RankedTopic(after, rate, view.records, view.live_bytes, lag, written, kind, cursors))
             work_s += time.monotonic() - slice_s
@@ -137,13 +142,6 @@ class TopicRanking:
         # Rates need two passes: the second one comes soon.
         kept_s = max(KEPT_MIN_S, KEPT_TIMES * work_s) if before else KEPT_MIN_S / 2
         return TopicPass(topics, heads, began_s, time.monotonic() + kept_s, {})
-
-    async def _cursors(self, shard: int, name: str) -> list[CursorReply]:
-        """Return the cursors of a topic; none if its shard does not answer."""
-        try:
-            return (await self._gateway.call(shard, CursorGet(name, None, "", CURSORS_MAX))).cursors
-        except TopicsError:
-            return []
 
 
 def _given(query: QueryParams, name: str, default: str) -> str:

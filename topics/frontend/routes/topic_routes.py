@@ -24,7 +24,7 @@ from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicRef
 from topics.frontend.routes import operations as api
 from topics.frontend.routes.operations import ApiRequest, JsonReply
-from topics.frontend.routes.router_routes import RouterRoutes
+from topics.frontend.routes.router_routes import RouterRoutes, is_shown
 from topics.frontend.routes.topic_ranking import ALLOWED, TopicRanking
 from topics.frontend.shards.arenas import Arenas, Slices, live_names
 from topics.frontend.shards.gateway import Gateway, stopping
@@ -114,8 +114,8 @@ class TopicRoutes:
     @api.takes(body=GivenConfig, body_required=False)
     async def put(self, request: ApiRequest) -> JsonReply:
         name = request.topic
-        body = await request.body(self.settings.max_body_bytes)
-        config, type_given = parse_config(wire.decode_object(body) if body else {}, name)
+        body = await request.body(self.settings.max_command_bytes)
+        config, type_given = parse_config(wire.decode(wire.config_decoder, body or b"{}"), name)
         if config.dead_letter is not None:
             request.caller.require(KeyScope.ADMIN, (config.dead_letter,))
         self.gateway.archive_acks.check(config)
@@ -139,7 +139,7 @@ class TopicRoutes:
             routers = []
         if routers:
             await self.routers.after_delete(name, routers)
-        removed = [router.name for router in routers]
+        removed = [router.name for router in routers if is_shown(router, request.caller)]
         answer = {"topic": name, "deleted": reply.deleted, "routers_removed": removed}
         return JsonReply(answer, with_copies=with_copies)
 
@@ -150,7 +150,7 @@ class TopicRoutes:
     @api.takes(body=DeleteBody)
     async def delete_records(self, request: ApiRequest) -> JsonReply:
         name = request.topic
-        given = await request.decoded(DeleteBody, self.settings.max_body_bytes)
+        given = await request.decoded(DeleteBody, self.settings.max_command_bytes)
         if given.before_seq is None and given.match is None:
             raise invalid("a delete needs before_seq, match or both", field="match")
         op, tag = (None, b"") if given.match is None else parse_match(given.match)

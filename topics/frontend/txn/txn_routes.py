@@ -75,7 +75,7 @@ class TxnRoutes:
     async def drop(self, request: ApiRequest) -> JsonReply:
         """Drop a transaction's stages in one topic, but not those of a decided batch. `txn` is in query or body."""
         topic = request.topic
-        body = await request.body(self.settings.max_body_bytes)
+        body = await request.body(self.settings.max_command_bytes)
         txn = _checked_txn(wire.decode_as(DropBody, body).txn if body else request.query.get("txn", ""))
         dropped = await self.coordinator.drop(await asyncio.to_thread(self.coordinator.stages.of_txn, topic, txn))
         return JsonReply({"topic": topic, "txn": txn, "dropped": dropped})
@@ -86,7 +86,7 @@ class TxnRoutes:
     async def commit(self, request: ApiRequest) -> JsonReply:
         """Publish all stages and remember the batch, or do neither. A batch that was committed is a duplicate."""
         sink = _sink(request)
-        given = await request.decoded(CommitBody, self.settings.max_body_bytes)
+        given = await request.decoded(CommitBody, self.settings.max_command_bytes)
         if len(given.stages) > STAGES_MAX:
             raise TopicsError("batch_too_large", f"a commit has at most {STAGES_MAX} stages, not {len(given.stages)}")
         if len(set(given.stages)) < len(given.stages):

@@ -19,7 +19,7 @@ export const setKey = (text) => { key = text; };
 export const hasKey = () => key !== "";
 
 // A number that a double cannot hold is shown as it was written.
-class Written {
+export class Written {
   constructor(text) { this.text = text; }
   toJSON() { return JSON.rawJSON ? JSON.rawJSON(this.text) : this.text; }
 }

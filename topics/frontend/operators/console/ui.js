@@ -1,6 +1,7 @@
 // Parts that several views are made of. Everything from the service is set as text, never as HTML.
 
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
+import { Written } from "./api.js";
 import { noteFailure, refreshNow } from "./store.js";
 
 export const Problem = ({ error, what }) => (!error || error.status === 401 ? null : html`
@@ -86,13 +87,13 @@ export const useAction = (action) => {
 const FOLDED_OVER = 3;
 const SHOWN_MAX = 200;
 
-const leaf = (value) => (value === null ? "null" : typeof value === "object" ? value.text : JSON.stringify(value));
-const kindOf = (value) => (value === null ? "null" : typeof value === "object" ? "number" : typeof value);
-const isTree = (value) => value !== null && typeof value === "object" && typeof value.text !== "string";
+const leaf = (value) => (value instanceof Written ? value.text : JSON.stringify(value));
+const kindOf = (value) => (value === null ? "null" : value instanceof Written ? "number" : typeof value);
+const isTree = (value) => value !== null && typeof value === "object" && !(value instanceof Written);
 
 export const Json = ({ value, name, depth = 0 }) => {
   const label = name === undefined ? null : html`<span class="name">${name}: </span>`;
-  if (!isTree(value) && !(value && typeof value === "object" && Object.keys(value).length !== 1)) {
+  if (!isTree(value)) {
     return html`<div class="json-leaf">${label}<span class=${kindOf(value)}>${leaf(value)}</span></div>`;
   }
   const entries = Object.entries(value);

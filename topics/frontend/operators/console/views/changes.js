@@ -7,6 +7,7 @@ import { Dialog, Field, Problem, Tabs, oneLine, useAction } from "../ui.js";
 
 const LOOKED_AT_MAX = 5000;
 const PAGE = 1000;
+const PAGES_MAX = 100; // a page may have no records although more follow: it looks at a thousand seqs, deleted or not
 const SHOWN = 8;
 
 export const WriteRecord = ({ name, queue, onClose }) => {
@@ -42,13 +43,13 @@ const preview = async (name, state, { before_seq, match }) => {
   const fits = matcher(match), last = before_seq ? Math.min(before_seq - 1, state.head_seq) : state.head_seq;
   const shown = [];
   let from_seq = state.earliest_seq - 1, taken = 0, looked = 0, ended = false;
-  while (!ended && looked < LOOKED_AT_MAX) {
+  for (let pages = 0; !ended && looked < LOOKED_AT_MAX && pages < PAGES_MAX; pages += 1) {
     const page = await post(topicPath(name, "/diff"), { from_seq, limit: PAGE, include_tags: true, include_meta: false });
     const within = page.records.filter((record) => record.$seq <= last);
     looked += page.records.length;
     for (const record of within) if (fits(record.$tag)) { taken += 1; if (shown.length < SHOWN) shown.push(record); }
     from_seq = page.next_from_seq;
-    ended = page.caught_up || from_seq >= last || !page.records.length;
+    ended = page.caught_up || from_seq >= last;
   }
   return { taken, shown, looked, ended, most: taken + (ended ? 0 : Math.max(0, last - from_seq)) };
 };
