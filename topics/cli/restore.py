@@ -12,7 +12,8 @@ import msgspec
 
 from topics.archive.ownership import close_archive
 from topics.archive.restoring import Restore, WantedMoment, plan, reserved
-from topics.cli.archive_shared import PLACE, fill_command, iso, mebibytes, show, time_ms
+from topics.cli.archive_shared import PLACE, fill_command, iso, mebibytes, show
+from topics.cli.read import timestamp_ms
 from topics.core.clock import SystemClock
 from topics.progress import progress
 from topics.storage.archive_objects import Archive, open_archive
@@ -48,7 +49,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
         help="the last moment, for good: the service that ships into this archive may still run, but nothing that it"
         " writes from now on gets there, and it takes no more writes once it notices",
     )
-    to.add_argument("--to-ts", metavar="TIME", type=time_ms, help="the last moment at or before this time")
+    to.add_argument("--to-ts", metavar="TIME", type=timestamp_ms, help="the last moment at or before this time")
     to.add_argument("--to-seq", metavar="TOPIC=N", type=_topic_seq, help="the first moment with record N of the topic")
 
 
