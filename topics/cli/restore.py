@@ -18,6 +18,7 @@ from topics.core.clock import SystemClock
 from topics.progress import progress
 from topics.storage.archive_objects import Archive, open_archive
 from topics.storage.filesystem import OsFileSystem
+from topics.terminal import plural
 
 _ABOUT: Final = """Make a data directory from an archive, as the service was at the last moment there, or at an earlier
 one. The restored service is one of its own: every topic has a new epoch, and behind its last record a gap whose reason
@@ -76,7 +77,7 @@ def _run(options: argparse.Namespace) -> int:
         print(msgspec.json.encode({**done._asdict(), "data_dir": options.data_dir}).decode())
     else:
         print(
-            f"{options.data_dir}: is as it was at {iso(done.taken_ms)}; {done.topics} topics,"
+            f"{options.data_dir}: is as it was at {iso(done.taken_ms)}; {plural(done.topics, 'topic')},"
             f" {mebibytes(done.size_bytes)} were fetched"
         )
         if done.borrowed_segments:
