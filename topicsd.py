@@ -83,6 +83,9 @@ def guarded(program: str, work: Callable[[], int]) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except UnicodeEncodeError as error:
+        print(f"{program}: an argument is not UTF-8: {os.fsencode(error.object)!r}", file=sys.stderr)
+        return EXIT_USAGE
     except OSError as error:
         # The reader of the output has closed it, or its disk is full. What waits to be written goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

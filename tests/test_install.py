@@ -148,6 +148,12 @@ def test_an_output_that_lacks_a_character_spells_it() -> None:
     assert "\\u2026" in done.stdout
 
 
+def test_an_argument_that_is_no_text() -> None:
+    command: list[str | bytes] = [str(Path(sys.executable).with_name("topics")), "read", b"a\xff"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert (done.returncode, done.stderr) == (2, "topics: an argument is not UTF-8: b'a\\xff'\n")
+
+
 def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
     gone = f"cd {tmp_path}/gone && rmdir {tmp_path}/gone && "
