@@ -120,6 +120,12 @@ def look_closer(bare: Bare) -> None:
     bare.run_booted("install -d -o topics /backup")
     backup = "/opt/topics/bin/topics backup --data-dir /var/lib/topics --to /backup"
     bare.run_booted(f"setpriv --reuid topics --regid topics --clear-groups {backup}")
+    # docs/archive.md: a restore in the place of the service.
+    bare.run_booted("systemctl stop topics.service && mv /var/lib/topics /var/lib/topics.before")
+    bare.run_booted("/opt/topics/bin/topics restore /backup --data-dir /var/lib/topics --copy")
+    bare.run_booted("systemctl start topics.service")
+    bare.run_booted("until /opt/topics/bin/topics-supervisor status --data-dir /var/lib/topics; do sleep 0.2; done")
+    assert '"reason":"restored"' in bare.run_booted(f"{key} read shop || test $? = 5")
     program = bare.root / "hammer.py"
     program.write_text(HAMMER)
     asked = re.findall(r"asked (\d+)", bare.run_booted("/opt/topics/bin/python /hammer.py"))
